@@ -1,0 +1,194 @@
+"""The `mla` backend of torch.compile.
+
+    Dynamo graph -> seal -> AOTAutograd without decompositions -> passes -> trace again with Inductor's -> Inductor
+
+A graph with nothing to rewrite goes to stock Inductor as if this backend had not been there.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.compiler.config
+from torch import fx
+from torch._dynamo.utils import detect_fake_mode
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx, compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mla_compile.kernels
+from mla_compile import device as devices
+from mla_compile.passes.outcome import Outcome
+from mla_compile.passes.pipeline import Pipeline
+
+from . import options as option_parser
+from .errors import StrictError
+from .options import Options
+from .report import Report, record
+from .seal import seal, unseal
+from .stored import ReportStore
+from .version import __version__
+
+Inputs = Sequence[Any]
+
+
+class _NothingToRewrite(Exception):
+    """Leaves AOTAutograd when the passes changed nothing."""
+
+
+def mla(
+    module: fx.GraphModule,
+    inputs: Inputs,
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    reuse_reports: bool = True,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph: rewrite its MLA attention, leave all else to Inductor.
+
+    Registered with torch as the backend "mla". `options` and `mode` are those of `torch.compile`; keys of `options`
+    that start with `mla.` are fields of `Options`, all others are Inductor's.
+
+    Raises:
+        OptionError: for an unknown option.
+        StrictError: with `mla.strict`, if an attention stays unchanged or there is none.
+        VerifyError: with `mla.verify`, on the first call, if a rewritten site differs from the original.
+    """
+    ours, inductor = option_parser.parse(options, mode)
+    with inductor_config.patch(inductor):
+        start = time.perf_counter()
+        compilation = _Compilation(module, inputs, ours, reuse_reports)
+        compiled = compilation.run()
+        seconds = compilation.seconds | {"compile": time.perf_counter() - start}
+        record(Report(tuple(compilation.outcomes), compilation.note, seconds))
+        return compiled
+
+
+class _Compilation:
+    """One graph on its way to Inductor."""
+
+    def __init__(self, module: fx.GraphModule, inputs: Inputs, options: Options, reuse_reports: bool) -> None:
+        self.module, self.inputs, self.options, self.reuse_reports = module, inputs, options, reuse_reports
+        self.outcomes: list[Outcome] = []
+        self.note = ""
+        self.seconds: dict[str, float] = {}
+
+    def run(self) -> Callable[..., Any]:
+        reason = self._reason_for_stock()
+        if reason is not None:
+            return self._stock(reason)
+        sealed = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
+        sealed.meta = dict(self.module.meta)
+        seal(sealed)
+        tag = cache_tag(self.options, self._rates())
+        store = ReportStore(sealed, self.inputs, tag)
+        stored = store.load() if self.reuse_reports else None
+        if stored is not None and not stored.rewritten:
+            self.outcomes = list(stored.sites)
+            return self._stock("nothing to rewrite")
+        try:
+            with torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}{tag}"):
+                compiled = compile_fx(sealed, list(self.inputs), inner_compile=self._inner, decompositions={})
+        except _NothingToRewrite:
+            store.save(Report(tuple(self.outcomes)))
+            return self._stock("nothing to rewrite")
+        if self.seconds:
+            store.save(Report(tuple(self.outcomes)))
+        else:  # the artifact came from a cache, and with it what had been decided
+            assert stored is not None, "a cached artifact without its report"
+            self.outcomes = list(stored.sites)
+        return compiled
+
+    def _reason_for_stock(self) -> str | None:
+        if self.options.path == "off":
+            return "mla.path is off"
+        if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in self.inputs):
+            return "gradients are needed"
+        if not _may_attend(self.module):
+            return "no attention in the graph"
+        return None
+
+    def _stock(self, note: str) -> Callable[..., Any]:
+        self.note = f"stock Inductor, {note}"
+        if self.options.strict:
+            _raise_strict(self.outcomes, note)
+        return compile_fx(self.module, list(self.inputs))
+
+    def _rates(self) -> Any:
+        tensors = [t for t in self.inputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        if not tensors:
+            return devices.measured(torch.device("cpu"), torch.float32)
+        largest = max(tensors, key=lambda t: t.dim())
+        return devices.measured(largest.device, largest.dtype)
+
+    def _inner(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        pipeline = Pipeline(self._rates(), self.options.path, self.options.workspace_tokens)
+        self.outcomes = pipeline(module)
+        self.seconds["passes"] = time.perf_counter() - start
+        if not any(outcome.rewritten for outcome in self.outcomes):
+            raise _NothingToRewrite
+        if self.options.strict:
+            _raise_strict(self.outcomes, "")
+        start = time.perf_counter()
+        retraced = retrace(module)
+        self.seconds["retrace"] = time.perf_counter() - start
+        if "get_decomp_fn" in kwargs:
+            kwargs["get_decomp_fn"] = select_decomp_table
+        return compile_fx_inner(retraced, inputs, **kwargs)
+
+
+def retrace(module: fx.GraphModule) -> fx.GraphModule:
+    """Trace a rewritten graph again with Inductor's decompositions, and run the passes of Inductor that come first."""
+    placeholders = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    table = {**select_decomp_table(), torch.ops.mla.sealed_attention.default: unseal}
+    mode = detect_fake_mode(placeholders)
+    with torch._C._DisableAutocast(), torch.fx.traceback.preserve_node_meta(), mode or torch._guards.nullcontext():
+        interpreter = fx.Interpreter(module)
+        retraced = make_fx(lambda *args: interpreter.run(*args), decomposition_table=table)(*placeholders)
+    before, after = (list(m.graph.nodes)[-1] for m in (module, retraced))
+    after.meta.update({k: v for k, v in before.meta.items() if k != "val"})
+    retraced.meta.update(module.meta)
+    return _recursive_joint_graph_passes(retraced)
+
+
+def _may_attend(module: fx.GraphModule) -> bool:
+    def attends(node: fx.Node) -> bool:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        return "softmax" in name or "scaled_dot_product_attention" in name
+
+    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
+    return any(attends(node) for graph in graphs for node in graph.nodes if node.op.startswith("call_"))
+
+
+def _raise_strict(outcomes: list[Outcome], note: str) -> None:
+    unchanged = [o for o in outcomes if not o.rewritten]
+    if unchanged:
+        listed = "\n".join(f"  {o.location}: {o.reason}" for o in unchanged)
+        raise StrictError(f"mla.strict: {len(unchanged)} of {len(outcomes)} attentions stay unchanged:\n{listed}")
+    if not outcomes:
+        raise StrictError(f"mla.strict: expected a model with MLA attention, found none ({note})")
+
+
+@cache
+def _sources() -> str:
+    """A hash of everything that decides what a graph is rewritten to."""
+    digest = hashlib.sha256(f"{__version__} {torch.__version__}".encode())
+    here = Path(__file__).parent
+    for folder in (here, Path(mla_compile.passes.__path__[0]), Path(mla_compile.kernels.__path__[0])):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def cache_tag(options: Options, rates: Any) -> str:
+    """What a compiled artifact depends on besides its graph: options, the passes' version, the device's rates."""
+    return "mla:" + hashlib.sha256(repr((options, rates, _sources())).encode()).hexdigest()

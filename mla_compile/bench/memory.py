@@ -1,0 +1,101 @@
+"""Memory: how much there is, how much a mode will need, and how much a call took.
+
+The peak is that of a process of its own for each mode: growth of resident memory during one call after warm-up,
+`VmHWM` after the call, which was reset through `/proc/self/clear_refs` just before it, less `VmRSS` before the call. It
+holds everything the call allocates, its output and the grown cache too.
+"""
+
+import functools
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from mla_compile.bench.layers import Layer, build
+from mla_compile.bench.modes import warmed_up
+from mla_compile.bench.workloads import CacheKind, Workload, make_inputs
+
+CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Limit and use of the container: cgroup v2, then v1."""
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had without swapping, in this container; None where Linux does not say."""
+    try:
+        amounts = [_kib("/proc/meminfo", "MemAvailable")]
+    except (OSError, ValueError):
+        return None
+    for limit, used in CGROUP_FILES:
+        try:
+            amounts.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no such controller, or "max"
+            continue
+    return min(amounts)
+
+
+def _kib(path: str, field: str) -> int:
+    """A field of a /proc file, in bytes."""
+    match = re.search(rf"^{field}:\s+(\d+) kB$", Path(path).read_text(), re.MULTILINE)
+    if match is None:
+        raise ValueError(f"{path} has no field {field}")
+    return int(match[1]) * 1024
+
+
+def peak_growth(call: Callable[[], object]) -> int | None:
+    """Bytes by which resident memory grew at most during the call; None where the system cannot tell."""
+    gc.collect()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
+        before = _kib("/proc/self/status", "VmRSS")
+        result = call()
+        peak = _kib("/proc/self/status", "VmHWM")
+    except (OSError, ValueError):
+        return None
+    del result
+    return peak - before
+
+
+def peaks(
+    layer: Layer, mode: str, workloads: Sequence[Workload], cache_kind: CacheKind, threads: int
+) -> list[int | None]:
+    """`peak_growth` of each workload in this mode, in a process of its own; None also where that process failed."""
+    task = {"layer": asdict(layer), "mode": mode, "workloads": [asdict(w) for w in workloads], "cache": cache_kind}
+    # One size from which glibc takes memory from the system and gives it back at once: nothing freed stays resident.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(
+        [sys.executable, "-m", "mla_compile.bench.memory"],
+        input=json.dumps(task),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    found: list[int | None] = [json.loads(line) for line in done.stdout.splitlines()]
+    return found + [None] * (len(workloads) - len(found))
+
+
+def _child() -> None:
+    """Answer the task on standard input with a line for each workload."""
+    task = json.load(sys.stdin)
+    built, cache_kind = build(Layer(**task["layer"])), task["cache"]
+    with torch.no_grad():
+        for fields in task["workloads"]:
+            torch.compiler.reset()
+            workload = Workload(**fields)
+            step = warmed_up(task["mode"], built, workload, cache_kind)
+            arguments = make_inputs(built, workload, cache_kind).arguments()
+            print(json.dumps(peak_growth(functools.partial(step, arguments))), flush=True)
+
+
+if __name__ == "__main__":
+    _child()

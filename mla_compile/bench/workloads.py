@@ -1,0 +1,129 @@
+"""Workloads: the tensors of one call of the layer, and what the machine's limits allow for it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from mla_compile.bench.layers import Built, Layer
+from mla_compile.cost import Cost, Device, Dims, absorbed, expanded, predicted_seconds
+
+CacheKind = Literal["dynamic", "static"]
+ELEMENT_SIZE = 4
+"""Bytes of an fp32 element; the benchmark runs in fp32."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One call of the layer for one sequence."""
+
+    kind: Literal["decode", "prefill"]
+    tokens: int
+    """decode: cached tokens before the one query token; prefill: prompt tokens, nothing cached."""
+
+    def __str__(self) -> str:
+        return f"decode at context {self.tokens}" if self.kind == "decode" else f"prefill of {self.tokens} tokens"
+
+    @property
+    def queries(self) -> int:
+        """`Sq`."""
+        return 1 if self.kind == "decode" else self.tokens
+
+    @property
+    def context(self) -> int:
+        """Tokens in the cache before the call."""
+        return self.tokens if self.kind == "decode" else 0
+
+    @property
+    def keys(self) -> int:
+        """`T`."""
+        return self.context + self.queries
+
+    def dims(self, layer: Layer) -> Dims:
+        return Dims(1, self.queries, self.keys, layer.N, layer.L, layer.P, layer.R, layer.V)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of the attention module; the cache is made anew for every call, so each sees the same context."""
+
+    hidden_states: torch.Tensor
+    """`[1, Sq, hidden]`"""
+    position_embeddings: Any
+    attention_mask: torch.Tensor | None
+    fresh_cache: Callable[[], Any]
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for one call."""
+        return {
+            "hidden_states": self.hidden_states,
+            "position_embeddings": self.position_embeddings,
+            "attention_mask": self.attention_mask,
+            "past_key_values": self.fresh_cache(),
+        }
+
+
+def make_inputs(
+    built: Built, workload: Workload, cache_kind: CacheKind, dtype: torch.dtype = torch.float32, seed: int = 1
+) -> Inputs:
+    """Random hidden states and cached latents of unit variance; mask and rope as transformers' model makes them.
+
+    A static cache is as long as the workload needs and not longer. The random numbers do not depend on `dtype`.
+    """
+    from transformers import DynamicCache, StaticCache
+    from transformers.masking_utils import create_causal_mask
+
+    layer, generator = built.layer, torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    hidden_states = random(1, workload.queries, layer.hidden)
+    latent, rope_key = random(1, 1, workload.context, layer.L), random(1, 1, workload.context, layer.R)
+
+    def dynamic_cache() -> Any:
+        cache = DynamicCache(config=built.config)
+        if workload.context:
+            cached: Any = cache.layers[0]
+            cached.lazy_initialization(latent, rope_key)
+            cached.keys, cached.values = latent, rope_key  # `update` replaces them, it never writes to them
+        return cache
+
+    static = StaticCache(config=built.config, max_cache_len=workload.keys)
+    buffers: Any = static.layers[0]
+    buffers.lazy_initialization(latent, rope_key)
+
+    def static_cache() -> Any:
+        buffers.keys[:, :, : workload.context], buffers.keys[:, :, workload.context :] = latent, 0
+        buffers.values[:, :, : workload.context], buffers.values[:, :, workload.context :] = rope_key, 0
+        buffers.cumulative_length.fill_(workload.context)
+        return static
+
+    fresh_cache = static_cache if cache_kind == "static" else dynamic_cache
+    position_ids = torch.arange(workload.context, workload.keys)[None]
+    mask: Any = create_causal_mask(
+        config=built.config,
+        inputs_embeds=hidden_states,
+        attention_mask=None,
+        past_key_values=fresh_cache(),
+        position_ids=position_ids,
+    )
+    return Inputs(hidden_states, built.rotary(hidden_states, position_ids), mask, fresh_cache)
+
+
+def limit(attention: nn.Module, layer: Layer, workload: Workload, device: Device) -> float:
+    """Seconds below which the call cannot be done at the device's rates.
+
+    Bytes: every weight, the latent cache, input and output once. FLOPs: all projections, and for attention the cheaper
+    of absorbing and expanding, counting only the pairs that the causal mask leaves.
+    """
+    dims = workload.dims(layer)
+    weights = sum(weight.numel() for weight in attention.parameters())
+    up_projection = layer.N * layer.L * (layer.P + layer.V)  # part of what `absorbed` and `expanded` count
+    matrices = sum(weight.numel() for weight in attention.parameters() if weight.dim() == 2)
+    attending = min(cost(dims, ELEMENT_SIZE, causal=True).flops for cost in (absorbed, expanded))
+    flops = attending + 2 * workload.queries * (matrices - up_projection)
+    elements = weights + workload.keys * (layer.L + layer.R) + 2 * workload.queries * layer.hidden
+    return predicted_seconds(Cost(flops, ELEMENT_SIZE * elements), device)

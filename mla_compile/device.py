@@ -1,0 +1,138 @@
+"""Peak rates of the present device, measured once for all processes that share Inductor's cache directory.
+
+The rates enter decisions of the cost model and with them the key of compiled artifacts, so a second process must have
+the very numbers of the first: they are rounded and stored as JSON, one file for each device, dtype and torch version.
+Delete `<inductor cache>/mla_compile/` to measure again.
+"""
+
+import functools
+import json
+import os
+import platform
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.utils._filelock import FileLock
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mla_compile.cost import Device
+
+COPY_BYTES = 128 * 2**20
+"""Size of each of the two buffers of the copy: several times a large last-level cache."""
+COPY_REPEATS = 10
+GEMM_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+GEMM_SECONDS = 0.2
+"""No product that will take longer than this is tried: eight times the one of half its size."""
+GEMM_REPEATS = 3
+
+
+def measured(device: torch.device, dtype: torch.dtype) -> Device:
+    """Peak FLOP/s of a matrix product in `dtype` and bytes/s of a copy on `device`, two significant digits each.
+
+    Reads the stored numbers; measures (about half a second) and stores them where there are none or where the file is
+    not readable as such. Safe while a graph is being traced, and leaves the random state alone. CPU rates are those of
+    `torch.get_num_threads()` threads. A busy machine measures low: the best of several runs is taken, no more.
+
+    Raises ValueError where `dtype` is not a floating dtype of at least two bytes.
+    """
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"expected a floating dtype of at least two bytes to measure the device with, got {dtype}")
+    name = _name(device)
+    path = _path(name, dtype)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        stored = _read(path)
+        if stored is not None and stored.name == name:
+            return stored
+        rates = measure(device, dtype)
+        _write(path, rates)
+        return rates
+
+
+def measure(device: torch.device, dtype: torch.dtype) -> Device:
+    """What `measured` stores, measured now and not stored."""
+    with _disable_current_modes(), torch.no_grad():
+        return Device(_name(device), _two_digits(_gemm_rate(device, dtype)), _two_digits(_copy_rate(device)))
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"{_cpu_model()}, {torch.get_num_threads()} threads"
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def _cpu_model() -> str:
+    try:
+        models = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        models = []
+    return models[0].strip() if models else platform.processor() or platform.machine()
+
+
+def _path(name: str, dtype: torch.dtype) -> Path:
+    key = re.sub(r"[^A-Za-z0-9.+]+", "-", f"{name}-{dtype}-torch-{torch.__version__}")
+    return Path(cache_dir()) / "mla_compile" / f"{key}.json"
+
+
+def _read(path: Path) -> Device | None:
+    """The stored rates; None where the file is missing or holds anything else."""
+    try:
+        stored = json.loads(path.read_text())
+        return Device(str(stored["name"]), float(stored["flops_per_s"]), float(stored["bytes_per_s"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write(path: Path, device: Device) -> None:
+    """Write in one step: a reader finds the old file or the whole new one."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        json.dump(asdict(device), file)
+    os.replace(file.name, path)
+
+
+def _two_digits(rate: float) -> float:
+    return float(f"{rate:.1e}")
+
+
+def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the best square product: on a busy CPU small ones are slow, without matrix units large ones long."""
+    generator = torch.Generator(device).manual_seed(0)
+    best = 0.0
+    for size in GEMM_SIZES:
+        left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
+        seconds = _best_seconds(device, functools.partial(torch.mm, left, right), GEMM_REPEATS)
+        best = max(best, 2 * size**3 / seconds)
+        if 8 * seconds > GEMM_SECONDS:
+            break
+    return best
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes/s, read and written, of a copy between two buffers."""
+    # Both are filled first: pages that were never written to are all one page, which reads impossibly fast.
+    source = torch.full((COPY_BYTES // 4,), 1.0, dtype=torch.float32, device=device)
+    target = torch.full_like(source, 2.0)
+    return 2 * COPY_BYTES / _best_seconds(device, lambda: target.copy_(source), COPY_REPEATS)
+
+
+def _best_seconds(device: torch.device, call: Callable[[], object], repeats: int) -> float:
+    return min(_seconds(device, call) for _ in range(repeats))
+
+
+def _seconds(device: torch.device, call: Callable[[], object]) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    call()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

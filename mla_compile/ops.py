@@ -1,0 +1,185 @@
+"""The attention ops of the library: names, schemas, shapes.
+
+Each is defined in the namespace `mla` with what a compiler needs to trace it, symbolic sizes included. What they
+compute on data is registered by `mla_compile.kernels`, which this module does not import; `sealed_attention`, which is
+torch's own attention under another name, is whole here.
+
+Sizes are written `B Sq T N Lq L P R V`: sequences, query tokens, key tokens, heads, ranks of query and latent, and
+widths of a head's nope, rope and value part. Inputs may have any strides; none is mutated, and no output aliases one.
+`lse` is the natural log of the sum of the exponentials of a query's scores, always float32; a query with no key to
+attend to has `o = 0` and `lse = -inf`, so that partial results merge without a special case.
+
+Masks of `latent_attention` and `expanded_attention` are None, bool (True means attend) or floating (added to the scaled
+scores), and broadcast to `[B, N, Sq, T]` (rank 4). With a `causal_offset`, query i attends to keys j <= i +
+causal_offset as well as what the mask says; None means no causal limit. Keys that a bool mask or the causal limit hides
+from every query of a sequence take no part in the arithmetic: a cache's unwritten tail may hold anything, NaN included.
+
+Attention does not need gradients here (graphs that do are left to Inductor): every backward raises NotImplementedError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["expanded_attention", "latent_attention", "merge_states", "sealed_attention"]
+
+_LIBRARY = torch.library.Library("mla", "DEF")
+
+# Inductor may hand these ops whatever strides a buffer has. Its default for custom ops, exact strides, would copy a
+# cache whose layout differs from the traced one.
+_ANY_STRIDES = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
+
+_LIBRARY.define(
+    "sealed_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
+    "float? scale, bool enable_gqa) -> Tensor",
+    # The layout of the result follows the layout of the inputs, so Inductor has to keep both as traced.
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag),
+)
+_LIBRARY.define(
+    "latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor? mask, "
+    "SymInt? causal_offset, float scale) -> (Tensor, Tensor)",
+    tags=_ANY_STRIDES,
+)
+_LIBRARY.define(
+    "expanded_attention(Tensor q, Tensor latent, Tensor k_rope, Tensor w_uk, Tensor w_uv, Tensor? mask, "
+    "SymInt? causal_offset, float scale, SymInt workspace_tokens) -> (Tensor, Tensor)",
+    tags=_ANY_STRIDES,
+)
+_LIBRARY.define(
+    "merge_states(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b) -> (Tensor, Tensor)",
+    tags=_ANY_STRIDES,
+)
+
+sealed_attention = torch.ops.mla.sealed_attention
+"""`torch.nn.functional.scaled_dot_product_attention`, opaque to decomposition.
+
+Takes its arguments in its order, all of them; returns what it returns, in the layout in which it returns it. Under
+autocast its floating inputs are cast as torch casts them for the original.
+"""
+
+latent_attention = torch.ops.mla.latent_attention
+"""Multi-query attention over a latent cache: absorbed MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    score[b, i, n, j] = scale * (q_latent[b, i, n] . latent[b, j] + q_rope[b, i, n] . k_rope[b, j]) + mask[b, n, i, j]
+    o[b, i, n] = sum_j softmax_j(score)[b, i, n, j] latent[b, j]
+
+Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent `[B, T, L]`, k_rope `[B, T, R]`, all of one
+floating dtype; mask and causal_offset as the module says; scale.
+Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
+Raises: ValueError naming the expected and the found shape or dtype.
+"""
+
+expanded_attention = torch.ops.mla.expanded_attention
+"""MLA with keys and values up-projected a chunk of tokens at a time (arXiv 2405.04434, equations 9 to 19).
+
+    k[b, j, n] = cat(w_uk[n] latent[b, j], k_rope[b, j]);  v[b, j, n] = w_uv[n] latent[b, j]
+    o[b, i, n] = sum_j softmax_j(scale * q[b, i, n] . k[b, j, n] + mask[b, n, i, j]) v[b, j, n]
+
+Args: q `[B, Sq, N, P + R]` with the nope part first, latent `[B, T, L]`, k_rope `[B, T, R]`, w_uk `[N, P, L]`, w_uv
+`[N, V, L]`, all of one floating dtype; mask and causal_offset as the module says; scale; workspace_tokens, the most
+tokens whose keys and values exist at one time (at least 1).
+Returns: o `[B, Sq, N, V]`, contiguous, of q's dtype, and lse `[B, Sq, N]`, float32.
+Raises: ValueError naming the expected and the found shape or dtype.
+"""
+
+merge_states = torch.ops.mla.merge_states
+"""Attention over two disjoint sets of keys from attention over each (FlashInfer's merge, arXiv 2501.01005, section 2.2).
+
+    lse = log(exp(lse_a) + exp(lse_b));  o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b
+
+Args: o_a and o_b of one shape `[..., V]` and dtype, lse_a and lse_b `[...]`, float32.
+Returns: o, contiguous, like o_a, and lse `[...]`, float32. Two empty sets merge to `o = 0`, `lse = -inf`.
+Raises: ValueError naming the expected and the found shape or dtype.
+"""
+
+
+def _sealed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Serves as the fake too: on fake tensors torch chooses the kernel, and with it the layout, as it does on data."""
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _register_autocast(device_type: str) -> None:
+    """Cast like torch's autocast rule for attention: floating inputs on this device, float64 ones excepted."""
+    key = f"Autocast{device_type.upper()}"
+
+    def cast(arg: Tensor | None) -> Tensor | None:
+        if arg is None or not arg.is_floating_point() or arg.dtype == torch.float64 or arg.device.type != device_type:
+            return arg
+        return arg.to(torch.get_autocast_dtype(device_type))
+
+    def sealed_attention_under_autocast(
+        query: Tensor, key_: Tensor, value: Tensor, attn_mask: Tensor | None, *rest: Any
+    ) -> Tensor:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
+            return sealed_attention(cast(query), cast(key_), cast(value), cast(attn_mask), *rest)
+
+    _LIBRARY.impl("sealed_attention", sealed_attention_under_autocast, key)
+
+
+def _latent_attention_fake(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    mask: Tensor | None,
+    causal_offset: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    batch, queries, heads, _ = q_latent.shape
+    return q_latent.new_empty(q_latent.shape), q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
+
+
+def _expanded_attention_fake(
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    mask: Tensor | None,
+    causal_offset: int | None,
+    scale: float,
+    workspace_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    batch, queries, heads, _ = q.shape
+    o = q.new_empty((batch, queries, heads, w_uv.shape[1]))
+    return o, q.new_empty((batch, queries, heads), dtype=torch.float32)
+
+
+def _merge_states_fake(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    return o_a.new_empty(o_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+def _refuse_backward(name: str) -> None:
+    def backward(ctx: Any, *grads: Tensor | None) -> None:
+        raise NotImplementedError(
+            f"mla::{name} has no backward: expected inputs that need no gradient, found one that does. "
+            "Run under torch.no_grad(), or compile this part of the model with another backend."
+        )
+
+    torch.library.register_autograd(f"mla::{name}", backward, lib=_LIBRARY)
+
+
+_LIBRARY.impl("sealed_attention", _sealed_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("mla::sealed_attention", _sealed_attention, lib=_LIBRARY)
+torch.library.register_fake("mla::latent_attention", _latent_attention_fake, lib=_LIBRARY)
+torch.library.register_fake("mla::expanded_attention", _expanded_attention_fake, lib=_LIBRARY)
+torch.library.register_fake("mla::merge_states", _merge_states_fake, lib=_LIBRARY)
+for _device_type in ("cpu", "cuda"):
+    _register_autocast(_device_type)
+for _name in __all__:
+    _refuse_backward(_name)

@@ -1,0 +1,72 @@
+"""Options of the backend: `options={"mla.<name>": value, "<inductor option>": value}`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch._inductor
+import torch._inductor.config
+
+from .errors import OptionError
+
+PREFIX = "mla."
+Path = Literal["auto", "absorbed", "chunked", "off"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `mla.*` options say. Each field is an option of the same name."""
+
+    path: Path = "auto"
+    """What a site becomes: what the cost model says (`auto`), always one path, or `off`: stock Inductor."""
+
+    strict: bool = False
+    """Raise `StrictError` if an attention of the graph is left unchanged."""
+
+    verify: bool = False
+    """On the first real inputs run each rewritten site and its original, and raise `VerifyError` if they differ."""
+
+    workspace_tokens: int = 1024
+    """Keys that the chunked path up-projects at a time: a bound of its workspace."""
+
+    def __post_init__(self) -> None:
+        if self.path not in get_args(Path):
+            raise OptionError(f"mla.path: expected one of {', '.join(get_args(Path))}, found {self.path!r}")
+        for name in ("strict", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"mla.{name}: expected True or False, found {getattr(self, name)!r}")
+        tokens = self.workspace_tokens
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+            raise OptionError(f"mla.workspace_tokens: expected a positive number of keys, found {tokens!r}")
+
+
+def parse(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Options, dict[str, Any]]:
+    """Our options, and Inductor's: those of `mode` and all keys that do not start with `mla.`.
+
+    Raises:
+        OptionError: for a key that neither we nor Inductor know, naming the nearest, or a value that cannot be.
+    """
+    given = dict(options or {})
+    ours = {key.removeprefix(PREFIX): given.pop(key) for key in list(given) if key.startswith(PREFIX)}
+    names = [field.name for field in fields(Options)]
+    for name in ours:
+        if name not in names:
+            raise OptionError(_unknown(PREFIX + name, [PREFIX + known for known in names]))
+    try:
+        inductor = dict(torch._inductor.list_mode_options(mode)) if mode not in (None, "default") else {}
+    except RuntimeError as error:
+        raise OptionError(f"mode: {error}") from error
+    known = torch._inductor.config.get_config_copy()
+    for key in given:
+        if key.replace("-", "_") not in known:
+            raise OptionError(_unknown(key, [PREFIX + name for name in names] + list(known)))
+    inductor |= {key.replace("-", "_"): value for key, value in given.items()}
+    return Options(**ours), inductor
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return f"unknown option {key!r}: the nearest is {nearest[0]!r}"

@@ -1,0 +1,113 @@
+"""What the backend did: reports of compilations, and `explain`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mla_compile.passes.outcome import Outcome
+
+_HISTORY: list[Report] = []
+
+
+@dataclass(frozen=True)
+class Report:
+    """One compilation (or, from `explain`, all of one run)."""
+
+    sites: tuple[Outcome, ...]
+    """Every attention of the graph, in order."""
+
+    note: str = ""
+    """What holds for the graph as a whole, for instance why stock Inductor compiled it."""
+
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Wall time of the passes (`passes`), of retracing (`retrace`) and of the whole compilation (`compile`)."""
+
+    @property
+    def rewritten(self) -> int:
+        """How many attentions became something else."""
+        return sum(site.rewritten for site in self.sites)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.rewritten} of {len(self.sites)} attentions rewritten" + (f": {self.note}" if self.note else "")
+        ]
+        if self.sites:
+            rows = [("#", "path", "shapes", "source", "reason")]
+            for i, site in enumerate(self.sites):
+                shapes = " ".join(f"{name}={size}" for name, size in site.shapes.items())
+                rows.append((str(i), site.path, shapes or "-", _short(site.location), _with_guards(site)))
+            widths = [max(len(row[k]) for row in rows) for k in range(4)]
+            for row in rows:
+                lines.append(
+                    "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]])
+                )
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Report:
+        """The report that `to_json` wrote."""
+        fields = json.loads(text)
+        sites = tuple(Outcome(**{**site, "guards": tuple(site["guards"])}) for site in fields["sites"])
+        return Report(sites, fields["note"], fields["seconds"])
+
+
+def _short(location: str) -> str:
+    return "/".join(location.split("/")[-2:])
+
+
+def _with_guards(site: Outcome) -> str:
+    return site.reason + (f" while {' and '.join(site.guards)}" if site.guards else "")
+
+
+def record(report: Report) -> None:
+    """Add a compilation to the history."""
+    _HISTORY.append(report)
+
+
+def reports() -> list[Report]:
+    """The report of every `backend="mla"` compilation in this process, oldest first."""
+    return list(_HISTORY)
+
+
+def last_report() -> Report | None:
+    """The report of the latest `backend="mla"` compilation in this process, None if there was none."""
+    return _HISTORY[-1] if _HISTORY else None
+
+
+def merged(parts: Sequence[Report]) -> Report:
+    """One report of several compilations."""
+    seconds: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.seconds.items():
+            seconds[name] = seconds.get(name, 0.0) + value
+    notes = dict.fromkeys(part.note for part in parts if part.note)
+    return Report(tuple(site for part in parts for site in part.sites), "; ".join(notes), seconds)
+
+
+def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
+    """Compile `model` afresh with `backend="mla"`, run it once on the arguments without gradients, and say what became
+    of its attentions.
+
+    What the model or the caches among the arguments keep from a run, they keep from this one too. `options` are those
+    of `torch.compile`.
+    """
+    from .backend import mla
+
+    def fresh(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return mla(graph, inputs, options=options, reuse_reports=False)
+
+    before = len(_HISTORY)
+    compiled = torch.compile(model, backend=fresh)
+    with torch.no_grad():
+        compiled(*args, **kwargs)
+    return merged(_HISTORY[before:])

@@ -1,0 +1,318 @@
+"""Find attention: sealed SDPA, and `softmax(scores) @ value` written by hand.
+
+    q, k, v -> mla.sealed_attention                                    one node
+    q, k    -> bmm -> [scale, add mask, where] -> _softmax -> bmm v    a chain, its scores perhaps a sum of products
+
+Both come out as one `Attention`: which axes are rows, keys and columns of the scores, and the terms of q, k, v and the
+masks over these axes. Nothing here asks whether the attention is MLA.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import layout
+from .axes import Axis, Dim, Form, Product, Term, Unaligned
+from .source import Refusal, where
+from .trace import Trace, aten, is_tensor
+
+NEGLIGIBLE = -1e8
+"""A score at or below this leaves nothing of what is added to it in fp32 (spacing 8 there), so that a row masked
+everywhere is uniform whether the mask replaced the scores or was added to them."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """One summand of the scores: `scale * sum over summed of query * key`."""
+
+    query: Term
+    key: Term
+    summed: Dim
+    scale: float
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A tensor over some of the scores' axes: bool (True attends) or a number added to the scores, times `factor`.
+
+    With `fill`, `term` is bool and the scores it rejects are `fill` instead of minus infinity.
+    """
+
+    term: Term
+    factor: float = 1.0
+    fill: float = -math.inf
+    inverted: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`node = softmax(sum of scores + masks) @ value`, over axes.
+
+    `dims` are the axes of the node's dimensions; `rows` every axis of the scores but the keys'; `queries` the rows that
+    are the query dimension where the op has one (SDPA), which is what `causal` speaks of: query i sees keys up to i.
+    """
+
+    node: fx.Node
+    dims: tuple[Dim, ...]
+    rows: Dim
+    keys: Dim
+    columns: Dim
+    scores: tuple[Score, ...]
+    value: Term
+    masks: tuple[Mask, ...]
+    queries: Dim | None = None
+    causal: bool = False
+    interior: frozenset[fx.Node] = frozenset()
+
+
+def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
+    """Every attention of the graph in order, or the reason why one could not be read."""
+    for node in list(graph.nodes):
+        try:
+            if node.target is torch.ops.mla.sealed_attention.default:
+                yield _from_sealed(node, trace)
+            elif node.target in (aten.bmm.default, aten.mm.default):
+                side = _probabilities(node, trace)
+                if side is not None:
+                    yield _from_softmax(node, side, trace)
+        except Refusal as refusal:
+            yield refusal
+        except Unaligned as error:
+            yield Refusal(node, f"expected queries, keys and values over common axes, found that {error}")
+
+
+def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
+    q_node, k_node, v_node, mask_node, dropout, causal, scale, grouped = node.args
+    if dropout:
+        raise Refusal(node, f"expected attention without dropout, found dropout_p={dropout}")
+    q, k, v = trace[q_node], trace[k_node], trace[v_node]
+    rank = len(node.meta["val"].shape)
+    batch = [f"batch {i}" for i in range(rank - 2)]
+    q, k, v = (layout.expand(form, (1,) * (rank - len(form.dims)) + tuple(form.shape)) for form in (q, k, v))
+    q_batch: list[str] = batch
+    if grouped and len(q.dims[-3]) and q.shape[-3] != k.shape[-3]:
+        heads, groups = q.shape[-3], k.shape[-3]
+        if not isinstance(heads, int) or not isinstance(groups, int) or k.shape[-3] != v.shape[-3]:
+            raise Refusal(node, f"expected head counts of grouped attention to be known, found {heads} and {groups}")
+        q = layout.view(q, (*q.shape[:-3], groups, heads // groups, *q.shape[-2:]))
+        q_batch = [*batch, "group"]
+    labels: list[Sequence[str]] = [(*q_batch, "query", "width"), (*batch, "key", "width"), (*batch, "key", "column")]
+    forms = [q, k, v]
+    if mask_node is not None:
+        mask = trace[mask_node]
+        if q_batch is not batch and len(mask.dims) >= 3 and mask.dims[-3]:
+            raise Refusal(node, "expected one mask for all heads of grouped attention, found one a head")
+        mask = layout.expand(mask, (1,) * (rank - len(mask.dims)) + tuple(mask.shape))
+        forms.append(mask)
+        labels.append((*batch, "query", "key"))
+    width = q.shape[-1]
+    if scale is None:
+        if not isinstance(width, int):
+            raise Refusal(node, "expected the head width or the scale to be known, found neither")
+        scale = 1 / math.sqrt(width)
+    aligned, axes = layout.align(forms, labels)
+    out = [axes[label] for label in q_batch]
+    if q_batch is not batch:
+        out[-2:] = [(*out[-2], *out[-1])]
+    rows = tuple(axis for dim in (*out, axes["query"]) for axis in dim)
+    return Attention(
+        node,
+        dims=(*out, axes["query"], axes["column"]),
+        rows=rows,
+        keys=axes["key"],
+        columns=axes["column"],
+        scores=(Score(aligned[0].term, aligned[1].term, axes["width"], scale),),
+        value=aligned[2].term,
+        masks=(Mask(aligned[3].term),) if mask_node is not None else (),
+        queries=axes["query"],
+        causal=causal,
+    )
+
+
+def _probabilities(node: fx.Node, trace: Trace) -> int | None:
+    """Which operand of a matrix product is the output of a softmax, if one is."""
+    for side in (0, 1):
+        source = trace[node.args[side]].term.read.source
+        if isinstance(source, fx.Node) and source.target is aten._softmax.default:
+            return side
+    return None
+
+
+def _from_softmax(node: fx.Node, side: int, trace: Trace) -> Attention:
+    output = trace[node]
+    assert isinstance(output.term.parts, Product)
+    probabilities = (output.term.parts.left, output.term.parts.right)[side]
+    softmax = probabilities.read.source
+    assert isinstance(softmax, fx.Node)
+    if any(not digit.whole for dim in probabilities.read.dims for digit in dim):
+        raise Refusal(node, "expected the whole of the attention weights to meet the values, found a part of them")
+    _refuse_other_uses(softmax, node, trace)
+    score_dims = tuple(tuple(d.axis for d in dim if d.axis is not None) for dim in probabilities.read.dims)
+    dim = softmax.args[1] % len(score_dims)
+    products: list[tuple[Form, tuple[int, ...], float]] = []
+    masks: list[tuple[Form, tuple[int, ...], Mask]] = []
+    interior: set[fx.Node] = set()
+    for form, labels, item in _scores(softmax.args[0], tuple(range(len(score_dims))), 1.0, trace, interior):
+        if isinstance(item, Mask):
+            masks.append((form, labels, item))
+        else:
+            products.append((form, labels, item))
+    if not products:
+        raise Refusal(node, f"expected scores that are a sum of products, found {where(softmax.args[0])}")
+    own = [("out", i) for i in range(len(output.dims))]
+    exposed = Form((*output.dims, *score_dims), output.term)
+    aligned, axes = layout.align(
+        [exposed, *(form for form, _, _ in products), *(form for form, _, _ in masks)],
+        [[*own, *range(len(score_dims))], *(labels for _, labels, _ in products), *(labels for _, labels, _ in masks)],
+    )
+    parts = aligned[0].term.parts
+    assert isinstance(parts, Product)
+    keys = axes[dim]
+    if parts.summed != keys:
+        raise Refusal(node, "expected the values to be summed over the keys of the softmax, found another axis")
+    value = (parts.right, parts.left)[side]
+    rows = tuple(axis for i in range(len(score_dims)) if i != dim for axis in axes[i])
+    scores = []
+    for form, (_, _, scale) in zip(aligned[1:], products, strict=False):
+        scores.append(_score(node, form.term, keys, scale))
+    rest = aligned[1 + len(products) :]
+    found = tuple(replace(mask, term=form.term) for form, (_, _, mask) in zip(rest, masks, strict=True))
+    dims = aligned[0].dims[: len(output.dims)]
+    columns = tuple(axis for d in dims for axis in d if axis not in rows)
+    return Attention(node, dims, rows, keys, columns, tuple(scores), value, found, interior=frozenset(interior))
+
+
+def _score(node: fx.Node, term: Term, keys: Dim, scale: float) -> Score:
+    parts = term.parts
+    if not isinstance(parts, Product):
+        raise Refusal(node, "expected the product of queries and keys to keep its axes, found that it does not factor")
+    sides = parts.left, parts.right
+    with_keys = [any(axis in side.axes for axis in keys) for side in sides]
+    if with_keys == [False, False] and not keys:
+        with_keys = [False, True]
+    if with_keys == [True, False]:
+        sides = sides[::-1]
+    elif with_keys != [False, True]:
+        raise Refusal(node, "expected one operand of the scores to run over the keys, found both or none")
+    return Score(sides[0], sides[1], parts.summed, parts.scale * scale)
+
+
+Found = tuple[Form, tuple[int, ...], "Mask | float"]
+
+
+def _scores(node: Any, labels: tuple[int, ...], factor: float, trace: Trace, interior: set[fx.Node]) -> Iterator[Found]:
+    """The summands of a score tensor: products with their scale, and masks."""
+    form = trace[node]
+    if isinstance(form.term.parts, Product):
+        yield form, labels, factor
+        return
+    source = form.term.read.source
+    through = _labels_through(form, labels)
+    if not isinstance(source, fx.Node) or through is None or source.op != "call_function":
+        yield form, labels, Mask(form.term, factor)
+        return
+    a, b = (*source.args, None, None)[:2]
+    match source.target:
+        case aten.add.Tensor if is_tensor(a) and is_tensor(b) and not source.kwargs:
+            operands, factors = (a, b), (factor, factor)
+        case aten.sub.Tensor if is_tensor(a) and is_tensor(b) and not source.kwargs:
+            operands, factors = (a, b), (factor, -factor)
+        case aten.mul.Tensor | aten.mul.Scalar if isinstance(b, int | float):
+            operands, factors = (a,), (factor * b,)
+        case aten.div.Tensor | aten.div.Scalar if isinstance(b, int | float):
+            operands, factors = (a,), (factor / b,)
+        case aten.masked_fill.Scalar:
+            yield from _filled(a, b, source.args[2], True, source, through, factor, trace, interior)
+            return
+        case aten.masked_fill.Tensor:
+            yield from _filled(a, b, _constant(source.args[2]), True, source, through, factor, trace, interior)
+            return
+        case aten.where.self:
+            yield from _filled(b, a, _constant(source.args[2]), False, source, through, factor, trace, interior)
+            return
+        case _:
+            yield form, labels, Mask(form.term, factor)
+            return
+    interior.add(source)
+    for operand, scale in zip(operands, factors, strict=True):
+        rank = len(trace[operand].dims)
+        yield from _scores(operand, through[len(through) - rank :], scale, trace, interior)
+
+
+def _filled(
+    scores: fx.Node,
+    mask: fx.Node,
+    fill: float | None,
+    inverted: bool,
+    source: fx.Node,
+    labels: tuple[int, ...],
+    factor: float,
+    trace: Trace,
+    interior: set[fx.Node],
+) -> Iterator[Found]:
+    if fill is None or not is_tensor(scores):
+        yield trace[source], labels, Mask(trace[source].term, factor)
+        return
+    if fill > NEGLIGIBLE:
+        raise Refusal(source, f"expected rejected scores to be -inf or at most {NEGLIGIBLE:g}, found {fill:g}")
+    interior.add(source)
+    yield from _scores(scores, labels[len(labels) - len(trace[scores].dims) :], factor, trace, interior)
+    form = trace[mask]
+    yield form, labels[len(labels) - len(form.dims) :], Mask(form.term, factor, fill * factor, inverted)
+
+
+def _constant(value: Any) -> float | None:
+    """The number that a tensor of one value holds, if the graph says it."""
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, fx.Node) and value.op == "call_function":
+        match value.target:
+            case aten.full.default | aten.full_like.default:
+                return _constant(value.args[1])
+            case (
+                aten.scalar_tensor.default | aten.lift_fresh_copy.default | aten._to_copy.default | aten.expand.default
+            ):
+                return _constant(value.args[0])
+    if isinstance(value, fx.Node) and value.op == "get_attr":
+        tensor = getattr(value.graph.owning_module, str(value.target), None)
+        if isinstance(tensor, torch.Tensor) and tensor.numel() == 1:
+            return float(tensor.item())
+    return None
+
+
+def _labels_through(form: Form, labels: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The labels of the source that a form reads whole, its dimensions perhaps in another order."""
+    read = form.term.read
+    if any(not digit.whole for dim in read.dims for digit in dim):
+        return None
+    by_axis: dict[tuple[Axis, ...], int] = {dim: label for dim, label in zip(form.dims, labels, strict=True) if dim}
+    spare = [label for dim, label in zip(form.dims, labels, strict=True) if not dim]
+    through = []
+    for digits in read.dims:
+        axes = tuple(digit.axis for digit in digits if digit.axis is not None)
+        if axes in by_axis:
+            through.append(by_axis.pop(axes))
+        elif not axes and spare:
+            through.append(spare.pop(0))
+        else:
+            return None
+    return None if by_axis else tuple(through)
+
+
+def _refuse_other_uses(softmax: fx.Node, output: fx.Node, trace: Trace) -> None:
+    """The weights must serve this product only: what else they serve would keep the scores and the keys alive."""
+    pending, seen = [softmax], {softmax}
+    while pending:
+        for user in pending.pop().users:
+            if user is output or user in seen:
+                continue
+            if not is_tensor(user) or trace[user].term.read.source is not softmax:
+                raise Refusal(output, f"expected the attention weights to meet the values only, found {where(user)}")
+            seen.add(user)
+            pending.append(user)

@@ -1,0 +1,271 @@
+"""What layout operations, contractions and joins do to a `Form` (see `axes`).
+
+Pure Python. Each raises `Unaligned` when sizes do not factor over one another; the caller then knows no more of the
+result than its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+from .axes import (
+    Axis,
+    Change,
+    Digit,
+    Dim,
+    Form,
+    Join,
+    Pin,
+    Product,
+    Read,
+    Segment,
+    Size,
+    Slice,
+    Split,
+    Term,
+    Unaligned,
+    Undefined,
+    change,
+    change_read,
+    change_term,
+    product,
+    prune,
+    quotient,
+    same,
+    total,
+)
+
+
+def leaf(source: Hashable, shape: Sequence[Size]) -> Form:
+    """A tensor of which nothing is known but its shape."""
+    dims = tuple(() if same(size, 1) else (Axis(size),) for size in shape)
+    return Form(dims, read_of(source, dims))
+
+
+def read_of(source: Hashable, dims: Sequence[Dim], depends: frozenset[Axis] | None = None) -> Term:
+    """The term of a tensor with these axes. Axes that are not in `depends` are pinned at 0: it repeats along them."""
+
+    def digit(axis: Axis) -> Digit:
+        return Digit(axis if depends is None or axis in depends else None, axis.size)
+
+    return Term(Read(source, tuple(tuple(digit(axis) for axis in dim) for dim in dims)))
+
+
+def view(form: Form, shape: Sequence[Size]) -> Form:
+    """The same elements in the same order under another shape."""
+    changes: dict[Axis, Change] = {}
+    pending = [axis for dim in form.dims for axis in dim][::-1]
+    dims: list[list[Axis]] = []
+    for size in shape:
+        need, axes = size, list[Axis]()
+        while not same(need, 1):
+            if not pending:
+                raise Unaligned(f"{form.shape} has no axis left for a dimension of {size}")
+            axis = pending.pop()
+            if (rest := quotient(need, axis.size)) is not None:
+                axes.append(axis)
+                need = rest
+            elif (rest := quotient(axis.size, need)) is not None:
+                slow, fast = Axis(need), Axis(rest)
+                changes[axis] = Split(slow, fast)
+                axes.append(slow)
+                pending.append(fast)
+                need = 1
+            else:
+                raise Unaligned(f"{axis.size} and {need} do not divide one another")
+        dims.append(axes)
+    if pending:
+        raise Unaligned(f"{form.shape} has more elements than {tuple(shape)}")
+    term = form.term
+    for axis, split in changes.items():  # in order: a later one may split the fast half of an earlier one
+        term = change_term(term, {axis: split})
+    return Form(tuple(tuple(axes) for axes in dims), term)
+
+
+def fresh(form: Form) -> Form:
+    """The same tensor over axes of its own: two uses of one tensor do not run together."""
+    return change(form, {axis: Axis(axis.size) for dim in form.dims for axis in dim})
+
+
+def permute(form: Form, order: Sequence[int]) -> Form:
+    """The dimensions in another order."""
+    return replace(form, dims=tuple(form.dims[i] for i in order))
+
+
+def take(form: Form, dim: int, start: Size, size: Size, step: int = 1) -> Form:
+    """`size` indices of dimension `dim`, from `start` in steps of `step`."""
+    whole = form.shape[dim]
+    if step == 1 and same(start, 0) and same(size, whole):
+        return form
+    axes = form.dims[dim]
+    if not axes:
+        raise Unaligned("an empty slice")
+    slowest, faster = axes[0], product(axis.size for axis in axes[1:])
+    count, begin = quotient(size, faster), quotient(start, faster)
+    if count is None or begin is None or (step != 1 and len(axes) > 1):
+        raise Unaligned(f"a slice of {size} from {start} cuts through an axis of {faster}")
+    if same(count, 1):
+        return change(form, {slowest: Pin(begin)})
+    return change(form, {slowest: Slice(Axis(count), begin, step)})
+
+
+def select(form: Form, dim: int, index: Size) -> Form:
+    """Index `index` of dimension `dim`, which goes away."""
+    taken = take(form, dim, index, 1)
+    return replace(taken, dims=taken.dims[:dim] + taken.dims[dim + 1 :])
+
+
+def expand(form: Form, shape: Sequence[Size]) -> Form:
+    """Broadcast to `shape`, aligned at the last dimension."""
+    dims: list[Dim] = [()] * (len(shape) - len(form.dims)) + list(form.dims)
+    for i, size in enumerate(shape):
+        if not dims[i] and not same(size, 1):
+            dims[i] = (Axis(size),)
+    return replace(form, dims=tuple(dims))
+
+
+def repeat(form: Form, counts: Sequence[Size]) -> Form:
+    """Tile each dimension `counts[i]` times, aligned at the last dimension."""
+    dims: list[Dim] = [()] * (len(counts) - len(form.dims)) + list(form.dims)
+    for i, count in enumerate(counts):
+        if not same(count, 1):
+            dims[i] = (Axis(count), *dims[i])
+    return replace(form, dims=tuple(dims))
+
+
+def unify(left: Form, right: Form, pairs: Sequence[tuple[int, int]]) -> tuple[Form, Form]:
+    """Give dimensions that run together the same axes: dimension i of `left` and j of `right` for each pair.
+
+    A dimension of size 1 runs with any other: it is a broadcast. Raises Unaligned if sizes do not factor alike.
+    """
+    for i, j in pairs:
+        if not left.dims[i] or not right.dims[j]:
+            continue
+        position = 0
+        while position < len(left.dims[i]) or position < len(right.dims[j]):
+            if position >= len(left.dims[i]) or position >= len(right.dims[j]):
+                raise Unaligned(f"dimensions of {left.shape[i]} and {right.shape[j]} differ")
+            a, b = left.dims[i][position], right.dims[j][position]
+            if a is b:
+                pass
+            elif same(a.size, b.size):
+                right = change(right, {b: a})
+            elif (rest := quotient(a.size, b.size)) is not None:
+                left = change(left, {a: Split(b, Axis(rest))})
+            elif (rest := quotient(b.size, a.size)) is not None:
+                right = change(right, {b: Split(a, Axis(rest))})
+            else:
+                raise Unaligned(f"axes of {a.size} and {b.size} do not divide one another")
+            position += 1
+    return left, right
+
+
+def contract(
+    source: Hashable, left: Form, right: Form, batch: Sequence[tuple[int, int]], summed: tuple[int, int], depth: int = 2
+) -> Form:
+    """A matrix product `source` of `left` and `right`: dims are the batch pairs, then what is left of each side."""
+    left, right = unify(left, fresh(right), [*batch, summed])
+    together = left.dims[summed[0]] or right.dims[summed[1]]
+    batched = tuple(left.dims[i] or right.dims[j] for i, j in batch)
+    rows = tuple(dim for i, dim in enumerate(left.dims) if i != summed[0] and i not in {i for i, _ in batch})
+    columns = tuple(dim for j, dim in enumerate(right.dims) if j != summed[1] and j not in {j for _, j in batch})
+    dims = (*batched, *rows, *columns)
+    parts = Product(prune(left.term, depth), prune(right.term, depth), together)
+    return Form(dims, replace(read_of(source, dims, Term(read_of(source, dims).read, parts).axes), parts=parts))
+
+
+def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
+    """Pieces laid one behind the other along `dim` in the tensor `source`.
+
+    Where every piece is a plain read over the same axes the result is a plain read of `source`: a cache that grew is
+    one tensor. The pieces are kept where they tell more than that.
+    """
+    if any(len(piece.dims[dim]) > 1 for piece in pieces):
+        raise Unaligned("a piece whose joined dimension is a product of axes")
+    rank = len(pieces[0].dims)
+    aligned, _ = align(pieces, [[(k, i) if i == dim else i for i in range(rank)] for k in range(len(pieces))])
+    along = Axis(total(piece.shape[dim] for piece in aligned))
+    dims = tuple((along,) if i == dim else axes for i, axes in enumerate(aligned[0].dims))
+    segments = tuple(Segment((*p.dims[dim], Axis(1))[0], prune(p.term, 2)) for p in aligned)
+    depends = [s.term.axes - {s.axis} for s in segments]
+    together = frozenset[Axis]().union(*depends)
+    term = read_of(source, dims, together | {along})
+    if all(s.term.parts is None for s in segments) and all(axes == together for axes in depends):
+        return Form(dims, term)
+    return Form(dims, replace(term, parts=Join(along, segments)))
+
+
+def align(forms: Sequence[Form], labels: Sequence[Sequence[Hashable]]) -> tuple[list[Form], dict[Hashable, Dim]]:
+    """Give dimensions of one label the same axes in all forms, and all others axes of their own.
+
+    `labels[k][i]` names dimension i of form k. Returns the forms and the axes of each label. A dimension of size 1
+    keeps no axes: it is a broadcast along its label.
+    """
+    names = list(dict.fromkeys(label for form_labels in labels for label in form_labels))
+    place = {label: i for i, label in enumerate(names)}
+    common = Form(tuple(() for _ in names), read_of(None, ()))
+    aligned = [fresh(form) for form in forms]
+    for _ in range(2):  # the second round hands the finest axes back to the first forms
+        for k, form in enumerate(aligned):
+            pairs = [(place[label], i) for i, label in enumerate(labels[k])]
+            common, aligned[k] = unify(common, form, pairs)
+            dims = list(common.dims)
+            for i, j in pairs:
+                dims[i] = dims[i] or aligned[k].dims[j]
+            common = replace(common, dims=tuple(dims))
+    return aligned, dict(zip(names, common.dims, strict=True))
+
+
+def pointwise(source: Hashable, operands: Sequence[Form], shape: Sequence[Size]) -> Form:
+    """An elementwise function `source` of broadcast operands.
+
+    The result is a plain read. It repeats along every axis along which all its operands repeat.
+    """
+    rank = len(shape)
+    full = [expand(o, (1,) * (rank - len(o.dims)) + tuple(o.shape)) for o in operands]
+    aligned, axes = align(full, [range(rank)] * len(full))
+    dims = tuple(axes[i] or (() if same(shape[i], 1) else (Axis(shape[i]),)) for i in range(rank))
+    depends = frozenset[Axis]().union(*(o.term.axes for o in aligned))
+    return Form(dims, read_of(source, dims, depends))
+
+
+def scaled(form: Form, source: Hashable, factor: float) -> Form:
+    """`factor * form`, held by the tensor `source`. A product keeps its factors, a join its pieces."""
+
+    def scale_term(term: Term, read: Read) -> Term:
+        match term.parts:
+            case Product() as parts:
+                return Term(read, replace(parts, scale=parts.scale * factor))
+            case Join(axis, segments):
+                start: Size = 0
+                pieces = []
+                for s in segments:
+                    piece_read = change_read(read, {axis: Slice(s.axis, start)})
+                    pieces.append(Segment(s.axis, scale_term(s.term, piece_read)))
+                    start = start + s.axis.size
+                return Term(read, Join(axis, tuple(pieces)))
+            case Undefined() as parts:
+                return Term(read, parts)
+        return Term(read)
+
+    own = read_of(source, form.dims, form.term.axes).read
+    return replace(form, term=scale_term(form.term, own))
+
+
+def cast(form: Form, dtype: Hashable) -> Form:
+    """The same elements rounded to `dtype`."""
+    return map_reads(form, lambda read: replace(read, casts=(*read.casts, dtype)))
+
+
+def map_reads(form: Form, function: Callable[[Read], Read]) -> Form:
+    """Apply `function` to the outermost reads: the form's own and its pieces', not the factors of a product."""
+
+    def visit(term: Term) -> Term:
+        match term.parts:
+            case Join(axis, segments):
+                pieces = tuple(Segment(s.axis, visit(s.term)) for s in segments)
+                return Term(function(term.read), Join(axis, pieces))
+        return Term(function(term.read), term.parts)
+
+    return replace(form, term=visit(form.term))

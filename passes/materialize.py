@@ -1,0 +1,112 @@
+"""Turn reads back into torch code: the views, slices and casts that give a source tensor the axes one wants.
+
+These functions run on fake tensors while `rewrite` traces them, so symbolic sizes are handled by torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import sympy
+import torch
+from torch import Tensor
+
+from .axes import Axis, Dim, Read, Size, Unaligned
+
+Realize = Callable[[Size], "int | torch.SymInt"]
+"""An int or SymInt for a size."""
+
+
+def realizer(tensors: Sequence[Tensor]) -> Realize:
+    """Sizes as ints or, where they are symbolic, computed from the sizes of the tensors at hand."""
+    known: dict[sympy.Expr, torch.SymInt] = {}
+    for tensor in tensors:
+        for size in tensor.shape:
+            if isinstance(size, torch.SymInt):
+                known.setdefault(size.node.expr, size)
+
+    def realize(size: Size) -> int | torch.SymInt:
+        if isinstance(size, int) or size.is_Integer:
+            return int(size)
+        if size in known:
+            return known[size]
+        values = {symbol: _solve(symbol, known) for symbol in size.free_symbols}
+        return _evaluate(sympy.expand(size), values)
+
+    return realize
+
+
+def _solve(symbol: sympy.Symbol, known: dict[sympy.Expr, torch.SymInt]) -> int | torch.SymInt:
+    """The value of a symbol from a known size that is linear in it: `(size - rest) / factor`."""
+    for expression, value in known.items():
+        factor = expression.coeff(symbol)
+        rest = sympy.expand(expression - factor * symbol)
+        if factor.is_Integer and factor != 0 and rest.is_Integer:
+            return (value - int(rest)) // int(factor)
+    raise Unaligned(f"no tensor at hand tells the size {symbol}")
+
+
+def _evaluate(size: sympy.Expr, values: dict[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:
+    """A polynomial with integer coefficients at the symbols' values."""
+    total: int | torch.SymInt = 0
+    for monomial, coefficient in sympy.Poly(size, *values).terms():
+        term: int | torch.SymInt = int(coefficient)
+        for value, power in zip(values.values(), monomial, strict=True):
+            for _ in range(power):
+                term = term * value
+        total = total + term
+    return total
+
+
+def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize, *, broadcast: bool) -> Tensor:
+    """What `read` says of `source`, with one dimension for each entry of `layout`: the product of its axes.
+
+    Axes that the read does not have are expanded if `broadcast`; else a dimension that misses them all has size 1.
+    """
+    digits = [digit for dim in read.dims for digit in dim]
+    tensor = source
+    if any(len(dim) != 1 for dim in read.dims):
+        extents = [
+            source.shape[i] if len(dim) == 1 else realize(digit.extent) for i, dim in enumerate(read.dims) for digit in dim
+        ]
+        tensor = tensor.view(extents)
+    kept: list[Axis] = []
+    for digit in digits:
+        if digit.axis is None:
+            tensor = tensor.select(len(kept), realize(digit.start))
+            continue
+        if not digit.whole:
+            start = realize(digit.start)
+            stop = start + realize(digit.axis.size) * digit.step - (digit.step - 1)
+            tensor = tensor[(slice(None),) * len(kept) + (slice(start, stop, digit.step),)]
+        kept.append(digit.axis)
+    for dtype in read.casts:
+        assert isinstance(dtype, torch.dtype)
+        tensor = tensor.to(dtype)
+    return _arrange(tensor, kept, layout, realize, broadcast)
+
+
+def _arrange(tensor: Tensor, axes: list[Axis], layout: Sequence[Dim], realize: Realize, broadcast: bool) -> Tensor:
+    wanted = [axis for dim in layout for axis in dim]
+    missing = [axis for axis in wanted if axis not in axes]
+    assert set(axes) <= set(wanted), "an axis that the layout has no place for"
+    tensor = tensor.permute([axes.index(axis) for axis in wanted if axis in axes])
+    for place, axis in enumerate(wanted):
+        if axis in missing:
+            tensor = tensor.unsqueeze(place)
+    full = {axis for dim in layout for axis in dim if broadcast or any(a not in missing for a in dim)}
+    if any(axis in full for axis in missing):
+        tensor = tensor.expand([realize(axis.size) if axis in full else 1 for axis in wanted])
+    if any(len(dim) != 1 for dim in layout):
+        sizes = iter(tensor.shape)
+        tensor = tensor.reshape([math.prod(next(sizes) for _ in dim) for dim in layout])
+    return tensor
+
+
+def write_as(tensor: Tensor, layout: Sequence[Dim], dims: Sequence[Dim], realize: Realize) -> Tensor:
+    """A tensor whose dimensions are `layout` as one whose dimensions are `dims`, over the same axes."""
+    axes = [axis for dim in layout for axis in dim]
+    if any(len(dim) != 1 for dim in layout):
+        tensor = tensor.reshape([realize(axis.size) for axis in axes])
+    return _arrange(tensor, axes, dims, realize, broadcast=True)

@@ -1,0 +1,42 @@
+"""What became of one attention of a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from .source import code, location
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One attention: where it stands in the user's source, its path, and why.
+
+    `path` is `absorbed`, `chunked`, `sparse` or `unchanged`. `shapes` maps the words `B, Sq, T, N, L, P, R, V` to sizes
+    as text (symbolic ones as expressions), empty where the attention is no MLA site. `guards` are the inequalities
+    between symbolic sizes under which the path was chosen.
+    """
+
+    node: str
+    location: str
+    code: str
+    path: str
+    reason: str
+    shapes: dict[str, str] = field(default_factory=dict)
+    guards: tuple[str, ...] = ()
+
+    @property
+    def rewritten(self) -> bool:
+        return self.path != "unchanged"
+
+
+def outcome(
+    node: fx.Node,
+    path: str,
+    reason: str,
+    shapes: dict[str, str] | None = None,
+    guards: tuple[str, ...] = (),
+) -> Outcome:
+    """The outcome of the attention at `node`."""
+    return Outcome(node.name, location(node) or "unknown", code(node), path, reason, shapes or {}, guards)

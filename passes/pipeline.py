@@ -1,0 +1,66 @@
+"""The passes in order: find, prove, decide, rewrite. Graph in, graph out, and what became of each attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mla_compile.cost import Device
+
+from .decide import decide
+from .find import find
+from .outcome import Outcome, outcome
+from .rewrite import rewrite
+from .site import prove
+from .source import Refusal
+from .trace import Trace, aten
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The passes with their settings."""
+
+    device: Device
+    """Whose rates the cost model uses."""
+
+    path: str = "auto"
+    """`auto` asks the cost model; `absorbed` or `chunked` take that path at every site."""
+
+    workspace_tokens: int = 1024
+    """Keys that the chunked path up-projects at a time."""
+
+    def __call__(self, module: fx.GraphModule) -> list[Outcome]:
+        """Rewrite the MLA sites of a functional ATen graph in place. Every node has its fake value in `meta["val"]`."""
+        graph = module.graph
+        mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in graph.nodes])
+        environment = mode.shape_env if mode is not None else None
+        outcomes: list[Outcome] = []
+        replaced: dict[fx.Node, fx.Node] = {}
+        for found in list(find(graph, Trace(graph))):
+            try:
+                if isinstance(found, Refusal):
+                    raise found
+                site = prove(found)
+                choice = decide(site, self.path, self.device, self.workspace_tokens, environment)
+            except Refusal as refusal:
+                node = found.node
+                outcomes.append(outcome(node, "unchanged", str(refusal)))
+                continue
+            shapes = {name: str(size) for name, size in site.sizes.items()}
+            outcomes.append(outcome(site.node, choice.path, choice.reason, shapes, choice.guards))
+            replaced[site.node] = rewrite(graph, site, choice.path, self.workspace_tokens, replaced)
+        if any(o.rewritten for o in outcomes):
+            graph.eliminate_dead_code()
+            _relax_views(graph)
+            graph.lint()
+            module.recompile()
+        return outcomes
+
+
+def _relax_views(graph: fx.Graph) -> None:
+    """A view of a rewritten output may need a copy where one of the original did not: its strides can differ."""
+    for node in graph.nodes:
+        if node.target is aten.view.default:
+            node.target = aten.reshape.default

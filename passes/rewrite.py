@@ -1,0 +1,160 @@
+"""Rewrite a proved site in the graph: trace what it becomes, put that in, and let what it replaced die.
+
+Before   k = cat(latent @ W_UK, k_rope), v = latent @ W_UV, o = softmax(q k^T) v
+After    absorbed   o = latent_attention(q_nope @ W_UK, q_rope, latent, k_rope) @ W_UV
+         chunked    o = expanded_attention(q, latent, k_rope, W_UK, W_UV)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .axes import Dim, Read
+from .find import Mask
+from .materialize import Realize, read_as, realizer, write_as
+from .site import Site
+
+_COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
+
+
+def rewrite(
+    graph: fx.Graph, site: Site, path: str, workspace_tokens: int, replaced: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    """Replace a site by its absorbed or chunked form; returns the node that holds the new output.
+
+    `replaced` says which earlier sites' outputs gave way to which nodes since the graph was traced.
+    """
+    emit = _Emit(site, path, workspace_tokens)
+    arguments = [replaced.get(node, node) for node in emit.sources]
+    values = [node.meta["val"] for node in arguments]
+    mode = torch._guards.detect_fake_mode(values)
+    assert mode is not None
+    with mode:
+        traced = make_fx(emit, tracing_mode="real")(*values)
+    with graph.inserting_before(site.node):
+        output = inline(graph, traced.graph, arguments, site.node)
+    site.node.replace_all_uses_with(output)
+    return output
+
+
+def inline(graph: fx.Graph, inner: fx.Graph, arguments: Sequence[fx.Node], origin: fx.Node) -> fx.Node:
+    """Copy the nodes of `inner` to the insertion point of `graph`; returns the node of its output."""
+    mapped: dict[fx.Node, fx.Node] = {}
+    result: fx.Node | None = None
+    supply = iter(arguments)
+    for node in inner.nodes:
+        if node.op == "placeholder":
+            mapped[node] = next(supply)
+        elif node.op == "output":
+            result = mapped[node.args[0]]
+        else:
+            copied = graph.node_copy(node, lambda n: mapped[n])
+            copied.meta.update({key: origin.meta[key] for key in _COPIED_META if key in origin.meta})
+            mapped[node] = copied
+    assert result is not None
+    return result
+
+
+class _Emit:
+    """The torch code of a rewritten site, as a function of the tensors that it reads."""
+
+    def __init__(self, site: Site, path: str, workspace_tokens: int) -> None:
+        self.site, self.path, self.workspace_tokens = site, path, workspace_tokens
+        reads = [site.latent, site.w_uk, site.w_uv, site.nope.query.read]
+        reads += [read for rope in site.ropes for read in (rope.query.read, rope.key.read)]
+        reads += [mask.term.read for mask in site.attention.masks]
+        self.sources: list[fx.Node] = list(
+            dict.fromkeys(read.source for read in reads if read is not None and isinstance(read.source, fx.Node))
+        )
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        site = self.site
+        place = dict(zip(self.sources, tensors, strict=True))
+        realize = realizer(tensors)
+
+        def read(what: Read, *layout: Dim, broadcast: bool = True) -> Tensor:
+            return read_as(place[what.source], what, layout, realize, broadcast=broadcast)
+
+        keys, columns = site.attention.keys, site.attention.columns
+        rows = site.batch, site.tokens, site.heads
+        q_nope = read(site.nope.query.read, *rows, site.nope.summed)
+        q_rope = self._ropes(
+            [
+                read(r.query.read, *rows, r.summed) * (r.scale / site.nope.scale)
+                if r.scale != site.nope.scale
+                else read(r.query.read, *rows, r.summed)
+                for r in site.ropes
+            ],
+            q_nope,
+        )
+        latent = read(site.latent, site.batch, keys, site.rank)
+        k_rope = self._ropes([read(r.key.read, site.batch, keys, r.summed) for r in site.ropes], latent)
+        dtype = _together([q_nope, q_rope, latent, k_rope])
+        q_nope, q_rope, latent, k_rope = (t.to(dtype) for t in (q_nope, q_rope, latent, k_rope))
+        mask = self._mask(read, realize)
+        offset = 0 if site.attention.causal else None
+        scale = site.nope.scale
+        if site.w_uk is None or site.w_uv is None:
+            o, _ = torch.ops.mla.latent_attention(q_nope, q_rope, latent, k_rope, mask, offset, scale)
+        else:
+            w_uk = read(site.w_uk, site.heads, site.nope.summed, site.rank).to(dtype)
+            w_uv = read(site.w_uv, site.heads, columns, site.rank).to(dtype)
+            if self.path == "absorbed":
+                q_latent = per_head(q_nope, w_uk)
+                o, _ = torch.ops.mla.latent_attention(q_latent, q_rope, latent, k_rope, mask, offset, scale)
+                o = per_head(o, w_uv.transpose(1, 2))
+            else:
+                q = torch.cat([q_nope, q_rope], dim=-1) if q_rope.shape[-1] else q_nope
+                o, _ = torch.ops.mla.expanded_attention(
+                    q, latent, k_rope, w_uk, w_uv, mask, offset, scale, self.workspace_tokens
+                )
+        output = write_as(o, (*rows, columns), site.attention.dims, realize)
+        return output.to(site.node.meta["val"].dtype)
+
+    def _ropes(self, parts: list[Tensor], like: Tensor) -> Tensor:
+        if not parts:
+            return like.new_empty([*like.shape[:-1], 0])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _mask(self, read: Callable[..., Tensor], realize: Realize) -> Tensor | None:
+        """All masks in one, `[B|1, N|1, Sq|1, T|1]`: bool if all are, else a number to add."""
+        site = self.site
+        layout = (site.batch, site.heads, site.tokens, site.attention.keys)
+        masks = [(mask, read(mask.term.read, *layout, broadcast=False)) for mask in site.attention.masks]
+        allowed: Tensor | None = None
+        added: Tensor | None = None
+        for mask, tensor in masks:
+            if tensor.dtype == torch.bool:
+                tensor = ~tensor if mask.inverted else tensor
+                if math.isinf(mask.fill):
+                    allowed = tensor if allowed is None else allowed & tensor
+                    continue
+                tensor = torch.where(tensor, 0.0, mask.fill)
+            elif mask.factor != 1.0:
+                tensor = tensor * mask.factor
+            added = tensor if added is None else added + tensor
+        if allowed is not None and added is not None:
+            return torch.where(allowed, added, -math.inf)
+        return added if allowed is None else allowed
+
+
+def per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """`x` [B, Sq, N, I] times `weight` [N, I, O] head by head: [B, Sq, N, O]."""
+    B, Sq, N, _ = x.shape
+    flat = torch.bmm(x.reshape(B * Sq, N, -1).transpose(0, 1), weight)
+    return flat.transpose(0, 1).reshape(B, Sq, N, -1)
+
+
+def _together(tensors: Sequence[Tensor]) -> torch.dtype:
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+__all__ = ["Mask", "inline", "per_head", "rewrite"]

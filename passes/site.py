@@ -1,0 +1,234 @@
+"""Prove that an attention is MLA: keys and values are an up-projection of one latent per token.
+
+    key[b, n, t, :P]  = sum_l latent[b, t, l] W_UK[n, p, l]        the nope columns
+    key[b, n, t, P:]  = k_rope[b, t, r]                            the rope columns, shared by all heads
+    value[b, n, t, v] = sum_l latent[b, t, l] W_UV[n, v, l]
+
+A `Site` says which terms these are, over the axes of its attention. Attention that was absorbed by hand (the keys and
+the values *are* the latent) is a site too, without up-projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from .axes import (
+    Axis,
+    Dim,
+    Join,
+    Product,
+    Read,
+    Size,
+    Slice,
+    Term,
+    Undefined,
+    change_read,
+    change_term,
+    product,
+    total,
+)
+from .find import Attention, Score
+from .source import Refusal, where
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Columns of the scores' contraction: `scale * sum over summed of query * key`."""
+
+    query: Term
+    key: Term
+    summed: Dim
+    scale: float
+
+    @property
+    def width(self) -> Size:
+        return product(axis.size for axis in self.summed)
+
+
+@dataclass(frozen=True)
+class Site:
+    """An MLA attention, over the axes of `attention`.
+
+    `latent` runs over `batch, keys, rank`; `w_uk` over `heads, nope.summed, rank`; `w_uv` over
+    `heads, attention.columns, rank`; both are None where the user absorbed them by hand.
+    """
+
+    attention: Attention
+    batch: Dim
+    tokens: Dim
+    heads: Dim
+    rank: Dim
+    latent: Read
+    nope: Piece
+    ropes: tuple[Piece, ...]
+    w_uk: Read | None
+    w_uv: Read | None
+
+    @property
+    def node(self) -> fx.Node:
+        return self.attention.node
+
+    @property
+    def sizes(self) -> dict[str, Size]:
+        """`B, Sq, T, N, L, P, R, V`: the words of the cost model, as sizes."""
+        dims = {
+            "B": self.batch,
+            "Sq": self.tokens,
+            "T": self.attention.keys,
+            "N": self.heads,
+            "L": self.rank,
+            "P": self.nope.summed,
+            "V": self.attention.columns,
+        }
+        sizes = {name: product(axis.size for axis in dim) for name, dim in dims.items()}
+        return sizes | {"R": total(piece.width for piece in self.ropes)}
+
+
+def prove(attention: Attention) -> Site:
+    """The MLA site that an attention is.
+
+    Raises:
+        Refusal: what was expected, what was found, and where, if it is none or this cannot be proved.
+    """
+    node, keys, rows = attention.node, set(attention.keys), set(attention.rows)
+    if not keys:
+        raise Refusal(node, "expected several keys, found one: its value is the result")
+    value = _split(attention.value, keys)
+    w_uk: Read | None = None
+    w_uv: Read | None = None
+    if value is not None:
+        latent, w_uv, rank, value_scale = value
+        if value_scale != 1.0:
+            raise Refusal(node, f"expected values without a scale, found {value_scale:g} times a product")
+    else:
+        latent, rank = attention.value.read, attention.columns
+
+    nope: Piece | None = None
+    ropes: list[Piece] = []
+    pieces = [p for s in attention.scores for p in _pieces(node, s, set(w_uv.axes & rows) if w_uv else set())]
+    for piece in pieces:
+        factors = _up_projected(piece, keys, latent, rank) if w_uv is not None else None
+        if factors is None and not (w_uv is None and _absorbed(piece, latent, attention.columns)):
+            ropes.append(piece)
+            continue
+        if nope is not None:
+            raise Refusal(node, "expected one part of the keys to come from the latent of the values, found two")
+        nope = piece
+        if factors is not None:
+            _, w_uk, summed, scale = factors
+            nope = replace(piece, scale=piece.scale * scale)
+            latent = change_read(latent, dict(zip(rank, summed, strict=True)))
+            w_uv = change_read(w_uv, dict(zip(rank, summed, strict=True))) if w_uv is not None else None
+            rank = summed
+        else:
+            latent, rank = piece.key.read, piece.summed
+    if nope is None:
+        raise Refusal(node, _nearest_miss(pieces, attention, value[0] if value is not None else None))
+
+    heads = {axis for weight in (w_uk, w_uv) if weight is not None for axis in weight.axes} & rows
+    batch = {axis for read in (latent, *(rope.key.read for rope in ropes)) for axis in read.axes} & rows
+    if heads & batch:
+        for rope in ropes:
+            if rope.key.axes & heads:
+                raise Refusal(
+                    node,
+                    f"expected {rope.width} columns of the keys to be shared by all heads or to come from the latent "
+                    f"of the values, found {_describe(rope.key)}",
+                )
+        raise Refusal(node, "expected one latent for all heads, found one a head")
+    tokens = set(attention.queries) if attention.queries is not None else rows - heads - batch
+    if tokens & (heads | batch):
+        raise Refusal(node, "expected keys and values that are the same for every query, found some that differ")
+    heads = rows - batch - tokens  # also those of the queries alone, which share their keys and values
+    for weight in (w_uk, w_uv):
+        allowed = heads | set(rank) | set(nope.summed) | set(attention.columns)
+        if weight is not None and not weight.axes <= allowed:
+            raise Refusal(node, f"expected an up-projection by a weight, found {_name(weight)}, which differs by token")
+    for rope in ropes:
+        if not rope.key.axes <= batch | keys | set(rope.summed):
+            raise Refusal(node, f"expected rope columns shared by all heads, found {_describe(rope.key)}")
+    return Site(
+        attention,
+        batch=tuple(axis for axis in attention.rows if axis in batch),
+        tokens=tuple(axis for axis in attention.rows if axis in tokens),
+        heads=tuple(axis for axis in attention.rows if axis in heads),
+        rank=rank,
+        latent=latent,
+        nope=nope,
+        ropes=tuple(ropes),
+        w_uk=w_uk,
+        w_uv=w_uv,
+    )
+
+
+def _split(term: Term, keys: set[Axis]) -> tuple[Read, Read, Dim, float] | None:
+    """`latent, weight, summed, scale` of a product of which exactly one factor runs over the keys."""
+    if not isinstance(term.parts, Product):
+        return None
+    left, right = term.parts.left, term.parts.right
+    if bool(left.axes & keys) == bool(right.axes & keys):
+        return None
+    latent, weight = (left, right) if left.axes & keys else (right, left)
+    return latent.read, weight.read, term.parts.summed, term.parts.scale
+
+
+def _up_projected(piece: Piece, keys: set[Axis], latent: Read, rank: Dim) -> tuple[Read, Read, Dim, float] | None:
+    """`latent, W_UK, rank, scale` if a piece of the keys is an up-projection of the latent of the values."""
+    factors = _split(piece.key, keys)
+    if factors is None or len(factors[2]) != len(rank):
+        return None
+    return factors if change_read(latent, dict(zip(rank, factors[2], strict=True))) == factors[0] else None
+
+
+def _absorbed(piece: Piece, value: Read, columns: Dim) -> bool:
+    """Whether a piece of the keys is the value itself: attention in latent space, absorbed by hand."""
+    if len(piece.summed) != len(columns):
+        return False
+    return change_read(value, dict(zip(columns, piece.summed, strict=True))) == piece.key.read
+
+
+def _pieces(node: fx.Node, score: Score, heads: set[Axis]) -> Iterator[Piece]:
+    """The columns of a score's contraction, piece by piece as far as the pieces differ between heads."""
+    join = score.key.parts
+    if not isinstance(join, Join) or join.axis not in score.summed or (heads and not score.key.axes & heads):
+        yield Piece(score.query, score.key, score.summed, score.scale)
+        return
+    start: Size = 0
+    for segment in join.segments:
+        if isinstance(segment.term.parts, Undefined):
+            raise Refusal(node, "expected keys that are written whole, found columns that nobody wrote")
+        size = segment.axis.size
+        query = change_term(score.query, {join.axis: Slice(segment.axis, start)})
+        summed = tuple(segment.axis if axis is join.axis else axis for axis in score.summed)
+        yield from _pieces(node, Score(query, segment.term, summed, score.scale), heads)
+        start = start + size
+
+
+def _nearest_miss(pieces: list[Piece], attention: Attention, latent: Read | None) -> str:
+    if latent is None:
+        return f"expected values that are an up-projection of a latent, found {_describe(attention.value)}"
+    keys = set(attention.keys)
+    for piece in pieces:
+        if (factors := _split(piece.key, keys)) is not None:
+            return (
+                f"expected keys and values from one latent, found keys from {_name(factors[0])} "
+                f"and values from {_name(latent)}"
+            )
+    found = "; ".join(_describe(piece.key) for piece in pieces)
+    return f"expected keys of which some columns are an up-projection of {_name(latent)}, found {found}"
+
+
+def _describe(term: Term) -> str:
+    match term.parts:
+        case Product(left, right):
+            return f"a product of {_name(left.read)} and {_name(right.read)}"
+        case Join(_, segments):
+            return f"{len(segments)} pieces: " + ", ".join(_describe(segment.term) for segment in segments)
+    return _name(term.read)
+
+
+def _name(read: Read) -> str:
+    return where(read.source) if isinstance(read.source, fx.Node) else str(read.source)

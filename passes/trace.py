@@ -1,0 +1,285 @@
+"""Provenance: the `Form` of every tensor of a functional ATen graph.
+
+One walk over the graph in order, one handler for each kind of op. What no handler knows, or what does not factor
+into axes, is a leaf: nothing but a tensor of its shape.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._ordered_set import OrderedSet
+
+from . import layout
+from .axes import Form, Size, Term, Unaligned, Undefined
+
+aten = torch.ops.aten
+
+
+def size_of(value: Any) -> Size:
+    """An int, SymInt, or the graph node of one as a size."""
+    if isinstance(value, fx.Node):
+        value = value.meta["val"]
+    if isinstance(value, torch.SymInt):
+        expression = value.node.expr
+        return int(expression) if expression.is_Integer else expression
+    return int(value)
+
+
+def shape_of(node: fx.Node) -> tuple[Size, ...]:
+    """The shape of a tensor node."""
+    return tuple(size_of(size) for size in node.meta["val"].shape)
+
+
+def hint_of(symbol: sympy.Symbol, environment: ShapeEnv) -> int:
+    """The present value of a symbol of a shape environment."""
+    ask = getattr(environment, "guarding_hint_or_throw", None) or environment.size_hint  # renamed in torch 2.12
+    return int(ask(symbol))
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether `node` is a graph node that holds one tensor."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+class Trace:
+    """The forms of a graph's tensors, by node."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._forms: dict[fx.Node, Form] = {}
+        for node in graph.nodes:
+            if is_tensor(node):
+                self._forms[node] = self._describe(node)
+
+    def __getitem__(self, node: fx.Node) -> Form:
+        return self._forms[node]
+
+    def _describe(self, node: fx.Node) -> Form:
+        if node.op == "call_function":
+            handler = HANDLERS.get(node.target)
+            if handler is None and _is_pointwise(node.target):
+                handler = _pointwise
+            if handler is not None:
+                try:
+                    return handler(self, node)
+                except Unaligned:
+                    pass
+        return layout.leaf(node, shape_of(node))
+
+
+Handler = Callable[[Trace, fx.Node], Form]
+HANDLERS: dict[Any, Handler] = {}
+
+
+def _handles(*targets: Any) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(targets, handler))
+        return handler
+
+    return register
+
+
+def _is_pointwise(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def _start(value: Any, whole: Size) -> Size:
+    start = 0 if value is None else size_of(value)
+    if isinstance(start, int) and start < 0:
+        start = whole + start
+    return start
+
+
+# Ops that move nothing
+
+
+@_handles(
+    aten.alias.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+)
+def _same(trace: Trace, node: fx.Node) -> Form:
+    return trace[node.args[0]]
+
+
+@_handles(aten._to_copy.default)
+def _cast(trace: Trace, node: fx.Node) -> Form:
+    source = node.args[0]
+    before, after = source.meta["val"].dtype, node.meta["val"].dtype
+    if node.meta["val"].device != source.meta["val"].device:
+        return layout.leaf(node, shape_of(node))
+    if before == after:
+        return trace[source]
+    if not (before.is_floating_point and after.is_floating_point):
+        return _pointwise(trace, node)
+    return layout.cast(trace[source], after)
+
+
+@_handles(
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.unflatten.int,
+)
+def _view(trace: Trace, node: fx.Node) -> Form:
+    return layout.view(trace[node.args[0]], shape_of(node))
+
+
+@_handles(aten.permute.default)
+def _permute(trace: Trace, node: fx.Node) -> Form:
+    return layout.permute(trace[node.args[0]], [d % len(node.args[1]) for d in node.args[1]])
+
+
+@_handles(aten.transpose.int)
+def _transpose(trace: Trace, node: fx.Node) -> Form:
+    source = trace[node.args[0]]
+    order = list(range(len(source.dims)))
+    a, b = node.args[1], node.args[2]
+    order[a], order[b] = order[b], order[a]
+    return layout.permute(source, order)
+
+
+@_handles(aten.t.default)
+def _t(trace: Trace, node: fx.Node) -> Form:
+    source = trace[node.args[0]]
+    return layout.permute(source, range(len(source.dims))[::-1])
+
+
+@_handles(aten.expand.default)
+def _expand(trace: Trace, node: fx.Node) -> Form:
+    return layout.expand(trace[node.args[0]], shape_of(node))
+
+
+@_handles(aten.repeat.default)
+def _repeat(trace: Trace, node: fx.Node) -> Form:
+    return layout.repeat(trace[node.args[0]], [size_of(count) for count in node.args[1]])
+
+
+# Ops that take a part
+
+
+@_handles(aten.slice.Tensor)
+def _slice(trace: Trace, node: fx.Node) -> Form:
+    source = trace[node.args[0]]
+    dim = _argument(node, 1, "dim", 0) % len(source.dims)
+    start = _start(_argument(node, 2, "start"), source.shape[dim])
+    return layout.take(source, dim, start, shape_of(node)[dim], _argument(node, 4, "step", 1))
+
+
+@_handles(aten.select.int)
+def _select(trace: Trace, node: fx.Node) -> Form:
+    source = trace[node.args[0]]
+    dim = node.args[1] % len(source.dims)
+    return layout.select(source, dim, _start(node.args[2], source.shape[dim]))
+
+
+@_handles(operator.getitem)
+def _getitem(trace: Trace, node: fx.Node) -> Form:
+    parent, index = node.args
+    if parent.target is aten.unbind.int:
+        source = trace[parent.args[0]]
+        return layout.select(source, _argument(parent, 1, "dim", 0) % len(source.dims), index)
+    if parent.target in (aten.split.Tensor, aten.split_with_sizes.default):
+        source = trace[parent.args[0]]
+        dim = _argument(parent, 2, "dim", 0) % len(source.dims)
+        sizes = [size_of(piece.shape[dim]) for piece in parent.meta["val"]]
+        return layout.take(source, dim, sum(sizes[:index], 0), sizes[index])
+    return layout.leaf(node, shape_of(node))
+
+
+# Ops that put parts together
+
+
+@_handles(aten.cat.default)
+def _cat(trace: Trace, node: fx.Node) -> Form:
+    dim = _argument(node, 1, "dim", 0) % len(shape_of(node))
+    pieces = [trace[piece] for piece in node.args[0] if len(shape_of(piece)) == len(shape_of(node))]
+    if len(pieces) != len(node.args[0]) or len({p.meta["val"].dtype for p in node.args[0]}) > 1:
+        return layout.leaf(node, shape_of(node))
+    return pieces[0] if len(pieces) == 1 else layout.join(node, pieces, dim)
+
+
+@_handles(aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_permuted.default)
+def _empty(trace: Trace, node: fx.Node) -> Form:
+    form = layout.leaf(node, shape_of(node))
+    return Form(form.dims, Term(form.term.read, Undefined()))
+
+
+@_handles(aten.copy.default)
+def _copy(trace: Trace, node: fx.Node) -> Form:
+    target, source = node.args[:2]
+    before, after = source.meta["val"].dtype, target.meta["val"].dtype
+    if source.meta["val"].device != target.meta["val"].device or (
+        before != after and not (before.is_floating_point and after.is_floating_point)
+    ):
+        return layout.leaf(node, shape_of(node))
+    form = layout.expand(trace[source], shape_of(node))
+    return form if before == after else layout.cast(form, after)
+
+
+@_handles(aten.slice_scatter.default)
+def _slice_scatter(trace: Trace, node: fx.Node) -> Form:
+    target, source = trace[node.args[0]], trace[node.args[1]]
+    whole = shape_of(node)
+    dim = _argument(node, 2, "dim", 0) % len(whole)
+    start = _start(_argument(node, 3, "start"), whole[dim])
+    size = source.shape[dim]
+    if _argument(node, 5, "step", 1) != 1:
+        return layout.leaf(node, whole)
+    rest = sympy.expand(sympy.sympify(whole[dim]) - start - size)
+    after: Size = int(rest) if rest.is_Integer else rest
+    pieces = [] if start == 0 else [layout.take(target, dim, 0, start)]
+    pieces.append(source)
+    if after != 0:
+        pieces.append(layout.take(target, dim, start + size, after))
+    return source if len(pieces) == 1 else layout.join(node, pieces, dim)
+
+
+# Arithmetic
+
+
+@_handles(aten.mm.default)
+def _mm(trace: Trace, node: fx.Node) -> Form:
+    return layout.contract(node, trace[node.args[0]], trace[node.args[1]], [], (1, 0))
+
+
+@_handles(aten.bmm.default)
+def _bmm(trace: Trace, node: fx.Node) -> Form:
+    return layout.contract(node, trace[node.args[0]], trace[node.args[1]], [(0, 0)], (2, 1))
+
+
+@_handles(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+def _scale(trace: Trace, node: fx.Node) -> Form:
+    division = node.target in (aten.div.Tensor, aten.div.Scalar)
+    a, b = node.args[:2]
+    if not division and isinstance(a, int | float) and is_tensor(b):
+        a, b = b, a
+    number = isinstance(b, int | float) and not isinstance(b, bool) and not (division and b == 0)
+    if is_tensor(a) and number and node.meta["val"].dtype.is_floating_point and trace[a].term.parts is not None:
+        return layout.scaled(trace[a], node, 1 / b if division else float(b))
+    return _pointwise(trace, node)
+
+
+def _pointwise(trace: Trace, node: fx.Node) -> Form:
+    operands = [argument for argument in OrderedSet(node.all_input_nodes) if is_tensor(argument)]
+    if not operands:
+        return layout.leaf(node, shape_of(node))
+    return layout.pointwise(node, [trace[o] for o in operands], shape_of(node))

@@ -1,0 +1,119 @@
+"""Measured rates: stored once, read by everybody, measured again where the file is no good."""
+
+import json
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile import device as device_module
+from mla_compile.cost import Device
+from mla_compile.device import measured
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """Stand-ins for the measurements; each pair handed out is counted."""
+    calls = []
+    monkeypatch.setattr(device_module, "_gemm_rate", lambda *_: calls.append("gemm") or 123456.0)
+    monkeypatch.setattr(device_module, "_copy_rate", lambda *_: calls.append("copy") or 98765.0)
+    return calls
+
+
+def stored_file(own_cache):
+    (path,) = (own_cache / "mla_compile").glob("*.json")
+    return path
+
+
+def test_rates_are_those_of_a_computer():
+    rates = measured(CPU, torch.float32)
+    assert 1e8 < rates.flops_per_s < 1e14
+    assert 1e8 < rates.bytes_per_s < 1e13
+    assert f"{torch.get_num_threads()} threads" in rates.name
+
+
+def test_rates_are_rounded_to_two_digits_and_stored(own_cache, rates):
+    name = measured(CPU, torch.float32).name
+    assert json.loads(stored_file(own_cache).read_text()) == {
+        "name": name,
+        "flops_per_s": 120000.0,
+        "bytes_per_s": 99000.0,
+    }
+
+
+def test_the_second_process_reads_what_the_first_measured(own_cache, rates):
+    first = measured(CPU, torch.float32)
+    assert measured(CPU, torch.float32) == first
+    assert rates == ["gemm", "copy"]
+    changed = Device(first.name, 1.0, 2.0)
+    device_module._write(stored_file(own_cache), changed)
+    assert measured(CPU, torch.float32) == changed
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "{}", '{"name": "x", "flops_per_s": "?", "bytes_per_s": 1}', '{"name": "other"}', "\x00\xff"],
+)
+def test_a_bad_file_is_measured_again(own_cache, rates, content):
+    first = measured(CPU, torch.float32)
+    stored_file(own_cache).write_bytes(content.encode("latin-1"))
+    assert measured(CPU, torch.float32) == first
+    assert rates == ["gemm", "copy"] * 2
+    assert json.loads(stored_file(own_cache).read_text())["name"] == first.name
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "NaN", "Infinity"])
+def test_an_impossible_rate_is_measured_again(own_cache, rates, rate):
+    first = measured(CPU, torch.float32)
+    stored_file(own_cache).write_text(f'{{"name": "{first.name}", "flops_per_s": {rate}, "bytes_per_s": 1}}')
+    assert measured(CPU, torch.float32) == first
+
+
+def test_dtype_and_threads_have_files_of_their_own(own_cache, rates):
+    measured(CPU, torch.float32)
+    measured(CPU, torch.bfloat16)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        measured(CPU, torch.float32)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(list((own_cache / "mla_compile").glob("*.json"))) == 3
+
+
+def test_measures_real_tensors_while_a_graph_is_traced(own_cache, monkeypatch):
+    monkeypatch.setattr(device_module, "GEMM_SIZES", (16,))
+    monkeypatch.setattr(device_module, "COPY_BYTES", 2**20)
+    seen = []
+    monkeypatch.setattr(device_module, "_synchronize", lambda _: seen.append(torch.ones(1)))
+    with FakeTensorMode():
+        measured(CPU, torch.float32)
+    assert seen
+    assert not any(isinstance(tensor, torch._subclasses.FakeTensor) for tensor in seen)
+
+
+def test_the_random_state_stays(monkeypatch):
+    monkeypatch.setattr(device_module, "GEMM_SIZES", (16,))
+    before = torch.get_rng_state()
+    measured(CPU, torch.float32)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_gemm_rate_is_that_of_the_best_size_tried(monkeypatch):
+    seconds = iter([0.02, 0.03, 0.19])
+    monkeypatch.setattr(device_module, "_best_seconds", lambda *_: next(seconds))
+    assert device_module._gemm_rate(CPU, torch.float32) == 2 * 512**3 / 0.03
+    assert next(seconds) == 0.19, "1024 would take longer than GEMM_SECONDS allows"
+
+
+def test_integer_dtypes_are_refused():
+    with pytest.raises(ValueError, match=r"at least two bytes to measure the device with, got torch\.int32"):
+        measured(CPU, torch.int32)
