@@ -13,11 +13,13 @@ number of steps (`--steps`) give the same checkpoint on the same machine.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import copy
 import io
 import math
 import random
+import sysconfig
 import time
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from tqdm import tqdm
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
@@ -254,7 +257,7 @@ def make_optimizers(model: DeepseekV3ForCausalLM) -> list[torch.optim.Optimizer]
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             norms.append(parameter)
-        elif parameter.ndim == 2 and name.endswith("proj.weight") or name.endswith("kv_a_proj_with_mqa.weight"):
+        elif parameter.ndim == 2 and "_proj" in name:
             projections.append(parameter)
         else:
             others.append(parameter)

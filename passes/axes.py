@@ -113,10 +113,14 @@ class Product:
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a `Join`: `term`, whose own axis along the join is `axis`."""
+    """A piece of a `Join`: `term`, whose own axes along the join are `axes`, slowest first."""
 
-    axis: Axis
+    axes: Dim
     term: Term
+
+    @property
+    def size(self) -> Size:
+        return product(axis.size for axis in self.axes)
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ class Term:
             case Product(left, right, summed):
                 return (left.axes | right.axes) - frozenset(summed)
             case Join(axis, segments):
-                inner = frozenset[Axis]().union(*(s.term.axes - {s.axis} for s in segments))
+                inner = frozenset[Axis]().union(*(s.term.axes - set(s.axes) for s in segments))
                 return inner | {axis}
             case Undefined():
                 return frozenset()
@@ -244,30 +248,39 @@ def _change_join(join: Join, changes: Changes) -> Term | Join:
     """Apply changes to a join: a slice may leave one piece (a Term), a split has to fall on the pieces' borders."""
     own = changes.get(join.axis)
     rest = {axis: change for axis, change in changes.items() if axis is not join.axis}
-    segments = tuple(Segment(s.axis, change_term(s.term, rest)) for s in join.segments) if rest else join.segments
+    segments = tuple(replace(s, term=change_term(s.term, rest)) for s in join.segments) if rest else join.segments
     match own:
         case None:
             return Join(join.axis, segments)
         case Axis():
             return Join(own, segments)
         case Split(slow, fast):
-            split = []
-            for segment in segments:
-                count = quotient(segment.axis.size, fast.size)
-                if count is None:
-                    raise Unaligned(f"a piece of {segment.axis.size} does not split by {fast.size}")
-                axis = Axis(count)
-                split.append(Segment(axis, change_term(segment.term, {segment.axis: Split(axis, fast)})))
-            return Join(slow, tuple(split))
+            return Join(slow, tuple(_split_segment(segment, fast) for segment in segments))
         case Pin(index):
-            start: Size = 0
-            for segment in segments:
-                if _known_at_most(start, index) and _known_at_most(index + 1, start + segment.axis.size):
-                    return change_term(segment.term, {segment.axis: Pin(index - start)})
-                start = start + segment.axis.size
-            raise Unaligned(f"index {index} is in no known piece")
+            return _pin_join(segments, index)
         case Slice(axis, begin, step):
             return _slice_join(segments, axis, begin, step)
+
+
+def _split_segment(segment: Segment, fast: Axis) -> Segment:
+    if len(segment.axes) > 1 and same(segment.axes[-1].size, fast.size):
+        return Segment(segment.axes[:-1], change_term(segment.term, {segment.axes[-1]: fast}))
+    count = quotient(segment.size, fast.size)
+    if count is None or len(segment.axes) != 1:
+        raise Unaligned(f"a piece of {segment.size} does not split by {fast.size}")
+    axis = Axis(count)
+    return Segment((axis,), change_term(segment.term, {segment.axes[0]: Split(axis, fast)}))
+
+
+def _pin_join(segments: Sequence[Segment], index: Size) -> Term:
+    start: Size = 0
+    for segment in segments:
+        if _known_at_most(start, index) and _known_at_most(index + 1, start + segment.size):
+            if len(segment.axes) > 1:
+                raise Unaligned("one index of a piece of several axes")
+            return change_term(segment.term, {axis: Pin(index - start) for axis in segment.axes})
+        start = start + segment.size
+    raise Unaligned(f"index {index} is in no known piece")
 
 
 def _known_at_most(a: Size, b: Size) -> bool:
@@ -278,27 +291,31 @@ def _known_at_most(a: Size, b: Size) -> bool:
 def _slice_join(segments: Sequence[Segment], axis: Axis, begin: Size, step: int) -> Term | Join:
     if step != 1:
         raise Unaligned("a strided slice over joined pieces")
-    end = begin + axis.size
+    kept = overlapping(segments, begin, axis.size)
+    if len(kept) > 1:
+        return Join(axis, kept)
+    if len(kept) != 1 or len(kept[0].axes) != 1:
+        raise Unaligned("a slice of a piece of several axes")
+    return change_term(kept[0].term, {kept[0].axes[0]: axis})
+
+
+def overlapping(segments: Sequence[Segment], begin: Size, size: Size) -> tuple[Segment, ...]:
+    """The pieces that `size` indices from `begin` reach, cut to what they reach of them."""
+    end, start = begin + size, 0
     kept: list[Segment] = []
-    start: Size = 0
     for segment in segments:
-        stop = start + segment.axis.size
-        if _known_at_most(stop, begin) or _known_at_most(end, start):
-            start = stop
-            continue
+        stop = start + segment.size
         if _known_at_most(begin, start) and _known_at_most(stop, end):
             kept.append(segment)
-        else:
+        elif not (_known_at_most(stop, begin) or _known_at_most(end, start)):
             low = begin if _known_at_most(start, begin) else start
             high = end if _known_at_most(end, stop) else stop
-            if not (_known_at_most(start, low) and _known_at_most(high, stop)):
-                raise Unaligned("a slice over joined pieces of unknown order")
-            part = Axis(sympy.expand(high - low) if not isinstance(high - low, int) else high - low)
-            kept.append(Segment(part, change_term(segment.term, {segment.axis: Slice(part, low - start)})))
+            if len(segment.axes) != 1 or not (_known_at_most(start, low) and _known_at_most(high, stop)):
+                raise Unaligned("a slice that cuts through a joined piece")
+            part = Axis(total([high, -low]))
+            kept.append(Segment((part,), change_term(segment.term, {segment.axes[0]: Slice(part, low - start)})))
         start = stop
-    if len(kept) == 1:
-        return change_term(kept[0].term, {kept[0].axis: axis})
-    return Join(axis, tuple(kept))
+    return tuple(kept)
 
 
 def change_term(term: Term, changes: Changes) -> Term:
@@ -335,7 +352,7 @@ def prune(term: Term, depth: int) -> Term:
         case Product(left, right, summed, scale) if depth > 0:
             return Term(term.read, Product(prune(left, depth - 1), prune(right, depth - 1), summed, scale))
         case Join(axis, segments) if depth > 0:
-            return Term(term.read, Join(axis, tuple(Segment(s.axis, prune(s.term, depth - 1)) for s in segments)))
+            return Term(term.read, Join(axis, tuple(replace(s, term=prune(s.term, depth - 1)) for s in segments)))
         case Undefined():
             return term
     return Term(term.read)

@@ -27,8 +27,8 @@ from .axes import (
     Unaligned,
     Undefined,
     change,
-    change_read,
     change_term,
+    overlapping,
     product,
     prune,
     quotient,
@@ -101,6 +101,11 @@ def take(form: Form, dim: int, start: Size, size: Size, step: int = 1) -> Form:
     axes = form.dims[dim]
     if not axes:
         raise Unaligned("an empty slice")
+    parts = form.term.parts
+    if isinstance(parts, Join) and axes == (parts.axis,) and step == 1:
+        pieces = overlapping(parts.segments, start, size)
+        if len(pieces) == 1:  # a piece whole: its axes, however many, take the place of the joined one
+            return Form((*form.dims[:dim], pieces[0].axes, *form.dims[dim + 1 :]), pieces[0].term)
     slowest, faster = axes[0], product(axis.size for axis in axes[1:])
     count, begin = quotient(size, faster), quotient(start, faster)
     if count is None or begin is None or (step != 1 and len(axes) > 1):
@@ -181,14 +186,12 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
     Where every piece is a plain read over the same axes the result is a plain read of `source`: a cache that grew is
     one tensor. The pieces are kept where they tell more than that.
     """
-    if any(len(piece.dims[dim]) > 1 for piece in pieces):
-        raise Unaligned("a piece whose joined dimension is a product of axes")
     rank = len(pieces[0].dims)
     aligned, _ = align(pieces, [[(k, i) if i == dim else i for i in range(rank)] for k in range(len(pieces))])
     along = Axis(total(piece.shape[dim] for piece in aligned))
     dims = tuple((along,) if i == dim else axes for i, axes in enumerate(aligned[0].dims))
-    segments = tuple(Segment((*p.dims[dim], Axis(1))[0], prune(p.term, 2)) for p in aligned)
-    depends = [s.term.axes - {s.axis} for s in segments]
+    segments = tuple(Segment(p.dims[dim], prune(p.term, 2)) for p in aligned)
+    depends = [s.term.axes - set(s.axes) for s in segments]
     together = frozenset[Axis]().union(*depends)
     term = read_of(source, dims, together | {along})
     if all(s.term.parts is None for s in segments) and all(axes == together for axes in depends):
@@ -230,6 +233,17 @@ def pointwise(source: Hashable, operands: Sequence[Form], shape: Sequence[Size])
     return Form(dims, read_of(source, dims, depends))
 
 
+def piece_of(term: Term, axis: Axis, start: Size, axes: Dim) -> Term:
+    """The part of a term from `start` of `axis` on, that axis replaced by the product of `axes`."""
+    whole = Axis(product(a.size for a in axes))
+    part = change_term(term, {axis: Slice(whole, start)})
+    for k, slow in enumerate(axes[:-1]):
+        fast = Axis(product(a.size for a in axes[k + 1 :]))
+        part = change_term(part, {whole: Split(slow, fast)})
+        whole = fast
+    return change_term(part, {whole: axes[-1] if axes else Pin(0)})
+
+
 def scaled(form: Form, source: Hashable, factor: float) -> Form:
     """`factor * form`, held by the tensor `source`. A product keeps its factors, a join its pieces."""
 
@@ -241,9 +255,8 @@ def scaled(form: Form, source: Hashable, factor: float) -> Form:
                 start: Size = 0
                 pieces = []
                 for s in segments:
-                    piece_read = change_read(read, {axis: Slice(s.axis, start)})
-                    pieces.append(Segment(s.axis, scale_term(s.term, piece_read)))
-                    start = start + s.axis.size
+                    pieces.append(replace(s, term=scale_term(s.term, piece_of(Term(read), axis, start, s.axes).read)))
+                    start = start + s.size
                 return Term(read, Join(axis, tuple(pieces)))
             case Undefined() as parts:
                 return Term(read, parts)
@@ -264,7 +277,7 @@ def map_reads(form: Form, function: Callable[[Read], Read]) -> Form:
     def visit(term: Term) -> Term:
         match term.parts:
             case Join(axis, segments):
-                pieces = tuple(Segment(s.axis, visit(s.term)) for s in segments)
+                pieces = tuple(replace(s, term=visit(s.term)) for s in segments)
                 return Term(function(term.read), Join(axis, pieces))
         return Term(function(term.read), term.parts)
 

@@ -68,7 +68,9 @@ def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize,
     tensor = source
     if any(len(dim) != 1 for dim in read.dims):
         extents = [
-            source.shape[i] if len(dim) == 1 else realize(digit.extent) for i, dim in enumerate(read.dims) for digit in dim
+            source.shape[i] if len(dim) == 1 else realize(digit.extent)
+            for i, dim in enumerate(read.dims)
+            for digit in dim
         ]
         tensor = tensor.view(extents)
     kept: list[Axis] = []

@@ -22,15 +22,14 @@ from .axes import (
     Product,
     Read,
     Size,
-    Slice,
     Term,
     Undefined,
     change_read,
-    change_term,
     product,
     total,
 )
 from .find import Attention, Score
+from .layout import piece_of
 from .source import Refusal, where
 
 
@@ -200,11 +199,10 @@ def _pieces(node: fx.Node, score: Score, heads: set[Axis]) -> Iterator[Piece]:
     for segment in join.segments:
         if isinstance(segment.term.parts, Undefined):
             raise Refusal(node, "expected keys that are written whole, found columns that nobody wrote")
-        size = segment.axis.size
-        query = change_term(score.query, {join.axis: Slice(segment.axis, start)})
-        summed = tuple(segment.axis if axis is join.axis else axis for axis in score.summed)
+        query = piece_of(score.query, join.axis, start, segment.axes)
+        summed = tuple(a for axis in score.summed for a in (segment.axes if axis is join.axis else (axis,)))
         yield from _pieces(node, Score(query, segment.term, summed, score.scale), heads)
-        start = start + size
+        start = start + segment.size
 
 
 def _nearest_miss(pieces: list[Piece], attention: Attention, latent: Read | None) -> str:

@@ -20,7 +20,7 @@ import torch
 
 from mla_compile.bench.layers import Layer, build
 from mla_compile.bench.modes import warmed_up
-from mla_compile.bench.workloads import CacheKind, Workload, make_inputs
+from mla_compile.bench.workloads import ELEMENT_SIZE, CacheKind, Workload, make_inputs
 
 CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -49,6 +49,26 @@ def _kib(path: str, field: str) -> int:
     if match is None:
         raise ValueError(f"{path} has no field {field}")
     return int(match[1]) * 1024
+
+
+def needed_bytes(layer: Layer, workload: Workload, mode: str) -> int:
+    """Memory that one fp32 call in this mode takes at most, to skip what will not fit.
+
+    transformers as it is: the output of `kv_b_proj`, the keys and a scaled copy of them, and for several queries their
+    copies and two and a half matrices of scores `[N, Sq, T]` (SDPA falls back to plain products where values are not as
+    wide as keys). Measured peaks for V2-Lite's dims are 84 % to 100 % of this. Absorbed: the cache once more, and queries
+    and outputs in latent space.
+    """
+    queries, keys = workload.queries, workload.keys
+    if mode in ("eager", "inductor"):
+        per_key = layer.N * (2 * (layer.P + layer.R) + layer.P + layer.V)
+        per_query = layer.N * (4 * (layer.P + layer.R) + 3 * layer.V)
+        scores = 0 if queries == 1 else 5 * layer.N * queries * keys // 2
+    else:
+        per_key = layer.L + layer.R
+        per_query = layer.N * (3 * (layer.L + layer.R) + 2 * (layer.P + layer.R + layer.V))
+        scores = 2 * layer.N * keys if queries == 1 else 0
+    return ELEMENT_SIZE * (per_key * keys + per_query * queries + scores)
 
 
 def peak_growth(call: Callable[[], object]) -> int | None:

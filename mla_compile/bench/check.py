@@ -1,0 +1,74 @@
+"""Is the output of a mode right: its distance from float64, against what rounding explains."""
+
+import copy
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mla_compile.bench.layers import Built
+from mla_compile.bench.memory import available_bytes, needed_bytes
+from mla_compile.bench.modes import MODES, Step
+from mla_compile.bench.workloads import CacheKind, Workload, make_inputs
+
+ROUNDING_FACTOR = 4
+"""Room over the random walk of rounding errors; transformers' eager mode uses up to a quarter of it, see `tolerance`."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the call gives in float64."""
+
+    output: Tensor
+    """`[1, Sq, hidden]`"""
+    latent: Tensor
+    """The cache's latents after the call, `[1, 1, T, L]`"""
+    rope_key: Tensor
+    """`[1, 1, T, R]`"""
+
+
+def reference(built: Built, workload: Workload, cache_kind: CacheKind) -> Reference:
+    """transformers' own module in float64; where memory does not suffice for that, absorbed by hand in float64."""
+    attention = copy.deepcopy(built.attention).double()
+    exact = replace(built, attention=attention)
+    available = available_bytes()
+    fits = available is None or 2 * needed_bytes(built.layer, workload, "eager") < available
+    return _run(MODES["eager" if fits else "by-hand"](exact), exact, workload, cache_kind, torch.float64)
+
+
+def error(step: Step, built: Built, workload: Workload, cache_kind: CacheKind, exact: Reference) -> float:
+    """Largest difference from float64 in output and cache, each relative to the largest element there.
+
+    Infinite where a shape differs or a value is not a number.
+    """
+    found = _run(step, built, workload, cache_kind, torch.float32)
+    return max(
+        _distance(found.output, exact.output),
+        _distance(found.latent, exact.latent),
+        _distance(found.rope_key, exact.rope_key),
+    )
+
+
+def tolerance(built: Built, workload: Workload) -> float:
+    """Error that fp32 rounding explains: `4 sqrt(n) 2^-24`, n the terms of the longest sum.
+
+    The error of a sum of n terms walks like sqrt(n) (Higham & Mary, 2019, doi:10.1137/18M1226312).
+    """
+    layer = built.layer
+    terms = max(layer.hidden, layer.N * layer.V, layer.L, workload.keys)
+    return ROUNDING_FACTOR * math.sqrt(terms) * 2.0**-24
+
+
+def _run(step: Step, built: Built, workload: Workload, cache_kind: CacheKind, dtype: torch.dtype) -> Reference:
+    arguments = make_inputs(built, workload, cache_kind, dtype).arguments()
+    output = step(arguments)
+    cached = arguments["past_key_values"].layers[0]
+    return Reference(output, cached.keys, cached.values)
+
+
+def _distance(found: Tensor, exact: Tensor) -> float:
+    if found.shape != exact.shape:
+        return math.inf
+    distance = ((found.double() - exact).abs().max() / exact.abs().max()).item()
+    return math.inf if math.isnan(distance) else distance

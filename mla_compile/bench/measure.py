@@ -1,0 +1,128 @@
+"""Time the modes of one workload, call by call in turn."""
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from mla_compile.bench import check
+from mla_compile.bench.layers import Built
+from mla_compile.bench.memory import available_bytes, needed_bytes
+from mla_compile.bench.modes import Step, warmed_up
+from mla_compile.bench.workloads import CacheKind, Workload, make_inputs
+
+
+@dataclass(frozen=True)
+class Result:
+    """One mode at one workload. No time without a right output."""
+
+    mode: str
+    workload: Workload
+    status: Literal["ok", "wrong", "skipped", "failed"]
+    note: str = ""
+    """Why there is no time; for the mode `mla` what became of the attention."""
+    seconds: tuple[float, ...] = ()
+    """Wall time of each call."""
+    error: float | None = None
+    """Largest distance from float64 relative to the largest element, see `check.error`."""
+    peak_bytes: int | None = None
+    """See `memory.peak_growth`; None where it was not measured."""
+
+    @property
+    def median(self) -> float | None:
+        """Seconds."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def quartiles(self) -> tuple[float, float] | None:
+        """First and third, in seconds."""
+        if len(self.seconds) < 2:
+            return None
+        first, _, third = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return first, third
+
+
+def measure(
+    built: Built, workload: Workload, cache_kind: CacheKind, modes: Sequence[str], repeats: int
+) -> list[Result]:
+    """A result for each mode. Compilation, warm-up and the making of caches are outside of the times.
+
+    The modes take turns, so that whatever else the machine does meets all of them. A recompilation during a timed call
+    is an error.
+    """
+    torch.compiler.reset()
+    exact = check.reference(built, workload, cache_kind)
+    steps: dict[str, Step] = {}
+    results: dict[str, Result] = {}
+    for mode in modes:
+        prepared = _prepare(built, workload, cache_kind, mode, exact)
+        if isinstance(prepared, Result):
+            results[mode] = prepared
+        else:
+            steps[mode], results[mode] = prepared
+    del exact
+
+    inputs = make_inputs(built, workload, cache_kind)
+    seconds: dict[str, list[float]] = {mode: [] for mode in steps}
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for _ in range(repeats):
+                for mode, step in steps.items():
+                    arguments = inputs.arguments()
+                    start = time.perf_counter()
+                    step(arguments)
+                    seconds[mode].append(time.perf_counter() - start)
+    finally:
+        gc.enable()
+    for mode in steps:
+        done = results[mode]
+        results[mode] = Result(mode, workload, "ok", done.note, tuple(seconds[mode]), done.error)
+    return [results[mode] for mode in modes]
+
+
+def _prepare(
+    built: Built, workload: Workload, cache_kind: CacheKind, mode: str, exact: check.Reference
+) -> tuple[Step, Result] | Result:
+    """The warmed-up step with a result that still lacks its times, or the result that says why there will be none."""
+    needed, available = needed_bytes(built.layer, workload, mode), available_bytes()
+    if available is not None and needed > available:
+        reason = f"needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available"
+        return Result(mode, workload, "skipped", reason)
+    try:
+        step = warmed_up(mode, built, workload, cache_kind)
+        error = check.error(step, built, workload, cache_kind, exact)
+    except Exception as failure:  # whatever a compiler raises is a result of the benchmark, not its end
+        return Result(mode, workload, "failed", _first_line(failure))
+    allowed = check.tolerance(built, workload)
+    if error > allowed:
+        return Result(
+            mode, workload, "wrong", f"is {error:.1e} off float64, rounding explains {allowed:.1e}", (), error
+        )
+    return step, Result(mode, workload, "ok", _rewritten() if mode == "mla" else "", (), error)
+
+
+def _rewritten() -> str:
+    """What the backend made of the attention, or why it left it."""
+    from mla_compile.report import last_report
+
+    report = last_report()
+    if report is None or not report.sites:
+        return "no attention found" + (f": {report.note}" if report and report.note else "")
+    return ", ".join(site.path if site.rewritten else f"unchanged: {site.reason}" for site in report.sites)
+
+
+def _first_line(failure: Exception) -> str:
+    lines = str(failure).strip().splitlines()
+    return f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__
+
+
+def log(line: str) -> None:
+    """Progress, apart from the output."""
+    print(line, file=sys.stderr, flush=True)
