@@ -268,10 +268,8 @@ def make_optimizers(model: DeepseekV3ForCausalLM) -> list[torch.optim.Optimizer]
     ]
 
 
-def train(
-    model: DeepseekV3ForCausalLM, tokens: Tensor, held_out: Tensor, args: argparse.Namespace, save: Callable[[], None]
-) -> None:
-    """Train in place; save and print the held-out loss after each quarter."""
+def train(model: DeepseekV3ForCausalLM, tokens: Tensor, args: argparse.Namespace, save: Callable[[], None]) -> None:
+    """Train in place and save after each quarter."""
     optimizers = make_optimizers(model)
     stream = batches(tokens, args.batch, args.context, args.seed)
 
@@ -285,7 +283,7 @@ def train(
     model.zero_grad()
 
     clock = Clock(args.seconds, args.steps)
-    quarters = [0.25, 0.5, 0.75]
+    quarters = [0.25, 0.5, 0.75, 1.0]
     with tqdm(total=clock.total, unit="step" if args.steps else "s", bar_format=BAR) as bar:
         while clock.done < 1:
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -304,7 +302,6 @@ def train(
             if quarters and clock.done >= quarters[0]:
                 quarters.pop(0)
                 save()
-                bar.write(f"step {clock.step}: held-out loss {evaluate(model, held_out, args.context):.3f}")
 
 
 @torch.no_grad()
@@ -338,7 +335,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny-deepseek-v3", help="where to save")
     parser.add_argument("--seconds", type=float, default=1800, help="how long to train, unless --steps is given")
     parser.add_argument("--steps", type=int, help="how many optimizer steps to train")
-    parser.add_argument("--batch", type=int, default=32, help="sequences in a batch")
+    parser.add_argument("--batch", type=int, default=16, help="sequences in a batch")
     parser.add_argument("--context", type=int, default=256, help="tokens in a sequence")
     parser.add_argument("--lr", type=float, default=1e-2, help="highest learning rate")
     parser.add_argument("--vocab-size", type=int, default=1536, help="tokens in the vocabulary")
@@ -366,8 +363,7 @@ def main() -> None:
     model = DeepseekV3ForCausalLM(tiny_config(tokenizer))
     print(f"{model.num_parameters():,} parameters, {len(tokens):,} tokens from {len(documents)} files")
 
-    train(model, tokens, held_out, args, save=lambda: save_checkpoint(model, tokenizer, args.out))
-    save_checkpoint(model, tokenizer, args.out)
+    train(model, tokens, args, save=lambda: save_checkpoint(model, tokenizer, args.out))
 
     saved = DeepseekV3ForCausalLM.from_pretrained(args.out, dtype=torch.float32)
     print(f"held-out loss {evaluate(saved, held_out, args.context):.3f} nats per token")

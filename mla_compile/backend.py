@@ -7,10 +7,11 @@ A graph with nothing to rewrite goes to stock Inductor as if this backend had no
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 import torch.compiler.config
 from torch import fx
 from torch._dynamo.utils import detect_fake_mode
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -35,6 +37,7 @@ from .options import Options
 from .report import Report, record
 from .seal import seal, unseal
 from .stored import ReportStore
+from .verify import Verified
 from .version import __version__
 
 Inputs = Sequence[Any]
@@ -95,7 +98,7 @@ class _Compilation:
             self.outcomes = list(stored.sites)
             return self._stock("nothing to rewrite")
         try:
-            with torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}{tag}"):
+            with self._own_artifacts(tag):
                 compiled = compile_fx(sealed, list(self.inputs), inner_compile=self._inner, decompositions={})
         except _NothingToRewrite:
             store.save(Report(tuple(self.outcomes)))
@@ -106,6 +109,16 @@ class _Compilation:
             assert stored is not None, "a cached artifact without its report"
             self.outcomes = list(stored.sites)
         return compiled
+
+    @contextlib.contextmanager
+    def _own_artifacts(self, tag: str) -> Iterator[None]:
+        """Keep torch's caches from serving an artifact made otherwise; with `verify` the passes always have to run."""
+        use_cache = functorch_config.enable_autograd_cache and not self.options.verify
+        with (
+            torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}{tag}"),
+            functorch_config.patch(enable_autograd_cache=use_cache),
+        ):
+            yield
 
     def _reason_for_stock(self) -> str | None:
         if self.options.path == "off":
@@ -132,6 +145,7 @@ class _Compilation:
     def _inner(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
         start = time.perf_counter()
         pipeline = Pipeline(self._rates(), self.options.path, self.options.workspace_tokens)
+        before = copy.deepcopy(module) if self.options.verify else None
         self.outcomes = pipeline(module)
         self.seconds["passes"] = time.perf_counter() - start
         if not any(outcome.rewritten for outcome in self.outcomes):
@@ -143,7 +157,8 @@ class _Compilation:
         self.seconds["retrace"] = time.perf_counter() - start
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
-        return compile_fx_inner(retraced, inputs, **kwargs)
+        compiled = compile_fx_inner(retraced, inputs, **kwargs)
+        return Verified(compiled, before, module, self.outcomes) if before is not None else compiled
 
 
 def retrace(module: fx.GraphModule) -> fx.GraphModule:

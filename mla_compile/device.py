@@ -25,11 +25,11 @@ from mla_compile.cost import Device
 
 COPY_BYTES = 128 * 2**20
 """Size of each of the two buffers of the copy: several times a large last-level cache."""
-COPY_REPEATS = 10
 GEMM_SIZES = (256, 512, 1024, 2048, 4096, 8192)
-GEMM_SECONDS = 0.2
-"""No product that will take longer than this is tried: eight times the one of half its size."""
-GEMM_REPEATS = 3
+GEMM_SECONDS = 0.05
+"""A product that takes this long is large enough: start-up and threads that wait for each other no longer show."""
+REPEAT_SECONDS = 0.1
+"""How long each call is repeated, but at least twice: the first starts threads and libraries."""
 
 
 def measured(device: torch.device, dtype: torch.dtype) -> Device:
@@ -106,9 +106,9 @@ def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
     best = 0.0
     for size in GEMM_SIZES:
         left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
-        seconds = _best_seconds(device, functools.partial(torch.mm, left, right), GEMM_REPEATS)
+        seconds = _best_seconds(device, functools.partial(torch.mm, left, right))
         best = max(best, 2 * size**3 / seconds)
-        if 8 * seconds > GEMM_SECONDS:
+        if seconds > GEMM_SECONDS:
             break
     return best
 
@@ -118,11 +118,15 @@ def _copy_rate(device: torch.device) -> float:
     # Both are filled first: pages that were never written to are all one page, which reads impossibly fast.
     source = torch.full((COPY_BYTES // 4,), 1.0, dtype=torch.float32, device=device)
     target = torch.full_like(source, 2.0)
-    return 2 * COPY_BYTES / _best_seconds(device, lambda: target.copy_(source), COPY_REPEATS)
+    return 2 * COPY_BYTES / _best_seconds(device, lambda: target.copy_(source))
 
 
-def _best_seconds(device: torch.device, call: Callable[[], object], repeats: int) -> float:
-    return min(_seconds(device, call) for _ in range(repeats))
+def _best_seconds(device: torch.device, call: Callable[[], object]) -> float:
+    until = time.perf_counter() + REPEAT_SECONDS
+    best = min(_seconds(device, call) for _ in range(2))
+    while time.perf_counter() < until:
+        best = min(best, _seconds(device, call))
+    return best
 
 
 def _seconds(device: torch.device, call: Callable[[], object]) -> float:

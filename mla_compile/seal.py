@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from . import ops as ops  # defines the op
+
 _DEFAULTS: dict[str, Any] = {
     "query": None,
     "key": None,

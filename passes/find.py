@@ -68,7 +68,8 @@ class Attention:
     masks: tuple[Mask, ...]
     queries: Dim | None = None
     causal: bool = False
-    interior: frozenset[fx.Node] = frozenset()
+    strict_rows: bool = False
+    """Whether a row that is masked everywhere is NaN, as a plain softmax has it, and not 0, as SDPA has it."""
 
 
 def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
@@ -157,8 +158,7 @@ def _from_softmax(node: fx.Node, side: int, trace: Trace) -> Attention:
     dim = softmax.args[1] % len(score_dims)
     products: list[tuple[Form, tuple[int, ...], float]] = []
     masks: list[tuple[Form, tuple[int, ...], Mask]] = []
-    interior: set[fx.Node] = set()
-    for form, labels, item in _scores(softmax.args[0], tuple(range(len(score_dims))), 1.0, trace, interior):
+    for form, labels, item in _scores(softmax.args[0], tuple(range(len(score_dims))), 1.0, trace):
         if isinstance(item, Mask):
             masks.append((form, labels, item))
         else:
@@ -185,7 +185,7 @@ def _from_softmax(node: fx.Node, side: int, trace: Trace) -> Attention:
     found = tuple(replace(mask, term=form.term) for form, (_, _, mask) in zip(rest, masks, strict=True))
     dims = aligned[0].dims[: len(output.dims)]
     columns = tuple(axis for d in dims for axis in d if axis not in rows)
-    return Attention(node, dims, rows, keys, columns, tuple(scores), value, found, interior=frozenset(interior))
+    return Attention(node, dims, rows, keys, columns, tuple(scores), value, found, strict_rows=True)
 
 
 def _score(node: fx.Node, term: Term, keys: Dim, scale: float) -> Score:
@@ -206,7 +206,7 @@ def _score(node: fx.Node, term: Term, keys: Dim, scale: float) -> Score:
 Found = tuple[Form, tuple[int, ...], "Mask | float"]
 
 
-def _scores(node: Any, labels: tuple[int, ...], factor: float, trace: Trace, interior: set[fx.Node]) -> Iterator[Found]:
+def _scores(node: Any, labels: tuple[int, ...], factor: float, trace: Trace) -> Iterator[Found]:
     """The summands of a score tensor: products with their scale, and masks."""
     form = trace[node]
     if isinstance(form.term.parts, Product):
@@ -228,21 +228,20 @@ def _scores(node: Any, labels: tuple[int, ...], factor: float, trace: Trace, int
         case aten.div.Tensor | aten.div.Scalar if isinstance(b, int | float):
             operands, factors = (a,), (factor / b,)
         case aten.masked_fill.Scalar:
-            yield from _filled(a, b, source.args[2], True, source, through, factor, trace, interior)
+            yield from _filled(a, b, source.args[2], True, source, through, factor, trace)
             return
         case aten.masked_fill.Tensor:
-            yield from _filled(a, b, _constant(source.args[2]), True, source, through, factor, trace, interior)
+            yield from _filled(a, b, _constant(source.args[2]), True, source, through, factor, trace)
             return
         case aten.where.self:
-            yield from _filled(b, a, _constant(source.args[2]), False, source, through, factor, trace, interior)
+            yield from _filled(b, a, _constant(source.args[2]), False, source, through, factor, trace)
             return
         case _:
             yield form, labels, Mask(form.term, factor)
             return
-    interior.add(source)
     for operand, scale in zip(operands, factors, strict=True):
         rank = len(trace[operand].dims)
-        yield from _scores(operand, through[len(through) - rank :], scale, trace, interior)
+        yield from _scores(operand, through[len(through) - rank :], scale, trace)
 
 
 def _filled(
@@ -254,15 +253,13 @@ def _filled(
     labels: tuple[int, ...],
     factor: float,
     trace: Trace,
-    interior: set[fx.Node],
 ) -> Iterator[Found]:
     if fill is None or not is_tensor(scores):
         yield trace[source], labels, Mask(trace[source].term, factor)
         return
-    if fill > NEGLIGIBLE:
+    if fill > NEGLIGIBLE or factor <= 0:
         raise Refusal(source, f"expected rejected scores to be -inf or at most {NEGLIGIBLE:g}, found {fill:g}")
-    interior.add(source)
-    yield from _scores(scores, labels[len(labels) - len(trace[scores].dims) :], factor, trace, interior)
+    yield from _scores(scores, labels[len(labels) - len(trace[scores].dims) :], factor, trace)
     form = trace[mask]
     yield form, labels[len(labels) - len(form.dims) :], Mask(form.term, factor, fill * factor, inverted)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from .source import code, location
+from .source import Frame
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,12 @@ class Outcome:
 
 def outcome(
     node: fx.Node,
+    frame: Frame | None,
     path: str,
     reason: str,
     shapes: dict[str, str] | None = None,
     guards: tuple[str, ...] = (),
 ) -> Outcome:
-    """The outcome of the attention at `node`."""
-    return Outcome(node.name, location(node) or "unknown", code(node), path, reason, shapes or {}, guards)
+    """The outcome of the attention at `node`, whose line of source is `frame`."""
+    place, code = (str(frame), frame.code) if frame is not None else ("unknown", "")
+    return Outcome(node.name, place, code, path, reason, shapes or {}, guards)

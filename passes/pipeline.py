@@ -13,8 +13,8 @@ from .decide import decide
 from .find import find
 from .outcome import Outcome, outcome
 from .rewrite import rewrite
-from .site import prove
-from .source import Refusal
+from .site import Site, prove
+from .source import Refusal, common_frame
 from .trace import Trace, aten
 
 
@@ -45,18 +45,34 @@ class Pipeline:
                 site = prove(found)
                 choice = decide(site, self.path, self.device, self.workspace_tokens, environment)
             except Refusal as refusal:
-                node = found.node
-                outcomes.append(outcome(node, "unchanged", str(refusal)))
+                outcomes.append(outcome(found.node, common_frame(found.node, ()), "unchanged", str(refusal)))
                 continue
             shapes = {name: str(size) for name, size in site.sizes.items()}
-            outcomes.append(outcome(site.node, choice.path, choice.reason, shapes, choice.guards))
-            replaced[site.node] = rewrite(graph, site, choice.path, self.workspace_tokens, replaced)
+            outcomes.append(
+                outcome(
+                    site.node,
+                    common_frame(site.node, _sources(site)),
+                    choice.path,
+                    choice.reason,
+                    shapes,
+                    choice.guards,
+                )
+            )
+            output = rewrite(graph, site, choice.path, self.workspace_tokens, replaced)
+            output.meta["mla_site"] = site.node.name
+            replaced[site.node] = output
         if any(o.rewritten for o in outcomes):
             graph.eliminate_dead_code()
             _relax_views(graph)
             graph.lint()
             module.recompile()
         return outcomes
+
+
+def _sources(site: Site) -> list[fx.Node]:
+    """The nodes of a site that stand in the user's module rather than in what it calls."""
+    reads = [site.latent, *(rope.key.read for rope in site.ropes)]
+    return [read.source for read in reads if isinstance(read.source, fx.Node)]
 
 
 def _relax_views(graph: fx.Graph) -> None:

@@ -3,33 +3,57 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n?(.*)')
 
 
-def location(node: fx.Node) -> str | None:
-    """`file:line` of the innermost user frame that made a node, None if the graph does not say."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    if not frames:
-        return None
-    path, line, _ = frames[-1]
-    return f"{path}:{line}"
+@dataclass(frozen=True)
+class Frame:
+    """One line of the user's source: `code` at `path:line` in `function`."""
+
+    path: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
 
 
-def code(node: fx.Node) -> str:
-    """The user's line of source that made a node, empty if the graph does not say."""
-    lines = [line for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    return lines[-1].strip() if lines and not _FRAME.search(lines[-1]) else ""
+def frames(node: fx.Node) -> list[Frame]:
+    """The stack of user code that made a node, outermost first; empty if the graph does not say."""
+    found = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return [Frame(path, int(line), function.rstrip(","), code.strip()) for path, line, function, code in found]
+
+
+def common_frame(node: fx.Node, others: Iterable[fx.Node]) -> Frame | None:
+    """The line at which the innermost function that made all the nodes made `node`: the attention's line in the model,
+    not in the library function that the model calls for it."""
+    own = frames(node)
+    depth = len(own)
+    for other in others:
+        stack = frames(other)
+        shared = 0
+        while shared < min(len(own), len(stack)):
+            a, b = own[shared], stack[shared]
+            if (a.path, a.function) != (b.path, b.function):
+                break
+            shared += 1
+            if a != b:
+                break
+        depth = min(depth, shared) if shared else depth
+    return own[depth - 1] if own else None
 
 
 def where(node: fx.Node) -> str:
     """A node in words: its op, its name and its source line."""
     op = getattr(node.target, "__name__", str(node.target)) if node.op == "call_function" else node.op
-    place = location(node)
-    return f"`{node.name}` ({op}{f', {place}' if place else ''})"
+    stack = frames(node)
+    return f"`{node.name}` ({op}{f', {stack[-1]}' if stack else ''})"
 
 
 @dataclass

@@ -108,10 +108,10 @@ def test_the_random_state_stays(monkeypatch):
 
 
 def test_the_gemm_rate_is_that_of_the_best_size_tried(monkeypatch):
-    seconds = iter([0.02, 0.03, 0.19])
+    seconds = iter([0.02, 0.03, 0.3, 0.4])
     monkeypatch.setattr(device_module, "_best_seconds", lambda *_: next(seconds))
     assert device_module._gemm_rate(CPU, torch.float32) == 2 * 512**3 / 0.03
-    assert next(seconds) == 0.19, "1024 would take longer than GEMM_SECONDS allows"
+    assert next(seconds) == 0.4, "1024 took longer than GEMM_SECONDS, so 2048 was not tried"
 
 
 def test_integer_dtypes_are_refused():

@@ -2,7 +2,6 @@
 
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,7 +98,7 @@ def _prepare(
         step = warmed_up(mode, built, workload, cache_kind)
         error = check.error(step, built, workload, cache_kind, exact)
     except Exception as failure:  # whatever a compiler raises is a result of the benchmark, not its end
-        return Result(mode, workload, "failed", _first_line(failure))
+        return Result(mode, workload, "failed", _summary(failure))
     allowed = check.tolerance(built, workload)
     if error > allowed:
         return Result(
@@ -118,11 +117,6 @@ def _rewritten() -> str:
     return ", ".join(site.path if site.rewritten else f"unchanged: {site.reason}" for site in report.sites)
 
 
-def _first_line(failure: Exception) -> str:
-    lines = str(failure).strip().splitlines()
-    return f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__
-
-
-def log(line: str) -> None:
-    """Progress, apart from the output."""
-    print(line, file=sys.stderr, flush=True)
+def _summary(failure: Exception) -> str:
+    """Type and first two lines: torch names the failing backend in the first and its error in the second."""
+    return " ".join([f"{type(failure).__name__}:", *str(failure).split("\n")[:2]]).strip(": ")

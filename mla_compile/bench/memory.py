@@ -55,9 +55,9 @@ def needed_bytes(layer: Layer, workload: Workload, mode: str) -> int:
     """Memory that one fp32 call in this mode takes at most, to skip what will not fit.
 
     transformers as it is: the output of `kv_b_proj`, the keys and a scaled copy of them, and for several queries their
-    copies and two and a half matrices of scores `[N, Sq, T]` (SDPA falls back to plain products where values are not as
-    wide as keys). Measured peaks for V2-Lite's dims are 84 % to 100 % of this. Absorbed: the cache once more, and queries
-    and outputs in latent space.
+    copies and two and a half matrices of scores `[N, Sq, T]` (SDPA falls back to plain products where values are not
+    as wide as keys). Measured eager peaks for V2-Lite's dims are 80 % to 100 % of this. Absorbed: the cache once more,
+    and queries and outputs in latent space.
     """
     queries, keys = workload.queries, workload.keys
     if mode in ("eager", "inductor"):
@@ -88,18 +88,23 @@ def peak_growth(call: Callable[[], object]) -> int | None:
 def peaks(
     layer: Layer, mode: str, workloads: Sequence[Workload], cache_kind: CacheKind, threads: int
 ) -> list[int | None]:
-    """`peak_growth` of each workload in this mode, in a process of its own; None also where that process failed."""
+    """`peak_growth` of each workload in this mode, in a process of its own.
+
+    None also from where on that process failed; its last line then goes to standard error.
+    """
     task = {"layer": asdict(layer), "mode": mode, "workloads": [asdict(w) for w in workloads], "cache": cache_kind}
     # One size from which glibc takes memory from the system and gives it back at once: nothing freed stays resident.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(
-        [sys.executable, "-m", "mla_compile.bench.memory"],
+        [sys.executable, "-P", "-m", "mla_compile.bench.memory"],  # -P: the package is not looked for in the directory
         input=json.dumps(task),
         env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        capture_output=True,
         text=True,
     )
+    if done.returncode:
+        last_line = done.stderr.strip().split("\n")[-1]
+        print(f"memory of {mode}: the process ended with {done.returncode}: {last_line}", file=sys.stderr)
     found: list[int | None] = [json.loads(line) for line in done.stdout.splitlines()]
     return found + [None] * (len(workloads) - len(found))
 

@@ -1,0 +1,6 @@
+"""`mla::latent_attention`: attention over the latent cache itself."""
+
+from .aten import latent_attention_aten
+from .reference import latent_attention_reference
+
+__all__ = ["latent_attention_aten", "latent_attention_reference"]

@@ -1,0 +1,151 @@
+"""Absorbed MLA out of ATen matrix products: the CPU implementation, and any device's that has no kernel of its own.
+
+An online softmax (Milakov and Gimelshein, arXiv 1805.02867) over chunks of keys, heads and query tokens together as
+the rows of one product:
+
+    q     [b, Sq * N, L], [b, Sq * N, R]    scaled once
+    keys  [b, C, L], [b, C, R]              views of the cache; a float32 copy of the chunk for half precision
+    s     [b, Sq * N, C]
+    o     [b, Sq * N, L]                    running, unnormalised, beside its maximum m and its sum l
+
+Half precision is computed in float32: rounding scores to bfloat16 costs more than casting a chunk, and there are CPUs
+where a bfloat16 product is hundreds of times slower than a float32 one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..checks import check_alike, check_mask, check_rank, check_shapes
+from ..visibility import Keys, Visibility, reads_values, split, take
+
+_CHUNK_ELEMENTS = 1 << 20
+"""Elements of latent and rope key in a chunk: 4 MiB in float32, read for the scores and again for the output."""
+_ROWS = 2048
+"""Most rows (sequences times queries times heads) at a time, or one query token's if that is more."""
+_SLAB_ELEMENTS = 1 << 20
+"""Most scores at a time: 4 MiB in float32."""
+_FEW_ROWS = 128
+"""Up to here a product with the keys as its rows is faster, transposing the scores included (MKL, measured)."""
+
+
+def latent_attention_aten(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    mask: Tensor | None,
+    causal_offset: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`mla::latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
+    _check(q_latent, q_rope, latent, k_rope, mask)
+    batch, tokens, _ = latent.shape
+    _, query_count, heads, _ = q_latent.shape
+    o = q_latent.new_empty(q_latent.shape)
+    lse = q_latent.new_empty((batch, query_count, heads), dtype=torch.float32)
+    per_sequence = mask is not None and mask.shape[0] != 1
+    for sequences, queries, chunk in _blocks(q_latent, q_rope, latent, one_by_one=per_sequence):
+        block = slice(sequences.start, sequences.stop), slice(queries.start, queries.stop)
+        visibility = Visibility(mask[block[0]] if mask is not None and per_sequence else mask, causal_offset, tokens)
+        _attend(
+            (q_latent[block], q_rope[block]),
+            (latent[block[0]], k_rope[block[0]]),
+            visibility,
+            queries,
+            chunk,
+            scale,
+            out=(o[block], lse[block]),
+        )
+    return o, lse
+
+
+def _blocks(
+    q_latent: Tensor, q_rope: Tensor, latent: Tensor, one_by_one: bool
+) -> Iterator[tuple[range, range, int]]:
+    """Sequences, queries and keys to take at a time, so that keys and scores stay within their bounds.
+
+    Sequences are taken together only as far as their keys fit one chunk, and not where a mask tells them apart: then
+    each has its own keys to skip.
+    """
+    batch, query_count, heads, rank = q_latent.shape
+    keys = max(_CHUNK_ELEMENTS // (rank + q_rope.shape[3]), 1)
+    query_step = max(_ROWS // max(heads, 1), 1)
+    rows = min(query_step, query_count) * heads
+    together = 1 if one_by_one else max(min(keys // max(latent.shape[1], 1), _ROWS // max(rows, 1)), 1)
+    chunk = max(min(keys, _SLAB_ELEMENTS // max(rows, 1)) // together, 1)
+    for sequence in range(0, batch, together):
+        for query in range(0, query_count, query_step):
+            sequences = range(sequence, min(sequence + together, batch))
+            yield sequences, range(query, min(query + query_step, query_count)), chunk
+
+
+def _attend(
+    q: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    visibility: Visibility,
+    queries: range,
+    chunk: int,
+    scale: float,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """One block: q `[b, s, N, L]`, `[b, s, N, R]`; cache `[b, T, L]`, `[b, T, R]`; out `[b, s, N, L]`, `[b, s, N]`."""
+    dtype = torch.promote_types(q[0].dtype, torch.float32)
+    b, s, n, rank = q[0].shape
+    q_latent, q_rope = (part.to(dtype).mul(scale).reshape(b, s * n, part.shape[3]) for part in q)
+    # The lowest finite number and not -inf: a row whose scores are all -inf then gets exp(-inf) and not a NaN.
+    m = q_latent.new_full((b, s * n, 1), torch.finfo(dtype).min)
+    l = q_latent.new_zeros((b, s * n, 1))
+    o = q_latent.new_zeros((b, s * n, rank))
+    for keys in split(visibility.keys(queries), chunk):
+        latent, k_rope = (_load(part, keys, visibility, queries, dtype) for part in cache)
+        scores = _scores(q_latent, q_rope, latent, k_rope)
+        bias = visibility.bias(queries, keys, dtype)
+        if bias is not None:
+            scores.view(b, s, n, len(keys)).add_(bias.transpose(1, 2))
+        m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
+        scores.sub_(m_new).exp_()
+        decay = m.sub_(m_new).exp_()
+        l.mul_(decay).add_(scores.sum(-1, keepdim=True))
+        o.mul_(decay).baddbmm_(scores, latent)
+        m = m_new
+    # The greatest score adds exp(0) = 1 to l, so only a row that saw no key is below 1.
+    torch.div(o.view(b, s, n, rank), l.clamp_min(1).view(b, s, n, 1), out=out[0])
+    out[1].copy_(m.add_(l.log_()).view(b, s, n))
+
+
+def _load(part: Tensor, keys: Keys, visibility: Visibility, queries: range, dtype: torch.dtype) -> Tensor:
+    """Keys `[b, C, width]` in the dtype of the arithmetic: a view of the cache where that is possible."""
+    loaded = take(part, keys, 1).to(dtype)
+    blanks = visibility.blanks(queries, keys)
+    return loaded if blanks is None else loaded.masked_fill(blanks[:, :, None], 0.0)
+
+
+def _scores(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+    """Contiguous `[b, rows, C]`."""
+    if q_latent.shape[1] > _FEW_ROWS:
+        scores = torch.bmm(q_latent, latent.transpose(1, 2))
+        return scores.baddbmm_(q_rope, k_rope.transpose(1, 2)) if q_rope.shape[2] else scores
+    scores = torch.bmm(latent, q_latent.transpose(1, 2))
+    if q_rope.shape[2]:
+        scores.baddbmm_(k_rope, q_rope.transpose(1, 2))
+    return scores.transpose(1, 2).contiguous()
+
+
+def _check(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> None:
+    op = "latent_attention"
+    check_rank(op, "q_latent", q_latent, "B Sq N L")
+    check_rank(op, "q_rope", q_rope, "B Sq N R")
+    check_rank(op, "latent", latent, "B T L")
+    dims = dict(zip(("B", "Sq", "N", "L"), q_latent.shape, strict=True)) | {"T": latent.shape[1], "R": q_rope.shape[3]}
+    check_shapes(
+        op, dims, q_rope=(q_rope, "B Sq N R"), latent=(latent, "B T L"), k_rope=(k_rope, "B T R")
+    )
+    check_alike(op, q_latent=q_latent, q_rope=q_rope, latent=latent, k_rope=k_rope)
+    check_mask(op, mask, (dims["B"], dims["N"], dims["Sq"], dims["T"]), q_latent.device)
+
+
+torch.library.impl("mla::latent_attention", "CompositeExplicitAutograd")(latent_attention_aten)

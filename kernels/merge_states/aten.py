@@ -1,0 +1,32 @@
+"""Merging partial attentions out of ATen operations, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import check_alike, check_rank, check_shapes
+
+
+def merge_states_aten(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """`mla::merge_states`; see `mla_compile.ops` for shapes, dtypes and errors.
+
+    Moves from o_a towards o_b by the share of b, `exp(lse_b - lse) = sigmoid(lse_b - lse_a)`.
+    """
+    op = "merge_states"
+    spec = " ".join(f"d{dim}" for dim in range(lse_a.dim()))
+    check_rank(op, "o_a", o_a, f"{spec} V")
+    dims = dict(zip(f"{spec} V".split(), o_a.shape, strict=True))
+    check_shapes(op, dims, lse_a=(lse_a, spec), o_b=(o_b, f"{spec} V"), lse_b=(lse_b, spec))
+    check_alike(op, o_a=o_a, o_b=o_b)
+    check_alike(op, lse_a=lse_a, lse_b=lse_b)
+    if lse_a.dtype != torch.float32:
+        raise ValueError(f"mla::{op}: expected lse_a of torch.float32, found {lse_a.dtype}")
+    dtype = torch.promote_types(o_a.dtype, torch.float32)
+    # Two empty sets differ by NaN; their outputs are 0, so any share is right.
+    share = torch.sigmoid(lse_b - lse_a).masked_fill_((lse_a == -torch.inf) & (lse_b == -torch.inf), 0.0)
+    o = o_a.new_empty(o_a.shape).copy_(torch.lerp(o_a.to(dtype), o_b.to(dtype), share[..., None].to(dtype)))
+    return o, torch.logaddexp(lse_a, lse_b)
+
+
+torch.library.impl("mla::merge_states", "CompositeExplicitAutograd")(merge_states_aten)

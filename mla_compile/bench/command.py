@@ -1,0 +1,76 @@
+"""The `bench` subcommand."""
+
+import argparse
+from pathlib import Path
+
+from mla_compile.bench.layers import LAYERS
+from mla_compile.bench.modes import MODES
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the arguments; the parsed ones carry `run`."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="time one MLA layer of transformers against the machine's limit",
+        description="Time the unmodified attention layer of transformers, fp32 on the CPU, in several modes in turn. "
+        "Every output is checked against float64 before it gets a time.",
+    )
+    parser.add_argument("--layer", choices=LAYERS, default="v2-lite")
+    parser.add_argument(
+        "--contexts",
+        type=_positive,
+        nargs="*",
+        default=[1024, 4096, 16384, 32768],
+        metavar="TOKENS",
+        help="decode one token with this many in the cache (default: 1024 4096 16384 32768)",
+    )
+    parser.add_argument(
+        "--prefill",
+        type=_positive,
+        nargs="*",
+        default=[1024, 4096],
+        metavar="TOKENS",
+        help="prefill prompts of this many tokens (default: 1024 4096)",
+    )
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE", help=", ".join(MODES))
+    parser.add_argument("--cache", choices=["dynamic", "static"], default="dynamic")
+    parser.add_argument("--repeats", type=_positive, default=10, help="timed calls of each mode (default: 10)")
+    parser.add_argument("--threads", type=_positive, help="threads (default: torch's)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each mode and workload")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against length (png, svg, pdf)")
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return number
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, write the files, print the table. 1 if a mode gave a wrong output or failed, else 0."""
+    import torch
+
+    from mla_compile.bench import run as benchmark_run
+    from mla_compile.bench import table
+    from mla_compile.bench.plot import plot
+    from mla_compile.bench.workloads import Workload
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    workloads = [Workload("decode", n) for n in arguments.contexts] + [
+        Workload("prefill", n) for n in arguments.prefill
+    ]
+    benchmark = benchmark_run.run(
+        LAYERS[arguments.layer], workloads, arguments.modes, arguments.cache, arguments.repeats
+    )
+    print(table.as_text(benchmark))
+    if arguments.csv:
+        arguments.csv.write_text(table.as_csv(benchmark))
+    if arguments.json:
+        arguments.json.write_text(table.as_json(benchmark))
+    if arguments.plot:
+        plot(benchmark, arguments.plot)
+    return int(any(result.status in ("wrong", "failed") for result in benchmark.results))

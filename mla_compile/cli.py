@@ -1,0 +1,32 @@
+"""`mla-compile`: each subcommand lives with what it runs and registers itself through an `add_parser`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from mla_compile.bench import command as bench
+from mla_compile.version import __version__
+
+COMMANDS = (bench,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit status; errors that a user can mend become one line and status 2."""
+    parser = argparse.ArgumentParser(
+        prog="mla-compile", description="Multi-head Latent Attention under torch.compile, measured and explained."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="command")
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    arguments = parser.parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except (ImportError, OSError) as error:
+        print(f"mla-compile: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""`mla.verify`: run the graph before and after the passes on the first real inputs, and compare every site."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .errors import VerifyError
+from .passes.outcome import Outcome
+
+ROUNDINGS = 16
+"""Room over one rounding of the output's dtype and over the random walk of float32 sums, as explained in `tolerance`."""
+
+
+def tolerance(original: Tensor, shapes: dict[str, str]) -> float:
+    """The largest difference that rounding explains between two ways to compute one attention output.
+
+    Sums run over the latent width and the keys in float32, whose errors grow like the square root of their number; the
+    operands are rounded to the output's dtype a few times on each way. All of it relative to the largest output.
+    """
+    terms = sum(int(shapes[name]) if shapes[name].isdigit() else original.numel() for name in ("L", "T"))
+    relative = torch.finfo(original.dtype).eps + torch.finfo(torch.float32).eps * math.sqrt(terms)
+    return ROUNDINGS * relative * float(original.abs().max())
+
+
+class Verified:
+    """A compiled graph that checks itself on its first call. Called with the list of its inputs, like any of them."""
+
+    _boxed_call = True
+
+    def __init__(
+        self,
+        compiled: Callable[[list[Any]], Any],
+        before: fx.GraphModule,
+        after: fx.GraphModule,
+        outcomes: list[Outcome],
+    ) -> None:
+        self.compiled, self.before, self.after = compiled, before, after
+        self.sites = {outcome.node: outcome for outcome in outcomes if outcome.rewritten}
+        self.checked = False
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        if not self.checked:
+            self._check(inputs)
+            self.checked = True
+        return self.compiled(inputs)
+
+    def _check(self, inputs: list[Any]) -> None:
+        original = _outputs(self.before, inputs, {name: name for name in self.sites})
+        names = {node.name: node.meta["mla_site"] for node in self.after.graph.nodes if "mla_site" in node.meta}
+        rewritten = _outputs(self.after, inputs, names)
+        for name, site in self.sites.items():
+            compare(original[name], rewritten[name], site)
+
+
+def compare(original: Tensor, rewritten: Tensor, site: Outcome) -> None:
+    """Raise VerifyError if the outputs of a site differ by more than rounding explains, or in where they are finite."""
+    finite = original.isfinite()
+    if not torch.equal(finite, rewritten.isfinite()):
+        raise VerifyError(f"mla.verify: {site.location}: the {site.path} path is finite where the original is not")
+    original, rewritten = original.where(finite, 0), rewritten.where(finite, 0)
+    difference, allowed = float((original - rewritten).abs().max()), tolerance(original, site.shapes)
+    if difference > allowed:
+        raise VerifyError(
+            f"mla.verify: {site.location}: the {site.path} path differs from the original by {difference:.3g}; "
+            f"rounding of {str(original.dtype).removeprefix('torch.')} explains {allowed:.3g}"
+        )
+
+
+def _outputs(module: fx.GraphModule, inputs: list[Any], names: dict[str, str]) -> dict[str, Tensor]:
+    """The values of the named nodes, on copies of the inputs: the graph may write to them."""
+    found: dict[str, Tensor] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            if n.name in names:
+                found[names[n.name]] = value
+            return value
+
+    with torch.no_grad():
+        Recorder(module).run(*(v.clone() if isinstance(v, Tensor) else v for v in inputs))
+    return found
