@@ -5,6 +5,6 @@ operations, bounded in memory, and registered for every device.
 """
 
 from .. import ops as _ops  # noqa: F401  the schemas, which the imports below implement
-from . import latent_attention, merge_states
+from . import expanded_attention, latent_attention, merge_states, per_head_matmul
 
-__all__ = ["latent_attention", "merge_states"]
+__all__ = ["expanded_attention", "latent_attention", "merge_states", "per_head_matmul"]

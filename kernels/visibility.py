@@ -52,6 +52,7 @@ class Visibility:
     """Query i sees keys j <= i + causal_offset; None is no limit."""
     tokens: int
     """T."""
+    device: torch.device
 
     def keys(self, queries: range) -> Keys:
         """The keys that at least one of the queries sees."""
@@ -88,15 +89,15 @@ class Visibility:
         return take(mask.expand(-1, -1, -1, self.tokens), keys, 3)
 
     def _causal(self, queries: range, keys: Keys) -> Tensor | None:
-        """Bool `[len(queries), keys]`, True = attend; None if the causal limit hides nothing here."""
+        """Bool `[1, 1, len(queries), keys]`, True = attend; None if the causal limit hides nothing here."""
         if self.causal_offset is None:
             return None
         first_limit = queries.start + self.causal_offset
         if isinstance(keys, range) and keys.stop - 1 <= first_limit:
             return None
-        device = None if self.mask is None else self.mask.device
-        positions = torch.arange(keys.start, keys.stop, device=device) if isinstance(keys, range) else keys
-        return positions <= torch.arange(first_limit, first_limit + len(queries), device=device)[:, None]
+        limits = torch.arange(first_limit, first_limit + len(queries), device=self.device)
+        positions = torch.arange(keys.start, keys.stop, device=self.device) if isinstance(keys, range) else keys
+        return (positions <= limits[:, None])[None, None]
 
     def _allowed(self, mask: Tensor, queries: range, keys: Keys) -> Tensor:
         causal = self._causal(queries, keys)

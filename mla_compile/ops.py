@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["expanded_attention", "latent_attention", "merge_states", "sealed_attention"]
+__all__ = ["expanded_attention", "latent_attention", "merge_states", "per_head_matmul", "sealed_attention"]
 
 _LIBRARY = torch.library.Library("mla", "DEF")
 
@@ -53,6 +53,7 @@ _LIBRARY.define(
     "merge_states(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b) -> (Tensor, Tensor)",
     tags=_ANY_STRIDES,
 )
+_LIBRARY.define("per_head_matmul(Tensor x, Tensor weight) -> Tensor", tags=_ANY_STRIDES)
 
 sealed_attention = torch.ops.mla.sealed_attention
 """`torch.nn.functional.scaled_dot_product_attention`, opaque to decomposition.
@@ -93,6 +94,16 @@ merge_states = torch.ops.mla.merge_states
 
 Args: o_a and o_b of one shape `[..., V]` and dtype, lse_a and lse_b `[...]`, float32.
 Returns: o, contiguous, like o_a, and lse `[...]`, float32. Two empty sets merge to `o = 0`, `lse = -inf`.
+Raises: ValueError naming the expected and the found shape or dtype.
+"""
+
+per_head_matmul = torch.ops.mla.per_head_matmul
+"""A matrix a head: how a query is absorbed into latent space, and an output leaves it.
+
+    out[b, s, n, o] = sum_i x[b, s, n, i] weight[n, i, o]
+
+Args: x `[B, Sq, N, I]` and weight `[N, I, O]` of one floating dtype; weight is most often a strided view of the user's.
+Returns: `[B, Sq, N, O]`, contiguous.
 Raises: ValueError naming the expected and the found shape or dtype.
 """
 
@@ -164,6 +175,10 @@ def _merge_states_fake(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -
     return o_a.new_empty(o_a.shape), lse_a.new_empty(lse_a.shape)
 
 
+def _per_head_matmul_fake(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:3], weight.shape[2]))
+
+
 def _refuse_backward(name: str) -> None:
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         raise NotImplementedError(
@@ -179,6 +194,7 @@ torch.library.register_fake("mla::sealed_attention", _sealed_attention, lib=_LIB
 torch.library.register_fake("mla::latent_attention", _latent_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::expanded_attention", _expanded_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::merge_states", _merge_states_fake, lib=_LIBRARY)
+torch.library.register_fake("mla::per_head_matmul", _per_head_matmul_fake, lib=_LIBRARY)
 for _device_type in ("cpu", "cuda"):
     _register_autocast(_device_type)
 for _name in __all__:

@@ -15,7 +15,6 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .axes import Dim, Read
-from .find import Mask
 from .materialize import Realize, read_as, realizer, write_as
 from .site import Site
 
@@ -105,9 +104,9 @@ class _Emit:
             w_uk = read(site.w_uk, site.heads, site.nope.summed, site.rank).to(dtype)
             w_uv = read(site.w_uv, site.heads, columns, site.rank).to(dtype)
             if self.path == "absorbed":
-                q_latent = per_head(q_nope, w_uk)
+                q_latent = torch.ops.mla.per_head_matmul(q_nope, w_uk)
                 o, lse = torch.ops.mla.latent_attention(q_latent, q_rope, latent, k_rope, mask, offset, scale)
-                o = per_head(o, w_uv.transpose(1, 2))
+                o = torch.ops.mla.per_head_matmul(o, w_uv.transpose(1, 2))
             else:
                 q = torch.cat([q_nope, q_rope], dim=-1) if q_rope.shape[-1] else q_nope
                 o, lse = torch.ops.mla.expanded_attention(
@@ -145,18 +144,8 @@ class _Emit:
         return added if allowed is None else allowed
 
 
-def per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """`x` [B, Sq, N, I] times `weight` [N, I, O] head by head: [B, Sq, N, O]."""
-    B, Sq, N, _ = x.shape
-    flat = torch.bmm(x.reshape(B * Sq, N, -1).transpose(0, 1), weight)
-    return flat.transpose(0, 1).reshape(B, Sq, N, -1)
-
-
 def _together(tensors: Sequence[Tensor]) -> torch.dtype:
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
-
-
-__all__ = ["Mask", "inline", "per_head", "rewrite"]

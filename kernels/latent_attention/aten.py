@@ -50,7 +50,8 @@ def latent_attention_aten(
     per_sequence = mask is not None and mask.shape[0] != 1
     for sequences, queries, chunk in _blocks(q_latent, q_rope, latent, one_by_one=per_sequence):
         block = slice(sequences.start, sequences.stop), slice(queries.start, queries.stop)
-        visibility = Visibility(mask[block[0]] if mask is not None and per_sequence else mask, causal_offset, tokens)
+        seen = mask[block[0]] if mask is not None and per_sequence else mask
+        visibility = Visibility(seen, causal_offset, tokens, latent.device)
         _attend(
             (q_latent[block], q_rope[block]),
             (latent[block[0]], k_rope[block[0]]),

@@ -11,7 +11,7 @@ from ..checks import check_alike, check_rank, check_shapes
 def merge_states_aten(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """`mla::merge_states`; see `mla_compile.ops` for shapes, dtypes and errors.
 
-    Moves from o_a towards o_b by the share of b, `exp(lse_b - lse) = sigmoid(lse_b - lse_a)`.
+    Moves from o_a towards o_b by b's share of the weight.
     """
     op = "merge_states"
     spec = " ".join(f"d{dim}" for dim in range(lse_a.dim()))
@@ -23,10 +23,14 @@ def merge_states_aten(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) ->
     if lse_a.dtype != torch.float32:
         raise ValueError(f"mla::{op}: expected lse_a of torch.float32, found {lse_a.dtype}")
     dtype = torch.promote_types(o_a.dtype, torch.float32)
-    # Two empty sets differ by NaN; their outputs are 0, so any share is right.
-    share = torch.sigmoid(lse_b - lse_a).masked_fill_((lse_a == -torch.inf) & (lse_b == -torch.inf), 0.0)
-    o = o_a.new_empty(o_a.shape).copy_(torch.lerp(o_a.to(dtype), o_b.to(dtype), share[..., None].to(dtype)))
+    share = share_of_second(lse_a, lse_b).to(dtype)
+    o = o_a.new_empty(o_a.shape).copy_(torch.lerp(o_a.to(dtype), o_b.to(dtype), share[..., None]))
     return o, torch.logaddexp(lse_a, lse_b)
+
+
+def share_of_second(lse_a: Tensor, lse_b: Tensor) -> Tensor:
+    """`exp(lse_b - lse) = sigmoid(lse_b - lse_a)`, of the dtype and shape of both; 0 where neither has any weight."""
+    return torch.sigmoid(lse_b - lse_a).masked_fill_(lse_b == -torch.inf, 0.0)
 
 
 torch.library.impl("mla::merge_states", "CompositeExplicitAutograd")(merge_states_aten)

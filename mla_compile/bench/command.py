@@ -8,7 +8,7 @@ from mla_compile.bench.modes import MODES
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the arguments; the parsed ones carry `run`."""
+    """Describe the arguments; the parsed ones carry `run` and `parser`."""
     parser = subparsers.add_parser(
         "bench",
         help="time one MLA layer of transformers against the machine's limit",
@@ -39,7 +39,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each mode and workload")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against length (png, svg, pdf)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def _positive(text: str) -> int:
@@ -55,14 +55,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     from mla_compile.bench import run as benchmark_run
     from mla_compile.bench import table
-    from mla_compile.bench.plot import plot
+    from mla_compile.bench.plot import plot, require_matplotlib
     from mla_compile.bench.workloads import Workload
 
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     workloads = [Workload("decode", n) for n in arguments.contexts] + [
         Workload("prefill", n) for n in arguments.prefill
     ]
+    if not workloads:
+        arguments.parser.error("expected at least one of --contexts and --prefill with a number of tokens")
+    if arguments.plot:
+        require_matplotlib()  # before minutes of measuring
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     benchmark = benchmark_run.run(
         LAYERS[arguments.layer], workloads, arguments.modes, arguments.cache, arguments.repeats
     )

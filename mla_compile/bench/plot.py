@@ -7,13 +7,20 @@ from mla_compile.bench.run import Benchmark
 AXIS_LABELS = {"decode": "tokens in the cache", "prefill": "tokens of the prompt"}
 
 
-def plot(benchmark: Benchmark, path: Path) -> None:
-    """Write the figure; its format is that of the name. Raises ImportError, naming the extra, without matplotlib."""
+def require_matplotlib() -> None:
+    """Raises ImportError, naming the extra, where there is none."""
     try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import NullLocator
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ImportError("--plot needs matplotlib: pip install 'mla-compile[plot]'") from error
+
+
+def plot(benchmark: Benchmark, path: Path) -> None:
+    """Write the figure; its format is that of the name. Raises ImportError, naming the extra, without matplotlib."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
     kinds = list(dict.fromkeys(workload.kind for workload in benchmark.limits))
     figure = Figure(figsize=(6 * len(kinds), 4.5), layout="constrained")
     for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):

@@ -1,0 +1,109 @@
+"""The command line: arguments in, exit status and files out."""
+
+import json
+import sys
+
+import pytest
+
+from mla_compile import cli
+from mla_compile.bench import command, run
+from mla_compile.bench.measure import Result
+from mla_compile.bench.run import Benchmark
+from mla_compile.bench.workloads import Workload
+from mla_compile.cost import Device
+from mla_compile.version import __version__
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Arguments of each benchmark that was asked for; every mode is `ok`, but the one named `by-hand` is `wrong`."""
+    seen = []
+
+    def fake(layer, workloads, modes, cache_kind, repeats):
+        seen.append((layer.name, list(workloads), list(modes), cache_kind, repeats))
+        results = [
+            Result(mode, workload, "wrong" if mode == "by-hand" else "ok", "", (0.1, 0.2), 1e-7)
+            for workload in workloads
+            for mode in modes
+        ]
+        return Benchmark(layer, cache_kind, Device("d", 1e9, 1e9), 0.0, dict.fromkeys(workloads, 0.1), results, [])
+
+    monkeypatch.setattr(run, "run", fake)
+    return seen
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"mla-compile {__version__}\n"
+
+
+def test_bench_has_defaults(calls):
+    cli.main(["bench"])
+    ((layer, workloads, modes, cache_kind, repeats),) = calls
+    assert layer == "v2-lite"
+    assert workloads == [Workload("decode", n) for n in (1024, 4096, 16384, 32768)] + [
+        Workload("prefill", n) for n in (1024, 4096)
+    ]
+    assert modes == ["eager", "inductor", "by-hand", "mla"]
+    assert (cache_kind, repeats) == ("dynamic", 10)
+
+
+def test_bench_passes_its_arguments_on(calls):
+    arguments = "bench --layer v3 --contexts 8 --prefill --modes eager --cache static --repeats 3"
+    assert cli.main(arguments.split()) == 0
+    assert calls == [("v3", [Workload("decode", 8)], ["eager"], "static", 3)]
+
+
+def test_bench_writes_what_it_is_asked_for(calls, tmp_path, capsys):
+    csv_file, json_file = tmp_path / "a.csv", tmp_path / "a.json"
+    cli.main(["bench", "--modes", "eager", "--csv", str(csv_file), "--json", str(json_file)])
+    assert csv_file.read_text().startswith("layer,cache,workload,tokens,mode,status,ms,")
+    assert len(json.loads(json_file.read_text())["rows"]) == 6
+    assert "decode at context 1024" in capsys.readouterr().out
+
+
+def test_a_wrong_mode_fails_the_command(calls):
+    assert cli.main(["bench", "--modes", "eager", "by-hand"]) == 1
+
+
+def test_threads_are_set(calls, monkeypatch):
+    threads = []
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    cli.main(["bench", "--modes", "eager", "--threads", "3"])
+    assert threads == [3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--contexts", "0"], "expected a positive number, got 0"),
+        (["bench", "--modes", "fastest"], "invalid choice: 'fastest'"),
+        (["bench", "--contexts", "--prefill"], "expected at least one of --contexts and --prefill"),
+        ([], "the following arguments are required: command"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_one_line(monkeypatch, capsys):
+    def without_transformers(*_):
+        raise ImportError("the benchmark needs transformers: pip install 'mla-compile[hf]'")
+
+    monkeypatch.setattr(run, "run", without_transformers)
+    assert cli.main(["bench"]) == 2
+    assert capsys.readouterr().err == "mla-compile: the benchmark needs transformers: pip install 'mla-compile[hf]'\n"
+
+
+def test_plot_is_refused_before_anything_is_measured(calls, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main(["bench", "--plot", "times.png"]) == 2
+    assert calls == []
+    assert "pip install 'mla-compile[plot]'" in capsys.readouterr().err
+
+
+def test_commands_register_themselves():
+    assert command in cli.COMMANDS
