@@ -7,51 +7,53 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..errors import KernelError
+
 
 def check_shapes(op: str, dims: Mapping[str, int], **tensors: tuple[Tensor, str]) -> None:
     """Check each tensor against its dims, written as in the design: `q_rope=(q_rope, "B Sq N R")`.
 
-    Raises: ValueError naming the op, the tensor, and the expected and found shape.
+    Raises: KernelError naming the op, the tensor, and the expected and found shape.
     """
     for name, (tensor, spec) in tensors.items():
         expected = tuple(dims[dim] for dim in spec.split())
         if tuple(tensor.shape) != expected:
-            raise ValueError(
+            raise KernelError(
                 f"mla::{op}: expected {name} of shape [{', '.join(spec.split())}] = {list(expected)}, "
                 f"found {list(tensor.shape)}"
             )
 
 
 def check_rank(op: str, name: str, tensor: Tensor, spec: str) -> None:
-    """Check a tensor's rank, before its sizes are used to name dims. Raises: ValueError."""
+    """Check a tensor's rank, before its sizes are used to name dims. Raises: KernelError."""
     if tensor.dim() != len(spec.split()):
-        raise ValueError(
+        raise KernelError(
             f"mla::{op}: expected {name} of shape [{', '.join(spec.split())}], found {list(tensor.shape)}"
         )
 
 
 def check_alike(op: str, **tensors: Tensor) -> None:
-    """Check that all tensors share the first one's floating dtype and its device. Raises: ValueError."""
+    """Check that all tensors share the first one's floating dtype and its device. Raises: KernelError."""
     first_name, first = next(iter(tensors.items()))
     if not first.is_floating_point():
-        raise ValueError(f"mla::{op}: expected {first_name} of a floating dtype, found {first.dtype}")
+        raise KernelError(f"mla::{op}: expected {first_name} of a floating dtype, found {first.dtype}")
     for name, tensor in tensors.items():
         if tensor.dtype != first.dtype or tensor.device != first.device:
-            raise ValueError(
+            raise KernelError(
                 f"mla::{op}: expected {name} of {first_name}'s {first.dtype} on {first.device}, "
                 f"found {tensor.dtype} on {tensor.device}"
             )
 
 
 def check_mask(op: str, mask: Tensor | None, shape: tuple[int, int, int, int], device: torch.device) -> None:
-    """Check that a mask is bool or floating and broadcasts to `[B, N, Sq, T]`. Raises: ValueError."""
+    """Check that a mask is bool or floating and broadcasts to `[B, N, Sq, T]`. Raises: KernelError."""
     if mask is None:
         return
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(f"mla::{op}: expected mask of a bool or floating dtype, found {mask.dtype}")
+        raise KernelError(f"mla::{op}: expected mask of a bool or floating dtype, found {mask.dtype}")
     if mask.dim() != 4 or any(size not in (1, full) for size, full in zip(mask.shape, shape, strict=True)):
-        raise ValueError(
+        raise KernelError(
             f"mla::{op}: expected mask that broadcasts to [B, N, Sq, T] = {list(shape)}, found {list(mask.shape)}"
         )
     if mask.device != device:
-        raise ValueError(f"mla::{op}: expected mask on {device}, found {mask.device}")
+        raise KernelError(f"mla::{op}: expected mask on {device}, found {mask.device}")

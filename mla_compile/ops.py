@@ -71,7 +71,7 @@ latent_attention = torch.ops.mla.latent_attention
 Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent `[B, T, L]`, k_rope `[B, T, R]`, all of one
 floating dtype; mask and causal_offset as the module says; scale.
 Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
-Raises: ValueError naming the expected and the found shape or dtype.
+Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
 expanded_attention = torch.ops.mla.expanded_attention
@@ -84,7 +84,7 @@ Args: q `[B, Sq, N, P + R]` with the nope part first, latent `[B, T, L]`, k_rope
 `[N, V, L]`, all of one floating dtype; mask and causal_offset as the module says; scale; workspace_tokens, the most
 tokens whose keys and values exist at one time (at least 1).
 Returns: o `[B, Sq, N, V]`, contiguous, of q's dtype, and lse `[B, Sq, N]`, float32.
-Raises: ValueError naming the expected and the found shape or dtype.
+Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
 merge_states = torch.ops.mla.merge_states
@@ -94,7 +94,7 @@ merge_states = torch.ops.mla.merge_states
 
 Args: o_a and o_b of one shape `[..., V]` and dtype, lse_a and lse_b `[...]`, float32.
 Returns: o, contiguous, like o_a, and lse `[...]`, float32. Two empty sets merge to `o = 0`, `lse = -inf`.
-Raises: ValueError naming the expected and the found shape or dtype.
+Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
 per_head_matmul = torch.ops.mla.per_head_matmul
@@ -104,7 +104,7 @@ per_head_matmul = torch.ops.mla.per_head_matmul
 
 Args: x `[B, Sq, N, I]` and weight `[N, I, O]` of one floating dtype; weight is most often a strided view of the user's.
 Returns: `[B, Sq, N, O]`, contiguous.
-Raises: ValueError naming the expected and the found shape or dtype.
+Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
 

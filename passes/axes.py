@@ -57,7 +57,10 @@ def total(sizes: Iterable[Size]) -> Size:
     result: Size = 0
     for size in sizes:
         result = result + size
-    return result if isinstance(result, int) else sympy.expand(result)
+    if isinstance(result, int):
+        return result
+    result = sympy.expand(result)
+    return int(result) if result.is_Integer else result
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,6 +271,8 @@ def _split_segment(segment: Segment, fast: Axis) -> Segment:
     count = quotient(segment.size, fast.size)
     if count is None or len(segment.axes) != 1:
         raise Unaligned(f"a piece of {segment.size} does not split by {fast.size}")
+    if same(count, 1):
+        return Segment((), change_term(segment.term, {segment.axes[0]: fast}))
     axis = Axis(count)
     return Segment((axis,), change_term(segment.term, {segment.axes[0]: Split(axis, fast)}))
 
@@ -308,14 +313,36 @@ def overlapping(segments: Sequence[Segment], begin: Size, size: Size) -> tuple[S
         if _known_at_most(begin, start) and _known_at_most(stop, end):
             kept.append(segment)
         elif not (_known_at_most(stop, begin) or _known_at_most(end, start)):
-            low = begin if _known_at_most(start, begin) else start
-            high = end if _known_at_most(end, stop) else stop
-            if len(segment.axes) != 1 or not (_known_at_most(start, low) and _known_at_most(high, stop)):
-                raise Unaligned("a slice that cuts through a joined piece")
-            part = Axis(total([high, -low]))
-            kept.append(Segment((part,), change_term(segment.term, {segment.axes[0]: Slice(part, low - start)})))
+            kept.append(_cut(segment, start, _larger(start, begin), _smaller(stop, end)))
         start = stop
     return tuple(kept)
+
+
+def _cut(segment: Segment, start: Size, low: Size, high: Size) -> Segment:
+    """The part from `low` to `high` of a piece that begins at `start`."""
+    if len(segment.axes) != 1 or not _known_at_most(low, high):
+        raise Unaligned("a slice that cuts through a joined piece")
+    size = total([high, -low])
+    if same(size, 1):
+        return Segment((), change_term(segment.term, {segment.axes[0]: Pin(low - start)}))
+    part = Axis(size)
+    return Segment((part,), change_term(segment.term, {segment.axes[0]: Slice(part, low - start)}))
+
+
+def _larger(a: Size, b: Size) -> Size:
+    if _known_at_most(a, b):
+        return b
+    return a if _known_at_most(b, a) else _unordered(a, b)
+
+
+def _smaller(a: Size, b: Size) -> Size:
+    if _known_at_most(a, b):
+        return a
+    return b if _known_at_most(b, a) else _unordered(a, b)
+
+
+def _unordered(a: Size, b: Size) -> Size:
+    raise Unaligned(f"the order of {a} and {b} is not known")
 
 
 def change_term(term: Term, changes: Changes) -> Term:

@@ -12,19 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
 
 from . import layout
-from .axes import Axis, Dim, Form, Product, Term, Unaligned
+from .axes import Dim, Form, Product, Term, Unaligned
+from .scores import Mask, scores_of
 from .source import Refusal, where
 from .trace import Trace, aten, is_tensor
-
-NEGLIGIBLE = -1e8
-"""A score at or below this leaves nothing of what is added to it in fp32 (spacing 8 there), so that a row masked
-everywhere is uniform whether the mask replaced the scores or was added to them."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +31,6 @@ class Score:
     key: Term
     summed: Dim
     scale: float
-
-
-@dataclass(frozen=True)
-class Mask:
-    """A tensor over some of the scores' axes: bool (True attends) or a number added to the scores, times `factor`.
-
-    With `fill`, `term` is bool and the scores it rejects are `fill` instead of minus infinity.
-    """
-
-    term: Term
-    factor: float = 1.0
-    fill: float = -math.inf
-    inverted: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +113,9 @@ def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
         columns=axes["column"],
         scores=(Score(aligned[0].term, aligned[1].term, axes["width"], scale),),
         value=aligned[2].term,
-        masks=(Mask(aligned[3].term),) if mask_node is not None else (),
+        masks=(Mask(aligned[3].term, attends=mask_node.meta["val"].dtype == torch.bool),)
+        if mask_node is not None
+        else (),
         queries=axes["query"],
         causal=causal,
     )
@@ -147,7 +132,8 @@ def _probabilities(node: fx.Node, trace: Trace) -> int | None:
 
 def _from_softmax(node: fx.Node, side: int, trace: Trace) -> Attention:
     output = trace[node]
-    assert isinstance(output.term.parts, Product)
+    if not isinstance(output.term.parts, Product):
+        raise Refusal(node, "expected attention weights and values over common axes, found that they do not factor")
     probabilities = (output.term.parts.left, output.term.parts.right)[side]
     softmax = probabilities.read.source
     assert isinstance(softmax, fx.Node)
@@ -156,20 +142,16 @@ def _from_softmax(node: fx.Node, side: int, trace: Trace) -> Attention:
     _refuse_other_uses(softmax, node, trace)
     score_dims = tuple(tuple(d.axis for d in dim if d.axis is not None) for dim in probabilities.read.dims)
     dim = softmax.args[1] % len(score_dims)
-    products: list[tuple[Form, tuple[int, ...], float]] = []
-    masks: list[tuple[Form, tuple[int, ...], Mask]] = []
-    for form, labels, item in _scores(softmax.args[0], tuple(range(len(score_dims))), 1.0, trace):
-        if isinstance(item, Mask):
-            masks.append((form, labels, item))
-        else:
-            products.append((form, labels, item))
+    summands = scores_of(softmax.args[0], len(score_dims), trace)
+    products = [s for s in summands if isinstance(s.what, float)]
+    masks = [s for s in summands if isinstance(s.what, Mask)]
     if not products:
         raise Refusal(node, f"expected scores that are a sum of products, found {where(softmax.args[0])}")
     own = [("out", i) for i in range(len(output.dims))]
     exposed = Form((*output.dims, *score_dims), output.term)
     aligned, axes = layout.align(
-        [exposed, *(form for form, _, _ in products), *(form for form, _, _ in masks)],
-        [[*own, *range(len(score_dims))], *(labels for _, labels, _ in products), *(labels for _, labels, _ in masks)],
+        [exposed, *(s.form for s in products), *(s.form for s in masks)],
+        [[*own, *range(len(score_dims))], *(s.labels for s in products), *(s.labels for s in masks)],
     )
     parts = aligned[0].term.parts
     assert isinstance(parts, Product)
@@ -179,13 +161,16 @@ def _from_softmax(node: fx.Node, side: int, trace: Trace) -> Attention:
     value = (parts.right, parts.left)[side]
     rows = tuple(axis for i in range(len(score_dims)) if i != dim for axis in axes[i])
     scores = []
-    for form, (_, _, scale) in zip(aligned[1:], products, strict=False):
-        scores.append(_score(node, form.term, keys, scale))
-    rest = aligned[1 + len(products) :]
-    found = tuple(replace(mask, term=form.term) for form, (_, _, mask) in zip(rest, masks, strict=True))
+    for form, summand in zip(aligned[1:], products, strict=False):
+        assert isinstance(summand.what, float)
+        scores.append(_score(node, form.term, keys, summand.what))
+    found = []
+    for form, summand in zip(aligned[1 + len(products) :], masks, strict=True):
+        assert isinstance(summand.what, Mask)
+        found.append(replace(summand.what, term=form.term))
     dims = aligned[0].dims[: len(output.dims)]
     columns = tuple(axis for d in dims for axis in d if axis not in rows)
-    return Attention(node, dims, rows, keys, columns, tuple(scores), value, found, strict_rows=True)
+    return Attention(node, dims, rows, keys, columns, tuple(scores), value, tuple(found), strict_rows=True)
 
 
 def _score(node: fx.Node, term: Term, keys: Dim, scale: float) -> Score:
@@ -201,105 +186,6 @@ def _score(node: fx.Node, term: Term, keys: Dim, scale: float) -> Score:
     elif with_keys != [False, True]:
         raise Refusal(node, "expected one operand of the scores to run over the keys, found both or none")
     return Score(sides[0], sides[1], parts.summed, parts.scale * scale)
-
-
-Found = tuple[Form, tuple[int, ...], "Mask | float"]
-
-
-def _scores(node: Any, labels: tuple[int, ...], factor: float, trace: Trace) -> Iterator[Found]:
-    """The summands of a score tensor: products with their scale, and masks."""
-    form = trace[node]
-    if isinstance(form.term.parts, Product):
-        yield form, labels, factor
-        return
-    source = form.term.read.source
-    through = _labels_through(form, labels)
-    if not isinstance(source, fx.Node) or through is None or source.op != "call_function":
-        yield form, labels, Mask(form.term, factor)
-        return
-    a, b = (*source.args, None, None)[:2]
-    match source.target:
-        case aten.add.Tensor if is_tensor(a) and is_tensor(b) and not source.kwargs:
-            operands, factors = (a, b), (factor, factor)
-        case aten.sub.Tensor if is_tensor(a) and is_tensor(b) and not source.kwargs:
-            operands, factors = (a, b), (factor, -factor)
-        case aten.mul.Tensor | aten.mul.Scalar if isinstance(b, int | float):
-            operands, factors = (a,), (factor * b,)
-        case aten.div.Tensor | aten.div.Scalar if isinstance(b, int | float):
-            operands, factors = (a,), (factor / b,)
-        case aten.masked_fill.Scalar:
-            yield from _filled(a, b, source.args[2], True, source, through, factor, trace)
-            return
-        case aten.masked_fill.Tensor:
-            yield from _filled(a, b, _constant(source.args[2]), True, source, through, factor, trace)
-            return
-        case aten.where.self:
-            yield from _filled(b, a, _constant(source.args[2]), False, source, through, factor, trace)
-            return
-        case _:
-            yield form, labels, Mask(form.term, factor)
-            return
-    for operand, scale in zip(operands, factors, strict=True):
-        rank = len(trace[operand].dims)
-        yield from _scores(operand, through[len(through) - rank :], scale, trace)
-
-
-def _filled(
-    scores: fx.Node,
-    mask: fx.Node,
-    fill: float | None,
-    inverted: bool,
-    source: fx.Node,
-    labels: tuple[int, ...],
-    factor: float,
-    trace: Trace,
-) -> Iterator[Found]:
-    if fill is None or not is_tensor(scores):
-        yield trace[source], labels, Mask(trace[source].term, factor)
-        return
-    if fill > NEGLIGIBLE or factor <= 0:
-        raise Refusal(source, f"expected rejected scores to be -inf or at most {NEGLIGIBLE:g}, found {fill:g}")
-    yield from _scores(scores, labels[len(labels) - len(trace[scores].dims) :], factor, trace)
-    form = trace[mask]
-    yield form, labels[len(labels) - len(form.dims) :], Mask(form.term, factor, fill * factor, inverted)
-
-
-def _constant(value: Any) -> float | None:
-    """The number that a tensor of one value holds, if the graph says it."""
-    if isinstance(value, int | float):
-        return float(value)
-    if isinstance(value, fx.Node) and value.op == "call_function":
-        match value.target:
-            case aten.full.default | aten.full_like.default:
-                return _constant(value.args[1])
-            case (
-                aten.scalar_tensor.default | aten.lift_fresh_copy.default | aten._to_copy.default | aten.expand.default
-            ):
-                return _constant(value.args[0])
-    if isinstance(value, fx.Node) and value.op == "get_attr":
-        tensor = getattr(value.graph.owning_module, str(value.target), None)
-        if isinstance(tensor, torch.Tensor) and tensor.numel() == 1:
-            return float(tensor.item())
-    return None
-
-
-def _labels_through(form: Form, labels: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The labels of the source that a form reads whole, its dimensions perhaps in another order."""
-    read = form.term.read
-    if any(not digit.whole for dim in read.dims for digit in dim):
-        return None
-    by_axis: dict[tuple[Axis, ...], int] = {dim: label for dim, label in zip(form.dims, labels, strict=True) if dim}
-    spare = [label for dim, label in zip(form.dims, labels, strict=True) if not dim]
-    through = []
-    for digits in read.dims:
-        axes = tuple(digit.axis for digit in digits if digit.axis is not None)
-        if axes in by_axis:
-            through.append(by_axis.pop(axes))
-        elif not axes and spare:
-            through.append(spare.pop(0))
-        else:
-            return None
-    return None if by_axis else tuple(through)
 
 
 def _refuse_other_uses(softmax: fx.Node, output: fx.Node, trace: Trace) -> None:

@@ -170,7 +170,7 @@ def contract(
     source: Hashable, left: Form, right: Form, batch: Sequence[tuple[int, int]], summed: tuple[int, int], depth: int = 2
 ) -> Form:
     """A matrix product `source` of `left` and `right`: dims are the batch pairs, then what is left of each side."""
-    left, right = unify(left, fresh(right), [*batch, summed])
+    left, right = unify(fresh(left), fresh(right), [*batch, summed])  # summed axes: free in no other form
     together = left.dims[summed[0]] or right.dims[summed[1]]
     batched = tuple(left.dims[i] or right.dims[j] for i, j in batch)
     rows = tuple(dim for i, dim in enumerate(left.dims) if i != summed[0] and i not in {i for i, _ in batch})
@@ -255,7 +255,9 @@ def scaled(form: Form, source: Hashable, factor: float) -> Form:
                 start: Size = 0
                 pieces = []
                 for s in segments:
-                    pieces.append(replace(s, term=scale_term(s.term, piece_of(Term(read), axis, start, s.axes).read)))
+                    piece = piece_of(Term(read), axis, start, s.axes)
+                    repeats = {a: Pin(0) for a in piece.axes - s.term.axes - set(s.axes)}
+                    pieces.append(replace(s, term=scale_term(s.term, change_term(piece, repeats).read)))
                     start = start + s.size
                 return Term(read, Join(axis, tuple(pieces)))
             case Undefined() as parts:

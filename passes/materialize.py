@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .axes import Axis, Dim, Read, Size, Unaligned
 
@@ -18,11 +19,11 @@ Realize = Callable[[Size], "int | torch.SymInt"]
 """An int or SymInt for a size."""
 
 
-def realizer(tensors: Sequence[Tensor]) -> Realize:
-    """Sizes as ints or, where they are symbolic, computed from the sizes of the tensors at hand."""
+def realizer(values: Sequence[Any]) -> Realize:
+    """Sizes as ints or, where they are symbolic, computed from the tensors' sizes and SymInts at hand."""
     known: dict[sympy.Expr, torch.SymInt] = {}
-    for tensor in tensors:
-        for size in tensor.shape:
+    for value in values:
+        for size in value.shape if isinstance(value, Tensor) else (value,):
             if isinstance(size, torch.SymInt):
                 known.setdefault(size.node.expr, size)
 
@@ -31,19 +32,51 @@ def realizer(tensors: Sequence[Tensor]) -> Realize:
             return int(size)
         if size in known:
             return known[size]
-        values = {symbol: _solve(symbol, known) for symbol in size.free_symbols}
-        return _evaluate(sympy.expand(size), values)
+        return _evaluate(sympy.expand(size), {symbol: _solve(symbol, known) for symbol in size.free_symbols})
 
     return realize
 
 
+def symbols_of(read: Read) -> set[sympy.Symbol]:
+    """The symbols in a read's sizes and starts."""
+    sizes = [size for dim in read.dims for d in dim for size in (d.extent, d.start, d.axis.size if d.axis else 1)]
+    return set[sympy.Symbol]().union(*(sympy.sympify(size).free_symbols for size in sizes))
+
+
+def tellers(node: fx.Node, symbols: set[sympy.Symbol]) -> list[fx.Node]:
+    """Nodes before `node` whose values or shapes tell the symbols' values, one for each.
+
+    Raises:
+        Unaligned: if there is none for a symbol.
+    """
+    missing, found = set(symbols), list[fx.Node]()
+    for earlier in node.graph.nodes:
+        if earlier is node or not missing:
+            break
+        value = earlier.meta.get("val")
+        sizes = value.shape if isinstance(value, Tensor) else (value,)
+        told = {s for size in sizes if isinstance(size, torch.SymInt) for s in missing if _linear(size.node.expr, s)}
+        if told:
+            found.append(earlier)
+            missing -= told
+    if missing:
+        raise Unaligned(f"nothing in the graph tells the sizes {sorted(map(str, missing))}")
+    return found
+
+
+def _linear(expression: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, int] | None:
+    """`factor, rest` if the expression is `factor * symbol + rest` with integers."""
+    factor = expression.coeff(symbol)
+    rest = sympy.expand(expression - factor * symbol)
+    return (int(factor), int(rest)) if factor.is_Integer and factor != 0 and rest.is_Integer else None
+
+
 def _solve(symbol: sympy.Symbol, known: dict[sympy.Expr, torch.SymInt]) -> int | torch.SymInt:
-    """The value of a symbol from a known size that is linear in it: `(size - rest) / factor`."""
+    """The value of a symbol from a known size that is linear in it."""
     for expression, value in known.items():
-        factor = expression.coeff(symbol)
-        rest = sympy.expand(expression - factor * symbol)
-        if factor.is_Integer and factor != 0 and rest.is_Integer:
-            return (value - int(rest)) // int(factor)
+        if (parts := _linear(expression, symbol)) is not None:
+            factor, rest = parts
+            return (value - rest) // factor if factor != 1 or rest else value
     raise Unaligned(f"no tensor at hand tells the size {symbol}")
 
 

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_compile.cost import Device
 
+from .axes import Unaligned
 from .decide import decide
-from .find import find
+from .find import Attention, find
 from .outcome import Outcome, outcome
 from .rewrite import rewrite
 from .site import Site, prove
-from .source import Refusal, common_frame
+from .source import Refusal, common_frame, where
 from .trace import Trace, aten
 
 
@@ -40,33 +42,36 @@ class Pipeline:
         replaced: dict[fx.Node, fx.Node] = {}
         for found in list(find(graph, Trace(graph))):
             try:
-                if isinstance(found, Refusal):
-                    raise found
-                site = prove(found)
-                choice = decide(site, self.path, self.device, self.workspace_tokens, environment)
+                outcomes.append(self._rewrite(graph, found, replaced, environment))
             except Refusal as refusal:
                 outcomes.append(outcome(found.node, common_frame(found.node, ()), "unchanged", str(refusal)))
-                continue
-            shapes = {name: str(size) for name, size in site.sizes.items()}
-            outcomes.append(
-                outcome(
-                    site.node,
-                    common_frame(site.node, _sources(site)),
-                    choice.path,
-                    choice.reason,
-                    shapes,
-                    choice.guards,
-                )
-            )
-            output = rewrite(graph, site, choice.path, self.workspace_tokens, replaced)
-            output.meta["mla_site"] = site.node.name
-            replaced[site.node] = output
+            except Unaligned as error:
+                reason = f"expected sizes that factor into common axes, found that {error}, at {where(found.node)}"
+                outcomes.append(outcome(found.node, common_frame(found.node, ()), "unchanged", reason))
         if any(o.rewritten for o in outcomes):
             graph.eliminate_dead_code()
             _relax_views(graph)
             graph.lint()
             module.recompile()
         return outcomes
+
+    def _rewrite(
+        self,
+        graph: fx.Graph,
+        found: Attention | Refusal,
+        replaced: dict[fx.Node, fx.Node],
+        environment: ShapeEnv | None,
+    ) -> Outcome:
+        if isinstance(found, Refusal):
+            raise found
+        site = prove(found)
+        choice = decide(site, self.path, self.device, self.workspace_tokens, environment)
+        output = rewrite(graph, site, choice.path, self.workspace_tokens, replaced)
+        output.meta["mla_site"] = site.node.name
+        replaced[site.node] = output
+        frame = common_frame(site.node, _sources(site))
+        shapes = {name: str(size) for name, size in site.sizes.items()}
+        return outcome(site.node, frame, choice.path, choice.reason, shapes, choice.guards)
 
 
 def _sources(site: Site) -> list[fx.Node]:

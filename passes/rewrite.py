@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .axes import Dim, Read
-from .materialize import Realize, read_as, realizer, write_as
+from .materialize import read_as, realizer, symbols_of, tellers, write_as
 from .site import Site
 
 _COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
@@ -67,14 +70,17 @@ class _Emit:
         reads = [site.latent, site.w_uk, site.w_uv, site.nope.query.read]
         reads += [read for rope in site.ropes for read in (rope.query.read, rope.key.read)]
         reads += [mask.term.read for mask in site.attention.masks]
-        self.sources: list[fx.Node] = list(
-            dict.fromkeys(read.source for read in reads if read is not None and isinstance(read.source, fx.Node))
+        sources = [read.source for read in reads if read is not None and isinstance(read.source, fx.Node)]
+        symbols = set[sympy.Symbol]().union(
+            *(symbols_of(read) for read in reads if read is not None),
+            *(sympy.sympify(axis.size).free_symbols for dim in site.attention.dims for axis in dim),
         )
+        self.sources: list[fx.Node] = list(dict.fromkeys([*sources, *tellers(site.node, symbols)]))
 
-    def __call__(self, *tensors: Tensor) -> Tensor:
+    def __call__(self, *values: Any) -> Tensor:
         site = self.site
-        place = dict(zip(self.sources, tensors, strict=True))
-        realize = realizer(tensors)
+        place = dict(zip(self.sources, values, strict=True))
+        realize = realizer(values)
 
         def read(what: Read, *layout: Dim, broadcast: bool = True) -> Tensor:
             return read_as(place[what.source], what, layout, realize, broadcast=broadcast)
@@ -95,7 +101,7 @@ class _Emit:
         k_rope = self._ropes([read(r.key.read, site.batch, keys, r.summed) for r in site.ropes], latent)
         dtype = _together([q_nope, q_rope, latent, k_rope])
         q_nope, q_rope, latent, k_rope = (t.to(dtype) for t in (q_nope, q_rope, latent, k_rope))
-        mask = self._mask(read, realize)
+        mask = self._mask(read)
         offset = 0 if site.attention.causal else None
         scale = site.nope.scale
         if site.w_uk is None or site.w_uv is None:
@@ -122,26 +128,25 @@ class _Emit:
             return like.new_empty([*like.shape[:-1], 0])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def _mask(self, read: Callable[..., Tensor], realize: Realize) -> Tensor | None:
-        """All masks in one, `[B|1, N|1, Sq|1, T|1]`: bool if all are, else a number to add."""
+    def _mask(self, read: Callable[..., Tensor]) -> Tensor | None:
+        """All masks in one, `[B|1, N|1, Sq|1, T|1]`: bool if all just reject, else a number to add."""
         site = self.site
         layout = (site.batch, site.heads, site.tokens, site.attention.keys)
         masks = [(mask, read(mask.term.read, *layout, broadcast=False)) for mask in site.attention.masks]
-        allowed: Tensor | None = None
-        added: Tensor | None = None
+        if not masks:
+            return None
+        allowed = [~tensor if mask.inverted else tensor for mask, tensor in masks if mask.attends]
+        if len(allowed) == len(masks) and all(math.isinf(mask.fill) for mask, _ in masks):
+            return reduce(torch.logical_and, allowed)
+        # In the order in which the user applied them: a number that takes a score's place also takes an earlier bias's.
+        dtype = torch.promote_types(site.node.meta["val"].dtype, torch.float32)
+        added = masks[0][1].new_zeros((1, 1, 1, 1), dtype=dtype)
         for mask, tensor in masks:
-            if tensor.dtype == torch.bool:
-                tensor = ~tensor if mask.inverted else tensor
-                if math.isinf(mask.fill):
-                    allowed = tensor if allowed is None else allowed & tensor
-                    continue
-                tensor = torch.where(tensor, 0.0, mask.fill)
-            elif mask.factor != 1.0:
-                tensor = tensor * mask.factor
-            added = tensor if added is None else added + tensor
-        if allowed is not None and added is not None:
-            return torch.where(allowed, added, -math.inf)
-        return added if allowed is None else allowed
+            if mask.attends:
+                added = torch.where(~tensor if mask.inverted else tensor, added, mask.fill)
+            else:
+                added = added + (tensor.to(dtype) * mask.factor if mask.factor != 1.0 else tensor.to(dtype))
+        return added
 
 
 def _together(tensors: Sequence[Tensor]) -> torch.dtype:

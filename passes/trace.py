@@ -7,6 +7,7 @@ into axes, is a leaf: nothing but a tensor of its shape.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._ordered_set import OrderedSet
 
 from . import layout
-from .axes import Form, Size, Term, Unaligned, Undefined
+from .axes import Form, Size, Term, Unaligned, Undefined, same, total
 
 aten = torch.ops.aten
 
@@ -95,11 +96,30 @@ def _argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
-def _start(value: Any, whole: Size) -> Size:
+def _start(value: Any, end: Any, whole: Size, size: Size) -> Size:
+    """Where a slice of `size` indices begins, as torch clamps it.
+
+    A slice that runs to the end begins `size` before it, whatever was asked for.
+    """
     start = 0 if value is None else size_of(value)
-    if isinstance(start, int) and start < 0:
-        start = whole + start
-    return start
+    stop = whole if end is None else size_of(end)
+    if same(stop, whole) or (isinstance(stop, int) and stop >= sys.maxsize):
+        return total([whole, -size])
+    return _index(start, whole, clamp=True)
+
+
+def _index(index: Size, whole: Size, clamp: bool = False) -> Size:
+    """An index that counts from the front, given one that may count from the end."""
+    if isinstance(index, int):
+        if index >= 0:
+            return index
+        if isinstance(whole, int):
+            return max(index + whole, 0) if clamp else index + whole
+        if not clamp:
+            return total([index, whole])
+    elif index.is_nonnegative:
+        return index
+    raise Unaligned(f"an index {index} of {whole} that may count from the end")
 
 
 # Ops that move nothing
@@ -180,15 +200,17 @@ def _repeat(trace: Trace, node: fx.Node) -> Form:
 def _slice(trace: Trace, node: fx.Node) -> Form:
     source = trace[node.args[0]]
     dim = _argument(node, 1, "dim", 0) % len(source.dims)
-    start = _start(_argument(node, 2, "start"), source.shape[dim])
-    return layout.take(source, dim, start, shape_of(node)[dim], _argument(node, 4, "step", 1))
+    whole, size, step = source.shape[dim], shape_of(node)[dim], _argument(node, 4, "step", 1)
+    end = _argument(node, 3, "end") if step == 1 else 0
+    start = _start(_argument(node, 2, "start"), end, whole, size)
+    return layout.take(source, dim, start, size, step)
 
 
 @_handles(aten.select.int)
 def _select(trace: Trace, node: fx.Node) -> Form:
     source = trace[node.args[0]]
     dim = node.args[1] % len(source.dims)
-    return layout.select(source, dim, _start(node.args[2], source.shape[dim]))
+    return layout.select(source, dim, _index(size_of(node.args[2]), source.shape[dim]))
 
 
 @_handles(operator.getitem)
@@ -240,15 +262,14 @@ def _slice_scatter(trace: Trace, node: fx.Node) -> Form:
     target, source = trace[node.args[0]], trace[node.args[1]]
     whole = shape_of(node)
     dim = _argument(node, 2, "dim", 0) % len(whole)
-    start = _start(_argument(node, 3, "start"), whole[dim])
     size = source.shape[dim]
+    start = _start(_argument(node, 3, "start"), _argument(node, 4, "end"), whole[dim], size)
     if _argument(node, 5, "step", 1) != 1:
         return layout.leaf(node, whole)
-    rest = sympy.expand(sympy.sympify(whole[dim]) - start - size)
-    after: Size = int(rest) if rest.is_Integer else rest
-    pieces = [] if start == 0 else [layout.take(target, dim, 0, start)]
+    after = total([whole[dim], -start, -size])
+    pieces = [] if same(start, 0) else [layout.take(target, dim, 0, start)]
     pieces.append(source)
-    if after != 0:
+    if not same(after, 0):
         pieces.append(layout.take(target, dim, start + size, after))
     return source if len(pieces) == 1 else layout.join(node, pieces, dim)
 

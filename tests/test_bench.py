@@ -9,6 +9,7 @@ from io import StringIO
 
 import pytest
 import torch
+from mla_compile.passes.outcome import Outcome
 
 from mla_compile.bench import check, memory, modes, run, table
 from mla_compile.bench.breakdown import break_down
@@ -19,6 +20,7 @@ from mla_compile.bench.plot import plot
 from mla_compile.bench.run import Benchmark
 from mla_compile.bench.workloads import ELEMENT_SIZE, Workload, limit, make_inputs
 from mla_compile.cost import Device
+from mla_compile.report import Report
 
 pytest.importorskip("transformers")
 
@@ -34,12 +36,6 @@ DEVICE = Device("a computer", 1e11, 1e10)
 @pytest.fixture(scope="module", params=TINY)
 def built(request):
     return build(TINY[request.param])
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 def outputs(built, workload, cache_kind, dtype, step):
@@ -184,6 +180,22 @@ class TestMeasure:
         assert result.status == "skipped"
         assert result.note == "needs about 2.5 GiB, 0.0 GiB are available"
 
+    def test_without_memory_for_the_check_there_is_no_time(self, monkeypatch):
+        monkeypatch.setattr(check, "available_bytes", lambda: 2**10)
+        (result,) = measure(build(TINY["v3"]), DECODE, "dynamic", ["eager"], repeats=1)
+        assert (result.status, result.seconds) == ("skipped", ())
+        assert result.note == "there is not enough memory to check the output against float64"
+
+    def test_what_the_mla_backend_did_is_noted(self, monkeypatch):
+        sites = [
+            Outcome("sdpa", "", "", "absorbed", "fewest bytes"),
+            Outcome("sdpa_1", "", "", "unchanged", "keys have no latent"),
+        ]
+        monkeypatch.setattr("mla_compile.report.last_report", lambda: Report(tuple(sites)))
+        monkeypatch.setitem(modes.MODES, "mla", modes.MODES["eager"])
+        (result,) = measure(build(TINY["v3"]), DECODE, "dynamic", ["mla"], repeats=1)
+        assert result.note == "absorbed, unchanged: keys have no latent"
+
 
 class TestMemory:
     def test_what_a_call_takes_and_gives_back_is_seen(self):
@@ -218,10 +230,13 @@ class TestMemory:
         assert all(amount is None or 0 <= amount < 2**28 for amount in found)
 
     def test_a_process_that_fails_leaves_no_numbers_and_says_why(self, monkeypatch, capsys):
-        killed = subprocess.CompletedProcess([], -9, stdout="1048576\n", stderr="loading\nno memory\n")
+        killed = subprocess.CompletedProcess([], -9, stdout='1048576\n"ValueError: no"\n', stderr="loading\nkilled\n")
         monkeypatch.setattr(memory.subprocess, "run", lambda *_, **__: killed)
-        assert memory.peaks(TINY["v3"], "eager", [DECODE, PREFILL], "dynamic", 1) == [2**20, None]
-        assert capsys.readouterr().err == "memory of eager: the process ended with -9: no memory\n"
+        assert memory.peaks(TINY["v3"], "eager", [DECODE, PREFILL, DECODE], "dynamic", 1) == [2**20, None, None]
+        assert capsys.readouterr().err.splitlines() == [
+            "memory of eager: ValueError: no",
+            "memory of eager: the process ended with -9: ['killed']",
+        ]
 
 
 def test_breakdown_has_every_stage():

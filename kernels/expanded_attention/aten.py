@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from ..checks import check_alike, check_mask, check_rank, check_shapes
+from ...errors import KernelError
 from ..merge_states.aten import share_of_second
-from ..visibility import Keys, Visibility, split, take
+from ..scores import causal_mask, softmax_with_lse
+from ..visibility import Keys, Visibility, reads_values, split, take
 
 _HEADS = 16
 """Heads at a time. Bounds the workspace of a model of 128 heads; the weights of 16 are a few MB in float32."""
@@ -28,6 +30,8 @@ _QUERIES = 1024
 """Queries at a time. CPU flash attention takes its longest query block, 256, from 768 queries on."""
 _TRIANGLE = 128
 """A causal square is halved down to this. CPU flash attention computes all 512 keys of a block that it touches."""
+_MASKED_QUERIES = 256
+"""Queries at a time under a mask: a tile of a mask that hides all of it is skipped, so tiles are to be small."""
 _BIAS_ELEMENTS = 1 << 20
 """Most elements of a mask turned into a bias at a time: 4 MiB in float32."""
 
@@ -93,8 +97,8 @@ def _attend_sequence(
         k, v = k_workspace[:, : len(chunk)], v_workspace[:, : len(chunk)]
         _expand(cache, (w_uk, w_uv), visibility, range(query_count), chunk, out=(k, v))
         for queries, seen, triangle in _pieces(visibility, chunk, query_count):
-            bias = None if triangle else _bias(visibility, queries, chunk, dtype)
-            if bias is not None and visibility.hidden(bias):
+            bias = None if visibility.mask is None else visibility.bias(queries, chunk, dtype)
+            if bias is not None and reads_values(bias) and bool((bias == -torch.inf).all()):
                 continue
             rows = slice(queries.start, queries.stop)
             part = slice(seen.start, seen.stop)
@@ -105,3 +109,126 @@ def _attend_sequence(
     if o is not out[0]:
         out[0].copy_(o)
     out[1].copy_(lse)
+
+
+def _chunks(visibility: Visibility, keys: Keys, size: int) -> Iterator[Keys]:
+    """The keys, at most `size` at a time, with a cut at the last key that every query sees under a causal offset alone."""
+    cut = visibility.causal_offset if visibility.mask is None else None
+    cut = 0 if cut is None else max(cut, 0)
+    yield from split(keys[:cut], size)
+    yield from split(keys[cut:], size)
+
+
+def _pieces(visibility: Visibility, chunk: Keys, query_count: int) -> Iterator[Piece]:
+    """What to compute for a chunk, in tiles of queries."""
+    every = range(len(chunk))
+    if visibility.mask is not None:
+        elements = visibility.mask.shape[1] * len(chunk)
+        step = max(min(_MASKED_QUERIES, _BIAS_ELEMENTS // elements), 1)
+        yield from ((queries, every, False) for queries in _tiles(range(query_count), step))
+        return
+    assert isinstance(chunk, range)
+    offset = visibility.causal_offset
+    if offset is None or chunk.stop - 1 <= offset:
+        yield from ((queries, every, False) for queries in _tiles(range(query_count), _QUERIES))
+        return
+    first = chunk.start - offset
+    corner = range(first, min(first + len(chunk), query_count))
+    yield from _triangle(corner, every)
+    yield from ((queries, every, False) for queries in _tiles(range(corner.stop, query_count), _QUERIES))
+
+
+def _tiles(queries: range, size: int) -> Iterator[range]:
+    for start in range(0, len(queries), size):
+        yield queries[start : start + size]
+
+
+def _triangle(queries: range, keys: range) -> Iterator[Piece]:
+    """A causal square, its lower left quarter as a rectangle and the halves on the diagonal again as squares."""
+    if len(keys) <= _TRIANGLE:
+        yield queries, keys, True
+        return
+    half = len(keys) // 2
+    yield from _triangle(queries[:half], keys[:half])
+    if len(queries) > half:
+        yield queries[half:], keys[:half], False
+        yield from _triangle(queries[half:], keys[half:])
+
+
+def _expand(
+    cache: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor],
+    visibility: Visibility,
+    queries: range,
+    chunk: Keys,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """Up-project a chunk into k `[H, C, D]` and v `[H, C, D]`."""
+    k, v = out
+    latent, k_rope = (take(part, chunk, 0).to(k.dtype) for part in cache)
+    blanks = visibility.blanks(queries, chunk)
+    if blanks is not None:
+        latent, k_rope = (part.masked_fill(blanks[0][:, None], 0.0) for part in (latent, k_rope))
+    for width, w, columns in ((weights[0].shape[1], weights[0], k), (weights[1].shape[1], weights[1], v)):
+        torch.bmm(latent.expand(w.shape[0], -1, -1), w.transpose(1, 2), out=columns[..., :width])
+    k[..., weights[0].shape[1] : weights[0].shape[1] + k_rope.shape[1]] = k_rope
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, triangle: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q `[H, s, D]`, k and v `[H, C, D]`, bias `[1, H or 1, s or 1, C]` or None; o `[H, s, D]`, lse `[H, s]`."""
+    if not q.is_cpu:
+        return _attend_composed(q, k, v, bias, triangle, scale)
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q[None], k[None], v[None], is_causal=triangle, attn_mask=bias, scale=scale
+    )
+    if bias is not None:
+        # Flash attention gives a row with nothing to attend to o = 0, but lse = 0 for -inf.
+        lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
+    return o[0], lse[0]
+
+
+def _attend_composed(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, triangle: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `_attend`, where there is no flash attention that gives lse for widths of any size."""
+    causal = causal_mask(q.shape[1], k.shape[1], 0, q.device) if triangle else None
+    weights, lse = softmax_with_lse(scale * (q @ k.mT)[None], bias, causal)
+    return weights[0] @ v, lse[0]
+
+
+def _check(
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    mask: Tensor | None,
+    workspace_tokens: int,
+) -> None:
+    op = "expanded_attention"
+    check_rank(op, "q", q, "B Sq N P+R")
+    check_rank(op, "latent", latent, "B T L")
+    check_rank(op, "k_rope", k_rope, "B T R")
+    check_rank(op, "w_uk", w_uk, "N P L")
+    check_rank(op, "w_uv", w_uv, "N V L")
+    batch, query_count, heads, _ = q.shape
+    dims = {"B": batch, "Sq": query_count, "N": heads, "T": latent.shape[1], "L": latent.shape[2]}
+    dims |= {"P": w_uk.shape[1], "R": k_rope.shape[2], "V": w_uv.shape[1], "P+R": w_uk.shape[1] + k_rope.shape[2]}
+    check_shapes(
+        op,
+        dims,
+        q=(q, "B Sq N P+R"),
+        latent=(latent, "B T L"),
+        k_rope=(k_rope, "B T R"),
+        w_uk=(w_uk, "N P L"),
+        w_uv=(w_uv, "N V L"),
+    )
+    check_alike(op, q=q, latent=latent, k_rope=k_rope, w_uk=w_uk, w_uv=w_uv)
+    check_mask(op, mask, (batch, heads, query_count, dims["T"]), q.device)
+    if workspace_tokens < 1:
+        raise KernelError(f"mla::{op}: expected workspace_tokens of at least 1, found {workspace_tokens}")
+
+
+torch.library.impl("mla::expanded_attention", "CompositeExplicitAutograd")(expanded_attention_aten)

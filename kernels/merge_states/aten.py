@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_alike, check_rank, check_shapes
+from ...errors import KernelError
 
 
 def merge_states_aten(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,7 +22,7 @@ def merge_states_aten(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) ->
     check_alike(op, o_a=o_a, o_b=o_b)
     check_alike(op, lse_a=lse_a, lse_b=lse_b)
     if lse_a.dtype != torch.float32:
-        raise ValueError(f"mla::{op}: expected lse_a of torch.float32, found {lse_a.dtype}")
+        raise KernelError(f"mla::{op}: expected lse_a of torch.float32, found {lse_a.dtype}")
     dtype = torch.promote_types(o_a.dtype, torch.float32)
     share = share_of_second(lse_a, lse_b).to(dtype)
     o = o_a.new_empty(o_a.shape).copy_(torch.lerp(o_a.to(dtype), o_b.to(dtype), share[..., None]))

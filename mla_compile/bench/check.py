@@ -29,13 +29,16 @@ class Reference:
     """`[1, 1, T, R]`"""
 
 
-def reference(built: Built, workload: Workload, cache_kind: CacheKind) -> Reference:
-    """transformers' own module in float64; where memory does not suffice for that, absorbed by hand in float64."""
-    attention = copy.deepcopy(built.attention).double()
-    exact = replace(built, attention=attention)
+def reference(built: Built, workload: Workload, cache_kind: CacheKind) -> Reference | None:
+    """transformers' own module in float64; where that does not fit, absorbed by hand in float64; else None."""
+    weights = 8 * sum(weight.numel() for weight in built.attention.parameters())
     available = available_bytes()
-    fits = available is None or 2 * needed_bytes(built.layer, workload, "eager") < available
-    return _run(MODES["eager" if fits else "by-hand"](exact), exact, workload, cache_kind, torch.float64)
+    for mode in ("eager", "by-hand"):
+        # Estimates are for fp32; float64 takes twice that.
+        if available is None or weights + 2 * needed_bytes(built.layer, workload, mode) < available:
+            exact = replace(built, attention=copy.deepcopy(built.attention).double())
+            return _run(MODES[mode](exact), exact, workload, cache_kind, torch.float64)
+    return None
 
 
 def error(step: Step, built: Built, workload: Workload, cache_kind: CacheKind, exact: Reference) -> float:

@@ -12,7 +12,7 @@ import torch
 from mla_compile.bench import check
 from mla_compile.bench.layers import Built
 from mla_compile.bench.memory import available_bytes, needed_bytes
-from mla_compile.bench.modes import Step, warmed_up
+from mla_compile.bench.modes import Step, summary, warmed_up
 from mla_compile.bench.workloads import CacheKind, Workload, make_inputs
 
 
@@ -56,6 +56,9 @@ def measure(
     """
     torch.compiler.reset()
     exact = check.reference(built, workload, cache_kind)
+    if exact is None:
+        reason = "there is not enough memory to check the output against float64"
+        return [Result(mode, workload, "skipped", reason) for mode in modes]
     steps: dict[str, Step] = {}
     results: dict[str, Result] = {}
     for mode in modes:
@@ -98,7 +101,7 @@ def _prepare(
         step = warmed_up(mode, built, workload, cache_kind)
         error = check.error(step, built, workload, cache_kind, exact)
     except Exception as failure:  # whatever a compiler raises is a result of the benchmark, not its end
-        return Result(mode, workload, "failed", _summary(failure))
+        return Result(mode, workload, "failed", summary(failure))
     allowed = check.tolerance(built, workload)
     if error > allowed:
         return Result(
@@ -115,8 +118,3 @@ def _rewritten() -> str:
     if report is None or not report.sites:
         return "no attention found" + (f": {report.note}" if report and report.note else "")
     return ", ".join(site.path if site.rewritten else f"unchanged: {site.reason}" for site in report.sites)
-
-
-def _summary(failure: Exception) -> str:
-    """Type and first two lines: torch names the failing backend in the first and its error in the second."""
-    return " ".join([f"{type(failure).__name__}:", *str(failure).split("\n")[:2]]).strip(": ")

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from mla_compile.bench.layers import Layer, build
-from mla_compile.bench.modes import warmed_up
+from mla_compile.bench.modes import summary, warmed_up
 from mla_compile.bench.workloads import ELEMENT_SIZE, CacheKind, Workload, make_inputs
 
 CGROUP_FILES = (
@@ -90,7 +90,7 @@ def peaks(
 ) -> list[int | None]:
     """`peak_growth` of each workload in this mode, in a process of its own.
 
-    None also from where on that process failed; its last line then goes to standard error.
+    None also where the call or the process failed; why goes to standard error.
     """
     task = {"layer": asdict(layer), "mode": mode, "workloads": [asdict(w) for w in workloads], "cache": cache_kind}
     # One size from which glibc takes memory from the system and gives it back at once: nothing freed stays resident.
@@ -102,24 +102,31 @@ def peaks(
         capture_output=True,
         text=True,
     )
+    answers: list[int | str | None] = [json.loads(line) for line in done.stdout.splitlines()]
+    failures = [answer for answer in answers if isinstance(answer, str)]
     if done.returncode:
-        last_line = done.stderr.strip().split("\n")[-1]
-        print(f"memory of {mode}: the process ended with {done.returncode}: {last_line}", file=sys.stderr)
-    found: list[int | None] = [json.loads(line) for line in done.stdout.splitlines()]
-    return found + [None] * (len(workloads) - len(found))
+        failures.append(f"the process ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+    for failure in failures:
+        print(f"memory of {mode}: {failure}", file=sys.stderr)
+    answers += [None] * (len(workloads) - len(answers))
+    return [None if isinstance(answer, str) else answer for answer in answers]
 
 
 def _child() -> None:
-    """Answer the task on standard input with a line for each workload."""
+    """Answer the task on standard input with a line for each workload: bytes, null, or why it failed."""
     task = json.load(sys.stdin)
     built, cache_kind = build(Layer(**task["layer"])), task["cache"]
     with torch.no_grad():
         for fields in task["workloads"]:
             torch.compiler.reset()
             workload = Workload(**fields)
-            step = warmed_up(task["mode"], built, workload, cache_kind)
-            arguments = make_inputs(built, workload, cache_kind).arguments()
-            print(json.dumps(peak_growth(functools.partial(step, arguments))), flush=True)
+            try:
+                step = warmed_up(task["mode"], built, workload, cache_kind)
+                arguments = make_inputs(built, workload, cache_kind).arguments()
+                answer: int | str | None = peak_growth(functools.partial(step, arguments))
+            except Exception as failure:  # whatever a compiler raises; the next workload may do
+                answer = summary(failure)
+            print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

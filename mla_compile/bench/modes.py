@@ -44,6 +44,11 @@ DESCRIPTIONS = {
 }
 
 
+def summary(failure: Exception) -> str:
+    """Type and first two lines: torch names the failing backend in the first and its error in the second."""
+    return " ".join([f"{type(failure).__name__}:", *str(failure).split("\n")[:2]]).strip(": ")
+
+
 def warmed_up(mode: str, built: Built, workload: Workload, cache_kind: CacheKind) -> Step:
     """The step, called before: compiled where the mode compiles, as it would be in the middle of a generation.
 

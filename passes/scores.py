@@ -1,0 +1,150 @@
+"""Take scores written by hand apart: products of queries and keys with their scale, and masks.
+
+softmax(where(seen, (q k^T + q2 k2^T) * scale + bias, -inf))  ->  two products, one bias, one bool mask
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .axes import Axis, Form, Product, Term
+from .source import Refusal
+from .trace import Trace, aten, is_tensor
+
+SPACING = 8.0
+"""Scores that are replaced by a number are scores to which it is added, where the spacing of floats at that number is
+at least this much: what is left of any usual score is nothing, also in rows that are masked everywhere."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A tensor over some of the scores' axes.
+
+    `attends`: bool, True where a query may attend; the scores it rejects become `fill`. `inverted`: True rejects.
+    Otherwise a number that is added to the scores, times `factor`.
+    """
+
+    term: Term
+    attends: bool
+    factor: float = 1.0
+    fill: float = -math.inf
+    inverted: bool = False
+
+
+@dataclass(frozen=True)
+class Summand:
+    """A part of the scores: a product, `what` being its scale, or a mask. `labels` are the scores' dims of its own."""
+
+    form: Form
+    labels: tuple[int, ...]
+    what: float | Mask
+
+
+def scores_of(node: fx.Node, rank: int, trace: Trace) -> list[Summand]:
+    """The summands of a score tensor; masks in the order in which they apply.
+
+    What is no product is a mask that is added, whatever it is.
+    """
+    return _summands(node, tuple(range(rank)), 1.0, trace)
+
+
+def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:
+    form = trace[node]
+    if isinstance(form.term.parts, Product):
+        return [Summand(form, labels, factor)]
+    bias = [Summand(form, labels, Mask(form.term, attends=False, factor=factor))]
+    source = form.term.read.source
+    through = _labels_through(form, labels)
+    if not isinstance(source, fx.Node) or through is None or source.op != "call_function":
+        return bias
+
+    def operand(node: fx.Node, factor: float) -> list[Summand]:
+        return _summands(node, through[len(through) - len(trace[node].dims) :], factor, trace)
+
+    a, b, c = (*source.args, None, None, None)[:3]
+    match source.target:
+        case aten.add.Tensor | aten.sub.Tensor if is_tensor(a) and is_tensor(b) and not source.kwargs:
+            sign = 1.0 if source.target is aten.add.Tensor else -1.0
+            return _sum(source, operand(a, factor), operand(b, sign * factor))
+        case aten.mul.Tensor | aten.mul.Scalar if isinstance(b, int | float):
+            return operand(a, factor * b)
+        case aten.div.Tensor | aten.div.Scalar if isinstance(b, int | float) and b != 0:
+            return operand(a, factor / b)
+        case aten.masked_fill.Scalar | aten.masked_fill.Tensor:
+            scores, mask, fill, inverted = a, b, _constant(c), True
+        case aten.where.self if is_tensor(b) and _constant(c) is not None:
+            scores, mask, fill, inverted = b, a, _constant(c), False
+        case aten.where.self if is_tensor(c) and _constant(b) is not None:
+            scores, mask, fill, inverted = c, a, _constant(b), True
+        case _:
+            return bias
+    if fill is None or not is_tensor(scores):
+        return bias
+    _check_fill(source, fill, factor)
+    form = trace[mask]
+    rejected = Mask(form.term, attends=True, fill=fill * factor, inverted=inverted)
+    return [*operand(scores, factor), Summand(form, through[len(through) - len(form.dims) :], rejected)]
+
+
+def _sum(source: fx.Node, left: list[Summand], right: list[Summand]) -> list[Summand]:
+    """Both operands' summands, first those of the one that holds products: its masks apply before the rest is added."""
+    holds = [any(isinstance(s.what, float) for s in side) for side in (left, right)]
+    fills = [s.what for s in (*left, *right) if isinstance(s.what, Mask) and s.what.attends]
+    if all(holds) and any(not math.isinf(mask.fill) for mask in fills):
+        raise Refusal(source, "expected scores to be summed before a finite number takes their place, found it after")
+    return [*left, *right] if holds[0] else [*right, *left]
+
+
+def _check_fill(source: fx.Node, fill: float, factor: float) -> None:
+    dtype = torch.promote_types(source.meta["val"].dtype, torch.float32)  # that of the ops' arithmetic
+    highest = -SPACING / torch.finfo(dtype).eps
+    if fill > highest or factor <= 0:
+        raise Refusal(source, f"expected rejected scores to be -inf or at most {highest:.0e}, found {fill * factor:g}")
+
+
+def _constant(value: Any) -> float | None:
+    """The number that a tensor of one value holds, if the graph says it."""
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, fx.Node) and value.op == "call_function":
+        match value.target:
+            case aten.full.default | aten.full_like.default:
+                return _constant(value.args[1])
+            case (
+                aten.scalar_tensor.default
+                | aten.lift_fresh_copy.default
+                | aten._to_copy.default
+                | aten.expand.default
+                | aten.clone.default
+                | aten.detach.default
+            ):
+                return _constant(value.args[0])
+    if isinstance(value, fx.Node) and value.op == "get_attr":
+        tensor = getattr(value.graph.owning_module, str(value.target), None)
+        if isinstance(tensor, torch.Tensor) and tensor.numel() == 1:
+            return float(tensor.item())
+    return None
+
+
+def _labels_through(form: Form, labels: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The labels of the source that a form reads whole, its dimensions perhaps in another order."""
+    read = form.term.read
+    if any(not digit.whole for dim in read.dims for digit in dim):
+        return None
+    by_axis: dict[tuple[Axis, ...], int] = {dim: label for dim, label in zip(form.dims, labels, strict=True) if dim}
+    spare = [label for dim, label in zip(form.dims, labels, strict=True) if not dim]
+    through = []
+    for digits in read.dims:
+        axes = tuple(digit.axis for digit in digits if digit.axis is not None)
+        if axes in by_axis:
+            through.append(by_axis.pop(axes))
+        elif not axes and spare:
+            through.append(spare.pop(0))
+        else:
+            return None
+    return None if by_axis else tuple(through)

@@ -1,0 +1,46 @@
+"""Fixtures that every test may use."""
+
+import os
+import tempfile
+
+# Before torch is imported: artifacts of earlier runs must not decide what a test sees.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="mla-compile-tests-")
+
+import pytest
+import torch
+from torch._functorch import config as functorch_config
+
+from mla_compile import report
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """No compiled code, no report and no seed of another test."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    report._HISTORY.clear()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def without_codegen(monkeypatch):
+    """Run what the passes and the retrace made as it is, instead of generating C++: the same graphs, in less time."""
+    from functorch.compile import make_boxed_func
+
+    from mla_compile import backend
+
+    def interpret(module: torch.fx.GraphModule, inputs: object, **kwargs: object) -> object:
+        return make_boxed_func(module.forward)
+
+    monkeypatch.setattr(backend, "compile_fx_inner", interpret)
+    with functorch_config.patch(enable_autograd_cache=False):
+        yield

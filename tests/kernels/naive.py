@@ -1,0 +1,88 @@
+"""MLA as people write it, independent of the library: in float64 the truth, in the dtype of a test the measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Case = tuple[Tensor | None, int | None]
+"""A mask and a causal offset."""
+
+
+def masks(batch: int, heads: int, queries: int, keys: int) -> dict[str, Case]:
+    """One case for each meaning that a mask can have, for `queries` that end where the keys do."""
+    context = keys - queries
+    lengths = torch.arange(1, batch + 1)[:, None, None, None] * keys // batch
+    padding = torch.arange(keys) < lengths
+    causal = torch.ones(queries, keys, dtype=torch.bool).tril(context)[None, None]
+    bias = torch.randn(1, heads, queries, keys)
+    return {
+        "none": (None, None),
+        "causal": (None, context),
+        "causal, first queries see nothing": (None, -min(2, queries)),
+        "causal, last keys unseen": (None, max(context - 3, 0)),
+        "right padding": (padding, None),
+        "left padding and causal": (padding.flip(3), context),
+        "causal as bool": (causal & padding, None),
+        "window": (causal & ~causal.roll(-3, 3), None),
+        "scattered keys": (torch.rand(1, 1, 1, keys) < 0.3, None),
+        "bool of each head and query": (torch.rand(batch, heads, queries, keys) < 0.5, None),
+        "some rows hidden": ((torch.rand(batch, 1, queries, 1) < 0.5).expand(-1, -1, -1, keys), None),
+        "one value for all keys": (torch.rand(batch, 1, 1, 1) < 0.5, None),
+        "all hidden": (torch.zeros(1, 1, 1, keys, dtype=torch.bool), None),
+        "bias": (bias, None),
+        "bias and causal": (bias[:, :1], context),
+        "bias of -inf": (bias.masked_fill(~causal, -torch.inf).masked_fill(bias > 2, -torch.inf), None),
+        "bias of finfo.min": (torch.where(causal, 0.0, torch.finfo(torch.float32).min), None),
+    }
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q `[B, Sq, N, P + R]`, latent `[B, T, L]`, k_rope `[B, T, R]`, w_uk `[N, P, L]`, w_uv `[N, V, L]`, scale."""
+
+    q: Tensor
+    latent: Tensor
+    k_rope: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    scale: float
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        tensors = (change(t) for t in (self.q, self.latent, self.k_rope, self.w_uk, self.w_uv))
+        return Inputs(*tensors, self.scale)
+
+
+def make_inputs(
+    sizes: tuple[int, int, int, int, int, int, int, int], dtype: torch.dtype = torch.float32
+) -> Inputs:
+    """Inputs for `B, Sq, T, N, L, P, R, V`: as a model has them, slices of one projection, one cache and one weight."""
+    batch, queries, keys, heads, rank, nope, rope, value = sizes
+    q = torch.randn(batch, heads, queries, nope + rope, dtype=dtype).transpose(1, 2)
+    cache = torch.randn(batch, keys, rank + rope, dtype=dtype)
+    weight = torch.randn(heads, nope + value, rank, dtype=dtype) / rank**0.5
+    return Inputs(
+        q, cache[..., :rank], cache[..., rank:], weight[:, :nope], weight[:, nope:], (nope + rope) ** -0.5
+    )
+
+
+def naive_mla(x: Inputs, case: Case) -> tuple[Tensor, Tensor]:
+    """All keys and values up-projected, softmax in at least float32: o `[B, Sq, N, V]`, lse `[B, Sq, N]`."""
+    mask, causal_offset = case
+    k = torch.cat([x.latent[:, None] @ x.w_uk.mT, x.k_rope[:, None].expand(-1, x.w_uk.shape[0], -1, -1)], dim=-1)
+    v = x.latent[:, None] @ x.w_uv.mT
+    scores = x.q.transpose(1, 2) @ k.mT * x.scale
+    if mask is not None and mask.dtype == torch.bool:
+        scores = torch.where(mask, scores, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask
+    if causal_offset is not None:
+        positions = torch.arange(x.q.shape[1])[:, None] + causal_offset - torch.arange(x.latent.shape[1])
+        scores = torch.where(positions >= 0, scores, -torch.inf)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    weights = torch.softmax(scores, dim=-1).where((scores > -torch.inf).any(-1, keepdim=True), 0.0)
+    o = weights.to(v.dtype) @ v
+    return o.transpose(1, 2), torch.logsumexp(scores, dim=-1).transpose(1, 2)

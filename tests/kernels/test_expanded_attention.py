@@ -1,0 +1,190 @@
+"""mla::expanded_attention: against float64, over sizes, masks, dtypes, layouts and workspaces."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mla_compile.errors import KernelError
+from mla_compile.kernels import visibility
+from mla_compile.kernels.expanded_attention import aten, expanded_attention_reference
+from tests.errors import assert_as_close_as_eager
+
+from .naive import make_inputs, masks, naive_mla
+
+expanded_attention = torch.ops.mla.expanded_attention
+
+# B, Sq, T, N, L, P, R, V
+SIZES = {
+    "decode": (2, 1, 70, 4, 24, 8, 4, 8),
+    "prefill": (1, 150, 150, 18, 24, 16, 8, 16),
+    "prefill after a context": (2, 33, 81, 3, 11, 7, 5, 9),
+    "no rope, wide values": (3, 9, 20, 2, 16, 5, 0, 12),
+    "one key": (2, 1, 1, 1, 5, 3, 1, 2),
+}
+MASKS = tuple(masks(1, 1, 1, 1))
+ATOL = 1000 * torch.finfo(torch.float64).eps
+"""Two orders of the same float64 sums of numbers around 1: an eps a term, and sums of at most a few hundred terms."""
+
+
+def unpack(x):
+    return x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
+
+
+def assert_right(x, case, workspace_tokens):
+    """Check the op against float64, with naive MLA in the dtype of the inputs as the measure."""
+    o, lse = expanded_attention(*unpack(x), *case, x.scale, workspace_tokens)
+    exact, exact_lse = expanded_attention_reference(*unpack(x.map(torch.Tensor.double)), *case, x.scale)
+    eager, eager_lse = naive_mla(x, case)
+    assert_as_close_as_eager(o, eager, exact)
+    assert_as_close_as_eager(lse, eager_lse.float(), exact_lse)
+    assert o.is_contiguous()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_reference_is_naive_mla(sizes, mask):
+    x = make_inputs(sizes, torch.float64)
+    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    o, lse = expanded_attention_reference(*unpack(x), *case, x.scale)
+    expected, expected_lse = naive_mla(x, case)
+    torch.testing.assert_close(o, expected, rtol=0, atol=ATOL)
+    torch.testing.assert_close(lse, expected_lse, rtol=ATOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_float32(sizes, mask):
+    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    assert_right(make_inputs(sizes), case, workspace_tokens=32)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype, mask):
+    sizes = (2, 5, 60, 4, 64, 16, 8, 16)
+    tensor, causal_offset = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    if tensor is not None and tensor.dtype != torch.bool:
+        tensor = tensor.clamp(min=torch.finfo(dtype).min).to(dtype) if mask == "bias of finfo.min" else tensor.to(dtype)
+    assert_right(make_inputs(sizes, dtype), (tensor, causal_offset), workspace_tokens=32)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_float64(mask):
+    sizes = (2, 5, 60, 4, 24, 16, 8, 16)
+    x = make_inputs(sizes, torch.float64)
+    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    o, lse = expanded_attention(*unpack(x), *case, x.scale, 32)
+    expected, expected_lse = expanded_attention_reference(*unpack(x), *case, x.scale)
+    torch.testing.assert_close(o, expected, rtol=0, atol=ATOL)
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse, expected_lse.float(), rtol=torch.finfo(torch.float32).eps, atol=0)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("workspace_tokens", [1, 7, 64, 70, 1000])
+def test_any_workspace(workspace_tokens, mask):
+    sizes = (2, 41, 70, 3, 11, 7, 5, 9)
+    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    assert_right(make_inputs(sizes), case, workspace_tokens)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_tiles_of_queries_and_heads(monkeypatch, mask):
+    monkeypatch.setattr(aten, "_QUERIES", 16)
+    monkeypatch.setattr(aten, "_MASKED_QUERIES", 8)
+    monkeypatch.setattr(aten, "_TRIANGLE", 4)
+    monkeypatch.setattr(aten, "_HEADS", 2)
+    sizes = (2, 41, 70, 3, 11, 7, 5, 9)
+    assert_right(make_inputs(sizes), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], workspace_tokens=32)
+
+
+def test_every_causal_offset():
+    x = make_inputs((1, 9, 12, 2, 11, 7, 5, 9))
+    for causal_offset in range(-10, 14):
+        for workspace_tokens in (1, 4, 12):
+            assert_right(x, (None, causal_offset), workspace_tokens)
+
+
+def test_any_strides():
+    x = make_inputs((2, 3, 40, 4, 24, 8, 8, 8)).map(lambda t: t.transpose(1, -1).contiguous().transpose(1, -1))
+    assert not any(t.is_contiguous() for t in unpack(x))
+    assert_right(x, (None, 37), workspace_tokens=16)
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+@pytest.mark.parametrize("queries", [1, 4, 60])
+def test_keys_that_no_query_sees_may_hold_nan(monkeypatch, queries, synchronous):
+    monkeypatch.setattr(visibility, "reads_values", lambda mask: synchronous)
+    monkeypatch.setattr(aten, "reads_values", lambda mask: synchronous)
+    x = make_inputs((2, queries, 90, 4, 24, 8, 8, 8))
+    written = (torch.arange(90) > 3) & (torch.arange(90) < 61) & (torch.arange(90) % 16 != 9)
+    mask = written & (torch.rand(2, 1, queries, 90) < 0.7)
+    unseen = ~mask.any(2)[:, 0]
+    expected = expanded_attention(*unpack(x), mask, None, x.scale, 16)
+    x.latent[unseen] = torch.nan
+    x.k_rope[unseen] = torch.nan
+    for actual, wanted in zip(expanded_attention(*unpack(x), mask, None, x.scale, 16), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_without_flash_attention_and_without_looking_at_mask_values(monkeypatch, mask):
+    monkeypatch.setattr(visibility, "reads_values", lambda mask: False)
+    monkeypatch.setattr(aten, "reads_values", lambda mask: False)
+    monkeypatch.setattr(aten, "_attend", aten._attend_composed)
+    sizes = (2, 41, 70, 3, 11, 7, 5, 9)
+    assert_right(make_inputs(sizes), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], workspace_tokens=32)
+
+
+class Largest(TorchDispatchMode):
+    """Records the most bytes of any tensor that an operation returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, torch.Tensor):
+                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("case", [(None, 0), (torch.ones(1, 1, 1024, 1024, dtype=torch.bool).tril(), None)])
+def test_memory_is_bounded(case):
+    heads, workspace_tokens = 32, 64
+    x = make_inputs((1, 1024, 1024, heads, 32, 16, 8, 16))
+    with Largest() as largest:
+        aten.expanded_attention_aten(*unpack(x), *case, x.scale, workspace_tokens)
+    output = 1024 * heads * 16 * 4
+    queries = 1024 * heads * 24 * 4
+    # All keys expanded would take as much as the queries do, all scores 128 MiB: neither may exist.
+    assert largest.bytes <= max(output, queries)
+    expanded_keys_and_scores = 1024 * heads * (24 + 1024) * 4
+    assert largest.bytes < expanded_keys_and_scores / 30
+
+
+@pytest.mark.parametrize("case", [(None, None), (None, 2), (torch.rand(1, 1, 3, 5) < 0.5, None)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(dtype, case):
+    x = make_inputs((2, 3, 5, 4, 24, 8, 8, 8), dtype)
+    torch.library.opcheck(expanded_attention.default, (*unpack(x), *case, x.scale, 2))
+
+
+@pytest.mark.parametrize(
+    ("position", "wrong", "message"),
+    [
+        (0, torch.randn(2, 3, 4, 15), r"expected q of shape \[B, Sq, N, P\+R\] = \[2, 3, 4, 16\], found \[2, 3, 4, 15\]"),
+        (2, torch.randn(2, 5, 8), r"expected k_rope of shape \[B, T, R\] = \[2, 6, 8\], found \[2, 5, 8\]"),
+        (3, torch.randn(3, 8, 24), r"expected w_uk of shape \[N, P, L\] = \[4, 8, 24\], found \[3, 8, 24\]"),
+        (4, torch.randn(32, 24), r"expected w_uv of shape \[N, V, L\], found \[32, 24\]"),
+        (4, torch.randn(4, 8, 24).half(), "expected w_uv of q's torch.float32 on cpu, found torch.float16"),
+        (5, torch.ones(2, 6), r"broadcasts to \[B, N, Sq, T\] = \[2, 4, 3, 6\], found \[2, 6\]"),
+        (8, 0, "expected workspace_tokens of at least 1, found 0"),
+    ],
+)
+def test_refuses(position, wrong, message):
+    x = make_inputs((2, 3, 6, 4, 24, 8, 8, 8))
+    arguments = [*unpack(x), None, None, x.scale, 4]
+    arguments[position] = wrong
+    with pytest.raises(KernelError, match=message):
+        expanded_attention(*arguments)

@@ -1,0 +1,246 @@
+"""mla::latent_attention: against float64, over sizes, masks, dtypes and layouts."""
+
+import pytest
+import torch
+
+from mla_compile.errors import KernelError
+from mla_compile.kernels import visibility
+from mla_compile.kernels.latent_attention import aten, latent_attention_reference
+from tests.errors import assert_as_close_as_eager
+
+from .naive import Inputs, make_inputs, masks, naive_mla
+
+latent_attention = torch.ops.mla.latent_attention
+
+# B, Sq, T, N, L, P, R, V
+SIZES = {
+    "decode": (1, 1, 300, 16, 64, 16, 8, 16),
+    "batch": (5, 1, 37, 4, 24, 8, 4, 8),
+    "several tokens": (2, 5, 129, 3, 33, 5, 7, 9),
+    "no rope": (3, 4, 50, 2, 16, 8, 0, 8),
+    "one key": (2, 1, 1, 1, 5, 3, 1, 2),
+    "many queries": (1, 150, 200, 16, 24, 8, 4, 8),
+}
+ATOL = 1000 * torch.finfo(torch.float64).eps
+"""Two orders of the same float64 sums of numbers around 1: an eps a term, and sums of at most a few hundred terms."""
+MASKS = tuple(masks(1, 1, 1, 1))
+
+
+def absorb(x: Inputs) -> tuple[torch.Tensor, ...]:
+    """What `mla::latent_attention` takes, in the order in which it does."""
+    q_nope, q_rope = x.q.split([x.w_uk.shape[1], x.k_rope.shape[2]], dim=-1)
+    return torch.einsum("bsnp,npl->bsnl", q_nope, x.w_uk), q_rope, x.latent, x.k_rope
+
+
+def double(*tensors):
+    return tuple(t.double() for t in tensors)
+
+
+def assert_right(arguments, case, scale):
+    """Check the op against float64, with the reference in the dtype of the inputs as the measure."""
+    o, lse = latent_attention(*arguments, *case, scale)
+    exact = latent_attention_reference(*double(*arguments), *case, scale)
+    measure = latent_attention_reference(*arguments, *case, scale)
+    assert_as_close_as_eager(o, measure[0], exact[0])
+    assert_as_close_as_eager(lse, measure[1].float(), exact[1])
+    assert o.is_contiguous()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_reference_is_naive_mla(sizes, mask):
+    x = make_inputs(sizes, torch.float64)
+    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    o_latent, lse = latent_attention_reference(*absorb(x), *case, x.scale)
+    o, expected_lse = naive_mla(x, case)
+    torch.testing.assert_close(torch.einsum("bsnl,nvl->bsnv", o_latent, x.w_uv), o, rtol=0, atol=ATOL)
+    torch.testing.assert_close(lse, expected_lse, rtol=ATOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_float32(sizes, mask):
+    x = make_inputs(sizes)
+    assert_right(absorb(x), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], x.scale)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_of_keys_and_queries(monkeypatch, chunk, mask):
+    sizes = (3, 5, 70, 4, 24, 8, 8, 8)
+    monkeypatch.setattr(aten, "_CHUNK_ELEMENTS", chunk * 32)
+    monkeypatch.setattr(aten, "_ROWS", 8)
+    x = make_inputs(sizes)
+    assert_right(absorb(x), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], x.scale)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype, mask):
+    sizes = (2, 3, 130, 4, 64, 16, 8, 16)
+    x = make_inputs(sizes, dtype)
+    tensor, causal_offset = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    if tensor is not None and tensor.dtype != torch.bool:
+        tensor = tensor.clamp(min=torch.finfo(dtype).min).to(dtype) if mask == "bias of finfo.min" else tensor.to(dtype)
+    arguments = absorb(x)
+    o, lse = latent_attention(*arguments, tensor, causal_offset, x.scale)
+    exact = latent_attention_reference(*double(*arguments), tensor, causal_offset, x.scale)
+    eager = latent_attention_reference(*arguments, tensor, causal_offset, x.scale)
+    assert_as_close_as_eager(o, eager[0], exact[0])
+    assert_as_close_as_eager(lse, eager[1].float(), exact[1])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_float64(mask):
+    sizes = (2, 3, 130, 4, 64, 16, 8, 16)
+    x = make_inputs(sizes, torch.float64)
+    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    o, lse = latent_attention(*absorb(x), *case, x.scale)
+    expected, expected_lse = latent_attention_reference(*absorb(x), *case, x.scale)
+    torch.testing.assert_close(o, expected, rtol=0, atol=ATOL)
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse, expected_lse.float(), rtol=torch.finfo(torch.float32).eps, atol=0)
+
+
+def test_as_close_to_float64_as_naive_mla_in_the_same_dtype():
+    for dtype in (torch.float32, torch.bfloat16):
+        x = make_inputs((2, 2, 200, 8, 64, 16, 8, 16), dtype)
+        o_latent, lse = latent_attention(*absorb(x), None, 198, x.scale)
+        exact, exact_lse = naive_mla(x.map(torch.Tensor.double), (None, 198))
+        eager, eager_lse = naive_mla(x, (None, 198))
+        assert_as_close_as_eager(torch.einsum("bsnl,nvl->bsnv", o_latent, x.w_uv), eager, exact)
+        assert_as_close_as_eager(lse, eager_lse.float(), exact_lse)
+
+
+def test_any_strides():
+    x = make_inputs((2, 3, 40, 4, 24, 8, 8, 8))
+    arguments = absorb(x)
+    expected = latent_attention(*arguments, None, 37, x.scale)
+    strided = [t.transpose(1, -1).contiguous().transpose(1, -1) for t in arguments]
+    assert not any(t.is_contiguous() for t in strided)
+    assert_right(strided, (None, 37), x.scale)
+    for actual, wanted in zip(latent_attention(*strided, None, 37, x.scale), expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
+    one_key_for_all = x.latent[:, :1].expand(-1, 40, -1), x.k_rope[:, :1].expand(-1, 40, -1)
+    assert_right((*arguments[:2], *one_key_for_all), (None, 37), x.scale)
+
+
+POISONED = {
+    "tail": torch.arange(90) < 61,
+    "head": torch.arange(90) >= 13,
+    "holes": torch.arange(90) % 7 != 3,
+    "chunk": (torch.arange(90) < 32) | (torch.arange(90) >= 64),
+}
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("written", POISONED.values(), ids=POISONED)
+def test_keys_that_no_query_sees_may_hold_nan(monkeypatch, written, queries, synchronous):
+    monkeypatch.setattr(visibility, "reads_values", lambda mask: synchronous)
+    monkeypatch.setattr(aten, "_CHUNK_ELEMENTS", 32 * 32)
+    x = make_inputs((2, queries, 90, 4, 24, 8, 8, 8))
+    mask = (written & (torch.rand(2, 1, queries, 90) < 0.7)) | (torch.arange(90) == written.nonzero()[0])
+    unseen = ~mask.any(2)[:, 0]
+    arguments = absorb(x)
+    expected = latent_attention(*arguments, mask, None, x.scale)
+    for t in arguments[2:]:
+        t[unseen] = torch.nan
+    for actual, wanted in zip(latent_attention(*arguments, mask, None, x.scale), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_mask_and_causal_limit_together_hide_nan():
+    x = make_inputs((1, 2, 8, 2, 8, 4, 4, 4))
+    mask = torch.ones(1, 1, 2, 8, dtype=torch.bool)
+    mask[..., 1, 5] = False  # the first query may not see key 5 for the causal limit, the second for the mask
+    arguments = absorb(x)
+    expected = latent_attention(*arguments, mask, 4, x.scale)
+    arguments[2][:, 5:] = torch.nan
+    actual = latent_attention(*arguments, mask, 4, x.scale)
+    assert torch.equal(actual[0], expected[0])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_without_looking_at_mask_values(monkeypatch, mask):
+    monkeypatch.setattr(visibility, "reads_values", lambda mask: False)
+    sizes = (3, 4, 50, 4, 24, 8, 8, 8)
+    x = make_inputs(sizes)
+    assert_right(absorb(x), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], x.scale)
+
+
+def test_only_keys_that_are_seen_are_loaded(monkeypatch):
+    loaded = []
+
+    def take(tensor, keys, dim):
+        loaded.append(len(keys))
+        return visibility.take(tensor, keys, dim)
+
+    monkeypatch.setattr(aten, "take", take)
+    x = make_inputs((2, 1, 4096, 4, 24, 8, 8, 8))
+    lengths = torch.tensor([200, 7])[:, None, None, None]
+    latent_attention(*absorb(x), torch.arange(4096) < lengths, None, x.scale)
+    assert loaded == [200, 200, 7, 7]
+
+
+def test_no_keys_and_no_queries():
+    x = make_inputs((2, 3, 0, 4, 24, 8, 8, 8))
+    o, lse = latent_attention(*absorb(x), None, None, x.scale)
+    assert torch.equal(o, torch.zeros_like(o))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+    x = make_inputs((2, 0, 3, 4, 24, 8, 8, 8))
+    assert latent_attention(*absorb(x), None, None, x.scale)[0].shape == (2, 0, 4, 24)
+
+
+@pytest.mark.parametrize(
+    "case", [(None, None), (None, 2), (torch.rand(1, 1, 3, 5) < 0.5, None), (torch.randn(2, 4, 3, 5), 2)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(dtype, case):
+    x = make_inputs((2, 3, 5, 4, 24, 8, 8, 8), dtype)
+    torch.library.opcheck(latent_attention.default, (*absorb(x), *case, x.scale))
+
+
+def test_inductor_passes_a_cache_on_without_a_copy():
+    from torch._inductor.utils import run_and_get_code
+
+    def step(q_latent, q_rope, cache, row):
+        cache.index_copy_(1, torch.tensor([3]), row)
+        return latent_attention(q_latent, q_rope, cache[..., :24], cache[..., 24:], None, None, 0.1)[0] * 2
+
+    x = make_inputs((1, 1, 64, 4, 24, 8, 8, 8))
+    q_latent, q_rope, _, _ = absorb(x)
+    cache, row = torch.randn(1, 64, 32), torch.randn(1, 1, 32)
+    expected = step(q_latent, q_rope, cache.clone(), row)
+    actual, (code,) = run_and_get_code(torch.compile(step), q_latent, q_rope, cache, row)
+    torch.testing.assert_close(actual, expected)
+    assert "empty_strided_cpu((1, 64" not in code
+
+
+@pytest.mark.parametrize(
+    ("position", "wrong", "message"),
+    [
+        (1, torch.randn(2, 3, 5, 8), r"expected q_rope of shape \[B, Sq, N, R\] = \[2, 3, 4, 8\], found \[2, 3, 5, 8\]"),
+        (2, torch.randn(2, 6, 23), r"expected latent of shape \[B, T, L\] = \[2, 6, 24\], found \[2, 6, 23\]"),
+        (2, torch.randn(2, 24), r"expected latent of shape \[B, T, L\], found \[2, 24\]"),
+        (3, torch.randn(2, 6, 8).half(), "expected k_rope of q_latent's torch.float32 on cpu, found torch.float16"),
+        (4, torch.ones(2, 6), r"broadcasts to \[B, N, Sq, T\] = \[2, 4, 3, 6\], found \[2, 6\]"),
+        (4, torch.ones(1, 1, 1, 6, dtype=torch.long), "expected mask of a bool or floating dtype, found torch.int64"),
+    ],
+)
+def test_refuses(position, wrong, message):
+    x = make_inputs((2, 3, 6, 4, 24, 8, 8, 8))
+    arguments = [*absorb(x), None, None, x.scale]
+    arguments[position] = wrong
+    with pytest.raises(KernelError, match=message):
+        latent_attention(*arguments)
+
+
+def test_refuses_gradients():
+    x = make_inputs((1, 1, 6, 4, 24, 8, 8, 8))
+    arguments = absorb(x)
+    with torch.enable_grad():
+        arguments[0].requires_grad_()
+        loss = latent_attention(*arguments, None, None, x.scale)[0].sum()
+    with pytest.raises(NotImplementedError, match="mla::latent_attention has no backward"):
+        loss.backward()

@@ -1,0 +1,71 @@
+"""Small functional ATen graphs, as AOTAutograd hands them to the passes, and how the tests run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from mla_compile.cost import Device
+from mla_compile.kernels.expanded_attention.reference import expanded_attention_reference
+from mla_compile.kernels.latent_attention.reference import latent_attention_reference
+from mla_compile.kernels.per_head_matmul.reference import per_head_matmul_reference
+from mla_compile.passes.outcome import Outcome
+from mla_compile.passes.pipeline import Pipeline
+
+DEVICE = Device("of the tests", 1e12, 1e11)
+
+
+def capture(function: Callable[..., Any], *tensors: Tensor, symbolic: Sequence[Sequence[int]] = ()) -> fx.GraphModule:
+    """The functional ATen graph of `function`, its mutations removed and no op decomposed that ATen has.
+
+    `symbolic[i]` are the dimensions of tensor i whose size is a symbol; equal sizes get one symbol.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = []
+    for i, tensor in enumerate(tensors):
+        own = symbolic[i] if i < len(symbolic) else ()
+        dynamic = [DimDynamic.DUCK if d in own else DimDynamic.STATIC for d in range(tensor.dim())]
+        fakes.append(mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic)))
+    with mode, torch.no_grad():
+        return make_fx(torch.func.functionalize(function, remove="mutations"), tracing_mode="real")(*fakes)
+
+
+class _Run(fx.Interpreter):
+    """Runs a graph with the mla ops as their equations say, in the dtype of their inputs."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        match target:
+            case torch.ops.mla.latent_attention.default:
+                return latent_attention_reference(*args)
+            case torch.ops.mla.expanded_attention.default:
+                *operands, workspace_tokens = args
+                assert workspace_tokens >= 1
+                return expanded_attention_reference(*operands)
+            case torch.ops.mla.per_head_matmul.default:
+                return per_head_matmul_reference(*args)
+        return super().call_function(target, args, kwargs)
+
+
+def run(module: fx.GraphModule, *tensors: Tensor) -> Any:
+    """What a graph computes from `tensors`; the mla ops are those of `mla_compile.ops`, by their equations."""
+    with torch.no_grad():
+        return _Run(module).run(*tensors)
+
+
+def values(module: fx.GraphModule, *tensors: Tensor) -> dict[fx.Node, Any]:
+    """The value of every node of a graph."""
+    interpreter = fx.Interpreter(module, garbage_collect_values=False)
+    with torch.no_grad():
+        interpreter.run(*tensors)
+    return interpreter.env
+
+
+def rewrite(module: fx.GraphModule, path: str = "absorbed", workspace_tokens: int = 4) -> list[Outcome]:
+    """Run the passes over a graph in place."""
+    return Pipeline(DEVICE, path, workspace_tokens)(module)

@@ -1,0 +1,106 @@
+"""What a `Form` says a tensor is, worked out element by element: the oracle of the tests of the axis algebra."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import sympy
+
+from mla_compile.passes.axes import Axis, Form, Join, Product, Read, Size, Term, Undefined, same
+
+Grid = np.ndarray
+"""An axis's index at every element, broadcastable to all the axes in play."""
+
+
+@dataclass
+class World:
+    """The values of the tensors that forms read, and of the symbols in their sizes."""
+
+    tensors: dict[Hashable, np.ndarray] = field(default_factory=dict)
+    symbols: dict[sympy.Symbol, int] = field(default_factory=dict)
+
+    def number(self, size: Size) -> int:
+        """A size at the symbols' values."""
+        return int(size) if isinstance(size, int) else int(sympy.sympify(size).subs(self.symbols))
+
+    def check(self, form: Form, actual: np.ndarray) -> None:
+        """Assert that a form is right: its shape, and every element, read from its tensor and put together from parts.
+
+        What is NaN in `actual` nobody has written: the form may say anything of it.
+        """
+        assert tuple(self.number(size) for size in form.shape) == actual.shape
+        axes = [axis for dim in form.dims for axis in dim]
+        assert len(axes) == len(set(axes)), "one axis in two places"
+        assert not any(same(axis.size, 1) for axis in axes), "an axis of size 1"
+        assert form.term.axes | form.term.read.axes <= set(axes), "an axis that no dimension has"
+        if not actual.size:
+            return
+        grids = self.grids(form)
+        for value, how in ((self.read(form.term.read, grids), "read"), (self.term(form.term, grids), "parts")):
+            assert np.all((self.element(form, value) == actual) | np.isnan(actual)), f"wrong by its {how}"
+
+    def grids(self, form: Form) -> dict[Axis, Grid]:
+        axes = [axis for dim in form.dims for axis in dim]
+        sizes = [self.number(axis.size) for axis in axes]
+        return dict(zip(axes, np.indices(sizes, sparse=True), strict=True))
+
+    def element(self, form: Form, value: np.ndarray) -> np.ndarray:
+        sizes = [self.number(axis.size) for dim in form.dims for axis in dim]
+        return np.broadcast_to(value, sizes).reshape([self.number(size) for size in form.shape])
+
+    def read(self, read: Read, grids: Mapping[Axis, Grid]) -> np.ndarray:
+        """The elements that a read names. Every index has to be one that the tensor has."""
+        tensor = self.tensors[read.source]
+        assert len(read.dims) == tensor.ndim
+        indices = []
+        for dim, size in zip(read.dims, tensor.shape, strict=True):
+            index, extent = np.zeros((1,) * len(next(iter(grids.values())).shape) if grids else (), dtype=int), 1
+            for digit in dim:
+                own = self.number(digit.extent)
+                place = self.number(digit.start)
+                if digit.axis is not None:
+                    place = place + digit.step * grids[digit.axis]
+                assert np.all((place >= 0) & (place < own)), f"an index beyond its digit of {own}"
+                index, extent = index * own + place, extent * own
+            assert extent == size, f"digits of {extent} for a dimension of {size}"
+            indices.append(index)
+        return tensor[tuple(indices)] if indices else tensor
+
+    def term(self, term: Term, grids: Mapping[Axis, Grid]) -> np.ndarray:
+        """The elements that a term's parts make, down to the reads that have none."""
+        match term.parts:
+            case Product(left, right, summed, scale):
+                inner = {axis: grid[(..., *(None,) * len(summed))] for axis, grid in grids.items()}
+                rank = len(next(iter(grids.values())).shape) if grids else 0
+                own = np.indices([self.number(axis.size) for axis in summed], sparse=True) if summed else ()
+                inner |= {axis: grid[(None,) * rank] for axis, grid in zip(summed, own, strict=True)}
+                sizes = [self.number(axis.size) for axis in summed]
+                terms = self.term(left, inner) * self.term(right, inner)
+                terms = np.broadcast_to(terms, np.broadcast_shapes(terms.shape, (*(1,) * rank, *sizes)))
+                return scale * terms.sum(tuple(range(rank, rank + len(summed))))
+            case Join(axis, segments):
+                return self._join(Join(axis, segments), grids)
+            case Undefined():
+                return np.array(np.nan)
+        return self.read(term.read, grids)
+
+    def _join(self, join: Join, grids: Mapping[Axis, Grid]) -> np.ndarray:
+        index = grids[join.axis]
+        pieces, start = [], 0
+        for segment in join.segments:
+            size = self.number(segment.size)
+            local = np.clip(index - start, 0, max(size - 1, 0))
+            inside = (index >= start) & (index < start + size)
+            start += size
+            if size == 0:
+                continue
+            own = {}
+            for axis in segment.axes[::-1]:
+                local, own[axis] = np.divmod(local, self.number(axis.size))
+            pieces.append((inside, self.term(segment.term, {**grids, **own})))
+        assert start == self.number(join.axis.size), f"pieces of {start} along an axis of {join.axis.size}"
+        if not pieces:
+            return np.array(np.nan)
+        return np.select([inside for inside, _ in pieces], [value for _, value in pieces], np.nan)

@@ -1,0 +1,230 @@
+"""Whatever is done to a tensor, its form says what its elements are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import sympy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mla_compile.passes import layout
+from mla_compile.passes.axes import Form, Join, Product, Size, Term, Unaligned, Undefined, quotient, same
+from tests.passes.meaning import World
+
+S = sympy.symbols("s0 s1 s2", positive=True, integer=True)
+
+Made = tuple[Callable[[], Form], np.ndarray, Sequence[Size]] | None
+"""How to make a form, the array that it has to describe, and its shape."""
+
+quick = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class Chain:
+    """Tensors, each as a form and as an array, and random operations on both. Every result is checked at once."""
+
+    def __init__(self, draw: st.DrawFn, symbolic: bool) -> None:
+        self.draw = draw
+        self.world = World(symbols={s: draw(st.integers(2, 4)) for s in S} if symbolic else {})
+        self.tensors: list[tuple[Form, np.ndarray]] = []
+        for _ in range(2):
+            self.leaf([self.size() for _ in range(draw(st.integers(1, 3)))])
+
+    def size(self) -> Size:
+        symbols = list(self.world.symbols)[:2]
+        return self.draw(st.sampled_from([2, 2, 3, 3, 4, 6, 1, *symbols, *symbols, 0]))
+
+    def add(self, name: object, form: Form, array: np.ndarray) -> tuple[Form, np.ndarray]:
+        self.world.tensors.setdefault(name, array)
+        self.world.check(form, array)
+        self.tensors.append((form, array))
+        return form, array
+
+    def leaf(self, shape: list[Size]) -> tuple[Form, np.ndarray]:
+        name = f"leaf {len(self.tensors)}"
+        sizes = [self.world.number(size) for size in shape]
+        array = np.random.default_rng(len(self.tensors)).integers(-3, 4, sizes).astype(float)
+        return self.add(name, layout.leaf(name, shape), array)
+
+    def any(self, ranks: Sequence[int] = (1, 2, 3, 4)) -> tuple[Form, np.ndarray]:
+        fitting = [(form, array) for form, array in self.tensors if array.ndim in ranks]
+        return self.draw(st.sampled_from(fitting)) if fitting else self.leaf([self.size() for _ in range(ranks[-1])])
+
+    def step(self) -> None:
+        kinds = (self.view, self.permute, self.take, self.select, self.expand, self.repeat, self.join)
+        kinds += (self.contract, self.pointwise, self.scaled, self.cast, self.written)
+        kind = self.draw(st.sampled_from([*kinds, self.view, self.take, self.join, self.contract, self.contract]))
+        name = f"{kind.__name__} {len(self.tensors)}"
+        made = kind(name)
+        if made is None:
+            return  # the drawn operation does not apply to the drawn tensor
+        form, array, shape = made
+        if array.size > 300:
+            return
+        self.world.tensors[name] = array
+        try:
+            described = form()
+        except Unaligned:
+            described = layout.leaf(name, shape)
+        self.add(name, described, array)
+
+    def view(self, name: str) -> Made:
+        form, array = self.any()
+        shape = list(form.shape)
+        kind = self.draw(st.sampled_from(["merge", "split", "unsqueeze", "squeeze", "any"]))
+        i = self.draw(st.integers(0, max(len(shape) - 1, 0)))
+        if kind == "merge" and len(shape) > 1:
+            i = min(i, len(shape) - 2)
+            shape[i : i + 2] = [sympy.expand(shape[i] * shape[i + 1]) if self.world.symbols else shape[i] * shape[i + 1]]
+        elif kind == "split" and shape:
+            divisors = [d for d in (2, 3, 4, *self.world.symbols) if quotient(shape[i], d) is not None]
+            if not divisors:
+                return None
+            divisor = self.draw(st.sampled_from(divisors))
+            pair = [divisor, quotient(shape[i], divisor)]
+            shape[i : i + 1] = pair if self.draw(st.booleans()) else pair[::-1]
+        elif kind == "unsqueeze":
+            shape.insert(i, 1)
+        elif kind == "squeeze":
+            shape = [size for size in shape if not same(size, 1)]
+        elif not self.world.symbols and array.size:
+            rest, shape = array.size, []
+            while rest > 1:
+                shape.append(self.draw(st.sampled_from([d for d in range(2, rest + 1) if rest % d == 0])))
+                rest //= shape[-1]
+        return lambda: layout.view(form, shape), array.reshape([self.world.number(s) for s in shape]), shape
+
+    def permute(self, name: str) -> Made:
+        form, array = self.any()
+        order = self.draw(st.permutations(range(array.ndim)))
+        return lambda: layout.permute(form, order), array.transpose(order), [form.shape[i] for i in order]
+
+    def range(self, size: Size) -> tuple[Size, Size, int]:
+        """A start, a size and a step that a dimension of `size` has."""
+        whole = self.world.number(size)
+        known: list[Size] = [*range(whole + 1), *(s for s, value in self.world.symbols.items() if value <= whole)]
+        start = self.draw(st.sampled_from(known))
+        begin = self.world.number(start)
+        step = self.draw(st.sampled_from([1, 1, 1, 2, 3]))
+        if step == 1 and self.draw(st.booleans()):
+            return start, _plain(size - start), 1
+        counts: list[Size] = [*range(-(-(whole - begin) // step) + 1)]
+        counts += [s for s, value in self.world.symbols.items() if value <= counts[-1]]
+        return start, self.draw(st.sampled_from(counts)), step
+
+    def take(self, name: str) -> Made:
+        form, array = self.any()
+        dim = self.draw(st.integers(0, array.ndim - 1))
+        start, size, step = self.range(form.shape[dim])
+        begin, count = self.world.number(start), self.world.number(size)
+        index = (slice(None),) * dim + (slice(begin, begin + count * step, step),)
+        shape = (*form.shape[:dim], size, *form.shape[dim + 1 :])
+        return lambda: layout.take(form, dim, start, size, step), array[index], shape
+
+    def select(self, name: str) -> Made:
+        form, array = self.any()
+        if 0 in array.shape:
+            return None
+        dim = self.draw(st.integers(0, array.ndim - 1))
+        index = self.draw(st.integers(0, array.shape[dim] - 1))
+        shape = (*form.shape[:dim], *form.shape[dim + 1 :])
+        return lambda: layout.select(form, dim, index), array.take(index, dim), shape
+
+    def expand(self, name: str) -> Made:
+        form, array = self.any((1, 2, 3))
+        new = [self.size() for _ in range(self.draw(st.integers(0, 1)))]
+        shape = [*new, *(self.size() if same(size, 1) else size for size in form.shape)]
+        return lambda: layout.expand(form, shape), np.broadcast_to(array, [*map(self.world.number, shape)]), shape
+
+    def repeat(self, name: str) -> Made:
+        form, array = self.any((1, 2, 3))
+        counts = [self.draw(st.sampled_from([1, 1, 2, 3])) for _ in range(array.ndim + self.draw(st.integers(0, 1)))]
+        shape = [_plain(c * s) for c, s in zip(counts, [1] * (len(counts) - array.ndim) + [*form.shape], strict=True)]
+        return lambda: layout.repeat(form, counts), np.tile(array, counts), shape
+
+    def join(self, name: str) -> Made:
+        form, array = self.any()
+        dim = self.draw(st.integers(0, array.ndim - 1))
+        pieces = [(form, array)]
+        for _ in range(self.draw(st.integers(1, 2))):
+            shape = list(form.shape)
+            shape[dim] = self.size()
+            rest = [i for i in range(array.ndim) if i != dim]
+            fitting = [
+                (f, a)
+                for f, a in self.tensors
+                if a.ndim == array.ndim and all(same(f.shape[i], form.shape[i]) for i in rest)
+            ]
+            if self.draw(st.booleans()):
+                fitting = [self.leaf(shape)]
+            elif rest and self.draw(st.booleans()):
+                repeated = self.draw(st.sampled_from(rest))
+                small, values = self.leaf([1 if i == repeated else s for i, s in enumerate(shape)])
+                wide = np.broadcast_to(values, [self.world.number(s) for s in shape])
+                fitting = [self.add(None, layout.expand(small, shape), wide)]
+            pieces.insert(self.draw(st.integers(0, len(pieces))), self.draw(st.sampled_from(fitting)))
+        shape = list(form.shape)
+        shape[dim] = _plain(sum(f.shape[dim] for f, _ in pieces))
+        forms = [f for f, _ in pieces]
+        return lambda: layout.join(name, forms, dim), np.concatenate([a for _, a in pieces], dim), shape
+
+    def contract(self, name: str) -> Made:
+        left, a = self.any((3, 2))
+        fitting = [(f, v) for f, v in self.tensors if v.ndim == a.ndim and same(f.shape[-2], left.shape[-1])]
+        fitting += [
+            (layout.permute(f, (*range(a.ndim - 2), a.ndim - 1, a.ndim - 2)), v.swapaxes(-1, -2))
+            for f, v in self.tensors
+            if v.ndim == a.ndim and same(f.shape[-1], left.shape[-1])
+        ]
+        if a.ndim == 3:
+            fitting = [(f, v) for f, v in fitting if same(f.shape[0], left.shape[0])]
+        fitting.append(self.leaf([*left.shape[:-2], left.shape[-1], self.size()]))
+        right, b = self.draw(st.sampled_from(fitting))
+        batch = [(0, 0)] if a.ndim == 3 else []
+        shape = (*left.shape[:-1], right.shape[-1])
+        summed = (a.ndim - 1, a.ndim - 2)
+        return lambda: layout.contract(name, left, right, batch, summed), a @ b, shape
+
+    def pointwise(self, name: str) -> Made:
+        form, a = self.any()
+        fitting = [(form, a), (layout.permute(form, range(a.ndim)[::-1]), a.T)]
+        fitting += [self.leaf([size if self.draw(st.booleans()) else 1 for size in form.shape]), *self.tensors]
+        other, b = self.draw(st.sampled_from(fitting))
+        pairs = list(zip(form.shape[::-1], other.shape[::-1], strict=False))
+        if not all(same(i, j) or same(i, 1) or same(j, 1) for i, j in pairs):
+            return None
+        longer = form.shape if a.ndim >= b.ndim else other.shape
+        shape = [*longer[: len(longer) - len(pairs)], *(j if same(i, 1) else i for i, j in pairs[::-1])]
+        return lambda: layout.pointwise(name, [form, other], shape), a + 2 * b, shape
+
+    def scaled(self, name: str) -> Made:
+        form, array = self.any()
+        factor = self.draw(st.sampled_from([0.5, 3.0, -1.0]))
+        return lambda: layout.scaled(form, name, factor), factor * array, form.shape
+
+    def cast(self, name: str) -> Made:
+        form, array = self.any()
+        return lambda: layout.cast(form, "half"), array, form.shape
+
+    def written(self, name: str) -> Made:
+        """A part of memory that nobody has written."""
+        shape = [self.size() for _ in range(self.draw(st.integers(1, 3)))]
+        form = layout.leaf(name, shape)
+        array = np.full([self.world.number(size) for size in shape], np.nan)
+        return lambda: Form(form.dims, Term(form.term.read, Undefined())), array, shape
+
+
+def _plain(size: Size) -> Size:
+    size = sympy.expand(size)
+    return int(size) if size.is_Integer else size
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["numbers", "symbols"])
+@quick
+@given(data=st.data())
+def test_the_form_of_any_chain_of_operations_is_right(symbolic: bool, data: st.DataObject) -> None:
+    chain = Chain(data.draw, symbolic)
+    for _ in range(data.draw(st.integers(1, 8))):
+        chain.step()
