@@ -72,7 +72,7 @@ class Visibility:
         return self._hidden_from_all(self.mask, queries, keys)
 
     def bias(self, queries: range, keys: Keys, dtype: torch.dtype) -> Tensor | None:
-        """What to add to the scores, `[B or 1, N or 1, len(queries) or 1, keys]`: -inf where hidden; None for nothing."""
+        """What to add to the scores, `[B or 1, N or 1, queries or 1, keys]`: -inf where hidden. None: nothing."""
         if self.mask is None:
             causal = self._causal(queries, keys)
             return None if causal is None else _hide(causal, dtype)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.compiler.config
 from torch import fx
-from torch._dynamo.utils import detect_fake_mode
 from torch._functorch import config as functorch_config
+from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -41,6 +41,9 @@ from .verify import Verified
 from .version import __version__
 
 Inputs = Sequence[Any]
+
+
+_compiler_config: Any = torch.compiler.config  # a config module, whose `patch` is not in its stubs
 
 
 class _NothingToRewrite(Exception):
@@ -99,7 +102,7 @@ class _Compilation:
             return self._stock("nothing to rewrite")
         try:
             with self._own_artifacts(tag):
-                compiled = compile_fx(sealed, list(self.inputs), inner_compile=self._inner, decompositions={})
+                compiled = _compile_fx(sealed, self.inputs, inner_compile=self._inner, decompositions={})
         except _NothingToRewrite:
             store.save(Report(tuple(self.outcomes)))
             return self._stock("nothing to rewrite")
@@ -115,7 +118,7 @@ class _Compilation:
         """Keep torch's caches from serving an artifact made otherwise; with `verify` the passes always have to run."""
         use_cache = functorch_config.enable_autograd_cache and not self.options.verify
         with (
-            torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}{tag}"),
+            _compiler_config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}{tag}"),
             functorch_config.patch(enable_autograd_cache=use_cache),
         ):
             yield
@@ -133,7 +136,7 @@ class _Compilation:
         self.note = f"stock Inductor, {note}"
         if self.options.strict:
             _raise_strict(self.outcomes, note)
-        return compile_fx(self.module, list(self.inputs))
+        return _compile_fx(self.module, self.inputs)
 
     def _rates(self) -> Any:
         tensors = [t for t in self.inputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
@@ -161,12 +164,18 @@ class _Compilation:
         return Verified(compiled, before, module, self.outcomes) if before is not None else compiled
 
 
+def _compile_fx(module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Callable[..., Any]:
+    compiled: Any = compile_fx(module, list(inputs), **kwargs)
+    assert callable(compiled)
+    return compiled
+
+
 def retrace(module: fx.GraphModule) -> fx.GraphModule:
     """Trace a rewritten graph again with Inductor's decompositions, and run the passes of Inductor that come first."""
     placeholders = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     table = {**select_decomp_table(), torch.ops.mla.sealed_attention.default: unseal}
     mode = detect_fake_mode(placeholders)
-    with torch._C._DisableAutocast(), torch.fx.traceback.preserve_node_meta(), mode or torch._guards.nullcontext():
+    with torch._C._DisableAutocast(), torch.fx.traceback.preserve_node_meta(), mode or contextlib.nullcontext():
         interpreter = fx.Interpreter(module)
         retraced = make_fx(lambda *args: interpreter.run(*args), decomposition_table=table)(*placeholders)
     before, after = (list(m.graph.nodes)[-1] for m in (module, retraced))

@@ -88,7 +88,7 @@ Raises: KernelError (a ValueError) naming the expected and the found shape or dt
 """
 
 merge_states = torch.ops.mla.merge_states
-"""Attention over two disjoint sets of keys from attention over each (FlashInfer's merge, arXiv 2501.01005, section 2.2).
+"""Attention over two disjoint sets of keys from attention over each (FlashInfer, arXiv 2501.01005, section 2.2).
 
     lse = log(exp(lse_a) + exp(lse_b));  o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b
 

@@ -13,7 +13,7 @@ from .errors import VerifyError
 from .passes.outcome import Outcome
 
 ROUNDINGS = 16
-"""Room over one rounding of the output's dtype and over the random walk of float32 sums, as explained in `tolerance`."""
+"""Room over one rounding of the output's dtype and over the random walk of float32 sums, see `tolerance`."""
 
 
 def tolerance(original: Tensor, shapes: dict[str, str]) -> float:

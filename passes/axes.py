@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import sympy
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 
 
 class Unaligned(Exception):

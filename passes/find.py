@@ -20,7 +20,7 @@ from . import layout
 from .axes import Dim, Form, Product, Term, Unaligned
 from .scores import Mask, scores_of
 from .source import Refusal, where
-from .trace import Trace, aten, is_tensor
+from .trace import Trace, arguments, aten, is_tensor
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
 
 
 def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
-    q_node, k_node, v_node, mask_node, dropout, causal, scale, grouped = node.args
+    q_node, k_node, v_node, mask_node, dropout, causal, scale, grouped = arguments(node)
     if dropout:
         raise Refusal(node, f"expected attention without dropout, found dropout_p={dropout}")
     q, k, v = trace[q_node], trace[k_node], trace[v_node]
@@ -124,7 +124,7 @@ def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
 def _probabilities(node: fx.Node, trace: Trace) -> int | None:
     """Which operand of a matrix product is the output of a softmax, if one is."""
     for side in (0, 1):
-        source = trace[node.args[side]].term.read.source
+        source = trace[arguments(node)[side]].term.read.source
         if isinstance(source, fx.Node) and source.target is aten._softmax.default:
             return side
     return None
@@ -141,12 +141,12 @@ def _from_softmax(node: fx.Node, side: int, trace: Trace) -> Attention:
         raise Refusal(node, "expected the whole of the attention weights to meet the values, found a part of them")
     _refuse_other_uses(softmax, node, trace)
     score_dims = tuple(tuple(d.axis for d in dim if d.axis is not None) for dim in probabilities.read.dims)
-    dim = softmax.args[1] % len(score_dims)
-    summands = scores_of(softmax.args[0], len(score_dims), trace)
+    dim = arguments(softmax)[1] % len(score_dims)
+    summands = scores_of(arguments(softmax)[0], len(score_dims), trace)
     products = [s for s in summands if isinstance(s.what, float)]
     masks = [s for s in summands if isinstance(s.what, Mask)]
     if not products:
-        raise Refusal(node, f"expected scores that are a sum of products, found {where(softmax.args[0])}")
+        raise Refusal(node, f"expected scores that are a sum of products, found {where(arguments(softmax)[0])}")
     own = [("out", i) for i in range(len(output.dims))]
     exposed = Form((*output.dims, *score_dims), output.term)
     aligned, axes = layout.align(

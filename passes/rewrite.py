@@ -83,6 +83,7 @@ class _Emit:
         realize = realizer(values)
 
         def read(what: Read, *layout: Dim, broadcast: bool = True) -> Tensor:
+            assert isinstance(what.source, fx.Node)
             return read_as(place[what.source], what, layout, realize, broadcast=broadcast)
 
         keys, columns = site.attention.keys, site.attention.columns

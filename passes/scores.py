@@ -14,7 +14,7 @@ from torch import fx
 
 from .axes import Axis, Form, Product, Term
 from .source import Refusal
-from .trace import Trace, aten, is_tensor
+from .trace import Trace, arguments, aten, is_tensor
 
 SPACING = 8.0
 """Scores that are replaced by a number are scores to which it is added, where the spacing of floats at that number is
@@ -66,7 +66,7 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
     def operand(node: fx.Node, factor: float) -> list[Summand]:
         return _summands(node, through[len(through) - len(trace[node].dims) :], factor, trace)
 
-    a, b, c = (*source.args, None, None, None)[:3]
+    a, b, c = (*arguments(source), None, None, None)[:3]
     match source.target:
         case aten.add.Tensor | aten.sub.Tensor if is_tensor(a) and is_tensor(b) and not source.kwargs:
             sign = 1.0 if source.target is aten.add.Tensor else -1.0
@@ -114,7 +114,7 @@ def _constant(value: Any) -> float | None:
     if isinstance(value, fx.Node) and value.op == "call_function":
         match value.target:
             case aten.full.default | aten.full_like.default:
-                return _constant(value.args[1])
+                return _constant(arguments(value)[1])
             case (
                 aten.scalar_tensor.default
                 | aten.lift_fresh_copy.default
@@ -123,7 +123,7 @@ def _constant(value: Any) -> float | None:
                 | aten.clone.default
                 | aten.detach.default
             ):
-                return _constant(value.args[0])
+                return _constant(arguments(value)[0])
     if isinstance(value, fx.Node) and value.op == "get_attr":
         tensor = getattr(value.graph.owning_module, str(value.target), None)
         if isinstance(tensor, torch.Tensor) and tensor.numel() == 1:

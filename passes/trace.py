@@ -28,9 +28,10 @@ def size_of(value: Any) -> Size:
     if isinstance(value, fx.Node):
         value = value.meta["val"]
     if isinstance(value, torch.SymInt):
-        expression = value.node.expr
-        return int(expression) if expression.is_Integer else expression
-    return int(value)
+        expression: sympy.Expr = value.node.expr
+        return int(expression) if isinstance(expression, sympy.Integer) else expression
+    assert isinstance(value, int)
+    return value
 
 
 def shape_of(node: fx.Node) -> tuple[Size, ...]:
@@ -42,6 +43,11 @@ def hint_of(symbol: sympy.Symbol, environment: ShapeEnv) -> int:
     """The present value of a symbol of a shape environment."""
     ask = getattr(environment, "guarding_hint_or_throw", None) or environment.size_hint  # renamed in torch 2.12
     return int(ask(symbol))
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """A node's positional arguments, which fx types as anything that a graph may hold."""
+    return node.args
 
 
 def is_tensor(node: Any) -> bool:
@@ -93,7 +99,7 @@ def _is_pointwise(target: Any) -> bool:
 
 
 def _argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+    return arguments(node)[index] if len(arguments(node)) > index else node.kwargs.get(name, default)
 
 
 def _start(value: Any, end: Any, whole: Size, size: Size) -> Size:
@@ -133,12 +139,12 @@ def _index(index: Size, whole: Size, clamp: bool = False) -> Size:
     aten.lift_fresh_copy.default,
 )
 def _same(trace: Trace, node: fx.Node) -> Form:
-    return trace[node.args[0]]
+    return trace[arguments(node)[0]]
 
 
 @_handles(aten._to_copy.default)
 def _cast(trace: Trace, node: fx.Node) -> Form:
-    source = node.args[0]
+    source = arguments(node)[0]
     before, after = source.meta["val"].dtype, node.meta["val"].dtype
     if node.meta["val"].device != source.meta["val"].device:
         return layout.leaf(node, shape_of(node))
@@ -160,37 +166,37 @@ def _cast(trace: Trace, node: fx.Node) -> Form:
     aten.unflatten.int,
 )
 def _view(trace: Trace, node: fx.Node) -> Form:
-    return layout.view(trace[node.args[0]], shape_of(node))
+    return layout.view(trace[arguments(node)[0]], shape_of(node))
 
 
 @_handles(aten.permute.default)
 def _permute(trace: Trace, node: fx.Node) -> Form:
-    return layout.permute(trace[node.args[0]], [d % len(node.args[1]) for d in node.args[1]])
+    return layout.permute(trace[arguments(node)[0]], [d % len(arguments(node)[1]) for d in arguments(node)[1]])
 
 
 @_handles(aten.transpose.int)
 def _transpose(trace: Trace, node: fx.Node) -> Form:
-    source = trace[node.args[0]]
+    source = trace[arguments(node)[0]]
     order = list(range(len(source.dims)))
-    a, b = node.args[1], node.args[2]
+    a, b = arguments(node)[1], arguments(node)[2]
     order[a], order[b] = order[b], order[a]
     return layout.permute(source, order)
 
 
 @_handles(aten.t.default)
 def _t(trace: Trace, node: fx.Node) -> Form:
-    source = trace[node.args[0]]
+    source = trace[arguments(node)[0]]
     return layout.permute(source, range(len(source.dims))[::-1])
 
 
 @_handles(aten.expand.default)
 def _expand(trace: Trace, node: fx.Node) -> Form:
-    return layout.expand(trace[node.args[0]], shape_of(node))
+    return layout.expand(trace[arguments(node)[0]], shape_of(node))
 
 
 @_handles(aten.repeat.default)
 def _repeat(trace: Trace, node: fx.Node) -> Form:
-    return layout.repeat(trace[node.args[0]], [size_of(count) for count in node.args[1]])
+    return layout.repeat(trace[arguments(node)[0]], [size_of(count) for count in arguments(node)[1]])
 
 
 # Ops that take a part
@@ -198,7 +204,7 @@ def _repeat(trace: Trace, node: fx.Node) -> Form:
 
 @_handles(aten.slice.Tensor)
 def _slice(trace: Trace, node: fx.Node) -> Form:
-    source = trace[node.args[0]]
+    source = trace[arguments(node)[0]]
     dim = _argument(node, 1, "dim", 0) % len(source.dims)
     whole, size, step = source.shape[dim], shape_of(node)[dim], _argument(node, 4, "step", 1)
     end = _argument(node, 3, "end") if step == 1 else 0
@@ -208,19 +214,19 @@ def _slice(trace: Trace, node: fx.Node) -> Form:
 
 @_handles(aten.select.int)
 def _select(trace: Trace, node: fx.Node) -> Form:
-    source = trace[node.args[0]]
-    dim = node.args[1] % len(source.dims)
-    return layout.select(source, dim, _index(size_of(node.args[2]), source.shape[dim]))
+    source = trace[arguments(node)[0]]
+    dim = arguments(node)[1] % len(source.dims)
+    return layout.select(source, dim, _index(size_of(arguments(node)[2]), source.shape[dim]))
 
 
 @_handles(operator.getitem)
 def _getitem(trace: Trace, node: fx.Node) -> Form:
-    parent, index = node.args
+    parent, index = arguments(node)
     if parent.target is aten.unbind.int:
-        source = trace[parent.args[0]]
+        source = trace[arguments(parent)[0]]
         return layout.select(source, _argument(parent, 1, "dim", 0) % len(source.dims), index)
     if parent.target in (aten.split.Tensor, aten.split_with_sizes.default):
-        source = trace[parent.args[0]]
+        source = trace[arguments(parent)[0]]
         dim = _argument(parent, 2, "dim", 0) % len(source.dims)
         sizes = [size_of(piece.shape[dim]) for piece in parent.meta["val"]]
         return layout.take(source, dim, sum(sizes[:index], 0), sizes[index])
@@ -233,8 +239,8 @@ def _getitem(trace: Trace, node: fx.Node) -> Form:
 @_handles(aten.cat.default)
 def _cat(trace: Trace, node: fx.Node) -> Form:
     dim = _argument(node, 1, "dim", 0) % len(shape_of(node))
-    pieces = [trace[piece] for piece in node.args[0] if len(shape_of(piece)) == len(shape_of(node))]
-    if len(pieces) != len(node.args[0]) or len({p.meta["val"].dtype for p in node.args[0]}) > 1:
+    pieces = [trace[piece] for piece in arguments(node)[0] if len(shape_of(piece)) == len(shape_of(node))]
+    if len(pieces) != len(arguments(node)[0]) or len({p.meta["val"].dtype for p in arguments(node)[0]}) > 1:
         return layout.leaf(node, shape_of(node))
     return pieces[0] if len(pieces) == 1 else layout.join(node, pieces, dim)
 
@@ -247,7 +253,7 @@ def _empty(trace: Trace, node: fx.Node) -> Form:
 
 @_handles(aten.copy.default)
 def _copy(trace: Trace, node: fx.Node) -> Form:
-    target, source = node.args[:2]
+    target, source = arguments(node)[:2]
     before, after = source.meta["val"].dtype, target.meta["val"].dtype
     if source.meta["val"].device != target.meta["val"].device or (
         before != after and not (before.is_floating_point and after.is_floating_point)
@@ -259,7 +265,7 @@ def _copy(trace: Trace, node: fx.Node) -> Form:
 
 @_handles(aten.slice_scatter.default)
 def _slice_scatter(trace: Trace, node: fx.Node) -> Form:
-    target, source = trace[node.args[0]], trace[node.args[1]]
+    target, source = trace[arguments(node)[0]], trace[arguments(node)[1]]
     whole = shape_of(node)
     dim = _argument(node, 2, "dim", 0) % len(whole)
     size = source.shape[dim]
@@ -279,18 +285,18 @@ def _slice_scatter(trace: Trace, node: fx.Node) -> Form:
 
 @_handles(aten.mm.default)
 def _mm(trace: Trace, node: fx.Node) -> Form:
-    return layout.contract(node, trace[node.args[0]], trace[node.args[1]], [], (1, 0))
+    return layout.contract(node, trace[arguments(node)[0]], trace[arguments(node)[1]], [], (1, 0))
 
 
 @_handles(aten.bmm.default)
 def _bmm(trace: Trace, node: fx.Node) -> Form:
-    return layout.contract(node, trace[node.args[0]], trace[node.args[1]], [(0, 0)], (2, 1))
+    return layout.contract(node, trace[arguments(node)[0]], trace[arguments(node)[1]], [(0, 0)], (2, 1))
 
 
 @_handles(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 def _scale(trace: Trace, node: fx.Node) -> Form:
     division = node.target in (aten.div.Tensor, aten.div.Scalar)
-    a, b = node.args[:2]
+    a, b = arguments(node)[:2]
     if not division and isinstance(a, int | float) and is_tensor(b):
         a, b = b, a
     number = isinstance(b, int | float) and not isinstance(b, bool) and not (division and b == 0)

@@ -1,14 +1,14 @@
 """Chunked MLA out of ATen operations: the CPU implementation, and any device's that has no kernel of its own.
 
-A sequence and a group of heads at a time, the keys and values of at most `workspace_tokens` tokens are up-projected into
-a workspace, every query that sees some of them attends to them, and the result is merged with what the query has:
+A sequence and a group of heads at a time, the keys and values of at most `workspace_tokens` tokens are up-projected
+into a workspace, every query that sees some of them attends to them, and the result is merged with what it has:
 
     latent  [C, L]            a view of the cache; a float32 copy of the chunk for half precision
     k, v    [H, C, D]         D is the greater of P + R and V, because CPU flash attention wants one width; 0 beyond
     o, lse  [H, Sq, V], [H, Sq]
 
-With a causal offset alone, chunks are cut so that each is either seen whole by all queries, or starts where some query's
-view ends: a triangle for flash attention's own causal flag, and a rectangle under it.
+With a causal offset alone, chunks are cut so that each is either seen whole by all queries, or starts where some
+query's view ends: a triangle for flash attention's own causal flag, and a rectangle under it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..checks import check_alike, check_mask, check_rank, check_shapes
 from ...errors import KernelError
+from ..checks import check_alike, check_mask, check_rank, check_shapes
 from ..merge_states.aten import share_of_second
 from ..scores import causal_mask, softmax_with_lse
 from ..visibility import Keys, Visibility, reads_values, split, take
@@ -84,7 +84,10 @@ def _attend_sequence(
     workspace_tokens: int,
     out: tuple[Tensor, Tensor],
 ) -> None:
-    """q `[H, Sq, P + R]`; cache `[T, L]`, `[T, R]`; weights `[H, P, L]`, `[H, V, L]`; out `[H, Sq, V]` of 0, `[H, Sq]`."""
+    """Fill out, `[H, Sq, V]` (of zeros) and `[H, Sq]`.
+
+    q `[H, Sq, P + R]`, cache `[T, L]` and `[T, R]`, weights `[H, P, L]` and `[H, V, L]`.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     w_uk, w_uv = (w.to(dtype) for w in weights)
     heads, query_count, width = q.shape
@@ -102,7 +105,8 @@ def _attend_sequence(
                 continue
             rows = slice(queries.start, queries.stop)
             part = slice(seen.start, seen.stop)
-            q_rows = torch.nn.functional.pad(q[:, rows].to(dtype), (0, shape[2] - width))
+            q_rows = k.new_zeros((heads, len(queries), shape[2]))
+            q_rows[..., :width] = q[:, rows]
             o_part, lse_part = _attend(q_rows, k[:, part], v[:, part], bias, triangle, scale)
             o[:, rows].lerp_(o_part[..., : w_uv.shape[1]], share_of_second(lse[:, rows], lse_part)[..., None])
             lse[:, rows] = torch.logaddexp(lse[:, rows], lse_part)
@@ -112,7 +116,7 @@ def _attend_sequence(
 
 
 def _chunks(visibility: Visibility, keys: Keys, size: int) -> Iterator[Keys]:
-    """The keys, at most `size` at a time, with a cut at the last key that every query sees under a causal offset alone."""
+    """The keys, at most `size` at a time, cut where a causal limit alone starts to hide some."""
     cut = visibility.causal_offset if visibility.mask is None else None
     cut = 0 if cut is None else max(cut, 0)
     yield from split(keys[:cut], size)
@@ -177,9 +181,14 @@ def _expand(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, triangle: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """q `[H, s, D]`, k and v `[H, C, D]`, bias `[1, H or 1, s or 1, C]` or None; o `[H, s, D]`, lse `[H, s]`."""
+    """q `[H, s, D]`, k and v `[H, C, D]`, bias `[1, H or 1, s or 1, C]` or None; o `[H, s, D]`, lse `[H, s]`.
+
+    CPU flash attention takes a last stride of 1 for granted, which q, k and v have.
+    """
     if not q.is_cpu:
         return _attend_composed(q, k, v, bias, triangle, scale)
+    if bias is not None:
+        bias = bias.contiguous()
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q[None], k[None], v[None], is_causal=triangle, attn_mask=bias, scale=scale
     )

@@ -6,7 +6,7 @@ the rows of one product:
     q     [b, Sq * N, L], [b, Sq * N, R]    scaled once
     keys  [b, C, L], [b, C, R]              views of the cache; a float32 copy of the chunk for half precision
     s     [b, Sq * N, C]
-    o     [b, Sq * N, L]                    running, unnormalised, beside its maximum m and its sum l
+    o     [b, Sq * N, L]                    running, unnormalised, beside its rows' maximum m and total
 
 Half precision is computed in float32: rounding scores to bfloat16 costs more than casting a chunk, and there are CPUs
 where a bfloat16 product is hundreds of times slower than a float32 one.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_alike, check_mask, check_rank, check_shapes
-from ..visibility import Keys, Visibility, reads_values, split, take
+from ..visibility import Keys, Visibility, split, take
 
 _CHUNK_ELEMENTS = 1 << 20
 """Elements of latent and rope key in a chunk: 4 MiB in float32, read for the scores and again for the output."""
@@ -64,9 +64,7 @@ def latent_attention_aten(
     return o, lse
 
 
-def _blocks(
-    q_latent: Tensor, q_rope: Tensor, latent: Tensor, one_by_one: bool
-) -> Iterator[tuple[range, range, int]]:
+def _blocks(q_latent: Tensor, q_rope: Tensor, latent: Tensor, one_by_one: bool) -> Iterator[tuple[range, range, int]]:
     """Sequences, queries and keys to take at a time, so that keys and scores stay within their bounds.
 
     Sequences are taken together only as far as their keys fit one chunk, and not where a mask tells them apart: then
@@ -99,7 +97,7 @@ def _attend(
     q_latent, q_rope = (part.to(dtype).mul(scale).reshape(b, s * n, part.shape[3]) for part in q)
     # The lowest finite number and not -inf: a row whose scores are all -inf then gets exp(-inf) and not a NaN.
     m = q_latent.new_full((b, s * n, 1), torch.finfo(dtype).min)
-    l = q_latent.new_zeros((b, s * n, 1))
+    total = q_latent.new_zeros((b, s * n, 1))
     o = q_latent.new_zeros((b, s * n, rank))
     for keys in split(visibility.keys(queries), chunk):
         latent, k_rope = (_load(part, keys, visibility, queries, dtype) for part in cache)
@@ -110,12 +108,12 @@ def _attend(
         m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
         scores.sub_(m_new).exp_()
         decay = m.sub_(m_new).exp_()
-        l.mul_(decay).add_(scores.sum(-1, keepdim=True))
+        total.mul_(decay).add_(scores.sum(-1, keepdim=True))
         o.mul_(decay).baddbmm_(scores, latent)
         m = m_new
-    # The greatest score adds exp(0) = 1 to l, so only a row that saw no key is below 1.
-    torch.div(o.view(b, s, n, rank), l.clamp_min(1).view(b, s, n, 1), out=out[0])
-    out[1].copy_(m.add_(l.log_()).view(b, s, n))
+    # The greatest score adds exp(0) = 1 to total, so only a row that saw no key is below 1.
+    torch.div(o.view(b, s, n, rank), total.clamp_min(1).view(b, s, n, 1), out=out[0])
+    out[1].copy_(m.add_(total.log_()).view(b, s, n))
 
 
 def _load(part: Tensor, keys: Keys, visibility: Visibility, queries: range, dtype: torch.dtype) -> Tensor:
@@ -142,9 +140,7 @@ def _check(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mas
     check_rank(op, "q_rope", q_rope, "B Sq N R")
     check_rank(op, "latent", latent, "B T L")
     dims = dict(zip(("B", "Sq", "N", "L"), q_latent.shape, strict=True)) | {"T": latent.shape[1], "R": q_rope.shape[3]}
-    check_shapes(
-        op, dims, q_rope=(q_rope, "B Sq N R"), latent=(latent, "B T L"), k_rope=(k_rope, "B T R")
-    )
+    check_shapes(op, dims, q_rope=(q_rope, "B Sq N R"), latent=(latent, "B T L"), k_rope=(k_rope, "B T R"))
     check_alike(op, q_latent=q_latent, q_rope=q_rope, latent=latent, k_rope=k_rope)
     check_mask(op, mask, (dims["B"], dims["N"], dims["Sq"], dims["T"]), q_latent.device)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import check_alike, check_rank, check_shapes
 from ...errors import KernelError
+from ..checks import check_alike, check_rank, check_shapes
 
 
 def merge_states_aten(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

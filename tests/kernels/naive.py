@@ -56,17 +56,13 @@ class Inputs:
         return Inputs(*tensors, self.scale)
 
 
-def make_inputs(
-    sizes: tuple[int, int, int, int, int, int, int, int], dtype: torch.dtype = torch.float32
-) -> Inputs:
+def make_inputs(sizes: tuple[int, int, int, int, int, int, int, int], dtype: torch.dtype = torch.float32) -> Inputs:
     """Inputs for `B, Sq, T, N, L, P, R, V`: as a model has them, slices of one projection, one cache and one weight."""
     batch, queries, keys, heads, rank, nope, rope, value = sizes
     q = torch.randn(batch, heads, queries, nope + rope, dtype=dtype).transpose(1, 2)
     cache = torch.randn(batch, keys, rank + rope, dtype=dtype)
     weight = torch.randn(heads, nope + value, rank, dtype=dtype) / rank**0.5
-    return Inputs(
-        q, cache[..., :rank], cache[..., rank:], weight[:, :nope], weight[:, nope:], (nope + rope) ** -0.5
-    )
+    return Inputs(q, cache[..., :rank], cache[..., rank:], weight[:, :nope], weight[:, nope:], (nope + rope) ** -0.5)
 
 
 def naive_mla(x: Inputs, case: Case) -> tuple[Tensor, Tensor]:

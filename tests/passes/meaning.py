@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import sympy
-
 from mla_compile.passes.axes import Axis, Form, Join, Product, Read, Size, Term, Undefined, same
 
 Grid = np.ndarray

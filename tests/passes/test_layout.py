@@ -9,9 +9,9 @@ import pytest
 import sympy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from mla_compile.passes import layout
 from mla_compile.passes.axes import Form, Join, Product, Size, Term, Unaligned, Undefined, quotient, same
+
 from tests.passes.meaning import World
 
 S = sympy.symbols("s0 s1 s2", positive=True, integer=True)
@@ -77,7 +77,9 @@ class Chain:
         i = self.draw(st.integers(0, max(len(shape) - 1, 0)))
         if kind == "merge" and len(shape) > 1:
             i = min(i, len(shape) - 2)
-            shape[i : i + 2] = [sympy.expand(shape[i] * shape[i + 1]) if self.world.symbols else shape[i] * shape[i + 1]]
+            shape[i : i + 2] = [
+                sympy.expand(shape[i] * shape[i + 1]) if self.world.symbols else shape[i] * shape[i + 1]
+            ]
         elif kind == "split" and shape:
             divisors = [d for d in (2, 3, 4, *self.world.symbols) if quotient(shape[i], d) is not None]
             if not divisors:
@@ -228,3 +230,131 @@ def test_the_form_of_any_chain_of_operations_is_right(symbolic: bool, data: st.D
     chain = Chain(data.draw, symbolic)
     for _ in range(data.draw(st.integers(1, 8))):
         chain.step()
+
+
+def world_of(**tensors: np.ndarray) -> tuple[World, list[Form]]:
+    return World(dict(tensors)), [layout.leaf(name, array.shape) for name, array in tensors.items()]
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape)).integers(-5, 6, shape).astype(float)
+
+
+def test_a_tensor_times_its_own_transpose_keeps_rows_and_columns_apart() -> None:
+    x = numbers(4, 4)
+    world, (form,) = world_of(x=x)
+    world.tensors |= {"gram": x @ x.T, "sum": x + x.T}
+    world.check(layout.contract("gram", form, layout.permute(form, (1, 0)), [], (1, 0)), x @ x.T)
+    world.check(layout.pointwise("sum", [form, layout.permute(form, (1, 0))], (4, 4)), x + x.T)
+
+
+def test_a_tensor_times_a_product_of_itself_does_not_mix_summed_and_free_axes() -> None:
+    x, m = numbers(3, 4), numbers(4, 4)
+    world, (left, right) = world_of(x=x, m=m)
+    world.tensors |= {"p": x @ m, "s": x @ (x @ m).T, "t": x.T @ (x @ m)}
+    inner = layout.contract("p", left, right, [], (1, 0))
+    world.check(layout.contract("s", left, layout.permute(inner, (1, 0)), [], (1, 0)), x @ (x @ m).T)
+    outer = layout.contract("t", layout.permute(left, (1, 0)), inner, [], (1, 0))
+    world.check(layout.select(outer, 0, 1), (x.T @ (x @ m))[1])
+    world.check(layout.take(outer, 0, 1, 2), (x.T @ (x @ m))[1:3])
+
+
+def test_a_product_keeps_its_factors_through_views_slices_and_scales() -> None:
+    latent, weight = numbers(5, 3), numbers(3, 12)
+    world, (left, right) = world_of(latent=latent, weight=weight)
+    world.tensors |= {"kv": latent @ weight, "scaled": 0.5 * (latent @ weight)}
+    form = layout.scaled(layout.contract("kv", left, right, [], (1, 0)), "scaled", 0.5)
+    form = layout.permute(layout.view(form, (5, 2, 6)), (1, 0, 2))
+    form = layout.take(form, 2, 2, 3)
+    assert isinstance(form.term.parts, Product)
+    world.check(form, 0.5 * (latent @ weight).reshape(5, 2, 6).transpose(1, 0, 2)[..., 2:5])
+
+
+def test_a_join_gives_a_piece_back_whole() -> None:
+    latent, weight, rope = numbers(5, 3), numbers(3, 4), numbers(5, 2)
+    world, forms = world_of(latent=latent, weight=weight, rope=rope)
+    world.tensors |= {"nope": latent @ weight, "key": np.concatenate([latent @ weight, rope], 1)}
+    nope = layout.contract("nope", forms[0], forms[1], [], (1, 0))
+    key = layout.join("key", [nope, forms[2]], 1)
+    assert isinstance(key.term.parts, Join)
+    first, second = layout.take(key, 1, 0, 4), layout.take(key, 1, 4, 2)
+    assert isinstance(first.term.parts, Product)
+    assert second.term.read.source == "rope"
+    world.check(first, latent @ weight)
+    world.check(second, rope)
+    world.check(layout.take(key, 1, 3, 2), world.tensors["key"][:, 3:5])
+    world.check(layout.select(key, 1, 3), world.tensors["key"][:, 3])
+
+
+def test_a_join_of_pieces_of_several_axes_comes_apart_again() -> None:
+    wide, narrow = numbers(3, 2, 4), numbers(3, 5)
+    world, (first, second) = world_of(wide=wide, narrow=narrow)
+    world.tensors["joined"] = np.concatenate([np.broadcast_to(wide[:1], (3, 2, 4)).reshape(3, 8), narrow], 1)
+    merged = layout.view(layout.expand(layout.take(first, 0, 0, 1), (3, 2, 4)), (3, 8))
+    joined = layout.join("joined", [merged, second], 1)
+    world.check(joined, world.tensors["joined"])
+    world.check(layout.view(layout.take(joined, 1, 0, 8), (3, 2, 4)), np.broadcast_to(wide[:1], (3, 2, 4)))
+    world.check(layout.take(joined, 1, 8, 5), narrow)
+
+
+def test_pieces_over_the_same_axes_are_one_plain_tensor() -> None:
+    past, new = numbers(2, 4, 3), numbers(2, 1, 3)
+    world, forms = world_of(past=past, new=new)
+    world.tensors["cache"] = np.concatenate([past, new], 1)
+    cache = layout.join("cache", forms, 1)
+    assert cache.term.parts is None
+    assert cache.term.read.source == "cache"
+    world.check(cache, world.tensors["cache"])
+
+
+def test_a_joined_broadcast_is_read_where_it_does_not_repeat() -> None:
+    rope = numbers(5, 2)
+    world, (form,) = world_of(rope=rope)
+    world.tensors["scaled"] = 3 * np.broadcast_to(rope, (4, 5, 2))
+    wide = layout.scaled(layout.expand(form, (4, 5, 2)), "scaled", 3.0)
+    assert not wide.term.axes & set(wide.dims[0])
+    world.check(wide, world.tensors["scaled"])
+
+
+def test_a_scaled_join_still_knows_along_which_axes_its_pieces_repeat() -> None:
+    nope, rope = numbers(4, 5, 3), numbers(5, 2)
+    world, (first, second) = world_of(nope=nope, rope=rope)
+    array = np.concatenate([nope, np.broadcast_to(rope, (4, 5, 2))], 2)
+    world.tensors |= {"key": array, "scaled": 3 * array}
+    key = layout.join("key", [first, layout.expand(second, (4, 5, 2))], 2)
+    scaled = layout.scaled(key, "scaled", 3.0)
+    world.check(scaled, 3 * array)
+    piece = layout.take(scaled, 2, 3, 2)
+    assert not piece.term.axes & set(piece.dims[0])
+    world.check(piece, 3 * array[..., 3:])
+
+
+def test_a_slice_of_joined_pieces_of_unknown_order_is_not_told_apart() -> None:
+    past, new, start, size = sympy.symbols("past new start size", positive=True, integer=True)
+    pieces = [layout.leaf("a", (2, past)), layout.expand(layout.leaf("b", (new,)), (2, new))]
+    joined = layout.join("joined", pieces, 1)
+    with pytest.raises(Unaligned, match="order"):
+        layout.take(joined, 1, start, size)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (2, 2, 6), (24,), (2, 12), (1, 4, 1, 6)])
+def test_a_view_that_factors_is_a_read(shape: tuple[int, ...]) -> None:
+    x = numbers(4, 6)
+    world, (form,) = world_of(x=x)
+    world.check(layout.view(form, shape), x.reshape(shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [((3, 8), "do not divide"), ((4, 5), "do not divide"), ((4, 3), "more elements"), ((4, 6, 2), "no axis left")],
+)
+def test_a_view_that_does_not_factor_is_unaligned(shape: tuple[int, ...], reason: str) -> None:
+    with pytest.raises(Unaligned, match=reason):
+        layout.view(layout.leaf("x", (4, 6)), shape)
+
+
+def test_a_slice_that_cuts_a_merged_dimension_between_borders_is_unaligned() -> None:
+    merged = layout.view(layout.leaf("x", (4, 6)), (24,))
+    assert layout.take(merged, 0, 6, 12).shape == (12,)
+    with pytest.raises(Unaligned, match="cuts through"):
+        layout.take(merged, 0, 5, 12)

@@ -1,0 +1,239 @@
+"""The backend as torch sees it: found by name, options, gradients, and graphs that are none of its business."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mla_compile
+from tests.models import HIDDEN, L, R, Combined
+
+
+class Ordinary(nn.Module):
+    """Multi-head attention with rope-free keys of full width: nothing for us."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = (t.view(*x.shape[:2], 4, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def decode_inputs(tokens=40, dtype=torch.float32, batch=1):
+    cache = torch.randn(batch, tokens, L, dtype=dtype), torch.randn(batch, tokens, R, dtype=dtype)
+    return torch.randn(batch, 1, HIDDEN, dtype=dtype), cache
+
+
+def test_torch_finds_the_backend_by_name():
+    assert "mla" in torch.compiler.list_backends()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mla.pth": "auto"}, "unknown option 'mla.pth': the nearest is 'mla.path'"),
+        ({"max_autotun": True}, "unknown option 'max_autotun': the nearest is 'max_autotune'"),
+        ({"mla.path": "fast"}, "mla.path: expected one of auto, absorbed, chunked, off, found 'fast'"),
+        ({"mla.workspace_tokens": 0}, "mla.workspace_tokens: expected a positive number of keys, found 0"),
+        ({"mla.strict": 1}, "mla.strict: expected True or False, found 1"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_the_nearest_right_one(options, message):
+    compiled = torch.compile(Combined(), backend="mla", options=options)
+    with pytest.raises(Exception, match="OptionError") as caught:
+        compiled(*decode_inputs())
+    assert message in str(caught.value)
+
+
+def test_a_wrong_mode_is_refused():
+    with pytest.raises(Exception, match="Unrecognized mode=fastest"):
+        torch.compile(Combined(), backend="mla", mode="fastest")(*decode_inputs())
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_inductor_options_reach_inductor(monkeypatch):
+    seen = []
+    retrace = mla_compile.backend.retrace
+
+    def spy(module):
+        seen.append(torch._inductor.config.max_autotune)
+        return retrace(module)
+
+    monkeypatch.setattr(mla_compile.backend, "retrace", spy)
+    torch.compile(Combined(), backend="mla", mode="max-autotune-no-cudagraphs")(*decode_inputs())
+    torch._dynamo.reset()
+    torch.compile(Combined(), backend="mla", options={"max_autotune": True})(*decode_inputs())
+    assert seen == [True, True]
+    assert not torch._inductor.config.max_autotune
+
+
+def test_without_mla_the_generated_code_is_stock_inductors():
+    from torch._inductor.utils import run_and_get_code
+
+    x = torch.randn(2, 16, 32)
+    module = Ordinary()
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        _, ours = run_and_get_code(torch.compile(module, backend="mla"), x)
+        torch._dynamo.reset()
+        _, stock = run_and_get_code(torch.compile(module, backend="inductor"), x)
+
+    def body(code):
+        return [line for line in code.splitlines() if not line.startswith(("# AOT ID", "# Topologically"))]
+
+    assert [body(code) for code in ours] == [body(code) for code in stock]
+    (site,) = mla_compile.last_report().sites
+    assert site.path == "unchanged"
+    assert mla_compile.last_report().note == "stock Inductor, nothing to rewrite"
+
+
+def test_with_gradients_stock_inductor_trains():
+    module = Combined()
+    with torch.enable_grad():
+        x, cache = decode_inputs()
+        eager, _ = module(x, cache)
+        compiled, _ = torch.compile(module, backend="mla")(x, cache)
+        (gradient,) = torch.autograd.grad(compiled.sum(), module.kv_b_proj.weight)
+        (expected,) = torch.autograd.grad(eager.sum(), module.kv_b_proj.weight)
+    torch.testing.assert_close(gradient, expected)
+    assert mla_compile.last_report().note == "stock Inductor, gradients are needed"
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_inference_mode_is_rewritten():
+    module = Combined()
+    with torch.inference_mode():
+        x, cache = decode_inputs()
+        compiled, _ = torch.compile(module, backend="mla")(x, cache)
+        torch.testing.assert_close(compiled, module(x, cache)[0])
+    assert mla_compile.last_report().rewritten == 1
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_autocast_is_rewritten_in_the_dtype_of_autocast():
+    module, (x, cache) = Combined(), decode_inputs()
+    exact, _ = module(x, cache)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        eager, _ = module(x, cache)
+        compiled, _ = torch.compile(module, backend="mla")(x, cache)
+    assert mla_compile.last_report().rewritten == 1
+    assert compiled.dtype == eager.dtype == torch.bfloat16
+    assert (compiled - exact).abs().max() <= 2 * (eager - exact).abs().max() + 2**-8 * exact.abs().max()
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_off_leaves_the_graph_to_stock_inductor():
+    torch.compile(Combined(), backend="mla", options={"mla.path": "off"})(*decode_inputs())
+    assert mla_compile.last_report().note == "stock Inductor, mla.path is off"
+
+
+def test_strict_raises_where_an_attention_stays_unchanged():
+    compiled = torch.compile(Ordinary(), backend="mla", options={"mla.strict": True})
+    with pytest.raises(Exception, match="StrictError") as caught:
+        compiled(torch.randn(2, 16, 32))
+    assert "1 of 1 attentions stay unchanged" in str(caught.value)
+    assert "expected values that are an up-projection of a latent" in str(caught.value)
+
+
+def test_strict_raises_where_there_is_no_attention():
+    compiled = torch.compile(nn.Linear(4, 4), backend="mla", options={"mla.strict": True})
+    with pytest.raises(Exception, match="expected a model with MLA attention, found none"):
+        compiled(torch.randn(2, 4))
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_verify_accepts_a_right_rewrite_and_checks_only_once():
+    module, inputs = Combined(), decode_inputs()
+    compiled = torch.compile(module, backend="mla", options={"mla.verify": True})
+    for _ in range(2):
+        torch.testing.assert_close(compiled(*inputs)[0], module(*inputs)[0])
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_verify_raises_on_a_wrong_rewrite(monkeypatch):
+    from mla_compile.passes import pipeline, rewrite
+
+    def wrong(graph, site, *args):
+        from dataclasses import replace
+
+        return rewrite.rewrite(graph, replace(site, nope=replace(site.nope, scale=1.1 * site.nope.scale)), *args)
+
+    monkeypatch.setattr(pipeline, "rewrite", wrong)
+    compiled = torch.compile(Combined(), backend="mla", options={"mla.verify": True})
+    with pytest.raises(mla_compile.VerifyError, match="the absorbed path differs from the original by"):
+        compiled(*decode_inputs())
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_a_latent_that_serves_something_else_too_is_still_right():
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mla = Combined()
+
+        def forward(self, x, cache):
+            output, (latent, _) = self.mla(x, cache)
+            return output + latent.mean(), self.mla.kv_b_proj(latent)
+
+    module, inputs = Reader(), decode_inputs()
+    for compiled, eager in zip(torch.compile(module, backend="mla")(*inputs), module(*inputs), strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_a_mask_of_the_wrong_shape_is_an_error_as_in_eager():
+    x, cache = decode_inputs()
+    mask = torch.ones(1, 1, 1, 17, dtype=torch.bool)
+    for run in (Combined(), torch.compile(Combined(), backend="mla")):
+        with pytest.raises((RuntimeError, torch._dynamo.exc.TorchRuntimeError)):
+            run(x, cache, mask)
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_a_cache_that_is_too_short_is_an_error_as_in_eager():
+    from tests.models import Separate
+
+    for run in (Separate(), torch.compile(Separate(), backend="mla")):
+        cache = Separate().empty_cache(1)
+        cache["length"].fill_(Separate.LENGTH)
+        with pytest.raises((RuntimeError, IndexError)):
+            run(torch.randn(1, 1, HIDDEN), cache)
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_one_compilation_serves_a_range_of_lengths_and_guards_its_path():
+    module = Combined()
+    compiled = torch.compile(module, backend="mla")
+    for tokens in (300, 301, 350, 400, 5000):
+        x, cache = decode_inputs(tokens)
+        torch.testing.assert_close(compiled(x, cache)[0], module(x, cache)[0])
+    assert len(mla_compile.reports()) == 2
+    assert {site.path for report in mla_compile.reports() for site in report.sites} == {"absorbed"}
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_a_symbolic_number_of_queries_takes_each_path_in_its_range():
+    module = Combined()
+    compiled = torch.compile(module, backend="mla", dynamic=True)
+    paths = {}
+    for queries, tokens in ((2, 4000), (3, 5000), (600, 8), (700, 9), (4, 6000)):
+        cache = torch.randn(1, tokens, L), torch.randn(1, tokens, R)
+        x = torch.randn(1, queries, HIDDEN)
+        before = len(mla_compile.reports())
+        torch.testing.assert_close(compiled(x, cache)[0], module(x, cache)[0])
+        if len(mla_compile.reports()) > before:
+            paths[queries] = mla_compile.last_report().sites[0].path
+    assert paths == {2: "absorbed", 600: "chunked"}
+
+
+def test_explain_compiles_afresh_and_says_what_happened():
+    report = mla_compile.explain(Combined(), *decode_inputs())
+    assert [site.path for site in report.sites] == ["absorbed"]
+    text = str(report)
+    assert text.startswith("1 of 1 attentions rewritten")
+    assert "compile/../models.py" in text or "tests/models.py:" in text
+    assert math.isfinite(report.seconds["compile"])
+    assert mla_compile.Report.from_json(report.to_json()) == report
