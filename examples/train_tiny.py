@@ -135,10 +135,12 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int) -> PreTrainedToke
 
 
 def cut(text: str, mean_length: int, rng: random.Random) -> Iterator[str]:
-    """`text` in pieces that end anywhere, inside words too."""
+    """`text` in pieces, half of which end with a line and half anywhere, inside words too."""
     start = 0
     while start < len(text):
         stop = start + 1 + int(rng.expovariate(1 / mean_length))
+        if rng.random() < 0.5:
+            stop = text.find("\n", stop) + 1 or len(text)
         yield text[start:stop]
         start = stop
 
@@ -302,6 +304,39 @@ def train(model: DeepseekV3ForCausalLM, tokens: Tensor, args: argparse.Namespace
             if quarters and clock.done >= quarters[0]:
                 quarters.pop(0)
                 save()
+
+
+def repetitions(
+    tokens: Tensor, lines: Tensor, batch: int, context: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Windows `[batch, context]` that fall into a loop, and for each where its loop starts and its period, `[batch, 1]`.
+
+    One half repeats one to three whole lines (`lines` holds the positions of the line breaks), the other a few tokens
+    from anywhere.
+    """
+    half = batch // 2
+    line = torch.randint(len(lines) // 10, len(lines) - 3, (half, 1), generator=generator)
+    lines_long = torch.randint(1, 4, (half, 1), generator=generator)
+    begin = torch.cat([lines[line], torch.randint(64, len(tokens) - 64, (batch - half, 1), generator=generator)])
+    few = torch.randint(1, 9, (batch - half, 1), generator=generator)
+    period = torch.cat([lines[line + lines_long] - lines[line], few]).clamp(max=64)
+    first = torch.randint(1, 64, (batch, 1), generator=generator)
+    position = torch.arange(context).expand(batch, -1)
+    looped = torch.where(position < first, position, first + (position - first) % period)
+    return tokens[begin - first + looped], first, period
+
+
+def repetition_loss(logits: Tensor, ids: Tensor, first: Tensor, period: Tensor, decay: float = 0.5) -> Tensor:
+    """Each round of a loop should find its tokens half as likely as the round before (DITTO, Xu et al. 2022, eq. 3).
+
+    Small models decoded greedily repeat themselves without end, for every repetition makes the next one more likely.
+    """
+    likely = logits[:, :-1].float().softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    position = torch.arange(1, ids.shape[1]).expand(len(ids), -1)
+    before = likely.detach().gather(1, (position - period - 1).clamp(min=0))
+    repeated = position >= first + period
+    error = (likely - decay * before).abs()
+    return -((1 - error).clamp(min=1e-6).log() * repeated).sum() / repeated.sum()
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import mla_compile.kernels
+import mla_compile.kernels.register
 from mla_compile import device as devices
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.pipeline import Pipeline
@@ -56,7 +56,6 @@ def mla(
     *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
-    reuse_reports: bool = True,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph: rewrite its MLA attention, leave all else to Inductor.
 
@@ -71,7 +70,7 @@ def mla(
     ours, inductor = option_parser.parse(options, mode)
     with inductor_config.patch(inductor):
         start = time.perf_counter()
-        compilation = _Compilation(module, inputs, ours, reuse_reports)
+        compilation = _Compilation(module, inputs, ours)
         compiled = compilation.run()
         seconds = compilation.seconds | {"compile": time.perf_counter() - start}
         record(Report(tuple(compilation.outcomes), compilation.note, seconds))
@@ -81,8 +80,8 @@ def mla(
 class _Compilation:
     """One graph on its way to Inductor."""
 
-    def __init__(self, module: fx.GraphModule, inputs: Inputs, options: Options, reuse_reports: bool) -> None:
-        self.module, self.inputs, self.options, self.reuse_reports = module, inputs, options, reuse_reports
+    def __init__(self, module: fx.GraphModule, inputs: Inputs, options: Options) -> None:
+        self.module, self.inputs, self.options = module, inputs, options
         self.outcomes: list[Outcome] = []
         self.note = ""
         self.seconds: dict[str, float] = {}
@@ -96,30 +95,36 @@ class _Compilation:
         seal(sealed)
         tag = cache_tag(self.options, self._rates())
         store = ReportStore(sealed, self.inputs, tag)
-        stored = store.load() if self.reuse_reports else None
+        stored = store.load()
         if stored is not None and not stored.rewritten:
             self.outcomes = list(stored.sites)
             return self._stock("nothing to rewrite")
         try:
-            with self._own_artifacts(tag):
-                compiled = _compile_fx(sealed, self.inputs, inner_compile=self._inner, decompositions={})
+            compiled = self._compile(sealed, tag, use_cache=True)
+            if not self.seconds and stored is None:  # an artifact from a cache, but not what had been decided for it
+                compiled = self._compile(sealed, tag, use_cache=False)
         except _NothingToRewrite:
             store.save(Report(tuple(self.outcomes)))
             return self._stock("nothing to rewrite")
         if self.seconds:
             store.save(Report(tuple(self.outcomes)))
-        else:  # the artifact came from a cache, and with it what had been decided
-            assert stored is not None, "a cached artifact without its report"
+        elif stored is not None:
             self.outcomes = list(stored.sites)
         return compiled
 
+    def _compile(self, sealed: fx.GraphModule, tag: str, use_cache: bool) -> Callable[..., Any]:
+        """Compile a copy of the sealed graph through the passes, which do not run if torch's cache has the artifact."""
+        module = fx.GraphModule(sealed, copy.deepcopy(sealed.graph))
+        module.meta = dict(sealed.meta)
+        with self._own_artifacts(tag, use_cache and not self.options.verify):
+            return _compile_fx(module, self.inputs, inner_compile=self._inner, decompositions={})
+
     @contextlib.contextmanager
-    def _own_artifacts(self, tag: str) -> Iterator[None]:
-        """Keep torch's caches from serving an artifact made otherwise; with `verify` the passes always have to run."""
-        use_cache = functorch_config.enable_autograd_cache and not self.options.verify
+    def _own_artifacts(self, tag: str, use_cache: bool) -> Iterator[None]:
+        """Keep torch's caches from serving an artifact that was made otherwise, or at all."""
         with (
             _compiler_config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}{tag}"),
-            functorch_config.patch(enable_autograd_cache=use_cache),
+            functorch_config.patch(enable_autograd_cache=functorch_config.enable_autograd_cache and use_cache),
         ):
             yield
 

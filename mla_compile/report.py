@@ -104,7 +104,7 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     from .backend import mla
 
     def fresh(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        return mla(graph, inputs, options=options, reuse_reports=False)
+        return mla(graph, inputs, options=options)
 
     before = len(_HISTORY)
     compiled = torch.compile(model, backend=fresh)

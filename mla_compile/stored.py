@@ -29,9 +29,10 @@ class ReportStore:
     """The reports of one Dynamo graph."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], tag: str) -> None:
+        values = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
         described = [
             (tuple(map(str, v.shape)), str(v.dtype), str(v.device)) if isinstance(v, torch.Tensor) else str(v)
-            for v in inputs
+            for v in values
         ]
         config = repr((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")))
         text = module.code + repr(described) + config + tag

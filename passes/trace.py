@@ -28,7 +28,7 @@ def size_of(value: Any) -> Size:
     if isinstance(value, fx.Node):
         value = value.meta["val"]
     if isinstance(value, torch.SymInt):
-        expression: sympy.Expr = value.node.expr
+        expression = sympy.sympify(value.node.expr)
         return int(expression) if isinstance(expression, sympy.Integer) else expression
     assert isinstance(value, int)
     return value
@@ -42,7 +42,8 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
 def hint_of(symbol: sympy.Symbol, environment: ShapeEnv) -> int:
     """The present value of a symbol of a shape environment."""
     ask = getattr(environment, "guarding_hint_or_throw", None) or environment.size_hint  # renamed in torch 2.12
-    return int(ask(symbol))
+    value: Any = ask(symbol)
+    return int(value)
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:

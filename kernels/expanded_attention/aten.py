@@ -18,6 +18,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+import mla_compile.ops  # noqa: F401  defines the op
+
 from ...errors import KernelError
 from ..checks import check_alike, check_mask, check_rank, check_shapes
 from ..merge_states.aten import share_of_second

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+import mla_compile.ops  # noqa: F401  defines the op
+
 from ..checks import check_alike, check_mask, check_rank, check_shapes
 from ..visibility import Keys, Visibility, split, take
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import mla_compile.ops  # noqa: F401  defines the op
+
 from ...errors import KernelError
 from ..checks import check_alike, check_rank, check_shapes
 

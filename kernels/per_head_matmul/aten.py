@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import mla_compile.ops  # noqa: F401  defines the op
+
 from ..checks import check_alike, check_rank, check_shapes
 
 

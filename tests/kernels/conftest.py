@@ -1,5 +1,6 @@
 """Fixtures of the kernels' tests."""
 
+import mla_compile.kernels.register  # noqa: F401  the ops under test
 import pytest
 import torch
 

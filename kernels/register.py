@@ -1,0 +1,8 @@
+"""Importing this module registers an implementation of every mla op.
+
+It is not the package's `__init__`: a folder of this name at the top of a checkout is also what `import kernels` finds.
+"""
+
+from mla_compile.kernels import expanded_attention, latent_attention, merge_states, per_head_matmul
+
+__all__ = ["expanded_attention", "latent_attention", "merge_states", "per_head_matmul"]
