@@ -41,6 +41,7 @@ def rewrite(
     with graph.inserting_before(site.node):
         output = inline(graph, traced.graph, arguments, site.node)
     site.node.replace_all_uses_with(output)
+    graph.erase_node(site.node)  # a sealed attention is impure to fx, so that no pass would remove it
     return output
 
 
@@ -106,21 +107,22 @@ class _Emit:
         offset = 0 if site.attention.causal else None
         scale = site.nope.scale
         if site.w_uk is None or site.w_uv is None:
-            o, lse = torch.ops.mla.latent_attention(q_nope, q_rope, latent, k_rope, mask, offset, scale)
+            o, _ = torch.ops.mla.latent_attention(q_nope, q_rope, latent, k_rope, mask, offset, scale)
         else:
             w_uk = read(site.w_uk, site.heads, site.nope.summed, site.rank).to(dtype)
             w_uv = read(site.w_uv, site.heads, columns, site.rank).to(dtype)
             if self.path == "absorbed":
                 q_latent = torch.ops.mla.per_head_matmul(q_nope, w_uk)
-                o, lse = torch.ops.mla.latent_attention(q_latent, q_rope, latent, k_rope, mask, offset, scale)
+                o, _ = torch.ops.mla.latent_attention(q_latent, q_rope, latent, k_rope, mask, offset, scale)
                 o = torch.ops.mla.per_head_matmul(o, w_uv.transpose(1, 2))
             else:
                 q = torch.cat([q_nope, q_rope], dim=-1) if q_rope.shape[-1] else q_nope
-                o, lse = torch.ops.mla.expanded_attention(
+                o, _ = torch.ops.mla.expanded_attention(
                     q, latent, k_rope, w_uk, w_uv, mask, offset, scale, self.workspace_tokens
                 )
         if site.attention.strict_rows and mask is not None:
-            o = torch.where(lse.isneginf().unsqueeze(-1), math.nan, o)
+            empty = ~mask.any(-1) if mask.dtype == torch.bool else mask.isneginf().all(-1)
+            o = torch.where(empty.transpose(1, 2).unsqueeze(-1), math.nan, o)
         output = write_as(o, (*rows, columns), site.attention.dims, realize)
         return output.to(site.node.meta["val"].dtype)
 

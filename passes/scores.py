@@ -66,11 +66,20 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
     def operand(node: fx.Node, factor: float) -> list[Summand]:
         return _summands(node, through[len(through) - len(trace[node].dims) :], factor, trace)
 
+    def addend(node: fx.Node, factor: float) -> list[Summand]:
+        """An operand of a sum. One without products is one mask: what it rejects it rejects by what is added."""
+        summands = operand(node, factor)
+        if _holds_product(summands):
+            return summands
+        form = trace[node]
+        mask = Mask(form.term, attends=False, factor=factor)
+        return [Summand(form, through[len(through) - len(form.dims) :], mask)]
+
     a, b, c = (*arguments(source), None, None, None)[:3]
     match source.target:
         case aten.add.Tensor | aten.sub.Tensor if is_tensor(a) and is_tensor(b) and not source.kwargs:
             sign = 1.0 if source.target is aten.add.Tensor else -1.0
-            return _sum(source, operand(a, factor), operand(b, sign * factor))
+            return _sum(source, addend(a, factor), addend(b, sign * factor))
         case aten.mul.Tensor | aten.mul.Scalar if isinstance(b, int | float):
             return operand(a, factor * b)
         case aten.div.Tensor | aten.div.Scalar if isinstance(b, int | float) and b != 0:
@@ -93,17 +102,20 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
 
 def _sum(source: fx.Node, left: list[Summand], right: list[Summand]) -> list[Summand]:
     """Both operands' summands, first those of the one that holds products: its masks apply before the rest is added."""
-    holds = [any(isinstance(s.what, float) for s in side) for side in (left, right)]
     fills = [s.what for s in (*left, *right) if isinstance(s.what, Mask) and s.what.attends]
-    if all(holds) and any(not math.isinf(mask.fill) for mask in fills):
+    if _holds_product(left) and _holds_product(right) and any(not math.isinf(mask.fill) for mask in fills):
         raise Refusal(source, "expected scores to be summed before a finite number takes their place, found it after")
-    return [*left, *right] if holds[0] else [*right, *left]
+    return [*left, *right] if _holds_product(left) else [*right, *left]
+
+
+def _holds_product(summands: list[Summand]) -> bool:
+    return any(isinstance(s.what, float) for s in summands)
 
 
 def _check_fill(source: fx.Node, fill: float, factor: float) -> None:
     dtype = torch.promote_types(source.meta["val"].dtype, torch.float32)  # that of the ops' arithmetic
     highest = -SPACING / torch.finfo(dtype).eps
-    if fill > highest or factor <= 0:
+    if fill * factor > highest or factor <= 0:
         raise Refusal(source, f"expected rejected scores to be -inf or at most {highest:.0e}, found {fill * factor:g}")
 
 

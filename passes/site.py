@@ -26,6 +26,7 @@ from .axes import (
     Undefined,
     change_read,
     product,
+    same,
     total,
 )
 from .find import Attention, Score
@@ -137,15 +138,11 @@ def prove(attention: Attention) -> Site:
                     f"expected {rope.width} columns of the keys to be shared by all heads or to come from the latent "
                     f"of the values, found {_describe(rope.key)}",
                 )
-        raise Refusal(node, "expected one latent for all heads, found one a head")
+        raise Refusal(node, "expected a latent and an up-projection without a common axis but the rank, found another")
     tokens = set(attention.queries) if attention.queries is not None else rows - heads - batch
     if tokens & (heads | batch):
         raise Refusal(node, "expected keys and values that are the same for every query, found some that differ")
     heads = rows - batch - tokens  # also those of the queries alone, which share their keys and values
-    for weight in (w_uk, w_uv):
-        allowed = heads | set(rank) | set(nope.summed) | set(attention.columns)
-        if weight is not None and not weight.axes <= allowed:
-            raise Refusal(node, f"expected an up-projection by a weight, found {_name(weight)}, which differs by token")
     for rope in ropes:
         if not rope.key.axes <= batch | keys | set(rope.summed):
             raise Refusal(node, f"expected rope columns shared by all heads, found {_describe(rope.key)}")
@@ -177,14 +174,19 @@ def _split(term: Term, keys: set[Axis]) -> tuple[Read, Read, Dim, float] | None:
 def _up_projected(piece: Piece, keys: set[Axis], latent: Read, rank: Dim) -> tuple[Read, Read, Dim, float] | None:
     """`latent, W_UK, rank, scale` if a piece of the keys is an up-projection of the latent of the values."""
     factors = _split(piece.key, keys)
-    if factors is None or len(factors[2]) != len(rank):
+    if factors is None or not _alike(factors[2], rank):
         return None
     return factors if change_read(latent, dict(zip(rank, factors[2], strict=True))) == factors[0] else None
 
 
+def _alike(a: Dim, b: Dim) -> bool:
+    """Whether two dimensions are made of axes of the same sizes."""
+    return len(a) == len(b) and all(same(x.size, y.size) for x, y in zip(a, b, strict=True))
+
+
 def _absorbed(piece: Piece, value: Read, columns: Dim) -> bool:
     """Whether a piece of the keys is the value itself: attention in latent space, absorbed by hand."""
-    if len(piece.summed) != len(columns):
+    if not _alike(piece.summed, columns):
         return False
     return change_read(value, dict(zip(columns, piece.summed, strict=True))) == piece.key.read
 

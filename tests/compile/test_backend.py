@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mla_compile
-from tests.models import HIDDEN, L, R, Combined
+from tests.models import HIDDEN, Combined, L, R
 
 
 class Ordinary(nn.Module):

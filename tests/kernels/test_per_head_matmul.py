@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from mla_compile.kernels.per_head_matmul import per_head_matmul_reference
 
 from mla_compile.errors import KernelError
-from mla_compile.kernels.per_head_matmul import per_head_matmul_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -179,11 +179,10 @@ def values_first(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: T
 
 
 def keys_of_all_heads_first(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """The combined weight has the keys' rows of all heads, then the values'."""
-    k_nope, v = (latent @ w_kv).split([N * P, N * V], -1)
-    k_nope = k_nope.view(*latent.shape[:2], N, P).transpose(1, 2)
-    v = v.view(*latent.shape[:2], N, V).transpose(1, 2)
-    return softmax(queries(x, w_q), torch.cat([k_nope, to_heads(k_rope)], -1), v)
+    """The combined weight has the keys' rows of all heads, then the values', both of one width as in DeepSeek-V3."""
+    kv = latent @ torch.cat([w_kv, w_kv[:, : N * 2].tanh()], -1)
+    k, v = (part.view(*latent.shape[:2], N, V).transpose(1, 2) for part in kv.split([N * V, N * V], -1))
+    return softmax(queries(x, w_q), k, v)
 
 
 def merged_batch(*args: Tensor) -> Tensor:
