@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format clean
+.PHONY: demo test check types format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -12,10 +12,15 @@ demo: $(STAMP)
 test: $(STAMP) check
 	$(BIN)/python -m pytest
 
-check: $(STAMP)
+check: $(STAMP) types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+
+# passes/ and kernels/ are subpackages only once installed: lay them out as an installation does.
+types: $(STAMP)
+	rm -rf build/typed && mkdir -p build/typed
+	cp -r mla_compile build/typed/ && cp -r passes kernels build/typed/mla_compile/
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

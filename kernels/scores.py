@@ -24,5 +24,5 @@ def softmax_with_lse(scores: Tensor, mask: Tensor | None, causal: Tensor | None)
     if causal is not None:
         scores = scores.masked_fill(~causal, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0))
+    weights = torch.softmax(scores, dim=-1).masked_fill(lse == -torch.inf, 0.0)
     return weights, lse.squeeze(-1)

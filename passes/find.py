@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+import mla_compile.ops  # noqa: F401  defines the sealed op
+
 from . import layout
 from .axes import Dim, Form, Product, Term, Unaligned
 from .scores import Mask, scores_of

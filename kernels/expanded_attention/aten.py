@@ -37,6 +37,9 @@ _MASKED_QUERIES = 256
 _BIAS_ELEMENTS = 1 << 20
 """Most elements of a mask turned into a bias at a time: 4 MiB in float32."""
 
+_SPACING = 8.0
+"""Where floats are this far apart, adding a score changes nothing that a softmax could show."""
+
 Piece = tuple[range, range, bool]
 """Queries, the keys that they attend to as positions in the chunk, and whether query i sees only the first i + 1."""
 
@@ -55,6 +58,7 @@ def expanded_attention_aten(
     """`mla::expanded_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
     _check(q, latent, k_rope, w_uk, w_uv, mask, workspace_tokens)
     batch, query_count, heads, _ = q.shape
+    q, mask, level = _leveled(q, mask)
     o = q.new_zeros((batch, query_count, heads, w_uv.shape[1]))
     lse = q.new_empty((batch, query_count, heads), dtype=torch.float32)
     for b in range(batch):
@@ -74,7 +78,24 @@ def expanded_attention_aten(
                 workspace_tokens,
                 out=(o[b, :, group].transpose(0, 1), lse[b, :, group].transpose(0, 1)),
             )
-    return o, lse
+    return o, lse if level is None else lse.add_(level)
+
+
+def _leveled(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Bring rows that finite numbers hide from every key up to 0: queries, mask, and what the rows' lse lacks now.
+
+    At -1e30 nothing is left of a score, so the queries may be 0, and nothing of how many keys a chunk had in its lse,
+    which is what chunks are merged by.
+    """
+    if mask is None or mask.dtype == torch.bool:
+        return q, mask, None
+    lowest = -_SPACING / torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
+    peak = mask.amax(-1, keepdim=True)
+    lost = (peak <= lowest) & peak.isfinite()
+    if reads_values(lost) and not lost.any():
+        return q, mask, None
+    level = peak.masked_fill(~lost, 0.0)
+    return q.masked_fill(lost.transpose(1, 2), 0.0), mask - level, level.squeeze(-1).transpose(1, 2)
 
 
 def _attend_sequence(

@@ -195,3 +195,20 @@ def test_refuses(position, wrong, message):
     arguments[position] = wrong
     with pytest.raises(KernelError, match=message):
         expanded_attention(*arguments)
+
+
+@pytest.mark.parametrize("fill", [-1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("workspace_tokens", [1, 4, 11])
+def test_a_row_that_a_number_hides_everywhere_is_uniform(fill, workspace_tokens):
+    q, latent, k_rope = torch.randn(1, 3, 2, 6), torch.randn(1, 11, 5), torch.randn(1, 11, 2)
+    w_uk, w_uv = torch.randn(2, 4, 5), torch.randn(2, 3, 5)
+    mask = torch.zeros(1, 1, 3, 11)
+    mask[:, :, 1] = fill
+    o, lse = torch.ops.mla.expanded_attention(q, latent, k_rope, w_uk, w_uv, mask, None, 0.4, workspace_tokens)
+    exact, exact_lse = expanded_attention_reference(
+        *(t.double() for t in (q, latent, k_rope, w_uk, w_uv)), mask.double(), None, 0.4
+    )
+    uniform = torch.einsum("btl,nvl->bnv", latent, w_uv) / 11
+    torch.testing.assert_close(o[:, 1], uniform)
+    torch.testing.assert_close(o[:, ::2], exact[:, ::2].float())
+    torch.testing.assert_close(lse, exact_lse.float())

@@ -6,9 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from mla_compile.kernels.expanded_attention.reference import expanded_attention_reference
-from mla_compile.kernels.latent_attention.reference import latent_attention_reference
-from mla_compile.kernels.per_head_matmul.reference import per_head_matmul_reference
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.pipeline import Pipeline
 from torch import Tensor, fx
@@ -16,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from mla_compile import ops as ops  # defines the ops
 from mla_compile.cost import Device
 
 DEVICE = Device("of the tests", 1e12, 1e11)
@@ -37,19 +35,44 @@ def capture(function: Callable[..., Any], *tensors: Tensor, symbolic: Sequence[S
 
 
 class _Run(fx.Interpreter):
-    """Runs a graph with the mla ops as their equations say, in the dtype of their inputs."""
+    """Runs a graph with the mla ops as their equations in `mla_compile.ops` say, in the dtype of their inputs."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         match target:
             case torch.ops.mla.latent_attention.default:
-                return latent_attention_reference(*args)
+                q_latent, q_rope, latent, k_rope, *rest = args
+                weights, lse = _softmax(_dot(q_latent, latent) + _dot(q_rope, k_rope), *rest)
+                return torch.einsum("bnst,btl->bsnl", weights, latent), lse
             case torch.ops.mla.expanded_attention.default:
-                *operands, workspace_tokens = args
+                q, latent, k_rope, w_uk, w_uv, *rest, workspace_tokens = args
                 assert workspace_tokens >= 1
-                return expanded_attention_reference(*operands)
+                q_nope, q_rope = q.split([w_uk.shape[1], k_rope.shape[2]], dim=-1)
+                nope = torch.einsum("bsnp,npl,btl->bnst", q_nope, w_uk, latent)
+                weights, lse = _softmax(nope + _dot(q_rope, k_rope), *rest)
+                return torch.einsum("bnst,btl,nvl->bsnv", weights, latent, w_uv), lse
             case torch.ops.mla.per_head_matmul.default:
-                return per_head_matmul_reference(*args)
+                return torch.einsum("bsni,nio->bsno", *args)
         return super().call_function(target, args, kwargs)
+
+
+def _dot(q: Tensor, k: Tensor) -> Tensor:
+    return torch.einsum("bsnl,btl->bnst", q, k)
+
+
+def _softmax(scores: Tensor, mask: Tensor | None, causal_offset: int | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Weights `[B, N, Sq, T]`, 0 in a row with nothing to attend to, and their lse `[B, Sq, N]`, float32."""
+    batch, heads, queries, keys = scores.shape
+    scores = scale * scores
+    if mask is not None:
+        assert mask.dtype == torch.bool or mask.is_floating_point()
+        assert all(size in (1, full) for size, full in zip(mask.shape, (batch, heads, queries, keys), strict=True))
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if causal_offset is not None:
+        hidden = torch.arange(keys) > torch.arange(queries)[:, None] + causal_offset
+        scores = scores.masked_fill(hidden, -torch.inf)
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.softmax(-1).masked_fill(empty, 0.0)
+    return weights, scores.logsumexp(-1).transpose(1, 2).float()
 
 
 def run(module: fx.GraphModule, *tensors: Tensor) -> Any:

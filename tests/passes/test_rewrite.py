@@ -1,0 +1,191 @@
+"""The rewritten graph, line by line, for the absorbed and for the chunked path; and what a rewrite keeps of the old."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from tests.passes import spellings as mla
+from tests.passes.graphs import capture, rewrite, run
+from tests.passes.spellings import SCALE, UNKNOWN, L, N, P, R, T, V
+
+
+def attention(q: Tensor, latent: Tensor, k_rope: Tensor, w_kv: Tensor, mask: Tensor) -> Tensor:
+    """Queries with heads after tokens, everything else as DeepSeek's code has it."""
+    k_nope, v = mla.up_projected(latent, w_kv)
+    return mla.sealed(q.transpose(1, 2), torch.cat([k_nope, mla.to_heads(k_rope)], -1), v, mask)
+
+
+def tensors() -> tuple[Tensor, ...]:
+    _, latent, k_rope, _, w_kv = mla.tensors()
+    q = torch.randn(mla.B, mla.SQ, N, P + R, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return q, latent, k_rope, w_kv, torch.ones(mla.SQ, T, dtype=torch.bool).tril(8)
+
+
+def readable(module: fx.GraphModule) -> str:
+    """One line a node: its number, shape, op and arguments. Inputs keep their names."""
+    names: dict[fx.Node, str] = {}
+    lines = []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            names[node] = str(node.target).removesuffix("_1")
+            continue
+        arguments = fx.node.map_arg(node.args, lambda n: _Name(names[n]))
+        text = ", ".join("scale" if a == SCALE else str(a) for a in arguments)
+        if node.op == "output":
+            lines.append(f"return {text}")
+            continue
+        names[node] = f"%{len(lines)}"
+        value = node.meta.get("val")
+        shape = f": {[*value.shape]}" if isinstance(value, Tensor) else ""
+        op = (
+            str(node.target).removesuffix(".default")
+            if isinstance(node.target, torch._ops.OpOverload)
+            else node.target.__name__
+        )
+        lines.append(f"{names[node]}{shape} = {op}({text})")
+    return "\n".join(lines)
+
+
+class _Name(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+GOLDEN = {
+    "absorbed": """
+%0: [2, 3, 5, 4] = aten.slice.Tensor(q, 3, 0, 4)
+%1: [2, 3, 5, 4] = aten.permute(%0, [0, 1, 2, 3])
+%2: [2, 3, 5, 2] = aten.slice.Tensor(q, 3, 4, 6)
+%3: [2, 3, 5, 2] = aten.permute(%2, [0, 1, 2, 3])
+%4: [2, 11, 7] = aten.permute(latent, [0, 1, 2])
+%5: [2, 11, 2] = aten.permute(k_rope, [0, 1, 2])
+%6: [3, 11] = aten.permute(mask, [0, 1])
+%7: [1, 3, 11] = aten.unsqueeze(%6, 0)
+%8: [1, 1, 3, 11] = aten.unsqueeze(%7, 1)
+%9: [7, 5, 10] = aten.reshape(w_kv, [7, 5, 10])
+%10: [7, 5, 4] = aten.slice.Tensor(%9, 2, 0, 4)
+%11: [5, 4, 7] = aten.permute(%10, [1, 2, 0])
+%12: [7, 5, 10] = aten.reshape(w_kv, [7, 5, 10])
+%13: [7, 5, 6] = aten.slice.Tensor(%12, 2, 4, 10)
+%14: [5, 6, 7] = aten.permute(%13, [1, 2, 0])
+%15: [2, 3, 5, 7] = mla.per_head_matmul(%1, %11)
+%16 = mla.latent_attention(%15, %3, %4, %5, %8, None, scale)
+%17: [2, 3, 5, 7] = getitem(%16, 0)
+%18: [5, 7, 6] = aten.transpose.int(%14, 1, 2)
+%19: [2, 3, 5, 6] = mla.per_head_matmul(%17, %18)
+%20: [2, 5, 3, 6] = aten.permute(%19, [0, 2, 1, 3])
+return %20
+""",
+    "chunked": """
+%0: [2, 3, 5, 4] = aten.slice.Tensor(q, 3, 0, 4)
+%1: [2, 3, 5, 4] = aten.permute(%0, [0, 1, 2, 3])
+%2: [2, 3, 5, 2] = aten.slice.Tensor(q, 3, 4, 6)
+%3: [2, 3, 5, 2] = aten.permute(%2, [0, 1, 2, 3])
+%4: [2, 11, 7] = aten.permute(latent, [0, 1, 2])
+%5: [2, 11, 2] = aten.permute(k_rope, [0, 1, 2])
+%6: [3, 11] = aten.permute(mask, [0, 1])
+%7: [1, 3, 11] = aten.unsqueeze(%6, 0)
+%8: [1, 1, 3, 11] = aten.unsqueeze(%7, 1)
+%9: [7, 5, 10] = aten.reshape(w_kv, [7, 5, 10])
+%10: [7, 5, 4] = aten.slice.Tensor(%9, 2, 0, 4)
+%11: [5, 4, 7] = aten.permute(%10, [1, 2, 0])
+%12: [7, 5, 10] = aten.reshape(w_kv, [7, 5, 10])
+%13: [7, 5, 6] = aten.slice.Tensor(%12, 2, 4, 10)
+%14: [5, 6, 7] = aten.permute(%13, [1, 2, 0])
+%15: [2, 3, 5, 6] = aten.cat([%1, %3], -1)
+%16 = mla.expanded_attention(%15, %4, %5, %11, %14, %8, None, scale, 4)
+%17: [2, 3, 5, 6] = getitem(%16, 0)
+%18: [2, 5, 3, 6] = aten.permute(%17, [0, 2, 1, 3])
+return %18
+""",
+}
+
+
+@pytest.mark.parametrize("path", GOLDEN)
+def test_the_rewritten_graph(path: str) -> None:
+    module = capture(attention, *tensors())
+    before = run(module, *tensors())
+    rewrite(module, path, workspace_tokens=4)
+    assert readable(module) == GOLDEN[path].strip()
+    torch.testing.assert_close(run(module, *tensors()), before, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("symbolic", [(), UNKNOWN], ids=["known", "unknown"])
+@pytest.mark.parametrize("path", GOLDEN)
+def test_the_new_output_has_the_shape_and_dtype_of_the_old(path: str, symbolic: list[tuple[int, ...]]) -> None:
+    module = capture(attention, *tensors(), symbolic=symbolic)
+    old = module.graph.output_node().args[0].meta["val"]
+    rewrite(module, path)
+    new = module.graph.output_node().args[0].meta["val"]
+    assert new.dtype == old.dtype
+    assert all(bool(a == b) for a, b in zip(new.shape, old.shape, strict=True))
+
+
+def test_new_nodes_say_where_the_old_one_came_from() -> None:
+    module = capture(attention, *tensors())
+    (old,) = module.graph.find_nodes(op="call_function", target=torch.ops.mla.sealed_attention.default)
+    old.meta["stack_trace"] = 'File "/model.py", line 7, in forward\n    o = F.scaled_dot_product_attention(q, k, v)'
+    (outcome,) = rewrite(module)
+    assert (outcome.location, outcome.code) == ("/model.py:7", "o = F.scaled_dot_product_attention(q, k, v)")
+    (new,) = module.graph.find_nodes(op="call_function", target=torch.ops.mla.latent_attention.default)
+    assert new.meta["stack_trace"] == old.meta["stack_trace"]
+
+
+def test_an_outcome_names_the_sizes_of_its_site() -> None:
+    (outcome,) = rewrite(capture(attention, *tensors()))
+    sizes = {"B": 2, "Sq": 3, "T": 11, "N": 5, "L": 7, "P": 4, "R": 2, "V": 6}
+    assert outcome.shapes == {name: str(size) for name, size in sizes.items()}
+    assert outcome.rewritten
+
+
+def test_a_view_that_needed_no_copy_before_may_need_one_after() -> None:
+    """SDPA's output is contiguous over heads; that of the rewritten site is over tokens."""
+
+    def merged(*args: Tensor) -> Tensor:
+        o = attention(*args)
+        return o.transpose(1, 2).contiguous().view(mla.B, mla.SQ, N * V) + o.contiguous().view(-1).sum()
+
+    module = capture(merged, *tensors())
+    before = run(module, *tensors())
+    rewrite(module)
+    torch.testing.assert_close(run(module, *tensors()), before, rtol=0, atol=1e-12)
+
+
+def test_a_dtype_of_its_own_of_the_latent_is_that_of_the_arithmetic() -> None:
+    """A float32 latent whose keys are cast to the queries' bfloat16: the op runs in float32, the result is bfloat16."""
+
+    def cast(q: Tensor, latent: Tensor, k_rope: Tensor, w_kv: Tensor) -> Tensor:
+        k_nope, v = (part.bfloat16() for part in mla.up_projected(latent, w_kv))
+        return mla.sealed(q.transpose(1, 2), torch.cat([k_nope, mla.to_heads(k_rope)], -1), v)
+
+    q, latent, k_rope, w_kv, _ = tensors()
+    inputs = q.bfloat16(), latent.float(), k_rope.bfloat16(), w_kv.float()
+    module = capture(cast, *inputs)
+    before = run(module, *inputs).double()
+    exact = run(
+        capture(attention, *(t.double() for t in inputs), torch.ones(1, 1) > 0),
+        *(t.double() for t in inputs),
+        torch.ones(1, 1) > 0,
+    )
+    (outcome,) = rewrite(module)
+    assert outcome.path == "absorbed"
+    after = run(module, *inputs)
+    assert after.dtype == torch.bfloat16
+    assert (after.double() - exact).abs().max() <= (before - exact).abs().max()
+
+
+def test_sizes_that_only_a_merged_dimension_tells_are_found_elsewhere() -> None:
+    """Batch and tokens both symbolic: the queries are read from a product over their merged dimension."""
+    module = capture(mla.combined, *mla.tensors(), symbolic=UNKNOWN)
+    (outcome,) = rewrite(module)
+    assert outcome.path == "absorbed"
+    assert [size for name, size in outcome.shapes.items() if name in ("N", "L", "P", "R", "V")] == [
+        str(size) for size in (N, L, P, V, R)
+    ]
+    smaller = [t[:1] if t.dim() == 3 else t for t in mla.tensors()]
+    fewer = [smaller[0].repeat(3, 1, 1)[:, :2], *(t[:, :7].repeat(3, 1, 1) for t in smaller[1:3]), *smaller[3:]]
+    torch.testing.assert_close(run(module, *fewer), mla.combined(*fewer), rtol=0, atol=1e-13)
