@@ -86,9 +86,7 @@ def measure(compiler: str | None, cache: str, tokenizer: PreTrainedTokenizerBase
 
 
 def print_table(rows: list[Run]) -> None:
-    print(
-        f"\n{'compiler':10}{'cache':10}{'first run':>12}{'tokens/s':>12}{'x eager':>10}   sites, one graph after another"
-    )
+    print(f"\n{'compiler':10}{'cache':10}{'first run':>12}{'tokens/s':>12}{'x eager':>10}   sites of each graph")
     for row in rows:
         eager = next(r for r in rows if r.compiler == "eager" and r.cache == row.cache)
         speed = f"{row.tokens_per_second:12.1f}{row.tokens_per_second / eager.tokens_per_second:10.2f}"

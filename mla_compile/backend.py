@@ -36,6 +36,7 @@ from .errors import StrictError
 from .options import Options
 from .report import Report, record
 from .seal import seal, unseal
+from .show import show
 from .stored import ReportStore
 from .verify import Verified
 from .version import __version__
@@ -147,10 +148,10 @@ class _Compilation:
         tensors = [t for t in self.inputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
         if not tensors:
             return devices.measured(torch.device("cpu"), torch.float32)
-        largest = max(tensors, key=lambda t: t.dim())
-        return devices.measured(largest.device, largest.dtype)
+        return devices.measured(tensors[0].device, tensors[0].dtype)
 
     def _inner(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
+        show("mla_before_passes", module)
         start = time.perf_counter()
         pipeline = Pipeline(self._rates(), self.options.path, self.options.workspace_tokens)
         before = copy.deepcopy(module) if self.options.verify else None
@@ -158,6 +159,7 @@ class _Compilation:
         self.seconds["passes"] = time.perf_counter() - start
         if not any(outcome.rewritten for outcome in self.outcomes):
             raise _NothingToRewrite
+        show("mla_after_passes", module)
         if self.options.strict:
             _raise_strict(self.outcomes, "")
         start = time.perf_counter()

@@ -4,10 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from mla_compile import explain_command as explain
 from mla_compile.bench import command as bench
 from mla_compile.version import __version__
 
-COMMANDS = (bench,)
+COMMANDS = (explain, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from mla_compile.bench.measure import Result
 from mla_compile.bench.run import Benchmark
 from mla_compile.bench.workloads import Workload
 from mla_compile.cost import Device
+from mla_compile.report import Report
 from mla_compile.version import __version__
 
 
@@ -107,3 +109,11 @@ def test_plot_is_refused_before_anything_is_measured(calls, monkeypatch, capsys)
 
 def test_commands_register_themselves():
     assert command in cli.COMMANDS
+
+
+def test_explain_says_what_became_of_a_checkpoint(capsys):
+    checkpoint = Path(__file__).parents[1] / "examples" / "tiny-deepseek-v3"
+    assert cli.main(["explain", str(checkpoint), "--tokens", "8", "--json"]) == 0
+    report = Report.from_json(capsys.readouterr().out)
+    layers = 5
+    assert [site.path for site in report.sites] == ["chunked"] * layers + ["absorbed"] * layers

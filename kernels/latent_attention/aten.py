@@ -1,4 +1,4 @@
-"""Absorbed MLA out of ATen matrix products: the CPU implementation, and any device's that has no kernel of its own.
+"""Absorbed MLA out of ATen matrix products: for whatever has no kernel of its own.
 
 An online softmax (Milakov and Gimelshein, arXiv 1805.02867) over chunks of keys, heads and query tokens together as
 the rows of one product:
@@ -44,7 +44,7 @@ def latent_attention_aten(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """`mla::latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    _check(q_latent, q_rope, latent, k_rope, mask)
+    check_arguments(q_latent, q_rope, latent, k_rope, mask)
     batch, tokens, _ = latent.shape
     _, query_count, heads, _ = q_latent.shape
     o = q_latent.new_empty(q_latent.shape)
@@ -136,7 +136,7 @@ def _scores(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) ->
     return scores.transpose(1, 2).contiguous()
 
 
-def _check(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> None:
+def check_arguments(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> None:
     op = "latent_attention"
     check_rank(op, "q_latent", q_latent, "B Sq N L")
     check_rank(op, "q_rope", q_rope, "B Sq N R")

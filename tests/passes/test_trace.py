@@ -249,7 +249,7 @@ def buffer_of(a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("symbolic", [(), (0, 1), (0, 1, 2)], ids=["known", "tokens", "all"])
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 5)), min_size=1, max_size=6))
 def test_the_forms_of_any_graph_are_right(symbolic: Sequence[int], steps: list[tuple[str, int]]) -> None:
     def program(x: Tensor, y: Tensor) -> Any:

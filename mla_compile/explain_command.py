@@ -1,0 +1,49 @@
+"""`mla-compile explain MODEL_DIR`: what the backend makes of a checkpoint's attention, without running it for long."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from .report import Report, explain, merged
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the subcommand."""
+    parser = subparsers.add_parser(
+        "explain",
+        help="say what becomes of a model's attention",
+        description="Load a causal language model with transformers, compile it, run one prompt and one further token, "
+        "and print the report.",
+    )
+    parser.add_argument("model", help="a model directory or name that AutoModelForCausalLM can load")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of the prompt (default: 16)")
+    parser.add_argument("--cache", choices=("dynamic", "static"), default="dynamic")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report; the exit status is 1 if an attention stays unchanged."""
+    report = explain_model(arguments.model, arguments.tokens, arguments.cache)
+    print(report.to_json() if arguments.json else report)
+    return 0 if report.sites and report.rewritten == len(report.sites) else 1
+
+
+def explain_model(name: str, tokens: int, cache_kind: str) -> Report:
+    """The reports of a prefill of `tokens` random tokens and of a decode step after it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("explain needs transformers: pip install 'mla-compile[hf]'") from error
+    model = transformers.AutoModelForCausalLM.from_pretrained(name)
+    ids = torch.randint(model.config.vocab_size, (1, tokens + 1))
+    cache = (
+        transformers.DynamicCache(config=model.config)
+        if cache_kind == "dynamic"
+        else transformers.StaticCache(config=model.config, max_cache_len=tokens + 1)
+    )
+    steps = (ids[:, :tokens], ids[:, tokens:])
+    return merged([explain(model, step, past_key_values=cache, use_cache=True) for step in steps])

@@ -1,0 +1,96 @@
+"""Inductor's caches of compiled artifacts stay on, and never serve one made under other options or other passes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, sys
+import torch, mla_compile
+from torch._dynamo.utils import counters
+import mla_compile.backend as backend
+sys.path.insert(0, {root!r})
+from tests.models import Combined, HIDDEN, L, R
+
+passes = json.loads(sys.argv[2])
+if passes:
+    sources = backend._sources()
+    backend._sources = lambda: sources + passes
+torch.manual_seed(0)
+module = Combined()
+compiled = torch.compile(module, backend="mla", options=json.loads(sys.argv[1]))
+error = 0.0
+with torch.no_grad():
+    for tokens in (40, 41, 60):
+        x, cache = torch.randn(1, 1, HIDDEN), (torch.randn(1, tokens, L), torch.randn(1, tokens, R))
+        error = max(error, float((compiled(x, cache)[0] - module(x, cache)[0]).abs().max()))
+reports = mla_compile.reports()
+print(json.dumps({{
+    "hits": counters["aot_autograd"]["autograd_cache_hit"],
+    "misses": counters["aot_autograd"]["autograd_cache_miss"],
+    "ran": [("passes" in report.seconds) for report in reports],
+    "paths": [site.path for report in reports for site in report.sites],
+    "guards": [site.guards for report in reports for site in report.sites],
+    "error": error,
+}}))
+"""
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    """Run the script in a process of its own; all of them share one cache directory."""
+    folder = tmp_path_factory.mktemp("cache")
+    root = str(Path(__file__).parents[2])
+
+    def run(options, passes=""):
+        result = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", SCRIPT.format(root=root), json.dumps(options), json.dumps(passes)],
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr[-4000:]
+        return json.loads(result.stdout.splitlines()[-1])
+
+    return run
+
+
+def test_a_second_process_is_served_the_artifact_and_its_report(process):
+    first, second = process({}), process({})
+    assert first["misses"] == 2
+    assert first["ran"] == [True, True]
+    assert second["hits"] == 2
+    assert second["ran"] == [False, False]
+    assert second["paths"] == first["paths"] == ["absorbed", "absorbed"]
+    assert second["guards"] == first["guards"]
+    assert max(first["error"], second["error"]) < 1e-5
+
+
+def test_other_options_are_another_artifact(process):
+    process({})
+    other = process({"mla.path": "chunked"})
+    assert other["hits"] == 0
+    assert other["paths"] == ["chunked", "chunked"]
+    assert other["error"] < 1e-5
+
+
+def test_another_version_of_the_passes_is_another_artifact(process):
+    process({})
+    other = process({}, passes="changed")
+    assert other["hits"] == 0
+    assert other["ran"] == [True, True]
+
+
+def test_a_lost_report_is_made_again(process, tmp_path_factory):
+    process({})
+    for report in next(tmp_path_factory.getbasetemp().glob("cache*")).glob("mla_compile/*.json"):
+        if not report.name.startswith("device"):
+            report.unlink()
+    again = process({})
+    assert again["paths"] == ["absorbed", "absorbed"]
+    assert again["error"] < 1e-5
