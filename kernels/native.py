@@ -14,6 +14,14 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 
+_CONFIG = {
+    # Products are added unrounded; Inductor keeps the two apart by default, which halves the speed.
+    "cpp.enable_floating_point_contract_flag": "fast",
+    # Of the headers of Inductor's own kernels none is used here, and compiling them takes seconds.
+    "cpp_cache_precompile_headers": False,
+}
+
+
 @cache
 def load(source: Path, argtypes: tuple[str, ...]) -> Callable[..., None] | None:
     """The function `kernel` of a C++ file: pointers take tensors, the rest numbers. None where it cannot be built."""
@@ -21,8 +29,7 @@ def load(source: Path, argtypes: tuple[str, ...]) -> Callable[..., None] | None:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     try:
-        # Inductor's default keeps products and sums apart, to round like eager; a kernel here is one or the other.
-        with config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
+        with config.patch(_CONFIG):
             return CppPythonBindingsCodeCache.load_pybinding(list(argtypes), source.read_text())
     except Exception as error:  # a compiler that is missing, old or broken: there is another way to the same result
         _log.info("no native kernel from %s: %s", source, error)

@@ -36,6 +36,7 @@ constexpr int64_t WIDTH = 4;
 constexpr int64_t KEYS = 4, ROWS = 4, COLUMNS = 4;  // 16 and 16 of 32 registers accumulate
 #endif
 constexpr int64_t PANEL = 16;         // rows of a panel of the packed query
+constexpr int64_t TERMS = 64;  // of a score summed one after the other: errors grow with sqrt(TERMS), not sqrt(L)
 constexpr int64_t BLOCK = 8 * KEYS;   // 64 keys of 576 numbers are 144 KiB: within a second-level cache
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
@@ -126,12 +127,18 @@ void pack_query(const Problem& p, int64_t sequence, float* packed) {
 using Scores = vec[KEYS][PANEL / WIDTH];
 
 // Adds the products of KEYS keys [width] and a panel of rows [width, PANEL].
-inline void add_products(Scores& sum, const float* const (&keys)[KEYS], const float* panel, int64_t width) {
-  for (int64_t i = 0; i < width; ++i) {
-    for (int64_t v = 0; v < PANEL / WIDTH; ++v) {
-      const vec q = load(panel + i * PANEL + v * WIDTH);
-      for (int64_t k = 0; k < KEYS; ++k) sum[k][v] += keys[k][i] * q;
+inline void add_products(Scores& scores, const float* const (&keys)[KEYS], const float* panel, int64_t width) {
+  for (int64_t begin = 0; begin < width; begin += TERMS) {
+    const int64_t end = std::min(begin + TERMS, width);
+    Scores sum = {};
+    for (int64_t i = begin; i < end; ++i) {
+      for (int64_t v = 0; v < PANEL / WIDTH; ++v) {
+        const vec q = load(panel + i * PANEL + v * WIDTH);
+        for (int64_t k = 0; k < KEYS; ++k) sum[k][v] += keys[k][i] * q;
+      }
     }
+    for (int64_t k = 0; k < KEYS; ++k)
+      for (int64_t v = 0; v < PANEL / WIDTH; ++v) scores[k][v] += sum[k][v];
   }
 }
 
@@ -147,12 +154,12 @@ void score_block(const Problem& p, const float* latent, const float* k_rope, int
     }
     for (int64_t row = 0; row < stride; row += PANEL) {
       const float* panel = w.query.data() + row * p.width();
-      Scores sum = {};
-      add_products(sum, latents, panel, p.rank);
-      add_products(sum, ropes, panel + p.rank * PANEL, p.rope);
+      Scores scores = {};
+      add_products(scores, latents, panel, p.rank);
+      add_products(scores, ropes, panel + p.rank * PANEL, p.rope);
       for (int64_t k = 0; k < KEYS; ++k)
         for (int64_t v = 0; v < PANEL / WIDTH; ++v)
-          store(w.scores.data() + (first + k) * stride + row + v * WIDTH, sum[k][v]);
+          store(w.scores.data() + (first + k) * stride + row + v * WIDTH, scores[k][v]);
     }
   }
 }
@@ -174,14 +181,14 @@ void soften(const Problem& p, int64_t count, const Partial& partial, const Works
     vec m_new = m;
     for (int64_t k = 0; k < count; ++k) m_new = maximum(load(scores + k * stride), m_new);
     const vec decay = exp_of_nonpositive(m - m_new);
-    vec total = load(partial.total + row) * decay;
+    vec total = {};
     for (int64_t k = 0; k < count; ++k) {
       const vec weight = exp_of_nonpositive(load(scores + k * stride) - m_new);
       store(scores + k * stride, weight);
       total += weight;
     }
     store(partial.m + row, m_new);
-    store(partial.total + row, total);
+    store(partial.total + row, load(partial.total + row) * decay + total);
     store(w.decay.data() + row, decay);
   }
 }
@@ -190,9 +197,7 @@ void soften(const Problem& p, int64_t count, const Partial& partial, const Works
 template <int64_t R, int64_t V>
 inline void value_tile(float* o, int64_t rank, const float* decay, const float* weights, int64_t stride,
                        const float* latent, int64_t latent_key, int64_t count) {
-  vec sum[R][V];
-  for (int64_t r = 0; r < R; ++r)
-    for (int64_t v = 0; v < V; ++v) sum[r][v] = load(o + r * rank + v * WIDTH) * decay[r];
+  vec sum[R][V] = {};
   for (int64_t k = 0; k < count; ++k) {
     vec value[V];
     for (int64_t v = 0; v < V; ++v) value[v] = load(latent + k * latent_key + v * WIDTH);
@@ -200,7 +205,7 @@ inline void value_tile(float* o, int64_t rank, const float* decay, const float* 
       for (int64_t v = 0; v < V; ++v) sum[r][v] += weights[k * stride + r] * value[v];
   }
   for (int64_t r = 0; r < R; ++r)
-    for (int64_t v = 0; v < V; ++v) store(o + r * rank + v * WIDTH, sum[r][v]);
+    for (int64_t v = 0; v < V; ++v) store(o + r * rank + v * WIDTH, load(o + r * rank + v * WIDTH) * decay[r] + sum[r][v]);
 }
 
 // V vectors of columns for all rows.
@@ -223,10 +228,11 @@ void last_columns(const Problem& p, int64_t column, const float* latent, int64_t
                   const Workspace& w) {
   for (int64_t row = 0; row < p.rows; ++row) {
     for (int64_t c = column; c < p.rank; ++c) {
-      float sum = partial.o[row * p.rank + c] * w.decay.data()[row];
+      float sum = 0.0f;
       for (int64_t k = 0; k < count; ++k)
         sum += w.scores.data()[k * p.padded_rows() + row] * latent[k * p.latent_key + c];
-      partial.o[row * p.rank + c] = sum;
+      float& o = partial.o[row * p.rank + c];
+      o = o * w.decay.data()[row] + sum;
     }
   }
 }

@@ -1,6 +1,7 @@
 """`mla::per_head_matmul`: one matrix a head."""
 
 from .aten import per_head_matmul_aten
+from .native import per_head_matmul_cpu
 from .reference import per_head_matmul_reference
 
-__all__ = ["per_head_matmul_aten", "per_head_matmul_reference"]
+__all__ = ["per_head_matmul_aten", "per_head_matmul_cpu", "per_head_matmul_reference"]

@@ -16,18 +16,23 @@ from ..checks import check_alike, check_rank, check_shapes
 
 def per_head_matmul_aten(x: Tensor, weight: Tensor) -> Tensor:
     """`mla::per_head_matmul`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    op = "per_head_matmul"
-    check_rank(op, "x", x, "B Sq N I")
-    check_rank(op, "weight", weight, "N I O")
+    check_arguments(x, weight)
     B, Sq, N, width = x.shape
-    check_shapes(op, {"N": N, "I": width, "O": weight.shape[2]}, weight=(weight, "N I O"))
-    check_alike(op, x=x, weight=weight)
     out = x.new_empty((B, Sq, N, weight.shape[2]))
     if B * Sq == 1:
         torch.bmm(x.view(N, 1, width), weight, out=out.view(N, 1, -1))
     else:
         out.view(B * Sq, N, -1).copy_(torch.bmm(x.reshape(B * Sq, N, width).transpose(0, 1), weight).transpose(0, 1))
     return out
+
+
+def check_arguments(x: Tensor, weight: Tensor) -> None:
+    op = "per_head_matmul"
+    check_rank(op, "x", x, "B Sq N I")
+    check_rank(op, "weight", weight, "N I O")
+    _, _, heads, width = x.shape
+    check_shapes(op, {"N": heads, "I": width, "O": weight.shape[2]}, weight=(weight, "N I O"))
+    check_alike(op, x=x, weight=weight)
 
 
 torch.library.impl("mla::per_head_matmul", "CompositeExplicitAutograd")(per_head_matmul_aten)
