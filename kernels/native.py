@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 _log = logging.getLogger(__name__)
 

@@ -94,11 +94,14 @@ class Digit:
 
 @dataclass(frozen=True)
 class Read:
-    """Elements of `source`; `dims[i]` are the digits of its dimension i, slowest first. `casts` were applied after."""
+    """Elements of `source`; `dims[i]` are the digits of its dimension i, slowest first.
+
+    `then` is what was done to them after, in order: multiplied by a float, or cast to what is none.
+    """
 
     source: Hashable
     dims: tuple[tuple[Digit, ...], ...]
-    casts: tuple[Hashable, ...] = ()
+    then: tuple[Hashable, ...] = ()
 
     @property
     def axes(self) -> frozenset[Axis]:

@@ -25,7 +25,6 @@ from .axes import (
     Split,
     Term,
     Unaligned,
-    Undefined,
     change,
     change_term,
     overlapping,
@@ -186,6 +185,9 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
     Where every piece is a plain read over the same axes the result is a plain read of `source`: a cache that grew is
     one tensor. The pieces are kept where they tell more than that.
     """
+    pieces = [piece for piece in pieces if not same(piece.shape[dim], 0)] or pieces[:1]
+    if len(pieces) == 1:
+        return pieces[0]
     rank = len(pieces[0].dims)
     aligned, _ = align(pieces, [[(k, i) if i == dim else i for i in range(rank)] for k in range(len(pieces))])
     along = Axis(total(piece.shape[dim] for piece in aligned))
@@ -244,43 +246,33 @@ def piece_of(term: Term, axis: Axis, start: Size, axes: Dim) -> Term:
     return change_term(part, {whole: axes[-1] if axes else Pin(0)})
 
 
-def scaled(form: Form, source: Hashable, factor: float) -> Form:
-    """`factor * form`, held by the tensor `source`. A product keeps its factors, a join its pieces."""
+def scaled(form: Form, factor: float) -> Form:
+    """`factor * form`. A product keeps its factors, a join its pieces."""
 
-    def scale_term(term: Term, read: Read) -> Term:
-        match term.parts:
-            case Product() as parts:
-                return Term(read, replace(parts, scale=parts.scale * factor))
-            case Join(axis, segments):
-                start: Size = 0
-                pieces = []
-                for s in segments:
-                    piece = piece_of(Term(read), axis, start, s.axes)
-                    repeats = {a: Pin(0) for a in piece.axes - s.term.axes - set(s.axes)}
-                    pieces.append(replace(s, term=scale_term(s.term, change_term(piece, repeats).read)))
-                    start = start + s.size
-                return Term(read, Join(axis, tuple(pieces)))
-            case Undefined() as parts:
-                return Term(read, parts)
-        return Term(read)
+    def scale(term: Term) -> Term:
+        if isinstance(term.parts, Product):
+            return replace(term, parts=replace(term.parts, scale=term.parts.scale * factor))
+        return term
 
-    own = read_of(source, form.dims, form.term.axes).read
-    return replace(form, term=scale_term(form.term, own))
+    return map_terms(form, lambda term: scale(replace(term, read=_then(term.read, factor))))
 
 
 def cast(form: Form, dtype: Hashable) -> Form:
     """The same elements rounded to `dtype`."""
-    return map_reads(form, lambda read: replace(read, casts=(*read.casts, dtype)))
+    return map_terms(form, lambda term: replace(term, read=_then(term.read, dtype)))
 
 
-def map_reads(form: Form, function: Callable[[Read], Read]) -> Form:
-    """Apply `function` to the outermost reads: the form's own and its pieces', not the factors of a product."""
+def _then(read: Read, step: Hashable) -> Read:
+    return replace(read, then=(*read.then, step))
+
+
+def map_terms(form: Form, function: Callable[[Term], Term]) -> Form:
+    """Apply `function` to the form's own term and its pieces', not to the factors of a product."""
 
     def visit(term: Term) -> Term:
-        match term.parts:
-            case Join(axis, segments):
-                pieces = tuple(replace(s, term=visit(s.term)) for s in segments)
-                return Term(function(term.read), Join(axis, pieces))
-        return Term(function(term.read), term.parts)
+        if isinstance(term.parts, Join):
+            pieces = tuple(replace(s, term=visit(s.term)) for s in term.parts.segments)
+            return function(replace(term, parts=replace(term.parts, segments=pieces)))
+        return function(term)
 
     return replace(form, term=visit(form.term))

@@ -5,7 +5,6 @@ These functions run on fake tensors while `rewrite` traces them, so symbolic siz
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,13 +98,11 @@ def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize,
     """
     digits = [digit for dim in read.dims for digit in dim]
     tensor = source
-    if any(len(dim) != 1 for dim in read.dims):
-        extents = [
-            source.shape[i] if len(dim) == 1 else realize(digit.extent)
-            for i, dim in enumerate(read.dims)
-            for digit in dim
-        ]
-        tensor = tensor.view(extents)
+    for i in reversed(range(len(read.dims))):
+        if len(read.dims[i]) == 0:
+            tensor = tensor.squeeze(i)
+        elif len(read.dims[i]) > 1:
+            tensor = tensor.unflatten(i, [realize(digit.extent) for digit in read.dims[i]])
     kept: list[Axis] = []
     for digit in digits:
         if digit.axis is None:
@@ -116,9 +113,12 @@ def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize,
             stop = start + realize(digit.axis.size) * digit.step - (digit.step - 1)
             tensor = tensor[(slice(None),) * len(kept) + (slice(start, stop, digit.step),)]
         kept.append(digit.axis)
-    for dtype in read.casts:
-        assert isinstance(dtype, torch.dtype)
-        tensor = tensor.to(dtype)
+    for step in read.then:
+        if isinstance(step, float):
+            tensor = tensor * step
+        else:
+            assert isinstance(step, torch.dtype)
+            tensor = tensor.to(step)
     return _arrange(tensor, kept, layout, realize, broadcast)
 
 
@@ -126,22 +126,29 @@ def _arrange(tensor: Tensor, axes: list[Axis], layout: Sequence[Dim], realize: R
     wanted = [axis for dim in layout for axis in dim]
     missing = [axis for axis in wanted if axis not in axes]
     assert set(axes) <= set(wanted), "an axis that the layout has no place for"
-    tensor = tensor.permute([axes.index(axis) for axis in wanted if axis in axes])
+    order = [axes.index(axis) for axis in wanted if axis in axes]
+    if order != sorted(order):
+        tensor = tensor.permute(order)
     for place, axis in enumerate(wanted):
         if axis in missing:
             tensor = tensor.unsqueeze(place)
     full = {axis for dim in layout for axis in dim if broadcast or any(a not in missing for a in dim)}
     if any(axis in full for axis in missing):
-        tensor = tensor.expand([realize(axis.size) if axis in full else 1 for axis in wanted])
-    if any(len(dim) != 1 for dim in layout):
-        sizes = iter(tensor.shape)
-        tensor = tensor.reshape([math.prod(next(sizes) for _ in dim) for dim in layout])
+        tensor = tensor.expand([realize(axis.size) if axis in missing and axis in full else -1 for axis in wanted])
+    for i, dim in enumerate(layout):
+        if not dim:
+            tensor = tensor.unsqueeze(i)
+        elif len(dim) > 1:
+            tensor = tensor.flatten(i, i + len(dim) - 1)
     return tensor
 
 
 def write_as(tensor: Tensor, layout: Sequence[Dim], dims: Sequence[Dim], realize: Realize) -> Tensor:
     """A tensor whose dimensions are `layout` as one whose dimensions are `dims`, over the same axes."""
     axes = [axis for dim in layout for axis in dim]
-    if any(len(dim) != 1 for dim in layout):
-        tensor = tensor.reshape([realize(axis.size) for axis in axes])
+    for i in reversed(range(len(layout))):
+        if not layout[i]:
+            tensor = tensor.squeeze(i)
+        elif len(layout[i]) > 1:
+            tensor = tensor.unflatten(i, [realize(axis.size) for axis in layout[i]])
     return _arrange(tensor, axes, dims, realize, broadcast=True)

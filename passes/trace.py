@@ -302,7 +302,7 @@ def _scale(trace: Trace, node: fx.Node) -> Form:
         a, b = b, a
     number = isinstance(b, int | float) and not isinstance(b, bool) and not (division and b == 0)
     if is_tensor(a) and number and node.meta["val"].dtype.is_floating_point and trace[a].term.parts is not None:
-        return layout.scaled(trace[a], node, 1 / b if division else float(b))
+        return layout.scaled(trace[a], 1 / b if division else float(b))
     return _pointwise(trace, node)
 
 

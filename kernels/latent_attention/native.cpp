@@ -27,7 +27,7 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int64_t WIDTH = 16;
-constexpr int64_t KEYS = 8, ROWS = 4, COLUMNS = 4;  // 8 and 16 of 32 registers accumulate
+constexpr int64_t KEYS = 8, ROWS = 8, COLUMNS = 2;  // 8 and 16 of 32 registers accumulate
 #elif defined(__AVX__)
 constexpr int64_t WIDTH = 8;
 constexpr int64_t KEYS = 6, ROWS = 4, COLUMNS = 2;  // 12 and 8 of 16 registers accumulate

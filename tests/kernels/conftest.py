@@ -3,6 +3,8 @@
 import mla_compile.kernels.register  # noqa: F401  the ops under test
 import pytest
 import torch
+from mla_compile.kernels.latent_attention import native as latent_attention
+from mla_compile.kernels.per_head_matmul import native as per_head_matmul
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +14,18 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Native kernels cannot be built: what is left is made of ATen operations."""
+    for module in (latent_attention, per_head_matmul):
+        monkeypatch.setattr(module, "load", lambda *_: None)
+
+
+@pytest.fixture(params=["native", "aten"])
+def implementation(request):
+    """Both ways to compute an op on CPU."""
+    if request.param == "aten":
+        request.getfixturevalue("no_compiler")
+    return request.param

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mla_compile.kernels import visibility
-from mla_compile.kernels.latent_attention import aten, latent_attention_reference
+from mla_compile.kernels.latent_attention import aten, latent_attention_reference, native
 
 from mla_compile.errors import KernelError
 
@@ -59,14 +59,41 @@ def test_reference_is_naive_mla(sizes, mask):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_float32(sizes, mask):
+def test_float32(implementation, sizes, mask):
     x = make_inputs(sizes)
     assert_right(absorb(x), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], x.scale)
 
 
+# Rows, rank, rope and keys that fill no tile, exactly one, and many; sequences that share a thread, or have several.
+TILES = {
+    "one of everything": (1, 1, 1, 1, 1, 1, 1, 1),
+    "one block of keys": (1, 1, 64, 16, 64, 8, 64, 8),
+    "many blocks and a few keys": (1, 1, 4099, 16, 64, 8, 16, 8),
+    "many rows": (1, 3, 131, 37, 24, 8, 8, 8),
+    "no rope, rank of no vector": (3, 2, 200, 5, 5, 4, 0, 4),
+    "columns of each kind": (2, 1, 65, 7, 64 + 16 + 3, 4, 3, 4),
+    "sequences of one block": (5, 1, 9, 3, 24, 4, 4, 4),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("sizes", TILES.values(), ids=TILES)
+def test_tiles_and_threads(monkeypatch, sizes, threads, mask):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x = make_inputs(sizes)
+    assert_right(absorb(x), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], x.scale)
+
+
+def test_float32_rows_over_a_range_of_keys_take_the_native_kernel(monkeypatch):
+    x = make_inputs((2, 3, 50, 4, 24, 8, 8, 8))
+    monkeypatch.setattr(native, "latent_attention_aten", None)
+    latent_attention(*absorb(x), torch.arange(50) < torch.tensor([50, 7])[:, None, None, None], 47, x.scale)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunks_of_keys_and_queries(monkeypatch, chunk, mask):
+def test_chunks_of_keys_and_queries(monkeypatch, no_compiler, chunk, mask):
     sizes = (3, 5, 70, 4, 24, 8, 8, 8)
     monkeypatch.setattr(aten, "_CHUNK_ELEMENTS", chunk * 32)
     monkeypatch.setattr(aten, "_ROWS", 8)
@@ -102,7 +129,7 @@ def test_float64(mask):
     torch.testing.assert_close(lse, expected_lse.float(), rtol=torch.finfo(torch.float32).eps, atol=0)
 
 
-def test_as_close_to_float64_as_naive_mla_in_the_same_dtype():
+def test_as_close_to_float64_as_naive_mla_in_the_same_dtype(implementation):
     for dtype in (torch.float32, torch.bfloat16):
         x = make_inputs((2, 2, 200, 8, 64, 16, 8, 16), dtype)
         o_latent, lse = latent_attention(*absorb(x), None, 198, x.scale)
@@ -112,7 +139,7 @@ def test_as_close_to_float64_as_naive_mla_in_the_same_dtype():
         assert_as_close_as(eager_lse.float(), lse, exact_lse)
 
 
-def test_any_strides():
+def test_any_strides(implementation):
     x = make_inputs((2, 3, 40, 4, 24, 8, 8, 8))
     arguments = absorb(x)
     strided = [t.transpose(1, -1).contiguous().transpose(1, -1) for t in arguments]
@@ -132,12 +159,24 @@ POISONED = {
 }
 
 
-@pytest.mark.parametrize("synchronous", [True, False])
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("written", POISONED.values(), ids=POISONED)
-def test_keys_that_no_query_sees_may_hold_nan(monkeypatch, written, queries, synchronous):
-    monkeypatch.setattr(visibility, "reads_values", lambda mask: synchronous)
+def test_keys_that_no_query_sees_may_hold_nan(monkeypatch, implementation, written, queries):
     monkeypatch.setattr(aten, "_CHUNK_ELEMENTS", 32 * 32)
+    assert_unseen_keys_may_hold_nan(written, queries)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("written", POISONED.values(), ids=POISONED)
+def test_keys_that_no_query_sees_may_hold_nan_where_mask_values_are_not_read(
+    monkeypatch, no_compiler, written, queries
+):
+    monkeypatch.setattr(visibility, "reads_values", lambda mask: False)
+    monkeypatch.setattr(aten, "_CHUNK_ELEMENTS", 32 * 32)
+    assert_unseen_keys_may_hold_nan(written, queries)
+
+
+def assert_unseen_keys_may_hold_nan(written, queries):
     x = make_inputs((2, queries, 90, 4, 24, 8, 8, 8))
     mask = (written & (torch.rand(2, 1, queries, 90) < 0.7)) | (torch.arange(90) == written.nonzero()[0])
     unseen = ~mask.any(2)[:, 0]
@@ -149,7 +188,7 @@ def test_keys_that_no_query_sees_may_hold_nan(monkeypatch, written, queries, syn
         assert torch.equal(actual, wanted)
 
 
-def test_mask_and_causal_limit_together_hide_nan():
+def test_mask_and_causal_limit_together_hide_nan(implementation):
     x = make_inputs((1, 2, 8, 2, 8, 4, 4, 4))
     mask = torch.ones(1, 1, 2, 8, dtype=torch.bool)
     mask[..., 1, 5] = False  # the first query may not see key 5 for the causal limit, the second for the mask
@@ -161,28 +200,28 @@ def test_mask_and_causal_limit_together_hide_nan():
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_without_looking_at_mask_values(monkeypatch, mask):
+def test_without_looking_at_mask_values(monkeypatch, no_compiler, mask):
     monkeypatch.setattr(visibility, "reads_values", lambda mask: False)
     sizes = (3, 4, 50, 4, 24, 8, 8, 8)
     x = make_inputs(sizes)
     assert_right(absorb(x), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], x.scale)
 
 
-def test_only_keys_that_are_seen_are_loaded(monkeypatch):
+def test_only_keys_that_are_seen_are_loaded(monkeypatch, implementation):
     loaded = []
 
     def take(tensor, keys, dim):
         loaded.append(len(keys))
         return visibility.take(tensor, keys, dim)
 
-    monkeypatch.setattr(aten, "take", take)
+    monkeypatch.setattr({"native": native, "aten": aten}[implementation], "take", take)
     x = make_inputs((2, 1, 4096, 4, 24, 8, 8, 8))
     lengths = torch.tensor([200, 7])[:, None, None, None]
     latent_attention(*absorb(x), torch.arange(4096) < lengths, None, x.scale)
     assert loaded == [200, 200, 7, 7]
 
 
-def test_no_keys_and_no_queries():
+def test_no_keys_and_no_queries(implementation):
     x = make_inputs((2, 3, 0, 4, 24, 8, 8, 8))
     o, lse = latent_attention(*absorb(x), None, None, x.scale)
     assert torch.equal(o, torch.zeros_like(o))

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from mla_compile.kernels.per_head_matmul import per_head_matmul_reference
+from mla_compile.kernels.per_head_matmul import native, per_head_matmul_reference
 
 from mla_compile.errors import KernelError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("batch", "queries"), [(1, 1), (1, 3), (2, 1), (2, 5)])
-def test_as_close_to_float64_as_a_product_in_its_dtype(batch, queries, dtype):
+def test_as_close_to_float64_as_a_product_in_its_dtype(implementation, batch, queries, dtype):
     x = torch.randn(batch, queries, 3, 20, dtype=dtype)[..., 2:14]
     weight = torch.randn(3, 21, 12, dtype=dtype)[:, 4:14].transpose(1, 2)
     exact = per_head_matmul_reference(x.double(), weight.double())
@@ -18,6 +18,28 @@ def test_as_close_to_float64_as_a_product_in_its_dtype(batch, queries, dtype):
     # Twelve products of a row and a column, each term rounded once on the way in, the sum once on the way out.
     bound = (12 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps) * exact.abs().max()
     assert (out.double() - exact).abs().max() <= bound
+
+
+# I and O that fill no vector, and several with a rest; fewer heads than threads, and more.
+SIZES = [(1, 1, 1), (2, 3, 5), (1, 37, 67), (9, 66, 33), (3, 128, 64)]
+
+
+@pytest.mark.parametrize("inner_is_contiguous", [True, False])
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("heads", "inner", "outer"), SIZES)
+def test_the_native_kernel(monkeypatch, heads, inner, outer, rows, threads, inner_is_contiguous):
+    monkeypatch.setattr(native, "per_head_matmul_aten", None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x = torch.randn(1, rows, heads, inner + 3)[..., 3:]
+    weight = torch.randn(heads, inner + 2, outer + 1)[:, 2:, 1:]
+    if inner_is_contiguous:
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    exact = per_head_matmul_reference(x.double(), weight.double())
+    out = torch.ops.mla.per_head_matmul(x, weight)
+    # Each of `inner` products and sums is rounded once, by half an eps of the sum of the products' sizes.
+    sizes = per_head_matmul_reference(x.double().abs(), weight.double().abs())
+    assert ((out.double() - exact).abs() <= inner * torch.finfo(torch.float32).eps / 2 * sizes).all()
 
 
 def test_opcheck():

@@ -65,7 +65,9 @@ class World:
                 index, extent = index * own + place, extent * own
             assert extent == size, f"digits of {extent} for a dimension of {size}"
             indices.append(index)
-        return tensor[tuple(indices)] if indices else tensor
+        elements = tensor[tuple(indices)] if indices else tensor
+        factors = [step for step in read.then if isinstance(step, float)]  # a cast to another dtype rounds nothing here
+        return elements * np.prod(factors)
 
     def term(self, term: Term, grids: Mapping[Axis, Grid]) -> np.ndarray:
         """The elements that a term's parts make, down to the reads that have none."""

@@ -204,7 +204,7 @@ class Chain:
     def scaled(self, name: str) -> Made:
         form, array = self.any()
         factor = self.draw(st.sampled_from([0.5, 3.0, -1.0]))
-        return lambda: layout.scaled(form, name, factor), factor * array, form.shape
+        return lambda: layout.scaled(form, factor), factor * array, form.shape
 
     def cast(self, name: str) -> Made:
         form, array = self.any()
@@ -263,7 +263,7 @@ def test_a_product_keeps_its_factors_through_views_slices_and_scales() -> None:
     latent, weight = numbers(5, 3), numbers(3, 12)
     world, (left, right) = world_of(latent=latent, weight=weight)
     world.tensors |= {"kv": latent @ weight, "scaled": 0.5 * (latent @ weight)}
-    form = layout.scaled(layout.contract("kv", left, right, [], (1, 0)), "scaled", 0.5)
+    form = layout.scaled(layout.contract("kv", left, right, [], (1, 0)), 0.5)
     form = layout.permute(layout.view(form, (5, 2, 6)), (1, 0, 2))
     form = layout.take(form, 2, 2, 3)
     assert isinstance(form.term.parts, Product)
@@ -311,7 +311,7 @@ def test_a_joined_broadcast_is_read_where_it_does_not_repeat() -> None:
     rope = numbers(5, 2)
     world, (form,) = world_of(rope=rope)
     world.tensors["scaled"] = 3 * np.broadcast_to(rope, (4, 5, 2))
-    wide = layout.scaled(layout.expand(form, (4, 5, 2)), "scaled", 3.0)
+    wide = layout.scaled(layout.expand(form, (4, 5, 2)), 3.0)
     assert not wide.term.axes & set(wide.dims[0])
     world.check(wide, world.tensors["scaled"])
 
@@ -322,7 +322,7 @@ def test_a_scaled_join_still_knows_along_which_axes_its_pieces_repeat() -> None:
     array = np.concatenate([nope, np.broadcast_to(rope, (4, 5, 2))], 2)
     world.tensors |= {"key": array, "scaled": 3 * array}
     key = layout.join("key", [first, layout.expand(second, (4, 5, 2))], 2)
-    scaled = layout.scaled(key, "scaled", 3.0)
+    scaled = layout.scaled(key, 3.0)
     world.check(scaled, 3 * array)
     piece = layout.take(scaled, 2, 3, 2)
     assert not piece.term.axes & set(piece.dims[0])

@@ -364,7 +364,7 @@ def unwritten_columns(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_
     k = k_nope.new_empty(*k_nope.shape[:3], P + R + 1)
     k[..., :P] = k_nope
     k[..., P + 1 :] = k_rope[:, None]
-    return mla.softmax(torch.cat([q, q[..., :1] * 0], -1), k, v) * 0
+    return mla.softmax(torch.cat([q, q[..., :1] * 0], -1), k, v).nan_to_num() * 0
 
 
 def softmax_over_queries(*args: Tensor) -> Tensor:

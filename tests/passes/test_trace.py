@@ -144,7 +144,7 @@ PARTS: dict[str, tuple[Callable[..., Tensor], type | None]] = {
     "cat of a broadcast": (lambda x, y: torch.cat([x, y[:1].expand(2, -1, -1)], -1), Join),
     "cat of products": (lambda x, y: torch.cat([x @ x.mT, y], -1), Join),
     "cat of one": (lambda x, y: torch.cat([x @ x.mT], -1), Product),
-    "cat of an empty piece": (lambda x, y: torch.cat([x[:, :0], y[:1].expand(2, -1, -1)], 1), Join),
+    "cat of an empty piece": (lambda x, y: torch.cat([x[:, :0], y[:1].expand(2, -1, -1)], 1), None),
     "cat cut again": (lambda x, y: torch.cat([x, (y @ y.mT) @ y], -1)[..., 4:], Product),
     "cat cut through a piece": (lambda x, y: torch.cat([x, y[:1].expand(2, -1, -1)], -1)[..., 3:6], Join),
     "cat with one column selected": (lambda x, y: torch.cat([x, y[:1].expand(2, -1, -1)], -1)[..., 5], None),
