@@ -14,7 +14,7 @@ from .axes import Unaligned
 from .decide import decide
 from .find import Attention, find
 from .outcome import Outcome, outcome
-from .rewrite import rewrite
+from .rewrite import Rewriter
 from .site import Site, prove
 from .source import Refusal, common_frame, where
 from .trace import Trace, aten
@@ -39,10 +39,10 @@ class Pipeline:
         mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         environment = mode.shape_env if mode is not None else None
         outcomes: list[Outcome] = []
-        replaced: dict[fx.Node, fx.Node] = {}
+        rewriter = Rewriter(graph, self.workspace_tokens)
         for found in list(find(graph, Trace(graph))):
             try:
-                outcomes.append(self._rewrite(graph, found, replaced, environment))
+                outcomes.append(self._rewrite(found, rewriter, environment))
             except Refusal as refusal:
                 outcomes.append(outcome(found.node, common_frame(found.node, ()), "unchanged", str(refusal)))
             except Unaligned as error:
@@ -55,21 +55,14 @@ class Pipeline:
             module.recompile()
         return outcomes
 
-    def _rewrite(
-        self,
-        graph: fx.Graph,
-        found: Attention | Refusal,
-        replaced: dict[fx.Node, fx.Node],
-        environment: ShapeEnv | None,
-    ) -> Outcome:
+    def _rewrite(self, found: Attention | Refusal, rewriter: Rewriter, environment: ShapeEnv | None) -> Outcome:
         if isinstance(found, Refusal):
             raise found
         site = prove(found)
         choice = decide(site, self.path, self.device, self.workspace_tokens, environment)
-        output = rewrite(graph, site, choice.path, self.workspace_tokens, replaced)
-        output.meta["mla_site"] = site.node.name
-        replaced[site.node] = output
         frame = common_frame(site.node, _sources(site))
+        output = rewriter(site, choice.path)
+        output.meta["mla_site"] = site.node.name
         shapes = {name: str(size) for name, size in site.sizes.items()}
         return outcome(site.node, frame, choice.path, choice.reason, shapes, choice.guards)
 

@@ -8,7 +8,7 @@ After    absorbed   o = latent_attention(q_nope @ W_UK, q_rope, latent, k_rope) 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -19,30 +19,44 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .axes import Dim, Read
 from .materialize import read_as, realizer, symbols_of, tellers, write_as
+from .signature import signature
 from .site import Site
 
 _COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
 
 
-def rewrite(
-    graph: fx.Graph, site: Site, path: str, workspace_tokens: int, replaced: Mapping[fx.Node, fx.Node]
-) -> fx.Node:
-    """Replace a site by its absorbed or chunked form; returns the node that holds the new output.
+class Rewriter:
+    """Rewrites the sites of one graph, after it was traced."""
 
-    `replaced` says which earlier sites' outputs gave way to which nodes since the graph was traced.
-    """
-    emit = _Emit(site, path, workspace_tokens)
-    arguments = [replaced.get(node, node) for node in emit.sources]
-    values = [node.meta["val"] for node in arguments]
+    def __init__(self, graph: fx.Graph, workspace_tokens: int) -> None:
+        self.graph, self.workspace_tokens = graph, workspace_tokens
+        self._replaced: dict[fx.Node, fx.Node] = {}
+        self._traced: dict[Hashable, fx.Graph] = {}
+
+    def __call__(self, site: Site, path: str) -> fx.Node:
+        """Replace a site by its absorbed or chunked form; returns the node that holds the new output.
+
+        Raises:
+            Unaligned: if the graph does not tell the sizes that this takes; the graph is as it was.
+        """
+        emit = _Emit(site, path, self.workspace_tokens)
+        arguments = [self._replaced.get(node, node) for node in emit.sources]
+        key = (path, signature(site, emit.sources), tuple(source in self._replaced for source in emit.sources))
+        if key not in self._traced:
+            self._traced[key] = _trace(emit, [node.meta["val"] for node in arguments])
+        with self.graph.inserting_before(site.node):
+            output = inline(self.graph, self._traced[key], arguments, site.node)
+        site.node.replace_all_uses_with(output)
+        self.graph.erase_node(site.node)  # a sealed attention is impure to fx, so that no pass would remove it
+        self._replaced[site.node] = output
+        return output
+
+
+def _trace(emit: Callable[..., Tensor], values: Sequence[Any]) -> fx.Graph:
     mode = torch._guards.detect_fake_mode(values)
     assert mode is not None
     with mode:
-        traced = make_fx(emit, tracing_mode="real")(*values)
-    with graph.inserting_before(site.node):
-        output = inline(graph, traced.graph, arguments, site.node)
-    site.node.replace_all_uses_with(output)
-    graph.erase_node(site.node)  # a sealed attention is impure to fx, so that no pass would remove it
-    return output
+        return make_fx(emit, tracing_mode="real")(*values).graph
 
 
 def inline(graph: fx.Graph, inner: fx.Graph, arguments: Sequence[fx.Node], origin: fx.Node) -> fx.Node:

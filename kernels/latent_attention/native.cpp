@@ -36,8 +36,8 @@ constexpr int64_t WIDTH = 4;
 constexpr int64_t KEYS = 4, ROWS = 4, COLUMNS = 4;  // 16 and 16 of 32 registers accumulate
 #endif
 constexpr int64_t PANEL = 16;         // rows of a panel of the packed query
-constexpr int64_t TERMS = 64;  // of a score summed one after the other: errors grow with sqrt(TERMS), not sqrt(L)
-constexpr int64_t BLOCK = 8 * KEYS;   // 64 keys of 576 numbers are 144 KiB: within a second-level cache
+constexpr int64_t TERMS = 16;           // of a score in one sum: errors grow with sqrt(TERMS + L / TERMS), not sqrt(L)
+constexpr int64_t BLOCK = 8 * KEYS;    // 64 keys of 576 numbers are 144 KiB: within a second-level cache
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
@@ -205,7 +205,10 @@ inline void value_tile(float* o, int64_t rank, const float* decay, const float* 
       for (int64_t v = 0; v < V; ++v) sum[r][v] += weights[k * stride + r] * value[v];
   }
   for (int64_t r = 0; r < R; ++r)
-    for (int64_t v = 0; v < V; ++v) store(o + r * rank + v * WIDTH, load(o + r * rank + v * WIDTH) * decay[r] + sum[r][v]);
+    for (int64_t v = 0; v < V; ++v) {
+      float* to = o + r * rank + v * WIDTH;
+      store(to, load(to) * decay[r] + sum[r][v]);
+    }
 }
 
 // V vectors of columns for all rows.

@@ -154,14 +154,16 @@ def test_verify_accepts_a_right_rewrite_and_checks_only_once():
 
 @pytest.mark.usefixtures("without_codegen")
 def test_verify_raises_on_a_wrong_rewrite(monkeypatch):
-    from mla_compile.passes import pipeline, rewrite
+    from dataclasses import replace
 
-    def wrong(graph, site, *args):
-        from dataclasses import replace
+    from mla_compile.passes import pipeline
+    from mla_compile.passes.rewrite import Rewriter
 
-        return rewrite.rewrite(graph, replace(site, nope=replace(site.nope, scale=1.1 * site.nope.scale)), *args)
+    class Wrong(Rewriter):
+        def __call__(self, site, path):
+            return super().__call__(replace(site, nope=replace(site.nope, scale=1.1 * site.nope.scale)), path)
 
-    monkeypatch.setattr(pipeline, "rewrite", wrong)
+    monkeypatch.setattr(pipeline, "Rewriter", Wrong)
     compiled = torch.compile(Combined(), backend="mla", options={"mla.verify": True})
     with pytest.raises(mla_compile.VerifyError, match="the absorbed path differs from the original by"):
         compiled(*decode_inputs())

@@ -1,0 +1,50 @@
+"""When two sites become the same code: the layers of a model are traced once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .axes import Axis
+from .site import Site
+
+
+def signature(site: Site, sources: Sequence[fx.Node]) -> Hashable:
+    """Equal for two sites whose reads, layouts, scales and masks differ in nothing but which nodes and axes they name.
+
+    `sources` are the nodes that the site reads, in the order in which its code takes them.
+    """
+    attention = site.attention
+    masks = [(m.term.read, m.attends, m.factor, m.fill, m.inverted) for m in attention.masks]
+    pieces = [(p.query.read, p.key.read, p.summed, p.scale) for p in site.ropes]
+    said = (
+        (site.batch, site.tokens, site.heads, site.rank, attention.keys, attention.columns, attention.dims),
+        (site.latent, site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces),
+        (masks, attention.causal, attention.strict_rows, _value(attention.node.meta["val"])),
+        [_value(source.meta["val"]) for source in sources],
+    )
+    return _canonical(said, {source: i for i, source in enumerate(sources)}, {})
+
+
+def _canonical(what: Any, sources: dict[fx.Node, int], axes: dict[Axis, int]) -> Hashable:
+    """Nodes as their places among the sources, axes numbered as they come, everything else as it is."""
+    if isinstance(what, Axis):
+        return ("axis", axes.setdefault(what, len(axes)), what.size)
+    if isinstance(what, fx.Node):
+        return ("source", sources[what])
+    if isinstance(what, list | tuple):
+        return tuple(_canonical(part, sources, axes) for part in what)
+    if is_dataclass(what):
+        return tuple(_canonical(getattr(what, field.name), sources, axes) for field in fields(what))
+    assert isinstance(what, Hashable)
+    return what
+
+
+def _value(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), str(value.device), str(tuple(value.shape)), str(value.stride()))
+    return str(value)
