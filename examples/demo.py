@@ -14,11 +14,12 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 import mla_compile
 
 CHECKPOINT = Path(__file__).parent / "tiny-deepseek-v3"
-PROMPT = "class Stack:\n    def __init__(self"
+PROMPT = "import os\n\ndef read_file(path):\n"
 TOKENS = 200
 COMPILERS = (None, "inductor", "mla")
 CACHES = ("dynamic", "static")
@@ -106,6 +107,7 @@ def print_cache(model: PreTrainedModel) -> None:
 
 def main() -> None:
     warnings.filterwarnings("ignore", module="torch")
+    logging.disable_progress_bar()  # of loading 4 MB
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     runs = [measure(compiler, cache, tokenizer) for cache in CACHES for compiler in COMPILERS]
     print(runs[0].text)
