@@ -221,7 +221,7 @@ def test_a_symbolic_number_of_queries_takes_each_path_in_its_range():
     module = Combined()
     compiled = torch.compile(module, backend="mla", dynamic=True)
     paths = {}
-    for queries, tokens in ((2, 4000), (3, 5000), (600, 8), (700, 9), (4, 6000)):
+    for queries, tokens in ((2, 4000), (3, 5000), (600, 40), (700, 50), (4, 6000)):
         cache = torch.randn(1, tokens, L), torch.randn(1, tokens, R)
         x = torch.randn(1, queries, HIDDEN)
         before = len(mla_compile.reports())
