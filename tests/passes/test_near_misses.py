@@ -1,0 +1,228 @@
+"""What looks like MLA and is none stays as it is, with the sentence that says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.passes import spellings as mla
+from tests.passes.checks import check_right
+from tests.passes.graphs import capture, rewrite, run
+from tests.passes.spellings import SCALE, SQ, B, Function, N, P, R, T, V
+
+
+def other_latent(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    q, k, _ = mla.naive(x, latent, k_rope, w_q, w_kv)
+    return mla.softmax(q, k, mla.up_projected(latent * 2 + 1, w_kv)[1])
+
+
+def shifted_latent(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    q, k, _ = mla.naive(x, latent[:, 1:], k_rope[:, 1:], w_q, w_kv)
+    return mla.softmax(q, k, mla.up_projected(latent[:, :-1], w_kv)[1])
+
+
+def other_batch(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    q, k, _ = mla.naive(x, latent, k_rope, w_q, w_kv)
+    return mla.softmax(q, k, mla.up_projected(latent[:1].expand(B, -1, -1), w_kv)[1])
+
+
+def changed_keys(change: Function) -> Function:
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        k_nope, v = mla.up_projected(latent, w_kv)
+        return mla.softmax(mla.queries(x, w_q), torch.cat([change(k_nope), mla.to_heads(k_rope)], -1), v)
+
+    return attention
+
+
+def changed_values(change: Function) -> Function:
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        return mla.softmax(q, k, change(v))
+
+    return attention
+
+
+def changed_scores(change: Function) -> Function:
+    return lambda *args: mla.softmax(*mla.naive(*args), change)
+
+
+def changed_weights(change: Function) -> Function:
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        return change(((q @ k.transpose(-1, -2)) * SCALE).softmax(-1)) @ v
+
+    return attention
+
+
+def rotated(x: Tensor) -> Tensor:
+    angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None]
+    return x * angle.cos() + torch.cat([-x[..., P // 2 :], x[..., : P // 2]], -1) * angle.sin()
+
+
+def values_from_a_part(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    q, k, _ = mla.naive(x, latent, k_rope, w_q, w_kv)
+    v = (latent[..., :4] @ w_kv[:4]).view(B, T, N, P + V).transpose(1, 2)[..., P:]
+    return mla.softmax(q, k, v)
+
+
+def latent_of_each_head(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    own = latent[:, None] * torch.arange(1, N + 1)[:, None, None]
+    w_uk, w_uv = mla.weights(w_kv)
+    k = torch.cat([own @ w_uk.transpose(1, 2), mla.to_heads(k_rope)], -1)
+    return mla.softmax(mla.queries(x, w_q), k, own @ w_uv.transpose(1, 2))
+
+
+def rope_of_each_head(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    k_nope, v = mla.up_projected(latent, w_kv)
+    own = mla.to_heads(k_rope) * torch.arange(1, N + 1)[:, None, None]
+    return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, own], -1), v)
+
+
+def llama(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Keys and values from one hidden state, all of the keys rotated."""
+    k, v = mla.up_projected(latent, w_kv)
+    return mla.softmax(rotated(mla.queries(x, w_q)[..., :P]), rotated(k), v)
+
+
+def expanded_cache(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """The cache holds keys and values of every head."""
+    q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)
+    past = torch.ones(B, N, 3, P + R, dtype=x.dtype)
+    return mla.softmax(q, torch.cat([past, k], 2), torch.cat([past, v], 2))
+
+
+def bias_in_the_projection(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    kv = F.linear(latent, w_kv.t(), w_q[0].repeat(2)[: N * (P + V)]).view(B, T, N, P + V).transpose(1, 2)
+    k_nope, v = kv.split([P, V], -1)
+    return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(k_rope)], -1), v)
+
+
+def unwritten_columns(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    k_nope, v = mla.up_projected(latent, w_kv)
+    q = mla.queries(x, w_q)
+    k = k_nope.new_empty(*k_nope.shape[:3], P + R + 1)
+    k[..., :P] = k_nope
+    k[..., P + 1 :] = k_rope[:, None]
+    return mla.softmax(torch.cat([q, q[..., :1] * 0], -1), k, v).nan_to_num() * 0
+
+
+def softmax_over_queries(*args: Tensor) -> Tensor:
+    q, k, v = mla.naive(*args)
+    return ((q @ k.transpose(-1, -2)) * SCALE).softmax(-2) @ v
+
+
+def two_latents(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    k_nope, v = mla.up_projected(latent, w_kv)
+    return mla.softmax(mla.queries(x, w_q)[..., :P], k_nope + mla.up_projected(latent.flip(1), w_kv)[0], v)
+
+
+def keys_of_two_up_projections(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    k_nope, v = mla.up_projected(latent, w_kv)
+    q = mla.queries(x, w_q)
+    return mla.softmax(torch.cat([q, q[..., :P]], -1), torch.cat([k_nope, mla.to_heads(k_rope), v[..., :P]], -1), v)
+
+
+def tokens_make_the_weight(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Another up-projection for every sequence."""
+    w_uk, w_uv = mla.weights(w_kv)
+    own = x[:, 0, :1, None, None]
+    k = torch.einsum("btl,bnpl->bntp", latent, own * w_uk)
+    v = torch.einsum("btl,bnvl->bntv", latent, own * w_uv)
+    return mla.softmax(mla.queries(x, w_q)[..., :P], k, v)
+
+
+def keys_of_each_query(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """SDPA with the queries as a batch: each has keys of its own."""
+    q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)
+    order = torch.stack([torch.arange(T).roll(i) for i in range(SQ)])
+    k, v = (t[:, :, order] for t in (k, v))
+    return mla.sealed(q[..., None, :], k, v)[..., 0, :]
+
+
+def unfactored_batch(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Batch and heads merged in one order for the weights, and in the other for the values."""
+    q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)
+    p = ((q @ k.transpose(-1, -2)) * SCALE).softmax(-1).reshape(B * N, SQ, T)
+    return p @ v.transpose(0, 1).reshape(N * B, T, V)
+
+
+NEAR_MISSES: dict[str, tuple[Function, str]] = {
+    "keys and values from different latents": (other_latent, "keys and values from one latent"),
+    "values of the token before": (shifted_latent, "keys and values from one latent"),
+    "values of another sequence": (other_batch, "keys and values from one latent"),
+    "a nonlinearity on the keys": (changed_keys(torch.tanh), "found `tanh`"),
+    "a norm on the keys of each head": (changed_keys(lambda k: F.rms_norm(k, (P,))), "an up-projection of"),
+    "a bias on the keys": (changed_keys(lambda k: k + 1), "found `add"),
+    "rope on the nope part": (changed_keys(rotated), "an up-projection of"),
+    "keys of flipped heads": (changed_keys(lambda k: k.flip(1)), "found `flip`"),
+    "keys of rolled heads": (changed_keys(lambda k: torch.cat([k[:, 2:], k[:, :2]], 1)), "2 pieces"),
+    "keys of reversed tokens": (changed_keys(lambda k: k.flip(2)), "found `flip`"),
+    "keys of later tokens": (changed_keys(lambda k: torch.cat([k[:, :, 1:], k[:, :, :1]], 2)), "2 pieces"),
+    "keys of the first head only": (changed_keys(lambda k: k * (torch.arange(N) < 1)[:, None, None]), "found `mul"),
+    "a scale on the values": (changed_values(lambda v: v * 2), "values without a scale"),
+    "a nonlinearity on the values": (changed_values(torch.relu), "found `relu`"),
+    "values from a part of the latent": (values_from_a_part, "keys and values from one latent"),
+    "values of other heads": (changed_values(lambda v: v.roll(1, 1)), "found `roll`"),
+    "a latent a head": (latent_of_each_head, "without a common axis"),
+    "a rope key a head": (rope_of_each_head, "shared by all heads"),
+    "Llama with rope on all of the keys": (llama, "an up-projection of"),
+    "keys and values cached unfolded": (expanded_cache, "found 2 pieces"),
+    "a bias in the up-projection": (bias_in_the_projection, "found `addmm`"),
+    "columns that nobody wrote": (unwritten_columns, "columns that nobody wrote"),
+    "softmax over the queries": (softmax_over_queries, "the keys of the softmax"),
+    "keys that are a sum of two": (two_latents, "an up-projection of"),
+    "keys with two parts of the latent": (keys_of_two_up_projections, "found two"),
+    "weights of each sequence": (tokens_make_the_weight, "without a common axis"),
+    "keys of each query": (keys_of_each_query, "found `index"),
+    "batch and heads merged in two orders": (unfactored_batch, "factor"),
+    "scores through tanh": (changed_scores(lambda s: 30 * torch.tanh(s / 30)), "a sum of products"),
+    "scores times a mask": (changed_scores(lambda s: s * (s > 0)), "a sum of products"),
+    "a mask that is no mask": (
+        changed_scores(lambda s: s.masked_fill(torch.ones(SQ, T).tril(3) == 0, -1e4)),
+        "rejected",
+    ),
+    "attention sinks": (
+        lambda *a: mla.softmax(*mla.naive(*a)[:2], F.pad(mla.naive(*a)[2], (0, 0, 0, 1)), lambda s: F.pad(s, (0, 1))),
+        "a sum of products",
+    ),
+    "some of the weights": (
+        lambda *a: changed_weights(lambda p: p[..., :1].expand(-1, -1, -1, T))(*a),
+        "the whole of the attention weights",
+    ),
+    "dropout": (lambda *a: mla.sealed(*mla.naive(*a), dropout=0.5) * 0, "without dropout"),
+    "one key": (
+        lambda x, latent, k_rope, *w: mla.softmax(*mla.naive(x, latent[:, :1], k_rope[:, :1], *w)),
+        "expected several keys",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "reason"), NEAR_MISSES.values(), ids=NEAR_MISSES)
+def test_a_near_miss_stays_as_it_is(function: Function, reason: str) -> None:
+    module = capture(function, *mla.tensors())
+    code = module.code
+    before = run(module, *mla.tensors())
+    (outcome,) = rewrite(module)
+    assert outcome.path == "unchanged"
+    assert outcome.reason.startswith("expected ")
+    assert reason in outcome.reason
+    assert module.code == code
+    check_right(before, run(module, *mla.tensors()))
+
+
+def test_weights_that_are_returned_as_well_keep_the_attention() -> None:
+    def attention(*args: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = mla.naive(*args)
+        p = ((q @ k.transpose(-1, -2)) * SCALE).softmax(-1)
+        return p @ v, p
+
+    (outcome,) = rewrite(capture(attention, *mla.tensors()))
+    assert outcome.path == "unchanged"
+    assert "expected the attention weights to meet the values only, found `output`" in outcome.reason
+
+
+def test_weights_with_dropout_are_no_attention_to_find() -> None:
+    module = capture(changed_weights(lambda p: F.dropout(p, 0.5, training=True)), *mla.tensors())
+    assert rewrite(module) == []

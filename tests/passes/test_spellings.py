@@ -1,0 +1,144 @@
+"""MLA in any spelling is rewritten and stays right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.passes import spellings as mla
+from tests.passes.checks import check_rewritten, check_right, compiled, unfolded
+from tests.passes.graphs import capture, rewrite, run
+from tests.passes.spellings import HIDDEN, SCALE, SPELLINGS, SQ, UNKNOWN, B, Function, L, N, P, T
+
+
+@pytest.mark.parametrize("function", SPELLINGS.values(), ids=SPELLINGS)
+def test_mla_is_rewritten_in_any_spelling(function: Function) -> None:
+    check_rewritten(function, mla.tensors())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        mla.combined,
+        mla.transposed_output,
+        mla.with_buffers,
+        mla.separate_einsum,
+        mla.two_scores_einsum,
+        mla.rope_first,
+        mla.latent_from_one_projection,
+        mla.keys_of_all_heads_first,
+        mla.merged_batch,
+        mla.grouped_sdpa,
+    ],
+)
+def test_mla_is_rewritten_for_sizes_that_are_not_known(function: Function) -> None:
+    """One spelling of each layout. A graph that was made for some batch, queries and keys is right for others."""
+    x, latent, k_rope, *weights = mla.tensors(batch=3, queries=4)
+    others = x, latent[:, :7], k_rope[:, :7], *weights
+    for path, module, outcomes in compiled(function, mla.tensors(), UNKNOWN):
+        assert [(o.path, o.reason) for o in outcomes] == [(path, "asked for by mla.path")]
+        assert not unfolded(module)
+        check_right(run(capture(function, *others), *others), run(module, *others))
+
+
+@pytest.mark.parametrize("function", [mla.combined, mla.combined_sdpa])
+def test_a_rewritten_graph_has_nothing_left_to_rewrite(function: Function) -> None:
+    for path, module, _ in compiled(function, mla.tensors()):
+        code = module.code
+        assert rewrite(module, path) == []
+        assert module.code == code
+
+
+@pytest.mark.parametrize(("batch", "queries"), [(1, SQ), (B, 1), (1, 1)])
+@pytest.mark.parametrize(
+    "function",
+    [mla.combined, mla.combined_sdpa, mla.with_buffers, mla.separate_einsum, mla.two_scores, mla.merged_batch],
+)
+def test_one_sequence_and_one_query(function: Function, batch: int, queries: int) -> None:
+    check_rewritten(function, mla.tensors(batch, queries))
+
+
+@pytest.mark.parametrize("symbolic", [(), [(), (1,), (1,)], UNKNOWN], ids=["known", "keys", "all"])
+@pytest.mark.parametrize("function", [mla.grown_cache, mla.buffer_cache])
+def test_a_cache_of_plain_torch(function: Function, symbolic: Sequence[Sequence[int]]) -> None:
+    check_rewritten(function, mla.tensors(), symbolic)
+
+
+def test_attention_absorbed_by_hand_meets_the_op_too() -> None:
+    for _, module, (outcome,) in compiled(mla.absorbed_by_hand, mla.tensors()):
+        assert (outcome.path, outcome.reason) == ("absorbed", "attends to the latent already: absorbed by hand")
+        assert not unfolded(module)
+
+
+@pytest.mark.parametrize("path", ["absorbed", "chunked"])
+def test_bfloat16_with_a_float32_softmax(path: str) -> None:
+    """No further from float64 than the graph was: it rounds less often."""
+
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        return ((q @ k.transpose(-1, -2)) * SCALE).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+    tensors = mla.tensors()
+    halves = [t.bfloat16() for t in tensors]
+    module = capture(attention, *halves)
+    exact = run(capture(attention, *(t.double() for t in halves)), *(t.double() for t in halves))
+    before = (run(module, *halves).double() - exact).abs().max()
+    (outcome,) = rewrite(module, path)
+    assert outcome.path == path
+    assert not unfolded(module)
+    after = run(module, *halves)
+    assert after.dtype == torch.bfloat16
+    # Eager rounds keys, scores and weights, this rounds the absorbed query and the latent output: as many roundings.
+    assert (after.double() - exact).abs().max() <= 2 * before
+
+
+def test_two_layers_and_the_second_reads_what_the_first_became() -> None:
+    def layers(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        first = mla.combined_sdpa(x, latent, k_rope, w_q, w_kv).transpose(1, 2).flatten(2)
+        second = torch.cat([latent[:, SQ:], first[..., :L]], 1)
+        return mla.combined(first[..., :HIDDEN], second, k_rope, w_q, w_kv)
+
+    for path, module, outcomes in compiled(layers, mla.tensors()):
+        assert [o.path for o in outcomes] == [path, path]
+        assert not unfolded(module)
+
+
+def test_one_layer_of_mla_and_one_that_is_not() -> None:
+    def layers(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        return mla.sealed(q, k, v) + mla.sealed(q, k.tanh(), v)
+
+    for path, _, (first, second) in compiled(layers, mla.tensors()):
+        assert (first.path, second.path) == (path, "unchanged")
+
+
+def test_keys_that_are_returned_as_well_are_computed_beside_the_rewritten_attention() -> None:
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        return torch.cat([mla.softmax(q, k, v).flatten(), k.flatten()])
+
+    for path, _, (outcome,) in compiled(attention, mla.tensors()):
+        assert outcome.path == path
+
+
+def test_ordinary_attention_without_rope_is_mla_whose_latent_is_the_hidden_state() -> None:
+    """True, if seldom worth while: the cost model says so, not the algebra."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        w_k, w_v = (w.reshape(-1, L).t().contiguous() for w in mla.weights(w_kv))
+        k, v = ((latent @ w).view(B, T, N, -1).transpose(1, 2) for w in (w_k, w_v))
+        return mla.sealed(mla.queries(x, w_q)[..., :P], k, v)
+
+    check_rewritten(attention, mla.tensors())
+
+
+def test_self_attention_whose_query_is_the_latent_itself() -> None:
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        w_k, w_v = w_kv[:, :L], w_kv[:, L : 2 * L]
+        return ((latent @ (latent @ w_k).mT) * SCALE).softmax(-1) @ (latent @ w_v)
+
+    for path, _, (outcome,) in compiled(attention, mla.tensors()):
+        assert outcome.path == path
