@@ -3,6 +3,12 @@
 It is not the package's `__init__`: a folder of this name at the top of a checkout is also what `import kernels` finds.
 """
 
-from mla_compile.kernels import expanded_attention, latent_attention, merge_states, per_head_matmul
+from mla_compile.kernels import (
+    expanded_attention,
+    latent_attention,
+    merge_states,
+    per_head_matmul,
+    sparse_latent_attention,
+)
 
-__all__ = ["expanded_attention", "latent_attention", "merge_states", "per_head_matmul"]
+__all__ = ["expanded_attention", "latent_attention", "merge_states", "per_head_matmul", "sparse_latent_attention"]

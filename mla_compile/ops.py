@@ -9,10 +9,11 @@ widths of a head's nope, rope and value part. Inputs may have any strides; none 
 `lse` is the natural log of the sum of the exponentials of a query's scores, always float32; a query with no key to
 attend to has `o = 0` and `lse = -inf`, so that partial results merge without a special case.
 
-Masks of `latent_attention` and `expanded_attention` are None, bool (True means attend) or floating (added to the scaled
-scores), and broadcast to `[B, N, Sq, T]` (rank 4). With a `causal_offset`, query i attends to keys j <= i +
-causal_offset as well as what the mask says; None means no causal limit. Keys that a bool mask or the causal limit hides
-from every query of a sequence take no part in the arithmetic: a cache's unwritten tail may hold anything, NaN included.
+Masks of `latent_attention`, `sparse_latent_attention` and `expanded_attention` are None, bool (True means attend) or
+floating (added to the scaled scores), and broadcast to `[B, N, Sq, T]` (rank 4). With a `causal_offset`, query i attends
+to keys j <= i + causal_offset as well as what the mask says; None means no causal limit. Keys that a bool mask or the
+causal limit hides from every query of a sequence take no part in the arithmetic: a cache's unwritten tail may hold
+anything, NaN included.
 
 Attention does not need gradients here (graphs that do are left to Inductor): every backward raises NotImplementedError.
 """
@@ -25,7 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["expanded_attention", "latent_attention", "merge_states", "per_head_matmul", "sealed_attention"]
+__all__ = [
+    "expanded_attention",
+    "latent_attention",
+    "merge_states",
+    "per_head_matmul",
+    "sealed_attention",
+    "sparse_latent_attention",
+]
 
 _LIBRARY = torch.library.Library("mla", "DEF")
 
@@ -42,6 +50,11 @@ _LIBRARY.define(
 _LIBRARY.define(
     "latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor? mask, "
     "SymInt? causal_offset, float scale) -> (Tensor, Tensor)",
+    tags=_ANY_STRIDES,
+)
+_LIBRARY.define(
+    "sparse_latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor indices, "
+    "Tensor? mask, SymInt? causal_offset, float scale, bool uniform_when_empty) -> (Tensor, Tensor)",
     tags=_ANY_STRIDES,
 )
 _LIBRARY.define(
@@ -70,6 +83,25 @@ latent_attention = torch.ops.mla.latent_attention
 
 Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent `[B, T, L]`, k_rope `[B, T, R]`, all of one
 floating dtype; mask and causal_offset as the module says; scale.
+Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
+Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
+"""
+
+sparse_latent_attention = torch.ops.mla.sparse_latent_attention
+"""`latent_attention` where each query attends to the keys that it names (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
+
+    j(e) = indices[b, i, e]
+    score[b, i, n, e] = scale * (q_latent[b, i, n] . latent[b, j(e)] + q_rope[b, i, n] . k_rope[b, j(e)])
+                        + mask[b, n, i, j(e)]
+    o[b, i, n] = sum_e softmax_e(score)[b, i, n, e] latent[b, j(e)]
+
+An index outside 0..T-1 (-1, say) names no key; one that mask or causal limit hides is not attended to; one that is
+named twice counts twice. Only the keys that are named are read, and of the mask only their elements.
+
+Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent `[B, T, L]`, k_rope `[B, T, R]`, all of one
+floating dtype; indices `[B, Sq, topk]`, int32 or int64; mask (over all T keys) and causal_offset as the module says;
+scale; uniform_when_empty, whether a query without a key to attend to gets the mean of all T latents instead of 0: what
+is left of it where a mask is a finite number that outweighs every score. Its lse is -inf all the same.
 Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
@@ -155,6 +187,20 @@ def _latent_attention_fake(
     return q_latent.new_empty(q_latent.shape), q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
 
 
+def _sparse_latent_attention_fake(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    indices: Tensor,
+    mask: Tensor | None,
+    causal_offset: int | None,
+    scale: float,
+    uniform_when_empty: bool,
+) -> tuple[Tensor, Tensor]:
+    return _latent_attention_fake(q_latent, q_rope, latent, k_rope, mask, causal_offset, scale)
+
+
 def _expanded_attention_fake(
     q: Tensor,
     latent: Tensor,
@@ -192,6 +238,7 @@ def _refuse_backward(name: str) -> None:
 _LIBRARY.impl("sealed_attention", _sealed_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("mla::sealed_attention", _sealed_attention, lib=_LIBRARY)
 torch.library.register_fake("mla::latent_attention", _latent_attention_fake, lib=_LIBRARY)
+torch.library.register_fake("mla::sparse_latent_attention", _sparse_latent_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::expanded_attention", _expanded_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::merge_states", _merge_states_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::per_head_matmul", _per_head_matmul_fake, lib=_LIBRARY)

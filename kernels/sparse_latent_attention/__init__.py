@@ -1,0 +1,6 @@
+"""`mla::sparse_latent_attention`: attention over the keys of the latent cache that each query names."""
+
+from .aten import sparse_latent_attention_aten
+from .reference import sparse_latent_attention_reference
+
+__all__ = ["sparse_latent_attention_aten", "sparse_latent_attention_reference"]

@@ -1,0 +1,207 @@
+"""mla::sparse_latent_attention: against float64, over sizes, masks, dtypes and indices of every kind."""
+
+import pytest
+import torch
+from mla_compile.kernels.latent_attention import latent_attention_reference
+from mla_compile.kernels.sparse_latent_attention import aten, sparse_latent_attention_reference
+
+from mla_compile.errors import KernelError
+
+from .errors import assert_as_close_as
+from .naive import make_inputs, masks
+
+sparse_latent_attention = torch.ops.mla.sparse_latent_attention
+
+# B, Sq, T, N, L, P, R, V and topk
+SIZES = {
+    "decode": ((2, 1, 300, 4, 24, 8, 8, 8), 40),
+    "several tokens": ((2, 5, 60, 3, 33, 5, 7, 9), 16),
+    "no rope": ((1, 4, 50, 2, 16, 8, 0, 8), 9),
+    "one key": ((2, 1, 1, 1, 5, 3, 1, 2), 1),
+    "every key": ((2, 6, 13, 4, 24, 8, 8, 8), 13),
+    "one of many": ((1, 3, 70, 4, 24, 8, 8, 8), 1),
+}
+MASKS = tuple(masks(1, 1, 1, 1))
+ATOL = 1000 * torch.finfo(torch.float64).eps
+"""Two orders of the same float64 sums of numbers around 1: an eps a term, and sums of at most a few hundred terms."""
+
+
+def make(sizes, named, dtype=torch.float32):
+    """q_latent, q_rope, latent, k_rope and indices without repetition."""
+    x = make_inputs(sizes, dtype)
+    q_nope, q_rope = x.q.split([x.w_uk.shape[1], x.k_rope.shape[2]], dim=-1)
+    q_latent = torch.einsum("bsnp,npl->bsnl", q_nope, x.w_uk)
+    indices = torch.rand(sizes[0], sizes[1], sizes[2]).topk(named).indices
+    return (q_latent, q_rope, x.latent, x.k_rope), indices, x.scale
+
+
+def as_mask(indices, tokens, case):
+    """The mask over all keys that attends to the same as distinct indices and a mask, and the causal offset."""
+    mask, causal_offset = case
+    batch, queries, _ = indices.shape
+    counts = torch.zeros(batch, queries, tokens + 1).scatter_(2, indices.where(indices >= 0, tokens).long(), 1.0)
+    seen = (counts[..., :tokens] > 0)[:, None]
+    if mask is None or mask.dtype == torch.bool:
+        return (seen if mask is None else seen & mask), causal_offset
+    return torch.where(seen, mask, -torch.inf), causal_offset
+
+
+def assert_right(arguments, indices, case, scale, uniform=False):
+    o, lse = sparse_latent_attention(*arguments, indices, *case, scale, uniform)
+    exact = sparse_latent_attention_reference(*(t.double() for t in arguments), indices, *case, scale, uniform)
+    measure = sparse_latent_attention_reference(*arguments, indices, *case, scale, uniform)
+    assert_as_close_as(measure[0], o, exact[0])
+    assert_as_close_as(measure[1].float(), lse, exact[1])
+    assert o.is_contiguous()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("sizes", "named"), SIZES.values(), ids=SIZES)
+def test_reference_is_latent_attention_under_a_mask(sizes, named, mask):
+    arguments, indices, scale = make(sizes, named, torch.float64)
+    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    o, lse = sparse_latent_attention_reference(*arguments, indices, *case, scale, False)
+    expected = latent_attention_reference(*arguments, *as_mask(indices, sizes[2], case), scale)
+    torch.testing.assert_close(o, expected[0], rtol=0, atol=ATOL)
+    torch.testing.assert_close(lse, expected[1], rtol=ATOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("sizes", "named"), SIZES.values(), ids=SIZES)
+def test_float32(sizes, named, mask, uniform):
+    arguments, indices, scale = make(sizes, named)
+    assert_right(arguments, indices, masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], scale, uniform)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "bias of -inf"])
+def test_blocks_of_queries(monkeypatch, mask):
+    monkeypatch.setattr(aten, "_BLOCK_ELEMENTS", 3 * 32 * 9)
+    sizes = (2, 7, 40, 4, 24, 8, 8, 8)
+    arguments, indices, scale = make(sizes, 9)
+    assert_right(arguments, indices, masks(2, 4, 7, 40)[mask], scale)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype, mask):
+    sizes = (2, 3, 60, 4, 64, 16, 8, 16)
+    arguments, indices, scale = make(sizes, 20, dtype)
+    tensor, causal_offset = masks(2, 4, 3, 60)[mask]
+    tensor = tensor.to(dtype) if tensor is not None and tensor.dtype != torch.bool else tensor
+    assert_right(arguments, indices, (tensor, causal_offset), scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_indices_that_name_no_key_are_skipped(dtype):
+    sizes = (2, 3, 20, 4, 24, 8, 8, 8)
+    arguments, indices, scale = make(sizes, 8)
+    without, _ = sparse_latent_attention(*arguments, indices[..., :5], None, None, scale, False)
+    indices = indices.to(dtype)
+    for nothing in (-1, -7, 20, 10**6):
+        indices[..., 5:] = nothing
+        o, _ = sparse_latent_attention(*arguments, indices, None, None, scale, False)
+        torch.testing.assert_close(o, without, rtol=0, atol=torch.finfo(torch.float32).eps * without.abs().max())
+    assert_right(arguments, indices, (None, 17), scale)
+
+
+def test_an_index_that_is_named_twice_counts_twice():
+    arguments, indices, scale = make((1, 2, 20, 4, 24, 8, 8, 8), 6, torch.float64)
+    doubled = torch.cat([indices, indices[..., :2]], -1)
+    weight = torch.zeros(1, 1, 2, 20).scatter_(3, indices[:, None, :, :2], 2.0).clamp_min(1.0).double().log()
+    mask, _ = as_mask(indices, 20, (weight, None))
+    expected = latent_attention_reference(*arguments, mask, None, scale)
+    o, lse = sparse_latent_attention(*arguments, doubled, None, None, scale, False)
+    torch.testing.assert_close(o, expected[0], rtol=0, atol=ATOL)
+    torch.testing.assert_close(lse.double(), expected[1], rtol=0, atol=1e-6)  # lse is float32
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_rows_without_a_key(uniform):
+    arguments, indices, scale = make((2, 4, 30, 4, 24, 8, 8, 8), 6)
+    indices[0, 1] = -1
+    mask = torch.ones(2, 1, 4, 30, dtype=torch.bool)
+    mask[1, 0, 2] = False
+    o, lse = sparse_latent_attention(*arguments, indices, mask, None, scale, uniform)
+    for b, i in ((0, 1), (1, 2)):
+        assert torch.equal(lse[b, i], torch.full((4,), -torch.inf))
+        expected = arguments[2][b].mean(0) if uniform else torch.zeros(24)
+        assert torch.equal(o[b, i], expected.expand(4, -1))
+    assert lse.isfinite().sum() == 4 * (2 * 4 - 2)
+    assert_right(arguments, indices, (mask, None), scale, uniform)
+
+
+def test_what_nothing_attends_to_may_be_nan():
+    arguments, indices, scale = make((1, 3, 30, 4, 24, 8, 8, 8), 12)
+    expected = sparse_latent_attention(*arguments, indices, None, 20, scale, False)
+    arguments[2][:, 23:] = torch.nan
+    arguments[3][:, 23:] = torch.nan
+    o, lse = sparse_latent_attention(*arguments, indices, None, 20, scale, False)
+    assert torch.equal(o, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
+def test_no_keys_and_no_queries():
+    arguments, indices, scale = make((2, 3, 7, 4, 24, 8, 8, 8), 0)
+    for uniform in (False, True):
+        o, lse = sparse_latent_attention(*arguments, indices, None, None, scale, uniform)
+        assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+        assert torch.equal(o[:, 0, 0], arguments[2].mean(1) if uniform else torch.zeros(2, 24))
+    arguments, indices, scale = make((2, 3, 0, 4, 24, 8, 8, 8), 0)
+    o, _ = sparse_latent_attention(*arguments, indices.new_full((2, 3, 4), -1), None, None, scale, True)
+    assert torch.equal(o, torch.zeros_like(o))
+    arguments, indices, scale = make((2, 0, 3, 4, 24, 8, 8, 8), 2)
+    assert sparse_latent_attention(*arguments, indices, None, None, scale, False)[0].shape == (2, 0, 4, 24)
+
+
+def test_work_and_memory_do_not_know_the_length_of_the_cache():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Sizes(TorchDispatchMode):
+        """Elements of everything that is made, the cache's and the mask's own views excepted."""
+
+        def __init__(self):
+            super().__init__()
+            self.elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and not function.is_view and not result._is_view():
+                self.elements += result.numel()
+            return result
+
+    made = []
+    for tokens in (64, 4096):
+        arguments, indices, scale = make((1, 2, tokens, 4, 24, 8, 8, 8), 16)
+        mask = torch.rand(1, 1, 2, tokens) < 0.5
+        with Sizes() as sizes:
+            aten.sparse_latent_attention_aten(*arguments, indices, mask, tokens - 2, scale, False)
+        made.append(sizes.elements)
+    assert made[0] == made[1] > 0
+
+
+@pytest.mark.parametrize(
+    "case", [(None, None), (None, 2), (torch.rand(1, 1, 3, 5) < 0.5, None), (torch.randn(2, 4, 3, 5), 2)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(dtype, case):
+    arguments, indices, scale = make((2, 3, 5, 4, 24, 8, 8, 8), 3, dtype)
+    torch.library.opcheck(sparse_latent_attention.default, (*arguments, indices, *case, scale, True))
+
+
+@pytest.mark.parametrize(
+    ("position", "wrong", "message"),
+    [
+        (1, torch.randn(2, 3, 5, 8), r"expected q_rope of shape \[B, Sq, N, R\] = \[2, 3, 4, 8\], found"),
+        (4, torch.zeros(2, 2, 5, dtype=torch.long), r"expected indices of shape \[B, Sq, topk\] = \[2, 3, 5\], found"),
+        (4, torch.zeros(2, 3), r"expected indices of shape \[B, Sq, topk\], found \[2, 3\]"),
+        (4, torch.zeros(2, 3, 5), "expected indices of torch.int32 or torch.int64 on cpu, found torch.float32"),
+        (5, torch.ones(2, 6), r"broadcasts to \[B, N, Sq, T\] = \[2, 4, 3, 6\], found \[2, 6\]"),
+    ],
+)
+def test_refuses(position, wrong, message):
+    arguments, indices, scale = make((2, 3, 6, 4, 24, 8, 8, 8), 5)
+    arguments = [*arguments, indices, None, None, scale, False]
+    arguments[position] = wrong
+    with pytest.raises(KernelError, match=message):
+        sparse_latent_attention(*arguments)
