@@ -10,10 +10,10 @@ widths of a head's nope, rope and value part. Inputs may have any strides; none 
 attend to has `o = 0` and `lse = -inf`, so that partial results merge without a special case.
 
 Masks of `latent_attention`, `sparse_latent_attention` and `expanded_attention` are None, bool (True means attend) or
-floating (added to the scaled scores), and broadcast to `[B, N, Sq, T]` (rank 4). With a `causal_offset`, query i attends
-to keys j <= i + causal_offset as well as what the mask says; None means no causal limit. Keys that a bool mask or the
-causal limit hides from every query of a sequence take no part in the arithmetic: a cache's unwritten tail may hold
-anything, NaN included.
+floating (added to the scaled scores), and broadcast to `[B, N, Sq, T]` (rank 4). With a `causal_offset`, query i
+attends to keys j <= i + causal_offset as well as what the mask says; None means no causal limit. Keys that a bool mask
+or the causal limit hides from every query of a sequence take no part in the arithmetic: a cache's unwritten tail may
+hold anything, NaN included.
 
 Attention does not need gradients here (graphs that do are left to Inductor): every backward raises NotImplementedError.
 """
