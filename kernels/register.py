@@ -7,8 +7,16 @@ from mla_compile.kernels import (
     expanded_attention,
     latent_attention,
     merge_states,
+    paged_latent_attention,
     per_head_matmul,
     sparse_latent_attention,
 )
 
-__all__ = ["expanded_attention", "latent_attention", "merge_states", "per_head_matmul", "sparse_latent_attention"]
+__all__ = [
+    "expanded_attention",
+    "latent_attention",
+    "merge_states",
+    "paged_latent_attention",
+    "per_head_matmul",
+    "sparse_latent_attention",
+]

@@ -30,6 +30,7 @@ __all__ = [
     "expanded_attention",
     "latent_attention",
     "merge_states",
+    "paged_latent_attention",
     "per_head_matmul",
     "sealed_attention",
     "sparse_latent_attention",
@@ -55,6 +56,12 @@ _LIBRARY.define(
 _LIBRARY.define(
     "sparse_latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor indices, "
     "Tensor? mask, SymInt? causal_offset, float scale, bool uniform_when_empty) -> (Tensor, Tensor)",
+    tags=_ANY_STRIDES,
+)
+_LIBRARY.define(
+    "paged_latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent_pages, Tensor rope_pages, "
+    "Tensor block_table, Tensor seq_lens, bool causal, float scale, Tensor? latent_scales=None, "
+    "SymInt? split_tokens=None) -> (Tensor, Tensor)",
     tags=_ANY_STRIDES,
 )
 _LIBRARY.define(
@@ -85,6 +92,30 @@ Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent `[B,
 floating dtype; mask and causal_offset as the module says; scale.
 Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
+"""
+
+paged_latent_attention = torch.ops.mla.paged_latent_attention
+"""`latent_attention` over a cache in pages (vLLM's PagedAttention, arXiv 2309.06180, with one latent a token).
+
+    latent[b, j] = latent_pages[block_table[b, j // page_size], j % page_size];  k_rope likewise, of rope_pages
+    o, lse = latent_attention over the keys j < seq_lens[b], and with causal j <= seq_lens[b] - Sq + i for query i
+
+The queries are the last Sq tokens of their sequence, which its length counts: their own latents are in the pages. A
+query before a sequence's first token has no key. Pages and rows that no query sees may hold anything, and so may the
+entries of block_table behind a sequence's last page.
+
+latent_pages and rope_pages are most often the columns of one pool: `pages[..., :L]`, `pages[..., L:]`.
+
+FP8: latent_pages in float8_e4m3fn, each of its G equal groups of columns to be multiplied with its latent_scales;
+rope_pages as q_rope, or in float8_e4m3fn where G is 1, to be multiplied with the same scale.
+
+Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent_pages `[pages, page_size, L]`, rope_pages
+`[pages, page_size, R]`, all of one floating dtype (FP8 excepted); block_table `[B, max_pages]` and seq_lens `[B]`,
+int32 or int64; causal; scale; latent_scales None, or `[pages, page_size, G]` float32 with sizes of 1 that broadcast;
+split_tokens None (keys are shared out to suit batch and device), or how many keys of a sequence one program sums up:
+with that, the result of a sequence is the same bits in any batch.
+Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
+Raises: KernelError (a ValueError) naming the expected and the found shape, dtype or, on CPU, length or page.
 """
 
 sparse_latent_attention = torch.ops.mla.sparse_latent_attention
@@ -187,6 +218,22 @@ def _latent_attention_fake(
     return q_latent.new_empty(q_latent.shape), q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
 
 
+def _paged_latent_attention_fake(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_pages: Tensor,
+    rope_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    causal: bool,
+    scale: float,
+    latent_scales: Tensor | None = None,
+    split_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    batch, queries, heads, _ = q_latent.shape
+    return q_latent.new_empty(q_latent.shape), q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
+
+
 def _sparse_latent_attention_fake(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -238,6 +285,7 @@ def _refuse_backward(name: str) -> None:
 _LIBRARY.impl("sealed_attention", _sealed_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("mla::sealed_attention", _sealed_attention, lib=_LIBRARY)
 torch.library.register_fake("mla::latent_attention", _latent_attention_fake, lib=_LIBRARY)
+torch.library.register_fake("mla::paged_latent_attention", _paged_latent_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::sparse_latent_attention", _sparse_latent_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::expanded_attention", _expanded_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::merge_states", _merge_states_fake, lib=_LIBRARY)

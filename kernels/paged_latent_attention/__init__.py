@@ -1,0 +1,6 @@
+"""`mla::paged_latent_attention`: attention over a latent cache that lies in pages."""
+
+from .aten import paged_latent_attention_aten
+from .reference import paged_latent_attention_reference
+
+__all__ = ["paged_latent_attention_aten", "paged_latent_attention_reference"]

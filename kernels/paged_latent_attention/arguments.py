@@ -1,0 +1,101 @@
+"""What `mla::paged_latent_attention` takes, checked."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import KernelError
+from ..checks import check_alike, check_rank, check_shapes
+
+OP = "paged_latent_attention"
+FP8 = torch.float8_e4m3fn
+
+
+def check_arguments(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_pages: Tensor,
+    rope_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    latent_scales: Tensor | None,
+    split_tokens: int | None,
+) -> None:
+    """Check shapes, dtypes and devices, and on CPU lengths and pages. Raises: KernelError."""
+    check_rank(OP, "q_latent", q_latent, "B Sq N L")
+    check_rank(OP, "q_rope", q_rope, "B Sq N R")
+    check_rank(OP, "latent_pages", latent_pages, "pages page_size L")
+    check_rank(OP, "block_table", block_table, "B max_pages")
+    dims = dict(zip(("B", "Sq", "N", "L"), q_latent.shape, strict=True))
+    dims |= {"R": q_rope.shape[3], "pages": latent_pages.shape[0], "page_size": latent_pages.shape[1]}
+    dims["max_pages"] = block_table.shape[1]
+    check_shapes(
+        OP,
+        dims,
+        q_rope=(q_rope, "B Sq N R"),
+        latent_pages=(latent_pages, "pages page_size L"),
+        rope_pages=(rope_pages, "pages page_size R"),
+        block_table=(block_table, "B max_pages"),
+        seq_lens=(seq_lens, "B"),
+    )
+    if latent_scales is None:
+        check_alike(OP, q_latent=q_latent, q_rope=q_rope, latent_pages=latent_pages, rope_pages=rope_pages)
+    else:
+        _check_fp8(q_latent, q_rope, latent_pages, rope_pages, latent_scales)
+    for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens)):
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise KernelError(f"mla::{OP}: expected {name} of torch.int32 or torch.int64, found {tensor.dtype}")
+        if tensor.device != q_latent.device:
+            raise KernelError(f"mla::{OP}: expected {name} on {q_latent.device}, found {tensor.device}")
+    if dims["page_size"] < 1:
+        raise KernelError(f"mla::{OP}: expected a page_size of at least 1, found {dims['page_size']}")
+    if split_tokens is not None and split_tokens < 1:
+        raise KernelError(f"mla::{OP}: expected split_tokens of at least 1, found {split_tokens}")
+    if block_table.is_cpu:
+        _check_values(block_table, seq_lens, latent_pages.shape[0], latent_pages.shape[1])
+
+
+def _check_fp8(
+    q_latent: Tensor, q_rope: Tensor, latent_pages: Tensor, rope_pages: Tensor, latent_scales: Tensor
+) -> None:
+    check_alike(OP, q_latent=q_latent, q_rope=q_rope)
+    check_rank(OP, "latent_scales", latent_scales, "pages page_size G")
+    groups, rank = latent_scales.shape[2], latent_pages.shape[2]
+    sizes = zip(latent_scales.shape[:2], latent_pages.shape[:2], strict=True)
+    if any(size not in (1, full) for size, full in sizes) or groups < 1 or rank % groups:
+        raise KernelError(
+            f"mla::{OP}: expected latent_scales that broadcasts to [pages, page_size, G] = "
+            f"{[*latent_pages.shape[:2], 'a divisor of ' + str(rank)]}, found {list(latent_scales.shape)}"
+        )
+    rope_dtypes = (FP8, q_rope.dtype) if groups == 1 else (q_rope.dtype,)
+    expected = {
+        "latent_pages": (latent_pages, (FP8,)),
+        "rope_pages": (rope_pages, rope_dtypes),
+        "latent_scales": (latent_scales, (torch.float32,)),
+    }
+    for name, (tensor, dtypes) in expected.items():
+        if tensor.dtype not in dtypes or tensor.device != q_latent.device:
+            raise KernelError(
+                f"mla::{OP}: expected {name}, with latent_scales given, of {' or '.join(map(str, dtypes))} on "
+                f"{q_latent.device}, found {tensor.dtype} on {tensor.device}"
+            )
+
+
+def _check_values(block_table: Tensor, seq_lens: Tensor, pages: int, page_size: int) -> None:
+    """Only on CPU: elsewhere looking at values stalls the device."""
+    capacity = block_table.shape[1] * page_size
+    for b, (table, length) in enumerate(zip(block_table, seq_lens.tolist(), strict=True)):
+        if not 0 <= length <= capacity:
+            raise KernelError(
+                f"mla::{OP}: expected lengths from 0 to max_pages * page_size = {capacity}, "
+                f"found seq_lens[{b}] = {length}"
+            )
+        used = table[: -(-length // page_size)]
+        wrong = (used < 0) | (used >= pages)
+        if wrong.any():
+            column = int(wrong.nonzero()[0])
+            raise KernelError(
+                f"mla::{OP}: expected pages from 0 to {pages - 1} in block_table, "
+                f"found block_table[{b}, {column}] = {int(used[column])} for a sequence of {length} tokens"
+            )

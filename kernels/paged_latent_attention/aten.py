@@ -1,0 +1,109 @@
+"""Paged absorbed MLA out of ATen operations: for whatever has no kernel of its own.
+
+A sequence at a time, its pages are gathered a bounded chunk of keys after the other and attended to by
+`mla::latent_attention`; what the chunks give is merged by its log-sum-exp:
+
+    latent, k_rope   [1, C, L], [1, C, R]   of at most _CHUNK_ELEMENTS numbers, however long the sequence is
+    o, lse           [1, Sq, N, L], [1, Sq, N]
+
+Half precision is computed in float32, and what is merged stays float32. On CPU the lengths are read and only pages in
+use are touched; elsewhere that would stall the device, so every page of the table is gathered, page 0 in place of those
+out of use, and masked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import mla_compile.ops  # noqa: F401  defines the op
+
+from .arguments import check_arguments
+
+_CHUNK_ELEMENTS = 1 << 20
+"""Elements of latent and rope key gathered at a time: 4 MiB in float32, what the attention over them also takes."""
+
+
+def paged_latent_attention_aten(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_pages: Tensor,
+    rope_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    causal: bool,
+    scale: float,
+    latent_scales: Tensor | None = None,
+    split_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`mla::paged_latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors.
+
+    Sequences are computed alone, so every `split_tokens` gives results that do not depend on the batch.
+    """
+    check_arguments(q_latent, q_rope, latent_pages, rope_pages, block_table, seq_lens, latent_scales, split_tokens)
+    batch, queries, heads, _ = q_latent.shape
+    page_size = latent_pages.shape[1]
+    capacity = block_table.shape[1] * page_size
+    lengths = seq_lens.tolist() if seq_lens.is_cpu else [capacity] * batch
+    chunk = max(_CHUNK_ELEMENTS // (latent_pages.shape[2] + rope_pages.shape[2]), 1)
+    dtype = torch.promote_types(q_latent.dtype, torch.float32)
+    q = q_latent.to(dtype), q_rope.to(dtype)
+    o = q_latent.new_zeros(q_latent.shape, dtype=dtype)
+    lse = q_latent.new_full((batch, queries, heads), -torch.inf, dtype=torch.float32)
+    for b, length in enumerate(lengths):
+        this = slice(b, b + 1)
+        for start in range(0, length, chunk):
+            positions = torch.arange(start, min(start + chunk, length), device=block_table.device)
+            page, row = _place(block_table[b], positions, page_size, seq_lens[b])
+            latent, k_rope = _load(latent_pages, rope_pages, latent_scales, page, row, dtype)
+            mask, causal_offset = None, length - queries - start if causal else None
+            if not seq_lens.is_cpu:
+                mask, causal_offset = _seen(positions, queries, seq_lens[b], causal), None
+            part = torch.ops.mla.latent_attention(
+                q[0][this], q[1][this], latent[None], k_rope[None], mask, causal_offset, scale
+            )
+            if start:
+                part = torch.ops.mla.merge_states(o[this], lse[this], *part)
+            o[this], lse[this] = part
+    return o.to(q_latent.dtype), lse
+
+
+def _place(table: Tensor, positions: Tensor, page_size: int, length: Tensor) -> tuple[Tensor, Tensor]:
+    """Page and row `[C]` of each position; page 0 of a position that is not in use."""
+    page = table.index_select(0, positions // page_size)
+    if not length.is_cpu:
+        page = page.masked_fill(positions >= length, 0)
+    return page.long(), positions % page_size
+
+
+def _seen(positions: Tensor, queries: int, length: Tensor, causal: bool) -> Tensor:
+    """Bool `[1, 1, Sq, C]`, True where a query attends to a position."""
+    last = length - 1
+    if causal:
+        last = last - torch.arange(queries - 1, -1, -1, device=positions.device)[:, None]
+    return (positions <= last).expand(1, 1, queries, -1)
+
+
+def _load(
+    latent_pages: Tensor,
+    rope_pages: Tensor,
+    latent_scales: Tensor | None,
+    page: Tensor,
+    row: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Keys `[C, L]` and `[C, R]` in `dtype`."""
+    if latent_scales is None:
+        return latent_pages[page, row].to(dtype), rope_pages[page, row].to(dtype)
+    groups = latent_scales.shape[2]
+    scales = latent_scales.expand(*latent_pages.shape[:2], groups)[page, row]
+    # Indexing does not know FP8: the same bytes do.
+    latent = latent_pages.view(torch.uint8)[page, row].view(latent_pages.dtype).to(dtype)
+    latent = (latent.unflatten(1, (groups, -1)) * scales[:, :, None]).flatten(1)
+    if rope_pages.dtype != latent_pages.dtype:
+        return latent, rope_pages[page, row].to(dtype)
+    k_rope = rope_pages.view(torch.uint8)[page, row].view(rope_pages.dtype).to(dtype)
+    return latent, k_rope * scales
+
+
+torch.library.impl("mla::paged_latent_attention", "CompositeExplicitAutograd")(paged_latent_attention_aten)

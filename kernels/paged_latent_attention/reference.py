@@ -1,0 +1,56 @@
+"""Paged absorbed MLA as the equation says: the oracle of every other implementation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..latent_attention.reference import latent_attention_reference
+
+
+def paged_latent_attention_reference(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_pages: Tensor,
+    rope_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    causal: bool,
+    scale: float,
+    latent_scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`mla::paged_latent_attention` in the dtype of the queries, float64 included; lse keeps that dtype.
+
+    Args: as `mla_compile.ops` says. Returns: o `[B, Sq, N, L]`, lse `[B, Sq, N]`.
+    """
+    results = []
+    for b, length in enumerate(seq_lens.tolist()):
+        q = q_latent[b : b + 1], q_rope[b : b + 1]
+        cache = keys(latent_pages, rope_pages, block_table[b], length, q_latent.dtype, latent_scales)
+        causal_offset = length - q_latent.shape[1] if causal else None
+        results.append(latent_attention_reference(*q, *(part[None] for part in cache), None, causal_offset, scale))
+    if not results:
+        return q_latent.new_empty(q_latent.shape), q_latent.new_empty(q_latent.shape[:3])
+    return torch.cat([o for o, _ in results]), torch.cat([lse for _, lse in results])
+
+
+def keys(
+    latent_pages: Tensor,
+    rope_pages: Tensor,
+    table: Tensor,
+    length: int,
+    dtype: torch.dtype,
+    latent_scales: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The keys of one sequence: latent `[length, L]`, k_rope `[length, R]`. Its pages are table, `[max_pages]`."""
+    page_size = latent_pages.shape[1]
+    position = torch.arange(length, device=table.device)
+    page, row = table[position // page_size].long(), position % page_size
+    latent, k_rope = (pages.to(dtype)[page, row] for pages in (latent_pages, rope_pages))
+    if latent_scales is not None:
+        groups = latent_scales.shape[2]
+        scales = latent_scales.to(dtype).expand(*latent_pages.shape[:2], groups)[page, row]
+        latent = (latent.unflatten(1, (groups, -1)) * scales[:, :, None]).flatten(1)
+        if rope_pages.dtype == torch.float8_e4m3fn:
+            k_rope = k_rope * scales
+    return latent, k_rope

@@ -1,0 +1,100 @@
+"""A latent cache cut into pages, as a pool that served many sequences has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Paged:
+    """q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]`, pool `[pages, page_size, L + R]`, block_table, seq_lens."""
+
+    q_latent: Tensor
+    q_rope: Tensor
+    pool: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    scale: float
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        """What `mla::paged_latent_attention` takes before `causal` and `scale`."""
+        rank = self.q_latent.shape[3]
+        return (
+            self.q_latent,
+            self.q_rope,
+            self.pool[..., :rank],
+            self.pool[..., rank:],
+            self.block_table,
+            self.seq_lens,
+        )
+
+    def double(self) -> Paged:
+        return replace(self, q_latent=self.q_latent.double(), q_rope=self.q_rope.double(), pool=self.pool.double())
+
+
+def make_paged(
+    lengths: list[int],
+    sizes: tuple[int, int, int, int],
+    page_size: int,
+    dtype: torch.dtype = torch.float32,
+    index: torch.dtype = torch.int32,
+    spare_pages: int = 2,
+) -> Paged:
+    """Sequences of these lengths for `Sq, N, L, R`, in pages dealt out at random.
+
+    Pages and rows out of use hold NaN; the table is a column range of a wider one, its unused entries point nowhere.
+    """
+    queries, heads, rank, rope = sizes
+    per_sequence = [-(-length // page_size) for length in lengths]
+    width = max(per_sequence) + spare_pages
+    order = torch.randperm(sum(per_sequence) + spare_pages)
+    pool = torch.full((len(order), page_size, rank + rope), torch.nan, dtype=dtype)
+    table = torch.full((len(lengths), width + 3), -(2**30), dtype=index)[:, 1:-2]
+    for b, (length, pages) in enumerate(zip(lengths, per_sequence, strict=True)):
+        mine = order[sum(per_sequence[:b]) :][:pages]
+        table[b, :pages] = mine
+        positions = torch.arange(length)
+        pool[mine[positions // page_size], positions % page_size] = torch.randn(length, rank + rope, dtype=dtype)
+    q = torch.randn(len(lengths), queries, heads, rank + rope, dtype=dtype)
+    scale = (rank + rope) ** -0.5
+    return Paged(q[..., :rank], q[..., rank:], pool, table, torch.tensor(lengths, dtype=index), scale)
+
+
+def quantised(x: Paged, groups: int, rope_too: bool = False) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The arguments with latent pages in FP8, as views of one pool of bytes, and their scales.
+
+    A row is the latent in e4m3, a float32 scale for each group of columns, and the rope part as it was; with
+    `rope_too` there is one scale for all and the rope part is in e4m3 as well.
+    """
+    rank = x.q_latent.shape[3]
+    pool = x.pool.float()
+    latent, k_rope = pool[..., :rank], pool[..., rank:]
+    if rope_too:
+        assert groups == 1
+        scales = (pool.nan_to_num().abs().amax() / 448).reshape(1, 1, 1)
+        return (
+            *x.arguments[:2],
+            (latent / scales).to(torch.float8_e4m3fn),
+            (k_rope / scales).to(torch.float8_e4m3fn),
+            *x.arguments[4:],
+        ), scales
+    grouped = latent.unflatten(2, (groups, -1))
+    scales = grouped.abs().amax(-1) / 448
+    values = (grouped / scales[..., None]).flatten(2).to(torch.float8_e4m3fn)
+    itemsize = x.pool.dtype.itemsize
+    padded = -rank % 4
+    start = rank + padded
+    row = start + 4 * groups + itemsize * k_rope.shape[2]
+    rows = torch.zeros(*pool.shape[:2], row + -row % 4, dtype=torch.uint8)
+    views = (
+        rows[..., :rank].view(torch.float8_e4m3fn),
+        rows[..., start : start + 4 * groups].view(torch.float32),
+        rows[..., start + 4 * groups : row].view(x.pool.dtype),
+    )
+    for view, content in zip(views, (values, scales, x.pool[..., rank:]), strict=True):
+        view.copy_(content)
+    return (*x.arguments[:2], views[0], views[2], *x.arguments[4:]), views[1]
