@@ -1,7 +1,7 @@
 """Find attention: sealed SDPA, and `softmax(scores) @ value` written by hand.
 
     q, k, v -> mla.sealed_attention                                    one node
-    q, k    -> bmm -> [scale, add mask, where] -> _softmax -> bmm v    a chain, its scores perhaps a sum of products
+    q, k    -> bmm -> [scale, add mask, where] -> softmax -> bmm v     a chain, its scores perhaps a sum of products
 
 Both come out as one `Attention`: which axes are rows, keys and columns of the scores, and the terms of q, k, v and the
 masks over these axes. Nothing here asks whether the attention is MLA.
@@ -21,6 +21,7 @@ import mla_compile.ops  # noqa: F401  defines the sealed op
 from . import layout
 from .axes import Dim, Form, Product, Term, Unaligned
 from .scores import Mask, scores_of
+from .softmax import Weights, late, weights_of
 from .source import Refusal, where
 from .trace import Trace, arguments, aten, is_tensor
 
@@ -64,9 +65,13 @@ def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
             if node.target is torch.ops.mla.sealed_attention.default:
                 yield _from_sealed(node, trace)
             elif node.target in (aten.bmm.default, aten.mm.default):
-                side = _probabilities(node, trace)
-                if side is not None:
-                    yield _from_softmax(node, side, trace)
+                for side in (0, 1):
+                    weights = weights_of(trace[arguments(node)[side]].term.read.source, trace)
+                    if weights is not None:
+                        yield _from_weights(node, trace[node], side, weights, trace)
+                        break
+            elif node.target is aten.div.Tensor and (divided := late(node, trace)) is not None:
+                yield _from_weights(node, *divided, trace)
         except Refusal as refusal:
             yield refusal
         except Unaligned as error:
@@ -123,32 +128,21 @@ def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
     )
 
 
-def _probabilities(node: fx.Node, trace: Trace) -> int | None:
-    """Which operand of a matrix product is the output of a softmax, if one is."""
-    for side in (0, 1):
-        source = trace[arguments(node)[side]].term.read.source
-        if isinstance(source, fx.Node) and source.target is aten._softmax.default:
-            return side
-    return None
-
-
-def _from_softmax(node: fx.Node, side: int, trace: Trace) -> Attention:
-    output = trace[node]
+def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trace: Trace) -> Attention:
+    """Attention that ends in `node`, `output` being its product, perhaps before it is divided."""
     if not isinstance(output.term.parts, Product):
         raise Refusal(node, "expected attention weights and values over common axes, found that they do not factor")
     probabilities = (output.term.parts.left, output.term.parts.right)[side]
-    softmax = probabilities.read.source
-    assert isinstance(softmax, fx.Node)
     if any(not digit.whole for dim in probabilities.read.dims for digit in dim):
         raise Refusal(node, "expected the whole of the attention weights to meet the values, found a part of them")
-    _refuse_other_uses(softmax, node, trace)
+    _refuse_other_uses(weights, node, trace)
     score_dims = tuple(tuple(d.axis for d in dim if d.axis is not None) for dim in probabilities.read.dims)
-    dim = arguments(softmax)[1] % len(score_dims)
-    summands = scores_of(arguments(softmax)[0], len(score_dims), trace)
+    dim = weights.dim
+    summands = scores_of(weights.scores, len(score_dims), trace)
     products = [s for s in summands if isinstance(s.what, float)]
     masks = [s for s in summands if isinstance(s.what, Mask)]
     if not products:
-        raise Refusal(node, f"expected scores that are a sum of products, found {where(arguments(softmax)[0])}")
+        raise Refusal(node, f"expected scores that are a sum of products, found {where(weights.scores)}")
     own = [("out", i) for i in range(len(output.dims))]
     exposed = Form((*output.dims, *score_dims), output.term)
     aligned, axes = layout.align(
@@ -190,14 +184,15 @@ def _score(node: fx.Node, term: Term, keys: Dim, scale: float) -> Score:
     return Score(sides[0], sides[1], parts.summed, parts.scale * scale)
 
 
-def _refuse_other_uses(softmax: fx.Node, output: fx.Node, trace: Trace) -> None:
+def _refuse_other_uses(weights: Weights, output: fx.Node, trace: Trace) -> None:
     """The weights must serve this product only: what else they serve would keep the scores and the keys alive."""
-    pending, seen = [softmax], {softmax}
+    ends = {output} if weights.total is None else {weights.total, trace[arguments(output)[0]].term.read.source}
+    pending, seen = [weights.node], {weights.node}
     while pending:
         for user in pending.pop().users:
-            if user is output or user in seen:
+            if user in ends or user in seen:
                 continue
-            if not is_tensor(user) or trace[user].term.read.source is not softmax:
+            if not is_tensor(user) or trace[user].term.read.source is not weights.node:
                 raise Refusal(output, f"expected the attention weights to meet the values only, found {where(user)}")
             seen.add(user)
             pending.append(user)

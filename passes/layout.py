@@ -11,29 +11,26 @@ from dataclasses import replace
 
 from .axes import (
     Axis,
-    Change,
     Digit,
     Dim,
     Form,
     Join,
-    Pin,
     Product,
     Read,
     Segment,
     Size,
-    Slice,
-    Split,
+    Sum,
     Term,
     Unaligned,
-    change,
-    change_term,
-    overlapping,
+    Undefined,
+    Unread,
+    Zero,
     product,
-    prune,
     quotient,
     same,
     total,
 )
+from .changes import Change, Pin, Slice, Split, change, change_term, overlapping, prune
 
 
 def leaf(source: Hashable, shape: Sequence[Size]) -> Form:
@@ -235,6 +232,52 @@ def pointwise(source: Hashable, operands: Sequence[Form], shape: Sequence[Size])
     return Form(dims, read_of(source, dims, depends))
 
 
+def add(source: Hashable, operands: Sequence[Form], shape: Sequence[Size]) -> Form:
+    """The sum `source` of broadcast operands, of which it keeps the terms.
+
+    Where one is a join the sum is one, of sums: zeros that pad two tensors to one width leave a join of the two.
+    """
+    plain = pointwise(source, operands, shape)
+    own = range(len(shape))
+    aligned, axes = align([plain, *operands], [own, *(own[len(shape) - len(o.dims) :] for o in operands)])
+    dims = tuple(axes[i] for i in own)
+    return Form(dims, _sum(aligned[0].term, [prune(o.term, 2) for o in aligned[1:]]))
+
+
+_MOST_TERMS = 4
+"""Terms of a sum up to which they are kept: a bias or two, not what a residual stream adds up to."""
+
+
+def _sum(whole: Term, terms: Sequence[Term]) -> Term:
+    """`whole`, which is the sum of the terms, with what is known of it."""
+    flat = [t for term in terms for t in (term.parts.terms if isinstance(term.parts, Sum) else (term,))]
+    if any(isinstance(term.parts, Undefined) for term in flat):
+        return replace(whole, parts=Undefined())
+    joined = next((term.parts for term in flat if isinstance(term.parts, Join)), None)
+    if joined is not None:
+        start: Size = 0
+        segments: list[Segment] = []
+        for segment in joined.segments:
+            axes = tuple(Axis(axis.size) for axis in segment.axes)  # two operands may be joins over the same ones
+            own, *others = (piece_of(term, joined.axis, start, axes) for term in (whole, *flat))
+            segments.append(Segment(axes, _sum(own, others)))
+            start = total([start, segment.size])
+        return replace(whole, parts=Join(joined.axis, tuple(segments)))
+    flat = [term for term in flat if not isinstance(term.parts, Zero)]
+    if len(flat) > _MOST_TERMS:
+        return whole
+    return flat[0] if len(flat) == 1 else replace(whole, parts=Sum(tuple(flat)) if flat else Zero())
+
+
+def pad(source: Hashable, form: Form, dim: int, before: Size, after: Size) -> Form:
+    """Zeros before and after the indices of one dimension, in the tensor `source`."""
+    pieces = []
+    for size in (before, after):
+        zeros = leaf(Unread(source), (*form.shape[:dim], size, *form.shape[dim + 1 :]))
+        pieces.append(replace(zeros, term=replace(zeros.term, parts=Zero())))
+    return join(source, [pieces[0], form, pieces[1]], dim)
+
+
 def piece_of(term: Term, axis: Axis, start: Size, axes: Dim) -> Term:
     """The part of a term from `start` of `axis` on, that axis replaced by the product of `axes`."""
     whole = Axis(product(a.size for a in axes))
@@ -247,7 +290,7 @@ def piece_of(term: Term, axis: Axis, start: Size, axes: Dim) -> Term:
 
 
 def scaled(form: Form, factor: float) -> Form:
-    """`factor * form`. A product keeps its factors, a join its pieces."""
+    """`factor * form`. A product keeps its factors, a sum its terms, a join its pieces."""
 
     def scale(term: Term) -> Term:
         if isinstance(term.parts, Product):
@@ -267,12 +310,14 @@ def _then(read: Read, step: Hashable) -> Read:
 
 
 def map_terms(form: Form, function: Callable[[Term], Term]) -> Form:
-    """Apply `function` to the form's own term and its pieces', not to the factors of a product."""
+    """Apply `function` to the form's own term, its pieces and addends, not to the factors of a product."""
 
     def visit(term: Term) -> Term:
         if isinstance(term.parts, Join):
             pieces = tuple(replace(s, term=visit(s.term)) for s in term.parts.segments)
             return function(replace(term, parts=replace(term.parts, segments=pieces)))
+        if isinstance(term.parts, Sum):
+            return function(replace(term, parts=Sum(tuple(visit(addend) for addend in term.parts.terms))))
         return function(term)
 
     return replace(form, term=visit(form.term))

@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from .axes import Axis, Dim, Read, Size, Unaligned
+from .axes import Axis, Digit, Dim, Read, Size, Unaligned, product, same
 
 Realize = Callable[[Size], "int | torch.SymInt"]
 """An int or SymInt for a size."""
@@ -38,8 +38,12 @@ def realizer(values: Sequence[Any]) -> Realize:
 
 def symbols_of(read: Read) -> set[sympy.Symbol]:
     """The symbols in a read's sizes and starts."""
-    sizes = [size for dim in read.dims for d in dim for size in (d.extent, d.start, d.axis.size if d.axis else 1)]
+    sizes = [size for dim in read.dims for d in dim for size in _sizes(d)]
     return set[sympy.Symbol]().union(*(sympy.sympify(size).free_symbols for size in sizes))
+
+
+def _sizes(digit: Digit) -> tuple[Size, ...]:
+    return digit.extent, digit.start, digit.before, digit.after, digit.axis.size if digit.axis is not None else 1
 
 
 def tellers(node: fx.Node, symbols: set[sympy.Symbol]) -> list[fx.Node]:
@@ -101,7 +105,12 @@ def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize,
     for i in reversed(range(len(read.dims))):
         if len(read.dims[i]) == 0:
             tensor = tensor.squeeze(i)
-        elif len(read.dims[i]) > 1:
+            continue
+        slowest = read.dims[i][0]
+        if not (same(slowest.before, 0) and same(slowest.after, 0)):
+            count = product(digit.extent for digit in read.dims[i])
+            tensor = tensor.narrow(i, realize(slowest.before), realize(count))
+        if len(read.dims[i]) > 1:
             tensor = tensor.unflatten(i, [realize(digit.extent) for digit in read.dims[i]])
     kept: list[Axis] = []
     for digit in digits:

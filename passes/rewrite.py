@@ -82,7 +82,7 @@ class _Emit:
 
     def __init__(self, site: Site, path: str, workspace_tokens: int) -> None:
         self.site, self.path, self.workspace_tokens = site, path, workspace_tokens
-        reads = [site.latent, site.w_uk, site.w_uv, site.nope.query.read]
+        reads = [site.latent, site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
         reads += [read for rope in site.ropes for read in (rope.query.read, rope.key.read)]
         reads += [mask.term.read for mask in site.attention.masks]
         sources = [read.source for read in reads if read is not None and isinstance(read.source, fx.Node)]
@@ -121,19 +121,22 @@ class _Emit:
         offset = 0 if site.attention.causal else None
         scale = site.nope.scale
         if site.w_uk is None or site.w_uv is None:
-            o, _ = torch.ops.mla.latent_attention(q_nope, q_rope, latent, k_rope, mask, offset, scale)
+            o, lse = torch.ops.mla.latent_attention(q_nope, q_rope, latent, k_rope, mask, offset, scale)
         else:
             w_uk = read(site.w_uk, site.heads, site.nope.summed, site.rank).to(dtype)
             w_uv = read(site.w_uv, site.heads, columns, site.rank).to(dtype)
             if self.path == "absorbed":
                 q_latent = torch.ops.mla.per_head_matmul(q_nope, w_uk)
-                o, _ = torch.ops.mla.latent_attention(q_latent, q_rope, latent, k_rope, mask, offset, scale)
+                o, lse = torch.ops.mla.latent_attention(q_latent, q_rope, latent, k_rope, mask, offset, scale)
                 o = torch.ops.mla.per_head_matmul(o, w_uv.transpose(1, 2))
             else:
                 q = torch.cat([q_nope, q_rope], dim=-1) if q_rope.shape[-1] else q_nope
-                o, _ = torch.ops.mla.expanded_attention(
+                o, lse = torch.ops.mla.expanded_attention(
                     q, latent, k_rope, w_uk, w_uv, mask, offset, scale, self.workspace_tokens
                 )
+        for bias in site.biases:
+            addend = read(bias, *rows, columns)
+            o = o + (addend if mask is None else torch.where(lse.isneginf().unsqueeze(-1), 0, addend))
         if site.attention.strict_rows and mask is not None:
             empty = ~mask.any(-1) if mask.dtype == torch.bool else mask.isneginf().all(-1)
             o = torch.where(empty.transpose(1, 2).unsqueeze(-1), math.nan, o)

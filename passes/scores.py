@@ -14,7 +14,7 @@ from torch import fx
 
 from .axes import Axis, Form, Product, Term
 from .source import Refusal
-from .trace import Trace, arguments, aten, is_tensor
+from .trace import Trace, arguments, aten, factor_of, is_tensor
 
 SPACING = 8.0
 """Scores that are replaced by a number are scores to which it is added, where the spacing of floats at that number is
@@ -62,6 +62,7 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
     through = _labels_through(form, labels)
     if not isinstance(source, fx.Node) or through is None or source.op != "call_function":
         return bias
+    factor *= math.prod(step for step in form.term.read.then if isinstance(step, float))
 
     def operand(node: fx.Node, factor: float) -> list[Summand]:
         return _summands(node, through[len(through) - len(trace[node].dims) :], factor, trace)
@@ -77,8 +78,11 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
 
     a, b, c = (*arguments(source), None, None, None)[:3]
     match source.target:
-        case aten.add.Tensor | aten.sub.Tensor if is_tensor(a) and is_tensor(b) and not source.kwargs:
-            sign = 1.0 if source.target is aten.add.Tensor else -1.0
+        case aten.add.Tensor | aten.sub.Tensor if is_tensor(a) and is_tensor(b):
+            alpha = factor_of(source)
+            if alpha is None:
+                return bias
+            sign = alpha if source.target is aten.add.Tensor else -alpha
             return _sum(source, addend(a, factor), addend(b, sign * factor))
         case aten.mul.Tensor | aten.mul.Scalar if isinstance(b, int | float):
             return operand(a, factor * b)

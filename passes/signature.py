@@ -24,6 +24,7 @@ def signature(site: Site, sources: Sequence[fx.Node]) -> Hashable:
     said = (
         (site.batch, site.tokens, site.heads, site.rank, attention.keys, attention.columns, attention.dims),
         (site.latent, site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces),
+        site.biases,
         (masks, attention.causal, attention.strict_rows, _value(attention.node.meta["val"])),
         [_value(source.meta["val"]) for source in sources],
     )

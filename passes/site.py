@@ -4,31 +4,23 @@
     key[b, n, t, P:]  = k_rope[b, t, r]                            the rope columns, shared by all heads
     value[b, n, t, v] = sum_l latent[b, t, l] W_UV[n, v, l]
 
+Keys and values may have biases that are the same for all keys. That of the keys adds the same to all scores of a row,
+so it leaves the weights as they are; that of the values is added to the output.
+
 A `Site` says which terms these are, over the axes of its attention. Attention that was absorbed by hand (the keys and
 the values *are* the latent) is a site too, without up-projections.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import fx
 
-from .axes import (
-    Axis,
-    Dim,
-    Join,
-    Product,
-    Read,
-    Size,
-    Term,
-    Undefined,
-    change_read,
-    product,
-    same,
-    total,
-)
+from .axes import Axis, Dim, Join, Product, Read, Size, Sum, Term, Undefined, Unread, Zero, product, same, total
+from .changes import change_read
 from .find import Attention, Score
 from .layout import piece_of
 from .source import Refusal, where
@@ -53,7 +45,8 @@ class Site:
     """An MLA attention, over the axes of `attention`.
 
     `latent` runs over `batch, keys, rank`; `w_uk` over `heads, nope.summed, rank`; `w_uv` over
-    `heads, attention.columns, rank`; both are None where the user absorbed them by hand.
+    `heads, attention.columns, rank`; both are None where the user absorbed them by hand. `biases` run over
+    `batch, tokens, heads, attention.columns`.
     """
 
     attention: Attention
@@ -66,6 +59,8 @@ class Site:
     ropes: tuple[Piece, ...]
     w_uk: Read | None
     w_uv: Read | None
+    biases: tuple[Read, ...] = ()
+    """What is added to the values of all keys: to the output then, whose weights add up to 1."""
 
     @property
     def node(self) -> fx.Node:
@@ -96,7 +91,8 @@ def prove(attention: Attention) -> Site:
     node, keys, rows = attention.node, set(attention.keys), set(attention.rows)
     if not keys:
         raise Refusal(node, "expected several keys, found one: its value is the result")
-    value = _split(attention.value, keys)
+    varying, biases = _apart(attention.value, keys)
+    value = _split(varying, keys)
     w_uk: Read | None = None
     w_uv: Read | None = None
     if value is not None:
@@ -110,6 +106,8 @@ def prove(attention: Attention) -> Site:
     ropes: list[Piece] = []
     pieces = [p for s in attention.scores for p in _pieces(node, s, set(w_uv.axes & rows) if w_uv else set())]
     for piece in pieces:
+        if piece.key.axes.isdisjoint(keys):
+            continue  # adds one number to all scores of a row, which a softmax does not see
         factors = _up_projected(piece, keys, latent, rank) if w_uv is not None else None
         if factors is None and not (w_uv is None and _absorbed(piece, latent, attention.columns)):
             ropes.append(piece)
@@ -128,6 +126,8 @@ def prove(attention: Attention) -> Site:
     if nope is None:
         raise Refusal(node, _nearest_miss(pieces, attention, value[0] if value is not None else None))
 
+    if nope.scale == 0 or not math.isfinite(nope.scale):
+        raise Refusal(node, f"expected scores times a number, found them times {nope.scale:g}")
     heads = {axis for weight in (w_uk, w_uv) if weight is not None for axis in weight.axes} & rows
     batch = {axis for read in (latent, *(rope.key.read for rope in ropes)) for axis in read.axes} & rows
     if heads & batch:
@@ -146,6 +146,10 @@ def prove(attention: Attention) -> Site:
     for rope in ropes:
         if not rope.key.axes <= batch | keys | set(rope.summed):
             raise Refusal(node, f"expected rope columns shared by all heads, found {_describe(rope.key)}")
+    reads = [latent, w_uk, w_uv, nope.query.read, *(r for p in ropes for r in (p.query.read, p.key.read)), *biases]
+    for read in reads:
+        if read is not None and isinstance(read.source, Unread):
+            raise Refusal(node, f"expected operands that the graph holds, found a part of {_name(read)}")
     return Site(
         attention,
         batch=tuple(axis for axis in attention.rows if axis in batch),
@@ -157,7 +161,17 @@ def prove(attention: Attention) -> Site:
         ropes=tuple(ropes),
         w_uk=w_uk,
         w_uv=w_uv,
+        biases=biases,
     )
+
+
+def _apart(value: Term, keys: set[Axis]) -> tuple[Term, tuple[Read, ...]]:
+    """Values as the one term that differs between keys, and what is added to it for all of them."""
+    if isinstance(value.parts, Sum):
+        varying = [term for term in value.parts.terms if term.axes & keys]
+        if len(varying) == 1:
+            return varying[0], tuple(term.read for term in value.parts.terms if term.axes.isdisjoint(keys))
+    return value, ()
 
 
 def _split(term: Term, keys: set[Axis]) -> tuple[Read, Read, Dim, float] | None:
@@ -192,8 +206,15 @@ def _absorbed(piece: Piece, value: Read, columns: Dim) -> bool:
 
 
 def _pieces(node: fx.Node, score: Score, heads: set[Axis]) -> Iterator[Piece]:
-    """The columns of a score's contraction, piece by piece as far as the pieces differ between heads."""
+    """The columns of a score's contraction, piece by piece as far as the pieces differ between heads, and what is added
+    up in them term by term."""
     join = score.key.parts
+    if isinstance(join, Zero):
+        return
+    if isinstance(join, Sum):
+        for term in join.terms:
+            yield from _pieces(node, replace(score, key=term), heads)
+        return
     if not isinstance(join, Join) or join.axis not in score.summed or (heads and not score.key.axes & heads):
         yield Piece(score.query, score.key, score.summed, score.scale)
         return
@@ -225,10 +246,13 @@ def _describe(term: Term) -> str:
     match term.parts:
         case Product(left, right):
             return f"a product of {_name(left.read)} and {_name(right.read)}"
+        case Sum(terms):
+            return "a sum of " + " and ".join(_describe(term) for term in terms)
         case Join(_, segments):
             return f"{len(segments)} pieces: " + ", ".join(_describe(segment.term) for segment in segments)
     return _name(term.read)
 
 
 def _name(read: Read) -> str:
-    return where(read.source) if isinstance(read.source, fx.Node) else str(read.source)
+    source = read.source.node if isinstance(read.source, Unread) else read.source
+    return where(source) if isinstance(source, fx.Node) else str(source)

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._ordered_set import OrderedSet
 
 from . import layout
-from .axes import Form, Size, Term, Unaligned, Undefined, same, total
+from .axes import Form, Size, Term, Unaligned, Undefined, Unread, same, total
 
 aten = torch.ops.aten
 
@@ -313,6 +313,57 @@ def _mm(trace: Trace, node: fx.Node) -> Form:
 @_handles(aten.bmm.default)
 def _bmm(trace: Trace, node: fx.Node) -> Form:
     return layout.contract(node, trace[arguments(node)[0]], trace[arguments(node)[1]], [(0, 0)], (2, 1))
+
+
+def factor_of(node: fx.Node, name: str = "alpha") -> float | None:
+    """The number that an op multiplies an operand by on the side, None if the graph does not say it."""
+    factor: Any = node.kwargs.get(name, 1)
+    return float(factor) if isinstance(factor, int | float) else None
+
+
+@_handles(aten.addmm.default)
+def _addmm(trace: Trace, node: fx.Node) -> Form:
+    bias, left, right = (trace[operand] for operand in arguments(node))
+    alpha, beta = factor_of(node), factor_of(node, "beta")
+    if alpha is None or not beta:  # a bias times 0 is nothing even if it is NaN
+        return layout.leaf(node, shape_of(node))
+    product = _times(layout.contract(Unread(node), left, right, [], (1, 0)), alpha)
+    return layout.add(node, [product, _times(bias, beta)], shape_of(node))
+
+
+@_handles(aten.add.Tensor, aten.sub.Tensor)
+def _add(trace: Trace, node: fx.Node) -> Form:
+    a, b = arguments(node)[:2]
+    factor = factor_of(node)
+    known = is_tensor(a) and is_tensor(b) and any(trace[o].term.parts is not None for o in (a, b))
+    if not known or factor is None or not node.meta["val"].dtype.is_floating_point:
+        return _pointwise(trace, node)
+    sign = 1 if node.target is aten.add.Tensor else -1
+    return layout.add(node, [trace[a], _times(trace[b], sign * factor)], shape_of(node))
+
+
+def _times(form: Form, factor: float) -> Form:
+    return form if factor == 1 else layout.scaled(form, factor)
+
+
+@_handles(aten.neg.default)
+def _negative(trace: Trace, node: fx.Node) -> Form:
+    form = trace[arguments(node)[0]]
+    known = form.term.parts is not None and node.meta["val"].dtype.is_floating_point
+    return layout.scaled(form, -1.0) if known else _pointwise(trace, node)
+
+
+@_handles(aten.constant_pad_nd.default)
+def _pad(trace: Trace, node: fx.Node) -> Form:
+    form, amounts = trace[arguments(node)[0]], [size_of(amount) for amount in arguments(node)[1]]
+    before_after = list(zip(amounts[::2], amounts[1::2], strict=True))[::-1]
+    padded = [len(form.dims) - len(before_after) + i for i, pair in enumerate(before_after) if pair != (0, 0)]
+    if len(padded) != 1 or _argument(node, 2, "value", 0) != 0:
+        return layout.leaf(node, shape_of(node))
+    before, after = before_after[padded[0] - len(form.dims) + len(before_after)]
+    if any(not isinstance(size, int) or size < 0 for size in (before, after)):
+        return layout.leaf(node, shape_of(node))
+    return layout.pad(node, form, padded[0], before, after)
 
 
 @_handles(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)

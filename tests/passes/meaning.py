@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import sympy
-from mla_compile.passes.axes import Axis, Form, Join, Product, Read, Size, Term, Undefined, same
+from mla_compile.passes.axes import Axis, Form, Join, Product, Read, Size, Sum, Term, Undefined, Zero, same
 
 Grid = np.ndarray
 """An axis's index at every element, broadcastable to all the axes in play."""
@@ -63,8 +63,9 @@ class World:
                     place = place + digit.step * grids[digit.axis]
                 assert np.all((place >= 0) & (place < own)), f"an index beyond its digit of {own}"
                 index, extent = index * own + place, extent * own
-            assert extent == size, f"digits of {extent} for a dimension of {size}"
-            indices.append(index)
+            before, after = (self.number(n) for n in (dim[0].before, dim[0].after)) if dim else (0, 0)
+            assert before + extent + after == size, f"digits of {extent} for a dimension of {size}"
+            indices.append(before + index)
         elements = tensor[tuple(indices)] if indices else tensor
         factors = [step for step in read.then if isinstance(step, float)]  # a cast to another dtype rounds nothing here
         return elements * np.prod(factors)
@@ -81,6 +82,10 @@ class World:
                 terms = self.term(left, inner) * self.term(right, inner)
                 terms = np.broadcast_to(terms, np.broadcast_shapes(terms.shape, (*(1,) * rank, *sizes)))
                 return scale * terms.sum(tuple(range(rank, rank + len(summed))))
+            case Sum(terms):
+                return sum(self.term(addend, grids) for addend in terms)
+            case Zero():
+                return np.array(0.0)
             case Join(axis, segments):
                 return self._join(Join(axis, segments), grids)
             case Undefined():

@@ -12,24 +12,18 @@ from mla_compile.passes.axes import (
     Digit,
     Form,
     Join,
-    Pin,
     Product,
     Read,
     Segment,
     Size,
-    Slice,
-    Split,
     Term,
     Unaligned,
-    change,
-    change_read,
-    overlapping,
     product,
-    prune,
     quotient,
     same,
     total,
 )
+from mla_compile.passes.changes import Pin, Slice, Split, change, change_read, overlapping, prune
 
 from tests.passes.meaning import World
 
@@ -88,13 +82,31 @@ def test_a_split_axis_is_two_digits() -> None:
     world().check(Form(((slow,), (fast,)), Term(read)), np.arange(24.0).reshape(4, 6))
 
 
-def test_a_split_falls_on_the_borders_of_a_slice_or_is_unaligned() -> None:
+def test_a_split_falls_on_the_borders_of_a_slice_or_within_it() -> None:
     axis, slow, fast = Axis(12), Axis(2), Axis(6)
     aligned = change_read(Read("x", ((Digit(axis, 24, 6),),)), {axis: Split(slow, fast)})
     world().check(Form(((slow,), (fast,)), Term(aligned)), np.arange(6.0, 18).reshape(2, 6))
-    for start, step in ((5, 1), (0, 2)):
+    within = change_read(Read("x", ((Digit(axis, 24, 5),),)), {axis: Split(slow, fast)})
+    world().check(Form(((slow,), (fast,)), Term(within)), np.arange(5.0, 17).reshape(2, 6))
+    assert not any(digit.whole for digit in within.dims[0][:1])
+
+
+def test_a_split_of_a_slice_with_a_step_or_of_one_of_several_digits_is_unaligned() -> None:
+    axis, slow, fast = Axis(12), Axis(2), Axis(6)
+    for digits in ((Digit(axis, 24, 0, 2),), (Digit(None, 2), Digit(axis, 24, 5))):
         with pytest.raises(Unaligned, match="does not split by 6"):
-            change_read(Read("x", ((Digit(axis, 24, start, step),),)), {axis: Split(slow, fast)})
+            change_read(Read("x", (digits,)), {axis: Split(slow, fast)})
+
+
+def test_a_slice_of_what_was_split_within_a_dimension() -> None:
+    axis, slow, fast, few, one = Axis(12), Axis(2), Axis(6), Axis(3), Axis(1)
+    read = change_read(Read("x", ((Digit(axis, 24, 5),),)), {axis: Split(slow, fast)})
+    part = change_read(read, {fast: Slice(few, 2)})
+    world().check(Form(((slow,), (few,)), Term(part)), np.arange(5.0, 17).reshape(2, 6)[:, 2:5])
+    part = change_read(read, {slow: Pin(1)})
+    world().check(Form(((fast,),), Term(part)), np.arange(11.0, 17))
+    part = change_read(read, {slow: Slice(one, 1)})
+    world().check(Form(((fast,),), Term(change_read(part, {one: Pin(0)}))), np.arange(11.0, 17))
 
 
 def test_slices_of_slices_add_up() -> None:

@@ -93,12 +93,6 @@ def expanded_cache(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv:
     return mla.softmax(q, torch.cat([past, k], 2), torch.cat([past, v], 2))
 
 
-def bias_in_the_projection(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    kv = F.linear(latent, w_kv.t(), w_q[0].repeat(2)[: N * (P + V)]).view(B, T, N, P + V).transpose(1, 2)
-    k_nope, v = kv.split([P, V], -1)
-    return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(k_rope)], -1), v)
-
-
 def unwritten_columns(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
     k_nope, v = mla.up_projected(latent, w_kv)
     q = mla.queries(x, w_q)
@@ -169,10 +163,9 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "a rope key a head": (rope_of_each_head, "shared by all heads"),
     "Llama with rope on all of the keys": (llama, "an up-projection of"),
     "keys and values cached unfolded": (expanded_cache, "found 2 pieces"),
-    "a bias in the up-projection": (bias_in_the_projection, "found `addmm`"),
     "columns that nobody wrote": (unwritten_columns, "columns that nobody wrote"),
     "softmax over the queries": (softmax_over_queries, "the keys of the softmax"),
-    "keys that are a sum of two": (two_latents, "an up-projection of"),
+    "keys that are a sum of two": (two_latents, "shared by all heads"),
     "keys with two parts of the latent": (keys_of_two_up_projections, "found two"),
     "weights of each sequence": (tokens_make_the_weight, "without a common axis"),
     "keys of each query": (keys_of_each_query, "found `index"),

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mla_compile.passes.axes import Form, Join, Product
+from mla_compile.passes.axes import Form, Join, Product, Sum, Unread
 from mla_compile.passes.trace import Trace, hint_of, is_tensor
 from torch import Tensor, fx
 
@@ -28,6 +29,10 @@ def check_all(module: fx.GraphModule, *tensors: Tensor) -> Form:
     trace = Trace(module.graph)
     results = values(module, *tensors)
     world = World({node: _array(value) for node, value in results.items() if is_tensor(node)})
+    for node in results:
+        if node.target is torch.ops.aten.addmm.default:
+            _, left, right = (results[operand] for operand in node.args)
+            world.tensors[Unread(node)] = _array(left @ right)
     output = next(iter(reversed(module.graph.nodes))).args[0]
     mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])
     symbols = {s for node in results if is_tensor(node) for size in trace[node].shape if (s := size) != 0}
@@ -161,19 +166,55 @@ PARTS: dict[str, tuple[Callable[..., Tensor], type | None]] = {
     "matmul of a tensor with a product of itself": (lambda x, y: x @ (x @ (y[0].t() @ y[0])).mT, Product),
     "matmul of one row": (lambda x, y: x[:, :1] @ y.transpose(1, 2), Product),
     "einsum over heads": (lambda x, y: torch.einsum("btl,nlp->bntp", x, y.mT.contiguous()[:, :, :2]), Product),
-    "linear": (lambda x, y: torch.nn.functional.linear(x, y[1]), Product),
+    "linear": (lambda x, y: F.linear(x, y[1]), Product),
     "a product times a number": (lambda x, y: (x @ y.mT) * 0.5, Product),
     "a number times a product": (lambda x, y: 4 * (x @ y.mT), Product),
     "a product divided by a number": (lambda x, y: (x @ y.mT) / 4, Product),
     "a scaled join": (lambda x, y: torch.cat([x, y[:1].expand(2, -1, -1)], -1) * 2, Join),
     "a sliced scaled product": (lambda x, y: ((x @ y.mT) * 2)[..., 1:], Product),
+    "a product and a bias": (lambda x, y: x @ y.mT + y[0, :, 0], Sum),
+    "a bias and a product": (lambda x, y: y[0, :, 0] + x @ y.mT, Sum),
+    "a product less another": (lambda x, y: x @ y.mT - y @ x.mT, Sum),
+    "a product and a multiple of a bias": (lambda x, y: torch.add(x @ y.mT, y[0, :, 0], alpha=3), Sum),
+    "a sum times a number": (lambda x, y: (x @ y.mT + y[0, :, 0]) * 2, Sum),
+    "a sum that was cut": (lambda x, y: (x @ y.mT + y[0, :, 0])[..., 1:].transpose(1, 2), Sum),
+    "a sum of sums": (lambda x, y: (x @ y.mT + y[0, :, 0]) + (y @ x.mT + 2 * x[0, :, 0]), Sum),
+    "a sum of many": (lambda x, y: sum(x @ y.mT for _ in range(5)), None),
+    "a bias of joined products": (lambda x, y: torch.cat([x @ y.mT, y], -1) + x[0].repeat(1, 2)[0, :7], Join),
+    "a product taken away": (lambda x, y: -(x @ y.mT), Product),
+    "zeros after": (lambda x, y: F.pad(x, (0, 2)), Join),
+    "zeros before and after": (lambda x, y: F.pad(x, (1, 2)), Join),
+    "zeros before the rows": (lambda x, y: F.pad(x @ y.mT, (0, 0, 2, 0)), Join),
+    "zeros on two sides": (lambda x, y: F.pad(x, (1, 0, 1, 0)), None),
+    "ones after": (lambda x, y: F.pad(x, (0, 2), value=1), None),
+    "two padded to one width": (
+        lambda x, y: F.pad(x @ y.mT, (0, 4)) + F.pad(y, (3, 0)),
+        Join,
+    ),
+    "two padded and overlapping": (
+        lambda x, y: F.pad(x @ y.mT, (0, 3)) + F.pad(y, (2, 0)),
+        Join,
+    ),
+    "a padded one and all of another": (lambda x, y: F.pad(x @ y.mT, (0, 1)) + y, Join),
+    "a sum with what nobody wrote": (lambda x, y: buffer_with_a_gap(x, y) + buffer_with_a_gap(y, x), Join),
     "a sum": (lambda x, y: x + y, None),
     "a sum with a broadcast": (lambda x, y: x + y[:, :1], None),
     "a sum with a transpose of itself": (lambda x, y: x[:, :, :3] + x[:, :, :3].mT, None),
     "a function of a broadcast": (lambda x, y: x[:1].expand(2, -1, -1).exp(), None),
     "where": (lambda x, y: torch.where(x > 0, x, y[:, :1]), None),
     "clamp": (lambda x, y: x.clamp(-1, 1), None),
-    "addmm": (lambda x, y: torch.addmm(x[0, 0, :3], x[0], y[0].t()), None),
+    "addmm": (lambda x, y: torch.addmm(x[0, 0, :3], x[0], y[0].t()), Sum),
+    "addmm with factors": (lambda x, y: torch.addmm(x[0, 0, :3], x[0], y[0].t(), beta=2, alpha=3), Sum),
+    "addmm without its bias": (lambda x, y: torch.addmm(x[0, 0, :3], x[0], y[0].t(), beta=0), None),
+    "linear with a bias": (lambda x, y: F.linear(x, y[1], x[0, 0, :3]), Sum),
+    "rows before rows of another width": (
+        lambda x, y: (x[0] @ torch.cat([y[0], y[1, :2]]).mT)[:, :4].view(-1, 2, 2),
+        Product,
+    ),
+    "rows after rows of another width": (
+        lambda x, y: (x[0] @ torch.cat([y[0], y[1, :2]]).mT)[:, 1:5].view(-1, 2, 2),
+        Product,
+    ),
     "integers": (lambda x, y: (x.long() * 3).double(), None),
     "flip": (lambda x, y: x.flip(1), None),
     "roll": (lambda x, y: x.roll(1, 1), None),
@@ -235,6 +276,8 @@ STEPS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "project": lambda x, y, n: x @ x[0].transpose(0, 1),
     "product": lambda x, y, n: x @ y.transpose(1, 2) if x.shape[::2] == y.shape[::2] else x @ x.mT,
     "add": lambda x, y, n: x + y[:, :1, :1] if x.shape[0] == y.shape[0] else x + x[:1],
+    "bias": lambda x, y, n: x @ x.mT + x[:1, :1, :1] * n,
+    "pad": lambda x, y, n: F.pad(x, (0, 2)) + F.pad(x[..., :1], (n % 2, x.shape[2] + 1 - n % 2)),
     "scale": lambda x, y, n: x * 0.5,
     "write": lambda x, y, n: torch.slice_scatter(x, x[:, :1].neg(), 1, 1, 2) if x.shape[1] > 1 else x,
     "buffer": lambda x, y, n: buffer_of(x, x[:1].expand(x.shape)),

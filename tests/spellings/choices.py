@@ -1,0 +1,125 @@
+"""The independent choices that a person makes when writing MLA in plain torch, drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way to write an MLA attention. Every field is a choice; what a choice leaves without effect is harmless."""
+
+    projection: str = "linear"
+    """How a matrix meets the latent: `linear`, `functional`, `einsum`, `matmul`, `bmm`, `addmm`."""
+    bias: bool = False
+    """Whether the up-projection has one."""
+    weights: str = "together"
+    """Rows of keys and values: `together` a head, `values first` a head, `keys before values`, or `apart` in two."""
+    order: str = "heads first"
+    """`heads first` `[B, N, T, D]`, `tokens first` `[B, T, N, D]`, or `time first` `[T, B, N, D]`."""
+    rope: str = "last"
+    """Where the rope columns are: `first`, `last`, `none`."""
+    rotation: str = "half"
+    """`half`, `interleaved`, `complex`."""
+    keys: str = "cat"
+    """How the columns meet: `cat`, `buffer` (`new_empty`, then written), `pad` and add, or `two scores`."""
+    scale: str = "attention"
+    """Where the scale is: `query`, `key`, `scores`, `weight` (of the queries) or an argument of the `attention`."""
+    groups: str = "none"
+    """How key heads serve two query heads each: `none`, `repeat_interleave`, `expand`, `repeat`, `grouped`."""
+    softmax: str = "sdpa"
+    """`sdpa`, `plain`, `wide` (in float32), `by hand`, or `late` (values first, then the division)."""
+    mask: str = "none"
+    """`none`, `causal`, `triu` of -inf, `bool`, `additive`, `window`, `least` (the least finite number)."""
+    softcap: bool = False
+    sink: bool = False
+    cache: str = "none"
+    """`none`, `cat`, `slices`, `index_copy`, `pages`."""
+    cache_tensors: str = "two"
+    """`two`, `one` (latent first), `swapped` (rope key first)."""
+    latent: str = "normed"
+    """`normed`, `scaled`, `plain`."""
+    query: str = "direct"
+    """`direct`, `low rank`."""
+    output: str = "reshape"
+    """How heads leave: `reshape` and a Linear, `einsum`, or `raw` (returned as they are)."""
+    sprinkled: str = "none"
+    """On keys, values and queries: `none`, `contiguous`, `clone`, `cast`, `dropout` of 0, `views`."""
+    dtype: str = "float32"
+    batch: int = 2
+    queries: int = 4
+    past: int = 7
+    heads: int = 3
+    """Of the keys; twice as many queries where there are groups."""
+    rank: int = 8
+    nope: int = 4
+    rope_width: int = 2
+    value: int = 6
+    spoiled: str = "no"
+    """What makes it no MLA after all, see `SPOILERS`."""
+
+
+SPOILERS = ("tanh", "norm", "gate", "rope a head", "two latents", "shifted")
+"""On the keys a nonlinearity, a norm a head, a factor that differs between tokens, a rope key a head; values from
+another latent, or from the token before."""
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "projection": ("linear", "functional", "einsum", "matmul", "bmm", "addmm"),
+    "bias": (False, False, False, True),
+    "weights": ("together", "values first", "keys before values", "apart"),
+    "order": ("heads first", "tokens first", "time first"),
+    "rope": ("last", "first", "last", "first", "none"),
+    "rotation": ("half", "interleaved", "complex"),
+    "keys": ("cat", "buffer", "pad", "two scores"),
+    "scale": ("query", "key", "scores", "weight", "attention"),
+    "groups": ("none", "none", "repeat_interleave", "expand", "repeat", "grouped"),
+    "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "late"),
+    "mask": ("none", "causal", "triu", "bool", "additive", "window", "least"),
+    "softcap": (False,) * 7 + (True,),
+    "sink": (False,) * 7 + (True,),
+    "cache": ("none", "cat", "slices", "index_copy", "pages"),
+    "cache_tensors": ("two", "one", "swapped"),
+    "latent": ("normed", "scaled", "plain"),
+    "query": ("direct", "low rank"),
+    "output": ("reshape", "einsum", "raw"),
+    "sprinkled": ("none", "none", "contiguous", "clone", "cast", "dropout", "views"),
+    "dtype": ("float32", "float32", "bfloat16"),
+    "batch": (1, 2),
+    "queries": (1, 4, 5),
+    "past": (3, 7),
+    "heads": (2, 3, 4),
+    "rank": (6, 8, 12),
+    "nope": (4, 6),
+    "rope_width": (2, 4),
+    "value": (4, 5, 6),
+    "spoiled": ("no",) * 15 + ("yes",),
+}
+
+
+def draw(seed: int) -> Spelling:
+    """The spelling of a seed. The same for ever: it depends on nothing but the lists above."""
+    dice = random.Random(seed)
+    drawn = Spelling(**{field.name: dice.choice(CHOICES[field.name]) for field in fields(Spelling)})
+    return _possible(drawn, dice)
+
+
+def _possible(s: Spelling, dice: random.Random) -> Spelling:
+    """The nearest spelling that somebody could have written: some choices rule others out."""
+    if s.softcap or s.sink or (s.keys == "two scores" and s.rope != "none"):
+        s = replace(s, softmax=dice.choice(("plain", "wide", "by hand")) if s.softmax == "sdpa" else s.softmax)
+    if s.sink and s.softmax == "late":
+        s = replace(s, softmax="plain")  # a sink is a column of the weights that is dropped
+    if s.groups == "grouped" and s.softmax != "sdpa":
+        s = replace(s, groups="expand")
+    if s.mask == "causal" and s.softmax != "sdpa":
+        s = replace(s, mask="triu")
+    if s.cache == "none" and s.queries == 1:
+        s = replace(s, queries=4)  # attention to one key is no attention
+    if s.rope == "none":
+        s = replace(s, cache_tensors="two")
+    if s.spoiled != "no":
+        s = replace(s, spoiled=dice.choice(SPOILERS), bias=False, groups="none")
+        if s.spoiled == "rope a head" and s.rope == "none":
+            s = replace(s, spoiled="tanh")
+    return s

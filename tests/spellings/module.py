@@ -1,0 +1,397 @@
+"""An MLA attention as a `Spelling` says it, in plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .choices import Spelling
+
+HIDDEN = 10
+PAGE = 2
+SOFTCAP = 3.0
+WINDOW = 4
+LETTERS = {"heads first": "bn{}", "tokens first": "b{}n", "time first": "{}bn"}
+"""A tensor's dimensions but the last, `{}` its tokens, in each order."""
+
+
+class Attention(nn.Module):
+    """Takes hidden states `[B, S, HIDDEN]` (`[S, B, HIDDEN]` where time is first) and the tensors of `inputs`."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        super().__init__()
+        self.spelling = s = spelling
+        self.query_heads = s.heads * (2 if s.groups != "none" else 1)
+        self.rope_width = 0 if s.rope == "none" else s.rope_width
+        self.width = s.nope + self.rope_width
+        self.letters = LETTERS[s.order]
+        self.w_down = nn.Linear(HIDDEN, s.rank + self.rope_width, bias=False)
+        if s.query == "low rank":
+            self.w_query = nn.Sequential(
+                nn.Linear(HIDDEN, 7, bias=False), nn.RMSNorm(7), nn.Linear(7, self.query_heads * self.width)
+            )
+        else:
+            self.w_query = nn.Linear(HIDDEN, self.query_heads * self.width, bias=False)
+        rows = [s.heads * (s.nope + s.value)] if s.weights != "apart" else [s.heads * s.nope, s.heads * s.value]
+        self.w_up = nn.ModuleList(nn.Linear(s.rank, count, bias=s.bias) for count in rows)
+        self.w_out = nn.Parameter(torch.randn(self.query_heads, s.value, HIDDEN) / math.sqrt(self.query_heads))
+        self.sink = nn.Parameter(torch.randn(self.query_heads)) if s.sink else None
+
+    # The order of sequences, tokens and heads
+
+    @property
+    def batch_dim(self) -> int:
+        return 1 if self.spelling.order == "time first" else 0
+
+    @property
+    def token_dim(self) -> int:
+        return 1 - self.batch_dim
+
+    def inputs(self, generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Hidden states, what is cached, and a bias of the scores if one is added."""
+        s = self.spelling
+
+        def normal(*shape: int) -> Tensor:
+            lead = shape[:2] if self.batch_dim == 0 else (shape[1], shape[0])
+            return torch.randn(*lead, *shape[2:], generator=generator, dtype=torch.float64).to(dtype)
+
+        widths = [s.rank, self.rope_width] if s.cache_tensors == "two" else [s.rank + self.rope_width]
+        widths = [width for width in widths if width]
+        made = [normal(s.batch, s.queries, HIDDEN)]
+        match s.cache:
+            case "cat":
+                made += [normal(s.batch, s.past, width) for width in widths]
+            case "slices" | "index_copy":
+                made += [normal(s.batch, s.past + s.queries + 2, width) for width in widths]
+            case "pages":
+                count = -(-s.past // PAGE)
+                pages = [torch.randn(12, PAGE, width, generator=generator, dtype=torch.float64) for width in widths]
+                made += [page.to(dtype) for page in pages]
+                made.append(torch.randint(12, (s.batch, count), generator=generator))
+        if s.mask == "additive":
+            bias = torch.randn(s.batch, 1, s.queries, self.tokens, generator=generator, dtype=torch.float64)
+            made.append(bias.to(dtype))
+        return tuple(made)
+
+    @property
+    def tokens(self) -> int:
+        """T: how many keys there are."""
+        s = self.spelling
+        match s.cache:
+            case "none":
+                return s.queries
+            case "index_copy":
+                return s.past + s.queries + 2
+            case "pages":
+                return -(-s.past // PAGE) * PAGE
+        return s.past + s.queries
+
+    # From hidden states to the latent and the rope key of every token
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        s = self.spelling
+        bias, cache = (given[-1], given[:-1]) if s.mask == "additive" else (None, given)
+        start = self.tokens - s.queries
+        latent, k_rope = self.w_down(x).split([s.rank, self.rope_width], dim=-1)
+        if s.latent == "normed":
+            latent = F.rms_norm(latent, (s.rank,))
+        elif s.latent == "scaled":
+            latent = latent * 0.7
+        if self.rope_width:
+            k_rope = self.rotate(k_rope.unsqueeze(2), start).squeeze(2)
+        latent, k_rope = self.read_cache(latent, k_rope, cache)
+        q = self.w_query(x).unflatten(-1, (self.query_heads, self.width))
+        q_nope, q_rope = q.split([s.nope, self.rope_width], dim=-1)
+        if self.rope_width:
+            q_rope = self.rotate(q_rope, start)
+        scale = self.width**-0.5
+        if s.scale == "query":
+            q_nope, q_rope = q_nope * scale, q_rope * scale
+        elif s.scale == "weight":
+            scale = 1.0
+        k_nope, v = self.up_project(latent)
+        k_nope, k_rope, v = self.spoil(latent, k_nope, k_rope, v)
+        q_nope, q_rope = self.ordered(q_nope), self.ordered(q_rope)
+        k_nope, v = self.repeated(k_nope), self.repeated(v)
+        if s.keys == "two scores" and s.softmax != "sdpa" and self.rope_width and k_rope.dim() == 3:
+            if s.scale == "key":
+                k_nope, k_rope = k_nope * scale, k_rope / (1 / scale)
+            q_nope, k_nope, v = (self.sprinkle(t) for t in (q_nope, k_nope, v))
+            scores = self.scores(q_nope, k_nope) + self.scores(q_rope, k_rope)
+        else:
+            if self.rope_width:
+                if k_rope.dim() == 3:
+                    k_rope = self.shared(k_rope, k_nope)
+                q = self.together(q_nope, q_rope, "cat")
+                k = self.together(k_nope, k_rope, s.keys)
+            else:
+                q, k = q_nope, k_nope
+            k = k * scale if s.scale == "key" else k
+            q, k, v = (self.sprinkle(t) for t in (q, k, v))
+            if s.softmax == "sdpa":
+                return self.leave(self.sdpa(q, k, v, bias, scale))
+            scores = self.scores(q, k)
+        if s.scale in ("scores", "attention"):
+            scores = scores * scale if s.scale == "scores" else scores / (1 / scale)
+        return self.leave(self.by_hand(scores, v, bias))
+
+    def rotate(self, x: Tensor, start: int) -> Tensor:
+        """Rotate the last dimension of `[B, S, H, R]` (`[S, B, H, R]`) by positions from `start`."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        frequency = 10.0 ** (-torch.arange(0, x.shape[-1], 2, dtype=wide) / x.shape[-1])
+        angle = (start + torch.arange(x.shape[self.token_dim], dtype=wide))[:, None, None] * frequency
+        angle = angle.unsqueeze(1) if self.token_dim == 0 else angle
+        match self.spelling.rotation:
+            case "complex":
+                turned = torch.view_as_complex(x.to(wide).unflatten(-1, (-1, 2))) * torch.polar(angle * 0 + 1, angle)
+                return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+            case "interleaved":
+                a, b = x[..., 0::2], x[..., 1::2]
+            case _:
+                a, b = x.chunk(2, dim=-1)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        pair = a * cos - b * sin, b * cos + a * sin
+        return torch.stack(pair, -1).flatten(-2) if self.spelling.rotation == "interleaved" else torch.cat(pair, -1)
+
+    def read_cache(self, latent: Tensor, k_rope: Tensor, cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        s = self.spelling
+        new = [latent, k_rope] if self.rope_width else [latent]
+        if s.cache_tensors == "one":
+            new = [torch.cat(new, dim=-1)]
+        elif s.cache_tensors == "swapped":
+            new = [torch.cat(new[::-1], dim=-1)]
+        match s.cache:
+            case "cat":
+                new = [torch.cat([past, part], dim=self.token_dim) for past, part in zip(cache, new, strict=True)]
+            case "slices":
+                for buffer, part in zip(cache, new, strict=True):
+                    place = [slice(None)] * 2
+                    place[self.token_dim] = slice(s.past, s.past + s.queries)
+                    buffer[tuple(place)] = part
+                new = [buffer.narrow(self.token_dim, 0, s.past + s.queries) for buffer in cache]
+            case "index_copy":
+                positions = s.past + torch.arange(s.queries)
+                for buffer, part in zip(cache, new, strict=True):
+                    buffer.index_copy_(self.token_dim, positions, part)
+                new = list(cache)
+            case "pages":
+                new = [pages[cache[-1]].flatten(1, 2) for pages in cache[:-1]]
+                new = [part.transpose(0, 1) for part in new] if self.token_dim == 0 else new
+        if s.cache_tensors == "one":
+            return new[0][..., : s.rank], new[0][..., s.rank :]
+        if s.cache_tensors == "swapped":
+            return new[0][..., self.rope_width :], new[0][..., : self.rope_width]
+        return new[0], new[1] if self.rope_width else k_rope
+
+    # From the latent to keys and values
+
+    def up_project(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        s = self.spelling
+        if s.weights == "apart":
+            return tuple(self.project(latent, w, width) for w, width in zip(self.w_up, (s.nope, s.value), strict=True))
+        if s.weights == "keys before values":
+            if s.projection in ("einsum", "bmm"):
+                rows = [s.heads * s.nope, s.heads * s.value]
+                weights = self.w_up[0].weight.split(rows)
+                biases = self.w_up[0].bias.split(rows) if s.bias else (None, None)
+                parts = zip(weights, biases, (s.nope, s.value), strict=True)
+                return tuple(self.per_head(latent, w, b, width) for w, b, width in parts)
+            k, v = self.flat(latent, self.w_up[0]).split([s.heads * s.nope, s.heads * s.value], dim=-1)
+            return self.ordered(k.unflatten(-1, (s.heads, -1))), self.ordered(v.unflatten(-1, (s.heads, -1)))
+        kv = self.project(latent, self.w_up[0], s.nope + s.value)
+        if s.weights == "values first":
+            return kv[..., s.value :], kv[..., : s.value]
+        return kv.split([s.nope, s.value], dim=-1)
+
+    def project(self, latent: Tensor, linear: nn.Module, width: int) -> Tensor:
+        if self.spelling.projection in ("einsum", "bmm"):
+            return self.per_head(latent, linear.weight, linear.bias, width)
+        return self.ordered(self.flat(latent, linear).unflatten(-1, (self.spelling.heads, width)))
+
+    def flat(self, latent: Tensor, linear: nn.Module) -> Tensor:
+        match self.spelling.projection:
+            case "linear":
+                return linear(latent)
+            case "functional":
+                return F.linear(latent, linear.weight, linear.bias)
+            case "matmul":
+                product = latent @ linear.weight.t()
+                return product if linear.bias is None else product + linear.bias
+        rows = latent.reshape(-1, latent.shape[-1])
+        weight = linear.weight.t()
+        product = rows @ weight if linear.bias is None else torch.addmm(linear.bias, rows, weight)
+        return product.view(*latent.shape[:2], -1)
+
+    def per_head(self, latent: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
+        heads = self.spelling.heads
+        weight = weight.view(heads, width, -1)
+        if self.spelling.projection == "einsum":
+            lead = self.letters.format("t")
+            product = torch.einsum(f"{lead.replace('n', '')}l,ndl->{lead}d", latent, weight)
+        else:
+            rows = latent.reshape(1, -1, latent.shape[-1]).expand(heads, -1, -1)
+            product = torch.bmm(rows, weight.transpose(1, 2)).view(heads, *latent.shape[:2], width)
+            product = self.ordered(product.permute(1, 2, 0, 3))
+        if bias is None:
+            return product
+        bias = bias.view(heads, width)
+        return product + (bias[:, None] if self.spelling.order == "heads first" else bias)
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """From `[B, T, N, D]` (`[T, B, N, D]`) to this spelling's order."""
+        return x.transpose(1, 2) if self.spelling.order == "heads first" else x
+
+    def shared(self, k_rope: Tensor, like: Tensor) -> Tensor:
+        """The rope key `[B, T, R]` (`[T, B, R]`) for every head of `like`."""
+        head_dim = self.letters.format("t").index("n")
+        return k_rope.unsqueeze(head_dim).expand(*like.shape[:-1], -1)
+
+    def together(self, nope: Tensor, rope: Tensor, how: str) -> Tensor:
+        first, second = (nope, rope) if self.spelling.rope == "last" else (rope, nope)
+        width = first.shape[-1]
+        match how:
+            case "buffer":
+                both = first.new_empty(*first.shape[:-1], self.width)
+                both[..., :width] = first
+                both[..., width:] = second
+                return both
+            case "pad":
+                return F.pad(first, (0, second.shape[-1])) + F.pad(second, (width, 0))
+        return torch.cat([first, second], dim=-1)
+
+    def repeated(self, x: Tensor) -> Tensor:
+        dim = self.letters.format("t").index("n")
+        match self.spelling.groups:
+            case "repeat_interleave":
+                return x.repeat_interleave(2, dim=dim)
+            case "expand":
+                sizes = [-1] * 5
+                sizes[dim + 1] = 2
+                return x.unsqueeze(dim + 1).expand(sizes).flatten(dim, dim + 1)
+            case "repeat":
+                counts = [1] * 4
+                counts[dim] = 2
+                return x.repeat(counts)
+        return x
+
+    def sprinkle(self, x: Tensor) -> Tensor:
+        match self.spelling.sprinkled:
+            case "contiguous":
+                return x.contiguous()
+            case "clone":
+                return x.clone()
+            case "cast":
+                return x.to(torch.float64).to(x.dtype)
+            case "dropout":
+                return F.dropout(x, 0.0, training=True)
+            case "views":
+                return x.flatten(0, 1).unflatten(0, x.shape[:2]).mT.mT
+        return x
+
+    def spoil(self, latent: Tensor, k: Tensor, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        match self.spelling.spoiled:
+            case "tanh":
+                k = k.tanh()
+            case "norm":
+                k = F.rms_norm(k, (k.shape[-1],))
+            case "gate":
+                gate = latent[..., :1].sigmoid()
+                k = k * gate.unsqueeze(self.letters.format("t").index("n"))
+            case "rope a head":
+                heads = 1 + torch.arange(k.shape[self.letters.format("t").index("n")], dtype=k.dtype)
+                k_rope = self.shared(k_rope, k)
+                k_rope = k_rope * (heads[:, None, None] if self.spelling.order == "heads first" else heads[:, None])
+            case "two latents":
+                v = self.up_project(latent * 2 + 1)[1]
+            case "shifted":
+                v = self.up_project(latent.roll(1, self.token_dim))[1]
+        return k, k_rope, v
+
+    # Attention
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """`[B, N, S, T]`"""
+        if self.spelling.order == "heads first":
+            return q @ (k if k.dim() == 4 else k[:, None]).transpose(-1, -2)
+        q_letters, k_letters = self.letters.format("s"), self.letters.format("t")
+        k_letters = k_letters if k.dim() == 4 else k_letters.replace("n", "")
+        return torch.einsum(f"{q_letters}d,{k_letters}d->bnst", q, k)
+
+    def seen(self) -> Tensor:
+        """Bool `[S, T]`: what the mask lets a query attend to."""
+        s = self.spelling
+        shape, start = (s.queries, self.tokens), self.tokens - s.queries
+        seen = torch.ones(shape, dtype=torch.bool).tril(start)
+        return seen & torch.ones(shape, dtype=torch.bool).triu(start - WINDOW) if s.mask == "window" else seen
+
+    def mask(self, dtype: torch.dtype, bias: Tensor | None) -> Tensor | None:
+        """What to add to the scores, or which scores to keep."""
+        match self.spelling.mask:
+            case "none" | "causal":
+                return None
+            case "additive":
+                return bias
+            case "bool" | "window":
+                return self.seen()
+            case "triu":
+                s = self.spelling
+                hidden = torch.full((s.queries, self.tokens), -math.inf, dtype=dtype)
+                return hidden.triu(self.tokens - s.queries + 1)
+        return torch.zeros((), dtype=dtype).masked_fill(~self.seen(), torch.finfo(dtype).min)
+
+    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        s = self.spelling
+        order = [self.letters.format("t").index(letter) for letter in "bnt"]
+        q, k, v = (t.permute(*order, 3) for t in (q, k, v))
+        if s.scale == "scores":  # there are none to scale
+            q, scale = q * scale, 1.0
+        o = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            self.mask(q.dtype, bias),
+            is_causal=s.mask == "causal",
+            scale=scale if s.scale == "attention" else 1.0,
+            enable_gqa=s.groups == "grouped",
+        )
+        return o.permute(*(order.index(i) for i in range(3)), 3)
+
+    def by_hand(self, scores: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        s, dtype = self.spelling, v.dtype
+        if s.softcap:
+            scores = SOFTCAP * torch.tanh(scores / SOFTCAP)
+        mask = self.mask(dtype, bias)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        if self.sink is not None:
+            column = self.sink.view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+            scores = torch.cat([scores, column], dim=-1)
+        wide = torch.promote_types(dtype, torch.float32)
+        if s.softmax in ("by hand", "late"):
+            grown = torch.exp(scores - scores.amax(-1, keepdim=True))
+            total = grown.sum(-1, keepdim=True)
+            weights = grown if s.softmax == "late" else grown / total
+        else:
+            weights = scores.softmax(-1, dtype=wide if s.softmax == "wide" else None).to(dtype)
+        if self.sink is not None:
+            weights = weights[..., :-1]
+        if s.order == "heads first":
+            o = weights @ v
+            return o / total if s.softmax == "late" else o
+        rows = self.letters.format("s")
+        o = torch.einsum(f"bnst,{self.letters.format('t')}d->{rows}d", weights, v)
+        return o / torch.einsum(f"bnsd->{rows}d", total) if s.softmax == "late" else o
+
+    def leave(self, o: Tensor) -> Tensor:
+        """From the heads to hidden states."""
+        s = self.spelling
+        match s.output:
+            case "einsum":
+                rows = self.letters.format("s")
+                return torch.einsum(f"{rows}d,ndh->{rows.replace('n', '')}h", o, self.w_out)
+            case "reshape":
+                return self.ordered(o).flatten(2) @ self.w_out.flatten(0, 1)
+        return o
