@@ -19,8 +19,8 @@ from torch import fx
 import mla_compile.ops  # noqa: F401  defines the sealed op
 
 from . import layout
-from .axes import Dim, Form, Product, Term, Unaligned
-from .scores import Mask, scores_of
+from .axes import Digit, Dim, Form, Product, Size, Term, Unaligned, product
+from .scores import Keys, Mask, Sink, scores_of
 from .softmax import Weights, late, weights_of
 from .source import Refusal, where
 from .trace import Trace, arguments, aten, is_tensor
@@ -38,7 +38,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Attention:
-    """`node = softmax(sum of scores + masks) @ value`, over axes.
+    """`node = softmax(sum of scores + masks) @ value`, over axes; `sinks` are scores of further keys, without value.
 
     `dims` are the axes of the node's dimensions; `rows` every axis of the scores but the keys'; `queries` the rows that
     are the query dimension where the op has one (SDPA), which is what `causal` speaks of: query i sees keys up to i.
@@ -52,6 +52,7 @@ class Attention:
     scores: tuple[Score, ...]
     value: Term
     masks: tuple[Mask, ...]
+    sinks: tuple[Sink, ...] = ()
     queries: Dim | None = None
     causal: bool = False
     strict_rows: bool = False
@@ -133,21 +134,24 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     if not isinstance(output.term.parts, Product):
         raise Refusal(node, "expected attention weights and values over common axes, found that they do not factor")
     probabilities = (output.term.parts.left, output.term.parts.right)[side]
-    if any(not digit.whole for dim in probabilities.read.dims for digit in dim):
+    dim = weights.dim
+    keys_read = _part(probabilities.read.dims[dim])
+    others = [digits for i, digits in enumerate(probabilities.read.dims) if i != dim]
+    if keys_read is None or any(not digit.whole for digits in others for digit in digits):
         raise Refusal(node, "expected the whole of the attention weights to meet the values, found a part of them")
     _refuse_other_uses(weights, node, trace)
     score_dims = tuple(tuple(d.axis for d in dim if d.axis is not None) for dim in probabilities.read.dims)
-    dim = weights.dim
-    summands = scores_of(weights.scores, len(score_dims), trace)
+    summands = scores_of(weights.scores, Keys(dim, *keys_read), trace)
     products = [s for s in summands if isinstance(s.what, float)]
     masks = [s for s in summands if isinstance(s.what, Mask)]
+    sinks = [s for s in summands if isinstance(s.what, Sink)]
     if not products:
         raise Refusal(node, f"expected scores that are a sum of products, found {where(weights.scores)}")
     own = [("out", i) for i in range(len(output.dims))]
     exposed = Form((*output.dims, *score_dims), output.term)
     aligned, axes = layout.align(
-        [exposed, *(s.form for s in products), *(s.form for s in masks)],
-        [[*own, *range(len(score_dims))], *(s.labels for s in products), *(s.labels for s in masks)],
+        [exposed, *(s.form for s in (*products, *masks, *sinks))],
+        [[*own, *range(len(score_dims))], *(s.labels for s in (*products, *masks, *sinks))],
     )
     parts = aligned[0].term.parts
     assert isinstance(parts, Product)
@@ -161,12 +165,27 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
         assert isinstance(summand.what, float)
         scores.append(_score(node, form.term, keys, summand.what))
     found = []
-    for form, summand in zip(aligned[1 + len(products) :], masks, strict=True):
+    for form, summand in zip(aligned[1 + len(products) :], masks, strict=False):
         assert isinstance(summand.what, Mask)
         found.append(replace(summand.what, term=form.term))
+    takers = []
+    for form, summand in zip(aligned[1 + len(products) + len(masks) :], sinks, strict=True):
+        assert isinstance(summand.what, Sink)
+        takers.append(replace(summand.what, term=form.term, keys=form.dims[dim]))
     dims = aligned[0].dims[: len(output.dims)]
     columns = tuple(axis for d in dims for axis in d if axis not in rows)
-    return Attention(node, dims, rows, keys, columns, tuple(scores), value, tuple(found), strict_rows=True)
+    return Attention(
+        node, dims, rows, keys, columns, tuple(scores), value, tuple(found), tuple(takers), strict_rows=True
+    )
+
+
+def _part(digits: Sequence[Digit]) -> tuple[Size, Size] | None:
+    """Start and size of the indices of a dimension that a read takes, None if they are not one run of it."""
+    if all(digit.whole for digit in digits):
+        return 0, product(digit.extent for digit in digits)
+    if len(digits) != 1 or digits[0].step != 1:
+        return None
+    return digits[0].start, digits[0].axis.size if digits[0].axis is not None else 1
 
 
 def _score(node: fx.Node, term: Term, keys: Dim, scale: float) -> Score:

@@ -84,7 +84,7 @@ class _Emit:
         self.site, self.path, self.workspace_tokens = site, path, workspace_tokens
         reads = [site.latent, site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
         reads += [read for rope in site.ropes for read in (rope.query.read, rope.key.read)]
-        reads += [mask.term.read for mask in site.attention.masks]
+        reads += [part.term.read for part in (*site.attention.masks, *site.attention.sinks)]
         sources = [read.source for read in reads if read is not None and isinstance(read.source, fx.Node)]
         symbols = set[sympy.Symbol]().union(
             *(symbols_of(read) for read in reads if read is not None),
@@ -137,7 +137,9 @@ class _Emit:
         for bias in site.biases:
             addend = read(bias, *rows, columns)
             o = o + (addend if mask is None else torch.where(lse.isneginf().unsqueeze(-1), 0, addend))
-        if site.attention.strict_rows and mask is not None:
+        if site.attention.sinks:
+            o = self._share(read, o, lse)
+        elif site.attention.strict_rows and mask is not None:
             empty = ~mask.any(-1) if mask.dtype == torch.bool else mask.isneginf().all(-1)
             o = torch.where(empty.transpose(1, 2).unsqueeze(-1), math.nan, o)
         output = write_as(o, (*rows, columns), site.attention.dims, realize)
@@ -147,6 +149,20 @@ class _Emit:
         if not parts:
             return like.new_empty([*like.shape[:-1], 0])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _share(self, read: Callable[..., Tensor], o: Tensor, lse: Tensor) -> Tensor:
+        """The output where sinks take part in the softmax: `o exp(lse) / (exp(lse) + exp(sinks))`.
+
+        NaN where nothing takes part at all, keys or sinks, as in a plain softmax.
+        """
+        site = self.site
+        rows = site.batch, site.tokens, site.heads
+        taken = None
+        for sink in site.attention.sinks:
+            scores = read(sink.term.read, *rows, sink.keys).to(lse.dtype) * sink.factor
+            taken = scores.logsumexp(-1) if taken is None else torch.logaddexp(taken, scores.logsumexp(-1))
+        assert taken is not None
+        return o * torch.sigmoid(lse - taken).unsqueeze(-1).to(o.dtype)
 
     def _mask(self, read: Callable[..., Tensor]) -> Tensor | None:
         """All masks in one, `[B|1, N|1, Sq|1, T|1]`: bool if all just reject, else a number to add."""

@@ -1,18 +1,21 @@
-"""Take scores written by hand apart: products of queries and keys with their scale, and masks.
+"""Take scores written by hand apart: products of queries and keys with their scale, masks, and sinks.
 
 softmax(where(seen, (q k^T + q2 k2^T) * scale + bias, -inf))  ->  two products, one bias, one bool mask
+softmax(cat(q k^T, sink))[..., :-1]                           ->  one product, one sink
 """
 
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from .axes import Axis, Form, Product, Term
+from .axes import Axis, Dim, Form, Product, Size, Term, same, total
 from .source import Refusal
 from .trace import Trace, arguments, aten, factor_of, is_tensor
 
@@ -37,20 +40,120 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Sink:
+    """Scores of keys that have no value and only take their share of the weights: `factor * term`.
+
+    `keys` are the axes of these keys, which nothing else has.
+    """
+
+    term: Term
+    factor: float
+    keys: Dim = ()
+
+
+@dataclass(frozen=True)
 class Summand:
-    """A part of the scores: a product, `what` being its scale, or a mask. `labels` are the scores' dims of its own."""
+    """A part of the scores: a product, `what` being its scale, a mask or a sink.
+
+    `labels` are the scores' dims of its own; a sink's keys are a dim that no other summand has.
+    """
 
     form: Form
-    labels: tuple[int, ...]
-    what: float | Mask
+    labels: tuple[Hashable, ...]
+    what: float | Mask | Sink
 
 
-def scores_of(node: fx.Node, rank: int, trace: Trace) -> list[Summand]:
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a score tensor that have values: `size` from `start` of dimension `dim`."""
+
+    dim: int
+    start: Size
+    size: Size
+
+
+def scores_of(node: fx.Node, keys: Keys, trace: Trace) -> list[Summand]:
     """The summands of a score tensor; masks in the order in which they apply.
 
     What is no product is a mask that is added, whatever it is.
+
+    Raises:
+        Refusal: if the scores without values do not stand apart from those with.
     """
-    return _summands(node, tuple(range(rank)), 1.0, trace)
+    node, factor = _without_shift(node, keys.dim, trace)
+    labels = tuple(range(len(trace[node].dims)))
+    if same(keys.size, trace[node].shape[keys.dim]):
+        return _summands(node, labels, factor, trace)
+    source, scale = _whole_source(node, trace)
+    if source is None or source.target is not aten.cat.default:
+        raise Refusal(node, "expected the whole of the attention weights to meet the values, found a part of them")
+    return _joined(source, keys, labels, factor * scale, trace)
+
+
+def _without_shift(node: fx.Node, dim: int, trace: Trace) -> tuple[fx.Node, float]:
+    """Scores before their greatest was taken from all of a row, which a softmax does not see, and before a factor.
+
+    A row of -inf alone is NaN either way.
+    """
+    factor = 1.0
+    while True:
+        source, scale = _whole_source(node, trace)
+        if source is None:
+            return node, factor
+        a, b = (*arguments(source), None, None)[:2]
+        if source.target is aten.sub.Tensor and not source.kwargs and is_tensor(b) and _is_greatest(b, a, dim, trace):
+            node, factor = a, factor * scale
+        elif source.target is aten.mul.Tensor and isinstance(b, int | float) and b > 0:
+            node, factor = a, factor * scale * b
+        elif source.target is aten.div.Tensor and isinstance(b, int | float) and b > 0:
+            node, factor = a, factor * scale / b
+        else:
+            return node, factor
+
+
+def _whole_source(node: fx.Node, trace: Trace) -> tuple[fx.Node | None, float]:
+    """The tensor whose elements `node` holds, dimension by dimension, and the positive factor between the two."""
+    form = trace[node]
+    source, dims = form.term.read.source, tuple(range(len(form.dims)))
+    factors = [step for step in form.term.read.then if isinstance(step, float)]
+    if not isinstance(source, fx.Node) or _labels_through(form, dims) != dims or any(f <= 0 for f in factors):
+        return None, 1.0
+    return source, math.prod(factors)
+
+
+def _is_greatest(node: fx.Node, scores: Any, dim: int, trace: Trace) -> bool:
+    """Whether `node` is the greatest of `scores` along `dim`, which it keeps."""
+    source, factor = _whole_source(node, trace)
+    if source is None or factor != 1.0 or not is_tensor(scores):
+        return False
+    if source.target is operator.getitem and arguments(source)[1] == 0:
+        source = arguments(source)[0]
+    if source.target not in (aten.amax.default, aten.max.dim):
+        return False
+    of, dims, keep = (*arguments(source), None, None)[:3]
+    dims = dims if isinstance(dims, list | tuple) else [dims]
+    rank = len(trace[scores].dims)
+    return bool(keep) and [d % rank for d in dims] == [dim] and bool(trace[of] == trace[scores])
+
+
+def _joined(node: fx.Node, keys: Keys, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:
+    """The summands of the scores with values, which are one piece of the join `node`; the other pieces are sinks."""
+    pieces, dim = (*arguments(node), 0)[:2]
+    start: Size = 0
+    found: list[Summand] = []
+    sinks: list[Summand] = []
+    for k, piece in enumerate(pieces):
+        form = trace[piece]
+        size = form.shape[keys.dim]
+        if same(start, keys.start) and same(size, keys.size):
+            found = _summands(piece, labels, factor, trace)
+        else:
+            own = tuple(("sink", k) if label == keys.dim else label for label in labels)
+            sinks.append(Summand(form, own, Sink(form.term, factor)))
+        start = total([start, size])
+    if dim % len(labels) != keys.dim or not found:
+        raise Refusal(node, "expected the attention weights that meet the values to be one piece of the scores")
+    return [*found, *sinks]
 
 
 def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from .axes import Axis, Dim, Join, Product, Read, Size, Sum, Term, Undefined, Unread, Zero, product, same, total
@@ -150,6 +151,8 @@ def prove(attention: Attention) -> Site:
     for read in reads:
         if read is not None and isinstance(read.source, Unread):
             raise Refusal(node, f"expected operands that the graph holds, found a part of {_name(read)}")
+    if attention.sinks and node.meta["val"].dtype == torch.float64:
+        raise Refusal(node, "expected at most float32 where scores without values share in the weights, found float64")
     return Site(
         attention,
         batch=tuple(axis for axis in attention.rows if axis in batch),
