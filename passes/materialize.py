@@ -5,7 +5,8 @@ These functions run on fake tensors while `rewrite` traces them, so symbolic siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from .axes import Axis, Digit, Dim, Read, Size, Unaligned, product, same
+from .trace import size_of
 
 Realize = Callable[[Size], "int | torch.SymInt"]
 """An int or SymInt for a size."""
@@ -23,15 +25,31 @@ def realizer(values: Sequence[Any]) -> Realize:
     known: dict[sympy.Expr, torch.SymInt] = {}
     for value in values:
         for size in value.shape if isinstance(value, Tensor) else (value,):
-            if isinstance(size, torch.SymInt):
-                known.setdefault(size.node.expr, size)
+            known |= {expression: size for expression in _told_by(size) if expression not in known}
 
     def realize(size: Size) -> int | torch.SymInt:
         if isinstance(size, int) or size.is_Integer:
             return int(size)
         if size in known:
             return known[size]
-        return _evaluate(sympy.expand(size), {symbol: _solve(symbol, known) for symbol in size.free_symbols})
+        return _evaluate(sympy.expand(size), {symbol: solve(symbol, ()) for symbol in size.free_symbols})
+
+    def solve(symbol: sympy.Symbol, solving: tuple[sympy.Symbol, ...]) -> int | torch.SymInt:
+        """The value of a symbol from a known size that is linear in it, the rest of that size solved first."""
+        if symbol in known:
+            return known[symbol]
+        for expression, value in sorted(known.items(), key=lambda item: len(item[0].free_symbols)):
+            parts = _linear(expression, symbol)
+            if parts is None or parts[1].free_symbols & {symbol, *solving}:
+                continue
+            factor, rest = parts
+            try:
+                others = {other: solve(other, (*solving, symbol)) for other in rest.free_symbols}
+            except Unaligned:
+                continue
+            left = value - _evaluate(rest, others) if rest != 0 else value
+            return left // factor if factor != 1 else left
+        raise Unaligned(f"no tensor at hand tells the size {symbol}")
 
     return realize
 
@@ -47,44 +65,56 @@ def _sizes(digit: Digit) -> tuple[Size, ...]:
 
 
 def tellers(node: fx.Node, symbols: set[sympy.Symbol]) -> list[fx.Node]:
-    """Nodes before `node` whose values or shapes tell the symbols' values, one for each.
+    """Nodes before `node` whose values or shapes tell the symbols' values.
 
     Raises:
         Unaligned: if there is none for a symbol.
     """
-    missing, found = set(symbols), list[fx.Node]()
-    for earlier in node.graph.nodes:
-        if earlier is node or not missing:
+    sizes: list[tuple[fx.Node, sympy.Expr]] = []
+    found: dict[sympy.Symbol, list[fx.Node]] = {}
+    for earlier in itertools.takewhile(lambda earlier: earlier is not node, node.graph.nodes):
+        if symbols <= found.keys():
             break
         value = earlier.meta.get("val")
-        sizes = value.shape if isinstance(value, Tensor) else (value,)
-        told = {s for size in sizes if isinstance(size, torch.SymInt) for s in missing if _linear(size.node.expr, s)}
-        if told:
-            found.append(earlier)
-            missing -= told
-    if missing:
+        for size in value.shape if isinstance(value, Tensor) else (value,):
+            for expression in _told_by(size):
+                sizes.append((earlier, expression))
+                symbol, *others = expression.free_symbols
+                if not others and symbol not in found and _linear(expression, symbol) is not None:
+                    found[symbol] = [earlier]
+    told = True
+    while told and not symbols <= found.keys():  # a symbol may stand in a size beside others that are known
+        told = False
+        for earlier, expression in sizes:
+            for symbol in expression.free_symbols - found.keys():
+                parts = _linear(expression, symbol)
+                if parts is not None and parts[1].free_symbols <= found.keys():
+                    found[symbol] = [earlier, *(t for other in parts[1].free_symbols for t in found[other])]
+                    told = True
+    if missing := symbols - found.keys():
         raise Unaligned(f"nothing in the graph tells the sizes {sorted(map(str, missing))}")
-    return found
+    return list(dict.fromkeys(teller for symbol in sorted(symbols, key=str) for teller in found[symbol]))
 
 
-def _linear(expression: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, int] | None:
-    """`factor, rest` if the expression is `factor * symbol + rest` with integers."""
+def _told_by(size: Any) -> Iterator[sympy.Expr]:
+    """What a size is, as torch writes it and as the guards make it, if it is symbolic."""
+    if isinstance(size, torch.SymInt):
+        for expression in (size.node.expr, sympy.sympify(size_of(size))):
+            if expression.free_symbols:
+                yield expression
+
+
+def _linear(expression: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, sympy.Expr] | None:
+    """`factor, rest` if the expression is `factor * symbol + rest`, `factor` an integer and `rest` free of it."""
     factor = expression.coeff(symbol)
     rest = sympy.expand(expression - factor * symbol)
-    return (int(factor), int(rest)) if factor.is_Integer and factor != 0 and rest.is_Integer else None
-
-
-def _solve(symbol: sympy.Symbol, known: dict[sympy.Expr, torch.SymInt]) -> int | torch.SymInt:
-    """The value of a symbol from a known size that is linear in it."""
-    for expression, value in known.items():
-        if (parts := _linear(expression, symbol)) is not None:
-            factor, rest = parts
-            return (value - rest) // factor if factor != 1 or rest else value
-    raise Unaligned(f"no tensor at hand tells the size {symbol}")
+    return (int(factor), rest) if factor.is_Integer and factor != 0 and symbol not in rest.free_symbols else None
 
 
 def _evaluate(size: sympy.Expr, values: dict[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:
     """A polynomial with integer coefficients at the symbols' values."""
+    if not values:
+        return int(size)
     total: int | torch.SymInt = 0
     for monomial, coefficient in sympy.Poly(size, *values).terms():
         term: int | torch.SymInt = int(coefficient)

@@ -84,7 +84,8 @@ class _Emit:
         self.site, self.path, self.workspace_tokens = site, path, workspace_tokens
         reads = [site.latent, site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
         reads += [read for rope in site.ropes for read in (rope.query.read, rope.key.read)]
-        reads += [part.term.read for part in (*site.attention.masks, *site.attention.sinks)]
+        reads += [mask.term.read for mask in site.attention.masks]
+        reads += [sink.term.read for sink in site.attention.sinks]
         sources = [read.source for read in reads if read is not None and isinstance(read.source, fx.Node)]
         symbols = set[sympy.Symbol]().union(
             *(symbols_of(read) for read in reads if read is not None),
