@@ -1,17 +1,42 @@
 """torch.compile(model, backend="mla"): Multi-head Latent Attention written naively, run absorbed or chunked."""
 
-from .errors import KernelError, MlaCompileError, OptionError, StrictError, VerifyError
+from typing import TYPE_CHECKING, Any
+
+from .cache import BlockTable, PagePool
+from .errors import (
+    CacheError,
+    CacheMismatchError,
+    FreedError,
+    KernelError,
+    MlaCompileError,
+    OptionError,
+    OutOfPagesError,
+    PageIndexError,
+    StrictError,
+    VerifyError,
+)
 from .options import Options
 from .passes.outcome import Outcome
 from .report import Report, explain, last_report, reports
 from .version import __version__
 
+if TYPE_CHECKING:
+    from .cache.latent_cache import PagedLatentCache
+
 __all__ = [
+    "BlockTable",
+    "CacheError",
+    "CacheMismatchError",
+    "FreedError",
     "KernelError",
     "MlaCompileError",
     "OptionError",
     "Options",
+    "OutOfPagesError",
     "Outcome",
+    "PageIndexError",
+    "PagePool",
+    "PagedLatentCache",
     "Report",
     "StrictError",
     "VerifyError",
@@ -20,3 +45,11 @@ __all__ = [
     "last_report",
     "reports",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PagedLatentCache":  # a transformers Cache: importing that takes seconds, so only for who asks for it
+        from .cache.latent_cache import PagedLatentCache
+
+        return PagedLatentCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,3 +19,23 @@ class VerifyError(MlaCompileError):
 
 class KernelError(MlaCompileError, ValueError):
     """Tensors that do not fit an mla op: a wrong shape, dtype or device."""
+
+
+class CacheError(MlaCompileError):
+    """A page pool, or a cache over one, that cannot do what it is asked; it is as it was before."""
+
+
+class OutOfPagesError(CacheError, MemoryError):
+    """More pages are asked for than are free."""
+
+
+class FreedError(CacheError, RuntimeError):
+    """A sequence or a page that was freed is used."""
+
+
+class PageIndexError(CacheError, IndexError):
+    """A page number that the pool does not have."""
+
+
+class CacheMismatchError(CacheError, ValueError):
+    """Tokens of another dtype, device or shape than the cache's, or a size that it cannot have."""

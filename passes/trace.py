@@ -20,6 +20,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from . import layout
 from .axes import Form, Size, Term, Unaligned, Undefined, Unread, same, total
+from .lookup import Lookup
 
 aten = torch.ops.aten
 
@@ -82,6 +83,8 @@ class Trace:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._forms: dict[fx.Node, Form] = {}
+        self.lookups: dict[fx.Node, Lookup] = {}
+        """What the nodes that read through a table are made of, over the axes of their forms."""
         for node in graph.nodes:
             if is_tensor(node):
                 self._forms[node] = self._describe(node)
@@ -106,7 +109,7 @@ Handler = Callable[[Trace, fx.Node], Form]
 HANDLERS: dict[Any, Handler] = {}
 
 
-def _handles(*targets: Any) -> Callable[[Handler], Handler]:
+def handles(*targets: Any) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(targets, handler))
         return handler
@@ -120,7 +123,7 @@ def _is_pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
 
 
-def _argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     return arguments(node)[index] if len(arguments(node)) > index else node.kwargs.get(name, default)
 
 
@@ -153,7 +156,7 @@ def _index(index: Size, whole: Size, clamp: bool = False) -> Size:
 # Ops that move nothing
 
 
-@_handles(
+@handles(
     aten.alias.default,
     aten.clone.default,
     aten.contiguous.default,
@@ -164,7 +167,7 @@ def _same(trace: Trace, node: fx.Node) -> Form:
     return trace[arguments(node)[0]]
 
 
-@_handles(aten._to_copy.default)
+@handles(aten._to_copy.default)
 def _cast(trace: Trace, node: fx.Node) -> Form:
     source = arguments(node)[0]
     before, after = source.meta["val"].dtype, node.meta["val"].dtype
@@ -177,7 +180,7 @@ def _cast(trace: Trace, node: fx.Node) -> Form:
     return layout.cast(trace[source], after)
 
 
-@_handles(
+@handles(
     aten.view.default,
     aten._unsafe_view.default,
     aten.reshape.default,
@@ -188,15 +191,16 @@ def _cast(trace: Trace, node: fx.Node) -> Form:
     aten.unflatten.int,
 )
 def _view(trace: Trace, node: fx.Node) -> Form:
-    return layout.view(trace[arguments(node)[0]], shape_of(node))
+    form = layout.view(trace[arguments(node)[0]], shape_of(node))
+    return flattened(trace, node, form)
 
 
-@_handles(aten.permute.default)
+@handles(aten.permute.default)
 def _permute(trace: Trace, node: fx.Node) -> Form:
     return layout.permute(trace[arguments(node)[0]], [d % len(arguments(node)[1]) for d in arguments(node)[1]])
 
 
-@_handles(aten.transpose.int)
+@handles(aten.transpose.int)
 def _transpose(trace: Trace, node: fx.Node) -> Form:
     source = trace[arguments(node)[0]]
     order = list(range(len(source.dims)))
@@ -205,18 +209,18 @@ def _transpose(trace: Trace, node: fx.Node) -> Form:
     return layout.permute(source, order)
 
 
-@_handles(aten.t.default)
+@handles(aten.t.default)
 def _t(trace: Trace, node: fx.Node) -> Form:
     source = trace[arguments(node)[0]]
     return layout.permute(source, range(len(source.dims))[::-1])
 
 
-@_handles(aten.expand.default)
+@handles(aten.expand.default)
 def _expand(trace: Trace, node: fx.Node) -> Form:
     return layout.expand(trace[arguments(node)[0]], shape_of(node))
 
 
-@_handles(aten.repeat.default)
+@handles(aten.repeat.default)
 def _repeat(trace: Trace, node: fx.Node) -> Form:
     return layout.repeat(trace[arguments(node)[0]], [size_of(count) for count in arguments(node)[1]])
 
@@ -224,32 +228,32 @@ def _repeat(trace: Trace, node: fx.Node) -> Form:
 # Ops that take a part
 
 
-@_handles(aten.slice.Tensor)
+@handles(aten.slice.Tensor)
 def _slice(trace: Trace, node: fx.Node) -> Form:
     source = trace[arguments(node)[0]]
-    dim = _argument(node, 1, "dim", 0) % len(source.dims)
-    whole, size, step = source.shape[dim], shape_of(node)[dim], _argument(node, 4, "step", 1)
-    end = _argument(node, 3, "end") if step == 1 else 0
-    start = _start(_argument(node, 2, "start"), end, whole, size)
+    dim = argument(node, 1, "dim", 0) % len(source.dims)
+    whole, size, step = source.shape[dim], shape_of(node)[dim], argument(node, 4, "step", 1)
+    end = argument(node, 3, "end") if step == 1 else 0
+    start = _start(argument(node, 2, "start"), end, whole, size)
     return layout.take(source, dim, start, size, step)
 
 
-@_handles(aten.select.int)
+@handles(aten.select.int)
 def _select(trace: Trace, node: fx.Node) -> Form:
     source = trace[arguments(node)[0]]
     dim = arguments(node)[1] % len(source.dims)
     return layout.select(source, dim, _index(size_of(arguments(node)[2]), source.shape[dim]))
 
 
-@_handles(operator.getitem)
+@handles(operator.getitem)
 def _getitem(trace: Trace, node: fx.Node) -> Form:
     parent, index = arguments(node)
     if parent.target is aten.unbind.int:
         source = trace[arguments(parent)[0]]
-        return layout.select(source, _argument(parent, 1, "dim", 0) % len(source.dims), index)
+        return layout.select(source, argument(parent, 1, "dim", 0) % len(source.dims), index)
     if parent.target in (aten.split.Tensor, aten.split_with_sizes.default):
         source = trace[arguments(parent)[0]]
-        dim = _argument(parent, 2, "dim", 0) % len(source.dims)
+        dim = argument(parent, 2, "dim", 0) % len(source.dims)
         sizes = [size_of(piece.shape[dim]) for piece in parent.meta["val"]]
         return layout.take(source, dim, sum(sizes[:index], 0), sizes[index])
     return layout.leaf(node, shape_of(node))
@@ -258,22 +262,22 @@ def _getitem(trace: Trace, node: fx.Node) -> Form:
 # Ops that put parts together
 
 
-@_handles(aten.cat.default)
+@handles(aten.cat.default)
 def _cat(trace: Trace, node: fx.Node) -> Form:
-    dim = _argument(node, 1, "dim", 0) % len(shape_of(node))
+    dim = argument(node, 1, "dim", 0) % len(shape_of(node))
     pieces = [trace[piece] for piece in arguments(node)[0] if len(shape_of(piece)) == len(shape_of(node))]
     if len(pieces) != len(arguments(node)[0]) or len({p.meta["val"].dtype for p in arguments(node)[0]}) > 1:
         return layout.leaf(node, shape_of(node))
     return pieces[0] if len(pieces) == 1 else layout.join(node, pieces, dim)
 
 
-@_handles(aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_permuted.default)
+@handles(aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_permuted.default)
 def _empty(trace: Trace, node: fx.Node) -> Form:
     form = layout.leaf(node, shape_of(node))
     return Form(form.dims, Term(form.term.read, Undefined()))
 
 
-@_handles(aten.copy.default)
+@handles(aten.copy.default)
 def _copy(trace: Trace, node: fx.Node) -> Form:
     target, source = arguments(node)[:2]
     before, after = source.meta["val"].dtype, target.meta["val"].dtype
@@ -285,14 +289,14 @@ def _copy(trace: Trace, node: fx.Node) -> Form:
     return form if before == after else layout.cast(form, after)
 
 
-@_handles(aten.slice_scatter.default)
+@handles(aten.slice_scatter.default)
 def _slice_scatter(trace: Trace, node: fx.Node) -> Form:
     target, source = trace[arguments(node)[0]], trace[arguments(node)[1]]
     whole = shape_of(node)
-    dim = _argument(node, 2, "dim", 0) % len(whole)
+    dim = argument(node, 2, "dim", 0) % len(whole)
     size = source.shape[dim]
-    start = _start(_argument(node, 3, "start"), _argument(node, 4, "end"), whole[dim], size)
-    if _argument(node, 5, "step", 1) != 1:
+    start = _start(argument(node, 3, "start"), argument(node, 4, "end"), whole[dim], size)
+    if argument(node, 5, "step", 1) != 1:
         return layout.leaf(node, whole)
     after = total([whole[dim], -start, -size])
     pieces = [] if same(start, 0) else [layout.take(target, dim, 0, start)]
@@ -305,12 +309,12 @@ def _slice_scatter(trace: Trace, node: fx.Node) -> Form:
 # Arithmetic
 
 
-@_handles(aten.mm.default)
+@handles(aten.mm.default)
 def _mm(trace: Trace, node: fx.Node) -> Form:
     return layout.contract(node, trace[arguments(node)[0]], trace[arguments(node)[1]], [], (1, 0))
 
 
-@_handles(aten.bmm.default)
+@handles(aten.bmm.default)
 def _bmm(trace: Trace, node: fx.Node) -> Form:
     return layout.contract(node, trace[arguments(node)[0]], trace[arguments(node)[1]], [(0, 0)], (2, 1))
 
@@ -321,7 +325,7 @@ def factor_of(node: fx.Node, name: str = "alpha") -> float | None:
     return float(factor) if isinstance(factor, int | float) else None
 
 
-@_handles(aten.addmm.default)
+@handles(aten.addmm.default)
 def _addmm(trace: Trace, node: fx.Node) -> Form:
     bias, left, right = (trace[operand] for operand in arguments(node))
     alpha, beta = factor_of(node), factor_of(node, "beta")
@@ -331,7 +335,7 @@ def _addmm(trace: Trace, node: fx.Node) -> Form:
     return layout.add(node, [product, _times(bias, beta)], shape_of(node))
 
 
-@_handles(aten.add.Tensor, aten.sub.Tensor)
+@handles(aten.add.Tensor, aten.sub.Tensor)
 def _add(trace: Trace, node: fx.Node) -> Form:
     a, b = arguments(node)[:2]
     factor = factor_of(node)
@@ -346,19 +350,19 @@ def _times(form: Form, factor: float) -> Form:
     return form if factor == 1 else layout.scaled(form, factor)
 
 
-@_handles(aten.neg.default)
+@handles(aten.neg.default)
 def _negative(trace: Trace, node: fx.Node) -> Form:
     form = trace[arguments(node)[0]]
     known = form.term.parts is not None and node.meta["val"].dtype.is_floating_point
     return layout.scaled(form, -1.0) if known else _pointwise(trace, node)
 
 
-@_handles(aten.constant_pad_nd.default)
+@handles(aten.constant_pad_nd.default)
 def _pad(trace: Trace, node: fx.Node) -> Form:
     form, amounts = trace[arguments(node)[0]], [size_of(amount) for amount in arguments(node)[1]]
     before_after = list(zip(amounts[::2], amounts[1::2], strict=True))[::-1]
     padded = [len(form.dims) - len(before_after) + i for i, pair in enumerate(before_after) if pair != (0, 0)]
-    if len(padded) != 1 or _argument(node, 2, "value", 0) != 0:
+    if len(padded) != 1 or argument(node, 2, "value", 0) != 0:
         return layout.leaf(node, shape_of(node))
     before, after = before_after[padded[0] - len(form.dims) + len(before_after)]
     if any(not isinstance(size, int) or size < 0 for size in (before, after)):
@@ -366,7 +370,7 @@ def _pad(trace: Trace, node: fx.Node) -> Form:
     return layout.pad(node, form, padded[0], before, after)
 
 
-@_handles(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+@handles(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 def _scale(trace: Trace, node: fx.Node) -> Form:
     division = node.target in (aten.div.Tensor, aten.div.Scalar)
     a, b = arguments(node)[:2]
@@ -383,3 +387,6 @@ def _pointwise(trace: Trace, node: fx.Node) -> Form:
     if not operands:
         return layout.leaf(node, shape_of(node))
     return layout.pointwise(node, [trace[o] for o in operands], shape_of(node))
+
+
+from .read_through import flattened  # noqa: E402  handlers of its own, which need what is above

@@ -1,0 +1,9 @@
+"""A latent cache in pages: the pool they come from, and the tables that say whose they are.
+
+`latent_cache` holds the transformers `Cache` over both; it alone imports transformers, and only if that is there.
+"""
+
+from .pool import PagePool
+from .table import BlockTable, stack
+
+__all__ = ["BlockTable", "PagePool", "stack"]

@@ -1,0 +1,190 @@
+"""`PagedLatentCache`: pool and block table as the `Cache` of transformers' generate, or of a model of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CacheMismatchError, OutOfPagesError
+from .pool import PagePool
+from .table import BlockTable
+
+if TYPE_CHECKING:
+    Base = object
+else:
+    try:
+        from transformers.cache_utils import Cache as Base
+    except ImportError:  # the cache serves any model that calls `update`
+        Base = object
+
+
+class PagedLatentCache(Base):
+    """A batch of sequences in a page pool, for models that cache one latent and one rope key a token.
+
+    `model.generate(**inputs, past_key_values=cache)` takes it as it takes a `DynamicCache`, eager and compiled, and so
+    does `model(ids, past_key_values=cache)`. Sequences of a batch have one length, padding tokens counted: what padding
+    may be seen is the attention mask's to say, as ever with transformers.
+
+    Args: pool, with as many layers as the model; max_pages, the most that one sequence may have (all).
+    """
+
+    is_compileable = False  # to transformers that is: masks are made before the forward, and the forward compiled by it
+
+    def __init__(self, pool: PagePool, max_pages: int | None = None) -> None:
+        self.pool, self.max_pages = pool, max_pages
+        self.layers: list[Any] = []
+        self._table: BlockTable | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, pages: int, page_size: int = 64) -> PagedLatentCache:
+        """An empty cache over a pool of its own, made to a transformers model with MLA: its layers, widths and dtype.
+
+        Raises: CacheMismatchError, if the model's configuration does not tell them.
+        """
+        config: Any = getattr(model, "config", None)
+        config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")]
+        if None in sizes:
+            raise CacheMismatchError(
+                "expected a model whose config has num_hidden_layers, kv_lora_rank and qk_rope_head_dim, "
+                f"found {type(model).__name__}"
+            )
+        parameter = next(model.parameters())
+        layers, latent_width, rope_width = (int(size) for size in sizes if size is not None)
+        pool = PagePool(layers, latent_width, rope_width, pages, page_size, parameter.dtype, parameter.device)
+        return cls(pool)
+
+    def __len__(self) -> int:
+        return len(self.pool.layers)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.get_seq_length()} tokens, {self.pool.available} pages free)"
+
+    @property
+    def table(self) -> BlockTable | None:
+        """The sequences; None before the first token."""
+        return self._table
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append latents `[B, 1, S, L]` and rope keys `[B, 1, S, R]` of one layer; returns both of all T tokens.
+
+        The first layer's call makes room for the tokens; each other layer's puts its own in the same places. What is
+        returned is a naive read of the pages, which `backend="mla"` replaces by attention that reads the pages itself.
+
+        Raises: OutOfPagesError, FreedError, with nothing changed; CacheMismatchError for other widths, another dtype,
+        device or batch.
+        """
+        batch, _, count, _ = key_states.shape
+        widths = key_states.shape[-1], value_states.shape[-1]
+        if widths != (self.pool.latent_width, self.pool.rope_width):
+            expected = f"{self.pool.latent_width} and {self.pool.rope_width}"
+            raise CacheMismatchError(
+                f"expected latents and rope keys of widths {expected}, found {widths[0]} and {widths[1]}"
+            )
+        for tensor in (key_states, value_states):
+            self.pool.check(tensor)
+        if self._table is None:
+            self._table = BlockTable(self.pool, batch, self.max_pages)
+        if self._table.batch != batch:
+            raise CacheMismatchError(f"expected tokens of {self._table.batch} sequences, found {batch}")
+        if layer_idx == 0:
+            self._table.extend(count)
+        self._table.write(layer_idx, torch.cat([key_states, value_states], dim=-1)[:, 0])
+        tokens = self._table.read(layer_idx)[:, None]
+        return tokens[..., : self.pool.latent_width], tokens[..., self.pool.latent_width :]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of each sequence."""
+        return 0 if self._table is None else self._table.length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """The most tokens that a sequence may have."""
+        return self.pool.page_size * (self.pool.pages if self.max_pages is None else self.max_pages)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many keys attention over `query_length` more tokens has, and the position of the first."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The position of the next token."""
+        return self.get_seq_length()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens of each sequence (transformers counts them below zero).
+
+        Raises: CacheMismatchError for a number above zero, or for more tokens than there are.
+        """
+        if tokens_to_remove > 0:
+            raise CacheMismatchError(f"expected tokens to remove as a number below zero, found {tokens_to_remove}")
+        if tokens_to_remove and self._table is not None:
+            self._table.crop(self._table.length + int(tokens_to_remove))
+            self._own()
+
+    def fork(self, rows: Tensor | None = None) -> PagedLatentCache:
+        """A second cache that continues sequences `rows` (all), with which it shares the pages that neither writes."""
+        other = type(self)(self.pool, self.max_pages)
+        other._table = None if self._table is None else self._table.fork(rows)
+        return other
+
+    def reset(self) -> None:
+        """Release all pages; the cache is empty and can be used again."""
+        if self._table is not None:
+            self._table.free()
+        self._table = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i becomes what sequence `beam_idx[i]` was."""
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times."""
+        self._select(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences that `indices` names or, as a mask, marks."""
+        self._select(torch.arange(self.batch_size)[indices.cpu()])
+
+    def _select(self, rows: Tensor) -> None:
+        if self._table is None:
+            return
+        before, self._table = self._table, self._table.fork(rows)
+        before.free()
+        self._own()
+
+    def _own(self) -> None:
+        """Copy now what the next token would be written beside: in compiled code it would break the graph."""
+        assert self._table is not None
+        with contextlib.suppress(OutOfPagesError):  # for the next token to raise
+            self._table.own()
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self._table is None else self._table.batch
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._table is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * len(self)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False] * len(self)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        return [False] * len(self)
+
+    def activate_past_recording(self) -> None:
+        """Nothing is forgotten before it is cropped."""

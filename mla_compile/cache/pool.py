@@ -1,0 +1,174 @@
+"""A pool of pages for latents and rope keys, and who holds which page.
+
+One page number stands for one page in every layer. A page may have several holders (sequences with a common beginning);
+it is free again when the last one releases it. Plain torch: what runs in a model's forward (`take`, `write`, `read`)
+reads no tensor's values on the host, so that it compiles without a break.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheMismatchError, FreedError, OutOfPagesError, PageIndexError
+
+
+class PagePool:
+    """`layers` tensors `[pages, page_size, L + R]`: a token's latent, then its rope key.
+
+    Args: layers; latent_width L; rope_width R (may be 0); pages and page_size, at least 1; dtype and device.
+    Raises: CacheMismatchError (a ValueError) for a size below its least.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        latent_width: int,
+        rope_width: int,
+        pages: int,
+        page_size: int = 64,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        sizes = {"layers": layers, "latent_width": latent_width, "pages": pages, "page_size": page_size}
+        for name, size in sizes.items():
+            if size < 1:
+                raise CacheMismatchError(f"expected {name} to be at least 1, found {size}")
+        if rope_width < 0:
+            raise CacheMismatchError(f"expected rope_width to be at least 0, found {rope_width}")
+        self.latent_width, self.rope_width, self.page_size = latent_width, rope_width, page_size
+        # Zeros, not whatever is there: a naive reader multiplies what it masked by weights of zero.
+        shape = (pages, page_size, latent_width + rope_width)
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.references = torch.zeros(pages, dtype=torch.int64, device=device)
+        """How many holders each page has, `[pages]`."""
+        self._free = torch.arange(pages, device=device)
+        self.available = pages
+        """How many pages are free: those that `_free` names before this place, the last one to be taken first."""
+
+    @property
+    def pages(self) -> int:
+        """Pages in all."""
+        return self.references.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layers[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].device
+
+    def require(self, count: int) -> None:
+        """Raises OutOfPagesError unless `count` pages are free."""
+        if count > self.available:
+            raise OutOfPagesError(
+                f"expected {count} free pages, found {self.available} of {self.pages} "
+                f"({self.page_size} tokens each): free a sequence or make the pool larger"
+            )
+
+    def take(self, count: int) -> Tensor:
+        """`count` free pages, `[count]`, each of which now has one holder.
+
+        Raises: OutOfPagesError, with nothing taken.
+        """
+        self.require(count)
+        taken = self._free[self.available - count : self.available].clone()
+        self.available -= count
+        self.references[taken] = 1
+        return taken
+
+    def take_where(self, new: Tensor, place: Tensor, pages: Tensor, count: int) -> Tensor:
+        """`pages`, and where `new` is True the page that is `place`-th to be taken, for `count` new ones in all.
+
+        The same page may be new more than once. `place` is at least -1, and 0 to count - 1 where `new`. No size depends
+        on how many are new.
+
+        Raises: OutOfPagesError, with nothing taken.
+        """
+        self.require(count)
+        pages = torch.where(new, self._free[self.available - 1 - place], pages)
+        self.references[pages] = torch.where(new, 1, self.references[pages])
+        self.available -= count
+        return pages
+
+    def share(self, pages: Tensor) -> None:
+        """One more holder for each of `pages`, as often as it is named.
+
+        Raises: PageIndexError or FreedError, with nothing changed.
+        """
+        pages = self._held(pages)
+        self.references += torch.bincount(pages, minlength=self.pages)
+
+    def release(self, pages: Tensor) -> None:
+        """One holder less for each of `pages`, as often as it is named; pages without one are free.
+
+        Raises: PageIndexError or FreedError, with nothing changed.
+        """
+        pages = self._held(pages)
+        count = torch.bincount(pages, minlength=self.pages)
+        if bool((count > self.references).any()):
+            page = int((count > self.references).nonzero()[0])
+            raise FreedError(f"expected page {page} to be released as often as it is held, found once more")
+        self.references -= count
+        freed = ((count > 0) & (self.references == 0)).nonzero()[:, 0]
+        self._free[self.available : self.available + len(freed)] = freed
+        self.available += len(freed)
+
+    def copy(self, pages: Tensor) -> Tensor:
+        """New pages with the contents of `pages`, in every layer."""
+        taken = self.take(len(pages))
+        for layer in self.layers:
+            layer[taken] = layer[pages]
+        return taken
+
+    def write(self, layer: int, pages: Tensor, rows: Tensor, tokens: Tensor) -> None:
+        """Put `tokens` `[..., L + R]` into rows `rows` of pages `pages`, both `[...]`, of one layer, in place.
+
+        Raises: CacheMismatchError for another width, dtype or device; PageIndexError or FreedError for pages that are
+        not there or not held (not checked on a GPU and in compiled code), with nothing written.
+        """
+        if _values_at_hand(pages):
+            self._held(pages)
+        width = self.latent_width + self.rope_width
+        if tokens.shape[-1] != width:
+            raise CacheMismatchError(f"expected tokens {width} wide, found {tokens.shape[-1]}")
+        self.check(tokens)
+        self.layers[layer][pages, rows] = tokens
+
+    def check(self, tokens: Tensor) -> None:
+        """Raises CacheMismatchError unless tokens are of the pool's dtype and on its device."""
+        if tokens.dtype != self.dtype:
+            raise CacheMismatchError(f"expected tokens of the pool's dtype {self.dtype}, found {tokens.dtype}")
+        if tokens.device != self.device:
+            raise CacheMismatchError(f"expected tokens on the pool's device {self.device}, found {tokens.device}")
+
+    def read(self, layer: int, pages: Tensor, rows: Tensor) -> Tensor:
+        """The tokens `[..., L + R]` in rows `rows` of pages `pages`, both `[...]`, of one layer.
+
+        Raises: PageIndexError for a page that is not there (not checked on a GPU and in compiled code).
+        """
+        if _values_at_hand(pages):
+            self._in_pool(pages)
+        return self.layers[layer][pages, rows]
+
+    def _in_pool(self, pages: Tensor) -> Tensor:
+        """`pages` as one dimension, each of which the pool has."""
+        pages = pages.flatten()
+        outside = (pages < 0) | (pages >= self.pages)
+        if bool(outside.any()):
+            raise PageIndexError(f"expected pages from 0 to {self.pages - 1}, found {int(pages[outside][0])}")
+        return pages
+
+    def _held(self, pages: Tensor) -> Tensor:
+        """`pages` as one dimension, each of which the pool has and somebody holds."""
+        pages = self._in_pool(pages)
+        free = self.references[pages] == 0
+        if bool(free.any()):
+            raise FreedError(f"expected pages that are held, found page {int(pages[free][0])}, which is free")
+        return pages
+
+
+def _values_at_hand(tensor: Tensor) -> bool:
+    """Whether looking at values costs no wait for a device and no break of a graph."""
+    return not torch.compiler.is_compiling() and tensor.device.type == "cpu"

@@ -1,0 +1,136 @@
+"""Reads through a table: `pages[block_table]` in its spellings, and the same with pages laid one behind the other.
+
+    node[b, n, r, w] = pages[table[b, n], r, w]                              a lookup
+    node[b, t, w]    = pages[table[b, t // page_size], t % page_size, w]     its flat form
+
+The form of such a node is a leaf: what it is made of is kept beside, as a `Lookup` over the leaf's axes.
+
+Pure Python, like `layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from .axes import Axis, Dim, Form, Read, Unaligned, product, same
+from .changes import Change, Slice, change_read
+from .layout import align, expand, fresh, read_of
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Axis `keys` is `key // row.size` on `page`, the table's axis, and `key % row.size` on `row`, the pages' own."""
+
+    keys: Axis
+    page: Axis
+    row: Axis
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The element of `pages` whose index on axis `entry` is the element of `table`.
+
+    `wraps`: a negative number in the table counts from the end.
+    """
+
+    pages: Read
+    entry: Axis
+    table: Read
+    wraps: bool
+    flat: Flat | None = None
+
+
+def look_up(node: Hashable, source: Form, dim: int, index: Form, wraps: bool) -> tuple[Form, Lookup]:
+    """The tensor `node`: `source` with its dimension `dim` replaced by those of `index`.
+
+    Raises: Unaligned, if that dimension is not one axis.
+    """
+    source, index = fresh(source), fresh(index)
+    dims = (*source.dims[:dim], *index.dims, *source.dims[dim + 1 :])
+    return _lookup(node, dims, source, dim, index, wraps)
+
+
+def gather(node: Hashable, source: Form, dim: int, index: Form) -> tuple[Form, Lookup]:
+    """The tensor `node`: the element of `source` at its own index, but with that of `index` in place of the `dim`-th.
+
+    Raises: Unaligned, if that dimension is not one axis, or of another dimension not all is taken.
+    """
+    labels = [[i if i != dim else "entry" for i in range(len(source.dims))], range(len(index.dims))]
+    if any(not same(a, b) for i, (a, b) in enumerate(zip(source.shape, index.shape, strict=True)) if i != dim):
+        raise Unaligned("a lookup in a part of a tensor")
+    shape = index.shape
+    (source, index), axes = align([source, index], labels)
+    dims = tuple(axes[i] for i in range(len(shape)))
+    return _lookup(node, expand(Form(dims, index.term), shape).dims, source, dim, index, wraps=False)
+
+
+def by_position(node: Hashable, source: Form, page: Form, lookup: Lookup) -> tuple[Form, Lookup]:
+    """The tensor `node`: the token at each position of pages `source`, whose first dimensions are pages and rows.
+
+    `page` is, for each position, the entry of a table `lookup.pages` at the position divided by the rows of a page.
+
+    Raises: Unaligned, if the dimensions are not one axis each.
+    """
+    source = fresh(source)
+    if len(source.dims[0]) != 1 or len(source.dims[1]) != 1 or len(page.dims[-1]) != 1 or source.term.read.then:
+        raise Unaligned("pages, rows or positions that are not one axis")
+    dims = (*page.dims, *source.dims[2:])
+    flat = Flat(page.dims[-1][0], lookup.entry, source.dims[1][0])
+    found = Lookup(source.term.read, source.dims[0][0], lookup.pages, wraps=True, flat=flat)
+    return Form(dims, read_of(node, dims)), found
+
+
+def _lookup(
+    node: Hashable, dims: Sequence[Dim], source: Form, dim: int, index: Form, wraps: bool
+) -> tuple[Form, Lookup]:
+    if len(source.dims[dim]) != 1:
+        raise Unaligned("a lookup along a dimension that is not one axis")
+    if source.term.read.then or index.term.read.then:
+        raise Unaligned("a lookup in what was multiplied or cast")
+    lookup = Lookup(source.term.read, source.dims[dim][0], index.term.read, wraps)
+    return Form(tuple(dims), read_of(node, dims)), lookup
+
+
+def within(lookup: Lookup, form: Form, read: Read) -> Lookup:
+    """What `read` says of a tensor that is `form` by itself, with what the tensor's elements are: over the read's axes.
+
+    Raises: Unaligned, if the read divides the tensor's dimensions otherwise, or takes keys from the middle.
+    """
+    if read.then:
+        raise Unaligned("a lookup that was multiplied or cast")
+    changes: dict[Axis, Change] = {}
+    for digits, axes in zip(read.dims, form.dims, strict=True):
+        if len(digits) != len(axes):
+            raise Unaligned("a dimension of a lookup that was divided")
+        for digit, axis in zip(digits, axes, strict=True):
+            if not same(digit.extent, axis.size) or digit.axis is None:
+                raise Unaligned("a dimension of a lookup that was divided")
+            changes[axis] = digit.axis if digit.whole else Slice(digit.axis, digit.start, digit.step)
+    flat = lookup.flat
+    if flat is not None:
+        match changes.pop(flat.keys):
+            case Axis() as keys:
+                flat = replace(flat, keys=keys)
+            case Slice(keys, start, 1) if same(start, 0):
+                flat = replace(flat, keys=keys)
+            case _:
+                raise Unaligned("keys from the middle of pages")
+    pages, table = change_read(lookup.pages, changes), change_read(lookup.table, changes)
+    return replace(lookup, pages=pages, table=table, flat=flat)
+
+
+def flatten(lookup: Lookup, node: Hashable, dims: Sequence[Dim]) -> tuple[Form, Lookup] | None:
+    """The leaf `node` with its flat lookup, if `dims` lay the pages of a lookup one behind the other, else None.
+
+    `dims` are the axes of the node's dimensions, in which the lookup is.
+    """
+    merged = [dim for dim in dims if len(dim) > 1]
+    if len(merged) != 1 or len(merged[0]) != 2 or lookup.flat is not None:
+        return None
+    page, row = merged[0]
+    if page not in lookup.table.axes or row not in lookup.pages.axes or row in lookup.table.axes:
+        return None
+    keys = Axis(product([page.size, row.size]))
+    leaf_dims = tuple((keys,) if dim == merged[0] else dim for dim in dims)
+    return Form(leaf_dims, read_of(node, leaf_dims)), replace(lookup, flat=Flat(keys, page, row))

@@ -1,0 +1,90 @@
+"""See whether a site's latent and rope key are read from pages, so that attention can read them there.
+
+    latent[b, j] = pages[table[b, j // page_size], j % page_size, :L]        pages laid one behind the other
+    latent[b, j] = pages[table[b, j], :L]                                    slots: pages of one token
+
+The keys are the first of those that the table names. The rope key's pages may be other columns of the same pool or a
+pool of their own; the table is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from .axes import Axis, Dim, Read, Unaligned, same
+from .changes import change_read
+from .lookup import within
+from .site import Site
+from .trace import Trace
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Key j of a sequence is in row `j % row.size` of the page that entry `j // row.size` of its table names.
+
+    `latent` runs over `entry, row` and the site's rank, `rope` over `entry, row` and the rope's columns; `table` over
+    the site's batch and `page`. `row` is None where a page is one token, `rope` where there is no rope key.
+    """
+
+    latent: Read
+    rope: Read | None
+    table: Read
+    entry: Axis
+    page: Axis
+    row: Axis | None
+    wraps: bool
+
+    @property
+    def layout(self) -> tuple[Dim, Dim]:
+        """The pool's first dimensions: pages and rows."""
+        return (self.entry,), () if self.row is None else (self.row,)
+
+
+def find_pages(site: Site, trace: Trace) -> Pages | None:
+    """The pages of a site; None if its keys are not provably read from pages as one kernel can read them."""
+    if len(site.ropes) > 1:
+        return None
+    try:
+        latent = _pages_of(site, site.latent, trace)
+        rope = _pages_of(site, site.ropes[0].key.read, trace) if site.ropes else None
+    except Unaligned:
+        return None
+    if latent is None or not site.ropes:
+        return latent
+    return None if rope is None else _together(latent, rope)
+
+
+def _pages_of(site: Site, read: Read, trace: Trace) -> Pages | None:
+    if not isinstance(read.source, fx.Node) or read.source not in trace.lookups:
+        return None
+    lookup = within(trace.lookups[read.source], trace[read.source], read)
+    pages, table, keys = lookup.pages.axes, lookup.table.axes, site.attention.keys
+    if lookup.flat is not None and keys == (lookup.flat.keys,):
+        page, row = lookup.flat.page, lookup.flat.row
+    elif lookup.flat is None and len(keys) == 2:
+        page, row = keys
+    elif lookup.flat is None and len(keys) == 1:
+        page, row = keys[0], None
+    else:
+        return None
+    one_pool = page in table and page not in pages and (row is None or row in pages)
+    if not one_pool or pages & set(site.batch) or not table <= {*site.batch, page} or lookup.entry not in pages:
+        return None
+    return Pages(lookup.pages, None, lookup.table, lookup.entry, page, row, lookup.wraps)
+
+
+def _together(latent: Pages, rope: Pages) -> Pages | None:
+    """Both in one, if the rope keys are in the same rows of the same entries of the same table."""
+    if (latent.row is None) != (rope.row is None) or latent.wraps != rope.wraps:
+        return None
+    pairs = [(latent.entry, rope.entry), (latent.page, rope.page)]
+    if latent.row is not None and rope.row is not None:
+        pairs.append((latent.row, rope.row))
+    if not all(same(a.size, b.size) for a, b in pairs):
+        return None
+    changes = {b: a for a, b in pairs}
+    if change_read(rope.table, changes) != latent.table:
+        return None
+    return replace(latent, rope=change_read(rope.latent, changes))

@@ -1,0 +1,105 @@
+"""Handlers of the ops that read through a table: pages of a cache, or its slots (see `lookup`).
+
+A part of `trace`, which imports it at its end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import layout
+from .axes import Form, Size, Unaligned, same
+from .lookup import Lookup, by_position, flatten, gather, look_up, within
+from .trace import Trace, argument, arguments, aten, handles, shape_of
+
+
+def flattened(trace: Trace, node: fx.Node, form: Form) -> Form:
+    """The form of a view: a leaf of its own, if it lays pages that were looked up one behind the other, else `form`."""
+    source = form.term.read.source
+    if source not in trace.lookups or not any(len(dim) > 1 for dim in form.dims):
+        return form
+    try:
+        flat = flatten(within(trace.lookups[source], trace[source], form.term.read), node, form.dims)
+    except Unaligned:
+        return form
+    if flat is None:
+        return form
+    for other in trace.lookups:  # the same pages once more are the same tensor
+        if other.target is node.target and arguments(other) == arguments(node):
+            return trace[other]
+    leaf, trace.lookups[node] = flat
+    return leaf
+
+
+def _looked_up(trace: Trace, node: fx.Node, found: tuple[Form, Lookup]) -> Form:
+    form, trace.lookups[node] = found
+    return form
+
+
+@handles(aten.index.Tensor)
+def _index_tensor(trace: Trace, node: fx.Node) -> Form:
+    source, indices = arguments(node)
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if any(index.meta["val"].dtype not in (torch.int64, torch.int32) for _, index in given):
+        return layout.leaf(node, shape_of(node))
+    if len(given) == 1:
+        dim, index = given[0]
+        return _looked_up(trace, node, look_up(node, trace[source], dim, trace[index], wraps=True))
+    if [dim for dim, _ in given] == [0, 1]:
+        return _index_by_position(trace, node, source, *(index for _, index in given))
+    return layout.leaf(node, shape_of(node))
+
+
+def _index_by_position(trace: Trace, node: fx.Node, source: fx.Node, page: fx.Node, row: fx.Node) -> Form:
+    """`source[table[..., position // rows], position % rows]` for the positions from 0 on."""
+    form = layout.fresh(trace[page])
+    looked_up = form.term.read.source
+    rows = trace[source].shape[1]
+    if looked_up not in trace.lookups:
+        return layout.leaf(node, shape_of(node))
+    lookup = within(trace.lookups[looked_up], trace[looked_up], form.term.read)
+    quotient = lookup.table.source
+    whole = all(digit.whole for dim in lookup.table.dims for digit in dim)
+    positions = _positions(quotient, aten.floor_divide.default, rows) if whole else None
+    remainders = _positions(row, aten.remainder.Scalar, rows)
+    alike = positions is not None and remainders is not None and same(positions, remainders)
+    if not alike or lookup.table.axes != set(form.dims[-1]):
+        return layout.leaf(node, shape_of(node))
+    return _looked_up(trace, node, by_position(node, trace[source], form, lookup))
+
+
+def _positions(node: Any, target: Any, divisor: Size) -> Size | None:
+    """How many positions from 0 on a node divides by `divisor`, if it does."""
+    if not isinstance(node, fx.Node) or node.target is not target or not isinstance(divisor, int):
+        return None
+    positions, by = arguments(node)[:2]
+    if by != divisor or len(node.meta["val"].shape) != 1 or not isinstance(positions, fx.Node):
+        return None
+    first, step = argument(positions, 0, "start"), argument(positions, 2, "step", 1)
+    ranges = positions.target in (aten.arange.start, aten.arange.start_step) and first == 0 and step == 1
+    if not ranges and positions.target is not aten.arange.default:
+        return None
+    return shape_of(positions)[0]
+
+
+@handles(aten.index_select.default)
+def _index_select(trace: Trace, node: fx.Node) -> Form:
+    source, dim, index = arguments(node)
+    dim %= len(trace[source].dims)
+    return _looked_up(trace, node, look_up(node, trace[source], dim, trace[index], wraps=False))
+
+
+@handles(aten.embedding.default)
+def _embedding(trace: Trace, node: fx.Node) -> Form:
+    source, index = arguments(node)[:2]
+    return _looked_up(trace, node, look_up(node, trace[source], 0, trace[index], wraps=False))
+
+
+@handles(aten.gather.default)
+def _gather(trace: Trace, node: fx.Node) -> Form:
+    source, dim, index = arguments(node)[:3]
+    dim %= len(trace[source].dims)
+    return _looked_up(trace, node, gather(node, trace[source], dim, trace[index]))

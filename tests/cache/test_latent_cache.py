@@ -1,0 +1,87 @@
+"""The cache without transformers, in a model of one's own and where that is not installed."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import mla_compile
+from mla_compile import PagedLatentCache, PagePool
+
+
+def tokens(count, batch=2, dtype=torch.float32):
+    return torch.randn(batch, 1, count, 4, dtype=dtype), torch.randn(batch, 1, count, 2, dtype=dtype)
+
+
+def test_layers_append_to_the_same_places():
+    cache = PagedLatentCache(PagePool(3, 4, 2, pages=16, page_size=2))
+    kept = [[] for _ in range(3)]
+    for count in (5, 1, 1, 3):
+        for layer in range(3):
+            latent, rope = tokens(count)
+            kept[layer].append((latent, rope))
+            found = cache.update(latent, rope, layer)
+            for side in (0, 1):
+                assert torch.equal(found[side], torch.cat([step[side] for step in kept[layer]], dim=2))
+    assert cache.get_seq_length() == 10
+    assert cache.get_mask_sizes(3, 0) == (13, 0)
+    assert cache.pool.available == 16 - 2 * 5
+
+
+def test_crop_fork_select_and_reset():
+    cache = PagedLatentCache(PagePool(1, 4, 2, pages=32, page_size=4))
+    latent, rope = tokens(6)
+    cache.update(latent, rope, 0)
+    other = cache.fork(torch.tensor([1]))
+    cache.crop(-1)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([2, 2, 1, 0]))
+    cache.batch_select_indices(torch.tensor([True, False, False, True]))
+    more = tokens(1)
+    found, _ = cache.update(*more, 0)
+    assert torch.equal(found, torch.cat([latent[[1, 0], :, :5], more[0]], dim=2))
+    one = tokens(1, batch=1)
+    found, _ = other.update(*one, 0)
+    assert torch.equal(found, torch.cat([latent[1:], one[0]], dim=2))
+    cache.reset()
+    other.reset()
+    assert cache.pool.available == 32
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (tokens(1, dtype=torch.float64), "expected tokens of the pool's dtype torch.float32, found torch.float64"),
+        (tokens(1, batch=3), "expected tokens of 2 sequences, found 3"),
+        (tokens(1)[::-1], "expected latents and rope keys of widths 4 and 2, found 2 and 4"),
+    ],
+    ids=["dtype", "batch", "widths"],
+)
+def test_tokens_that_do_not_fit_change_nothing(wrong, message):
+    cache = PagedLatentCache(PagePool(1, 4, 2, pages=16, page_size=2))
+    latent, rope = tokens(5)
+    cache.update(latent, rope, 0)
+    with pytest.raises(mla_compile.CacheMismatchError, match=message):
+        cache.update(*wrong, 0)
+    assert torch.equal(cache.table.read(0), torch.cat([latent, rope], dim=-1)[:, 0])
+    assert cache.pool.available == 10
+
+
+def test_neither_import_nor_use_needs_transformers():
+    script = """
+        import sys
+        sys.modules["transformers"] = None
+        import torch, mla_compile
+        cache = mla_compile.PagedLatentCache(mla_compile.PagePool(1, 4, 2, pages=4, page_size=2))
+        latent, rope = cache.update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 2), 0)
+        assert latent.shape == (1, 1, 3, 4) and rope.shape == (1, 1, 3, 2)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+
+
+def test_the_package_does_not_import_transformers():
+    script = "import sys, mla_compile; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)

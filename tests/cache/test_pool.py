@@ -1,0 +1,139 @@
+"""Pages and who holds them: every misuse says what was expected and changes nothing."""
+
+import pytest
+import torch
+
+import mla_compile
+from mla_compile.cache import BlockTable, PagePool, stack
+
+
+def pool(pages=4, **more):
+    return PagePool(1, 4, 2, pages, page_size=2, **more)
+
+
+def filled(pool, length, value, batch=1):
+    table = BlockTable(pool, batch)
+    table.extend(length)
+    table.write(0, torch.full((batch, length, 6), value, dtype=pool.dtype))
+    return table
+
+
+def test_out_of_pages_changes_nothing():
+    pages = pool()
+    a, b = filled(pages, 5, 1.0), filled(pages, 2, 2.0)
+    with pytest.raises(mla_compile.OutOfPagesError, match="expected 1 free pages, found 0 of 4") as error:
+        b.extend(1)
+    assert isinstance(error.value, MemoryError)
+    assert b.length == 2
+    assert bool((a.read(0) == 1.0).all())
+    assert bool((b.read(0) == 2.0).all())
+    a.free()
+    b.extend(4)
+    assert b.length == 6
+
+
+def test_a_fork_that_cannot_be_copied_stays_as_it_is():
+    pages = pool(pages=2)
+    a = filled(pages, 3, 1.0)
+    b = a.fork()
+    with pytest.raises(mla_compile.OutOfPagesError):
+        b.extend(1)
+    assert torch.equal(a.read(0), b.read(0))
+    a.free()
+    b.extend(1)  # alone with its pages: nothing to copy
+    assert (b.length, pages.available) == (4, 0)
+
+
+def test_the_last_page_is_copied_once_and_full_ones_never():
+    pages = pool(pages=8)
+    a = filled(pages, 3, 1.0)
+    b = a.fork()
+    assert pages.available == 6
+    for table, value in ((b, 2.0), (a, 3.0)):
+        table.extend(1)
+        table.write(0, torch.full((1, 1, 6), value))
+    assert pages.available == 5
+    assert torch.equal(a.pages[:, 0], b.pages[:, 0])
+    assert a.read(0)[0, :, 0].tolist() == [1.0, 1.0, 1.0, 3.0]
+    assert b.read(0)[0, :, 0].tolist() == [1.0, 1.0, 1.0, 2.0]
+
+
+def test_a_full_page_that_a_crop_opens_is_copied_before_it_is_written():
+    pages = pool(pages=8)
+    a = filled(pages, 4, 1.0)
+    b = a.fork()
+    b.crop(3)
+    b.extend(1)
+    b.write(0, torch.full((1, 1, 6), 2.0))
+    assert bool((a.read(0) == 1.0).all())
+    assert b.read(0)[0, :, 0].tolist() == [1.0, 1.0, 1.0, 2.0]
+
+
+def test_what_was_freed_cannot_be_used():
+    pages = pool()
+    table = filled(pages, 2, 1.0)
+    page = table.pages[:, :1].clone()
+    table.free()
+    uses = (table.free, lambda: table.extend(1), lambda: table.read(0), table.fork, lambda: stack([table]))
+    for use in uses:
+        with pytest.raises(mla_compile.FreedError, match="freed"):
+            use()
+    for use in (pages.share, pages.release, lambda p: pages.write(0, p, torch.zeros_like(p), torch.ones(1, 1, 6))):
+        with pytest.raises(mla_compile.FreedError, match="which is free"):
+            use(page)
+    assert bool((pages.references == 0).all())
+    assert pages.available == 4
+
+
+def test_pages_that_are_not_there():
+    pages = pool()
+    filled(pages, 2, 1.0)
+    for page in (-1, 4):
+        outside = torch.tensor([[page]])
+        for use in (
+            pages.share,
+            pages.release,
+            lambda p: pages.read(0, p, torch.zeros_like(p)),
+            lambda p: pages.write(0, p, torch.zeros_like(p), torch.ones(1, 1, 6)),
+        ):
+            with pytest.raises(mla_compile.PageIndexError, match=f"expected pages from 0 to 3, found {page}"):
+                use(outside)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.zeros(1, 1, 6, dtype=torch.float64), "expected tokens of the pool's dtype torch.float32"),
+        (torch.zeros(1, 1, 5), "expected tokens 6 wide, found 5"),
+        (torch.zeros(2, 1, 6), "expected tokens of 1 sequences, found 2"),
+        (torch.zeros(1, 3, 6), "expected at most the 2 tokens that there is room for, found 3"),
+    ],
+    ids=["dtype", "width", "batch", "too many"],
+)
+def test_tokens_that_do_not_fit(tokens, message):
+    table = filled(pool(), 2, 1.0)
+    with pytest.raises(mla_compile.CacheMismatchError, match=message):
+        table.write(0, tokens)
+    assert bool((table.read(0) == 1.0).all())
+
+
+def test_sizes_that_cannot_be():
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected page_size to be at least 1, found 0"):
+        PagePool(1, 4, 2, pages=4, page_size=0)
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected at most 1 pages a sequence, found 2"):
+        BlockTable(pool(), 1, max_pages=1).extend(3)
+    table = filled(pool(), 2, 1.0)
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected a length from 0 to 2, found 3"):
+        table.crop(3)
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected tables over one pool"):
+        stack([table, filled(pool(), 2, 1.0)])
+
+
+def test_a_stack_of_unequal_lengths():
+    pages = pool(pages=8, dtype=torch.bfloat16)
+    tables = [filled(pages, length, float(length)) for length in (5, 1, 3)]
+    block_table, seq_lens = stack(tables)
+    assert seq_lens.tolist() == [5, 1, 3]
+    tokens = pages.layers[0][block_table].flatten(1, 2)
+    for row, length in enumerate((5, 1, 3)):
+        assert bool((tokens[row, :length] == length).all())

@@ -1,0 +1,108 @@
+"""`generate` with pages gives what it gives with transformers' own cache: eager and compiled, however it searches."""
+
+import pytest
+import torch
+
+import mla_compile
+from mla_compile import PagedLatentCache
+from tests.hf.test_deepseek import SIZES, build
+
+transformers = pytest.importorskip("transformers")
+
+OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+SEARCHES = {
+    "greedy": {},
+    "sampling": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "sampling beams": {"num_beams": 3, "do_sample": True},
+    "sampling several": {"num_return_sequences": 3, "do_sample": True},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "chunked prefill": {"prefill_chunk_size": 4},
+}
+
+
+def prompt(batch, padded=False):
+    ids = torch.randint(1, SIZES["vocab_size"], (batch, 9)).repeat_interleave(2, dim=1)[:, :9]  # for lookup to find
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :4] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, inputs, cache, more):
+    torch.manual_seed(1)
+    return model.generate(**inputs, **(OPTIONS | more), past_key_values=cache)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_generation_is_that_with_a_dynamic_cache_and_gives_its_pages_back(search):
+    model = build("v3")
+    inputs = prompt(1 if search == "lookup" else 2, padded=search != "lookup")
+    expected = generate(model, inputs, transformers.DynamicCache(config=model.config), SEARCHES[search])
+    cache = PagedLatentCache.of(model, pages=96, page_size=4)
+    assert torch.equal(generate(model, inputs, cache, SEARCHES[search]), expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1
+    cache.reset()
+    assert cache.pool.available == 96
+
+
+def test_an_assistant_writes_for_it():
+    model, inputs = build("v2"), prompt(1)
+    more = {"assistant_model": model}
+    expected = generate(model, inputs, None, {})
+    cache = PagedLatentCache.of(model, pages=96, page_size=4)
+    assert torch.equal(generate(model, inputs, cache, more), expected)
+
+
+def test_generation_goes_on_from_a_forked_prompt():
+    model, inputs = build("v3"), prompt(1)
+    cache = PagedLatentCache.of(model, pages=96, page_size=4)
+    model(**{name: tensor[:, :-1] for name, tensor in inputs.items()}, past_key_values=cache)
+    for length in (12, 6):
+        fork = cache.fork()
+        more = {"max_new_tokens": length, "min_new_tokens": length}
+        assert torch.equal(generate(model, inputs, fork, more), generate(model, inputs, None, more))
+        fork.reset()
+    assert cache.get_seq_length() == 8
+
+
+def test_no_pages_left_is_an_error_and_what_others_wrote_stays():
+    model, inputs = build("v3"), prompt(1)
+    kept = PagedLatentCache.of(model, pages=7, page_size=4)
+    model(**inputs, past_key_values=kept)
+    before = [kept.table.read(layer) for layer in range(2)]
+    other = PagedLatentCache(kept.pool)
+    with pytest.raises(mla_compile.OutOfPagesError, match="expected 1 free pages, found 0 of 7"):
+        generate(model, inputs, other, {})
+    for layer, tokens in enumerate(before):
+        assert torch.equal(kept.table.read(layer), tokens)
+    other.reset()
+    assert kept.pool.available == 4
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("search", ["beams", "lookup"])
+def test_compiled_generation_is_eagers_in_few_compilations_and_one_graph(search):
+    model, inputs = build("v3"), prompt(1 if search == "lookup" else 2, padded=search != "lookup")
+    expected = generate(model, inputs, None, SEARCHES[search])
+    model.compile(backend="mla", fullgraph=True)
+    cache = PagedLatentCache.of(model, pages=96, page_size=4)
+    assert torch.equal(generate(model, inputs, cache, SEARCHES[search]), expected)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert len(mla_compile.reports()) <= 4
+    assert all(report.rewritten == 2 for report in mla_compile.reports())
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_compiled_code_that_runs_out_of_pages_says_so_and_goes_on_when_there_are_some():
+    model, inputs = build("v3"), prompt(1)
+    expected = generate(model, inputs, None, {})
+    model.compile(backend="mla")
+    cache = PagedLatentCache.of(model, pages=4, page_size=4)
+    with pytest.raises(mla_compile.OutOfPagesError, match="expected 1 free pages, found 0 of 4"):
+        generate(model, inputs, cache, {})
+    assert cache.get_seq_length() == 16
+    cache.reset()
+    assert cache.pool.available == 4
+    roomy = PagedLatentCache.of(model, pages=96, page_size=4)
+    assert torch.equal(generate(model, inputs, roomy, {}), expected)
