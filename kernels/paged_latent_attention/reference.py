@@ -25,10 +25,14 @@ def paged_latent_attention_reference(
     """
     results = []
     for b, length in enumerate(seq_lens.tolist()):
-        q = q_latent[b : b + 1], q_rope[b : b + 1]
-        cache = keys(latent_pages, rope_pages, block_table[b], length, q_latent.dtype, latent_scales)
+        this = slice(b, b + 1)
+        latent, k_rope = keys(latent_pages, rope_pages, block_table[b], length, q_latent.dtype, latent_scales)
         causal_offset = length - q_latent.shape[1] if causal else None
-        results.append(latent_attention_reference(*q, *(part[None] for part in cache), None, causal_offset, scale))
+        results.append(
+            latent_attention_reference(
+                q_latent[this], q_rope[this], latent[None], k_rope[None], None, causal_offset, scale
+            )
+        )
     if not results:
         return q_latent.new_empty(q_latent.shape), q_latent.new_empty(q_latent.shape[:3])
     return torch.cat([o for o, _ in results]), torch.cat([lse for _, lse in results])

@@ -1,0 +1,101 @@
+"""Device functions of attention over latents: one tile of keys against one tile of rows, an online softmax.
+
+A row is a head of a query. The rank L is cut in two blocks of columns, A and B, with an accumulator each: two products
+of half the width leave the compiler the registers that one of the whole width does not (512 columns of 64 rows are half
+of a Hopper multiprocessor's registers).
+
+    q         [ROWS, A], [ROWS, B], [ROWS, ROPE]
+    keys      [KEYS, A], [KEYS, B], [KEYS, ROPE]    loaded once, the latents for the scores and for the values
+    state     m [ROWS], total [ROWS], acc [ROWS, A], [ROWS, B]    float32, unnormalised
+
+Scores are in natural units, so that a mask of the lowest finite number stays one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""The lowest finite float32 and not -inf: a row without a key then gets exp(-inf) and not a NaN."""
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def rows_at(base, first, second, stride_0, stride_1, RUN: tl.constexpr, ROWS: tl.constexpr):
+    """A pointer and offsets of ROWS rows `[first, second]`. With RUN both indices are of the first row, and scalars."""
+    if RUN:
+        base += first * stride_0 + second.to(tl.int64) * stride_1
+        offsets = tl.arange(0, ROWS).to(tl.int64) * stride_1
+    else:
+        offsets = first * stride_0 + second.to(tl.int64) * stride_1
+    return base, offsets
+
+
+@triton.jit
+def load_rows(base, offsets, seen, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """`[rows, BLOCK]`: columns FIRST to WIDTH of the rows at these offsets; 0 where there is nothing."""
+    columns = FIRST + tl.arange(0, BLOCK)
+    mask = seen[:, None]
+    if FIRST + BLOCK > WIDTH:
+        mask = mask & (columns < WIDTH)[None, :]
+    return tl.load(base + (offsets[:, None] + columns[None, :]), mask=mask, other=0)
+
+
+@triton.jit
+def from_e4m3(bits, NATIVE: tl.constexpr):
+    """float32 of FP8 (e4m3fn) bytes. Without the conversion in hardware: the bits of a float16 2^8 times smaller."""
+    if NATIVE:
+        value = bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        wide = bits.to(tl.uint16)
+        magnitude = wide & 0x7F
+        half = (((wide & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True)
+        value = tl.where(magnitude == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    return value
+
+
+@triton.jit
+def load_latents(
+    base,
+    offsets,
+    seen,
+    scales,
+    scale_offsets,
+    scale_stride,
+    dtype: tl.constexpr,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SAME: tl.constexpr,
+):
+    """`[KEYS, BLOCK]` in `dtype`. FP8 bytes are multiplied with the scale of their group of GROUP columns, of which
+    SAME, a power of two, are taken at a time."""
+    values = load_rows(base, offsets, seen, FIRST, WIDTH, BLOCK)
+    if FP8:
+        KEYS: tl.constexpr = values.shape[0]
+        RUNS: tl.constexpr = BLOCK // SAME
+        column = FIRST + tl.arange(0, RUNS) * SAME
+        mask = seen[:, None] & (column < WIDTH)[None, :]
+        scale = scales + scale_offsets[:, None] + (column // GROUP * scale_stride)[None, :]
+        scale = tl.load(scale, mask=mask, other=0.0)
+        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (KEYS, RUNS, SAME)), (KEYS, BLOCK))
+        values = (from_e4m3(values, NATIVE) * scale).to(dtype)
+    return values
+
+
+@triton.jit
+def add_keys(m, total, acc_a, acc_b, scores, a, b, B: tl.constexpr):
+    """The state with one more tile of keys. scores `[ROWS, KEYS]`, -inf where hidden; a and b the latents."""
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    weights = tl.exp2((scores - m_new[:, None]) * LOG2E)
+    decay = tl.exp2((m - m_new) * LOG2E)
+    total = total * decay + tl.sum(weights, 1)
+    weights = weights.to(a.dtype)
+    acc_a = tl.dot(weights, a, acc_a * decay[:, None], input_precision="ieee")
+    if B:
+        acc_b = tl.dot(weights, b, acc_b * decay[:, None], input_precision="ieee")
+    return m_new, total, acc_a, acc_b

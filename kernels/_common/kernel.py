@@ -1,0 +1,258 @@
+"""The one kernel of attention over latents, whatever holds them: a cache in rows, in pages, or the keys that a query
+names.
+
+A program takes a tile of rows (heads of queries) of one group and one part of the group's keys. With pages and rows a
+group is a sequence: all its queries and heads are its rows, so that a tile of them reads each key once. With named keys
+it is one query.
+
+    q_latent [B, Sq, N, L], q_rope [B, Sq, N, R]              any strides but 1 in the last dim
+    latent, rope                                              row-major, their last stride 1
+        rows and named  [B, T, L], [B, T, R]
+        pages           [pages, page_size, L], [pages, page_size, R]
+    table       pages [B, max_pages]; named [B, Sq, topk]     int32 or int64
+    lengths     pages [B]
+    tokens      pages max_pages * page_size; rows T; named topk; cached is T
+    mask        rows and named [B, N, Sq, T], any strides, 0 where it broadcasts
+    with one part
+        o [B, Sq, N, L], lse [B, Sq, N]                       contiguous
+    with several
+        acc [parts, groups, rows, L], m and total [parts, groups, rows]   float32, contiguous; see `combine`
+
+Programs of one part lie side by side, so that the tiles of rows that read the same keys run at the same time and all
+but the first find them in the second-level cache.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .attend import LOWEST, add_keys, load_latents, load_rows, rows_at
+
+
+@triton.jit
+def part_size(keys, parts, fixed, KEYS: tl.constexpr, LEAST: tl.constexpr):
+    """How many keys a program takes: `fixed` if that is not 0, else an equal share, at least LEAST tiles."""
+    share = tl.cdiv(tl.cdiv(keys, parts), KEYS) * KEYS
+    return tl.where(fixed > 0, fixed, tl.maximum(share, LEAST * KEYS))
+
+
+@triton.jit
+def key_count(lengths, group, queries, tokens, causal_offset, SOURCE: tl.constexpr, CAUSAL: tl.constexpr):
+    """How many keys of a group, or names of keys, there are to look at."""
+    count = tokens
+    if SOURCE == "pages":
+        count = tl.minimum(tl.load(lengths + group).to(tl.int32), tokens)
+    elif SOURCE == "rows" and CAUSAL:
+        count = tl.maximum(tl.minimum(tokens, queries + causal_offset), 0)
+    return count
+
+
+# Numbers that change from call to call and that no address is a multiple of.
+_ANY_VALUE = ("scale", "queries", "heads", "tokens", "cached", "causal_offset", "parts", "fixed")
+
+
+@triton.jit(do_not_specialize=_ANY_VALUE)
+def attend_latents(
+    q_latent,
+    q_rope,
+    latent,
+    rope,
+    scales,
+    table,
+    lengths,
+    mask,
+    o,
+    lse,
+    acc,
+    m_out,
+    total_out,
+    scale,
+    queries,
+    heads,
+    tokens,
+    cached,
+    causal_offset,
+    parts,
+    fixed,
+    q_stride_b,
+    q_stride_s,
+    q_stride_n,
+    qr_stride_b,
+    qr_stride_s,
+    qr_stride_n,
+    latent_stride_0,
+    latent_stride_1,
+    rope_stride_0,
+    rope_stride_1,
+    scale_stride_0,
+    scale_stride_1,
+    scale_stride_2,
+    table_stride_0,
+    table_stride_1,
+    table_stride_2,
+    mask_stride_b,
+    mask_stride_n,
+    mask_stride_s,
+    mask_stride_t,
+    SOURCE: tl.constexpr,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAGE: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    ROPE: tl.constexpr,
+    LEAST: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_ROPE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SAME_A: tl.constexpr,
+    SAME_B: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    rows = heads if SOURCE == "named" else queries * heads
+    tiles = tl.cdiv(rows, ROWS)
+    program = tl.program_id(0)
+    tile = program % tiles
+    part = program // tiles % parts
+    group = program // tiles // parts
+
+    row = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    exists = row < rows
+    if SOURCE == "named":
+        b = (group // queries).to(tl.int64)
+        query = row * 0 + group % queries
+        head = row
+    else:
+        b = group.to(tl.int64)
+        query = row // heads
+        head = row % heads
+    count = key_count(lengths, group, queries, tokens, causal_offset, SOURCE, CAUSAL)
+    last = query * 0 + (cached if SOURCE == "named" else count) - 1  # the last key that a row sees
+    if CAUSAL:
+        last = query + (count - queries if SOURCE == "pages" else causal_offset)
+
+    size = part_size(count, parts, fixed, KEYS, LEAST)
+    begin = part * size
+    end = tl.minimum(begin + size, count)
+    if PARTS:
+        # What an empty part would leave is not read.
+        exists = exists & (begin + row * 0 < end)
+
+    q_rows = b * q_stride_b + query.to(tl.int64) * q_stride_s + head.to(tl.int64) * q_stride_n
+    q_a = load_rows(q_latent, q_rows, exists, 0, L, A)  # [ROWS, A]
+    q_b = q_a
+    if B:
+        q_b = load_rows(q_latent, q_rows, exists, A, L, B)  # [ROWS, B]
+    q_r = q_a
+    if R:
+        qr_rows = b * qr_stride_b + query.to(tl.int64) * qr_stride_s + head.to(tl.int64) * qr_stride_n
+        q_r = load_rows(q_rope, qr_rows, exists, 0, R, ROPE)  # [ROWS, ROPE]
+    dtype: tl.constexpr = q_a.dtype
+    # Whether the keys of a tile lie side by side: a scalar address then, and small offsets the same for each tile.
+    RUN: tl.constexpr = SOURCE == "rows" or (SOURCE == "pages" and PAGE % KEYS == 0)
+
+    m = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc_a = tl.zeros([ROWS, A], tl.float32)
+    acc_b = acc_a
+    if B:
+        acc_b = tl.zeros([ROWS, B], tl.float32)
+
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+        place = start + tl.arange(0, KEYS)  # [KEYS]
+        start_64 = start + tl.full([], 0, tl.int64)
+        seen = place < end
+        # Where the keys are: first and second index of the cache.
+        position = place
+        if SOURCE == "pages":
+            if RUN:
+                first = tl.load(table + b * table_stride_0 + start_64 // PAGE * table_stride_1).to(tl.int64)
+                second = start_64 % PAGE
+            else:
+                entries = table + b * table_stride_0 + (place // PAGE).to(tl.int64) * table_stride_1
+                first = tl.load(entries, mask=seen, other=0).to(tl.int64)
+                second = place % PAGE
+        elif SOURCE == "rows":
+            first = b
+            second = start_64
+        else:
+            entries = table + b * table_stride_0 + (group % queries).to(tl.int64) * table_stride_1
+            named = tl.load(entries + place.to(tl.int64) * table_stride_2, mask=seen, other=-1).to(tl.int64)
+            seen = (named >= 0) & (named < cached)
+            if CAUSAL:
+                seen = seen & (named <= group % queries + causal_offset)
+            position = tl.where(seen, named, 0).to(tl.int32)
+            first = b
+            second = position
+        allowed = seen[None, :] & (position[None, :] <= last[:, None])
+        if MASK != "none":
+            entries = mask + b * mask_stride_b + (head.to(tl.int64) * mask_stride_n)[:, None]
+            entries += (query.to(tl.int64) * mask_stride_s)[:, None] + (position.to(tl.int64) * mask_stride_t)[None, :]
+            bias = tl.load(entries, mask=allowed & exists[:, None], other=0)
+            if MASK == "bool":
+                allowed = allowed & (bias != 0)
+                # What no row sees may hold anything, and 0 times NaN is NaN.
+                seen = tl.max(allowed.to(tl.int32), 0) > 0
+
+        latents, offsets = rows_at(latent, first, second, latent_stride_0, latent_stride_1, RUN, KEYS)
+        key_scales, scale_offsets = latents, offsets
+        if FP8 or FP8_ROPE:
+            key_scales, scale_offsets = rows_at(scales, first, second, scale_stride_0, scale_stride_1, RUN, KEYS)
+        latent_a = load_latents(
+            *(latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
+            *(dtype, 0, L, A, FP8, NATIVE, GROUP, SAME_A),
+        )  # [KEYS, A]
+        scores = tl.dot(q_a, tl.trans(latent_a), input_precision="ieee")
+        latent_b = latent_a
+        if B:
+            latent_b = load_latents(
+                *(latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
+                *(dtype, A, L, B, FP8, NATIVE, GROUP, SAME_B),
+            )  # [KEYS, B]
+            scores = tl.dot(q_b, tl.trans(latent_b), scores, input_precision="ieee")
+        if R:
+            ropes, rope_offsets = rows_at(rope, first, second, rope_stride_0, rope_stride_1, RUN, KEYS)
+            k_rope = load_latents(
+                *(ropes, rope_offsets, seen, key_scales, scale_offsets, scale_stride_2),
+                *(dtype, 0, R, ROPE, FP8_ROPE, NATIVE, R, ROPE),
+            )  # [KEYS, ROPE]
+            scores = tl.dot(q_r, tl.trans(k_rope), scores, input_precision="ieee")
+        scores *= scale
+        if MASK == "bias":
+            scores += bias.to(tl.float32)
+        scores = tl.where(allowed, scores, -float("inf"))  # [ROWS, KEYS]
+        m, total, acc_a, acc_b = add_keys(m, total, acc_a, acc_b, scores, latent_a, latent_b, B)
+
+    # A scalar address and 32-bit offsets: what the stores take lives in registers all through the loop.
+    first_row = group.to(tl.int64) * rows
+    if PARTS:
+        first_row += part * (tl.num_programs(0) // tiles // parts * rows).to(tl.int64)
+        tl.store(m_out + first_row + row, m, mask=exists)
+        tl.store(total_out + first_row + row, total, mask=exists)
+        store_columns(acc + first_row * L, row, acc_a, exists, 0, L, A)
+        if B:
+            store_columns(acc + first_row * L, row, acc_b, exists, A, L, B)
+    else:
+        # The greatest score adds exp(0) = 1 to total, so only a row that saw no key is below 1.
+        share = 1.0 / tl.maximum(total, 1.0)
+        tl.store(lse + first_row + row, m + tl.log(total), mask=exists)
+        store_columns(o + first_row * L, row, acc_a * share[:, None], exists, 0, L, A)
+        if B:
+            store_columns(o + first_row * L, row, acc_b * share[:, None], exists, A, L, B)
+
+
+@triton.jit
+def store_columns(base, row, values, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns FIRST to WIDTH of contiguous rows of WIDTH."""
+    columns = FIRST + tl.arange(0, BLOCK)
+    mask = exists[:, None]
+    if FIRST + BLOCK > WIDTH:
+        mask = mask & (columns < WIDTH)[None, :]
+    tl.store(base + (row[:, None] * WIDTH + columns[None, :]), values.to(base.dtype.element_ty), mask=mask)

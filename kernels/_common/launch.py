@@ -1,0 +1,175 @@
+"""From tensors to a launch: everything that is chosen on the host.
+
+Nothing here looks at a value on the device, so a launch can be captured in a CUDA graph and replayed for other lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .combine import combine
+from .kernel import attend_latents
+from .machine import Machine
+from .parts import number_of_parts
+from .tiles import Tiles, choose, columns, power_of_two
+
+LEAST_TILES = 4
+"""Tiles of keys that a part has at least, so that loading ahead pays."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the keys are. Which tensors of `Problem` count, and how, `kernel` says."""
+
+    kind: str
+    """`pages`, `rows` or `named`."""
+    latent: Tensor
+    rope: Tensor
+    tokens: int
+    """Keys of a group, or names of keys, at most."""
+    cached: int = 0
+    """Named keys: how many there are to name."""
+    page_size: int = 1
+    table: Tensor | None = None
+    lengths: Tensor | None = None
+    scales: Tensor | None = None
+    mask: Tensor | None = None
+    causal: bool = False
+    causal_offset: int = 0
+
+
+def attend(
+    machine: Machine,
+    q_latent: Tensor,
+    q_rope: Tensor,
+    source: Source,
+    scale: float,
+    split_tokens: int | None = None,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q `[B, Sq, N, L]`, `[B, Sq, N, R]` over the keys of a source: o `[B, Sq, N, L]`, lse `[B, Sq, N]`.
+
+    `tiles` None takes those of the table. With `split_tokens`, rounded up to whole tiles, a group's keys are cut at the
+    same places in any batch.
+    """
+    batch, queries, heads, rank = q_latent.shape
+    rope = q_rope.shape[3]
+    q_latent, q_rope = (q if q.shape[3] < 2 or q.stride(3) == 1 else q.contiguous() for q in (q_latent, q_rope))
+    o = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
+    lse = q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
+    if lse.numel() == 0:
+        return o, lse
+    named = source.kind == "named"
+    groups, rows = (batch * queries, heads) if named else (batch, queries * heads)
+    tiles = tiles or choose(machine, rows, rank, rope, q_latent.itemsize, source.scales is not None)
+    programs = groups * triton.cdiv(rows, tiles.rows)
+    fixed = 0 if split_tokens is None else triton.cdiv(split_tokens, tiles.keys) * tiles.keys
+    parts = _parts(machine, source, tiles, programs, fixed, rank, rope, q_latent.itemsize)
+    partial = [q_latent.new_empty(0, dtype=torch.float32)] * 3
+    if parts > 1:
+        shape = parts, groups * rows
+        partial = [q_latent.new_empty(size, dtype=torch.float32) for size in ((*shape, rank), shape, shape)]
+    constants = constants_of(machine, q_latent, rope, source, tiles, parts > 1)
+    lengths = lse if source.lengths is None else source.lengths
+    attend_latents[(programs * parts,)](
+        q_latent,
+        q_rope,
+        *(_bytes(part) if part.dtype == torch.float8_e4m3fn else part for part in (source.latent, source.rope)),
+        lse if source.scales is None else source.scales,
+        lse if source.table is None else source.table,
+        lengths,
+        lse if source.mask is None else _bytes(source.mask) if source.mask.dtype == torch.bool else source.mask,
+        o,
+        lse,
+        *partial,
+        scale,
+        *(queries, heads, source.tokens, source.cached, source.causal_offset, parts, fixed),
+        *q_latent.stride()[:3],
+        *q_rope.stride()[:3],
+        *source.latent.stride()[:2],
+        *source.rope.stride()[:2],
+        *_strides(source.scales, 3),
+        *_strides(source.table, 3),
+        *_strides(source.mask, 4),
+        **constants,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        enable_fp_fusion=True,
+    )
+    if parts > 1:
+        combine[(groups * rows,)](
+            *partial,
+            lengths,
+            o,
+            lse,
+            *(queries, heads, source.tokens, source.causal_offset, parts, fixed),
+            SOURCE=source.kind,
+            CAUSAL=source.causal,
+            L=rank,
+            BLOCK=power_of_two(rank),
+            KEYS=tiles.keys,
+            LEAST=LEAST_TILES,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return o, lse
+
+
+def _parts(
+    machine: Machine, source: Source, tiles: Tiles, programs: int, fixed: int, rank: int, rope: int, itemsize: int
+) -> int:
+    if fixed:
+        return max(triton.cdiv(source.tokens, fixed), 1)
+    key_bytes = (rank + rope) * itemsize
+    row_keys = tiles.rows * (key_bytes + 4 * rank) / key_bytes
+    return number_of_parts(programs, source.tokens, LEAST_TILES * tiles.keys, machine.processors, row_keys)
+
+
+def constants_of(
+    machine: Machine, q_latent: Tensor, rope: int, source: Source, tiles: Tiles, several: bool
+) -> dict[str, Any]:
+    """What the kernel is specialised to; `several` parts or one."""
+    rank = q_latent.shape[3]
+    first, second = columns(rank)
+    fp8 = source.scales is not None
+    group = rank // source.scales.shape[2] if source.scales is not None else rank
+    same = group & -group
+    return {
+        "SOURCE": source.kind,
+        "MASK": "none" if source.mask is None else "bool" if source.mask.dtype == torch.bool else "bias",
+        "CAUSAL": source.causal,
+        "PARTS": several,
+        "PAGE": source.page_size,
+        "L": rank,
+        "R": rope,
+        "ROWS": tiles.rows,
+        "KEYS": tiles.keys,
+        "A": first,
+        "B": second,
+        "ROPE": power_of_two(rope) if rope else 0,
+        "LEAST": LEAST_TILES,
+        "FP8": fp8,
+        "FP8_ROPE": source.rope.dtype == torch.float8_e4m3fn,
+        "NATIVE": machine.converts_fp8,
+        "GROUP": group,
+        "SAME_A": min(same, first),
+        "SAME_B": min(same, max(second, 1)),
+        "STAGES": tiles.stages,
+    }
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
+    """Strides of a tensor of at most `dims` dims, 0 where it broadcasts or there is none."""
+    if tensor is None:
+        return (0,) * dims
+    strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return strides + (0,) * (dims - len(strides))

@@ -1,0 +1,17 @@
+"""Whether the Triton kernels take a problem; no Triton needed to tell."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_TILE_ROWS = 256
+"""More rows than any tile of keys has: offsets within a tile are 32 bits wide."""
+
+
+def suits(q: Tensor, *caches: Tensor) -> bool:
+    """Half precision or float32, the numbers of a cached row side by side, and rows not absurdly far apart."""
+    return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and all(
+        (cache.shape[-1] < 2 or cache.stride(-1) == 1) and abs(cache.stride(-2)) * _TILE_ROWS < 2**31
+        for cache in caches
+    )

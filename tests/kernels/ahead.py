@@ -1,0 +1,134 @@
+"""Triton kernels compiled for a GPU that need not be there, and what the compiler says of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from mla_compile.kernels._common import combine as combining
+from mla_compile.kernels._common.kernel import attend_latents
+from mla_compile.kernels._common.launch import LEAST_TILES, Source, constants_of
+from mla_compile.kernels._common.machine import Machine
+from mla_compile.kernels._common.tiles import choose, power_of_two
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the compiler says of a kernel."""
+
+    shared: int
+    """Bytes of shared memory."""
+    registers: int
+    stack: int
+    """Bytes of a thread that are not in registers: what is spilled (on AMD, scratch)."""
+    assembly: str
+    """PTX, or AMD's."""
+    spills_in_loop: int
+    """Accesses to the stack between the first and the last instruction of the loop over keys; NVIDIA only."""
+
+
+def machine_of(arch: str) -> Machine:
+    """A machine of an architecture; of its size nothing here depends."""
+    return Machine(arch, 132)
+
+
+def compile_attention(
+    arch: str,
+    heads: int,
+    dtype: torch.dtype = torch.bfloat16,
+    several_parts: bool = True,
+    fp8: bool = False,
+    kind: str = "pages",
+    page_size: int = 64,
+    mask: torch.dtype | None = None,
+    rank: int = 512,
+    rope: int = 64,
+) -> Record:
+    """The kernel that a decode step of DeepSeek launches, with the table's tiles."""
+    machine = machine_of(arch)
+    q = torch.empty(1, 1, heads, rank, dtype=dtype, device="meta")
+    cache = torch.empty(1, page_size, rank, dtype=torch.float8_e4m3fn if fp8 else dtype, device="meta")
+    source = Source(
+        kind=kind,
+        latent=cache,
+        rope=torch.empty(1, page_size, rope, dtype=dtype, device="meta"),
+        tokens=4096,
+        page_size=page_size,
+        scales=torch.empty(1, page_size, rank // 128, device="meta") if fp8 else None,
+        mask=None if mask is None else torch.empty(1, 1, 1, page_size, dtype=mask, device="meta"),
+        causal=True,
+    )
+    tiles = choose(machine, heads, rank, rope, dtype.itemsize, fp8)
+    constants = constants_of(machine, q, rope, source, tiles, several_parts)
+    types = dict.fromkeys(attend_latents.arg_names, "i32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("q_latent", "q_rope", "latent", "rope", "o"), POINTERS[dtype])
+    types |= dict.fromkeys(("scales", "lse", "acc", "m_out", "total_out"), "*fp32")
+    types |= dict.fromkeys(("table", "lengths"), "*i32")
+    types |= {"mask": "*fp32" if mask not in (None, torch.bool) else "*u8"}
+    if fp8:
+        types["latent"] = "*u8"
+    aligned = [name for name in types if types[name].startswith("*")]
+    aligned += [name for name in types if re.fullmatch(r"(q|qr|latent|rope)_stride_\w", name)]
+    return _compile(arch, attend_latents, types, constants, aligned, tiles.warps, tiles.stages)
+
+
+def compile_combination(arch: str, rank: int = 512) -> Record:
+    """The kernel that merges the parts of a decode step in bfloat16."""
+    kernel = combining.combine
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"lengths": "*i32", "o": "*bf16", "lse": "*fp32"}
+    types |= dict.fromkeys(("acc", "m_in", "total_in"), "*fp32")
+    constants = {"SOURCE": "pages", "CAUSAL": True, "L": rank, "BLOCK": power_of_two(rank)}
+    constants |= {"KEYS": 32, "LEAST": LEAST_TILES}
+    aligned = [name for name in types if types[name].startswith("*")]
+    return _compile(arch, kernel, types, constants, aligned, 4, 1)
+
+
+def _compile(arch, kernel, types, constants, aligned, warps, stages) -> Record:
+    amd = arch.startswith("gfx")
+    target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    signature = types | dict.fromkeys(constants, "constexpr")
+    places = {name: place for place, name in enumerate(kernel.arg_names)}
+    attributes = {(places[name],): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=target, options=options)
+    shared = compiled.metadata.shared
+    if amd:
+        assembly = compiled.asm["amdgcn"]
+        registers, stack = (int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1]) for name in AMD_FIELDS)
+        return Record(shared, registers, stack, assembly, 0)
+    cubin = next(Path(path) for path in compiled.metadata_group.values() if path.endswith(".cubin"))
+    usage, sass = (_cuobjdump(flag, cubin) for flag in ("--dump-resource-usage", "--dump-sass"))
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+    return Record(shared, registers, stack, compiled.asm["ptx"], _spills_in_loop(sass))
+
+
+AMD_FIELDS = ("vgpr_count", "private_segment_fixed_size")
+
+
+def _cuobjdump(flag: str, cubin: Path) -> str:
+    return subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
+
+
+def _spills_in_loop(sass: str) -> int:
+    """Loads and stores of the stack between the target of a backward branch and the branch, products within."""
+    lines = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", sass)
+    code = [(int(address, 16), text) for address, text in lines]
+    count = 0
+    for address, text in code:
+        branch = re.search(r"\bBRA(?:\.\w+)* (?:\w+, )*`?\(?(?:\.L_x_\d+|0x([0-9a-f]+))", text)
+        target = int(branch[1], 16) if branch and branch[1] else address
+        if target < address:
+            body = [line for place, line in code if target <= place <= address]
+            if any("MMA" in line for line in body):
+                count = max(count, sum("LDL" in line or "STL" in line for line in body))
+    return count

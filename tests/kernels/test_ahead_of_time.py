@@ -1,0 +1,86 @@
+"""Every kernel compiled for every architecture, in the shapes of DeepSeek, with what the compiler says of it.
+
+A kernel that fits, spills nothing and uses the matrix units is what can be proved without a GPU.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.backends.nvidia")
+
+from .ahead import CUOBJDUMP, compile_attention, compile_combination, machine_of
+
+pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="Triton's package carries no cuobjdump here")
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+HEADS = {"V3": 128, "V2-Lite": 16}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_cache(tmp_path_factory):
+    """Compiled now, and not by an earlier version of the kernel."""
+    from triton import knobs
+
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
+        yield
+
+
+def assert_clean(record, arch, stack=0):
+    assert record.shared <= machine_of(arch).shared_bytes
+    assert record.stack <= stack
+    assert record.spills_in_loop == 0
+    # The compiler has turned a kernel that cannot run into a trap, with no registers spilled at all.
+    assert matrix_unit(record.assembly), "no product on a matrix unit"
+
+
+def matrix_unit(assembly):
+    """The instruction that multiplies."""
+    names = ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "v_mfma")
+    return next((name for name in names if name in assembly), None)
+
+
+# Beside 64 rows of 512 float32 sums, sm_90 has no registers for the addresses of the last store: they wait on the stack
+# for the loop to end.
+STACK = {("sm_90", 128): 96}
+
+
+@pytest.mark.parametrize("several_parts", [True, False])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_paged_decode(arch, heads, several_parts):
+    record = compile_attention(arch, heads, several_parts=several_parts)
+    assert_clean(record, arch, 0 if several_parts else STACK.get((arch, heads), 0))
+    if (arch, heads) == ("sm_90", 128):
+        assert matrix_unit(record.assembly) == "wgmma.mma_async"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_fp8(arch):
+    assert_clean(compile_attention(arch, 128, fp8=True), arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_combination(arch):
+    record = compile_combination(arch)
+    assert record.stack == 0
+    assert "trap;" not in record.assembly
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("several_parts", [True, False])
+@pytest.mark.parametrize("page_size", [1, 16, 32, 128])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_page_sizes(arch, heads, page_size, several_parts):
+    record = compile_attention(arch, heads, several_parts=several_parts, page_size=page_size)
+    assert_clean(record, arch, 0 if several_parts else STACK.get((arch, heads), 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_float32_takes_no_matrix_unit_and_no_stack(arch):
+    record = compile_attention(arch, 16, torch.float32)
+    assert record.shared <= machine_of(arch).shared_bytes
+    assert record.stack == 0

@@ -1,0 +1,52 @@
+"""Repairs to Triton's interpreter, where that is what runs the kernels."""
+
+import numpy as np
+import pytest
+import torch
+
+from .where import INTERPRETED
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch):
+    """What a kernel does not write is NaN."""
+    empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
+
+    def poisoned(make):
+        def made(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+        return made
+
+    monkeypatch.setattr(torch, "empty", poisoned(empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(new_empty))
+
+
+@pytest.fixture(autouse=True)
+def products_of_bfloat16(monkeypatch):
+    """Triton 3.9's interpreter keeps bfloat16 as its bits and multiplies those: give it the numbers."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle):
+        if handle.dtype != interpreter.tl.bfloat16:
+            return handle
+        wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(wide, interpreter.tl.float32)
+
+    def create_dot_of_numbers(self, a, b, *rest):
+        return create_dot(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot_of_numbers)
+
+
+@pytest.fixture(autouse=True)
+def infinities_are_numbers():
+    """An overflow to infinity, or log(0), is no reason for numpy to warn: on a GPU it is not one either."""
+    with np.errstate(all="ignore"):
+        yield

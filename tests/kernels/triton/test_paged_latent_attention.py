@@ -1,0 +1,145 @@
+"""The Triton kernel of mla::paged_latent_attention: against its reference, and that against float64."""
+
+import dataclasses
+
+import pytest
+import torch
+from mla_compile.kernels._common.tiles import Tiles
+from mla_compile.kernels.paged_latent_attention import paged_latent_attention_reference
+from mla_compile.kernels.paged_latent_attention.triton import paged_latent_attention_triton
+
+from ..errors import assert_as_close_as
+from ..paged import make_paged, quantised
+from .where import ON_GPU, machine, to_device
+
+pytestmark = [*ON_GPU]
+
+TILES = Tiles(rows=16, keys=16, warps=4, stages=2)
+
+# lengths, (Sq, N, L, R), page_size
+SIZES = {
+    "decode, side by side": ([37, 16, 3], (1, 4, 24, 8), 16),
+    "two tiles of rows": ([33, 5], (3, 6, 40, 7), 32),
+    "pages of one token": ([9, 1, 20], (2, 2, 16, 4), 1),
+    "pages of three": ([19], (1, 3, 16, 2), 3),
+    "no rope": ([40, 41], (1, 2, 16, 0), 64),
+    "one block of columns": ([17], (1, 1, 13, 3), 8),
+    "one key": ([1], (1, 1, 5, 1), 128),
+    "empty sequences": ([0, 12, 0], (2, 3, 33, 4), 4),
+    "full last pages": ([32, 16, 48], (1, 5, 20, 6), 16),
+    "fewer keys than queries": ([2, 1, 6], (4, 2, 8, 4), 4),
+    "sixteen queries": ([40], (16, 2, 16, 4), 16),
+}
+
+
+def run(arguments, causal, scale, scales=None, split_tokens=None, tiles=TILES):
+    result = paged_latent_attention_triton(
+        *to_device(arguments), causal, scale, *to_device([scales]), split_tokens, machine(), tiles
+    )
+    return [t.cpu() for t in result]
+
+
+def assert_right(x, causal, split_tokens=None, tiles=TILES):
+    o, lse = run(x.arguments, causal, x.scale, None, split_tokens, tiles)
+    exact = paged_latent_attention_reference(*x.double().arguments, causal, x.scale)
+    measure = paged_latent_attention_reference(*x.arguments, causal, x.scale)
+    assert_as_close_as(measure[0], o, exact[0])
+    assert_as_close_as(measure[1].float(), lse, exact[1])
+    assert o.is_contiguous()
+
+
+@pytest.mark.parametrize("split_tokens", [None, 16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("case", SIZES.values(), ids=SIZES)
+def test_float32(case, causal, split_tokens):
+    assert_right(make_paged(*case), causal, split_tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", SIZES.values(), ids=SIZES)
+def test_half_precision(case, dtype):
+    assert_right(make_paged(*case, dtype=dtype, index=torch.int64), True)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128])
+def test_page_sizes_of_several_tiles_and_of_less_than_one(page_size):
+    x = make_paged([150, 3], (1, 2, 16, 4), page_size, torch.bfloat16)
+    assert_right(x, True, tiles=dataclasses.replace(TILES, keys=32))
+
+
+@pytest.mark.parametrize("rank", [192, 320])
+def test_ranks_that_are_no_power_of_two(rank):
+    assert_right(make_paged([20], (1, 3, rank, 64), 16), True)
+
+
+def test_any_strides_of_queries_and_pages():
+    x = make_paged([37, 16, 3], (2, 4, 24, 8), 16)
+    q_latent, q_rope, latent_pages, rope_pages, table, lengths = x.arguments
+    arguments = (
+        q_latent.transpose(1, 3).contiguous().transpose(1, 3),
+        q_rope.transpose(1, 2).contiguous().transpose(1, 2),
+        latent_pages.transpose(0, 1).contiguous().transpose(0, 1),
+        rope_pages.contiguous(),
+        table.t().contiguous().t(),
+        lengths.repeat_interleave(2)[::2].contiguous(),
+    )
+    for actual, wanted in zip(run(arguments, True, x.scale), run(x.arguments, True, x.scale), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, False), (1, True), (3, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fp8(dtype, groups, rope_too):
+    x = make_paged([37, 0, 18], (2, 3, 48, 8), 16, dtype)
+    arguments, scales = quantised(x, groups, rope_too)
+    o, lse = run(arguments, True, x.scale, scales)
+    exact_arguments = [t.double() if t.dtype == dtype else t for t in arguments]
+    exact = paged_latent_attention_reference(*exact_arguments, True, x.scale, scales)
+    measure = paged_latent_attention_reference(*arguments, True, x.scale, scales)
+    assert_as_close_as(measure[0], o, exact[0])
+    assert_as_close_as(measure[1].float(), lse, exact[1])
+
+
+@pytest.mark.parametrize("in_hardware", [False, True])
+def test_every_fp8_number(in_hardware):
+    """A sequence of one key returns its latent."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    latent = numbers.where(~numbers.float().isnan(), numbers[0]).view(1, 1, 256)
+    assert torch.equal(only_key(latent, in_hardware), latent.float())
+
+
+def test_an_fp8_nan_is_nan():
+    for bits in (0x7F, 0xFF):
+        latent = torch.full((1, 1, 16), bits, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        assert only_key(latent, in_hardware=False).isnan().all()
+
+
+def only_key(latent, in_hardware):
+    """Attention to one latent `[1, 1, L]` in FP8; machines before sm_89 have no conversion of it."""
+    rank = latent.shape[2]
+    q, rope = torch.zeros(1, 1, 1, rank), torch.zeros(1, 1, 1, 0)
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    arguments = to_device([q, rope, latent, rope[0], table, lengths])
+    on = machine() if in_hardware else dataclasses.replace(machine(), arch="sm_80")
+    o, _ = paged_latent_attention_triton(*arguments, True, 1.0, *to_device([torch.ones(1, 1, 1)]), None, on, TILES)
+    return o.cpu()[0]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_with_fixed_parts_the_result_of_a_sequence_does_not_depend_on_the_batch(fp8):
+    x = make_paged([40, 32, 3], (2, 4, 24, 8), 16)
+    arguments, scales = quantised(x, 1) if fp8 else (x.arguments, None)
+    o, lse = run(arguments, True, x.scale, scales, 32)
+    again = run(arguments, True, x.scale, scales, 32)
+    assert torch.equal(o, again[0])
+    q_latent, q_rope, latent_pages, rope_pages, table, lengths = arguments
+    for b in range(3):
+        this = slice(b, b + 1)
+        alone = q_latent[this], q_rope[this], latent_pages, rope_pages, table[this], lengths[this]
+        alone_o, alone_lse = run(alone, True, x.scale, scales, 32)
+        assert torch.equal(alone_o, o[this])
+        assert torch.equal(alone_lse, lse[this])
+
+
+def test_the_tiles_of_the_table():
+    assert_right(make_paged([200], (2, 16, 24, 8), 64, torch.bfloat16), True, tiles=None)
