@@ -194,7 +194,7 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
 def _may_attend(module: fx.GraphModule) -> bool:
     def attends(node: fx.Node) -> bool:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        return "softmax" in name or "scaled_dot_product_attention" in name
+        return any(word in name for word in ("softmax", "scaled_dot_product_attention", "flex_attention"))
 
     graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
     return any(attends(node) for graph in graphs for node in graph.nodes if node.op.startswith("call_"))

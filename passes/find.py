@@ -65,6 +65,12 @@ def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
         try:
             if node.target is torch.ops.mla.sealed_attention.default:
                 yield _from_sealed(node, trace)
+            elif node.target is torch.ops.higher_order.flex_attention:
+                yield Refusal(
+                    node,
+                    "expected scores and masks that are tensors of the graph, found flex_attention, which has them in "
+                    "functions; call scaled_dot_product_attention (transformers: set_attn_implementation('sdpa'))",
+                )
             elif node.target in (aten.bmm.default, aten.mm.default):
                 for side in (0, 1):
                     weights = weights_of(trace[arguments(node)[side]].term.read.source, trace)

@@ -40,9 +40,10 @@ class Pipeline:
         environment = mode.shape_env if mode is not None else None
         outcomes: list[Outcome] = []
         rewriter = Rewriter(graph, self.workspace_tokens)
-        for found in list(find(graph, Trace(graph))):
+        trace = Trace(graph)
+        for found in list(find(graph, trace)):
             try:
-                outcomes.append(self._rewrite(found, rewriter, environment))
+                outcomes.append(self._rewrite(found, trace, rewriter, environment))
             except Refusal as refusal:
                 outcomes.append(outcome(found.node, common_frame(found.node, ()), "unchanged", str(refusal)))
             except Unaligned as error:
@@ -55,10 +56,12 @@ class Pipeline:
             module.recompile()
         return outcomes
 
-    def _rewrite(self, found: Attention | Refusal, rewriter: Rewriter, environment: ShapeEnv | None) -> Outcome:
+    def _rewrite(
+        self, found: Attention | Refusal, trace: Trace, rewriter: Rewriter, environment: ShapeEnv | None
+    ) -> Outcome:
         if isinstance(found, Refusal):
             raise found
-        site = prove(found)
+        site = prove(found, trace)
         choice = decide(site, self.path, self.device, self.workspace_tokens, environment)
         frame = common_frame(site.node, _sources(site))
         output = rewriter(site, choice.path)

@@ -24,7 +24,9 @@ from .axes import Axis, Dim, Join, Product, Read, Size, Sum, Term, Undefined, Un
 from .changes import change_read
 from .find import Attention, Score
 from .layout import piece_of
-from .source import Refusal, where
+from .miss import describe, name, stored_expanded
+from .source import Refusal
+from .trace import Trace
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Site:
         return sizes | {"R": total(piece.width for piece in self.ropes)}
 
 
-def prove(attention: Attention) -> Site:
+def prove(attention: Attention, trace: Trace) -> Site:
     """The MLA site that an attention is.
 
     Raises:
@@ -125,7 +127,8 @@ def prove(attention: Attention) -> Site:
         else:
             latent, rank = piece.key.read, piece.summed
     if nope is None:
-        raise Refusal(node, _nearest_miss(pieces, attention, value[0] if value is not None else None))
+        stored = stored_expanded(attention, trace)
+        raise Refusal(node, stored or _nearest_miss(pieces, attention, value[0] if value is not None else None))
 
     if nope.scale == 0 or not math.isfinite(nope.scale):
         raise Refusal(node, f"expected scores times a number, found them times {nope.scale:g}")
@@ -137,7 +140,7 @@ def prove(attention: Attention) -> Site:
                 raise Refusal(
                     node,
                     f"expected {rope.width} columns of the keys to be shared by all heads or to come from the latent "
-                    f"of the values, found {_describe(rope.key)}",
+                    f"of the values, found {describe(rope.key)}",
                 )
         raise Refusal(node, "expected a latent and an up-projection without a common axis but the rank, found another")
     tokens = set(attention.queries) if attention.queries is not None else rows - heads - batch
@@ -146,11 +149,11 @@ def prove(attention: Attention) -> Site:
     heads = rows - batch - tokens  # also those of the queries alone, which share their keys and values
     for rope in ropes:
         if not rope.key.axes <= batch | keys | set(rope.summed):
-            raise Refusal(node, f"expected rope columns shared by all heads, found {_describe(rope.key)}")
+            raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key)}")
     reads = [latent, w_uk, w_uv, nope.query.read, *(r for p in ropes for r in (p.query.read, p.key.read)), *biases]
     for read in reads:
         if read is not None and isinstance(read.source, Unread):
-            raise Refusal(node, f"expected operands that the graph holds, found a part of {_name(read)}")
+            raise Refusal(node, f"expected operands that the graph holds, found a part of {name(read)}")
     if attention.sinks and node.meta["val"].dtype == torch.float64:
         raise Refusal(node, "expected at most float32 where scores without values share in the weights, found float64")
     return Site(
@@ -233,29 +236,13 @@ def _pieces(node: fx.Node, score: Score, heads: set[Axis]) -> Iterator[Piece]:
 
 def _nearest_miss(pieces: list[Piece], attention: Attention, latent: Read | None) -> str:
     if latent is None:
-        return f"expected values that are an up-projection of a latent, found {_describe(attention.value)}"
+        return f"expected values that are an up-projection of a latent, found {describe(attention.value)}"
     keys = set(attention.keys)
     for piece in pieces:
         if (factors := _split(piece.key, keys)) is not None:
             return (
-                f"expected keys and values from one latent, found keys from {_name(factors[0])} "
-                f"and values from {_name(latent)}"
+                f"expected keys and values from one latent, found keys from {name(factors[0])} "
+                f"and values from {name(latent)}"
             )
-    found = "; ".join(_describe(piece.key) for piece in pieces)
-    return f"expected keys of which some columns are an up-projection of {_name(latent)}, found {found}"
-
-
-def _describe(term: Term) -> str:
-    match term.parts:
-        case Product(left, right):
-            return f"a product of {_name(left.read)} and {_name(right.read)}"
-        case Sum(terms):
-            return "a sum of " + " and ".join(_describe(term) for term in terms)
-        case Join(_, segments):
-            return f"{len(segments)} pieces: " + ", ".join(_describe(segment.term) for segment in segments)
-    return _name(term.read)
-
-
-def _name(read: Read) -> str:
-    source = read.source.node if isinstance(read.source, Unread) else read.source
-    return where(source) if isinstance(source, fx.Node) else str(source)
+    found = "; ".join(describe(piece.key) for piece in pieces)
+    return f"expected keys of which some columns are an up-projection of {name(latent)}, found {found}"

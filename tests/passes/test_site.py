@@ -18,9 +18,10 @@ from tests.passes.spellings import SCALE, SPELLINGS, SQ, UNKNOWN, B, Function, L
 
 def site(function: Function, *inputs: Tensor, symbolic: bool = False) -> Site:
     graph = capture(function, *(inputs or mla.tensors()), symbolic=UNKNOWN if symbolic else ()).graph
-    (attention,) = find(graph, Trace(graph))
+    trace = Trace(graph)
+    (attention,) = find(graph, trace)
     assert isinstance(attention, Attention)
-    return prove(attention)
+    return prove(attention, trace)
 
 
 def size(dim: Dim) -> object:

@@ -1,0 +1,85 @@
+"""The sentence for an attention that is no MLA site: what came nearest, and what would make it one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import fx
+
+from .axes import Join, Product, Read, Sum, Term, Unread
+from .find import Attention
+from .source import where
+from .trace import Trace, aten, is_tensor
+
+_WRITES = {
+    aten.cat.default,
+    aten.index_copy.default,
+    aten.index_put.default,
+    aten.scatter.src,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+}
+"""Ops whose result holds what an operand held before and what another brings."""
+
+
+def stored_expanded(attention: Attention, trace: Trace) -> str | None:
+    """The reason if keys and values are up-projected from one latent, but before they are cached."""
+    values = list(_leaves(attention.value, trace, set()))
+    keys = [leaf for score in attention.scores for leaf in _leaves(score.key, trace, set())]
+    stored = [leaf.read for leaf in values if leaf.parts is None and isinstance(leaf.read.source, fx.Node)]
+    factors = [_factors(leaf) for leaf in values if isinstance(leaf.parts, Product)]
+    latents = [source for source in _factors_of_all(keys) if any(source in pair for pair in factors)]
+    if not stored or not latents:
+        return None
+    return (
+        f"expected a cache of latents, found that this cache stores expanded keys and values: {name(stored[0])} beside "
+        f"what is up-projected from {where(latents[0])} now; cache the latent, as transformers >= 5.15 does"
+    )
+
+
+def _leaves(term: Term, trace: Trace, seen: set[fx.Node]) -> Iterator[Term]:
+    """The pieces that a tensor was put together from, as the graph describes them where it holds the tensor."""
+    source = term.read.source
+    if isinstance(source, fx.Node) and is_tensor(source) and not isinstance(term.parts, Product):
+        term = trace[source].term
+    if isinstance(term.parts, Join):
+        for segment in term.parts.segments:
+            yield from _leaves(segment.term, trace, seen)
+    elif term.parts is None and isinstance(source, fx.Node) and source.target in _WRITES:
+        for operand in source.all_input_nodes:
+            if is_tensor(operand) and operand not in seen:
+                seen.add(operand)
+                yield from _leaves(trace[operand].term, trace, seen)
+    else:
+        yield term
+
+
+def _factors_of_all(leaves: Iterable[Term]) -> Iterator[fx.Node]:
+    for leaf in leaves:
+        if isinstance(leaf.parts, Product):
+            yield from _factors(leaf)
+
+
+def _factors(leaf: Term) -> list[fx.Node]:
+    """The tensors that a product is made of, computed ones before the graph's inputs: a latent before its weight."""
+    assert isinstance(leaf.parts, Product)
+    sources = [leaf.parts.left.read.source, leaf.parts.right.read.source]
+    return sorted((s for s in sources if isinstance(s, fx.Node)), key=lambda node: node.op == "placeholder")
+
+
+def describe(term: Term) -> str:
+    """What an element is, in words."""
+    match term.parts:
+        case Product(left, right):
+            return f"a product of {name(left.read)} and {name(right.read)}"
+        case Sum(terms):
+            return "a sum of " + " and ".join(describe(term) for term in terms)
+        case Join(_, segments):
+            return f"{len(segments)} pieces: " + ", ".join(describe(segment.term) for segment in segments)
+    return name(term.read)
+
+
+def name(read: Read) -> str:
+    """The tensor that is read, in words."""
+    source = read.source.node if isinstance(read.source, Unread) else read.source
+    return where(source) if isinstance(source, fx.Node) else str(source)
