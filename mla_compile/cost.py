@@ -14,6 +14,7 @@ moves the decision: for DeepSeek-V3's dims and a context of 1000 the crossover g
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -21,7 +22,7 @@ import sympy
 from sympy.core.relational import Relational
 
 Size: TypeAlias = int | sympy.Expr
-Path: TypeAlias = Literal["absorbed", "chunked"]
+Path: TypeAlias = Literal["absorbed", "chunked", "sparse"]
 Times: TypeAlias = tuple[sympy.Expr, sympy.Expr]
 """Seconds for the FLOPs and seconds for the bytes, exact."""
 
@@ -109,6 +110,22 @@ def absorbed(dims: Dims, element_size: int, *, causal: bool = False) -> Cost:
     return _cost(multiply_adds, weights + latent_cache + query_and_output + workspace, element_size)
 
 
+def sparse(dims: Dims, element_size: int, topk: Size) -> Cost:
+    """Cost of attending in latent space to the `topk` keys that each query names.
+
+    Every query gathers its own keys, so that several queries read one key several times. An index takes 8 bytes.
+    Workspace: as for absorbed.
+    """
+    d = dims
+    multiply_adds = d.B * d.N * d.Sq * (d.L * (d.P + d.V) + topk * (2 * d.L + d.R))
+    weights = d.N * d.L * (d.P + d.V)
+    gathered = d.B * d.Sq * topk * (d.L + d.R)
+    query_and_output = d.B * d.Sq * d.N * (d.P + d.R + d.V)
+    workspace = 2 * 2 * d.B * d.Sq * d.N * d.L
+    cost = _cost(multiply_adds, weights + gathered + query_and_output + workspace, element_size)
+    return Cost(cost.flops, cost.bytes + 8 * d.B * d.Sq * topk)
+
+
 def expanded(dims: Dims, element_size: int, *, causal: bool = False) -> Cost:
     """Cost of the naive code, which stores the keys `[B, N, T, P + R]` and values `[B, N, T, V]` of the whole cache."""
     d = dims
@@ -181,8 +198,14 @@ def choose(
     element_size: int,
     workspace_tokens: int,
     hints: Mapping[sympy.Symbol, int] = MappingProxyType({}),
+    *,
+    topk: Size | None = None,
+    paths: Sequence[Path] = ("absorbed", "chunked"),
 ) -> Decision:
-    """Path with the smaller roofline time, absorbed on a tie, decided where the symbols of `dims` have their `hints`.
+    """Path with the smallest roofline time, the first of `paths` on a tie, decided where symbols have their `hints`.
+
+    With `topk`, the number of keys that each query names, `sparse` is a last path; not where all keys are named, nor
+    where `topk` is no polynomial in the symbols.
 
     The conditions of the decision are exact (device rates enter as rationals) and are meant as guards of what was
     compiled for it. Symbols stand for integers of at least 1. A condition in one symbol comes as bounds on that
@@ -190,15 +213,19 @@ def choose(
 
     Raises ValueError where a symbol has no hint.
     """
-    absorbing = _times(absorbed(dims, element_size), device)
-    chunking = _times(chunked(dims, element_size, workspace_tokens), device)
-    path = _faster(absorbing, chunking, hints)
-    symbols = set[sympy.Symbol]().union(*(time.free_symbols for time in (*absorbing, *chunking)))
+    times: dict[Path, Times] = {}
+    for path in paths:
+        cost = absorbed(dims, element_size) if path == "absorbed" else chunked(dims, element_size, workspace_tokens)
+        times[path] = _times(cost, device)
+    if topk is not None and sympy.expand(topk - dims.T) != 0 and sympy.sympify(topk).is_polynomial():
+        times["sparse"] = _times(sparse(dims, element_size, topk), device)
+    path = _fastest(times, hints)
+    symbols = set[sympy.Symbol]().union(*(time.free_symbols for pair in times.values() for time in pair))
     if len(symbols) == 1:
         (symbol,) = symbols
-        if all(time.is_polynomial(symbol) for time in (*absorbing, *chunking)):
-            return Decision(path, _bounds(path, absorbing, chunking, symbol, hints[symbol]))
-    return Decision(path, _inequalities(path, absorbing, chunking, hints))
+        if all(time.is_polynomial(symbol) for pair in times.values() for time in pair):
+            return Decision(path, _bounds(path, times, symbol, hints[symbol]))
+    return Decision(path, _inequalities(path, times, hints))
 
 
 def _times(cost: Cost, device: Device) -> Times:
@@ -215,43 +242,49 @@ def _at(expression: sympy.Expr, hints: Mapping[sympy.Symbol, int]) -> sympy.Rati
     return expression.subs(hints)
 
 
-def _faster(absorbing: Times, chunking: Times, hints: Mapping[sympy.Symbol, int]) -> Path:
-    return "absorbed" if max(_at(a, hints) for a in absorbing) <= max(_at(b, hints) for b in chunking) else "chunked"
+def _fastest(times: Mapping[Path, Times], hints: Mapping[sympy.Symbol, int]) -> Path:
+    return min(times, key=lambda path: max(_at(time, hints) for time in times[path]))
 
 
-def _bounds(path: Path, absorbing: Times, chunking: Times, symbol: sympy.Symbol, hint: int) -> tuple[Relational, ...]:
-    """The widest range of the one symbol, `hint` in it, in which `path` is the faster one at every integer.
+def _bounds(path: Path, times: Mapping[Path, Times], symbol: sympy.Symbol, hint: int) -> tuple[Relational, ...]:
+    """The widest range of the one symbol, `hint` in it, in which `path` is the fastest one at every integer.
 
     The choice can change only at a root of a difference `a - b`, so the integers next to the roots are all to look at.
     """
     next_to_roots: set[int] = set()
-    for difference in {a - b for a in absorbing for b in chunking}:
+    pairs = [(times[p], times[q]) for p, q in combinations(times, 2)]
+    for difference in {a - b for p, q in pairs for a in p for b in q}:
         if difference.has(symbol):
             for root in sympy.Poly(difference, symbol).real_roots():
                 below, above = int(sympy.ceiling(root)) - 1, int(sympy.floor(root)) + 1
                 next_to_roots |= set(range(below, above + 1))
-    others = sorted(n for n in next_to_roots if n >= 1 and _faster(absorbing, chunking, {symbol: n}) != path)
+    others = sorted(n for n in next_to_roots if n >= 1 and _fastest(times, {symbol: n}) != path)
     low = tuple(sympy.Ge(symbol, n + 1) for n in others if n < hint)[-1:]
     high = tuple(sympy.Le(symbol, n - 1) for n in others if n > hint)[:1]
     return low + high
 
 
-def _inequalities(
-    path: Path, absorbing: Times, chunking: Times, hints: Mapping[sympy.Symbol, int]
-) -> tuple[Relational, ...]:
-    """Polynomial inequalities, true at the hints, that together imply that `path` is the faster one.
+def _inequalities(path: Path, times: Mapping[Path, Times], hints: Mapping[sympy.Symbol, int]) -> tuple[Relational, ...]:
+    """Polynomial inequalities, true at the hints, that together imply that `path` is the fastest one.
 
     max(a1, a2) <= max(b1, b2) if each a is <= some b; max(a1, a2) > max(b1, b2) if some a is > b1 and > b2.
     """
-    if path == "absorbed":
-        margins = [_margin(a, chunking, hints) for a in absorbing]
-    else:
-        slowest = max(absorbing, key=lambda a: _at(a, hints))
-        margins = [slowest - b for b in chunking]
-    needed = [m for m in _without_implied(margins) if m.free_symbols]
-    polynomials = [_integer_polynomial(m, strict=path == "chunked") for m in needed]
-    relations = [_relation(p) for p in polynomials if not _never_negative(p.as_expr())]
-    return tuple(r for r in relations if r is not sympy.true)  # what sympy knows from the symbols' assumptions
+    relations: list[Relational] = []
+    order = list(times)
+    for other in order:
+        if other == path:
+            continue
+        strict = order.index(other) < order.index(path)  # on a tie it would be the other one
+        if strict:
+            slowest = max(times[other], key=lambda a: _at(a, hints))
+            margins = [slowest - b for b in times[path]]
+        else:
+            margins = [_margin(a, times[other], hints) for a in times[path]]
+        needed = [m for m in _without_implied(margins) if m.free_symbols]
+        polynomials = [_integer_polynomial(m, strict) for m in needed]
+        relations += [_relation(p) for p in polynomials if not _never_negative(p.as_expr())]
+    # Some relations sympy knows from the symbols' assumptions.
+    return tuple(dict.fromkeys(r for r in relations if r is not sympy.true))
 
 
 def _margin(time: sympy.Expr, others: Times, hints: Mapping[sympy.Symbol, int]) -> sympy.Expr:

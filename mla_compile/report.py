@@ -38,14 +38,15 @@ class Report:
             f"{self.rewritten} of {len(self.sites)} attentions rewritten" + (f": {self.note}" if self.note else "")
         ]
         if self.sites:
-            rows = [("#", "path", "shapes", "source", "reason")]
+            rows = [("#", "path", "shapes", "mask", "source", "reason")]
             for i, site in enumerate(self.sites):
                 shapes = " ".join(f"{name}={size}" for name, size in site.shapes.items())
-                rows.append((str(i), site.path, shapes or "-", _short(site.location), _with_guards(site)))
-            widths = [max(len(row[k]) for row in rows) for k in range(4)]
+                location, reason = _short(site.location), _with_guards(site)
+                rows.append((str(i), site.path, shapes or "-", site.mask or "-", location, reason))
+            widths = [max(len(row[k]) for row in rows) for k in range(5)]
             for row in rows:
                 lines.append(
-                    "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]])
+                    "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]])
                 )
         return "\n".join(lines)
 

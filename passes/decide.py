@@ -13,9 +13,11 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mla_compile.cost import Decision, Device, Dims, choose
+from mla_compile.cost import Decision, Device, Dims, Path, choose
 
 from .axes import Size
+from .mask import Meaning
+from .seen import Seen
 from .site import Site
 from .source import Refusal
 from .trace import hint_of
@@ -30,21 +32,27 @@ class Choice:
     guards: tuple[str, ...] = ()
 
 
-def decide(site: Site, wanted: str, device: Device, workspace_tokens: int, environment: ShapeEnv | None) -> Choice:
+def decide(
+    site: Site, meaning: Meaning, wanted: str, device: Device, workspace_tokens: int, environment: ShapeEnv | None
+) -> Choice:
     """The path of a site: `wanted`, or by the cost model of `device` if that is `auto`.
 
     Raises:
         Refusal: if rewriting would gain nothing.
     """
-    if site.w_uk is None:
+    named = Seen(site, meaning).named
+    by_hand = site.w_uk is None
+    if by_hand and (named is None or wanted == "absorbed"):
         return Choice("absorbed", "attends to the latent already: absorbed by hand")
     sizes = site.sizes
-    if wanted != "auto":
+    if (wanted in ("absorbed", "chunked") and not by_hand) or (wanted == "sparse" and named is not None):
         return Choice(wanted, "asked for by mla.path")
+    topk = named.named.size if named is not None else None
     element_size = site.node.meta["val"].element_size()
-    symbols = sorted({s for size in sizes.values() for s in sympy.sympify(size).free_symbols}, key=str)
+    symbols = sorted({s for size in (*sizes.values(), topk or 1) for s in sympy.sympify(size).free_symbols}, key=str)
     hints = tuple((symbol, hint_of(symbol, environment)) for symbol in symbols) if environment is not None else ()
-    decision = _choose(tuple(sizes.items()), device, element_size, workspace_tokens, hints)
+    paths: tuple[Path, ...] = ("absorbed",) if by_hand else ("absorbed", "chunked")
+    decision = _choose(tuple(sizes.items()), topk, paths, device, element_size, workspace_tokens, hints)
     if decision.path == "chunked":
         _refuse_wide_latent(site, sizes)
     guards = tuple(str(condition) for condition in decision.conditions)
@@ -53,19 +61,29 @@ def decide(site: Site, wanted: str, device: Device, workspace_tokens: int, envir
         holds = bool(torch.SymBool(_guarded(environment, condition)))
         assert holds, f"the cost model's condition {condition} does not hold at its own hints"
     numbers = ", ".join(f"{name}={sizes[name]}" for name in ("Sq", "T"))
-    kind = "few queries meet many keys" if decision.path == "absorbed" else "many queries meet many keys"
-    return Choice(decision.path, f"{kind} ({numbers})", guards)
+    if topk is not None:
+        numbers += f", topk={topk}"
+    return Choice(decision.path, f"{_KINDS[decision.path]} ({numbers})", guards)
+
+
+_KINDS: dict[Path, str] = {
+    "absorbed": "few queries meet many keys",
+    "chunked": "many queries meet many keys",
+    "sparse": "each query names few of many keys",
+}
 
 
 @lru_cache(maxsize=256)
 def _choose(
     sizes: tuple[tuple[str, Size], ...],
+    topk: Size | None,
+    paths: tuple[Path, ...],
     device: Device,
     element_size: int,
     workspace_tokens: int,
     hints: tuple[tuple[sympy.Symbol, int], ...],
 ) -> Decision:
-    return choose(Dims(**dict(sizes)), device, element_size, workspace_tokens, dict(hints))
+    return choose(Dims(**dict(sizes)), device, element_size, workspace_tokens, dict(hints), topk=topk, paths=paths)
 
 
 def _guarded(environment: ShapeEnv, condition: sympy.Basic) -> object:

@@ -15,7 +15,8 @@ class Outcome:
 
     `path` is `absorbed`, `chunked`, `sparse` or `unchanged`. `shapes` maps the words `B, Sq, T, N, L, P, R, V` to sizes
     as text (symbolic ones as expressions), empty where the attention is no MLA site. `guards` are the inequalities
-    between symbolic sizes under which the path was chosen.
+    between symbolic sizes under which the path was chosen. `mask` says what hides keys from queries: `none`, or
+    `causal`, `lengths`, `window`, `padding`, `top-k` and `tensor` (some tensor) joined by ` + `; empty where unchanged.
     """
 
     node: str
@@ -25,6 +26,7 @@ class Outcome:
     reason: str
     shapes: dict[str, str] = field(default_factory=dict)
     guards: tuple[str, ...] = ()
+    mask: str = ""
 
     @property
     def rewritten(self) -> bool:
@@ -38,7 +40,8 @@ def outcome(
     reason: str,
     shapes: dict[str, str] | None = None,
     guards: tuple[str, ...] = (),
+    mask: str = "",
 ) -> Outcome:
     """The outcome of the attention at `node`, whose line of source is `frame`."""
     place, code = (str(frame), frame.code) if frame is not None else ("unknown", "")
-    return Outcome(node.name, place, code, path, reason, shapes or {}, guards)
+    return Outcome(node.name, place, code, path, reason, shapes or {}, guards, mask)

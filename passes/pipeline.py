@@ -13,6 +13,7 @@ from mla_compile.cost import Device
 from .axes import Unaligned
 from .decide import decide
 from .find import Attention, find
+from .mask import understand
 from .outcome import Outcome, outcome
 from .rewrite import Rewriter
 from .site import Site, prove
@@ -28,7 +29,7 @@ class Pipeline:
     """Whose rates the cost model uses."""
 
     path: str = "auto"
-    """`auto` asks the cost model; `absorbed` or `chunked` take that path at every site."""
+    """`auto` asks the cost model; `absorbed` or `chunked` take that path at every site, `sparse` where it is one."""
 
     workspace_tokens: int = 1024
     """Keys that the chunked path up-projects at a time."""
@@ -62,12 +63,13 @@ class Pipeline:
         if isinstance(found, Refusal):
             raise found
         site = prove(found, trace)
-        choice = decide(site, self.path, self.device, self.workspace_tokens, environment)
+        meaning = understand(site, trace)
+        choice = decide(site, meaning, self.path, self.device, self.workspace_tokens, environment)
         frame = common_frame(site.node, _sources(site))
-        output = rewriter(site, choice.path)
+        output = rewriter(site, meaning, choice.path)
         output.meta["mla_site"] = site.node.name
         shapes = {name: str(size) for name, size in site.sizes.items()}
-        return outcome(site.node, frame, choice.path, choice.reason, shapes, choice.guards)
+        return outcome(site.node, frame, choice.path, choice.reason, shapes, choice.guards, meaning.words)
 
 
 def _sources(site: Site) -> list[fx.Node]:

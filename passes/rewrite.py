@@ -3,13 +3,13 @@
 Before   k = cat(latent @ W_UK, k_rope), v = latent @ W_UV, o = softmax(q k^T) v
 After    absorbed   o = latent_attention(q_nope @ W_UK, q_rope, latent, k_rope) @ W_UV
          chunked    o = expanded_attention(q, latent, k_rope, W_UK, W_UV)
+         sparse     o = sparse_latent_attention(q_nope @ W_UK, q_rope, latent, k_rope, indices) @ W_UV
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import reduce
 from typing import Any
 
 import sympy
@@ -18,7 +18,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .axes import Dim, Read
+from .mask import Meaning
 from .materialize import read_as, realizer, symbols_of, tellers, write_as
+from .seen import Seen
 from .signature import signature
 from .site import Site
 
@@ -33,15 +35,18 @@ class Rewriter:
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._traced: dict[Hashable, fx.Graph] = {}
 
-    def __call__(self, site: Site, path: str) -> fx.Node:
-        """Replace a site by its absorbed or chunked form; returns the node that holds the new output.
+    def __call__(self, site: Site, meaning: Meaning, path: str) -> fx.Node:
+        """Replace a site by its absorbed, chunked or sparse form; returns the node that holds the new output.
 
         Raises:
             Unaligned: if the graph does not tell the sizes that this takes; the graph is as it was.
         """
-        emit = _Emit(site, path, self.workspace_tokens)
+        emit = _Emit(site, meaning, path, self.workspace_tokens)
         arguments = [self._replaced.get(node, node) for node in emit.sources]
-        key = (path, signature(site, emit.sources), tuple(source in self._replaced for source in emit.sources))
+        key = (
+            signature(site, emit.seen, path, emit.sources),
+            tuple(source in self._replaced for source in emit.sources),
+        )
         if key not in self._traced:
             self._traced[key] = _trace(emit, [node.meta["val"] for node in arguments])
         with self.graph.inserting_before(site.node):
@@ -80,16 +85,18 @@ def inline(graph: fx.Graph, inner: fx.Graph, arguments: Sequence[fx.Node], origi
 class _Emit:
     """The torch code of a rewritten site, as a function of the tensors that it reads."""
 
-    def __init__(self, site: Site, path: str, workspace_tokens: int) -> None:
+    def __init__(self, site: Site, meaning: Meaning, path: str, workspace_tokens: int) -> None:
         self.site, self.path, self.workspace_tokens = site, path, workspace_tokens
+        self.seen = Seen(site, meaning)
         reads = [site.latent, site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
         reads += [read for rope in site.ropes for read in (rope.query.read, rope.key.read)]
-        reads += [mask.term.read for mask in site.attention.masks]
+        reads += self.seen.reads(path)
         reads += [sink.term.read for sink in site.attention.sinks]
         sources = [read.source for read in reads if read is not None and isinstance(read.source, fx.Node)]
         symbols = set[sympy.Symbol]().union(
             *(symbols_of(read) for read in reads if read is not None),
             *(sympy.sympify(axis.size).free_symbols for dim in site.attention.dims for axis in dim),
+            self.seen.symbols,
         )
         self.sources: list[fx.Node] = list(dict.fromkeys([*sources, *tellers(site.node, symbols)]))
 
@@ -118,31 +125,36 @@ class _Emit:
         k_rope = self._ropes([read(r.key.read, site.batch, keys, r.summed) for r in site.ropes], latent)
         dtype = _together([q_nope, q_rope, latent, k_rope])
         q_nope, q_rope, latent, k_rope = (t.to(dtype) for t in (q_nope, q_rope, latent, k_rope))
-        mask = self._mask(read)
-        offset = 0 if site.attention.causal else None
+        sparse = self.path == "sparse"
+        seen, offset = self.seen.indices(read, realize) if sparse else self.seen.mask(read, realize)
         scale = site.nope.scale
-        if site.w_uk is None or site.w_uv is None:
-            o, lse = torch.ops.mla.latent_attention(q_nope, q_rope, latent, k_rope, mask, offset, scale)
+        w_uk = None if site.w_uk is None else read(site.w_uk, site.heads, site.nope.summed, site.rank).to(dtype)
+        w_uv = None if site.w_uv is None else read(site.w_uv, site.heads, columns, site.rank).to(dtype)
+        if self.path == "chunked":
+            assert w_uk is not None
+            assert w_uv is not None
+            q = torch.cat([q_nope, q_rope], dim=-1) if q_rope.shape[-1] else q_nope
+            o, lse = torch.ops.mla.expanded_attention(
+                q, latent, k_rope, w_uk, w_uv, seen, offset, scale, self.workspace_tokens
+            )
         else:
-            w_uk = read(site.w_uk, site.heads, site.nope.summed, site.rank).to(dtype)
-            w_uv = read(site.w_uv, site.heads, columns, site.rank).to(dtype)
-            if self.path == "absorbed":
-                q_latent = torch.ops.mla.per_head_matmul(q_nope, w_uk)
-                o, lse = torch.ops.mla.latent_attention(q_latent, q_rope, latent, k_rope, mask, offset, scale)
-                o = torch.ops.mla.per_head_matmul(o, w_uv.transpose(1, 2))
+            q_latent = q_nope if w_uk is None else torch.ops.mla.per_head_matmul(q_nope, w_uk)
+            operands = q_latent, q_rope, latent, k_rope
+            if sparse:
+                uniform = self.seen.meaning.uniform_when_empty
+                o, lse = torch.ops.mla.sparse_latent_attention(*operands, seen, None, offset, scale, uniform)
             else:
-                q = torch.cat([q_nope, q_rope], dim=-1) if q_rope.shape[-1] else q_nope
-                o, lse = torch.ops.mla.expanded_attention(
-                    q, latent, k_rope, w_uk, w_uv, mask, offset, scale, self.workspace_tokens
-                )
+                o, lse = torch.ops.mla.latent_attention(*operands, seen, offset, scale)
+            if w_uv is not None:
+                o = torch.ops.mla.per_head_matmul(o, w_uv.transpose(1, 2))
+        empty = lse.isneginf().unsqueeze(-1) if self.seen.may_be_empty(self.path) else None
         for bias in site.biases:
             addend = read(bias, *rows, columns)
-            o = o + (addend if mask is None else torch.where(lse.isneginf().unsqueeze(-1), 0, addend))
+            o = o + (addend if empty is None else torch.where(empty, 0, addend))
         if site.attention.sinks:
             o = self._share(read, o, lse)
-        elif site.attention.strict_rows and mask is not None:
-            empty = ~mask.any(-1) if mask.dtype == torch.bool else mask.isneginf().all(-1)
-            o = torch.where(empty.transpose(1, 2).unsqueeze(-1), math.nan, o)
+        elif site.attention.strict_rows and empty is not None:
+            o = torch.where(empty, math.nan, o)
         output = write_as(o, (*rows, columns), site.attention.dims, realize)
         return output.to(site.node.meta["val"].dtype)
 
@@ -164,26 +176,6 @@ class _Emit:
             taken = scores.logsumexp(-1) if taken is None else torch.logaddexp(taken, scores.logsumexp(-1))
         assert taken is not None
         return o * torch.sigmoid(lse - taken).unsqueeze(-1).to(o.dtype)
-
-    def _mask(self, read: Callable[..., Tensor]) -> Tensor | None:
-        """All masks in one, `[B|1, N|1, Sq|1, T|1]`: bool if all just reject, else a number to add."""
-        site = self.site
-        layout = (site.batch, site.heads, site.tokens, site.attention.keys)
-        masks = [(mask, read(mask.term.read, *layout, broadcast=False)) for mask in site.attention.masks]
-        if not masks:
-            return None
-        allowed = [~tensor if mask.inverted else tensor for mask, tensor in masks if mask.attends]
-        if len(allowed) == len(masks) and all(math.isinf(mask.fill) for mask, _ in masks):
-            return reduce(torch.logical_and, allowed)
-        # In the order in which the user applied them: a number that takes a score's place also takes an earlier bias's.
-        dtype = torch.promote_types(site.node.meta["val"].dtype, torch.float32)
-        added = masks[0][1].new_zeros((1, 1, 1, 1), dtype=dtype)
-        for mask, tensor in masks:
-            if mask.attends:
-                added = torch.where(~tensor if mask.inverted else tensor, added, mask.fill)
-            else:
-                added = added + (tensor.to(dtype) * mask.factor if mask.factor != 1.0 else tensor.to(dtype))
-        return added
 
 
 def _together(tensors: Sequence[Tensor]) -> torch.dtype:

@@ -192,11 +192,11 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
         case aten.div.Tensor | aten.div.Scalar if isinstance(b, int | float) and b != 0:
             return operand(a, factor / b)
         case aten.masked_fill.Scalar | aten.masked_fill.Tensor:
-            scores, mask, fill, inverted = a, b, _constant(c), True
-        case aten.where.self if is_tensor(b) and _constant(c) is not None:
-            scores, mask, fill, inverted = b, a, _constant(c), False
-        case aten.where.self if is_tensor(c) and _constant(b) is not None:
-            scores, mask, fill, inverted = c, a, _constant(b), True
+            scores, mask, fill, inverted = a, b, constant_of(c), True
+        case aten.where.self if is_tensor(b) and constant_of(c) is not None:
+            scores, mask, fill, inverted = b, a, constant_of(c), False
+        case aten.where.self if is_tensor(c) and constant_of(b) is not None:
+            scores, mask, fill, inverted = c, a, constant_of(b), True
         case _:
             return bias
     if fill is None or not is_tensor(scores):
@@ -219,21 +219,26 @@ def _holds_product(summands: list[Summand]) -> bool:
     return any(isinstance(s.what, float) for s in summands)
 
 
+def highest_fill(node: fx.Node) -> float:
+    """The greatest number that hides scores of a node's dtype: at most this, nothing is left of a score."""
+    dtype = torch.promote_types(node.meta["val"].dtype, torch.float32)  # that of the ops' arithmetic
+    return -SPACING / torch.finfo(dtype).eps
+
+
 def _check_fill(source: fx.Node, fill: float, factor: float) -> None:
-    dtype = torch.promote_types(source.meta["val"].dtype, torch.float32)  # that of the ops' arithmetic
-    highest = -SPACING / torch.finfo(dtype).eps
+    highest = highest_fill(source)
     if fill * factor > highest or factor <= 0:
         raise Refusal(source, f"expected rejected scores to be -inf or at most {highest:.0e}, found {fill * factor:g}")
 
 
-def _constant(value: Any) -> float | None:
+def constant_of(value: Any) -> float | None:
     """The number that a tensor of one value holds, if the graph says it."""
     if isinstance(value, int | float):
         return float(value)
     if isinstance(value, fx.Node) and value.op == "call_function":
         match value.target:
             case aten.full.default | aten.full_like.default:
-                return _constant(arguments(value)[1])
+                return constant_of(arguments(value)[1])
             case (
                 aten.scalar_tensor.default
                 | aten.lift_fresh_copy.default
@@ -242,7 +247,7 @@ def _constant(value: Any) -> float | None:
                 | aten.clone.default
                 | aten.detach.default
             ):
-                return _constant(arguments(value)[0])
+                return constant_of(arguments(value)[0])
     if isinstance(value, fx.Node) and value.op == "get_attr":
         tensor = getattr(value.graph.owning_module, str(value.target), None)
         if isinstance(tensor, torch.Tensor) and tensor.numel() == 1:

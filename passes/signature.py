@@ -10,23 +10,23 @@ import torch
 from torch import fx
 
 from .axes import Axis
+from .seen import Seen
 from .site import Site
 
 
-def signature(site: Site, sources: Sequence[fx.Node]) -> Hashable:
+def signature(site: Site, seen: Seen, path: str, sources: Sequence[fx.Node]) -> Hashable:
     """Equal for two sites whose reads, layouts, scales and masks differ in nothing but which nodes and axes they name.
 
     `sources` are the nodes that the site reads, in the order in which its code takes them.
     """
     attention = site.attention
-    masks = [(m.term.read, m.attends, m.factor, m.fill, m.inverted) for m in attention.masks]
     sinks = [(s.term.read, s.keys, s.factor) for s in attention.sinks]
     pieces = [(p.query.read, p.key.read, p.summed, p.scale) for p in site.ropes]
     said = (
         (site.batch, site.tokens, site.heads, site.rank, attention.keys, attention.columns, attention.dims),
         (site.latent, site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces),
         site.biases,
-        (masks, sinks, attention.causal, attention.strict_rows, _value(attention.node.meta["val"])),
+        (path, seen.said(path), sinks, attention.strict_rows, _value(attention.node.meta["val"])),
         [_value(source.meta["val"]) for source in sources],
     )
     return _canonical(said, {source: i for i, source in enumerate(sources)}, {})

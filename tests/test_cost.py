@@ -19,6 +19,7 @@ from mla_compile.cost import (
     crossover_queries,
     expanded,
     predicted_seconds,
+    sparse,
 )
 
 V3 = {"N": 128, "L": 512, "P": 128, "R": 64, "V": 128}
@@ -156,6 +157,44 @@ def test_a_symbol_without_hint_is_named():
         choose(Dims(B=1, Sq=Sq, T=Sq + T, **V3), CPU, 4, 4096, {Sq: 1})
 
 
+def test_sparse_flops_and_bytes_are_those_of_the_products_and_tensors():
+    """Two named keys of five are the dense cost with a context of two, but each query gathers its own."""
+    few = Dims(**{**vars(SMALL), "T": 2})
+    assert sparse(SMALL, 2, 2).flops == absorbed(few, 2).flops
+    keys, indices = 2 * 2 * (4 + 1), 8 * 2 * 2 * 2
+    assert sparse(SMALL, 2, 2).bytes == absorbed(few, 2).bytes + 2 * keys + indices
+    assert not sparse(Dims(B=1, Sq=1, T=T, **V3), 2, 2048).bytes.free_symbols
+
+
+def test_few_named_keys_of_many_are_sparse_and_all_or_most_of_them_dense():
+    def path(Sq, T, topk):
+        return choose(Dims(B=1, Sq=Sq, T=T, **V3), CPU, 2, 1024, topk=topk).path
+
+    assert path(1, 65536, 2048) == "sparse"
+    assert path(1, 2048, 2048) == "absorbed"
+    assert path(1, 2000, 2048) == "absorbed"
+    assert path(4096, 65536, 2048) == "sparse"
+    assert path(4096, 4096, 2048) == "chunked"
+
+
+def test_as_many_named_keys_as_there_are_is_dense_at_any_length():
+    decision = choose(Dims(B=1, Sq=1, T=T, **V3), CPU, 2, 1024, {T: 1024}, topk=T)
+    assert (decision.path, decision.conditions) == ("absorbed", (T >= 4,))
+
+
+def test_a_sparse_decode_says_from_what_length_on():
+    decision = choose(Dims(B=1, Sq=1, T=T, **V3), CPU, 2, 1024, {T: 65536}, topk=2048)
+    (condition,) = decision.conditions
+    assert decision.path == "sparse"
+    assert choose(Dims(B=1, Sq=1, T=int(condition.rhs) - 1, **V3), CPU, 2, 1024, topk=2048).path == "absorbed"
+
+
+def test_attention_absorbed_by_hand_has_no_keys_to_expand():
+    dims = Dims(B=1, Sq=4096, T=4096, **V3)
+    assert choose(dims, CPU, 4, 1024, paths=["absorbed"]).path == "absorbed"
+    assert choose(dims, CPU, 4, 1024, topk=64, paths=["absorbed"]).path == "sparse"
+
+
 sizes = st.integers(1, 5000)
 widths = st.integers(1, 40).map(lambda n: 16 * n)
 rates = st.tuples(st.integers(10, 99), st.integers(7, 14)).map(lambda r: r[0] * 10.0 ** r[1])
@@ -174,13 +213,15 @@ shapes = st.sampled_from(
 )
 
 
-def roofline_path(dims, device, element_size, workspace_tokens):
+def roofline_path(dims, device, element_size, workspace_tokens, topk=None):
     def seconds(cost):
         flops, moved = (Fraction(int(x.p), int(x.q)) for x in (cost.flops, cost.bytes))
         return max(flops / Fraction(device.flops_per_s), moved / Fraction(device.bytes_per_s))
 
-    cheaper = seconds(absorbed(dims, element_size)) <= seconds(chunked(dims, element_size, workspace_tokens))
-    return "absorbed" if cheaper else "chunked"
+    costs = {"absorbed": absorbed(dims, element_size), "chunked": chunked(dims, element_size, workspace_tokens)}
+    if topk is not None:
+        costs["sparse"] = sparse(dims, element_size, topk)
+    return min(costs, key=lambda path: seconds(costs[path]))
 
 
 @settings(max_examples=150, deadline=None)
@@ -190,21 +231,26 @@ def roofline_path(dims, device, element_size, workspace_tokens):
     device=devices,
     element_size=st.sampled_from([1, 2, 4]),
     workspace_tokens=sizes,
+    topk=st.sampled_from([None, 1, 64, 2048, T]),
     hints=st.tuples(sizes, sizes),
     points=st.lists(st.tuples(sizes, sizes), min_size=8, max_size=8),
 )
 def test_where_the_conditions_hold_the_roofline_agrees(
-    shape, fixed, device, element_size, workspace_tokens, hints, points
+    shape, fixed, device, element_size, workspace_tokens, topk, hints, points
 ):
     dims = Dims(**shape, **fixed)
-    symbols = set().union(*(sympy.sympify(size).free_symbols for size in shape.values()))
-    decision = choose(dims, device, element_size, workspace_tokens, dict(zip((Sq, T), hints, strict=True)))
+    symbols = set().union(*(sympy.sympify(size).free_symbols for size in (*shape.values(), topk or 1)))
+    given_hints = dict(zip((Sq, T), hints, strict=True))
+    decision = choose(dims, device, element_size, workspace_tokens, given_hints, topk=topk)
+    if topk is not None and topk == shape["T"]:
+        topk = None  # every key is named
 
     def at(point):
         values = dict(zip((Sq, T), point, strict=True))
         holds = all(condition.subs(values) == True for condition in decision.conditions)  # noqa: E712
         numbers = {name: int(sympy.sympify(size).subs(values)) for name, size in shape.items()}
-        return holds, roofline_path(Dims(**numbers, **fixed), device, element_size, workspace_tokens)
+        named = None if topk is None else int(sympy.sympify(topk).subs(values))
+        return holds, roofline_path(Dims(**numbers, **fixed), device, element_size, workspace_tokens, named)
 
     assert at(hints) == (True, decision.path)
     for condition in decision.conditions:

@@ -43,6 +43,20 @@ class _Run(fx.Interpreter):
                 q_latent, q_rope, latent, k_rope, *rest = args
                 weights, lse = _softmax(_dot(q_latent, latent) + _dot(q_rope, k_rope), *rest)
                 return torch.einsum("bnst,btl->bsnl", weights, latent), lse
+            case torch.ops.mla.sparse_latent_attention.default:
+                q_latent, q_rope, latent, k_rope, indices, mask, *rest, uniform = args
+                assert mask is None
+                tokens = latent.shape[1]
+                assert indices.max() < tokens
+                counts = torch.zeros(*indices.shape[:2], tokens + 1, dtype=torch.int64)
+                counts.scatter_add_(2, indices.where(indices >= 0, tokens).long(), torch.ones_like(indices).long())
+                assert counts[..., :tokens].max() <= 1, "a key that counts twice"
+                named = counts[:, None, :, :tokens] > 0
+                weights, lse = _softmax(_dot(q_latent, latent) + _dot(q_rope, k_rope), named, *rest)
+                o = torch.einsum("bnst,btl->bsnl", weights, latent)
+                if uniform:
+                    o = torch.where((lse == -torch.inf)[..., None], latent.mean(1)[:, None, None], o)
+                return o, lse
             case torch.ops.mla.expanded_attention.default:
                 q, latent, k_rope, w_uk, w_uv, *rest, workspace_tokens = args
                 assert workspace_tokens >= 1

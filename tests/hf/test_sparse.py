@@ -1,0 +1,81 @@
+"""Unmodified DeepSeek-V3.2 and GLM-5: their indexers' masks become indices, and logits stay as right as eager's."""
+
+import copy
+
+import pytest
+import torch
+
+import mla_compile
+from mla_compile import backend
+from mla_compile.cost import Device
+from tests.errors import assert_as_close_as_eager
+
+from .test_deepseek import SIZES, logits
+
+transformers = pytest.importorskip("transformers")
+
+TOPK = 4
+SPARSE = SIZES | {"q_lora_rank": 24, "index_topk": TOPK, "index_head_dim": 16, "index_n_heads": 2}
+
+
+def build(family, attention):
+    if family == "deepseek_v32":
+        model = transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**SPARSE))
+    else:  # its second layer takes the indices of the first
+        config = transformers.GlmMoeDsaConfig(**SPARSE, head_dim=8, indexer_types=["full", "shared"])
+        model = transformers.GlmMoeDsaForCausalLM(config)
+    model.eval().set_attn_implementation(attention)
+    return model
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize(
+    ("family", "attention", "kind", "padded"),
+    [
+        ("deepseek_v32", "sdpa", "dynamic", False),
+        ("deepseek_v32", "eager", "static", False),
+        ("glm_moe_dsa", "sdpa", "static", True),
+        ("glm_moe_dsa", "eager", "dynamic", False),
+        pytest.param("deepseek_v32", "sdpa", "static", False, marks=SLOW),
+        pytest.param("deepseek_v32", "eager", "dynamic", True, marks=SLOW),
+        pytest.param("deepseek_v32", "eager", "static", True, marks=SLOW),
+        pytest.param("deepseek_v32", "sdpa", "dynamic", True, marks=SLOW),
+        pytest.param("glm_moe_dsa", "sdpa", "dynamic", True, marks=SLOW),
+        pytest.param("glm_moe_dsa", "eager", "static", False, marks=SLOW),
+    ],
+)
+def test_every_site_is_sparse_and_logits_are_as_right_as_eagers(monkeypatch, family, attention, kind, padded):
+    # With so few tokens weights are most of what is moved; where only FLOPs count the named keys are cheaper.
+    monkeypatch.setattr(backend.devices, "measured", lambda *_: Device("slow", 1e6, 1e15))
+    model = build(family, attention)
+    ids = torch.randint(0, SIZES["vocab_size"], (2, 12))
+    mask = None
+    if padded:
+        mask = torch.ones(2, 12, dtype=torch.int64)
+        mask[0, :3] = 0
+    steps = (8, 1, 3)
+    exact = logits(copy.deepcopy(model).double(), kind, ids, mask, steps)
+    eager = logits(model, kind, ids, mask, steps)
+    model.compile(backend="mla")
+    compiled = logits(model, kind, ids, mask, steps)
+    for i, (c, e, x) in enumerate(zip(compiled, eager, exact, strict=True)):
+        here = slice(3, None) if padded and i == 0 else slice(None)  # what padding tokens predict means nothing
+        assert_as_close_as_eager(c[:, here], e[:, here], x[:, here])
+    reports = mla_compile.reports()
+    assert reports
+    for report in reports:
+        assert [site.path for site in report.sites] == ["sparse", "sparse"]
+        assert all("top-k" in site.mask for site in report.sites)
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_where_every_key_is_named_the_path_is_dense():
+    model = build("deepseek_v32", "sdpa")
+    ids = torch.randint(0, SIZES["vocab_size"], (2, TOPK))
+    expected = model(ids).logits
+    model.compile(backend="mla")
+    torch.testing.assert_close(model(ids).logits, expected)
+    assert all(site.path in ("absorbed", "chunked") for site in mla_compile.last_report().sites)
