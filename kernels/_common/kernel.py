@@ -144,6 +144,9 @@ def attend_latents(
     if PARTS:
         # What an empty part would leave is not read.
         exists = exists & (begin + row * 0 < end)
+    if CAUSAL and SOURCE == "rows":
+        # A tile of early queries need not look at what only later ones see.
+        end = tl.minimum(end, (tile * ROWS + ROWS - 1) // heads + causal_offset + 1)
 
     q_rows = b * q_stride_b + query.to(tl.int64) * q_stride_s + head.to(tl.int64) * q_stride_n
     q_a = load_rows(q_latent, q_rows, exists, 0, L, A)  # [ROWS, A]

@@ -30,9 +30,9 @@ class Tiles:
 _TABLE: dict[str, tuple[Tiles, Tiles]] = {
     # up to 16 rows of a group, and FP8   more rows
     "sm_80": (Tiles(16, 32, 4, 2), Tiles(32, 32, 8, 2)),
-    "sm_90": (Tiles(16, 64, 8, 3), Tiles(64, 16, 8, 2)),
+    "sm_90": (Tiles(16, 64, 8, 2), Tiles(64, 16, 8, 2)),
     # Tensor memory does not hold 64 x 512 sums beside the scores; 32 rows take no tensor memory.
-    "sm_100": (Tiles(16, 64, 8, 3), Tiles(32, 32, 8, 2)),
+    "sm_100": (Tiles(16, 64, 8, 2), Tiles(32, 32, 8, 2)),
     "sm_120": (Tiles(16, 32, 4, 2), Tiles(32, 32, 8, 2)),
     "gfx942": (Tiles(16, 32, 4, 1), Tiles(16, 32, 4, 1)),
 }

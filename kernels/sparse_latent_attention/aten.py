@@ -56,12 +56,16 @@ def sparse_latent_attention_aten(
                     scale,
                     out=(o[b, block], lse[b, block]),
                 )
-    if uniform_when_empty and tokens:
-        empty = lse == -torch.inf
-        if not reads_values(empty) or bool(empty.any()):
-            mean = latent.mean(1, dtype=torch.promote_types(latent.dtype, torch.float32)).to(o.dtype)
-            o = torch.where(empty[..., None], mean[:, None, None], o)
-    return o, lse
+    return (uniform_where_empty(o, lse, latent) if uniform_when_empty else o), lse
+
+
+def uniform_where_empty(o: Tensor, lse: Tensor, latent: Tensor) -> Tensor:
+    """o `[B, Sq, N, L]` with the mean of all latents `[B, T, L]` where lse `[B, Sq, N]` says that no key was seen."""
+    empty = lse == -torch.inf
+    if not latent.shape[1] or (reads_values(empty) and not bool(empty.any())):
+        return o
+    mean = latent.mean(1, dtype=torch.promote_types(latent.dtype, torch.float32)).to(o.dtype)
+    return torch.where(empty[..., None], mean[:, None, None], o)
 
 
 def _attend(

@@ -78,6 +78,26 @@ def test_page_sizes(arch, heads, page_size, several_parts):
     assert_clean(record, arch, 0 if several_parts else STACK.get((arch, heads), 0))
 
 
+@pytest.mark.parametrize("kind", ["rows", "named"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_keys_in_rows_and_keys_named(arch, kind):
+    assert_clean(compile_attention(arch, 16, kind=kind), arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("several_parts", [True, False])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("kind", ["rows", "named"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_masks(arch, kind, heads, several_parts, mask):
+    record = compile_attention(arch, heads, several_parts=several_parts, kind=kind, mask=mask)
+    assert record.shared <= machine_of(arch).shared_bytes
+    assert matrix_unit(record.assembly)
+    # A mask of each head and query is a tile of pointers; with 64 rows on sm_90 some of that waits on the stack.
+    assert record.stack <= (256 if (arch, heads) == ("sm_90", 128) else 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_float32_takes_no_matrix_unit_and_no_stack(arch):
