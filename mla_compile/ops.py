@@ -61,7 +61,7 @@ _LIBRARY.define(
 _LIBRARY.define(
     "paged_latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent_pages, Tensor rope_pages, "
     "Tensor block_table, Tensor seq_lens, bool causal, float scale, Tensor? latent_scales=None, "
-    "SymInt? split_tokens=None) -> (Tensor, Tensor)",
+    "SymInt? split_tokens=None, Tensor? mask=None) -> (Tensor, Tensor)",
     tags=_ANY_STRIDES,
 )
 _LIBRARY.define(
@@ -113,7 +113,8 @@ Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent_page
 `[pages, page_size, R]`, all of one floating dtype (FP8 excepted); block_table `[B, max_pages]` and seq_lens `[B]`,
 int32 or int64; causal; scale; latent_scales None, or `[pages, page_size, G]` float32 with sizes of 1 that broadcast;
 split_tokens None (keys are shared out to suit batch and device), or how many keys of a sequence one program sums up:
-with that, the result of a sequence is the same bits in any batch.
+with that, the result of a sequence is the same bits in any batch; mask as the module says, over T keys of which no
+sequence has more, and for seq_lens, causal and mask together to allow.
 Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape, dtype or, on CPU, length or page.
 """
@@ -229,6 +230,7 @@ def _paged_latent_attention_fake(
     scale: float,
     latent_scales: Tensor | None = None,
     split_tokens: int | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, queries, heads, _ = q_latent.shape
     return q_latent.new_empty(q_latent.shape), q_latent.new_empty((batch, queries, heads), dtype=torch.float32)

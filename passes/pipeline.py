@@ -15,6 +15,7 @@ from .decide import decide
 from .find import Attention, find
 from .mask import understand
 from .outcome import Outcome, outcome
+from .pages import keys_in_pages
 from .rewrite import Rewriter
 from .site import Site, prove
 from .source import Refusal, common_frame, where
@@ -66,10 +67,11 @@ class Pipeline:
         meaning = understand(site, trace)
         choice = decide(site, meaning, self.path, self.device, self.workspace_tokens, environment)
         frame = common_frame(site.node, _sources(site))
-        output = rewriter(site, meaning, choice.path)
+        pages, words = keys_in_pages(site, meaning, choice.path, trace)
+        output = rewriter(site, meaning, choice.path, pages)
         output.meta["mla_site"] = site.node.name
         shapes = {name: str(size) for name, size in site.sizes.items()}
-        return outcome(site.node, frame, choice.path, choice.reason, shapes, choice.guards, meaning.words)
+        return outcome(site.node, frame, choice.path, choice.reason + words, shapes, choice.guards, meaning.words)
 
 
 def _sources(site: Site) -> list[fx.Node]:

@@ -34,6 +34,12 @@ def flattened(trace: Trace, node: fx.Node, form: Form) -> Form:
     return leaf
 
 
+def _along(trace: Trace, source: fx.Node, dim: int) -> Form:
+    """The form of what is looked into; a leaf where its dimension is not one axis: slots, that is pages and rows."""
+    form = trace[source]
+    return form if len(form.dims[dim]) == 1 else layout.leaf(source, shape_of(source))
+
+
 def _looked_up(trace: Trace, node: fx.Node, found: tuple[Form, Lookup]) -> Form:
     form, trace.lookups[node] = found
     return form
@@ -47,7 +53,7 @@ def _index_tensor(trace: Trace, node: fx.Node) -> Form:
         return layout.leaf(node, shape_of(node))
     if len(given) == 1:
         dim, index = given[0]
-        return _looked_up(trace, node, look_up(node, trace[source], dim, trace[index], wraps=True))
+        return _looked_up(trace, node, look_up(node, _along(trace, source, dim), dim, trace[index], wraps=True))
     if [dim for dim, _ in given] == [0, 1]:
         return _index_by_position(trace, node, source, *(index for _, index in given))
     return layout.leaf(node, shape_of(node))
@@ -89,13 +95,13 @@ def _positions(node: Any, target: Any, divisor: Size) -> Size | None:
 def _index_select(trace: Trace, node: fx.Node) -> Form:
     source, dim, index = arguments(node)
     dim %= len(trace[source].dims)
-    return _looked_up(trace, node, look_up(node, trace[source], dim, trace[index], wraps=False))
+    return _looked_up(trace, node, look_up(node, _along(trace, source, dim), dim, trace[index], wraps=False))
 
 
 @handles(aten.embedding.default)
 def _embedding(trace: Trace, node: fx.Node) -> Form:
     source, index = arguments(node)[:2]
-    return _looked_up(trace, node, look_up(node, trace[source], 0, trace[index], wraps=False))
+    return _looked_up(trace, node, look_up(node, _along(trace, source, 0), 0, trace[index], wraps=False))
 
 
 @handles(aten.gather.default)

@@ -2,6 +2,7 @@
 
 Before   k = cat(latent @ W_UK, k_rope), v = latent @ W_UV, o = softmax(q k^T) v
 After    absorbed   o = latent_attention(q_nope @ W_UK, q_rope, latent, k_rope) @ W_UV
+                    o = paged_latent_attention(q_nope @ W_UK, q_rope, pages, block_table) @ W_UV, of pages
          chunked    o = expanded_attention(q, latent, k_rope, W_UK, W_UV)
          sparse     o = sparse_latent_attention(q_nope @ W_UK, q_rope, latent, k_rope, indices) @ W_UV
 """
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .axes import Dim, Read
+from .axes import Dim, Read, Unaligned
 from .mask import Meaning
 from .materialize import read_as, realizer, symbols_of, tellers, write_as
+from .pages import Pages
 from .seen import Seen
 from .signature import signature
 from .site import Site
@@ -35,16 +37,18 @@ class Rewriter:
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._traced: dict[Hashable, fx.Graph] = {}
 
-    def __call__(self, site: Site, meaning: Meaning, path: str) -> fx.Node:
+    def __call__(self, site: Site, meaning: Meaning, path: str, pages: Pages | None = None) -> fx.Node:
         """Replace a site by its absorbed, chunked or sparse form; returns the node that holds the new output.
+
+        With `pages` the absorbed form reads the site's keys there.
 
         Raises:
             Unaligned: if the graph does not tell the sizes that this takes; the graph is as it was.
         """
-        emit = _Emit(site, meaning, path, self.workspace_tokens)
+        emit = _Emit(site, meaning, path, self.workspace_tokens, pages)
         arguments = [self._replaced.get(node, node) for node in emit.sources]
         key = (
-            signature(site, emit.seen, path, emit.sources),
+            signature(site, emit.seen, path, emit.sources, pages),
             tuple(source in self._replaced for source in emit.sources),
         )
         if key not in self._traced:
@@ -85,11 +89,12 @@ def inline(graph: fx.Graph, inner: fx.Graph, arguments: Sequence[fx.Node], origi
 class _Emit:
     """The torch code of a rewritten site, as a function of the tensors that it reads."""
 
-    def __init__(self, site: Site, meaning: Meaning, path: str, workspace_tokens: int) -> None:
-        self.site, self.path, self.workspace_tokens = site, path, workspace_tokens
+    def __init__(self, site: Site, meaning: Meaning, path: str, workspace_tokens: int, pages: Pages | None) -> None:
+        self.site, self.path, self.workspace_tokens, self.pages = site, path, workspace_tokens, pages
         self.seen = Seen(site, meaning)
-        reads = [site.latent, site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
-        reads += [read for rope in site.ropes for read in (rope.query.read, rope.key.read)]
+        keys = [site.latent, *(rope.key.read for rope in site.ropes)]
+        reads = [*(keys if pages is None else pages.reads), site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
+        reads += [rope.query.read for rope in site.ropes]
         reads += self.seen.reads(path)
         reads += [sink.term.read for sink in site.attention.sinks]
         sources = [read.source for read in reads if read is not None and isinstance(read.source, fx.Node)]
@@ -97,6 +102,7 @@ class _Emit:
             *(symbols_of(read) for read in reads if read is not None),
             *(sympy.sympify(axis.size).free_symbols for dim in site.attention.dims for axis in dim),
             self.seen.symbols,
+            sympy.sympify(pages.length).free_symbols if pages is not None else (),
         )
         self.sources: list[fx.Node] = list(dict.fromkeys([*sources, *tellers(site.node, symbols)]))
 
@@ -121,9 +127,16 @@ class _Emit:
             ],
             q_nope,
         )
-        latent = read(site.latent, site.batch, keys, site.rank)
-        k_rope = self._ropes([read(r.key.read, site.batch, keys, r.summed) for r in site.ropes], latent)
+        if self.pages is None:
+            latent = read(site.latent, site.batch, keys, site.rank)
+            k_rope = self._ropes([read(r.key.read, site.batch, keys, r.summed) for r in site.ropes], latent)
+        else:
+            pool, rope = self.pages.layout, self.pages.rope
+            latent = read(self.pages.latent, *pool, site.rank)
+            k_rope = self._ropes([] if rope is None else [read(rope, *pool, site.ropes[0].summed)], latent)
         dtype = _together([q_nope, q_rope, latent, k_rope])
+        if self.pages is not None and (latent.dtype != dtype or k_rope.dtype != dtype):
+            raise Unaligned(f"{dtype} queries meet pages of {latent.dtype} and {k_rope.dtype}")
         q_nope, q_rope, latent, k_rope = (t.to(dtype) for t in (q_nope, q_rope, latent, k_rope))
         sparse = self.path == "sparse"
         seen, offset = self.seen.indices(read, realize) if sparse else self.seen.mask(read, realize)
@@ -143,6 +156,14 @@ class _Emit:
             if sparse:
                 uniform = self.seen.meaning.uniform_when_empty
                 o, lse = torch.ops.mla.sparse_latent_attention(*operands, seen, None, offset, scale, uniform)
+            elif self.pages is not None:
+                table = read(self.pages.table, site.batch, (self.pages.page,))
+                if self.pages.wraps:  # a naive read counts negative pages from the end
+                    table = torch.where(table < 0, table + latent.shape[0], table)
+                length: Any = realize(self.pages.length)
+                lengths = table.new_full((table.shape[0],), length)
+                causal = offset is not None
+                o, lse = torch.ops.mla.paged_latent_attention(*operands, table, lengths, causal, scale, mask=seen)
             else:
                 o, lse = torch.ops.mla.latent_attention(*operands, seen, offset, scale)
             if w_uv is not None:

@@ -10,21 +10,23 @@ import torch
 from torch import fx
 
 from .axes import Axis
+from .pages import Pages
 from .seen import Seen
 from .site import Site
 
 
-def signature(site: Site, seen: Seen, path: str, sources: Sequence[fx.Node]) -> Hashable:
+def signature(site: Site, seen: Seen, path: str, sources: Sequence[fx.Node], pages: Pages | None = None) -> Hashable:
     """Equal for two sites whose reads, layouts, scales and masks differ in nothing but which nodes and axes they name.
 
-    `sources` are the nodes that the site reads, in the order in which its code takes them.
+    `sources` are the nodes that the site reads, in the order in which its code takes them; `pages` where its keys are.
     """
     attention = site.attention
     sinks = [(s.term.read, s.keys, s.factor) for s in attention.sinks]
-    pieces = [(p.query.read, p.key.read, p.summed, p.scale) for p in site.ropes]
+    pieces = [(p.query.read, p.summed, p.scale) for p in site.ropes]
     said = (
         (site.batch, site.tokens, site.heads, site.rank, attention.keys, attention.columns, attention.dims),
-        (site.latent, site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces),
+        (() if pages is not None else (site.latent, [p.key.read for p in site.ropes]), pages),
+        (site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces),
         site.biases,
         (path, seen.said(path), sinks, attention.strict_rows, _value(attention.node.meta["val"])),
         [_value(source.meta["val"]) for source in sources],

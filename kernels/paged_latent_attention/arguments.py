@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...errors import KernelError
-from ..checks import check_alike, check_rank, check_shapes
+from ..checks import check_alike, check_mask, check_rank, check_shapes
 
 OP = "paged_latent_attention"
 FP8 = torch.float8_e4m3fn
@@ -21,6 +21,7 @@ def check_arguments(
     seq_lens: Tensor,
     latent_scales: Tensor | None,
     split_tokens: int | None,
+    mask: Tensor | None = None,
 ) -> None:
     """Check shapes, dtypes and devices, and on CPU lengths and pages. Raises: KernelError."""
     check_rank(OP, "q_latent", q_latent, "B Sq N L")
@@ -52,8 +53,15 @@ def check_arguments(
         raise KernelError(f"mla::{OP}: expected a page_size of at least 1, found {dims['page_size']}")
     if split_tokens is not None and split_tokens < 1:
         raise KernelError(f"mla::{OP}: expected split_tokens of at least 1, found {split_tokens}")
+    if mask is not None:
+        check_mask(OP, mask, (dims["B"], dims["N"], dims["Sq"], mask.shape[-1]), q_latent.device)
     if block_table.is_cpu:
         _check_values(block_table, seq_lens, latent_pages.shape[0], latent_pages.shape[1])
+        if mask is not None and mask.shape[-1] != 1 and len(seq_lens) and int(seq_lens.max()) > mask.shape[-1]:
+            raise KernelError(
+                f"mla::{OP}: expected a mask over at least seq_lens.max() = {int(seq_lens.max())} keys, "
+                f"found {list(mask.shape)}"
+            )
 
 
 def _check_fp8(

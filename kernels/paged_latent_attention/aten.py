@@ -35,12 +35,14 @@ def paged_latent_attention_aten(
     scale: float,
     latent_scales: Tensor | None = None,
     split_tokens: int | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`mla::paged_latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors.
 
     Sequences are computed alone, so every `split_tokens` gives results that do not depend on the batch.
     """
-    check_arguments(q_latent, q_rope, latent_pages, rope_pages, block_table, seq_lens, latent_scales, split_tokens)
+    tensors = q_latent, q_rope, latent_pages, rope_pages, block_table, seq_lens
+    check_arguments(*tensors, latent_scales, split_tokens, mask)
     batch, queries, heads, _ = q_latent.shape
     page_size = latent_pages.shape[1]
     capacity = block_table.shape[1] * page_size
@@ -56,11 +58,11 @@ def paged_latent_attention_aten(
             positions = torch.arange(start, min(start + chunk, length), device=block_table.device)
             page, row = _place(block_table[b], positions, page_size, seq_lens[b])
             latent, k_rope = _load(latent_pages, rope_pages, latent_scales, page, row, dtype)
-            mask, causal_offset = None, length - queries - start if causal else None
+            visible, causal_offset = _part_of(mask, b, positions), length - queries - start if causal else None
             if not seq_lens.is_cpu:
-                mask, causal_offset = _seen(positions, queries, seq_lens[b], causal), None
+                visible, causal_offset = _both(_seen(positions, queries, seq_lens[b], causal), visible), None
             part = torch.ops.mla.latent_attention(
-                q[0][this], q[1][this], latent[None], k_rope[None], mask, causal_offset, scale
+                q[0][this], q[1][this], latent[None], k_rope[None], visible, causal_offset, scale
             )
             if start:
                 part = torch.ops.mla.merge_states(o[this], lse[this], *part)
@@ -82,6 +84,21 @@ def _seen(positions: Tensor, queries: int, length: Tensor, causal: bool) -> Tens
     if causal:
         last = last - torch.arange(queries - 1, -1, -1, device=positions.device)[:, None]
     return (positions <= last).expand(1, 1, queries, -1)
+
+
+def _part_of(mask: Tensor | None, b: int, positions: Tensor) -> Tensor | None:
+    """What a mask says of sequence b at some positions, `[1, N|1, Sq|1, C|1]`."""
+    if mask is None:
+        return None
+    own = mask if mask.shape[0] == 1 else mask[b : b + 1]
+    return own if own.shape[3] == 1 else own.index_select(3, positions.clamp(max=own.shape[3] - 1))
+
+
+def _both(seen: Tensor, mask: Tensor | None) -> Tensor:
+    """A bool mask and any other in one."""
+    if mask is None:
+        return seen
+    return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
 
 
 def _load(

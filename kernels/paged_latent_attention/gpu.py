@@ -1,6 +1,6 @@
 """What CUDA and ROCm tensors get: the Triton kernel, which is imported at the first call.
 
-ATen operations take over for float64 and for pages whose rows are not dense.
+ATen operations take over for float64, with a mask, and for pages whose rows are not dense.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ def paged_latent_attention_gpu(
     scale: float,
     latent_scales: Tensor | None = None,
     split_tokens: int | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`mla::paged_latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
     tensors = q_latent, q_rope, latent_pages, rope_pages, block_table, seq_lens
-    check_arguments(*tensors, latent_scales, split_tokens)
-    if not suits(q_latent, latent_pages, rope_pages):
-        return paged_latent_attention_aten(*tensors, causal, scale, latent_scales, split_tokens)
+    check_arguments(*tensors, latent_scales, split_tokens, mask)
+    if mask is not None or not suits(q_latent, latent_pages, rope_pages):
+        return paged_latent_attention_aten(*tensors, causal, scale, latent_scales, split_tokens, mask)
     from .._common.machine import present
     from .triton import paged_latent_attention_triton
 

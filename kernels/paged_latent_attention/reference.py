@@ -18,6 +18,7 @@ def paged_latent_attention_reference(
     causal: bool,
     scale: float,
     latent_scales: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`mla::paged_latent_attention` in the dtype of the queries, float64 included; lse keeps that dtype.
 
@@ -28,9 +29,12 @@ def paged_latent_attention_reference(
         this = slice(b, b + 1)
         latent, k_rope = keys(latent_pages, rope_pages, block_table[b], length, q_latent.dtype, latent_scales)
         causal_offset = length - q_latent.shape[1] if causal else None
+        own = None if mask is None else mask.expand(len(seq_lens), -1, -1, -1)[this]
+        if own is not None and own.shape[3] != 1:
+            own = own[..., :length]
         results.append(
             latent_attention_reference(
-                q_latent[this], q_rope[this], latent[None], k_rope[None], None, causal_offset, scale
+                q_latent[this], q_rope[this], latent[None], k_rope[None], own, causal_offset, scale
             )
         )
     if not results:

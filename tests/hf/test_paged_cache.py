@@ -91,6 +91,10 @@ def test_compiled_generation_is_eagers_in_few_compilations_and_one_graph(search)
     assert not torch._dynamo.utils.counters["graph_break"]
     assert len(mla_compile.reports()) <= 4
     assert all(report.rewritten == 2 for report in mla_compile.reports())
+    sites = [site for report in mla_compile.reports() for site in report.sites]
+    decodes = [site for site in sites if site.path == "absorbed"]
+    assert decodes
+    assert all(site.reason.endswith("reads the pages") for site in decodes)
 
 
 @pytest.mark.usefixtures("without_codegen")

@@ -153,3 +153,34 @@ def test_refuses(position, wrong, message):
     arguments[position] = wrong
     with pytest.raises(KernelError, match=message):
         paged_latent_attention(*arguments)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 3, 129), (4, 3, 1, 129), (4, 1, 3, 1)], ids=["keys", "heads", "queries"])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_is_that_of_attention_over_each_sequence(kind, shape, causal, monkeypatch):
+    monkeypatch.setattr(aten, "_CHUNK_ELEMENTS", 40 * 40)  # several chunks of keys
+    x = make_paged(*SIZES["several tokens"])
+    mask = torch.rand(shape) < 0.7 if kind == "bool" else torch.randn(shape)
+    o, lse = paged_latent_attention(*x.arguments, causal, x.scale, mask=mask)
+    d = x.double()
+    more = mask if kind == "bool" else mask.double()
+    exact = paged_latent_attention_reference(*d.arguments, causal, x.scale, mask=more)
+    _, queries, _, rank = x.q_latent.shape
+    for b, length in enumerate(x.seq_lens.tolist()):
+        cache = contiguous_cache(d, b)[None]
+        own = more.expand(4, -1, -1, -1)[b : b + 1]
+        own = own if own.shape[3] == 1 else own[..., :length]
+        q = d.q_latent[b : b + 1], d.q_rope[b : b + 1]
+        offset = length - queries if causal else None
+        expected = latent_attention_reference(*q, cache[..., :rank], cache[..., rank:], own, offset, x.scale)
+        torch.testing.assert_close(exact[0][b : b + 1], expected[0], rtol=0, atol=ATOL)
+    single = paged_latent_attention_reference(*x.arguments, causal, x.scale, mask=mask)
+    assert_as_close_as(single[0], o, exact[0])
+    torch.testing.assert_close(lse, exact[1].float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_mask_over_too_few_keys_is_refused():
+    x = make_paged(*SIZES["several tokens"])
+    with pytest.raises(KernelError, match=r"expected a mask over at least seq_lens.max\(\) = 129 keys"):
+        paged_latent_attention(*x.arguments, True, x.scale, mask=torch.ones(1, 1, 3, 128, dtype=torch.bool))

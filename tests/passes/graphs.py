@@ -64,6 +64,20 @@ class _Run(fx.Interpreter):
                 nope = torch.einsum("bsnp,npl,btl->bnst", q_nope, w_uk, latent)
                 weights, lse = _softmax(nope + _dot(q_rope, k_rope), *rest)
                 return torch.einsum("bnst,btl,nvl->bsnv", weights, latent, w_uv), lse
+            case torch.ops.mla.paged_latent_attention.default:
+                q_latent, q_rope, latent_pages, rope_pages, table, seq_lens, causal, scale, *rest = args
+                latent, k_rope = latent_pages[table].flatten(1, 2), rope_pages[table].flatten(1, 2)
+                last = seq_lens[:, None, None] - 1
+                if causal:
+                    last = last - torch.arange(q_latent.shape[1] - 1, -1, -1)[:, None]
+                seen = (torch.arange(latent.shape[1]) <= last)[:, None]
+                mask = rest[2] if rest else None
+                if mask is not None:
+                    more = latent.shape[1] - mask.shape[3] if mask.shape[3] != 1 else 0
+                    mask = torch.nn.functional.pad(mask, (0, more))
+                    seen = seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+                weights, lse = _softmax(_dot(q_latent, latent) + _dot(q_rope, k_rope), seen, None, scale)
+                return torch.einsum("bnst,btl->bsnl", weights, latent), lse
             case torch.ops.mla.per_head_matmul.default:
                 return torch.einsum("bsni,nio->bsno", *args)
         return super().call_function(target, args, kwargs)

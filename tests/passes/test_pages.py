@@ -1,0 +1,210 @@
+"""Caches in pages, read in any spelling: one op over the pool, nothing gathered; and what looks like it and is not."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from mla_compile.passes.trace import Trace, aten, is_tensor
+
+from tests.errors import assert_as_close_as_eager
+from tests.passes.graphs import capture, rewrite, run, values
+from tests.passes.meaning import World
+
+N, L, P, R, V = 4, 16, 12, 8, 10
+PAGE_SIZE, LENGTH = 4, 10
+PAGED = torch.ops.mla.paged_latent_attention.default
+GATHERS = (aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.gather.default)
+
+
+def attend(q, tokens, weight, mask=None, causal=False):
+    """Naive MLA of queries `[B, N, Sq, P + R]` over tokens `[B, T, L + R]`."""
+    latent, k_rope = tokens.split([L, R], dim=-1)
+    k_nope, v = (latent @ weight.T).unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], dim=-1)
+    k = torch.cat([k_nope, k_rope[:, None].expand(-1, N, -1, -1)], dim=-1)
+    return torch.ops.mla.sealed_attention(q, k, v, mask, 0.0, causal, None, False)
+
+
+def inputs(batch=2, queries=1, page_size=PAGE_SIZE):
+    """Queries, a pool of 9 pages, a table of 3 a sequence, one of which is named from the end, and the weight."""
+    table = torch.tensor([[1, 5, 2], [8, -9, 3]])[:batch]
+    pool = torch.randn(9, page_size, L + R)
+    return torch.randn(batch, N, queries, P + R), pool, table, torch.randn(N * (P + V), L) / L**0.5
+
+
+def forward(table):
+    """The same pages for what takes no negative number."""
+    return table.remainder(9)
+
+
+def positions():
+    return torch.arange(LENGTH)
+
+
+def slots(table):
+    return table[:, positions() // PAGE_SIZE] * PAGE_SIZE + positions() % PAGE_SIZE
+
+
+READS = {
+    "flattened": lambda pool, table: pool[table].flatten(1, 2),
+    "viewed": lambda pool, table: pool[table].view(table.shape[0], -1, L + R),
+    "the first keys": lambda pool, table: pool[table].flatten(1, 2)[:, :LENGTH],
+    "the first entries": lambda pool, table: pool[table[:, :2]].flatten(1, 2)[:, :7],
+    "position by position": lambda pool, table: pool[table[:, positions() // PAGE_SIZE], positions() % PAGE_SIZE],
+    "slots": lambda pool, table: pool.flatten(0, 1)[slots(forward(table))],
+    "slots by index_select": lambda pool, table: (
+        pool.flatten(0, 1).index_select(0, slots(forward(table)).flatten()).view(table.shape[0], LENGTH, L + R)
+    ),
+    "index_select": lambda pool, table: pool.index_select(0, forward(table).flatten()).view(table.shape[0], -1, L + R),
+    "embedding": lambda pool, table: F.embedding(forward(table), pool.flatten(1)).view(table.shape[0], -1, L + R),
+    "a layer of many": lambda pool, table: torch.stack([pool, pool + 1])[1][table].flatten(1, 2),
+}
+
+
+def gathered_bytes(module):
+    """What the gathers of a graph make of floating numbers, in elements."""
+    gathers = [node.meta["val"] for node in module.graph.nodes if node.target in GATHERS]
+    return sum(value.numel() for value in gathers if value.is_floating_point())
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_keys_in_pages_are_read_there(read, batch):
+    tensors = inputs(batch)
+    module = capture(lambda q, pool, table, weight: attend(q, read(pool, table), weight), *tensors)
+    eager = run(module, *tensors)
+    exact = run(module, *(t.double() if t.is_floating_point() else t for t in tensors))
+    (outcome,) = rewrite(module)
+    assert outcome.path == "absorbed"
+    assert outcome.reason.endswith("reads the pages")
+    assert [node.target for node in module.graph.nodes].count(PAGED) == 1
+    assert gathered_bytes(module) == 0
+    assert_as_close_as_eager(run(module, *tensors), eager, exact)
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_what_the_trace_says_of_a_lookup_is_what_it_reads(read):
+    pool, table = inputs()[1:3]
+    module = capture(read, pool, table)
+    trace, results = Trace(module.graph), values(module, pool, table)
+    world = World({node: value.double().numpy() for node, value in results.items() if is_tensor(node)})
+    assert trace.lookups
+    for node, lookup in trace.lookups.items():
+        form = trace[node]
+        world.check(form, world.tensors[node])
+        grids = world.grids(form)
+        if lookup.flat is not None:
+            keys = grids[lookup.flat.keys]
+            size = world.number(lookup.flat.row.size)
+            grids |= {lookup.flat.page: keys // size, lookup.flat.row: keys % size}
+        entry = world.read(lookup.table, grids).astype(int)
+        entry = np.where(lookup.wraps & (entry < 0), entry + world.number(lookup.entry.size), entry)
+        found = world.read(lookup.pages, grids | {lookup.entry: entry})
+        assert np.all(world.element(form, found) == world.tensors[node])
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_masks_go_with_the_pages(queries):
+    tensors = (*inputs(queries=queries), torch.tensor([7, 2]))
+
+    def decode(q, pool, table, weight, lengths):
+        keys = torch.arange(3 * PAGE_SIZE)
+        last = lengths[:, None, None] + torch.arange(queries)[:, None]
+        return attend(q, pool[table].flatten(1, 2), weight, mask=(keys <= last)[:, None])
+
+    module = capture(decode, *tensors)
+    eager = run(module, *tensors)
+    exact = run(module, *(t.double() if t.is_floating_point() else t for t in tensors))
+    (outcome,) = rewrite(module)
+    assert outcome.reason.endswith("reads the pages")
+    assert gathered_bytes(module) == 0
+    assert_as_close_as_eager(run(module, *tensors), eager, exact)
+
+
+def test_a_causal_limit_that_ends_at_the_last_key_goes_with_the_pages():
+    tensors = inputs(queries=3 * PAGE_SIZE)
+    module = capture(lambda q, p, t, w: attend(q, p[t].flatten(1, 2), w, causal=True), *tensors)
+    eager = run(module, *tensors)
+    (outcome,) = rewrite(module)
+    assert outcome.reason.endswith("reads the pages")
+    torch.testing.assert_close(run(module, *tensors), eager, rtol=1e-4, atol=1e-4)
+
+
+def test_many_queries_gather_the_latents_and_say_so():
+    tensors = inputs(queries=9)
+    module = capture(lambda q, p, t, w: attend(q, p[t].flatten(1, 2), w), *tensors)
+    eager = run(module, *tensors)
+    (outcome,) = rewrite(module, path="chunked")
+    assert outcome.reason.endswith("what the pages hold is gathered first")
+    assert gathered_bytes(module) == 2 * 3 * PAGE_SIZE * (L + R)
+    torch.testing.assert_close(run(module, *tensors), eager, rtol=1e-4, atol=1e-4)
+
+
+def from_the_middle(pool, table):
+    return pool[table].flatten(1, 2)[:, 2:]
+
+
+def pages_of_each_sequence(pool, table):
+    return torch.stack([pool, pool + 1])[torch.arange(2)[:, None], forward(table)].flatten(1, 2)
+
+
+def rows_before_pages(pool, table):
+    return pool[table].transpose(1, 2).reshape(table.shape[0], -1, L + R)
+
+
+def scaled(pool, table):
+    return pool[table].flatten(1, 2) * 0.5
+
+
+def another_page_size(pool, table):
+    return pool[table[:, positions() // 5], positions() % 4]
+
+
+def rows_apart(pool, table):
+    return pool[table[:, positions() // PAGE_SIZE], (positions() + 1) % PAGE_SIZE]
+
+
+NEAR_MISSES = [from_the_middle, pages_of_each_sequence, rows_before_pages, scaled, another_page_size, rows_apart]
+
+
+@pytest.mark.parametrize("read", NEAR_MISSES)
+def test_what_is_not_the_first_keys_of_one_pool_is_gathered(read):
+    tensors = inputs()
+    module = capture(lambda q, pool, table, weight: attend(q, read(pool, table), weight), *tensors)
+    eager = run(module, *tensors)
+    (outcome,) = rewrite(module)
+    assert PAGED not in [node.target for node in module.graph.nodes]
+    assert outcome.path == "absorbed"
+    torch.testing.assert_close(run(module, *tensors), eager, rtol=1e-4, atol=1e-4)
+
+
+def test_rope_keys_of_another_table_are_gathered():
+    q, pool, table, weight = inputs()
+
+    def decode(q, pool, table, other, weight):
+        tokens = torch.cat([pool[table][..., :L], pool[other][..., L:]], dim=-1).flatten(1, 2)
+        return attend(q, tokens, weight)
+
+    tensors = q, pool, table, table.flip(1), weight
+    module = capture(decode, *tensors)
+    eager = run(module, *tensors)
+    rewrite(module)
+    assert PAGED not in [node.target for node in module.graph.nodes]
+    torch.testing.assert_close(run(module, *tensors), eager, rtol=1e-4, atol=1e-4)
+
+
+def test_rope_keys_may_have_a_pool_of_their_own():
+    q, pool, table, weight = inputs()
+
+    def decode(q, latents, ropes, table, weight):
+        latent, k_rope = latents[table].flatten(1, 2), ropes[table].flatten(1, 2)
+        k_nope, v = (latent @ weight.T).unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], dim=-1)
+        k = torch.cat([k_nope, k_rope[:, None].expand(-1, N, -1, -1)], dim=-1)
+        return torch.ops.mla.sealed_attention(q, k, v, None, 0.0, False, None, False)
+
+    tensors = q, pool[..., :L].contiguous(), pool[..., L:].contiguous(), table, weight
+    module = capture(decode, *tensors)
+    eager = run(module, *tensors)
+    (outcome,) = rewrite(module)
+    assert outcome.reason.endswith("reads the pages")
+    assert gathered_bytes(module) == 0
+    torch.testing.assert_close(run(module, *tensors), eager, rtol=1e-4, atol=1e-4)
