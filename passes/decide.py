@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import sympy
 import torch
+from sympy.core.relational import Relational
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_compile.cost import Decision, Device, Dims, Path, choose
@@ -51,12 +52,14 @@ def decide(
     element_size = site.node.meta["val"].element_size()
     symbols = sorted({s for size in (*sizes.values(), topk or 1) for s in sympy.sympify(size).free_symbols}, key=str)
     hints = tuple((symbol, hint_of(symbol, environment)) for symbol in symbols) if environment is not None else ()
+    topk, bounds = (None, ()) if topk is None else _least(topk, dict(hints))
     paths: tuple[Path, ...] = ("absorbed",) if by_hand else ("absorbed", "chunked")
     decision = _choose(tuple(sizes.items()), topk, paths, device, element_size, workspace_tokens, hints)
     if decision.path == "chunked":
         _refuse_wide_latent(site, sizes)
-    guards = tuple(str(condition) for condition in decision.conditions)
-    for condition in decision.conditions:
+    conditions = (*decision.conditions, *bounds)
+    guards = tuple(str(condition) for condition in conditions)
+    for condition in conditions:
         assert environment is not None
         holds = bool(torch.SymBool(_guarded(environment, condition)))
         assert holds, f"the cost model's condition {condition} does not hold at its own hints"
@@ -71,6 +74,14 @@ _KINDS: dict[Path, str] = {
     "chunked": "many queries meet many keys",
     "sparse": "each query names few of many keys",
 }
+
+
+def _least(topk: Size, hints: dict[sympy.Symbol, int]) -> tuple[Size, tuple[Relational, ...]]:
+    """The number of named keys, and where that holds: of `min(k, T)` the one that it is at the hints."""
+    if isinstance(topk, int) or type(topk).__name__ != "Min":  # sympy's or torch's
+        return topk, ()
+    least, *others = sorted(topk.args, key=lambda size: size.subs(hints))
+    return least, tuple(sympy.Ge(other, least) for other in others)
 
 
 @lru_cache(maxsize=256)
