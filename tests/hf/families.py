@@ -108,13 +108,18 @@ def _bailing_hybrid() -> nn.Module:
 
 @dataclass(frozen=True)
 class Family:
-    """A model type of transformers; `sites` counts its model's MLA attentions."""
+    """A model type of transformers; `sites` counts its model's MLA attentions.
+
+    `counts` says that the model asks for sizes that depend on data between up-projection and attention, so that the two
+    are in one graph only with `torch._dynamo.config.capture_dynamic_output_shape_ops`.
+    """
 
     name: str
     build: Callable[[], nn.Module]
     sites: int = 2
     attentions: tuple[str, ...] = ("sdpa", "eager")
     caches: tuple[str, ...] = ("dynamic", "static")
+    counts: bool = False
 
 
 FLEX = ("sdpa", "eager", "flex_attention")
@@ -135,7 +140,7 @@ FAMILIES = {
         Family("deepseek_v32", lambda: hf.DeepseekV32ForCausalLM(hf.DeepseekV32Config(**ROUTED, **INDEXER))),
         Family("glm4_moe_lite", lambda: hf.Glm4MoeLiteForCausalLM(hf.Glm4MoeLiteConfig(**ROUTED)), attentions=FLEX),
         Family("glm_moe_dsa", lambda: hf.GlmMoeDsaForCausalLM(hf.GlmMoeDsaConfig(**ROUTED, **SHARED_INDEXER))),
-        Family("glm5_next", _glm5_next, sites=1),
+        Family("glm5_next", _glm5_next, sites=1, counts=True),
         Family("kimi_linear", _kimi_linear, sites=1),
         Family("longcat_flash", _longcat_flash, attentions=FLEX),
         Family("minicpm3", lambda: hf.MiniCPM3ForCausalLM(hf.MiniCPM3Config(**PLAIN)), attentions=FLEX),
@@ -263,7 +268,8 @@ def table() -> list[str]:
         found: dict[tuple[str, ...], tuple[str, ...]] = {}
         for attention in rewritten_attentions(family):
             torch._dynamo.reset()
-            _, reports = watched(build(family, attention), "dynamic", some_ids())
+            with interpreted(family):
+                _, reports = watched(build(family, attention), "dynamic", some_ids())
             paths = tuple(path_of(report) for report in reports)
             found[paths] = (*found.get(paths, ()), attention)
         lines += [row(family, attentions, paths) for paths, attentions in found.items()]
@@ -271,7 +277,7 @@ def table() -> list[str]:
 
 
 @contextlib.contextmanager
-def interpreted() -> Iterator[None]:
+def interpreted(family: Family) -> Iterator[None]:
     """Run what the passes and the retrace made as it is, decided for one device, on any machine."""
 
     def interpret(module: torch.fx.GraphModule, inputs: object, **kwargs: object) -> object:
@@ -287,10 +293,11 @@ def interpreted() -> Iterator[None]:
         mock.patch.object(backend, "_compile_fx", compile_rewritten),
         mock.patch.object(device_rates, "measured", return_value=DEVICE),
         functorch_config.patch(enable_autograd_cache=False),
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=family.counts),
     ):
         yield
 
 
 if __name__ == "__main__":
-    with interpreted(), torch.no_grad():
+    with torch.no_grad():
         print("\n".join(table()))

@@ -52,8 +52,10 @@ def readme_table() -> dict[tuple[str, str], list[str]]:
 
 
 @pytest.fixture(autouse=True)
-def on_any_machine() -> Iterator[None]:
-    with interpreted():
+def on_any_machine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the settings of the test's family."""
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    with interpreted(parameters.get("family", FAMILIES["youtu"])):
         yield
 
 
