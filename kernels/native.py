@@ -21,15 +21,22 @@ _CONFIG = {
 }
 
 
+VECTOR, ATTEND = (Path(__file__).with_name(name) for name in ("vector.h", "attend.h"))
+
+
 @cache
-def load(source: Path, argtypes: tuple[str, ...]) -> Callable[..., None] | None:
-    """The function `kernel` of a C++ file: pointers take tensors, the rest numbers. None where it cannot be built."""
+def load(sources: tuple[Path, ...], argtypes: tuple[str, ...]) -> Callable[..., None] | None:
+    """The function `kernel` of C++ files taken as one, headers first: pointers take tensors, the rest numbers.
+
+    None where it cannot be built.
+    """
     from torch._inductor import config
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     try:
         with config.patch(_CONFIG):
-            return CppPythonBindingsCodeCache.load_pybinding(list(argtypes), source.read_text())
+            text = "\n".join(source.read_text() for source in sources)
+            return CppPythonBindingsCodeCache.load_pybinding(list(argtypes), text)
     except Exception as error:  # a compiler that is missing, old or broken: there is another way to the same result
-        _log.info("no native kernel from %s: %s", source, error)
+        _log.info("no native kernel from %s: %s", sources[-1], error)
         return None

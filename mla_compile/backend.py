@@ -33,6 +33,7 @@ from mla_compile.passes.pipeline import Pipeline
 
 from . import options as option_parser
 from .errors import StrictError
+from .one_row import mm_of_one_row
 from .options import Options
 from .report import Report, record
 from .seal import seal, unseal
@@ -180,7 +181,11 @@ def _compile_fx(module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Callab
 def retrace(module: fx.GraphModule) -> fx.GraphModule:
     """Trace a rewritten graph again with Inductor's decompositions, and run the passes of Inductor that come first."""
     placeholders = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-    table = {**select_decomp_table(), torch.ops.mla.sealed_attention.default: unseal}
+    table = {
+        **select_decomp_table(),
+        torch.ops.mla.sealed_attention.default: unseal,
+        torch.ops.aten.mm.default: mm_of_one_row,
+    }
     mode = detect_fake_mode(placeholders)
     with torch._C._DisableAutocast(), torch.fx.traceback.preserve_node_meta(), mode or contextlib.nullcontext():
         interpreter = fx.Interpreter(module)

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..native import load
+from ..native import ATTEND, VECTOR, load
 from ..visibility import Visibility, take
 from .aten import check_arguments, latent_attention_aten
 
 _MOST_ROWS = 256
 """Queries times heads up to which this is faster than matrix products."""
-_SOURCE = Path(__file__).with_name("native.cpp")
+_SOURCES = VECTOR, ATTEND, Path(__file__).with_name("native.cpp")
 _ARGUMENTS = ("const float*",) * 5 + ("float*",) * 2 + ("int64_t",) * 14 + ("float", "int64_t")
 
 Span = tuple[range, Visibility, range]
@@ -36,7 +36,7 @@ def latent_attention_cpu(
 ) -> tuple[Tensor, Tensor]:
     """`mla::latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
     check_arguments(q_latent, q_rope, latent, k_rope, mask)
-    kernel = load(_SOURCE, _ARGUMENTS) if _suits(q_latent, latent, k_rope) else None
+    kernel = load(_SOURCES, _ARGUMENTS) if _suits(q_latent, latent, k_rope) else None
     spans = _spans(q_latent, latent, mask, causal_offset) if kernel else None
     if kernel is None or spans is None:
         return latent_attention_aten(q_latent, q_rope, latent, k_rope, mask, causal_offset, scale)

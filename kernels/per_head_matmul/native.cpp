@@ -7,27 +7,9 @@
 // A task is a head's slice of outer columns. Where those are contiguous, STREAMS lines of the weight are added to the
 // output at a time; where the inner dim is contiguous, each output is a dot product with one line.
 
-#include <algorithm>
-#include <cstdint>
-#include <stdexcept>
-#include <type_traits>
-
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int64_t WIDTH = 16;
-#elif defined(__AVX__)
-constexpr int64_t WIDTH = 8;
-#else
-constexpr int64_t WIDTH = 4;
-#endif
 constexpr int64_t STREAMS = 4;  // lines read side by side: outputs are loaded and stored once for so many products
-
-typedef float vec __attribute__((vector_size(4 * WIDTH)));
-typedef float unaligned_vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-
-inline vec load(const float* from) { return *reinterpret_cast<const unaligned_vec*>(from); }
-inline void store(float* to, vec value) { *reinterpret_cast<unaligned_vec*>(to) = value; }
 
 // One head and `columns` of its outputs.
 struct Task {

@@ -11,20 +11,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..native import load
+from ..native import VECTOR, load
 from .aten import check_arguments, per_head_matmul_aten
 
 _MOST_ROWS = 4
 """Queries of all sequences up to which the weight's bytes and not the arithmetic take the time; `native.cpp` has one
 instance for each number."""
-_SOURCE = Path(__file__).with_name("native.cpp")
+_SOURCES = VECTOR, Path(__file__).with_name("native.cpp")
 _ARGUMENTS = ("const float*",) * 2 + ("float*",) + ("int64_t",) * 10
 
 
 def per_head_matmul_cpu(x: Tensor, weight: Tensor) -> Tensor:
     """`mla::per_head_matmul`; see `mla_compile.ops` for shapes, dtypes and errors."""
     check_arguments(x, weight)
-    kernel = load(_SOURCE, _ARGUMENTS) if _suits(x, weight) else None
+    kernel = load(_SOURCES, _ARGUMENTS) if _suits(x, weight) else None
     if kernel is None:
         return per_head_matmul_aten(x, weight)
     batch, query_count, heads, inner = x.shape

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mla_compile.kernels import visibility
-from mla_compile.kernels.expanded_attention import aten, expanded_attention_reference
+from mla_compile.kernels.expanded_attention import aten, chunks, expanded_attention_reference, native
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_compile.errors import KernelError
@@ -54,6 +54,7 @@ def test_reference_is_naive_mla(sizes, mask):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.usefixtures("implementation")
 def test_float32(sizes, mask):
     case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
     assert_right(make_inputs(sizes), case, workspace_tokens=32)
@@ -61,6 +62,7 @@ def test_float32(sizes, mask):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("implementation")
 def test_half_precision(dtype, mask):
     sizes = (2, 5, 60, 4, 64, 16, 8, 16)
     tensor, causal_offset = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
@@ -83,6 +85,7 @@ def test_float64(mask):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("workspace_tokens", [1, 7, 64, 70, 1000])
+@pytest.mark.usefixtures("implementation")
 def test_any_workspace(workspace_tokens, mask):
     sizes = (2, 41, 70, 3, 11, 7, 5, 9)
     case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
@@ -90,15 +93,17 @@ def test_any_workspace(workspace_tokens, mask):
 
 
 @pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.usefixtures("implementation")
 def test_tiles_of_queries_and_heads(monkeypatch, mask):
     monkeypatch.setattr(aten, "_QUERIES", 16)
-    monkeypatch.setattr(aten, "_MASKED_QUERIES", 8)
+    monkeypatch.setattr(chunks, "_MASKED_QUERIES", 8)
     monkeypatch.setattr(aten, "_TRIANGLE", 4)
-    monkeypatch.setattr(aten, "_HEADS", 2)
+    monkeypatch.setattr(chunks, "_HEADS", 2)
     sizes = (2, 41, 70, 3, 11, 7, 5, 9)
     assert_right(make_inputs(sizes), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], workspace_tokens=32)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_every_causal_offset():
     x = make_inputs((1, 9, 12, 2, 11, 7, 5, 9))
     for causal_offset in range(-10, 14):
@@ -106,6 +111,7 @@ def test_every_causal_offset():
             assert_right(x, (None, causal_offset), workspace_tokens)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_any_strides():
     x = make_inputs((2, 3, 40, 4, 24, 8, 8, 8)).map(lambda t: t.transpose(1, -1).contiguous().transpose(1, -1))
     assert not any(t.is_contiguous() for t in unpack(x))
@@ -116,9 +122,10 @@ def test_any_strides():
 
 @pytest.mark.parametrize("synchronous", [True, False])
 @pytest.mark.parametrize("queries", [1, 4, 60])
+@pytest.mark.usefixtures("implementation")
 def test_keys_that_no_query_sees_may_hold_nan(monkeypatch, queries, synchronous):
     monkeypatch.setattr(visibility, "reads_values", lambda mask: synchronous)
-    monkeypatch.setattr(aten, "reads_values", lambda mask: synchronous)
+    monkeypatch.setattr(chunks, "reads_values", lambda mask: synchronous)
     x = make_inputs((2, queries, 90, 4, 24, 8, 8, 8))
     written = (torch.arange(90) > 3) & (torch.arange(90) < 61) & (torch.arange(90) % 16 != 9)
     mask = written & (torch.rand(2, 1, queries, 90) < 0.7)
@@ -131,12 +138,17 @@ def test_keys_that_no_query_sees_may_hold_nan(monkeypatch, queries, synchronous)
 
 
 @pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.usefixtures("no_compiler")
 def test_without_flash_attention_and_without_looking_at_mask_values(monkeypatch, mask):
     monkeypatch.setattr(visibility, "reads_values", lambda mask: False)
-    monkeypatch.setattr(aten, "reads_values", lambda mask: False)
+    monkeypatch.setattr(chunks, "reads_values", lambda mask: False)
     monkeypatch.setattr(aten, "_attend", aten._attend_composed)
     sizes = (2, 41, 70, 3, 11, 7, 5, 9)
     assert_right(make_inputs(sizes), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], workspace_tokens=32)
+
+
+def test_the_kernel_builds_here():
+    assert native.load(native._SOURCES, native._ARGUMENTS) is not None
 
 
 class Largest(TorchDispatchMode):
@@ -153,11 +165,12 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("case", [(None, 0), (torch.ones(1, 1, 1024, 1024, dtype=torch.bool).tril(), None)])
+@pytest.mark.usefixtures("implementation")
 def test_memory_is_bounded(case):
     heads, workspace_tokens = 32, 64
     x = make_inputs((1, 1024, 1024, heads, 32, 16, 8, 16))
     with Largest() as largest:
-        aten.expanded_attention_aten(*unpack(x), *case, x.scale, workspace_tokens)
+        expanded_attention(*unpack(x), *case, x.scale, workspace_tokens)
     output = 1024 * heads * 16 * 4
     queries = 1024 * heads * 24 * 4
     # All keys expanded would take as much as the queries do, all scores 128 MiB: neither may exist.
@@ -199,6 +212,7 @@ def test_refuses(position, wrong, message):
 
 @pytest.mark.parametrize("fill", [-1e30, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("workspace_tokens", [1, 4, 11])
+@pytest.mark.usefixtures("implementation")
 def test_a_row_that_a_number_hides_everywhere_is_uniform(fill, workspace_tokens):
     q, latent, k_rope = torch.randn(1, 3, 2, 6), torch.randn(1, 11, 5), torch.randn(1, 11, 2)
     w_uk, w_uv = torch.randn(2, 4, 5), torch.randn(2, 3, 5)

@@ -1,0 +1,140 @@
+// Rows of queries attend to a block of keys, in registers: flash attention's inner step (Dao et al., 2022).
+//
+//     query  [panel, width, PANEL]    packed and scaled; a panel is PANEL rows
+//     scores [keys, rows]             rows lie in vector lanes: the softmax is lane by lane, no sum across a vector
+//     o      [rows, columns]          unnormalised; lanes are columns of the values
+//     m, total [rows]                 each row's greatest score so far and the sum of its weights relative to that
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int64_t ROWS = 8, COLUMNS = 2;  // of a tile of values: 16 of 32 registers accumulate
+#elif defined(__AVX__)
+constexpr int64_t ROWS = 4, COLUMNS = 2;  // 8 of 16
+#else
+constexpr int64_t ROWS = 4, COLUMNS = 4;  // 16 of 32
+#endif
+
+// `count` rows of numbers, `stride` apart.
+struct Lines {
+  const float* data;
+  int64_t stride;
+
+  const float* operator[](int64_t i) const { return data + i * stride; }
+};
+
+template <int64_t KEYS, int64_t VECTORS>
+struct Tile {
+  vec sum[KEYS][VECTORS] = {};
+
+  // Adds the products of KEYS keys [width] and a panel of rows [width, PANEL], TERMS of them in one sum.
+  template <int64_t TERMS>
+  void add(const float* const (&keys)[KEYS], const float* panel, int64_t width) {
+    for (int64_t begin = 0; begin < width; begin += TERMS) {
+      const int64_t end = std::min(begin + TERMS, width);
+      vec some[KEYS][VECTORS] = {};
+      for (int64_t i = begin; i < end; ++i) {
+        vec q[VECTORS];
+        for (int64_t v = 0; v < VECTORS; ++v) q[v] = load(panel + (i * VECTORS + v) * WIDTH);
+        for (int64_t k = 0; k < KEYS; ++k)
+          for (int64_t v = 0; v < VECTORS; ++v) some[k][v] += keys[k][i] * q[v];
+      }
+      for (int64_t k = 0; k < KEYS; ++k)
+        for (int64_t v = 0; v < VECTORS; ++v) sum[k][v] += some[k][v];
+    }
+  }
+};
+
+// Scores of one panel and `count` keys, given in two parts of `width` and `rope` numbers. The last tile repeats the
+// last key in place of those that are missing, so there is to be room for a multiple of KEYS.
+template <int64_t KEYS, int64_t VECTORS, int64_t TERMS>
+void score_panel(Lines keys, int64_t width, Lines ropes, int64_t rope, int64_t count, const float* panel,
+                 float* scores, int64_t stride) {
+  for (int64_t first = 0; first < count; first += KEYS) {
+    const float *of_key[KEYS], *of_rope[KEYS];
+    for (int64_t k = 0; k < KEYS; ++k) {
+      of_key[k] = keys[std::min(first + k, count - 1)];
+      of_rope[k] = ropes[std::min(first + k, count - 1)];
+    }
+    Tile<KEYS, VECTORS> tile;
+    tile.template add<TERMS>(of_key, panel, width);
+    tile.template add<TERMS>(of_rope, panel + width * VECTORS * WIDTH, rope);
+    for (int64_t k = 0; k < KEYS; ++k)
+      for (int64_t v = 0; v < VECTORS; ++v) store(scores + (first + k) * stride + v * WIDTH, tile.sum[k][v]);
+  }
+}
+
+// Scores [count, rows] become weights relative to the rows' new maximum; decay is what that makes of all summed so far.
+void soften(float* scores, int64_t stride, int64_t rows, int64_t count, float* m, float* total, float* decay) {
+  for (int64_t row = 0; row < rows; row += WIDTH) {
+    float* column = scores + row;
+    const vec m_old = load(m + row);
+    vec m_new = m_old;
+    for (int64_t k = 0; k < count; ++k) m_new = maximum(load(column + k * stride), m_new);
+    const vec shrunk = exp_of_nonpositive(m_old - m_new);
+    vec sum = {};
+    for (int64_t k = 0; k < count; ++k) {
+      const vec weight = exp_of_nonpositive(load(column + k * stride) - m_new);
+      store(column + k * stride, weight);
+      sum += weight;
+    }
+    store(m + row, m_new);
+    store(total + row, load(total + row) * shrunk + sum);
+    store(decay + row, shrunk);
+  }
+}
+
+// o [R, V vectors] = o * decay + weights [count, R] values [count, V vectors]
+template <int64_t R, int64_t V>
+inline void value_tile(float* o, int64_t o_stride, const float* decay, const float* weights, int64_t stride,
+                       Lines values, int64_t count) {
+  vec sum[R][V] = {};
+  for (int64_t k = 0; k < count; ++k) {
+    vec value[V];
+    for (int64_t v = 0; v < V; ++v) value[v] = load(values[k] + v * WIDTH);
+    for (int64_t r = 0; r < R; ++r)
+      for (int64_t v = 0; v < V; ++v) sum[r][v] += weights[k * stride + r] * value[v];
+  }
+  for (int64_t r = 0; r < R; ++r)
+    for (int64_t v = 0; v < V; ++v) {
+      float* to = o + r * o_stride + v * WIDTH;
+      store(to, load(to) * decay[r] + sum[r][v]);
+    }
+}
+
+// o [rows, columns] = o * decay + weights [count, rows] values [count, columns]
+struct Values {
+  float* o;
+  int64_t o_stride, rows, columns;
+  const float *decay, *weights;
+  int64_t stride;
+
+  void add(Lines values, int64_t count) const {
+    int64_t column = 0;
+    for (; column + COLUMNS * WIDTH <= columns; column += COLUMNS * WIDTH) add_vectors<COLUMNS>(values, column, count);
+    for (; column + WIDTH <= columns; column += WIDTH) add_vectors<1>(values, column, count);
+    for (; column < columns; ++column) add_column(values, column, count);
+  }
+
+ private:
+  template <int64_t V>
+  void add_vectors(Lines values, int64_t column, int64_t count) const {
+    const Lines from{values.data + column, values.stride};
+    int64_t row = 0;
+    for (; row + ROWS <= rows; row += ROWS)
+      value_tile<ROWS, V>(o + row * o_stride + column, o_stride, decay + row, weights + row, stride, from, count);
+    for (; row < rows; ++row)
+      value_tile<1, V>(o + row * o_stride + column, o_stride, decay + row, weights + row, stride, from, count);
+  }
+
+  void add_column(Lines values, int64_t column, int64_t count) const {
+    for (int64_t row = 0; row < rows; ++row) {
+      float sum = 0.0f;
+      for (int64_t k = 0; k < count; ++k) sum += weights[k * stride + row] * values[k][column];
+      float& to = o[row * o_stride + column];
+      to = to * decay[row] + sum;
+    }
+  }
+};
+
+}  // namespace

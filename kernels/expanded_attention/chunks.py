@@ -1,0 +1,215 @@
+"""Chunked MLA, whatever attends to a chunk: up-project, attend, and add to what earlier chunks gave.
+
+A sequence and a group of heads at a time, the keys and values of at most `workspace_tokens` tokens are up-projected
+into a workspace, every query that sees some of them attends to them, and the result is merged with what it has:
+
+    latent  [C, L]                      a view of the cache; a float32 copy of the chunk for half precision
+    k, v    [H, C, P + R], [H, C, V]    the workspace, float32 for half precision
+    o, lse  [H, Sq, V], [H, Sq]
+
+With a causal offset alone, chunks are cut so that each is either seen whole by all queries, or starts where some
+query's view ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import KernelError
+from ..checks import check_alike, check_mask, check_rank, check_shapes
+from ..visibility import Keys, Visibility, reads_values, split, take
+
+_HEADS = 16
+"""Heads at a time. Bounds the workspace of a model of 128 heads; the weights of 16 are a few MB in float32."""
+_MASKED_QUERIES = 256
+"""Queries at a time under a mask: a tile of a mask that hides all of it is skipped, so tiles are to be small."""
+_BIAS_ELEMENTS = 1 << 20
+"""Most elements of a mask turned into a bias at a time: 4 MiB in float32."""
+_SPACING = 8.0
+"""Where floats are this far apart, adding a score changes nothing that a softmax could show."""
+
+
+class Attend(Protocol):
+    """Attention of all queries to one chunk, merged into what earlier chunks gave."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visibility: Visibility,
+        chunk: Keys,
+        scale: float,
+        state: tuple[Tensor, Tensor],
+    ) -> None:
+        """q `[H, Sq, P + R]`, k `[H, C, P + R]`, v `[H, C, V]`; state, o `[H, Sq, V]` and lse `[H, Sq]`, in place.
+
+        All are of one dtype and have a last stride of 1.
+        """
+
+
+def attend_in_chunks(
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    mask: Tensor | None,
+    causal_offset: int | None,
+    scale: float,
+    workspace_tokens: int,
+    attend: Attend,
+) -> tuple[Tensor, Tensor]:
+    """`mla::expanded_attention` by `attend`; see `mla_compile.ops` for shapes, dtypes and errors."""
+    _check(q, latent, k_rope, w_uk, w_uv, mask, workspace_tokens)
+    batch, query_count, heads, _ = q.shape
+    q, mask, level = _leveled(q, mask)
+    o = q.new_zeros((batch, query_count, heads, w_uv.shape[1]))
+    lse = q.new_empty((batch, query_count, heads), dtype=torch.float32)
+    for b in range(batch):
+        for start in range(0, heads, _HEADS):
+            group = slice(start, start + _HEADS)
+            seen = mask
+            if seen is not None and seen.shape[0] != 1:
+                seen = seen[b : b + 1]
+            if seen is not None and seen.shape[1] != 1:
+                seen = seen[:, group]
+            _attend_sequence(
+                q[b, :, group].transpose(0, 1),
+                (latent[b], k_rope[b]),
+                (w_uk[group], w_uv[group]),
+                Visibility(seen, causal_offset, latent.shape[1], latent.device),
+                scale,
+                workspace_tokens,
+                attend,
+                out=(o[b, :, group].transpose(0, 1), lse[b, :, group].transpose(0, 1)),
+            )
+    return o, lse if level is None else lse.add_(level)
+
+
+def masked_tiles(
+    visibility: Visibility, chunk: Keys, query_count: int, dtype: torch.dtype
+) -> Iterator[tuple[range, Tensor | None]]:
+    """Queries of which some see some of the chunk's keys, and what the mask adds to their scores (None: nothing)."""
+    assert visibility.mask is not None
+    step = max(min(_MASKED_QUERIES, _BIAS_ELEMENTS // (visibility.mask.shape[1] * len(chunk))), 1)
+    for start in range(0, query_count, step):
+        queries = range(start, min(start + step, query_count))
+        bias = visibility.bias(queries, chunk, dtype)
+        if bias is None or not reads_values(bias) or not bool((bias == -torch.inf).all()):
+            yield queries, bias
+
+
+def _leveled(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Bring rows that finite numbers hide from every key up to 0: queries, mask, and what the rows' lse lacks now.
+
+    At -1e30 nothing is left of a score, so the queries may be 0, and nothing of how many keys a chunk had in its lse,
+    which is what chunks are merged by.
+    """
+    if mask is None or mask.dtype == torch.bool:
+        return q, mask, None
+    lowest = -_SPACING / torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
+    peak = mask.amax(-1, keepdim=True)
+    lost = (peak <= lowest) & peak.isfinite()
+    if reads_values(lost) and not lost.any():
+        return q, mask, None
+    level = peak.masked_fill(~lost, 0.0)
+    return q.masked_fill(lost.transpose(1, 2), 0.0), mask - level, level.squeeze(-1).transpose(1, 2)
+
+
+def _attend_sequence(
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor],
+    visibility: Visibility,
+    scale: float,
+    workspace_tokens: int,
+    attend: Attend,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """Fill out, `[H, Sq, V]` (of zeros) and `[H, Sq]`.
+
+    q `[H, Sq, P + R]`, cache `[T, L]` and `[T, R]`, weights `[H, P, L]` and `[H, V, L]`.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    w_uk, w_uv = (w.to(dtype) for w in weights)
+    heads, query_count, width = q.shape
+    q = q.to(dtype)
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    o = out[0] if out[0].dtype == dtype else out[0].new_zeros(out[0].shape, dtype=dtype)
+    lse = o.new_full((heads, query_count), -torch.inf)
+    keys = visibility.keys(range(query_count))
+    size = min(workspace_tokens, len(keys))
+    k_workspace, v_workspace = o.new_empty((heads, size, width)), o.new_empty((heads, size, w_uv.shape[1]))
+    for chunk in _chunks(visibility, keys, workspace_tokens):
+        k, v = k_workspace[:, : len(chunk)], v_workspace[:, : len(chunk)]
+        _expand(cache, (w_uk, w_uv), visibility, range(query_count), chunk, out=(k, v))
+        attend(q, k, v, visibility, chunk, scale, (o, lse))
+    if o is not out[0]:
+        out[0].copy_(o)
+    out[1].copy_(lse)
+
+
+def _chunks(visibility: Visibility, keys: Keys, size: int) -> Iterator[Keys]:
+    """The keys, at most `size` at a time, cut where a causal limit alone starts to hide some."""
+    cut = visibility.causal_offset if visibility.mask is None else None
+    cut = 0 if cut is None else max(cut, 0)
+    yield from split(keys[:cut], size)
+    yield from split(keys[cut:], size)
+
+
+def _expand(
+    cache: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor],
+    visibility: Visibility,
+    queries: range,
+    chunk: Keys,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """Up-project a chunk into k `[H, C, P + R]` and v `[H, C, V]`."""
+    k, v = out
+    latent, k_rope = (take(part, chunk, 0).to(k.dtype) for part in cache)
+    blanks = visibility.blanks(queries, chunk)
+    if blanks is not None:
+        latent, k_rope = (part.masked_fill(blanks[0][:, None], 0.0) for part in (latent, k_rope))
+    for width, w, columns in ((weights[0].shape[1], weights[0], k), (weights[1].shape[1], weights[1], v)):
+        torch.bmm(latent.expand(w.shape[0], -1, -1), w.transpose(1, 2), out=columns[..., :width])
+    k[..., weights[0].shape[1] : weights[0].shape[1] + k_rope.shape[1]] = k_rope
+
+
+def _check(
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    mask: Tensor | None,
+    workspace_tokens: int,
+) -> None:
+    op = "expanded_attention"
+    check_rank(op, "q", q, "B Sq N P+R")
+    check_rank(op, "latent", latent, "B T L")
+    check_rank(op, "k_rope", k_rope, "B T R")
+    check_rank(op, "w_uk", w_uk, "N P L")
+    check_rank(op, "w_uv", w_uv, "N V L")
+    batch, query_count, heads, _ = q.shape
+    dims = {"B": batch, "Sq": query_count, "N": heads, "T": latent.shape[1], "L": latent.shape[2]}
+    dims |= {"P": w_uk.shape[1], "R": k_rope.shape[2], "V": w_uv.shape[1], "P+R": w_uk.shape[1] + k_rope.shape[2]}
+    check_shapes(
+        op,
+        dims,
+        q=(q, "B Sq N P+R"),
+        latent=(latent, "B T L"),
+        k_rope=(k_rope, "B T R"),
+        w_uk=(w_uk, "N P L"),
+        w_uv=(w_uv, "N V L"),
+    )
+    check_alike(op, q=q, latent=latent, k_rope=k_rope, w_uk=w_uk, w_uv=w_uv)
+    check_mask(op, mask, (batch, heads, query_count, dims["T"]), q.device)
+    if workspace_tokens < 1:
+        raise KernelError(f"mla::{op}: expected workspace_tokens of at least 1, found {workspace_tokens}")
