@@ -21,6 +21,7 @@ from .mask import Meaning
 from .seen import Seen
 from .site import Site
 from .source import Refusal
+from .symbols import Renaming
 from .trace import hint_of
 
 
@@ -50,15 +51,19 @@ def decide(
         return Choice(wanted, "asked for by mla.path")
     topk = named.named.size if named is not None else None
     element_size = site.node.meta["val"].element_size()
-    symbols = sorted({s for size in (*sizes.values(), topk or 1) for s in sympy.sympify(size).free_symbols}, key=str)
-    hints = tuple((symbol, hint_of(symbol, environment)) for symbol in symbols) if environment is not None else ()
-    topk, bounds = (None, ()) if topk is None else _least(topk, dict(hints))
+    symbols = {s for size in (*sizes.values(), topk or 1) for s in sympy.sympify(size).free_symbols}
+    hint = {symbol: hint_of(symbol, environment) for symbol in symbols} if environment is not None else {}
+    topk, bounds = (None, ()) if topk is None else _least(topk, hint)
+    rename = Renaming()
+    renamed = tuple((name, rename(size)) for name, size in sizes.items())
+    renamed_topk = rename(topk) if topk is not None else None
+    hints = tuple((ours, hint[theirs]) for theirs, ours in rename.renamed.items())
     paths: tuple[Path, ...] = ("absorbed",) if by_hand else ("absorbed", "chunked")
-    decision = _choose(tuple(sizes.items()), topk, paths, device, element_size, workspace_tokens, hints)
+    decision = _choose(renamed, renamed_topk, paths, device, element_size, workspace_tokens, hints)
     if decision.path == "chunked":
         _refuse_wide_latent(site, sizes)
-    conditions = (*decision.conditions, *bounds)
-    guards = tuple(str(condition) for condition in conditions)
+    conditions = (*map(rename.undo, decision.conditions), *bounds)
+    guards = tuple(map(str, conditions))
     for condition in conditions:
         assert environment is not None
         holds = bool(torch.SymBool(_guarded(environment, condition)))

@@ -41,7 +41,7 @@ class Pipeline:
         mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         environment = mode.shape_env if mode is not None else None
         outcomes: list[Outcome] = []
-        rewriter = Rewriter(graph, self.workspace_tokens)
+        rewriter = Rewriter(graph, self.workspace_tokens, environment)
         trace = Trace(graph)
         for found in list(find(graph, trace)):
             try:

@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .axes import Dim, Read, Unaligned
 from .mask import Meaning
@@ -32,8 +33,8 @@ _COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
 class Rewriter:
     """Rewrites the sites of one graph, after it was traced."""
 
-    def __init__(self, graph: fx.Graph, workspace_tokens: int) -> None:
-        self.graph, self.workspace_tokens = graph, workspace_tokens
+    def __init__(self, graph: fx.Graph, workspace_tokens: int, environment: ShapeEnv | None) -> None:
+        self.graph, self.workspace_tokens, self.environment = graph, workspace_tokens, environment
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._traced: dict[Hashable, fx.Graph] = {}
 
@@ -48,17 +49,24 @@ class Rewriter:
         emit = _Emit(site, meaning, path, self.workspace_tokens, pages)
         arguments = [self._replaced.get(node, node) for node in emit.sources]
         key = (
-            signature(site, emit.seen, path, emit.sources, pages),
+            signature(site, emit.seen, path, emit.sources, self.environment, pages),
             tuple(source in self._replaced for source in emit.sources),
         )
-        if key not in self._traced:
-            self._traced[key] = _trace(emit, [node.meta["val"] for node in arguments])
+        traced = self._traced.get(key)
+        if traced is None:
+            guards = self._guards()
+            traced = _trace(emit, [node.meta["val"] for node in arguments])
+            if self._guards() == guards:  # a new guard speaks of this site's symbols alone
+                self._traced[key] = traced
         with self.graph.inserting_before(site.node):
-            output = inline(self.graph, self._traced[key], arguments, site.node)
+            output = inline(self.graph, traced, arguments, site.node)
         site.node.replace_all_uses_with(output)
         self.graph.erase_node(site.node)  # a sealed attention is impure to fx, so that no pass would remove it
         self._replaced[site.node] = output
         return output
+
+    def _guards(self) -> int:
+        return len(self.environment.guards) if self.environment is not None else 0
 
 
 def _trace(emit: Callable[..., Tensor], values: Sequence[Any]) -> fx.Graph:

@@ -6,19 +6,31 @@ from collections.abc import Hashable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .axes import Axis
 from .pages import Pages
 from .seen import Seen
 from .site import Site
+from .symbols import Renaming
+from .trace import hint_of, size_of
 
 
-def signature(site: Site, seen: Seen, path: str, sources: Sequence[fx.Node], pages: Pages | None = None) -> Hashable:
-    """Equal for two sites whose reads, layouts, scales and masks differ in nothing but which nodes and axes they name.
+def signature(
+    site: Site,
+    seen: Seen,
+    path: str,
+    sources: Sequence[fx.Node],
+    environment: ShapeEnv | None,
+    pages: Pages | None = None,
+) -> Hashable:
+    """Equal for two sites whose reads, layouts, scales and masks differ in nothing but what they name.
 
-    `sources` are the nodes that the site reads, in the order in which its code takes them; `pages` where its keys are.
+    They name nodes, axes, and symbols of sizes of the same hint and range. `sources` are the nodes that the site reads,
+    in the order in which its code takes them; `pages` where its keys are.
     """
     attention = site.attention
     sinks = [(s.term.read, s.keys, s.factor) for s in attention.sinks]
@@ -28,27 +40,41 @@ def signature(site: Site, seen: Seen, path: str, sources: Sequence[fx.Node], pag
         (() if pages is not None else (site.latent, [p.key.read for p in site.ropes]), pages),
         (site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces),
         site.biases,
-        (path, seen.said(path), sinks, attention.strict_rows, _value(attention.node.meta["val"])),
-        [_value(source.meta["val"]) for source in sources],
+        (path, seen.said(path), sinks, attention.strict_rows),
+        [source.meta["val"] for source in sources],
     )
-    return _canonical(said, {source: i for i, source in enumerate(sources)}, {})
+    canonical = _Canonical({source: i for i, source in enumerate(sources)})
+    values = canonical(said)
+    output = str(attention.node.meta["val"].shape)  # what comes later is traced with it: in these very symbols
+    return values, output, canonical.symbols(environment)
 
 
-def _canonical(what: Any, sources: dict[fx.Node, int], axes: dict[Axis, int]) -> Hashable:
-    """Nodes as their places among the sources, axes numbered as they come, everything else as it is."""
-    if isinstance(what, Axis):
-        return ("axis", axes.setdefault(what, len(axes)), what.size)
-    if isinstance(what, fx.Node):
-        return ("source", sources[what])
-    if isinstance(what, list | tuple):
-        return tuple(_canonical(part, sources, axes) for part in what)
-    if is_dataclass(what):
-        return tuple(_canonical(getattr(what, field.name), sources, axes) for field in fields(what))
-    assert isinstance(what, Hashable)
-    return what
+class _Canonical:
+    """Nodes as their places among the sources, axes and symbols numbered as they come, everything else as it is."""
 
+    def __init__(self, sources: dict[fx.Node, int]) -> None:
+        self.sources, self.axes, self.rename = sources, dict[Axis, int](), Renaming()
 
-def _value(value: Any) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        return (str(value.dtype), str(value.device), str(tuple(value.shape)), str(value.stride()))
-    return str(value)
+    def __call__(self, what: Any) -> Hashable:
+        if isinstance(what, Axis):
+            return ("axis", self.axes.setdefault(what, len(self.axes)), self(what.size))
+        if isinstance(what, fx.Node):
+            return ("source", self.sources[what])
+        if isinstance(what, torch.Tensor):
+            return (what.dtype, str(what.device), self(tuple(what.shape)), self(what.stride()))
+        if isinstance(what, torch.SymInt):
+            return self(size_of(what))
+        if isinstance(what, sympy.Expr):
+            return self.rename(what)
+        if isinstance(what, list | tuple):
+            return tuple(self(part) for part in what)
+        if is_dataclass(what):
+            return tuple(self(getattr(what, field.name)) for field in fields(what))
+        assert isinstance(what, Hashable)
+        return what
+
+    def symbols(self, environment: ShapeEnv | None) -> Hashable:
+        """What torch knows of the symbols: they are interchangeable only if that is the same."""
+        if environment is None:
+            return ()
+        return tuple((hint_of(s, environment), str(environment.var_to_range.get(s))) for s in self.rename.renamed)
