@@ -114,7 +114,7 @@ def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _products(device: torch.device) -> list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    """Ways to multiply two matrices: of the two libraries torch has on CPU, one may not know the CPU's widest vectors."""
+    """Ways to multiply: of the two libraries that torch has on CPU, one may not know the CPU's widest vectors."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return [torch.mm]
     return [torch.mm, lambda left, right: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")]
