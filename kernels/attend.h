@@ -15,7 +15,9 @@ constexpr int64_t ROWS = 4, COLUMNS = 2;  // 8 of 16
 constexpr int64_t ROWS = 4, COLUMNS = 4;  // 16 of 32
 #endif
 
-// `count` rows of numbers, `stride` apart.
+constexpr int64_t LINE = 16;  // floats of a cache line
+
+// Rows of numbers, `stride` apart.
 struct Lines {
   const float* data;
   int64_t stride;
@@ -27,11 +29,15 @@ template <int64_t KEYS, int64_t VECTORS>
 struct Tile {
   vec sum[KEYS][VECTORS] = {};
 
-  // Adds the products of KEYS keys [width] and a panel of rows [width, PANEL], TERMS of them in one sum.
+  // Adds the products of KEYS keys [width] and a panel of rows [width, PANEL], TERMS of them in one sum. Meanwhile
+  // loads what lies `ahead` of the keys into the second-level cache.
   template <int64_t TERMS>
-  void add(const float* const (&keys)[KEYS], const float* panel, int64_t width) {
+  void add(const float* const (&keys)[KEYS], const float* panel, int64_t width, int64_t ahead) {
     for (int64_t begin = 0; begin < width; begin += TERMS) {
       const int64_t end = std::min(begin + TERMS, width);
+      if (ahead)
+        for (int64_t k = 0; k < KEYS; ++k)
+          for (int64_t line = begin; line < end; line += LINE) __builtin_prefetch(keys[k] + ahead + line, 0, 2);
       vec some[KEYS][VECTORS] = {};
       for (int64_t i = begin; i < end; ++i) {
         vec q[VECTORS];
@@ -46,10 +52,11 @@ struct Tile {
 };
 
 // Scores of one panel and `count` keys, given in two parts of `width` and `rope` numbers. The last tile repeats the
-// last key in place of those that are missing, so there is to be room for a multiple of KEYS.
+// last key in place of those that are missing, so there is to be room for a multiple of KEYS. Keys that come `ahead`
+// keys later are on their way when this returns; 0 for none.
 template <int64_t KEYS, int64_t VECTORS, int64_t TERMS>
 void score_panel(Lines keys, int64_t width, Lines ropes, int64_t rope, int64_t count, const float* panel,
-                 float* scores, int64_t stride) {
+                 float* scores, int64_t stride, int64_t ahead) {
   for (int64_t first = 0; first < count; first += KEYS) {
     const float *of_key[KEYS], *of_rope[KEYS];
     for (int64_t k = 0; k < KEYS; ++k) {
@@ -57,8 +64,8 @@ void score_panel(Lines keys, int64_t width, Lines ropes, int64_t rope, int64_t c
       of_rope[k] = ropes[std::min(first + k, count - 1)];
     }
     Tile<KEYS, VECTORS> tile;
-    tile.template add<TERMS>(of_key, panel, width);
-    tile.template add<TERMS>(of_rope, panel + width * VECTORS * WIDTH, rope);
+    tile.template add<TERMS>(of_key, panel, width, ahead * keys.stride);
+    tile.template add<TERMS>(of_rope, panel + width * VECTORS * WIDTH, rope, ahead * ropes.stride);
     for (int64_t k = 0; k < KEYS; ++k)
       for (int64_t v = 0; v < VECTORS; ++v) store(scores + (first + k) * stride + v * WIDTH, tile.sum[k][v]);
   }

@@ -13,7 +13,7 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int64_t KEYS = 12;  // of a tile of scores: 12 of 32 registers accumulate
+constexpr int64_t KEYS = 16;  // of a tile of scores: 16 of 32 registers accumulate
 #elif defined(__AVX__)
 constexpr int64_t KEYS = 6;   // 12 of 16
 #else
@@ -21,7 +21,7 @@ constexpr int64_t KEYS = 4;   // 16 of 32
 #endif
 constexpr int64_t PANEL = 16;         // rows of a panel of the packed query
 constexpr int64_t TERMS = 16;         // of a score in one sum: errors grow with sqrt(TERMS + L / TERMS), not sqrt(L)
-constexpr int64_t BLOCK = 5 * KEYS;   // 60 keys of 576 numbers are 135 KiB: within a second-level cache
+constexpr int64_t BLOCK = 64 / KEYS * KEYS;  // 64 keys of 576 numbers are 144 KiB: within a second-level cache
 
 struct Problem {
   const float *q_latent, *q_rope, *latent, *k_rope, *bias;
@@ -86,7 +86,7 @@ void attend(const Problem& p, int64_t sequence, int64_t begin, int64_t end, cons
     const Lines ropes{p.k_rope + sequence * p.rope_batch + first * p.rope_key, p.rope_key};
     for (int64_t row = 0; row < stride; row += PANEL)
       score_panel<KEYS, PANEL / WIDTH, TERMS>(latents, p.rank, ropes, p.rope, count, w.query.data() + row * p.width(),
-                                              w.scores.data() + row, stride);
+                                              w.scores.data() + row, stride, row == 0 && block + 1 < end ? BLOCK : 0);
     if (p.bias) add_bias(p, first, count, w.scores.data());
     soften(w.scores.data(), stride, stride, count, partial.m, partial.total, w.decay.data());
     values.add(latents, count);
