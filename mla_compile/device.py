@@ -26,9 +26,9 @@ from mla_compile.cost import Device
 COPY_BYTES = 128 * 2**20
 """Size of each of the two buffers of the copy: several times a large last-level cache."""
 GEMM_SIZES = (256, 512, 1024, 2048, 4096, 8192)
-GEMM_SECONDS = 0.05
+GEMM_SECONDS = 0.01
 """A product that takes this long is large enough: start-up and threads that wait for each other no longer show."""
-REPEAT_SECONDS = 0.1
+REPEAT_SECONDS = 0.05
 """How long each call is repeated, but at least twice: the first starts threads and libraries."""
 
 

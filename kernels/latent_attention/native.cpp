@@ -126,11 +126,16 @@ void merge_row(const Problem& p, const Pieces& pieces, float* partials, int64_t 
   p.lse[sequence * p.rows + row] = m + std::log(total);
 }
 
-void run(const Problem& p, int64_t threads) {
+// Threads that have at least this many products each, about 10 us: waking one takes as long.
+constexpr int64_t PRODUCTS_OF_A_THREAD = 1 << 20;
+
+void run(const Problem& p, int64_t most_threads) {
+  const int64_t products = p.batch * p.rows * p.keys * (p.rank + p.width());
+  const int64_t threads = std::min(most_threads, products / PRODUCTS_OF_A_THREAD + 1);
   const Pieces pieces{p.blocks(), p.blocks() * p.batch, threads};
   // Going on to the next thread or the next sequence is going on to the next partial result.
   const Buffer partials((threads + p.batch) * Partial::size(p));
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
   for (int64_t thread = 0; thread < threads; ++thread) {
     const Workspace workspace(p);
     for (int64_t sequence = 0; sequence < p.batch; ++sequence) {
@@ -139,7 +144,7 @@ void run(const Problem& p, int64_t threads) {
       attend(p, sequence, begin, end, Partial(p, partials.data() + (thread + sequence) * Partial::size(p)), workspace);
     }
   }
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t row = 0; row < p.batch * p.rows; ++row)
     merge_row(p, pieces, partials.data(), row / p.rows, row % p.rows);
 }

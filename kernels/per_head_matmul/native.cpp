@@ -9,6 +9,7 @@
 
 namespace {
 
+constexpr int64_t NUMBERS_OF_A_THREAD = 1 << 16;  // of the weight: waking a thread takes as long as reading 256 KiB
 constexpr int64_t STREAMS = 4;  // lines read side by side: outputs are loaded and stored once for so many products
 
 // One head and `columns` of its outputs.
@@ -78,11 +79,12 @@ void run_task(const Task& task, bool inner_is_contiguous) {
 
 extern "C" void kernel(const float* x, const float* weight, float* out, int64_t rows, int64_t heads, int64_t inner,
                        int64_t outer, int64_t x_row, int64_t x_head, int64_t weight_head, int64_t weight_inner,
-                       int64_t weight_outer, int64_t threads) {
+                       int64_t weight_outer, int64_t most_threads) {
+  const int64_t threads = std::min(most_threads, heads * inner * outer / NUMBERS_OF_A_THREAD + 1);
   const bool inner_is_contiguous = weight_outer != 1;
   const int64_t slices = std::max((threads + heads - 1) / heads, int64_t{1});
   const int64_t slice = (outer + slices - 1) / slices;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t index = 0; index < heads * slices; ++index) {
     const int64_t head = index / slices, begin = std::min(index % slices * slice, outer);
     const Task task{x + head * x_head,

@@ -1,0 +1,106 @@
+"""Compile time: a whole model under stock Inductor and under `mla`, each in a new process with an empty cache.
+
+    python -m mla_compile.bench.compile_time --model deepseek_v2 --repeats 3
+
+`deepseek_v2`: 27 layers as DeepSeek-V2-Lite has them, a prefill and three decode steps with a DynamicCache. `gpt2`: 12
+layers without MLA, one forward pass. Both of tiny widths: what a compiler takes for depends on the nodes.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+BACKENDS = ("inductor", "mla")
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "num_hidden_layers": 27,
+        "first_k_dense_replace": 27,
+        "intermediate_size": 32,
+        "vocab_size": 64,
+        "max_position_embeddings": 512,
+    },
+    "gpt2": {"n_layer": 12, "n_embd": 64, "n_head": 4, "vocab_size": 64},
+}
+"""Fields of the configuration in transformers by its model type."""
+
+
+def compile_once(model_type: str, backend: str) -> dict[str, float]:
+    """Seconds of the calls that compile, and of those the passes' and the second trace's; in this process."""
+    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+    import mla_compile
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **MODELS[model_type])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    compiled: Any = torch.compile(model, backend=backend)
+    ids = torch.arange(9)[None]
+    start = time.perf_counter()
+    with torch.inference_mode():
+        if model_type == "gpt2":
+            compiled(input_ids=ids, use_cache=False)
+        else:
+            cache = DynamicCache(config=config)
+            for tokens in (ids, ids[:, :1], ids[:, :1], ids[:, :1]):
+                compiled(input_ids=tokens, past_key_values=cache)
+    seconds = {"total": time.perf_counter() - start}
+    for part in ("passes", "retrace"):
+        seconds[part] = sum(report.seconds.get(part, 0.0) for report in mla_compile.reports())
+    return seconds
+
+
+def compile_afresh(model_type: str, backend: str) -> dict[str, float]:
+    """`compile_once` in a process of its own with an empty cache directory. Raises CalledProcessError if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", __spec__.name, "--model", model_type, "--once", backend],
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder},
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def main() -> None:
+    """Take the backends in turn and print the medians and their ratio."""
+    parser = argparse.ArgumentParser(description="Compile a whole model under stock Inductor and under mla.")
+    parser.add_argument("--model", choices=MODELS, default="deepseek_v2")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--once", choices=BACKENDS, help="compile in this process and print the seconds as JSON")
+    arguments = parser.parse_args()
+    if arguments.once:
+        print(json.dumps(compile_once(arguments.model, arguments.once)))
+        return
+    runs: dict[str, list[dict[str, float]]] = {backend: [] for backend in BACKENDS}
+    for _ in range(arguments.repeats):
+        for backend in BACKENDS:
+            runs[backend].append(compile_afresh(arguments.model, backend))
+            print(f"{backend:8} {runs[backend][-1]['total']:.1f} s", file=sys.stderr, flush=True)
+    totals = {backend: statistics.median(run["total"] for run in runs[backend]) for backend in BACKENDS}
+    share = statistics.median((run["passes"] + run["retrace"]) / run["total"] for run in runs["mla"])
+    print(
+        f"{arguments.model}: inductor {totals['inductor']:.1f} s, mla {totals['mla']:.1f} s "
+        f"({totals['mla'] / totals['inductor']:.2f}x); passes and retrace are {share:.1%} of mla's"
+    )
+
+
+if __name__ == "__main__":
+    main()
