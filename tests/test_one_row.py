@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from mla_compile.one_row import mm_of_one_row
 
 
