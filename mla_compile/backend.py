@@ -181,7 +181,7 @@ def _compile_fx(module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Callab
 def retrace(module: fx.GraphModule) -> fx.GraphModule:
     """Trace a rewritten graph again with Inductor's decompositions, and run the passes of Inductor that come first."""
     placeholders = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-    table = {
+    table: dict[Any, Callable[..., Any]] = {
         **select_decomp_table(),
         torch.ops.mla.sealed_attention.default: unseal,
         torch.ops.aten.mm.default: mm_of_one_row,
