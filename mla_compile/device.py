@@ -106,16 +106,19 @@ def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
     best = 0.0
     for size in GEMM_SIZES:
         left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
-        seconds = min(_best_seconds(device, functools.partial(mm, left, right)) for mm in _products(device))
+        seconds = min(_best_seconds(device, functools.partial(mm, left, right)) for mm in _products(device, dtype))
         best = max(best, 2 * size**3 / seconds)
         if seconds > GEMM_SECONDS:
             break
     return best
 
 
-def _products(device: torch.device) -> list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    """Ways to multiply: of the two libraries that torch has on CPU, one may not know the CPU's widest vectors."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+def _products(device: torch.device, dtype: torch.dtype) -> list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    """Ways to multiply: of the two libraries that torch has on CPU, one may not know the CPU's widest vectors.
+
+    In float32 alone: oneDNN refuses half precision on a CPU without instructions for it, and `mm` uses it on others.
+    """
+    if device.type != "cpu" or dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return [torch.mm]
     return [torch.mm, lambda left, right: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")]
 

@@ -107,10 +107,17 @@ def test_the_random_state_stays(monkeypatch):
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_every_dtype_has_a_rate(monkeypatch, dtype):
+    monkeypatch.setattr(device_module, "GEMM_SIZES", (16,))
+    assert device_module._gemm_rate(CPU, dtype) > 0
+
+
 def test_the_gemm_rate_is_that_of_the_best_size_tried(monkeypatch):
-    seconds = iter([0.02, 0.03, 0.3, 0.4])
+    seconds = iter([0.002, 0.002, 0.004, 0.003, 0.3, 0.2, 0.4])  # of two libraries
+    monkeypatch.setattr(device_module, "_products", lambda *_: [torch.mm, torch.matmul])
     monkeypatch.setattr(device_module, "_best_seconds", lambda *_: next(seconds))
-    assert device_module._gemm_rate(CPU, torch.float32) == 2 * 512**3 / 0.03
+    assert device_module._gemm_rate(CPU, torch.float32) == 2 * 512**3 / 0.003
     assert next(seconds) == 0.4, "1024 took longer than GEMM_SECONDS, so 2048 was not tried"
 
 

@@ -7,7 +7,7 @@ from mla_compile.kernels import native
 def test_code_that_does_not_compile_is_no_kernel(tmp_path):
     source = tmp_path / "broken.cpp"
     source.write_text("this is not C++")
-    assert native.load(source, ("float*",)) is None
+    assert native.load((source,), ("float*",)) is None
 
 
 def test_a_kernel_takes_tensors_and_numbers(tmp_path):
@@ -21,5 +21,5 @@ def test_a_kernel_takes_tensors_and_numbers(tmp_path):
         }
     """)
     out = torch.zeros(3)
-    native.load(source, ("float*", "int64_t", "float"))(out, 2, 0.5)
+    native.load((source,), ("float*", "int64_t", "float"))(out, 2, 0.5)
     assert out.tolist() == [0.5, 0.5, 0.0]
