@@ -49,6 +49,8 @@ def realizer(values: Sequence[Any]) -> Realize:
                 continue
             left = value - _evaluate(rest, others) if rest != 0 else value
             return left // factor if factor != 1 else left
+        if (settled := _settled(symbol, values)) is not None:
+            return settled
         raise Unaligned(f"no tensor at hand tells the size {symbol}")
 
     return realize
@@ -91,9 +93,19 @@ def tellers(node: fx.Node, symbols: set[sympy.Symbol]) -> list[fx.Node]:
                 if parts is not None and parts[1].free_symbols <= found.keys():
                     found[symbol] = [earlier, *(t for other in parts[1].free_symbols for t in found[other])]
                     told = True
-    if missing := symbols - found.keys():
+    values = [earlier.meta.get("val") for earlier in node.graph.nodes] if symbols - found.keys() else []
+    if missing := {symbol for symbol in symbols - found.keys() if _settled(symbol, values) is None}:
         raise Unaligned(f"nothing in the graph tells the sizes {sorted(map(str, missing))}")
-    return list(dict.fromkeys(teller for symbol in sorted(symbols, key=str) for teller in found[symbol]))
+    return list(dict.fromkeys(teller for symbol in sorted(symbols & found.keys(), key=str) for teller in found[symbol]))
+
+
+def _settled(symbol: sympy.Symbol, values: Sequence[Any]) -> int | None:
+    """The value of a symbol to which guards have left no other: torch then writes the number in its place."""
+    mode = torch._guards.detect_fake_mode(values)
+    if mode is None or mode.shape_env is None:
+        return None
+    value = mode.shape_env.replace(symbol)
+    return int(value) if value.is_Integer else None
 
 
 def _told_by(size: Any) -> Iterator[sympy.Expr]:

@@ -97,8 +97,8 @@ def test_every_phase_of_every_family(family: Family, attention: str, cache: str)
     model, ids = build(family, attention), some_ids()
     exactly, eager = logits(exact(model), cache, ids), logits(model, cache, ids)
     compiled, reports = watched(model, cache, ids)
-    for c, e, x in zip(compiled, eager, exactly, strict=True):
-        assert_as_close_as_eager(c, e, x)
+    # All phases together: the largest of a few hundred errors says more than that of each call's hundred.
+    assert_as_close_as_eager(*(torch.cat(phases, dim=1) for phases in (compiled, eager, exactly)))
     check_phases(family, attention, cache, dict(zip(PHASES, reports, strict=True)))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from mla_compile.passes.axes import Unaligned
 from mla_compile.passes.materialize import realizer, tellers
-from torch import SymInt, fx
+from torch import SymInt, Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -14,10 +14,14 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 @pytest.fixture
 def sizes() -> tuple[SymInt, SymInt]:
     """Two unrelated symbolic sizes, 3 and 4 at present."""
+    a, b = tensor_of_unknown_sizes().shape
+    return a, b
+
+
+def tensor_of_unknown_sizes() -> Tensor:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
-    a, b = mode.from_tensor(torch.zeros(3, 4), symbolic_context=context).shape
-    return a, b
+    return mode.from_tensor(torch.zeros(3, 4), symbolic_context=context)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +39,17 @@ def test_sizes_from_sums(sizes, told) -> None:
     realize = realizer(told(a, b))
     for wanted in (a, b, a + b, 3 * a + 1):
         assert int(realize(wanted.node.expr)) == int(wanted)
+
+
+def test_a_size_to_which_guards_left_one_value() -> None:
+    tensor = tensor_of_unknown_sizes()
+    symbol = tensor.shape[0].node.expr
+    assert tensor.shape[0] <= 3
+    assert tensor.shape[0] >= 3
+    assert int(realizer([tensor])(symbol)) == 3
+    graph = fx.Graph()
+    graph.placeholder("x").meta["val"] = tensor
+    assert tellers(graph.output(None), {symbol}) == []
 
 
 def test_sizes_that_nothing_tells(sizes) -> None:
