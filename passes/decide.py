@@ -12,6 +12,7 @@ from functools import lru_cache
 import sympy
 import torch
 from sympy.core.relational import Relational
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_compile.cost import Decision, Device, Dims, Path, choose
@@ -20,7 +21,7 @@ from .axes import Size
 from .mask import Meaning
 from .seen import Seen
 from .site import Site
-from .source import Refusal
+from .source import Refusal, where
 from .symbols import Renaming
 from .trace import hint_of
 
@@ -44,9 +45,13 @@ def decide(
     """
     named = Seen(site, meaning).named
     by_hand = site.w_uk is None
+    if by_hand and site.attention.opaque is not None:
+        raise Refusal(site.node, "expected an up-projection to take from the keys, found scores absorbed by hand")
     if by_hand and (named is None or wanted == "absorbed"):
         return Choice("absorbed", "attends to the latent already: absorbed by hand")
     sizes = site.sizes
+    if wanted == "chunked":
+        _refuse_opaque(site)
     if (wanted in ("absorbed", "chunked") and not by_hand) or (wanted == "sparse" and named is not None):
         return Choice(wanted, "asked for by mla.path")
     topk = named.named.size if named is not None else None
@@ -61,6 +66,7 @@ def decide(
     paths: tuple[Path, ...] = ("absorbed",) if by_hand else ("absorbed", "chunked")
     decision = _choose(renamed, renamed_topk, paths, device, element_size, workspace_tokens, hints)
     if decision.path == "chunked":
+        _refuse_opaque(site)
         _refuse_wide_latent(site, sizes)
     conditions = (*map(rename.undo, decision.conditions), *bounds)
     guards = tuple(map(str, conditions))
@@ -104,6 +110,13 @@ def _choose(
 
 def _guarded(environment: ShapeEnv, condition: sympy.Basic) -> object:
     return environment.create_symboolnode(condition).node
+
+
+def _refuse_opaque(site: Site) -> None:
+    if site.attention.opaque is not None:
+        source = site.attention.opaque.weights.source
+        found = where(source) if isinstance(source, fx.Node) else str(source)
+        raise Refusal(site.node, f"expected a sum of products and masks for chunks, found {found} of other scores")
 
 
 def _refuse_wide_latent(site: Site, sizes: dict[str, Size]) -> None:

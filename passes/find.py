@@ -19,8 +19,8 @@ from torch import fx
 import mla_compile.ops  # noqa: F401  defines the sealed op
 
 from . import layout
-from .axes import Digit, Dim, Form, Product, Size, Term, Unaligned, product
-from .scores import Keys, Mask, Sink, scores_of
+from .axes import Digit, Dim, Form, Product, Read, Size, Term, Unaligned, product
+from .scores import Keys, Mask, Sink, Summand, products_within, scores_of
 from .softmax import Weights, late, weights_of
 from .source import Refusal, where
 from .trace import Trace, arguments, aten, is_tensor
@@ -34,6 +34,14 @@ class Score:
     key: Term
     summed: Dim
     scale: float
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """Weights that are some function of the products in `scores`: `products[i]` is the whole tensor of score i."""
+
+    weights: Read
+    products: tuple[Read, ...]
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,8 @@ class Attention:
     causal: bool = False
     strict_rows: bool = False
     """Whether a row that is masked everywhere is NaN, as a plain softmax has it, and not 0, as SDPA has it."""
+    opaque: Opaque | None = None
+    """Where more happens to the scores than masks: what stays as it is between the two products."""
 
 
 def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
@@ -145,14 +155,21 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     others = [digits for i, digits in enumerate(probabilities.read.dims) if i != dim]
     if keys_read is None or any(not digit.whole for digits in others for digit in digits):
         raise Refusal(node, "expected the whole of the attention weights to meet the values, found a part of them")
-    _refuse_other_uses(weights, node, trace)
+    place = output.term.read.source
+    assert isinstance(place, fx.Node)
+    _refuse_other_uses(weights, place, trace)
     score_dims = tuple(tuple(d.axis for d in dim if d.axis is not None) for dim in probabilities.read.dims)
     summands = scores_of(weights.scores, Keys(dim, *keys_read), trace)
     products = [s for s in summands if isinstance(s.what, float)]
     masks = [s for s in summands if isinstance(s.what, Mask)]
     sinks = [s for s in summands if isinstance(s.what, Sink)]
-    if not products:
-        raise Refusal(node, f"expected scores that are a sum of products, found {where(weights.scores)}")
+    opaque = not products or _tangled(products, masks, Keys(dim, *keys_read), trace)
+    if opaque:
+        products, masks, sinks = products_within(weights.scores, Keys(dim, *keys_read), trace), [], []
+        if not products:
+            raise Refusal(node, f"expected scores that are a sum of products, found {where(weights.scores)}")
+        if place is not node:  # divided after: only the product changes
+            return _from_weights(place, trace[place], side, weights, trace)
     own = [("out", i) for i in range(len(output.dims))]
     exposed = Form((*output.dims, *score_dims), output.term)
     aligned, axes = layout.align(
@@ -180,9 +197,31 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
         takers.append(replace(summand.what, term=form.term, keys=form.dims[dim]))
     dims = aligned[0].dims[: len(output.dims)]
     columns = tuple(axis for d in dims for axis in d if axis not in rows)
+    kept = None
+    if opaque:
+        reads = tuple(form.term.read for form in aligned[1 : 1 + len(products)])
+        kept = Opaque((parts.left, parts.right)[side].read, reads)
     return Attention(
-        node, dims, rows, keys, columns, tuple(scores), value, tuple(found), tuple(takers), strict_rows=True
+        node,
+        dims,
+        rows,
+        keys,
+        columns,
+        tuple(scores),
+        value,
+        tuple(found),
+        tuple(takers),
+        strict_rows=True,
+        opaque=kept,
     )
+
+
+def _tangled(products: Sequence[Summand], masks: Sequence[Summand], keys: Keys, trace: Trace) -> bool:
+    """Whether a mask is made of the products that it is a mask of."""
+    own = {summand.form.term.read.source for summand in products}
+    nodes = [mask.form.term.read.source for mask in masks]
+    within = [p for node in nodes if isinstance(node, fx.Node) for p in products_within(node, keys, trace)]
+    return any(summand.form.term.read.source in own for summand in within)
 
 
 def _part(digits: Sequence[Digit]) -> tuple[Size, Size] | None:
@@ -211,7 +250,7 @@ def _score(node: fx.Node, term: Term, keys: Dim, scale: float) -> Score:
 
 def _refuse_other_uses(weights: Weights, output: fx.Node, trace: Trace) -> None:
     """The weights must serve this product only: what else they serve would keep the scores and the keys alive."""
-    ends = {output} if weights.total is None else {weights.total, trace[arguments(output)[0]].term.read.source}
+    ends = {output, weights.total}
     pending, seen = [weights.node], {weights.node}
     while pending:
         for user in pending.pop().users:

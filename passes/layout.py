@@ -253,20 +253,28 @@ def _sum(whole: Term, terms: Sequence[Term]) -> Term:
     flat = [t for term in terms for t in (term.parts.terms if isinstance(term.parts, Sum) else (term,))]
     if any(isinstance(term.parts, Undefined) for term in flat):
         return replace(whole, parts=Undefined())
+    flat = [term for term in flat if not isinstance(term.parts, Zero)]
+    if len(flat) == 1:
+        return flat[0]
     joined = next((term.parts for term in flat if isinstance(term.parts, Join)), None)
     if joined is not None:
         start: Size = 0
         segments: list[Segment] = []
         for segment in joined.segments:
             axes = tuple(Axis(axis.size) for axis in segment.axes)  # two operands may be joins over the same ones
-            own, *others = (piece_of(term, joined.axis, start, axes) for term in (whole, *flat))
+            own, *others = (
+                # the piece's own read, which knows better than the join's along which axes it repeats
+                change_term(segment.term, dict(zip(segment.axes, axes, strict=True)))
+                if term.parts is joined
+                else piece_of(term, joined.axis, start, axes)
+                for term in (whole, *flat)
+            )
             segments.append(Segment(axes, _sum(own, others)))
             start = total([start, segment.size])
         return replace(whole, parts=Join(joined.axis, tuple(segments)))
-    flat = [term for term in flat if not isinstance(term.parts, Zero)]
     if len(flat) > _MOST_TERMS:
         return whole
-    return flat[0] if len(flat) == 1 else replace(whole, parts=Sum(tuple(flat)) if flat else Zero())
+    return replace(whole, parts=Sum(tuple(flat)) if flat else Zero())
 
 
 def pad(source: Hashable, form: Form, dim: int, before: Size, after: Size) -> Form:

@@ -6,7 +6,7 @@ These functions run on fake tensors while `rewrite` traces them, so symbolic siz
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -64,6 +64,26 @@ def symbols_of(read: Read) -> set[sympy.Symbol]:
 
 def _sizes(digit: Digit) -> tuple[Size, ...]:
     return digit.extent, digit.start, digit.before, digit.after, digit.axis.size if digit.axis is not None else 1
+
+
+def sources_of(
+    reads: Iterable[Read | None], node: fx.Node, dims: Sequence[Dim], more: Iterable[sympy.Symbol] = ()
+) -> list[fx.Node]:
+    """The nodes that code in the place of `node`, whose dimensions are `dims`, takes to read what it does.
+
+    `more` are symbols that it needs besides those of its reads.
+
+    Raises:
+        Unaligned: if the graph does not tell the sizes that this takes.
+    """
+    known = [read for read in reads if read is not None]
+    symbols = set[sympy.Symbol]().union(
+        *(symbols_of(read) for read in known),
+        *(sympy.sympify(axis.size).free_symbols for dim in dims for axis in dim),
+        more,
+    )
+    sources = [read.source for read in known if isinstance(read.source, fx.Node)]
+    return list(dict.fromkeys([*sources, *tellers(node, symbols)]))
 
 
 def tellers(node: fx.Node, symbols: set[sympy.Symbol]) -> list[fx.Node]:

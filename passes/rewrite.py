@@ -21,8 +21,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .axes import Dim, Read, Unaligned
 from .mask import Meaning
-from .materialize import read_as, realizer, symbols_of, tellers, write_as
+from .materialize import read_as, realizer, sources_of, write_as
 from .pages import Pages
+from .reassociate import EmitOutput, EmitScores
 from .seen import Seen
 from .signature import signature
 from .site import Site
@@ -46,8 +47,13 @@ class Rewriter:
         Raises:
             Unaligned: if the graph does not tell the sizes that this takes; the graph is as it was.
         """
+        if site.attention.opaque is not None:
+            scores = site.attention.opaque.products[site.nope.of].source
+            assert isinstance(scores, fx.Node)
+            for place, part in ((scores, EmitScores(site)), (site.node, EmitOutput(site))):
+                output = self._put(place, _trace(part, self._values(part.sources)), part.sources)
+            return output
         emit = _Emit(site, meaning, path, self.workspace_tokens, pages)
-        arguments = [self._replaced.get(node, node) for node in emit.sources]
         key = (
             signature(site, emit.seen, path, emit.sources, self.environment, pages),
             tuple(source in self._replaced for source in emit.sources),
@@ -55,14 +61,21 @@ class Rewriter:
         traced = self._traced.get(key)
         if traced is None:
             guards = self._guards()
-            traced = _trace(emit, [node.meta["val"] for node in arguments])
+            traced = _trace(emit, self._values(emit.sources))
             if self._guards() == guards:  # a new guard speaks of this site's symbols alone
                 self._traced[key] = traced
-        with self.graph.inserting_before(site.node):
-            output = inline(self.graph, traced, arguments, site.node)
-        site.node.replace_all_uses_with(output)
-        self.graph.erase_node(site.node)  # a sealed attention is impure to fx, so that no pass would remove it
-        self._replaced[site.node] = output
+        return self._put(site.node, traced, emit.sources)
+
+    def _values(self, sources: Sequence[fx.Node]) -> list[Any]:
+        return [self._replaced.get(node, node).meta["val"] for node in sources]
+
+    def _put(self, place: fx.Node, traced: fx.Graph, sources: Sequence[fx.Node]) -> fx.Node:
+        """Replace a node by traced code that takes `sources`."""
+        with self.graph.inserting_before(place):
+            output = inline(self.graph, traced, [self._replaced.get(node, node) for node in sources], place)
+        place.replace_all_uses_with(output)
+        self.graph.erase_node(place)  # a sealed attention is impure to fx, so that no pass would remove it
+        self._replaced[place] = output
         return output
 
     def _guards(self) -> int:
@@ -103,16 +116,11 @@ class _Emit:
         keys = [site.latent, *(rope.key.read for rope in site.ropes)]
         reads = [*(keys if pages is None else pages.reads), site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
         reads += [rope.query.read for rope in site.ropes]
+        reads += [read for shift in site.shifts for read in (shift.query.read, shift.key.read)]
         reads += self.seen.reads(path)
         reads += [sink.term.read for sink in site.attention.sinks]
-        sources = [read.source for read in reads if read is not None and isinstance(read.source, fx.Node)]
-        symbols = set[sympy.Symbol]().union(
-            *(symbols_of(read) for read in reads if read is not None),
-            *(sympy.sympify(axis.size).free_symbols for dim in site.attention.dims for axis in dim),
-            self.seen.symbols,
-            sympy.sympify(pages.length).free_symbols if pages is not None else (),
-        )
-        self.sources: list[fx.Node] = list(dict.fromkeys([*sources, *tellers(site.node, symbols)]))
+        more = sympy.sympify(pages.length).free_symbols if pages is not None else set()
+        self.sources = sources_of(reads, site.node, site.attention.dims, {*self.seen.symbols, *more})
 
     def __call__(self, *values: Any) -> Tensor:
         site = self.site
@@ -204,6 +212,9 @@ class _Emit:
             scores = read(sink.term.read, *rows, sink.keys).to(lse.dtype) * sink.factor
             taken = scores.logsumexp(-1) if taken is None else torch.logaddexp(taken, scores.logsumexp(-1))
         assert taken is not None
+        for shift in site.shifts:
+            q, k = (read(term.read, *rows, shift.summed).to(lse.dtype) for term in (shift.query, shift.key))
+            lse = lse + (q * k).sum(-1) * shift.scale
         return o * torch.sigmoid(lse - taken).unsqueeze(-1).to(o.dtype)
 
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from .axes import Axis, Dim, Form, Product, Size, Term, same, total
 from .source import Refusal
-from .trace import Trace, arguments, aten, factor_of, is_tensor
+from .trace import Trace, arguments, aten, factor_of, is_elementwise, is_tensor
 
 SPACING = 8.0
 """Scores that are replaced by a number are scores to which it is added, where the spacing of floats at that number is
@@ -154,6 +154,41 @@ def _joined(node: fx.Node, keys: Keys, labels: tuple[int, ...], factor: float, t
     if dim % len(labels) != keys.dim or not found:
         raise Refusal(node, "expected the attention weights that meet the values to be one piece of the scores")
     return [*found, *sinks]
+
+
+def products_within(node: fx.Node, keys: Keys, trace: Trace) -> list[Summand]:
+    """The products of which a score tensor is some elementwise function, whatever it is, sinks aside."""
+    found: dict[fx.Node, Summand] = {}
+    pending: list[tuple[fx.Node, tuple[int, ...]]] = [(node, tuple(range(len(trace[node].dims))))]
+    seen = set[fx.Node]()
+    while pending:
+        node, labels = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        form = trace[node]
+        source, through = form.term.read.source, _labels_through(form, labels)
+        if isinstance(form.term.parts, Product):
+            whole = all(digit.whole for dim in form.term.read.dims for digit in dim)
+            factor = math.prod(step for step in form.term.read.then if isinstance(step, float))
+            if isinstance(source, fx.Node) and whole and factor:
+                found.setdefault(source, Summand(form, labels, 1 / factor))  # the product as it was before the factor
+            continue
+        if not isinstance(source, fx.Node) or through is None or source.op != "call_function":
+            continue
+        for operand in source.all_input_nodes if is_elementwise(source) else ():
+            if is_tensor(operand):
+                pending.append((operand, through[len(through) - len(trace[operand].dims) :]))
+        along = through.index(keys.dim) if keys.dim in through else None
+        if source.target is aten.cat.default and _argument_dim(source, len(through)) == along:
+            values = [p for p in arguments(source)[0] if same(trace[p].shape[along], keys.size)]
+            pending += [(piece, through) for piece in values[:1]]
+    return list(found.values())
+
+
+def _argument_dim(node: fx.Node, rank: int) -> int:
+    dim: int = (*arguments(node), 0)[1]
+    return dim % rank
 
 
 def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:

@@ -35,10 +35,11 @@ def signature(
     attention = site.attention
     sinks = [(s.term.read, s.keys, s.factor) for s in attention.sinks]
     pieces = [(p.query.read, p.summed, p.scale) for p in site.ropes]
+    shifts = [(p.query.read, p.key.read, p.summed, p.scale) for p in site.shifts]
     said = (
         (site.batch, site.tokens, site.heads, site.rank, attention.keys, attention.columns, attention.dims),
         (() if pages is not None else (site.latent, [p.key.read for p in site.ropes]), pages),
-        (site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces),
+        (site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces, shifts),
         site.biases,
         (path, seen.said(path), sinks, attention.strict_rows),
         [source.meta["val"] for source in sources],

@@ -37,6 +37,8 @@ class Piece:
     key: Term
     summed: Dim
     scale: float
+    of: int = 0
+    """Which of the attention's scores it is a piece of."""
 
     @property
     def width(self) -> Size:
@@ -64,6 +66,8 @@ class Site:
     w_uv: Read | None
     biases: tuple[Read, ...] = ()
     """What is added to the values of all keys: to the output then, whose weights add up to 1."""
+    shifts: tuple[Piece, ...] = ()
+    """What the biases of the keys add to all scores of a row, where that matters: to sinks, which lack it."""
 
     @property
     def node(self) -> fx.Node:
@@ -107,10 +111,15 @@ def prove(attention: Attention, trace: Trace) -> Site:
 
     nope: Piece | None = None
     ropes: list[Piece] = []
-    pieces = [p for s in attention.scores for p in _pieces(node, s, set(w_uv.axes & rows) if w_uv else set())]
+    shifts: list[Piece] = []
+    weight_heads = set(w_uv.axes & rows) if w_uv else set[Axis]()
+    pieces = [
+        replace(piece, of=i) for i, score in enumerate(attention.scores) for piece in _pieces(node, score, weight_heads)
+    ]
     for piece in pieces:
         if piece.key.axes.isdisjoint(keys):
-            continue  # adds one number to all scores of a row, which a softmax does not see
+            shifts.append(piece)  # adds one number to all scores of a row, which a softmax does not see
+            continue
         factors = _up_projected(piece, keys, latent, rank) if w_uv is not None else None
         if factors is None and not (w_uv is None and _absorbed(piece, latent, attention.columns)):
             ropes.append(piece)
@@ -150,7 +159,8 @@ def prove(attention: Attention, trace: Trace) -> Site:
     for rope in ropes:
         if not rope.key.axes <= batch | keys | set(rope.summed):
             raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key)}")
-    reads = [latent, w_uk, w_uv, nope.query.read, *(r for p in ropes for r in (p.query.read, p.key.read)), *biases]
+    reads = [latent, w_uk, w_uv, nope.query.read, *biases]
+    reads += [read for piece in (*ropes, *shifts) for read in (piece.query.read, piece.key.read)]
     for read in reads:
         if read is not None and isinstance(read.source, Unread):
             raise Refusal(node, f"expected operands that the graph holds, found a part of {name(read)}")
@@ -168,6 +178,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
         w_uk=w_uk,
         w_uv=w_uv,
         biases=biases,
+        shifts=tuple(shifts) if attention.sinks or attention.opaque else (),
     )
 
 

@@ -21,6 +21,7 @@ from torch.utils._ordered_set import OrderedSet
 from . import layout
 from .axes import Form, Size, Term, Unaligned, Undefined, Unread, same, total
 from .lookup import Lookup
+from .twins import Twins
 
 aten = torch.ops.aten
 
@@ -85,9 +86,11 @@ class Trace:
         self._forms: dict[fx.Node, Form] = {}
         self.lookups: dict[fx.Node, Lookup] = {}
         """What the nodes that read through a table are made of, over the axes of their forms."""
+        twins = Twins()
         for node in graph.nodes:
+            first = twins.first(node)
             if is_tensor(node):
-                self._forms[node] = self._describe(node)
+                self._forms[node] = self._describe(node) if first is node else self._forms[first]
 
     def __getitem__(self, node: fx.Node) -> Form:
         return self._forms[node]
@@ -115,6 +118,11 @@ def handles(*targets: Any) -> Callable[[Handler], Handler]:
         return handler
 
     return register
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether a node is a function of each element of its broadcast operands by itself, casts included."""
+    return _is_pointwise(node.target) or node.target is aten._to_copy.default
 
 
 def _is_pointwise(target: Any) -> bool:

@@ -143,8 +143,6 @@ REFUSED: dict[str, tuple[Function, str]] = {
         "the attention weights to meet the values only",
     ),
     "softmax over the queries": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, "over the keys of the softmax"),
-    "scores that are no product": (lambda q, k, v: (q @ k.mT).tanh().softmax(-1) @ v, "a sum of products"),
-    "scores times scores": (lambda q, k, v: (q @ k.mT).square().softmax(-1) @ v, "a sum of products"),
     "a mask with something left": (
         lambda q, k, v: (q @ k.mT).masked_fill(torch.ones(SQ, T).bool(), -1e4).softmax(-1) @ v,
         "rejected scores to be -inf",

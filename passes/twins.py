@@ -1,0 +1,48 @@
+"""Common subexpressions: two nodes of a graph that compute the same have one form, whatever each is spelled for."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class Twins:
+    """Nodes that compute the same: one op on the same arguments. Ask for the nodes of a graph in order."""
+
+    def __init__(self) -> None:
+        self._first: dict[fx.Node, fx.Node] = {}
+        self._known: dict[Hashable, fx.Node] = {}
+        self._writes = 0
+
+    def first(self, node: fx.Node) -> fx.Node:
+        """The first node that computes what `node` does."""
+        first = node
+        if node.op == "call_function":
+            if _is_pure(node.target):
+                with contextlib.suppress(TypeError):  # an argument that has no hash
+                    key = node.target, self._key(node.args), self._key(tuple(node.kwargs.items())), self._writes
+                    first = self._known.setdefault(key, node)
+            else:
+                self._writes += 1  # what is read after may not be what was read before
+        self._first[node] = first
+        return first
+
+    def _key(self, argument: Any) -> Hashable:
+        if isinstance(argument, fx.Node):
+            return self._first[argument]
+        if isinstance(argument, list | tuple):
+            return tuple(self._key(part) for part in argument)
+        return type(argument), argument
+
+
+def _is_pure(target: Any) -> bool:
+    if target is operator.getitem:
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags

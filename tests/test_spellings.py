@@ -1,0 +1,49 @@
+"""MLA as a seed spells it is rewritten and stays right; what is no MLA stays as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from mla_compile import last_report
+from tests.errors import assert_as_close_as_eager
+from tests.spellings.checks import check, copies, made
+from tests.spellings.choices import CHOICES, SPOILERS, Spelling, draw
+
+SEEDS = range(60)
+"""Few enough for every run; `python -m tests.spellings --seeds 2000` takes the time."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_spelling_is_rewritten_and_right(seed: int) -> None:
+    spelling = draw(seed)
+    outcome = check(spelling, seed)
+    assert outcome.rewritten == (spelling.spoiled == "no"), outcome.reason
+
+
+@pytest.mark.parametrize("spoiled", SPOILERS)
+def test_a_spoiled_spelling_stays_as_it_is(spoiled: str) -> None:
+    outcome = check(Spelling(spoiled=spoiled), seed=0)
+    assert outcome.path == "unchanged"
+    assert outcome.reason.startswith("expected ")
+
+
+def test_every_choice_is_drawn() -> None:
+    """No choice is without a seed, or the rate of the command would not be about it."""
+    drawn = [draw(seed) for seed in range(1000)]
+    for field in dataclasses.fields(Spelling):
+        made_of = {getattr(spelling, field.name) for spelling in drawn}
+        assert made_of == (set(CHOICES[field.name]) if field.name != "spoiled" else {"no", *SPOILERS})
+
+
+@pytest.mark.parametrize("seed", [0, 7, 24, 40])
+def test_a_spelling_through_torch_compile(seed: int, without_codegen: None) -> None:
+    spelling = draw(seed)
+    module, inputs = made(spelling, seed)
+    eager = module(*copies(inputs))
+    compiled = torch.compile(module, backend="mla", options={"mla.path": "absorbed"}, fullgraph=True)
+    result = compiled(*copies(inputs))
+    assert last_report().rewritten == 1
+    assert_as_close_as_eager(result, eager, module.double()(*copies(inputs, torch.float64)))
