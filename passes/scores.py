@@ -234,9 +234,8 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
             scores, mask, fill, inverted = c, a, constant_of(b), True
         case _:
             return bias
-    if fill is None or not is_tensor(scores):
+    if fill is None or not is_tensor(scores) or fill * factor > highest_fill(source) or factor <= 0:
         return bias
-    _check_fill(source, fill, factor)
     form = trace[mask]
     rejected = Mask(form.term, attends=True, fill=fill * factor, inverted=inverted)
     return [*operand(scores, factor), Summand(form, through[len(through) - len(form.dims) :], rejected)]
@@ -258,12 +257,6 @@ def highest_fill(node: fx.Node) -> float:
     """The greatest number that hides scores of a node's dtype: at most this, nothing is left of a score."""
     dtype = torch.promote_types(node.meta["val"].dtype, torch.float32)  # that of the ops' arithmetic
     return -SPACING / torch.finfo(dtype).eps
-
-
-def _check_fill(source: fx.Node, fill: float, factor: float) -> None:
-    highest = highest_fill(source)
-    if fill * factor > highest or factor <= 0:
-        raise Refusal(source, f"expected rejected scores to be -inf or at most {highest:.0e}, found {fill * factor:g}")
 
 
 def constant_of(value: Any) -> float | None:

@@ -131,6 +131,16 @@ def test_heads_that_share_keys_by_grouped_sdpa_are_two_axes() -> None:
     assert sizes(a.value.axes) == [B, N, T, V]
 
 
+@pytest.mark.parametrize(("fill", "opaque"), [(-1e4, True), (-1e9, False)])
+def test_scores_of_which_a_mask_leaves_something_stay_as_they_are_between_the_products(
+    fill: float, opaque: bool
+) -> None:
+    hidden = torch.ones(SQ, T, dtype=torch.bool)
+    a = attention(lambda m, q, k, v: (q @ k.mT).masked_fill(m, fill).softmax(-1) @ v, hidden, *tensors())
+    assert (a.opaque is not None) == opaque
+    assert len(a.scores) == 1
+
+
 REFUSED: dict[str, tuple[Function, str]] = {
     "dropout": (lambda q, k, v: sealed(q, k, v, dropout=0.5), "attention without dropout, found dropout_p=0.5"),
     "a part of the weights": (
@@ -143,10 +153,6 @@ REFUSED: dict[str, tuple[Function, str]] = {
         "the attention weights to meet the values only",
     ),
     "softmax over the queries": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, "over the keys of the softmax"),
-    "a mask with something left": (
-        lambda q, k, v: (q @ k.mT).masked_fill(torch.ones(SQ, T).bool(), -1e4).softmax(-1) @ v,
-        "rejected scores to be -inf",
-    ),
 }
 
 

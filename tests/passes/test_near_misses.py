@@ -44,10 +44,6 @@ def changed_values(change: Function) -> Function:
     return attention
 
 
-def changed_scores(change: Function) -> Function:
-    return lambda *args: mla.softmax(*mla.naive(*args), change)
-
-
 def changed_weights(change: Function) -> Function:
     def attention(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)
@@ -170,10 +166,6 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "weights of each sequence": (tokens_make_the_weight, "without a common axis"),
     "keys of each query": (keys_of_each_query, "found `index"),
     "batch and heads merged in two orders": (unfactored_batch, "factor"),
-    "a mask that is no mask": (
-        changed_scores(lambda s: s.masked_fill(torch.ones(SQ, T).tril(3) == 0, -1e4)),
-        "rejected",
-    ),
     "attention sinks": (
         lambda *a: mla.softmax(*mla.naive(*a)[:2], F.pad(mla.naive(*a)[2], (0, 0, 0, 1)), lambda s: F.pad(s, (0, 1))),
         "a sum of products",

@@ -1,0 +1,144 @@
+"""What the graph says is what is computed, however odd: rewritten and right, or left with a reason and right."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.passes import spellings as mla
+from tests.passes.checks import check_right
+from tests.passes.graphs import capture, rewrite, run
+from tests.passes.spellings import SCALE, SQ, B, Function, L, N, P, R, T, V
+
+
+def joined(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor, change: Function) -> Tensor:
+    """MLA whose rope key [B, T, R], or one a head, `change` has made."""
+    k_nope, v = mla.up_projected(latent, w_kv)
+    made = change(k_rope)
+    return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(made) if made.dim() == 3 else made], -1), v)
+
+
+def masked(fill: float) -> Function:
+    def added(scores: Tensor) -> Tensor:
+        hidden = torch.ones(SQ, T).tril(T - SQ) == 0
+        return scores + torch.zeros(SQ, T).double().masked_fill(hidden, fill)
+
+    return lambda *args: mla.softmax(*mla.naive(*args), added)
+
+
+def prefill_and_decode(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """One scale for one query, another for many."""
+    q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)
+    one = mla.sealed(q[:, :, :1], k, v, scale=0.2)
+    return torch.cat([one, mla.sealed(q[:, :, 1:], k, v, scale=0.9)], 2)
+
+
+def unnormed_cache(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """The cache holds what `kv_a_proj` gave; norm and rope are applied to all of it at every step."""
+    latent = torch.cat([latent[:, SQ:], x[..., :L]], 1)
+    angle = torch.arange(T, dtype=x.dtype)[:, None]
+    k_rope = torch.cat([k_rope[:, SQ:], x[..., :R]], 1)
+    k_rope = k_rope * angle.cos() + k_rope.roll(1, -1) * angle.sin()
+    return mla.combined(x, F.rms_norm(latent, (L,)), k_rope, w_q, w_kv)
+
+
+def swapped_cache(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Rope key first, in one tensor that grows."""
+    cache = torch.cat([torch.cat([k_rope, latent], -1)[:, SQ:], x[..., : R + L]], 1)
+    return mla.combined(x, cache[..., R:], cache[..., :R], w_q, w_kv)
+
+
+def heads_apart(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Keys and values stacked from a matrix product a head."""
+    kv = torch.stack([latent @ w for w in w_kv.split(P + V, -1)], 1)
+    k_nope, v = kv.split([P, V], -1)
+    return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(k_rope)], -1), v)
+
+
+def time_first(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """`[s, b, h]` from end to end."""
+    x, latent, k_rope = (t.transpose(0, 1).contiguous() for t in (x, latent, k_rope))
+    q = (x @ w_q).view(SQ, B, N, P + R)
+    k_nope, v = (latent @ w_kv).view(T, B, N, P + V).split([P, V], -1)
+    k = torch.cat([k_nope, k_rope[:, :, None].expand(-1, -1, N, -1)], -1)
+    p = (torch.einsum("sbnd,tbnd->bnst", q, k) * SCALE).softmax(-1)
+    return torch.einsum("bnst,tbnv->sbnv", p, v)
+
+
+def rows_of_keys_first(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """All rows of keys before all rows of values in one weight, whose widths do not divide one another."""
+    kv = latent @ w_kv
+    k_nope, v = (p.view(*latent.shape[:2], N, -1).transpose(1, 2) for p in kv.split([N * P, N * V], -1))
+    return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(k_rope)], -1), v)
+
+
+def two_scales(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
+    k_nope, v = mla.up_projected(latent, w_kv)
+    return (q_nope @ k_nope.mT / 2 + torch.sub(q_rope @ k_rope[:, None].mT * 3, 1.0)).softmax(-1) @ v
+
+
+def deepseek_absorb(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """The absorbed branch of DeepSeek's own inference code: two score products against the caches."""
+    w = w_kv.t().reshape(N, P + V, L)
+    q_nope, q_pe = (x @ w_q).view(B, SQ, N, P + R).split([P, R], -1)
+    q_nope = torch.einsum("bshd,hdc->bshc", q_nope, w[:, :P])
+    scores = torch.einsum("bshc,btc->bsht", q_nope, latent) + torch.einsum("bshr,btr->bsht", q_pe, k_rope)
+    o = torch.einsum("bsht,btc->bshc", (scores * SCALE).softmax(-1), latent)
+    return torch.einsum("bshc,hdc->bshd", o, w[:, -V:])
+
+
+ODD: dict[str, tuple[Function, str | None]] = {
+    "causal with one query and many keys": (
+        lambda x, *rest: mla.sealed(*mla.naive(x[:, :1], *rest), causal=True),
+        None,
+    ),
+    "causal with fewer queries than keys": (lambda *a: mla.sealed(*mla.naive(*a), causal=True), None),
+    "no mask in a decoder": (mla.combined_sdpa, None),
+    "another scale for one query": (prefill_and_decode, None),
+    "a rope key divided by the number of heads": (lambda *a: joined(*a, lambda k: k / N), None),
+    "a rope key a head": (
+        lambda *a: joined(*a, lambda k: mla.to_heads(k) * torch.arange(1, N + 1)[:, None, None]),
+        "shared by all heads",
+    ),
+    "two scales and a constant": (two_scales, None),
+    "a mask of -1e4": (masked(-1e4), None),
+    "a mask of the least number": (masked(torch.finfo(torch.float64).min), None),
+    "scores filled with -1e4": (
+        lambda *a: mla.softmax(*mla.naive(*a), lambda s: s.masked_fill(torch.ones(SQ, T).tril(3) == 0, -1e4)),
+        None,
+    ),
+    "a cache that is normed and turned at every step": (unnormed_cache, None),
+    "rope key before latent in the cache": (swapped_cache, None),
+    "keys and values stacked from heads": (heads_apart, "found"),
+    "all keys before all values": (rows_of_keys_first, None),
+    "time first": (time_first, None),
+    "a constant added to the scores": (lambda *a: mla.softmax(*mla.naive(*a), lambda s: s + 2.5), None),
+    "scores taken from a number": (
+        lambda *a: mla.softmax(*mla.naive(*a), lambda s: torch.rsub(s, 1.0)),
+        None,
+    ),
+    "a multiple of a bias": (
+        lambda *a: mla.softmax(*mla.naive(*a), lambda s: torch.add(s, torch.arange(T).double(), alpha=-0.5)),
+        None,
+    ),
+    "absorbed as DeepSeek does": (deepseek_absorb, None),
+}
+"""Each with the reason for which it stays as it is, None where it is rewritten."""
+
+
+@pytest.mark.parametrize(("function", "reason"), ODD.values(), ids=ODD)
+def test_odd_code_is_computed_as_it_says(function: Function, reason: str | None) -> None:
+    module = capture(function, *mla.tensors())
+    before = run(module, *mla.tensors())
+    outcomes = rewrite(module, "absorbed")
+    assert outcomes
+    for outcome in outcomes:
+        assert outcome.rewritten == (reason is None), outcome.reason
+        assert reason is None or reason in outcome.reason
+    check_right(before, run(module, *mla.tensors()))
+    assert math.isfinite(before.sum())
