@@ -6,6 +6,7 @@ from .cache import BlockTable, PagePool
 from .errors import (
     CacheError,
     CacheMismatchError,
+    ConfigError,
     FreedError,
     KernelError,
     MlaCompileError,
@@ -27,6 +28,7 @@ __all__ = [
     "BlockTable",
     "CacheError",
     "CacheMismatchError",
+    "ConfigError",
     "FreedError",
     "KernelError",
     "MlaCompileError",

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from mla_compile import explain_command as explain
 from mla_compile.bench import command as bench
+from mla_compile.errors import ConfigError
+from mla_compile.plan import command as memory
 from mla_compile.version import __version__
 
-COMMANDS = (explain, bench)
+COMMANDS = (explain, memory, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, ConfigError) as error:
         print(f"mla-compile: {error}", file=sys.stderr)
         return 2
     return status

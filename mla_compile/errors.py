@@ -9,6 +9,10 @@ class OptionError(MlaCompileError, ValueError):
     """An option that does not exist, or a value that it cannot have."""
 
 
+class ConfigError(MlaCompileError, ValueError):
+    """A model's configuration that does not say what is asked of it."""
+
+
 class StrictError(MlaCompileError):
     """`mla.strict` is set and an attention was left unchanged, or the model has none."""
 

@@ -1,0 +1,75 @@
+"""`mla-compile memory MODEL_DIR_OR_CONFIG`: what the cache of a model takes, for each way to store it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from .layouts import CACHE_DTYPES
+from .plot import plot, require_matplotlib
+from .sizes import read_sizes
+from .table import Plan, as_json, as_text
+
+TOKEN_UNITS = {"": 1, "k": 1024, "m": 1024**2}
+BYTE_UNITS = {
+    "": 1,
+    **{f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgt")},
+    **{f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgt")},
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the subcommand."""
+    parser = subparsers.add_parser(
+        "memory",
+        help="say what the cache of a model takes",
+        description="Bytes of a model's cache, expanded, as MHA and GQA, as latents and as FP8 latents, from its "
+        "config.json alone.",
+    )
+    parser.add_argument("model", type=Path, help="a directory with a config.json, or such a file")
+    parser.add_argument("--context", type=tokens, default=32768, help="tokens of a sequence: 4096, 128k (default: 32k)")
+    parser.add_argument("--batch", type=_positive, default=1, help="sequences (default: 1)")
+    parser.add_argument("--dtype", choices=CACHE_DTYPES, default="bf16", help="of what is cached (default: bf16)")
+    parser.add_argument("--kv-heads", type=_positive, default=8, help="heads of the GQA to compare with (default: 8)")
+    parser.add_argument("--memory", type=in_bytes, metavar="SIZE", help="memory for the cache: 80GiB, 16GB")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against context (png, svg, pdf)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan and draw it if asked to."""
+    if arguments.plot:
+        require_matplotlib()
+    model = read_sizes(arguments.model)
+    plan = Plan(model, arguments.context, arguments.batch, arguments.dtype, arguments.kv_heads, arguments.memory)
+    print(as_json(plan) if arguments.json else as_text(plan))
+    if arguments.plot:
+        plot(plan, arguments.plot)
+    return 0
+
+
+def tokens(text: str) -> int:
+    """A number of tokens: `4096`, `128k` for 128 * 1024, `1m`."""
+    return _number(text, TOKEN_UNITS, "tokens, such as 4096 or 128k")
+
+
+def in_bytes(text: str) -> int:
+    """A number of bytes: `1000`, `80GiB` of 1024 ** 3 or `80GB` of 1000 ** 3."""
+    return _number(text, BYTE_UNITS, "bytes, such as 80GiB or 16GB")
+
+
+def _number(text: str, units: dict[str, int], expected: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    number = float(found[1]) * units[found[2]] if found and found[2] in units else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of {expected}, found {text!r}")
+    return int(number)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, found {text!r}")
+    return int(text)

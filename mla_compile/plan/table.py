@@ -1,0 +1,135 @@
+"""The plan as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .layouts import ELEMENT_SIZE, CacheDtype, Layout, layouts
+from .sizes import ModelSizes
+
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be cached, and the memory that there is for it."""
+
+    model: ModelSizes
+    context: int
+    """Tokens of each sequence."""
+    batch: int
+    """Sequences."""
+    dtype: CacheDtype
+    kv_heads: int
+    """Key and value heads of the GQA to compare with."""
+    memory: int | None = None
+    """Bytes for caches, beside weights and activations."""
+
+    @property
+    def sequences(self) -> str:
+        """The batch in words."""
+        return "1 sequence" if self.batch == 1 else f"{self.batch:,} sequences"
+
+    @property
+    def layouts(self) -> list[Layout]:
+        return layouts(self.dtype, self.kv_heads)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each layout: bytes of a token in the first kind of layer and in all, of the whole batch, how many
+        times the latent's, and the most sequences in the memory."""
+        first = next(iter(self.model.layers))
+        chosen = self.layouts
+        latent = next(layout for layout in chosen if layout.name.startswith("latent"))
+        return [
+            {
+                "layout": layout.name,
+                "holds": layout.holds(first),
+                "layer_bytes": layout.layer_bytes(first),
+                "token_bytes": layout.token_bytes(self.model),
+                "bytes": self.batch * layout.sequence_bytes(self.model, self.context),
+                "times_latent": layout.token_bytes(self.model) / latent.token_bytes(self.model),
+                "largest_batch": None
+                if self.memory is None
+                else self.memory // layout.sequence_bytes(self.model, self.context),
+            }
+            for layout in chosen
+        ]
+
+
+def as_json(plan: Plan) -> str:
+    """The plan and its rows."""
+    model = plan.model
+    described = {
+        "model_type": model.name,
+        "layers": [{"count": count, **asdict(sizes)} for sizes, count in model.layers.items()],
+    }
+    asked = {key: getattr(plan, key) for key in ("context", "batch", "dtype", "kv_heads", "memory")}
+    return json.dumps({"model": described, **asked, "rows": plan.rows()}, indent=1)
+
+
+def as_text(plan: Plan) -> str:
+    """A table, and what its numbers count."""
+    model = plan.model
+    kinds = ", ".join(f"{count} layers of {sizes}" for sizes, count in model.layers.items())
+    others = f"; {model.others} others keep none" if model.others else ""
+    header = ["layout", "a token and layer", "bytes", "all layers", "in all", "x latent"]
+    if plan.memory is not None:
+        header.append(f"sequences in {in_units(plan.memory)}")
+    cells = [header]
+    for row in plan.rows():
+        line = [row["layout"], row["holds"], f"{row['layer_bytes']:,}", f"{row['token_bytes']:,}"]
+        line += [in_units(row["bytes"]), f"{row['times_latent']:.3g}"]
+        cells.append(line + ([] if plan.memory is None else [f"{row['largest_batch']:,}"]))
+    widths = [max(len(line[k]) for line in cells) for k in range(len(header))]
+    table = [
+        "  ".join(
+            [*map(str.ljust, line[:2], widths[:2]), *map(str.rjust, line[2:], widths[2:])],
+        ).rstrip()
+        for line in cells
+    ]
+    heading = [
+        f"{model.name}: {kinds}{others}",
+        f"{plan.sequences} of {plan.context:,} tokens, {plan.dtype}",
+        "",
+    ]
+    return "\n".join([*heading, *table, "", *_notes(plan)])
+
+
+def _notes(plan: Plan) -> list[str]:
+    """What a reader who compares with another figure must know."""
+    model = plan.model
+    first = next(iter(model.layers))
+    rows = {row["layout"]: row for row in plan.rows()}
+    mha, latent = rows["MHA"], rows.get("latent") or rows["latent FP8"]
+    times, ranks = mha["times_latent"], 8
+    lines = [
+        f"MHA's {times:.0f}x: {first.N} heads of {first.V} for keys and for values, {mha['layer_bytes']:,} against "
+        f"{latent['layer_bytes']:,} bytes"
+        + (
+            " in the layers of the first kind, which the columns up to `bytes` are about."
+            if len(model.layers) > 1
+            else "."
+        ),
+        f"The naive code's keys have their rope columns too, {first.P + first.R} in all: "
+        f"{rows['expanded']['times_latent']:.0f}x.",
+        f"Tensor parallelism divides heads, not the latent, which every rank holds: on {ranks} ranks {times:.0f}x is "
+        f"{times / ranks:.1f}x.",
+        "DeepSeek-V2's published 93.3 % less compares with another model (DeepSeek 67B: 95 layers, GQA of 8 heads) and "
+        "counts 6 bits an element.",
+    ]
+    if model.indexers:
+        width = model.index_width * ELEMENT_SIZE[plan.dtype]
+        lines.append(
+            f"Not counted: an indexer's keys, {width:,} bytes of a token in {model.indexers} layers, in every layout."
+        )
+    return lines
+
+
+def in_units(number: int) -> str:
+    """Bytes with three digits and a binary unit."""
+    value, unit = float(number), 0
+    while value >= 999.5 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.3g} {UNITS[unit]}"
