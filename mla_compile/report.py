@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class Report:
                 lines.append(
                     "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]])
                 )
+            lines += _nearest_misses(self.sites)
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -58,7 +59,8 @@ class Report:
     def from_json(text: str) -> Report:
         """The report that `to_json` wrote."""
         fields = json.loads(text)
-        sites = tuple(Outcome(**{**site, "guards": tuple(site["guards"])}) for site in fields["sites"])
+        tuples = ("guards", "trail")
+        sites = tuple(Outcome(**site | {name: tuple(site[name]) for name in tuples}) for site in fields["sites"])
         return Report(sites, fields["note"], fields["seconds"])
 
 
@@ -68,6 +70,18 @@ def _short(location: str) -> str:
 
 def _with_guards(site: Outcome) -> str:
     return site.reason + (f" while {' and '.join(site.guards)}" if site.guards else "")
+
+
+def _nearest_misses(sites: Sequence[Outcome]) -> Iterator[str]:
+    """What would have unchanged attentions rewritten, and how far the trace of each came: alike ones, as of many
+    layers, once."""
+    alike: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for i, site in enumerate(sites):
+        if site.trail or site.remedy:
+            alike.setdefault((site.trail, site.remedy), []).append(str(i))
+    for (trail, remedy), numbers in alike.items():
+        yield f"\n{', '.join(numbers)}: {'to have this rewritten, ' + remedy if remedy else 'traced this far'}"
+        yield from (f"    {'from' if k == 0 else 'back to'} {line}" for k, line in enumerate(trail))
 
 
 def record(report: Report) -> None:

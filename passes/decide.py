@@ -112,11 +112,15 @@ def _guarded(environment: ShapeEnv, condition: sympy.Basic) -> object:
     return environment.create_symboolnode(condition).node
 
 
+_FORCE = "set options={'mla.path': 'absorbed'}"
+
+
 def _refuse_opaque(site: Site) -> None:
     if site.attention.opaque is not None:
         source = site.attention.opaque.weights.source
         found = where(source) if isinstance(source, fx.Node) else str(source)
-        raise Refusal(site.node, f"expected a sum of products and masks for chunks, found {found} of other scores")
+        reason = f"expected a sum of products and masks for chunks, found {found} of other scores"
+        raise Refusal(site.node, reason, _FORCE)
 
 
 def _refuse_wide_latent(site: Site, sizes: dict[str, Size]) -> None:
@@ -127,4 +131,5 @@ def _refuse_wide_latent(site: Site, sizes: dict[str, Size]) -> None:
             site.node,
             f"expected a latent narrower than the keys and the values it expands to, found width {sizes['L']} "
             f"for {sizes['N']} heads of {sizes['P']} + {sizes['V']}",
+            _FORCE,
         )

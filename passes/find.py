@@ -79,7 +79,8 @@ def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
                 yield Refusal(
                     node,
                     "expected scores and masks that are tensors of the graph, found flex_attention, which has them in "
-                    "functions; call scaled_dot_product_attention (transformers: set_attn_implementation('sdpa'))",
+                    "functions",
+                    "call scaled_dot_product_attention (transformers: model.set_attn_implementation('sdpa'))",
                 )
             elif node.target in (aten.bmm.default, aten.mm.default):
                 for side in (0, 1):
@@ -98,7 +99,7 @@ def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
 def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
     q_node, k_node, v_node, mask_node, dropout, causal, scale, grouped = arguments(node)
     if dropout:
-        raise Refusal(node, f"expected attention without dropout, found dropout_p={dropout}")
+        raise Refusal(node, f"expected attention without dropout, found dropout_p={dropout}", "call model.eval()")
     q, k, v = trace[q_node], trace[k_node], trace[v_node]
     rank = len(node.meta["val"].shape)
     batch = [f"batch {i}" for i in range(rank - 2)]
@@ -122,7 +123,7 @@ def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
     width = q.shape[-1]
     if scale is None:
         if not isinstance(width, int):
-            raise Refusal(node, "expected the head width or the scale to be known, found neither")
+            raise Refusal(node, "expected the head width or the scale to be known, found neither", "pass scale=")
         scale = 1 / math.sqrt(width)
     aligned, axes = layout.align(forms, labels)
     out = [axes[label] for label in q_batch]
@@ -154,7 +155,8 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     keys_read = _part(probabilities.read.dims[dim])
     others = [digits for i, digits in enumerate(probabilities.read.dims) if i != dim]
     if keys_read is None or any(not digit.whole for digits in others for digit in digits):
-        raise Refusal(node, "expected the whole of the attention weights to meet the values, found a part of them")
+        reason = "expected the whole of the attention weights to meet the values, found a part of them"
+        raise Refusal(node, reason, "multiply all of the softmax's result with the values")
     place = output.term.read.source
     assert isinstance(place, fx.Node)
     _refuse_other_uses(weights, place, trace)
@@ -167,7 +169,8 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     if opaque:
         products, masks, sinks = products_within(weights.scores, Keys(dim, *keys_read), trace), [], []
         if not products:
-            raise Refusal(node, f"expected scores that are a sum of products, found {where(weights.scores)}")
+            reason = f"expected scores that are a sum of products, found {where(weights.scores)}"
+            raise Refusal(node, reason, stopped=weights.scores)
         if place is not node:  # divided after: only the product changes
             return _from_weights(place, trace[place], side, weights, trace)
     own = [("out", i) for i in range(len(output.dims))]
@@ -180,7 +183,8 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     assert isinstance(parts, Product)
     keys = axes[dim]
     if parts.summed != keys:
-        raise Refusal(node, "expected the values to be summed over the keys of the softmax, found another axis")
+        reason = "expected the values to be summed over the keys of the softmax, found another axis"
+        raise Refusal(node, reason, "take the softmax over the keys")
     value = (parts.right, parts.left)[side]
     rows = tuple(axis for i in range(len(score_dims)) if i != dim for axis in axes[i])
     scores = []
@@ -257,6 +261,7 @@ def _refuse_other_uses(weights: Weights, output: fx.Node, trace: Trace) -> None:
             if user in ends or user in seen:
                 continue
             if not is_tensor(user) or trace[user].term.read.source is not weights.node:
-                raise Refusal(output, f"expected the attention weights to meet the values only, found {where(user)}")
+                reason = f"expected the attention weights to meet the values only, found {where(user)}"
+                raise Refusal(output, reason, "do not return them or use them again (transformers: output_attentions)")
             seen.add(user)
             pending.append(user)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
 from .axes import Join, Product, Read, Sum, Term, Unread
 from .find import Attention
-from .source import where
+from .source import Refusal, where
 from .trace import Trace, aten, is_tensor
 
 _WRITES = {
@@ -22,8 +22,14 @@ _WRITES = {
 """Ops whose result holds what an operand held before and what another brings."""
 
 
-def stored_expanded(attention: Attention, trace: Trace) -> str | None:
-    """The reason if keys and values are up-projected from one latent, but before they are cached."""
+_LINEAR = (
+    "let nothing but views, casts, joins and sums lie between the up-projection and the attention: a norm, a "
+    "nonlinearity or a rope belongs to the latent before it, or to columns of their own"
+)
+
+
+def stored_expanded(attention: Attention, trace: Trace) -> Refusal | None:
+    """The refusal if keys and values are up-projected from one latent, but before they are cached."""
     values = list(_leaves(attention.value, trace, set()))
     keys = [leaf for score in attention.scores for leaf in _leaves(score.key, trace, set())]
     stored = [leaf.read for leaf in values if leaf.parts is None and isinstance(leaf.read.source, fx.Node)]
@@ -31,10 +37,35 @@ def stored_expanded(attention: Attention, trace: Trace) -> str | None:
     latents = [source for source in _factors_of_all(keys) if any(source in pair for pair in factors)]
     if not stored or not latents:
         return None
-    return (
+    return Refusal(
+        attention.node,
         f"expected a cache of latents, found that this cache stores expanded keys and values: {name(stored[0])} beside "
-        f"what is up-projected from {where(latents[0])} now; cache the latent, as transformers >= 5.15 does"
+        f"what is up-projected from {where(latents[0])} now",
+        "cache the latent, as transformers >= 5.15 does",
+        _node(stored[0]),
     )
+
+
+def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | None) -> Refusal:
+    """The refusal if nothing in the keys is an up-projection of `latent`, or (None) the values are not one either."""
+    node = attention.node
+    if latent is None:
+        reason = f"expected values that are an up-projection of a latent, found {describe(attention.value)}"
+        return Refusal(node, reason, _LINEAR, _node(attention.value.read))
+    over = set(attention.keys)
+    for term in keys:
+        sides = (term.parts.left, term.parts.right) if isinstance(term.parts, Product) else ()
+        running = [side.read for side in sides if side.axes & over]
+        if len(running) == 1:
+            reason = f"expected keys and values from one latent, found keys from {name(running[0])} and values from "
+            return Refusal(node, reason + name(latent), "project both from the same tensor", _node(running[0]))
+    found = "; ".join(map(describe, keys))
+    reason = f"expected keys of which some columns are an up-projection of {name(latent)}, found {found}"
+    return Refusal(node, reason, _LINEAR, next(filter(None, (_node(term.read) for term in keys)), None))
+
+
+def _node(read: Read) -> fx.Node | None:
+    return read.source if isinstance(read.source, fx.Node) else None
 
 
 def _leaves(term: Term, trace: Trace, seen: set[fx.Node]) -> Iterator[Term]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from .source import Frame
+from .source import Frame, Refusal, common_frame, trail
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,8 @@ class Outcome:
     as text (symbolic ones as expressions), empty where the attention is no MLA site. `guards` are the inequalities
     between symbolic sizes under which the path was chosen. `mask` says what hides keys from queries: `none`, or
     `causal`, `lengths`, `window`, `padding`, `top-k` and `tensor` (some tensor) joined by ` + `; empty where unchanged.
+    Where unchanged, `remedy` says what would have it rewritten, if anything, and `trail` how far the trace came: the
+    lines of source from the attention back to where it stopped.
     """
 
     node: str
@@ -27,21 +29,33 @@ class Outcome:
     shapes: dict[str, str] = field(default_factory=dict)
     guards: tuple[str, ...] = ()
     mask: str = ""
+    remedy: str = ""
+    trail: tuple[str, ...] = ()
 
     @property
     def rewritten(self) -> bool:
         return self.path != "unchanged"
 
 
-def outcome(
+def rewritten(
     node: fx.Node,
     frame: Frame | None,
     path: str,
     reason: str,
-    shapes: dict[str, str] | None = None,
-    guards: tuple[str, ...] = (),
-    mask: str = "",
+    shapes: dict[str, str],
+    guards: tuple[str, ...],
+    mask: str,
 ) -> Outcome:
     """The outcome of the attention at `node`, whose line of source is `frame`."""
-    place, code = (str(frame), frame.code) if frame is not None else ("unknown", "")
-    return Outcome(node.name, place, code, path, reason, shapes or {}, guards, mask)
+    return Outcome(node.name, *_place(frame), path, reason, shapes, guards, mask)
+
+
+def unchanged(node: fx.Node, refusal: Refusal) -> Outcome:
+    """The outcome of the attention at `node` that was refused."""
+    way = trail(node, refusal.stopped) if refusal.stopped is not None else ()
+    place = _place(common_frame(node, ()))
+    return Outcome(node.name, *place, "unchanged", str(refusal), remedy=refusal.remedy, trail=way)
+
+
+def _place(frame: Frame | None) -> tuple[str, str]:
+    return (str(frame), frame.code) if frame is not None else ("unknown", "")

@@ -14,11 +14,11 @@ from .axes import Unaligned
 from .decide import decide
 from .find import Attention, find
 from .mask import understand
-from .outcome import Outcome, outcome
+from .outcome import Outcome, rewritten, unchanged
 from .pages import keys_in_pages
 from .rewrite import Rewriter
 from .site import Site, prove
-from .source import Refusal, common_frame, where
+from .source import Refusal, common_frame
 from .trace import Trace, aten
 
 
@@ -47,10 +47,10 @@ class Pipeline:
             try:
                 outcomes.append(self._rewrite(found, trace, rewriter, environment))
             except Refusal as refusal:
-                outcomes.append(outcome(found.node, common_frame(found.node, ()), "unchanged", str(refusal)))
+                outcomes.append(unchanged(found.node, refusal))
             except Unaligned as error:
-                reason = f"expected sizes that factor into common axes, found that {error}, at {where(found.node)}"
-                outcomes.append(outcome(found.node, common_frame(found.node, ()), "unchanged", reason))
+                reason = f"expected sizes that factor into common axes, found that {error}"
+                outcomes.append(unchanged(found.node, Refusal(found.node, reason)))
         if any(o.rewritten for o in outcomes):
             graph.eliminate_dead_code()
             _relax_views(graph)
@@ -71,7 +71,7 @@ class Pipeline:
         output = rewriter(site, meaning, choice.path, pages)
         output.meta["mla_site"] = site.node.name
         shapes = {name: str(size) for name, size in site.sizes.items()}
-        return outcome(site.node, frame, choice.path, choice.reason + words, shapes, choice.guards, meaning.words)
+        return rewritten(site.node, frame, choice.path, choice.reason + words, shapes, choice.guards, meaning.words)
 
 
 def _sources(site: Site) -> list[fx.Node]:

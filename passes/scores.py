@@ -86,7 +86,8 @@ def scores_of(node: fx.Node, keys: Keys, trace: Trace) -> list[Summand]:
         return _summands(node, labels, factor, trace)
     source, scale = _whole_source(node, trace)
     if source is None or source.target is not aten.cat.default:
-        raise Refusal(node, "expected the whole of the attention weights to meet the values, found a part of them")
+        reason = "expected the whole of the attention weights to meet the values, found a part of them"
+        raise Refusal(node, reason, "multiply all of the softmax's result with the values")
     return _joined(source, keys, labels, factor * scale, trace)
 
 

@@ -24,7 +24,7 @@ from .axes import Axis, Dim, Join, Product, Read, Size, Sum, Term, Undefined, Un
 from .changes import change_read
 from .find import Attention, Score
 from .layout import piece_of
-from .miss import describe, name, stored_expanded
+from .miss import describe, name, no_up_projection, stored_expanded
 from .source import Refusal
 from .trace import Trace
 
@@ -89,6 +89,9 @@ class Site:
         return sizes | {"R": total(piece.width for piece in self.ropes)}
 
 
+_SHARE = "make one rope key a token, [B, T, R], and give it to all heads"
+
+
 def prove(attention: Attention, trace: Trace) -> Site:
     """The MLA site that an attention is.
 
@@ -105,7 +108,8 @@ def prove(attention: Attention, trace: Trace) -> Site:
     if value is not None:
         latent, w_uv, rank, value_scale = value
         if value_scale != 1.0:
-            raise Refusal(node, f"expected values without a scale, found {value_scale:g} times a product")
+            reason = f"expected values without a scale, found {value_scale:g} times a product"
+            raise Refusal(node, reason, "scale what the attention returns")
     else:
         latent, rank = attention.value.read, attention.columns
 
@@ -136,8 +140,8 @@ def prove(attention: Attention, trace: Trace) -> Site:
         else:
             latent, rank = piece.key.read, piece.summed
     if nope is None:
-        stored = stored_expanded(attention, trace)
-        raise Refusal(node, stored or _nearest_miss(pieces, attention, value[0] if value is not None else None))
+        found = value[0] if value is not None else None
+        raise stored_expanded(attention, trace) or no_up_projection(attention, [p.key for p in pieces], found)
 
     if nope.scale == 0 or not math.isfinite(nope.scale):
         raise Refusal(node, f"expected scores times a number, found them times {nope.scale:g}")
@@ -150,15 +154,17 @@ def prove(attention: Attention, trace: Trace) -> Site:
                     node,
                     f"expected {rope.width} columns of the keys to be shared by all heads or to come from the latent "
                     f"of the values, found {describe(rope.key)}",
+                    _SHARE,
                 )
         raise Refusal(node, "expected a latent and an up-projection without a common axis but the rank, found another")
     tokens = set(attention.queries) if attention.queries is not None else rows - heads - batch
     if tokens & (heads | batch):
-        raise Refusal(node, "expected keys and values that are the same for every query, found some that differ")
+        reason = "expected keys and values that are the same for every query, found some that differ"
+        raise Refusal(node, reason, "attend to the same keys from every query, and tell them apart by a mask")
     heads = rows - batch - tokens  # also those of the queries alone, which share their keys and values
     for rope in ropes:
         if not rope.key.axes <= batch | keys | set(rope.summed):
-            raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key)}")
+            raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key)}", _SHARE)
     reads = [latent, w_uk, w_uv, nope.query.read, *biases]
     reads += [read for piece in (*ropes, *shifts) for read in (piece.query.read, piece.key.read)]
     for read in reads:
@@ -238,22 +244,8 @@ def _pieces(node: fx.Node, score: Score, heads: set[Axis]) -> Iterator[Piece]:
     start: Size = 0
     for segment in join.segments:
         if isinstance(segment.term.parts, Undefined):
-            raise Refusal(node, "expected keys that are written whole, found columns that nobody wrote")
+            raise Refusal(node, "expected keys that are written whole, found columns that nobody wrote", "write them")
         query = piece_of(score.query, join.axis, start, segment.axes)
         summed = tuple(a for axis in score.summed for a in (segment.axes if axis is join.axis else (axis,)))
         yield from _pieces(node, Score(query, segment.term, summed, score.scale), heads)
         start = start + segment.size
-
-
-def _nearest_miss(pieces: list[Piece], attention: Attention, latent: Read | None) -> str:
-    if latent is None:
-        return f"expected values that are an up-projection of a latent, found {describe(attention.value)}"
-    keys = set(attention.keys)
-    for piece in pieces:
-        if (factors := _split(piece.key, keys)) is not None:
-            return (
-                f"expected keys and values from one latent, found keys from {name(factors[0])} "
-                f"and values from {name(latent)}"
-            )
-    found = "; ".join(describe(piece.key) for piece in pieces)
-    return f"expected keys of which some columns are an up-projection of {name(latent)}, found {found}"

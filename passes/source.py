@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -56,12 +57,44 @@ def where(node: fx.Node) -> str:
     return f"`{node.name}` ({op}{f', {stack[-1]}' if stack else ''})"
 
 
+def trail(node: fx.Node, end: fx.Node) -> tuple[str, ...]:
+    """The lines of source on the shortest way from a node back to one that it is computed from, itself first.
+
+    Where the graph does not say the line, the op stands for it. Empty if there is no such way.
+    """
+    towards: dict[fx.Node, fx.Node] = {}
+    pending = deque([node])
+    while pending and end not in towards and end is not node:
+        user = pending.popleft()
+        for operand in user.all_input_nodes:
+            if operand not in towards:
+                towards[operand] = user
+                pending.append(operand)
+    if end is not node and end not in towards:
+        return ()
+    steps = [end]
+    while steps[-1] is not node:
+        steps.append(towards[steps[-1]])
+    return tuple(dict.fromkeys(_line(step) for step in reversed(steps)))
+
+
+def _line(node: fx.Node) -> str:
+    stack = frames(node)
+    return f"`{stack[-1].code}` ({stack[-1]})" if stack else where(node)
+
+
 @dataclass
 class Refusal(Exception):
-    """Why an attention stays as it is: a sentence, and the node that it speaks of."""
+    """Why an attention stays as it is.
+
+    `reason` is a sentence that speaks of `node`; `remedy`, if there is one, what would have the attention rewritten;
+    `stopped` the node of its operands at which the trace went no further.
+    """
 
     node: fx.Node
     reason: str
+    remedy: str = ""
+    stopped: fx.Node | None = None
 
     def __str__(self) -> str:
         return f"{self.reason}, at {where(self.node)}"

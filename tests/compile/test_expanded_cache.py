@@ -91,7 +91,7 @@ def test_the_reason_says_what_to_upgrade(kind: type[Growing | Static], prefill: 
     for site in (*first.sites, *second.sites):
         if not site.rewritten:
             assert "this cache stores expanded keys and values" in site.reason
-            assert "transformers >= 5.15" in site.reason
+            assert "transformers >= 5.15" in site.remedy
 
 
 @pytest.mark.usefixtures("without_codegen")

@@ -112,7 +112,7 @@ def test_flex_attention_is_left_with_a_reason() -> None:
     assert len(sites) == family.sites
     for site in sites:
         assert site.path == "unchanged"
-        assert "set_attn_implementation('sdpa')" in site.reason
+        assert "set_attn_implementation('sdpa')" in site.remedy
 
 
 @pytest.mark.slow

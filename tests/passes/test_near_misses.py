@@ -191,6 +191,7 @@ def test_a_near_miss_stays_as_it_is(function: Function, reason: str) -> None:
     assert outcome.path == "unchanged"
     assert outcome.reason.startswith("expected ")
     assert reason in outcome.reason
+    assert not outcome.trail or outcome.trail[0].startswith("`")
     assert module.code == code
     check_right(before, run(module, *mla.tensors()))
 

@@ -1,0 +1,44 @@
+"""What a report says of an attention that stays as it is: how far the trace came, and what would change that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mla_compile.passes.outcome import Outcome
+from torch import Tensor
+
+import mla_compile
+from mla_compile.report import Report
+
+N, L, P, V = 2, 4, 3, 3
+
+
+def attention(q: Tensor, latent: Tensor, w: Tensor) -> Tensor:
+    kv = (latent @ w).view(1, -1, N, P + V).transpose(1, 2)
+    k_nope, v = kv.split([P, V], -1)
+    k = k_nope.tanh()
+    scores = q @ k.transpose(-1, -2)
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_the_nearest_miss_is_traced_to_the_line_where_it_stopped() -> None:
+    report = mla_compile.explain(attention, torch.randn(1, N, 1, P), torch.randn(1, 9, L), torch.randn(L, N * (P + V)))
+    (site,) = report.sites
+    assert site.path == "unchanged"
+    assert "k = k_nope.tanh()" in site.trail[-1]
+    assert [line.split("`")[1] for line in site.trail] == [
+        "return scores.softmax(-1) @ v",
+        "scores = q @ k.transpose(-1, -2)",
+        "k = k_nope.tanh()",
+    ]
+    assert "belongs to the latent" in site.remedy
+    assert f"\n0: to have this rewritten, {site.remedy}\n    from {site.trail[0]}\n    back to" in str(report)
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_alike_misses_of_many_layers_are_told_once() -> None:
+    miss = Outcome("bmm", "model.py:1", "", "unchanged", "expected one, found another", remedy="do so", trail=("`a`",))
+    fine = Outcome("bmm_1", "model.py:1", "", "absorbed", "few queries")
+    lines = str(Report((miss, fine, miss))).splitlines()
+    assert lines[-2:] == ["0, 2: to have this rewritten, do so", "    from `a`"]
