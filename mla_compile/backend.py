@@ -39,6 +39,7 @@ from .report import Report, record
 from .seal import seal, unseal
 from .show import show
 from .stored import ReportStore
+from .uncompiled import warn_of_generate
 from .verify import Verified
 from .version import __version__
 
@@ -77,6 +78,9 @@ def mla(
         seconds = compilation.seconds | {"compile": time.perf_counter() - start}
         record(Report(tuple(compilation.outcomes), compilation.note, seconds))
         return compiled
+
+
+warn_of_generate(mla)
 
 
 class _Compilation:

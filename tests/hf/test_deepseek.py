@@ -91,23 +91,6 @@ def test_every_site_is_rewritten_and_logits_are_as_right_as_eagers(family, atten
     assert sum(len(report.sites) for report in mla_compile.reports()) >= 2 * len(mla_compile.reports())
 
 
-@pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize(("kind", "most"), [("dynamic", 3), ("static", 2)])
-def test_generation_compiles_few_times_and_never_breaks_the_graph(kind, most):
-    model = build("v3")
-    ids = torch.randint(0, SIZES["vocab_size"], (1, 7))
-    options = {"max_new_tokens": 101, "min_new_tokens": 101, "do_sample": False, "pad_token_id": 0}
-    if kind == "static":
-        options["cache_implementation"] = "static"
-        options["disable_compile"] = True  # transformers' own compilation of the forward: ours is in place already
-    expected = model.generate(ids, **options)
-    model.compile(backend="mla")
-    assert torch.equal(model.generate(ids, **options), expected)
-    assert len(mla_compile.reports()) <= most
-    assert all(report.rewritten == 2 for report in mla_compile.reports())
-    assert not torch._dynamo.utils.counters["graph_break"]
-
-
 def test_the_report_names_the_line_of_the_model():
     model = build("v3")
     report = mla_compile.explain(model, torch.randint(0, 64, (1, 5)))

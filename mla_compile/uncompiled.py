@@ -1,0 +1,58 @@
+"""A warning from `torch.compile(model, backend="mla").generate(...)`, which runs the uncompiled model.
+
+`torch.compile` of a module returns an `OptimizedModule`, whose `forward` is compiled and which takes all else from the
+module: `generate` is the module's, and calls the module's own forward. No backend is asked on that way. But torch tells
+its module registration hooks when the `OptimizedModule` takes the module in, and there its `generate` can become one
+that warns first. No class or function of torch is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.modules.module import register_module_module_registration_hook
+
+MESSAGE = (
+    'torch.compile(model, backend="mla").generate(...) runs the uncompiled model: `generate` is the model\'s, '
+    'and calls its own forward. Write model.compile(backend="mla"), then model.generate(...)'
+)
+
+
+def warn_of_generate(backend: Callable[..., Any]) -> None:
+    """Have every object that `torch.compile(module, backend=backend)` returns from now on warn in `generate`."""
+
+    def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if name == "_orig_mod" and isinstance(module, OptimizedModule) and hasattr(submodule, "generate"):
+            # Which backend it has is known only later. The reference is weak, for a cycle would keep the weights alive.
+            generate = functools.partial(_generate, backend, weakref.ref(module), submodule)
+            object.__setattr__(module, "generate", generate)
+
+    register_module_module_registration_hook(on_registration)
+
+
+def _generate(
+    backend: Callable[..., Any],
+    optimized: weakref.ref[OptimizedModule],
+    model: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if _backend_of(optimized()) is backend and model._compiled_call_impl is None:
+        warnings.warn(MESSAGE, stacklevel=2)
+    return model.generate(*args, **kwargs)
+
+
+def _backend_of(optimized: OptimizedModule | None) -> Any:
+    """The function that `torch.compile` found for the `backend` it was given."""
+    if optimized is None:
+        return None
+    callback: Any = optimized.dynamo_ctx.callback
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    return getattr(callback, "compiler_fn", callback)
