@@ -172,6 +172,15 @@ class Unread:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """A source that no graph has as a tensor: `of * by`, with a dimension for each of `axes`."""
+
+    of: Read
+    by: Read
+    axes: Dim
+
+
+@dataclass(frozen=True)
 class Term:
     """An element: how to read it from a tensor that exists, and, if known, what it is made of."""
 

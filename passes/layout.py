@@ -227,9 +227,13 @@ def pointwise(source: Hashable, operands: Sequence[Form], shape: Sequence[Size])
     rank = len(shape)
     full = [expand(o, (1,) * (rank - len(o.dims)) + tuple(o.shape)) for o in operands]
     aligned, axes = align(full, [range(rank)] * len(full))
-    dims = tuple(axes[i] or (() if same(shape[i], 1) else (Axis(shape[i]),)) for i in range(rank))
+    dims = [axes[i] or (() if same(shape[i], 1) else (Axis(shape[i]),)) for i in range(rank)]
     depends = frozenset[Axis]().union(*(o.term.axes for o in aligned))
-    return Form(dims, read_of(source, dims, depends))
+    for i, dim in enumerate(dims):
+        if len(dim) > 1 and depends.issuperset(dim):  # what told them apart is of no further use, and in a view's way
+            dims[i] = (Axis(product(axis.size for axis in dim)),)
+            depends |= {*dims[i]}
+    return Form(tuple(dims), read_of(source, dims, depends))
 
 
 def add(source: Hashable, operands: Sequence[Form], shape: Sequence[Size]) -> Form:

@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from .axes import Axis, Digit, Dim, Read, Size, Unaligned, product, same
+from .axes import Axis, Digit, Dim, Read, Scaled, Size, Unaligned, product, same
 from .trace import size_of
 
 Realize = Callable[[Size], "int | torch.SymInt"]
@@ -82,8 +82,35 @@ def sources_of(
         *(sympy.sympify(axis.size).free_symbols for dim in dims for axis in dim),
         more,
     )
-    sources = [read.source for read in known if isinstance(read.source, fx.Node)]
+    sources = [source for read in known for source in nodes_of(read)]
     return list(dict.fromkeys([*sources, *tellers(node, symbols)]))
+
+
+def nodes_of(read: Read) -> list[fx.Node]:
+    """The nodes of the graph that hold what is read."""
+    if isinstance(read.source, Scaled):
+        return [*nodes_of(read.source.of), *nodes_of(read.source.by)]
+    return [read.source] if isinstance(read.source, fx.Node) else []
+
+
+class Reader:
+    """`read(what, *layout)`: what a read names, among the values of the nodes `sources`, as `read_as` has it."""
+
+    def __init__(self, sources: Sequence[fx.Node], values: Sequence[Any]) -> None:
+        self.realize = realizer(values)
+        self._place = dict(zip(sources, values, strict=True))
+
+    def __call__(self, what: Read, *layout: Dim, broadcast: bool = True) -> Tensor:
+        return read_as(self._source(what), what, layout, self.realize, broadcast=broadcast)
+
+    def _source(self, read: Read) -> Tensor:
+        """The tensor that is read, made where no graph has it."""
+        if isinstance(read.source, Scaled):
+            dims = [(axis,) for axis in read.source.axes]
+            return self(read.source.of, *dims) * self(read.source.by, *dims, broadcast=False)
+        assert isinstance(read.source, fx.Node)
+        tensor: Tensor = self._place[read.source]
+        return tensor
 
 
 def tellers(node: fx.Node, symbols: set[sympy.Symbol]) -> list[fx.Node]:

@@ -19,10 +19,11 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from .axes import Dim, Read, Unaligned
+from .axes import Unaligned
 from .mask import Meaning
-from .materialize import read_as, realizer, sources_of, write_as
+from .materialize import Reader, sources_of, write_as
 from .pages import Pages
+from .per_head import per_head
 from .reassociate import EmitOutput, EmitScores
 from .seen import Seen
 from .signature import signature
@@ -124,13 +125,8 @@ class _Emit:
 
     def __call__(self, *values: Any) -> Tensor:
         site = self.site
-        place = dict(zip(self.sources, values, strict=True))
-        realize = realizer(values)
-
-        def read(what: Read, *layout: Dim, broadcast: bool = True) -> Tensor:
-            assert isinstance(what.source, fx.Node)
-            return read_as(place[what.source], what, layout, realize, broadcast=broadcast)
-
+        read = Reader(self.sources, values)
+        realize = read.realize
         keys, columns = site.attention.keys, site.attention.columns
         rows = site.batch, site.tokens, site.heads
         q_nope = read(site.nope.query.read, *rows, site.nope.summed)
@@ -155,7 +151,7 @@ class _Emit:
             raise Unaligned(f"{dtype} queries meet pages of {latent.dtype} and {k_rope.dtype}")
         q_nope, q_rope, latent, k_rope = (t.to(dtype) for t in (q_nope, q_rope, latent, k_rope))
         sparse = self.path == "sparse"
-        seen, offset = self.seen.indices(read, realize) if sparse else self.seen.mask(read, realize)
+        seen, offset = self.seen.indices(read) if sparse else self.seen.mask(read)
         scale = site.nope.scale
         w_uk = None if site.w_uk is None else read(site.w_uk, site.heads, site.nope.summed, site.rank).to(dtype)
         w_uv = None if site.w_uv is None else read(site.w_uv, site.heads, columns, site.rank).to(dtype)
@@ -167,7 +163,7 @@ class _Emit:
                 q, latent, k_rope, w_uk, w_uv, seen, offset, scale, self.workspace_tokens
             )
         else:
-            q_latent = q_nope if w_uk is None else torch.ops.mla.per_head_matmul(q_nope, w_uk)
+            q_latent = q_nope if w_uk is None else per_head(q_nope, w_uk, site.w_uk)
             operands = q_latent, q_rope, latent, k_rope
             if sparse:
                 uniform = self.seen.meaning.uniform_when_empty
@@ -183,7 +179,7 @@ class _Emit:
             else:
                 o, lse = torch.ops.mla.latent_attention(*operands, seen, offset, scale)
             if w_uv is not None:
-                o = torch.ops.mla.per_head_matmul(o, w_uv.transpose(1, 2))
+                o = per_head(o, w_uv.transpose(1, 2), site.w_uv)
         empty = lse.isneginf().unsqueeze(-1) if self.seen.may_be_empty(self.path) else None
         for bias in site.biases:
             addend = read(bias, *rows, columns)

@@ -17,13 +17,10 @@ from torch import Tensor
 
 from .axes import Axis, Dim, Read, Size
 from .mask import Meaning
-from .materialize import Realize, symbols_of
+from .materialize import Reader, Realize, symbols_of
 from .positions import Affine, Element, Named
 from .scores import Mask
 from .site import Site
-
-Reader = Callable[..., Tensor]
-"""`read(what, *layout, broadcast=...)`: what a read names, with a dimension for each entry of the layout."""
 
 
 class Seen:
@@ -91,11 +88,11 @@ class Seen:
         from_zero = offset is None or bool(sympy.sympify(offset).is_nonnegative)
         return bool(self._tensors or self._elements) or not from_zero
 
-    def mask(self, read: Reader, realize: Realize) -> tuple[Tensor | None, int | torch.SymInt | None]:
+    def mask(self, read: Reader) -> tuple[Tensor | None, int | torch.SymInt | None]:
         """A mask `[B|1, N|1, Sq|1, T|1]`, bool if all just reject, else a number to add; and a causal offset."""
         site = self.site
         layout = (site.batch, site.heads, site.tokens, site.attention.keys)
-        offset = None if self._offset is None else realize(self._offset)
+        offset = None if self._offset is None else read.realize(self._offset)
         masks = [(mask, read(mask.term.read, *layout, broadcast=False)) for mask in self._tensors]
         allowed = [_element(element, read, layout) for element in self._elements]
         allowed += [~tensor if mask.inverted else tensor for mask, tensor in masks if mask.attends]
@@ -113,7 +110,7 @@ class Seen:
             added = torch.where(_element(element, read, layout), added, -math.inf)
         return added, offset
 
-    def indices(self, read: Reader, realize: Realize) -> tuple[Tensor, int | torch.SymInt | None]:
+    def indices(self, read: Reader) -> tuple[Tensor, int | torch.SymInt | None]:
         """The keys that each query attends to, `[B, Sq, topk]`, -1 for none; and a causal offset that holds besides."""
         site, named = self.site, self.named
         assert named is not None
@@ -132,12 +129,12 @@ class Seen:
                 return tensor
             return tensor.expand(*key.shape[:2], -1).gather(2, key.long())
 
-        hidden = [self._position(limit.what, key, at_keys, realize) > 0 for limit in self.meaning.limits]
+        hidden = [self._position(limit.what, key, at_keys, read.realize) > 0 for limit in self.meaning.limits]
         hidden += [at_keys(e.read) if e.inverted else ~at_keys(e.read) for e in self.meaning.elements]
         if hidden:
             indices = indices.masked_fill(reduce(torch.logical_or, hidden), -1)
         offset = self.meaning.causal_offset
-        return indices, None if offset is None else realize(offset)
+        return indices, None if offset is None else read.realize(offset)
 
     def _position(self, what: Affine, key: Tensor, at_keys: Callable[[Read], Tensor], realize: Realize) -> Tensor:
         """The value of an inequality's left side at keys `[B, Sq, topk]`."""

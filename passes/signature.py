@@ -42,7 +42,7 @@ def signature(
         (site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces, shifts),
         site.biases,
         (path, seen.said(path), sinks, attention.strict_rows),
-        [source.meta["val"] for source in sources],
+        [(source.meta["val"], source.op) for source in sources],
     )
     canonical = _Canonical({source: i for i, source in enumerate(sources)})
     values = canonical(said)

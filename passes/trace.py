@@ -20,6 +20,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from . import layout
 from .axes import Form, Size, Term, Unaligned, Undefined, Unread, same, total
+from .dequantize import dequantized
 from .lookup import Lookup
 from .twins import Twins
 
@@ -387,7 +388,8 @@ def _scale(trace: Trace, node: fx.Node) -> Form:
     number = isinstance(b, int | float) and not isinstance(b, bool) and not (division and b == 0)
     if is_tensor(a) and number and node.meta["val"].dtype.is_floating_point and trace[a].term.parts is not None:
         return layout.scaled(trace[a], 1 / b if division else float(b))
-    return _pointwise(trace, node)
+    known = None if division or not (is_tensor(a) and is_tensor(b)) else dequantized(trace, node)
+    return known or _pointwise(trace, node)
 
 
 def _pointwise(trace: Trace, node: fx.Node) -> Form:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import sympy
-from mla_compile.passes.axes import Axis, Form, Join, Product, Read, Size, Sum, Term, Undefined, Zero, same
+from mla_compile.passes.axes import Axis, Form, Join, Product, Read, Scaled, Size, Sum, Term, Undefined, Zero, same
 
 Grid = np.ndarray
 """An axis's index at every element, broadcastable to all the axes in play."""
@@ -51,7 +51,7 @@ class World:
 
     def read(self, read: Read, grids: Mapping[Axis, Grid]) -> np.ndarray:
         """The elements that a read names. Every index has to be one that the tensor has."""
-        tensor = self.tensors[read.source]
+        tensor = self._scaled(read.source) if isinstance(read.source, Scaled) else self.tensors[read.source]
         assert len(read.dims) == tensor.ndim
         indices = []
         for dim, size in zip(read.dims, tensor.shape, strict=True):
@@ -69,6 +69,12 @@ class World:
         elements = tensor[tuple(indices)] if indices else tensor
         factors = [step for step in read.then if isinstance(step, float)]  # a cast to another dtype rounds nothing here
         return elements * np.prod(factors)
+
+    def _scaled(self, source: Scaled) -> np.ndarray:
+        """A tensor that no graph has."""
+        whole = Form(tuple((axis,) for axis in source.axes), Term(source.of))
+        grids = self.grids(whole)
+        return self.element(whole, self.read(source.of, grids) * self.read(source.by, grids))
 
     def term(self, term: Term, grids: Mapping[Axis, Grid]) -> np.ndarray:
         """The elements that a term's parts make, down to the reads that have none."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mla_compile.passes.axes import Form, Join, Product, Sum, Unread
+from mla_compile.passes.axes import Form, Join, Product, Scaled, Sum, Unread
 from mla_compile.passes.trace import Trace, hint_of, is_tensor
 from torch import Tensor, fx
 
@@ -55,6 +55,26 @@ def seen_through(form: Form) -> bool:
     """Whether a form says more than that there is a tensor of this shape."""
     source = form.term.read.source
     return form.term.parts is not None or source.op == "placeholder"
+
+
+def scaled_product(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    return ((x @ w.to(x.dtype).t()) * scale).view(2, 3, 5, 2)
+
+
+def product_scaled_by_head(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    return scale * (x @ w.to(x.dtype).t()).view(2, 3, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"), [(scaled_product, (10,)), (product_scaled_by_head, (5, 2)), (product_scaled_by_head, (5, 1))]
+)
+def test_a_scale_behind_a_product_is_one_of_its_few_bit_weight(
+    function: Callable[..., Tensor], shape: tuple[int, ...]
+) -> None:
+    tensors = whole(2, 3, 4), whole(10, 4, seed=1).to(torch.int8), whole(*shape, seed=2)
+    form = check_all(capture(function, *tensors), *tensors)
+    assert isinstance(form.term.parts, Product)
+    assert isinstance(form.term.parts.right.read.source, Scaled)
 
 
 def x3() -> tuple[Tensor, ...]:
