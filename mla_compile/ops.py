@@ -61,7 +61,7 @@ _LIBRARY.define(
 _LIBRARY.define(
     "paged_latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent_pages, Tensor rope_pages, "
     "Tensor block_table, Tensor seq_lens, bool causal, float scale, Tensor? latent_scales=None, "
-    "SymInt? split_tokens=None, Tensor? mask=None) -> (Tensor, Tensor)",
+    "SymInt? split_tokens=None, Tensor? mask=None, Tensor? first_positions=None) -> (Tensor, Tensor)",
     tags=_ANY_STRIDES,
 )
 _LIBRARY.define(
@@ -98,11 +98,11 @@ paged_latent_attention = torch.ops.mla.paged_latent_attention
 """`latent_attention` over a cache in pages (vLLM's PagedAttention, arXiv 2309.06180, with one latent a token).
 
     latent[b, j] = latent_pages[block_table[b, j // page_size], j % page_size];  k_rope likewise, of rope_pages
-    o, lse = latent_attention over the keys j < seq_lens[b], and with causal j <= seq_lens[b] - Sq + i for query i
+    o, lse = latent_attention over the keys j < seq_lens[b], and with causal j <= first_positions[b] + i for query i
 
-The queries are the last Sq tokens of their sequence, which its length counts: their own latents are in the pages. A
-query before a sequence's first token has no key. Pages and rows that no query sees may hold anything, and so may the
-entries of block_table behind a sequence's last page.
+Without first_positions it is seq_lens - Sq: the queries are the last Sq tokens of their sequence, which its length
+counts, their own latents in the pages. A query before a sequence's first token has no key. Pages and rows that no query
+sees may hold anything, and so may the entries of block_table behind a sequence's last page.
 
 latent_pages and rope_pages are most often the columns of one pool: `pages[..., :L]`, `pages[..., L:]`.
 
@@ -114,7 +114,7 @@ Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent_page
 int32 or int64; causal; scale; latent_scales None, or `[pages, page_size, G]` float32 with sizes of 1 that broadcast;
 split_tokens None (keys are shared out to suit batch and device), or how many keys of a sequence one program sums up:
 with that, the result of a sequence is the same bits in any batch; mask as the module says, over T keys of which no
-sequence has more, and for seq_lens, causal and mask together to allow.
+sequence has more, and for seq_lens, causal and mask together to allow; first_positions None or `[B]`, int32 or int64.
 Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape, dtype or, on CPU, length or page.
 """
@@ -231,6 +231,7 @@ def _paged_latent_attention_fake(
     latent_scales: Tensor | None = None,
     split_tokens: int | None = None,
     mask: Tensor | None = None,
+    first_positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, queries, heads, _ = q_latent.shape
     return q_latent.new_empty(q_latent.shape), q_latent.new_empty((batch, queries, heads), dtype=torch.float32)

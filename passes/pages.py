@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import sympy
 from torch import fx
 
-from .axes import Axis, Dim, Read, Size, Unaligned, same, total
+from .axes import Axis, Dim, Read, Unaligned, same
 from .changes import change_read
 from .lookup import within
-from .mask import Meaning
 from .site import Site
 from .trace import Trace
 
@@ -37,8 +35,6 @@ class Pages:
     page: Axis
     row: Axis | None
     wraps: bool
-    length: Size
-    """How many keys a sequence has."""
 
     @property
     def reads(self) -> tuple[Read, ...]:
@@ -65,20 +61,14 @@ def find_pages(site: Site, trace: Trace) -> Pages | None:
     return None if rope is None else _together(latent, rope)
 
 
-def keys_in_pages(site: Site, meaning: Meaning, path: str, trace: Trace) -> tuple[Pages | None, str]:
+def keys_in_pages(site: Site, path: str, trace: Trace) -> tuple[Pages | None, str]:
     """The pages in which a path can read a site's keys, and a word on them for the report."""
     pages = find_pages(site, trace)
     if pages is None:
         return None, ""
     if path != "absorbed":
         return None, "; what the pages hold is gathered first"
-    if meaning.causal_offset is None:
-        return pages, "; reads the pages"
-    # The op's causal limit ends at the last key: keys behind that are none of the sequence's.
-    length = total([meaning.causal_offset, site.sizes["Sq"]])
-    if not sympy.sympify(total([site.sizes["T"], -length])).is_nonnegative:
-        return None, "; what the pages hold is gathered first, for a causal limit that may end behind the last key"
-    return replace(pages, length=length), "; reads the pages"
+    return pages, "; reads the pages"
 
 
 def _pages_of(site: Site, read: Read, trace: Trace) -> Pages | None:
@@ -97,7 +87,7 @@ def _pages_of(site: Site, read: Read, trace: Trace) -> Pages | None:
     one_pool = page in table and page not in pages and (row is None or row in pages)
     if not one_pool or pages & set(site.batch) or not table <= {*site.batch, page} or lookup.entry not in pages:
         return None
-    return Pages(lookup.pages, None, lookup.table, lookup.entry, page, row, lookup.wraps, site.sizes["T"])
+    return Pages(lookup.pages, None, lookup.table, lookup.entry, page, row, lookup.wraps)
 
 
 def _together(latent: Pages, rope: Pages) -> Pages | None:

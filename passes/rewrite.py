@@ -56,7 +56,7 @@ class Rewriter:
             return output
         emit = _Emit(site, meaning, path, self.workspace_tokens, pages)
         key = (
-            signature(site, emit.seen, path, emit.sources, self.environment, pages),
+            signature(site, emit.seen, emit.kind, emit.sources, self.environment, pages),
             tuple(source in self._replaced for source in emit.sources),
         )
         traced = self._traced.get(key)
@@ -113,14 +113,16 @@ class _Emit:
 
     def __init__(self, site: Site, meaning: Meaning, path: str, workspace_tokens: int, pages: Pages | None) -> None:
         self.site, self.path, self.workspace_tokens, self.pages = site, path, workspace_tokens, pages
+        self.kind = path if pages is None else "paged"
         self.seen = Seen(site, meaning)
         keys = [site.latent, *(rope.key.read for rope in site.ropes)]
         reads = [*(keys if pages is None else pages.reads), site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
         reads += [rope.query.read for rope in site.ropes]
         reads += [read for shift in site.shifts for read in (shift.query.read, shift.key.read)]
-        reads += self.seen.reads(path)
+        reads += self.seen.reads(self.kind)
         reads += [sink.term.read for sink in site.attention.sinks]
-        more = sympy.sympify(pages.length).free_symbols if pages is not None else set()
+        sizes = [] if pages is None else [site.sizes["T"], site.sizes["Sq"]]
+        more = set[sympy.Symbol]().union(*(sympy.sympify(size).free_symbols for size in sizes))
         self.sources = sources_of(reads, site.node, site.attention.dims, {*self.seen.symbols, *more})
 
     def __call__(self, *values: Any) -> Tensor:
@@ -150,8 +152,11 @@ class _Emit:
         if self.pages is not None and (latent.dtype != dtype or k_rope.dtype != dtype):
             raise Unaligned(f"{dtype} queries meet pages of {latent.dtype} and {k_rope.dtype}")
         q_nope, q_rope, latent, k_rope = (t.to(dtype) for t in (q_nope, q_rope, latent, k_rope))
-        sparse = self.path == "sparse"
-        seen, offset = self.seen.indices(read) if sparse else self.seen.mask(read)
+        seen, offset = None, None
+        if self.kind == "sparse":
+            seen, offset = self.seen.indices(read)
+        elif self.kind != "paged":
+            seen, offset = self.seen.mask(read)
         scale = site.nope.scale
         w_uk = None if site.w_uk is None else read(site.w_uk, site.heads, site.nope.summed, site.rank).to(dtype)
         w_uv = None if site.w_uv is None else read(site.w_uv, site.heads, columns, site.rank).to(dtype)
@@ -165,22 +170,22 @@ class _Emit:
         else:
             q_latent = q_nope if w_uk is None else per_head(q_nope, w_uk, site.w_uk)
             operands = q_latent, q_rope, latent, k_rope
-            if sparse:
+            if self.path == "sparse":
                 uniform = self.seen.meaning.uniform_when_empty
                 o, lse = torch.ops.mla.sparse_latent_attention(*operands, seen, None, offset, scale, uniform)
             elif self.pages is not None:
                 table = read(self.pages.table, site.batch, (self.pages.page,))
                 if self.pages.wraps:  # a naive read counts negative pages from the end
                     table = torch.where(table < 0, table + latent.shape[0], table)
-                length: Any = realize(self.pages.length)
-                lengths = table.new_full((table.shape[0],), length)
-                causal = offset is not None
-                o, lse = torch.ops.mla.paged_latent_attention(*operands, table, lengths, causal, scale, mask=seen)
+                mask, causal, lengths, positions = self.seen.in_pages(read, table)
+                o, lse = torch.ops.mla.paged_latent_attention(
+                    *operands, table, lengths, causal, scale, mask=mask, first_positions=positions
+                )
             else:
                 o, lse = torch.ops.mla.latent_attention(*operands, seen, offset, scale)
             if w_uv is not None:
                 o = per_head(o, w_uv.transpose(1, 2), site.w_uv)
-        empty = lse.isneginf().unsqueeze(-1) if self.seen.may_be_empty(self.path) else None
+        empty = lse.isneginf().unsqueeze(-1) if self.seen.may_be_empty(self.kind) else None
         for bias in site.biases:
             addend = read(bias, *rows, columns)
             o = o + (addend if empty is None else torch.where(empty, 0, addend))

@@ -1,4 +1,4 @@
-"""Turn what the masks of a site mean back into torch code: a mask and a causal offset, or indices of keys.
+"""Turn what the masks of a site mean back into torch code: a mask and a causal offset, lengths, or indices of keys.
 
 Like `materialize`, these functions run on fake tensors while `rewrite` traces them.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import sympy
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .axes import Axis, Dim, Read, Size
+from .bounds import Bounds, bounds_of, emit_bounds
 from .mask import Meaning
 from .materialize import Reader, Realize, symbols_of
 from .positions import Affine, Element, Named
@@ -39,6 +40,11 @@ class Seen:
             return None
         return meaning.named[0]
 
+    @cached_property
+    def bounds(self) -> Bounds | None:
+        """All that the masks say as numbers of keys, if that is what they say."""
+        return bounds_of(self.site, self.meaning)
+
     @property
     def _tensors(self) -> tuple[Mask, ...]:
         """The masks that a mask over all keys is made of besides the elements.
@@ -58,7 +64,9 @@ class Seen:
         return self.meaning.causal_offset if not self.meaning.uniform_when_empty else None
 
     def reads(self, path: str) -> list[Read]:
-        """What the path reads for this."""
+        """What the path reads for this; that of keys in pages is called `paged`."""
+        if path == "paged" and self.bounds is not None:
+            return self.bounds.reads
         if path != "sparse":
             return [mask.term.read for mask in self._tensors] + [element.read for element in self._elements]
         meaning = self.meaning
@@ -69,6 +77,8 @@ class Seen:
         """All that the code of the path depends on."""
         if path == "sparse":
             return (replace(self.meaning, words=""), self.may_be_empty(path))
+        if path == "paged" and self.bounds is not None:
+            return (self.bounds, self.may_be_empty(path))
         masks = [(m.term.read, m.attends, m.factor, m.fill, m.inverted) for m in self._tensors]
         return (masks, self._elements, self._offset, self.may_be_empty(path))
 
@@ -84,6 +94,8 @@ class Seen:
         """Whether a query may see no key, as far as can be told."""
         if path == "sparse":
             return not self.meaning.uniform_when_empty
+        if path == "paged" and self.bounds is not None:
+            return self.bounds.may_be_empty
         offset = self._offset
         from_zero = offset is None or bool(sympy.sympify(offset).is_nonnegative)
         return bool(self._tensors or self._elements) or not from_zero
@@ -109,6 +121,19 @@ class Seen:
         for element in self._elements:
             added = torch.where(_element(element, read, layout), added, -math.inf)
         return added, offset
+
+    def in_pages(
+        self, read: Reader, like: Tensor
+    ) -> tuple[Tensor | None, bool, Tensor, Tensor | None]:
+        """A mask, if it takes one; whether there is a causal limit; lengths, and positions of the first queries if
+        those are not the last ones: `[B]`, int64, on the device of `like`."""
+        if self.bounds is not None:
+            bounds, mask = self.bounds, None
+        else:
+            mask, _ = self.mask(read)
+            bounds = Bounds((), () if self._offset is None else (Affine(self._offset),))
+        lengths, positions = emit_bounds(bounds, self.site, read, like)
+        return mask, bool(bounds.positions), lengths, positions
 
     def indices(self, read: Reader) -> tuple[Tensor, int | torch.SymInt | None]:
         """The keys that each query attends to, `[B, Sq, topk]`, -1 for none; and a causal offset that holds besides."""

@@ -21,6 +21,7 @@ def combine(
     m_in,
     total_in,
     lengths,
+    starts,
     o,
     lse,
     queries,
@@ -31,6 +32,7 @@ def combine(
     fixed,
     SOURCE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    STARTS: tl.constexpr,
     L: tl.constexpr,
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
@@ -39,7 +41,7 @@ def combine(
     rows = heads if SOURCE == "named" else queries * heads
     row = tl.program_id(0).to(tl.int64)
     group = row // rows
-    count = key_count(lengths, group, queries, tokens, causal_offset, SOURCE, CAUSAL)
+    count = key_count(lengths, starts, group, queries, tokens, causal_offset, SOURCE, CAUSAL, STARTS)
     used = tl.cdiv(count, part_size(count, parts, fixed, KEYS, LEAST))
 
     columns = tl.arange(0, BLOCK)

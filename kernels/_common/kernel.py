@@ -10,9 +10,9 @@ it is one query.
         rows and named  [B, T, L], [B, T, R]
         pages           [pages, page_size, L], [pages, page_size, R]
     table       pages [B, max_pages]; named [B, Sq, topk]     int32 or int64
-    lengths     pages [B]
+    lengths     pages [B]; starts likewise, the position of each sequence's first query where that is not its last Sq
     tokens      pages max_pages * page_size; rows T; named topk; cached is T
-    mask        rows and named [B, N, Sq, T], any strides, 0 where it broadcasts
+    mask        [B, N, Sq, T], any strides, 0 where it broadcasts
     with one part
         o [B, Sq, N, L], lse [B, Sq, N]                       contiguous
     with several
@@ -38,11 +38,23 @@ def part_size(keys, parts, fixed, KEYS: tl.constexpr, LEAST: tl.constexpr):
 
 
 @triton.jit
-def key_count(lengths, group, queries, tokens, causal_offset, SOURCE: tl.constexpr, CAUSAL: tl.constexpr):
+def key_count(
+    lengths,
+    starts,
+    group,
+    queries,
+    tokens,
+    causal_offset,
+    SOURCE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    STARTS: tl.constexpr,
+):
     """How many keys of a group, or names of keys, there are to look at."""
     count = tokens
     if SOURCE == "pages":
         count = tl.minimum(tl.load(lengths + group).to(tl.int32), tokens)
+        if CAUSAL and STARTS:
+            count = tl.maximum(tl.minimum(count, tl.load(starts + group).to(tl.int32) + queries), 0)
     elif SOURCE == "rows" and CAUSAL:
         count = tl.maximum(tl.minimum(tokens, queries + causal_offset), 0)
     return count
@@ -61,6 +73,7 @@ def attend_latents(
     scales,
     table,
     lengths,
+    starts,
     mask,
     o,
     lse,
@@ -98,6 +111,7 @@ def attend_latents(
     SOURCE: tl.constexpr,
     MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    STARTS: tl.constexpr,
     PARTS: tl.constexpr,
     PAGE: tl.constexpr,
     L: tl.constexpr,
@@ -133,10 +147,15 @@ def attend_latents(
         b = group.to(tl.int64)
         query = row // heads
         head = row % heads
-    count = key_count(lengths, group, queries, tokens, causal_offset, SOURCE, CAUSAL)
+    count = key_count(lengths, starts, group, queries, tokens, causal_offset, SOURCE, CAUSAL, STARTS)
     last = query * 0 + (cached if SOURCE == "named" else count) - 1  # the last key that a row sees
     if CAUSAL:
-        last = query + (count - queries if SOURCE == "pages" else causal_offset)
+        if SOURCE != "pages":
+            last = query + causal_offset
+        elif STARTS:
+            last = query + tl.load(starts + group).to(tl.int32)
+        else:
+            last = query + count - queries
 
     size = part_size(count, parts, fixed, KEYS, LEAST)
     begin = part * size

@@ -37,6 +37,7 @@ class Source:
     page_size: int = 1
     table: Tensor | None = None
     lengths: Tensor | None = None
+    starts: Tensor | None = None
     scales: Tensor | None = None
     mask: Tensor | None = None
     causal: bool = False
@@ -75,7 +76,7 @@ def attend(
         shape = parts, groups * rows
         partial = [q_latent.new_empty(size, dtype=torch.float32) for size in ((*shape, rank), shape, shape)]
     constants = constants_of(machine, q_latent, rope, source, tiles, parts > 1)
-    lengths = lse if source.lengths is None else source.lengths
+    lengths, starts = (lse if t is None else t for t in (source.lengths, source.starts))
     attend_latents[(programs * parts,)](
         q_latent,
         q_rope,
@@ -83,6 +84,7 @@ def attend(
         lse if source.scales is None else source.scales,
         lse if source.table is None else source.table,
         lengths,
+        starts,
         lse if source.mask is None else _bytes(source.mask) if source.mask.dtype == torch.bool else source.mask,
         o,
         lse,
@@ -105,11 +107,13 @@ def attend(
         combine[(groups * rows,)](
             *partial,
             lengths,
+            starts,
             o,
             lse,
             *(queries, heads, source.tokens, source.causal_offset, parts, fixed),
             SOURCE=source.kind,
             CAUSAL=source.causal,
+            STARTS=source.starts is not None,
             L=rank,
             BLOCK=power_of_two(rank),
             KEYS=tiles.keys,
@@ -143,6 +147,7 @@ def constants_of(
         "SOURCE": source.kind,
         "MASK": "none" if source.mask is None else "bool" if source.mask.dtype == torch.bool else "bias",
         "CAUSAL": source.causal,
+        "STARTS": source.starts is not None,
         "PARTS": several,
         "PAGE": source.page_size,
         "L": rank,

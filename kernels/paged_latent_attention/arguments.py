@@ -22,6 +22,7 @@ def check_arguments(
     latent_scales: Tensor | None,
     split_tokens: int | None,
     mask: Tensor | None = None,
+    first_positions: Tensor | None = None,
 ) -> None:
     """Check shapes, dtypes and devices, and on CPU lengths and pages. Raises: KernelError."""
     check_rank(OP, "q_latent", q_latent, "B Sq N L")
@@ -44,7 +45,11 @@ def check_arguments(
         check_alike(OP, q_latent=q_latent, q_rope=q_rope, latent_pages=latent_pages, rope_pages=rope_pages)
     else:
         _check_fp8(q_latent, q_rope, latent_pages, rope_pages, latent_scales)
-    for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens)):
+    integers = {"block_table": block_table, "seq_lens": seq_lens}
+    if first_positions is not None:
+        check_shapes(OP, dims, first_positions=(first_positions, "B"))
+        integers["first_positions"] = first_positions
+    for name, tensor in integers.items():
         if tensor.dtype not in (torch.int32, torch.int64):
             raise KernelError(f"mla::{OP}: expected {name} of torch.int32 or torch.int64, found {tensor.dtype}")
         if tensor.device != q_latent.device:

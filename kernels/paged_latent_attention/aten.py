@@ -36,17 +36,20 @@ def paged_latent_attention_aten(
     latent_scales: Tensor | None = None,
     split_tokens: int | None = None,
     mask: Tensor | None = None,
+    first_positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`mla::paged_latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors.
 
     Sequences are computed alone, so every `split_tokens` gives results that do not depend on the batch.
     """
     tensors = q_latent, q_rope, latent_pages, rope_pages, block_table, seq_lens
-    check_arguments(*tensors, latent_scales, split_tokens, mask)
+    check_arguments(*tensors, latent_scales, split_tokens, mask, first_positions)
     batch, queries, heads, _ = q_latent.shape
     page_size = latent_pages.shape[1]
     capacity = block_table.shape[1] * page_size
     lengths = seq_lens.tolist() if seq_lens.is_cpu else [capacity] * batch
+    starts = seq_lens - queries if first_positions is None else first_positions
+    offsets = starts.tolist() if causal and seq_lens.is_cpu else [0] * batch
     chunk = max(_CHUNK_ELEMENTS // (latent_pages.shape[2] + rope_pages.shape[2]), 1)
     dtype = torch.promote_types(q_latent.dtype, torch.float32)
     q = q_latent.to(dtype), q_rope.to(dtype)
@@ -58,9 +61,10 @@ def paged_latent_attention_aten(
             positions = torch.arange(start, min(start + chunk, length), device=block_table.device)
             page, row = _place(block_table[b], positions, page_size, seq_lens[b])
             latent, k_rope = _load(latent_pages, rope_pages, latent_scales, page, row, dtype)
-            visible, causal_offset = _part_of(mask, b, positions), length - queries - start if causal else None
+            visible, causal_offset = _part_of(mask, b, positions), offsets[b] - start if causal else None
             if not seq_lens.is_cpu:
-                visible, causal_offset = _both(_seen(positions, queries, seq_lens[b], causal), visible), None
+                seen = _seen(positions, queries, seq_lens[b], starts[b] if causal else None)
+                visible, causal_offset = _both(seen, visible), None
             part = torch.ops.mla.latent_attention(
                 q[0][this], q[1][this], latent[None], k_rope[None], visible, causal_offset, scale
             )
@@ -78,12 +82,12 @@ def _place(table: Tensor, positions: Tensor, page_size: int, length: Tensor) -> 
     return page.long(), positions % page_size
 
 
-def _seen(positions: Tensor, queries: int, length: Tensor, causal: bool) -> Tensor:
-    """Bool `[1, 1, Sq, C]`, True where a query attends to a position."""
-    last = length - 1
-    if causal:
-        last = last - torch.arange(queries - 1, -1, -1, device=positions.device)[:, None]
-    return (positions <= last).expand(1, 1, queries, -1)
+def _seen(positions: Tensor, queries: int, length: Tensor, start: Tensor | None) -> Tensor:
+    """Bool `[1, 1, Sq, C]`, True where a query attends to a position; `start` is that of the first, if causal."""
+    seen = positions < length
+    if start is not None:
+        seen = seen & (positions <= start + torch.arange(queries, device=positions.device)[:, None])
+    return seen.expand(1, 1, queries, -1)
 
 
 def _part_of(mask: Tensor | None, b: int, positions: Tensor) -> Tensor | None:

@@ -19,6 +19,7 @@ def paged_latent_attention_reference(
     scale: float,
     latent_scales: Tensor | None = None,
     mask: Tensor | None = None,
+    first_positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`mla::paged_latent_attention` in the dtype of the queries, float64 included; lse keeps that dtype.
 
@@ -28,7 +29,8 @@ def paged_latent_attention_reference(
     for b, length in enumerate(seq_lens.tolist()):
         this = slice(b, b + 1)
         latent, k_rope = keys(latent_pages, rope_pages, block_table[b], length, q_latent.dtype, latent_scales)
-        causal_offset = length - q_latent.shape[1] if causal else None
+        start = length - q_latent.shape[1] if first_positions is None else int(first_positions[b])
+        causal_offset = start if causal else None
         own = None if mask is None else mask.expand(len(seq_lens), -1, -1, -1)[this]
         if own is not None and own.shape[3] != 1:
             own = own[..., :length]

@@ -2,7 +2,8 @@
 
 q_latent [B, Sq, N, L], q_rope [B, Sq, N, R]
 latent_pages [pages, page_size, L], rope_pages [pages, page_size, R]   any strides but 1 in the last dim
-block_table [B, max_pages], seq_lens [B]
+block_table [B, max_pages], seq_lens and first_positions [B], which need be contiguous
+mask None, bool or floating, broadcast to [B, N, Sq, T]
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ def paged_latent_attention_triton(
     scale: float,
     latent_scales: Tensor | None,
     split_tokens: int | None,
+    mask: Tensor | None,
+    first_positions: Tensor | None,
     machine: Machine,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -37,8 +40,10 @@ def paged_latent_attention_triton(
         tokens=block_table.shape[1] * page_size,
         page_size=page_size,
         table=block_table,
-        lengths=seq_lens,
+        lengths=seq_lens.contiguous(),
+        starts=None if first_positions is None else first_positions.contiguous(),
         scales=latent_scales,
+        mask=mask,
         causal=causal,
     )
     return attend(machine, q_latent, q_rope, source, scale, split_tokens, tiles)

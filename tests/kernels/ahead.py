@@ -50,6 +50,7 @@ def compile_attention(
     kind: str = "pages",
     page_size: int = 64,
     mask: torch.dtype | None = None,
+    starts: bool = False,
     rank: int = 512,
     rope: int = 64,
 ) -> Record:
@@ -66,13 +67,14 @@ def compile_attention(
         scales=torch.empty(1, page_size, rank // 128, device="meta") if fp8 else None,
         mask=None if mask is None else torch.empty(1, 1, 1, page_size, dtype=mask, device="meta"),
         causal=True,
+        starts=torch.empty(1, dtype=torch.int32, device="meta") if starts else None,
     )
     tiles = choose(machine, heads, rank, rope, dtype.itemsize, fp8)
     constants = constants_of(machine, q, rope, source, tiles, several_parts)
     types = dict.fromkeys(attend_latents.arg_names, "i32") | {"scale": "fp32"}
     types |= dict.fromkeys(("q_latent", "q_rope", "latent", "rope", "o"), POINTERS[dtype])
     types |= dict.fromkeys(("scales", "lse", "acc", "m_out", "total_out"), "*fp32")
-    types |= dict.fromkeys(("table", "lengths"), "*i32")
+    types |= dict.fromkeys(("table", "lengths", "starts"), "*i32")
     types |= {"mask": "*fp32" if mask not in (None, torch.bool) else "*u8"}
     if fp8:
         types["latent"] = "*u8"
@@ -84,9 +86,10 @@ def compile_attention(
 def compile_combination(arch: str, rank: int = 512) -> Record:
     """The kernel that merges the parts of a decode step in bfloat16."""
     kernel = combining.combine
-    types = dict.fromkeys(kernel.arg_names, "i32") | {"lengths": "*i32", "o": "*bf16", "lse": "*fp32"}
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"o": "*bf16", "lse": "*fp32"}
+    types |= dict.fromkeys(("lengths", "starts"), "*i32")
     types |= dict.fromkeys(("acc", "m_in", "total_in"), "*fp32")
-    constants = {"SOURCE": "pages", "CAUSAL": True, "L": rank, "BLOCK": power_of_two(rank)}
+    constants = {"SOURCE": "pages", "CAUSAL": True, "STARTS": False, "L": rank, "BLOCK": power_of_two(rank)}
     constants |= {"KEYS": 32, "LEAST": LEAST_TILES}
     aligned = [name for name in types if types[name].startswith("*")]
     return _compile(arch, kernel, types, constants, aligned, 4, 1)

@@ -57,6 +57,11 @@ def test_paged_decode(arch, heads, several_parts):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_queries_that_are_not_the_last(arch):
+    assert_clean(compile_attention(arch, 128, starts=True), arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_fp8(arch):
     assert_clean(compile_attention(arch, 128, fp8=True), arch)
 
@@ -88,7 +93,7 @@ def test_keys_in_rows_and_keys_named(arch, kind):
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("several_parts", [True, False])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("kind", ["rows", "named"])
+@pytest.mark.parametrize("kind", ["rows", "named", "pages"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_masks(arch, kind, heads, several_parts, mask):
     record = compile_attention(arch, heads, several_parts=several_parts, kind=kind, mask=mask)

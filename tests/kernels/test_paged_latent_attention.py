@@ -116,6 +116,25 @@ def test_the_result_of_a_sequence_does_not_depend_on_the_batch():
         assert torch.equal(alone[1], lse[this])
 
 
+@pytest.mark.parametrize("starts", [[3, 9, -2], [0, 200, 2]])
+def test_queries_that_are_not_the_last(starts):
+    x = make_paged([37, 16, 3], (3, 4, 24, 8), 16)
+    first = torch.tensor(starts, dtype=torch.int32)
+    o, lse = paged_latent_attention(*x.arguments, True, x.scale, first_positions=first)
+    exact = paged_latent_attention_reference(*x.double().arguments, True, x.scale, first_positions=first)
+    for b, start in enumerate(starts):
+        seen = torch.arange(int(x.seq_lens[b])) <= start + torch.arange(3)[:, None]
+        cache = contiguous_cache(x.double(), b)
+        q = x.double().q_latent[b : b + 1], x.double().q_rope[b : b + 1]
+        expected = latent_attention_reference(
+            *q, cache[None, :, :24], cache[None, :, 24:], seen[None, None], None, x.scale
+        )
+        torch.testing.assert_close(exact[0][b : b + 1], expected[0], rtol=0, atol=ATOL)
+    measure = paged_latent_attention_reference(*x.arguments, True, x.scale, first_positions=first)
+    assert_as_close_as(measure[0], o, exact[0])
+    assert_as_close_as(measure[1].float(), lse, exact[1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype):
     x = make_paged([5, 9], (2, 3, 8, 4), 4, dtype)

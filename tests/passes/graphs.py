@@ -66,12 +66,16 @@ class _Run(fx.Interpreter):
                 return torch.einsum("bnst,btl,nvl->bsnv", weights, latent, w_uv), lse
             case torch.ops.mla.paged_latent_attention.default:
                 q_latent, q_rope, latent_pages, rope_pages, table, seq_lens, causal, scale, *rest = args
+                _, _, mask, first = (*rest, *[None] * (4 - len(rest)))
+                assert seq_lens.min() >= 0
+                assert seq_lens.max() <= table.shape[1] * latent_pages.shape[1]
                 latent, k_rope = latent_pages[table].flatten(1, 2), rope_pages[table].flatten(1, 2)
-                last = seq_lens[:, None, None] - 1
+                seen = torch.arange(latent.shape[1]) < seq_lens[:, None, None]
+                first = seq_lens - q_latent.shape[1] if first is None else first
                 if causal:
-                    last = last - torch.arange(q_latent.shape[1] - 1, -1, -1)[:, None]
-                seen = (torch.arange(latent.shape[1]) <= last)[:, None]
-                mask = rest[2] if rest else None
+                    last = first[:, None, None] + torch.arange(q_latent.shape[1])[:, None]
+                    seen = seen & (torch.arange(latent.shape[1]) <= last)
+                seen = seen[:, None]
                 if mask is not None:
                     more = latent.shape[1] - mask.shape[3] if mask.shape[3] != 1 else 0
                     mask = torch.nn.functional.pad(mask, (0, more))
@@ -107,6 +111,14 @@ def run(module: fx.GraphModule, *tensors: Tensor) -> Any:
     """What a graph computes from `tensors`; the mla ops are those of `mla_compile.ops`, by their equations."""
     with torch.no_grad():
         return _Run(module).run(*tensors)
+
+
+def value_of(module: fx.GraphModule, node: fx.Node, *tensors: Tensor) -> Any:
+    """What a node of a graph is."""
+    interpreter = _Run(module, garbage_collect_values=False)
+    with torch.no_grad():
+        interpreter.run(*tensors)
+    return interpreter.env[node]
 
 
 class _Poisoned(fx.Interpreter):

@@ -102,24 +102,6 @@ def test_what_the_trace_says_of_a_lookup_is_what_it_reads(read):
         assert np.all(world.element(form, found) == world.tensors[node])
 
 
-@pytest.mark.parametrize("queries", [1, 3])
-def test_masks_go_with_the_pages(queries):
-    tensors = (*inputs(queries=queries), torch.tensor([7, 2]))
-
-    def decode(q, pool, table, weight, lengths):
-        keys = torch.arange(3 * PAGE_SIZE)
-        last = lengths[:, None, None] + torch.arange(queries)[:, None]
-        return attend(q, pool[table].flatten(1, 2), weight, mask=(keys <= last)[:, None])
-
-    module = capture(decode, *tensors)
-    eager = run(module, *tensors)
-    exact = run(module, *(t.double() if t.is_floating_point() else t for t in tensors))
-    (outcome,) = rewrite(module)
-    assert outcome.reason.endswith("reads the pages")
-    assert gathered_bytes(module) == 0
-    assert_as_close_as_eager(run(module, *tensors), eager, exact)
-
-
 def test_a_causal_limit_that_ends_at_the_last_key_goes_with_the_pages():
     tensors = inputs(queries=3 * PAGE_SIZE)
     module = capture(lambda q, p, t, w: attend(q, p[t].flatten(1, 2), w, causal=True), *tensors)

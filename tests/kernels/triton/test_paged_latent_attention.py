@@ -32,9 +32,10 @@ SIZES = {
 }
 
 
-def run(arguments, causal, scale, scales=None, split_tokens=None, tiles=TILES):
+def run(arguments, causal, scale, scales=None, split_tokens=None, tiles=TILES, mask=None, first=None):
+    mask, first, scales = to_device([mask, first, scales])
     result = paged_latent_attention_triton(
-        *to_device(arguments), causal, scale, *to_device([scales]), split_tokens, machine(), tiles
+        *to_device(arguments), causal, scale, scales, split_tokens, mask, first, machine(), tiles
     )
     return [t.cpu() for t in result]
 
@@ -65,6 +66,47 @@ def test_half_precision(case, dtype):
 def test_page_sizes_of_several_tiles_and_of_less_than_one(page_size):
     x = make_paged([150, 3], (1, 2, 16, 4), page_size, torch.bfloat16)
     assert_right(x, True, tiles=dataclasses.replace(TILES, keys=32))
+
+
+def assert_right_with(x, causal, **more):
+    o, lse = run(x.arguments, causal, x.scale, **more)
+    named = {"mask": more.get("mask"), "first_positions": more.get("first")}
+    exact = paged_latent_attention_reference(*x.double().arguments, causal, x.scale, **named)
+    measure = paged_latent_attention_reference(*x.arguments, causal, x.scale, **named)
+    assert_as_close_as(measure[0], o, exact[0])
+    assert_as_close_as(measure[1].float(), lse, exact[1])
+
+
+@pytest.mark.parametrize("starts", [[30, 9, -2], [0, 200, 2]])
+def test_queries_that_are_not_the_last(starts):
+    x = make_paged([70, 16, 3], (3, 4, 24, 8), 16)
+    assert_right_with(x, True, first=torch.tensor(starts))
+
+
+def test_keys_behind_the_last_query_may_hold_nan():
+    x = make_paged([70, 16, 3], (3, 4, 24, 8), 16)
+    first = torch.tensor([30, 9, -2])
+    expected = run(x.arguments, True, x.scale, first=first)
+    for b, start in enumerate(first.tolist()):
+        for j in range(start + 3, int(x.seq_lens[b])):
+            x.pool[x.block_table[b, j // 16], j % 16] = torch.nan
+    for actual, wanted in zip(run(x.arguments, True, x.scale, first=first), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+MASKS = {
+    "some keys": lambda: torch.rand(3, 1, 1, 80) < 0.6,
+    "one sequence's": lambda: torch.rand(1, 1, 3, 80) < 0.6,
+    "of each head": lambda: torch.rand(3, 4, 3, 80) < 0.6,
+    "all or none": lambda: torch.tensor([True, False, True])[:, None, None, None],
+    "a bias": lambda: torch.randn(3, 1, 3, 80),
+    "a bias of finfo.min": lambda: torch.where(torch.rand(3, 1, 3, 80) < 0.6, 0.0, torch.finfo(torch.float32).min),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_masks(mask):
+    assert_right_with(make_paged([70, 16, 3], (3, 4, 24, 8), 16), True, mask=mask())
 
 
 @pytest.mark.parametrize("rank", [192, 320])
@@ -121,7 +163,9 @@ def only_key(latent, in_hardware):
     table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     arguments = to_device([q, rope, latent, rope[0], table, lengths])
     on = machine() if in_hardware else dataclasses.replace(machine(), arch="sm_80")
-    o, _ = paged_latent_attention_triton(*arguments, True, 1.0, *to_device([torch.ones(1, 1, 1)]), None, on, TILES)
+    o, _ = paged_latent_attention_triton(
+        *arguments, True, 1.0, *to_device([torch.ones(1, 1, 1)]), None, None, None, on, TILES
+    )
     return o.cpu()[0]
 
 
