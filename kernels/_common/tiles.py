@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from .machine import Machine
 
-_LEAST = 16
+LEAST = 16
 """The least size of a side of a product on matrix units."""
 _WIDEST = 512
 """Columns of latent that the tiles of the table are made for; wider latents take fewer rows."""
@@ -42,7 +42,7 @@ _FLOAT32 = Tiles(16, 16, 8, 2)
 
 def power_of_two(size: int) -> int:
     """The least power of two that is no less, and no less than a matrix unit takes."""
-    return max(1 << (size - 1).bit_length(), _LEAST)
+    return max(1 << (size - 1).bit_length(), LEAST)
 
 
 def columns(rank: int) -> tuple[int, int]:
@@ -71,13 +71,13 @@ def choose(machine: Machine, rows: int, rank: int, rope: int, itemsize: int, fp8
     few, many = _TABLE[family(machine)]
     tiles = _FLOAT32 if itemsize == 4 else few if fp8 or rows <= few.rows else many
     width = sum(columns(rank)) + (power_of_two(rope) if rope else 0)
-    while tiles.rows > _LEAST and tiles.rows * sum(columns(rank)) > many.rows * _WIDEST:
+    while tiles.rows > LEAST and tiles.rows * sum(columns(rank)) > many.rows * _WIDEST:
         tiles = replace(tiles, rows=tiles.rows // 2)
-    while tiles.keys > _LEAST and _shared(tiles, width, itemsize) > machine.shared_bytes:
+    while tiles.keys > LEAST and _shared(tiles, width, itemsize) > machine.shared_bytes:
         tiles = replace(tiles, keys=tiles.keys // 2)
     while tiles.stages > 1 and _shared(tiles, width, itemsize) > machine.shared_bytes:
         tiles = replace(tiles, stages=tiles.stages - 1)
-    while tiles.rows > _LEAST and _shared(tiles, width, itemsize) > machine.shared_bytes:
+    while tiles.rows > LEAST and _shared(tiles, width, itemsize) > machine.shared_bytes:
         tiles = replace(tiles, rows=tiles.rows // 2)
     return tiles
 

@@ -65,7 +65,7 @@ def attend_in_chunks(
     attend: Attend,
 ) -> tuple[Tensor, Tensor]:
     """`mla::expanded_attention` by `attend`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    _check(q, latent, k_rope, w_uk, w_uv, mask, workspace_tokens)
+    check_arguments(q, latent, k_rope, w_uk, w_uv, mask, workspace_tokens)
     batch, query_count, heads, _ = q.shape
     q, mask, level = _leveled(q, mask)
     o = q.new_zeros((batch, query_count, heads, w_uv.shape[1]))
@@ -182,7 +182,7 @@ def _expand(
     k[..., weights[0].shape[1] : weights[0].shape[1] + k_rope.shape[1]] = k_rope
 
 
-def _check(
+def check_arguments(
     q: Tensor,
     latent: Tensor,
     k_rope: Tensor,

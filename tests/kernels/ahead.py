@@ -14,6 +14,9 @@ from mla_compile.kernels._common.kernel import attend_latents
 from mla_compile.kernels._common.launch import LEAST_TILES, Source, constants_of
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels._common.tiles import choose, power_of_two
+from mla_compile.kernels.expanded_attention.kernel import attend_chunk
+from mla_compile.kernels.expanded_attention.tiles import choose as choose_chunk
+from mla_compile.kernels.expanded_attention.triton import constants_of as chunk_constants
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -93,6 +96,27 @@ def compile_combination(arch: str, rank: int = 512) -> Record:
     constants |= {"KEYS": 32, "LEAST": LEAST_TILES}
     aligned = [name for name in types if types[name].startswith("*")]
     return _compile(arch, kernel, types, constants, aligned, 4, 1)
+
+
+def compile_chunk(
+    arch: str,
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = True,
+    state: bool = True,
+    mask: torch.dtype | None = None,
+    widths: tuple[int, int, int] = (128, 64, 128),
+) -> Record:
+    """The kernel that a prefill of DeepSeek launches for a chunk, with the table's tiles; widths are `P, R, V`."""
+    tiles = choose_chunk(machine_of(arch), *widths, dtype.itemsize)
+    given = None if mask is None else torch.empty(1, 1, 1, 1, dtype=mask, device="meta")
+    constants = chunk_constants(*widths, given, causal, state, tiles)
+    types = dict.fromkeys(attend_chunk.arg_names, "i32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("q", "k", "rope", "v", "o"), POINTERS[dtype])
+    types |= dict.fromkeys(("lse", "acc", "m_state", "total_state"), "*fp32")
+    types |= {"mask": "*fp32" if mask not in (None, torch.bool) else "*u8"}
+    aligned = [name for name in types if types[name].startswith("*")]
+    aligned += [name for name in types if re.fullmatch(r"(q|k|v|rope|o)_stride_\w", name)]
+    return _compile(arch, attend_chunk, types, constants, aligned, tiles.warps, tiles.stages)
 
 
 def _compile(arch, kernel, types, constants, aligned, warps, stages) -> Record:

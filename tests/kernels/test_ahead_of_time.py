@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia")
 
-from .ahead import CUOBJDUMP, compile_attention, compile_combination, machine_of
+from .ahead import CUOBJDUMP, compile_attention, compile_chunk, compile_combination, machine_of
 
 pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="Triton's package carries no cuobjdump here")
 
@@ -71,6 +71,44 @@ def test_combination(arch):
     record = compile_combination(arch)
     assert record.stack == 0
     assert "trap;" not in record.assembly
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_chunks_of_a_prefill(arch, causal):
+    """Heads of V3 and of V2-Lite have the same widths, and the kernel does not know how many there are."""
+    record = compile_chunk(arch, causal=causal, state=True)
+    assert_clean(record, arch)
+    if arch == "sm_90":
+        assert matrix_unit(record.assembly) == "wgmma.mma_async"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("widths", [(128, 64, 128), (192, 64, 256), (64, 32, 64), (96, 0, 80)], ids=str)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_chunks_of_other_widths(arch, widths, dtype, state):
+    assert_clean(compile_chunk(arch, dtype, state=state, widths=widths), arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_chunks_under_masks(arch, mask):
+    record = compile_chunk(arch, mask=mask)
+    assert record.shared <= machine_of(arch).shared_bytes
+    assert matrix_unit(record.assembly)
+    # A mask of each head and query is a tile of pointers.
+    assert record.stack <= 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_chunks_in_float32(arch):
+    record = compile_chunk(arch, torch.float32)
+    assert record.shared <= machine_of(arch).shared_bytes
+    assert record.stack == 0
 
 
 @pytest.mark.slow

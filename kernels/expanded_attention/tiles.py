@@ -1,0 +1,56 @@
+"""Tiles of the kernel of chunks, from the sizes of a problem, the machine, and a small table.
+
+The table was made like that of `_common.tiles`: the largest tiles that leave nothing to spill, for DeepSeek's heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .._common.machine import Machine
+from .._common.tiles import LEAST, Tiles, family, power_of_two
+
+_TABLE = {
+    "sm_80": Tiles(128, 32, 8, 2),
+    "sm_90": Tiles(128, 64, 8, 2),
+    "sm_100": Tiles(128, 64, 8, 2),
+    "sm_120": Tiles(64, 32, 4, 2),
+    "gfx942": Tiles(64, 32, 4, 1),
+}
+_WIDEST = 128
+"""Columns of values that the tiles of the table are made for; wider ones take fewer queries."""
+_FLOAT32 = Tiles(32, 16, 4, 2)
+"""Products of float32 take no matrix unit, and twice the memory."""
+
+
+def blocks(width: int) -> tuple[int, int]:
+    """Widths of at most two blocks of columns, powers of two that together hold `width`, as closely as they can."""
+    whole = power_of_two(width)
+    first = whole // 2
+    if width == whole or first < LEAST:
+        return whole, 0
+    second = power_of_two(width - first)
+    return (first, second) if first + second < whole else (whole, 0)
+
+
+def choose(machine: Machine, nope: int, rope: int, columns: int, itemsize: int) -> Tiles:
+    """Tiles of queries and keys for heads of these widths.
+
+    Where the table's do not fit the machine's shared memory or the values are wider than the table knows, there are
+    fewer keys, then fewer stages, then fewer queries.
+    """
+    tiles = _FLOAT32 if itemsize == 4 else _TABLE[family(machine)]
+    key, value = sum(blocks(nope)) + (power_of_two(rope) if rope else 0), sum(blocks(columns))
+    while tiles.rows > LEAST and tiles.rows * value > _TABLE[family(machine)].rows * _WIDEST:
+        tiles = replace(tiles, rows=tiles.rows // 2)
+
+    def fits() -> bool:
+        return (tiles.rows * key + tiles.keys * tiles.stages * (key + value)) * itemsize <= machine.shared_bytes
+
+    while tiles.keys > LEAST and not fits():
+        tiles = replace(tiles, keys=tiles.keys // 2)
+    while tiles.stages > 1 and not fits():
+        tiles = replace(tiles, stages=tiles.stages - 1)
+    while tiles.rows > LEAST and not fits():
+        tiles = replace(tiles, rows=tiles.rows // 2)
+    return tiles

@@ -1,0 +1,198 @@
+"""Chunked MLA on a GPU: library products up-project a chunk into a workspace, `kernel` attends to it.
+
+    latent [B, T, L], w_uk [N, P, L], w_uv [N, V, L]
+    k, v   [H, B, C, P], [H, B, C, V]   the workspace: a group of heads, of as many sequences as fit
+
+Nothing here looks at a value on the device. Under a causal limit alone, keys that all queries see are in chunks of
+their own, which take no limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .._common.machine import Machine
+from .._common.tiles import Tiles, power_of_two
+from ..visibility import causal_stop
+from .kernel import attend_chunk
+from .tiles import blocks, choose
+
+_BYTES = 128 << 20
+"""Of workspace and running sums at a time: heads are taken in groups of which both stay below."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Keys `start` to `stop`; `causal`: not all queries see all of them."""
+
+    start: int
+    stop: int
+    causal: bool
+
+
+def expanded_attention_triton(
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    mask: Tensor | None,
+    causal_offset: int | None,
+    scale: float,
+    workspace_tokens: int,
+    machine: Machine,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`mla::expanded_attention` on a machine, with checked arguments."""
+    batch, queries, heads, _ = q.shape
+    (_, nope, _), columns, rope = w_uk.shape, w_uv.shape[1], k_rope.shape[2]
+    o = q.new_empty((batch, queries, heads, columns))
+    lse = q.new_empty((batch, queries, heads), dtype=torch.float32)
+    keys = causal_stop(causal_offset, range(queries), latent.shape[1])
+    if lse.numel() == 0 or keys == 0:
+        return o.zero_(), lse.fill_(-torch.inf)
+    q, k_rope = (t if t.shape[-1] < 2 or t.stride(-1) == 1 else t.contiguous() for t in (q, k_rope))
+    tiles = tiles or choose(machine, nope, rope, columns, q.itemsize)
+    sequences = max(min(workspace_tokens // keys, batch), 1)
+    size = max(min(workspace_tokens // sequences, keys), 1)
+    chunks = list(chunks_of(keys, size, causal_offset, mask is not None))
+    group = _heads_at_a_time(heads, sequences, queries, size, nope + columns, columns, q.itemsize, len(chunks) > 1)
+    workspace = q.new_empty(group * sequences * size * (nope + columns))
+    state = [q.new_empty(0, dtype=torch.float32)] * 3
+    if len(chunks) > 1:
+        rows = sequences * group * queries
+        state = [q.new_empty(count, dtype=torch.float32) for count in (rows * columns, rows, rows)]
+    for b in range(0, batch, sequences):
+        for head in range(0, heads, group):
+            part = slice(b, b + sequences), slice(head, head + group)
+            for i, chunk in enumerate(chunks):
+                k, v = _expand(latent[part[0], chunk.start : chunk.stop], w_uk[part[1]], w_uv[part[1]], workspace)
+                _launch(
+                    (q[part[0], :, part[1]], k, k_rope[part[0], chunk.start : chunk.stop], v),
+                    _part_of(mask, part, chunk),
+                    (o[part[0], :, part[1]], lse[part[0], :, part[1]]),
+                    state,
+                    chunk,
+                    scale,
+                    (causal_offset or 0) - chunk.start,
+                    (i == 0, i == len(chunks) - 1),
+                    tiles,
+                )
+    return o, lse
+
+
+def chunks_of(keys: int, size: int, causal_offset: int | None, masked: bool) -> Iterator[Chunk]:
+    """Chunks of at most `size` keys, cut where a causal limit alone starts to hide some, unless one holds them all."""
+    causal = causal_offset is not None
+    cut = 0
+    if causal_offset is not None and not masked and keys > size:
+        cut = min(max(causal_offset, 0), keys)
+    for begin, end, limited in ((0, cut, False), (cut, keys, causal)):
+        for start in range(begin, end, size):
+            yield Chunk(start, min(start + size, end), limited)
+
+
+def _heads_at_a_time(
+    heads: int, sequences: int, queries: int, size: int, expanded: int, columns: int, itemsize: int, several: bool
+) -> int:
+    """As many heads as `_BYTES` hold, in groups of about the same size."""
+    each = sequences * size * expanded * itemsize
+    if several:
+        each += sequences * queries * (columns + 2) * 4
+    most = min(max(_BYTES // each, 1), heads)
+    return triton.cdiv(heads, triton.cdiv(heads, most))
+
+
+def _expand(latent: Tensor, w_uk: Tensor, w_uv: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor]:
+    """`[H, b, C, P]` and `[H, b, C, V]` of latents `[b, C, L]`, in the workspace."""
+    sequences, count, rank = latent.shape
+    rows = latent.reshape(1, sequences * count, rank).expand(w_uk.shape[0], -1, -1)
+    start, expanded = 0, []
+    for w in (w_uk, w_uv):
+        shape = w.shape[0], sequences * count, w.shape[1]
+        out = workspace[start : start + shape[0] * shape[1] * shape[2]].view(shape)
+        torch.bmm(rows, w.transpose(1, 2), out=out)
+        expanded.append(out.unflatten(1, (sequences, count)))
+        start += out.numel()
+    return expanded[0], expanded[1]
+
+
+def _part_of(mask: Tensor | None, part: tuple[slice, slice], chunk: Chunk) -> Tensor | None:
+    """What a mask says of some sequences, heads and keys."""
+    if mask is None:
+        return None
+    taken = slice(chunk.start, chunk.stop)
+    own = mask[part[0] if mask.shape[0] != 1 else slice(None), part[1] if mask.shape[1] != 1 else slice(None)]
+    return own[..., taken] if mask.shape[3] != 1 else own
+
+
+def _launch(
+    operands: tuple[Tensor, Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    out: tuple[Tensor, Tensor],
+    state: list[Tensor],
+    chunk: Chunk,
+    scale: float,
+    causal_offset: int,
+    first_last: tuple[bool, bool],
+    tiles: Tiles,
+) -> None:
+    q, k, rope, v = operands
+    batch, queries, heads, _ = q.shape
+    strides: tuple[int, ...] = (0,) * 4
+    if mask is not None:
+        strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+    given = q if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    constants = constants_of(k.shape[3], rope.shape[2], v.shape[3], mask, chunk.causal, state[0].numel() > 0, tiles)
+    attend_chunk[(triton.cdiv(queries, tiles.rows) * heads * batch,)](
+        q,
+        k,
+        rope,
+        v,
+        given,
+        *out,
+        *state,
+        scale,
+        *(queries, heads, chunk.stop - chunk.start, causal_offset, *map(int, first_last)),
+        *q.stride()[:3],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *rope.stride()[:2],
+        *strides,
+        *out[0].stride()[:3],
+        *out[1].stride(),
+        **constants,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        enable_fp_fusion=True,
+    )
+
+
+def constants_of(
+    nope: int, rope: int, columns: int, mask: Tensor | None, causal: bool, state: bool, tiles: Tiles
+) -> dict[str, Any]:
+    """What the kernel is specialised to."""
+    p_a, p_b = blocks(nope)
+    v_a, v_b = blocks(columns)
+    return {
+        "MASK": "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias",
+        "CAUSAL": causal,
+        "STATE": state,
+        "P": nope,
+        "R": rope,
+        "V": columns,
+        "P_A": p_a,
+        "P_B": p_b,
+        "ROPE": power_of_two(rope) if rope else 0,
+        "V_A": v_a,
+        "V_B": v_b,
+        "ROWS": tiles.rows,
+        "KEYS": tiles.keys,
+        "STAGES": tiles.stages,
+    }

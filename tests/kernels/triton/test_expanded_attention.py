@@ -1,0 +1,134 @@
+"""The Triton kernel of mla::expanded_attention: against float64, with naive MLA in the same dtype as the measure."""
+
+import dataclasses
+
+import pytest
+import torch
+from mla_compile.kernels._common.tiles import Tiles
+from mla_compile.kernels.expanded_attention import expanded_attention_reference
+from mla_compile.kernels.expanded_attention import triton as launcher
+from mla_compile.kernels.expanded_attention.tiles import blocks
+from mla_compile.kernels.expanded_attention.triton import expanded_attention_triton
+
+from ..errors import assert_as_close_as
+from ..naive import make_inputs, masks, naive_mla
+from .where import ON_GPU, machine, to_device
+
+pytestmark = [*ON_GPU]
+
+TILES = Tiles(rows=16, keys=16, warps=4, stages=2)
+MASKS = tuple(masks(1, 1, 1, 1))
+
+# B, Sq, T, N, L, P, R, V; workspace_tokens
+SIZES = {
+    "one chunk": ((2, 5, 30, 2, 16, 16, 8, 16), 64),
+    "prefill in chunks": ((1, 36, 36, 1, 12, 24, 8, 20), 20),
+    "prefill after a context": ((2, 10, 38, 2, 11, 7, 5, 9), 20),
+    "one key": ((2, 1, 1, 1, 5, 3, 1, 2), 8),
+    "a key at a time": ((1, 3, 5, 1, 8, 5, 2, 3), 1),
+    "several short sequences": ((5, 4, 6, 2, 8, 5, 2, 3), 13),
+}
+
+
+def unpack(x):
+    return x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
+
+
+def run(x, case, workspace_tokens, tiles=TILES):
+    (mask,) = to_device(case[:1])
+    arguments = to_device(unpack(x))
+    result = expanded_attention_triton(*arguments, mask, case[1], x.scale, workspace_tokens, machine(), tiles)
+    return [t.cpu() for t in result]
+
+
+def assert_right(x, case, workspace_tokens, tiles=TILES):
+    o, lse = run(x, case, workspace_tokens, tiles)
+    exact, exact_lse = expanded_attention_reference(*unpack(x.map(torch.Tensor.double)), *case, x.scale)
+    eager, eager_lse = naive_mla(x, case)
+    assert_as_close_as(eager, o, exact)
+    assert_as_close_as(eager_lse.float(), lse, exact_lse)
+    assert o.is_contiguous()
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "causal, first queries see nothing", "causal, last keys unseen"])
+@pytest.mark.parametrize(("sizes", "workspace_tokens"), SIZES.values(), ids=SIZES)
+def test_causal_limits(sizes, workspace_tokens, mask):
+    assert_right(make_inputs(sizes), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], workspace_tokens)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask):
+    sizes, workspace_tokens = SIZES["prefill after a context"]
+    assert_right(make_inputs(sizes), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], workspace_tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", ["causal", "right padding", "bias of finfo.min"])
+def test_half_precision(mask, dtype):
+    sizes = (2, 9, 60, 2, 40, 24, 8, 16)
+    tensor, causal_offset = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    if mask == "bias of finfo.min":
+        tensor = tensor.clamp(min=torch.finfo(dtype).min).to(dtype)
+    assert_right(make_inputs(sizes, dtype), (tensor, causal_offset), 32)
+
+
+@pytest.mark.parametrize("nope", [16, 48, 80, 192])
+@pytest.mark.parametrize(("rope", "columns"), [(0, 40), (16, 96)])
+def test_widths_that_are_no_power_of_two(nope, rope, columns):
+    assert_right(make_inputs((1, 3, 20, 1, 8, nope, rope, columns)), (None, 17), 16)
+
+
+def test_blocks_of_columns():
+    widths = {1: (16, 0), 16: (16, 0), 17: (32, 0), 80: (64, 16), 96: (64, 32), 100: (128, 0), 128: (128, 0)}
+    widths |= {192: (128, 64), 320: (256, 64)}
+    assert {width: blocks(width) for width in widths} == widths
+
+
+def test_no_keys():
+    x = make_inputs((2, 3, 0, 2, 8, 4, 2, 5))
+    o, lse = run(x, (None, None), 16)
+    assert torch.equal(o, torch.zeros(2, 3, 2, 5))
+    assert torch.equal(lse, torch.full((2, 3, 2), -torch.inf))
+
+
+def test_rows_that_finite_numbers_hide_stay_uniform_over_chunks():
+    x = make_inputs((1, 2, 50, 2, 24, 8, 8, 8))
+    mask = torch.full((1, 1, 1, 50), torch.finfo(torch.float32).min)
+    o, _ = run(x, (mask, None), 16)
+    mean = (x.latent[:, None] @ x.w_uv.mT).mean(2)[:, None]
+    assert (o - mean).abs().max() < 50 * torch.finfo(torch.float32).eps * x.latent.abs().max()
+
+
+def test_keys_that_no_query_sees_may_hold_nan():
+    x = make_inputs((2, 4, 40, 2, 12, 8, 4, 8))
+    mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
+    mask[0, ..., :7] = False
+    mask[1, ..., 11:20] = False
+    expected = run(x, (mask, 30), 16)
+    for cache in (x.latent, x.k_rope):
+        cache.masked_fill_(~mask[:, 0, 0, :, None], torch.nan)
+        cache[:, 34:] = torch.nan
+    for actual, wanted in zip(run(x, (mask, 30), 16), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_any_strides():
+    x = make_inputs((2, 7, 30, 2, 12, 8, 4, 8))
+    other = dataclasses.replace(
+        x,
+        q=x.q.transpose(1, 3).contiguous().transpose(1, 3),
+        latent=x.latent.transpose(0, 1).contiguous().transpose(0, 1),
+        k_rope=x.k_rope.contiguous(),
+    )
+    for actual, wanted in zip(run(other, (None, 23), 16), run(x, (None, 23), 16), strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_heads_in_groups(monkeypatch):
+    monkeypatch.setattr(launcher, "_BYTES", 5000)
+    x = make_inputs((2, 9, 40, 5, 12, 8, 4, 8))
+    assert_right(x, masks(2, 5, 9, 40)["bool of each head and query"], 16)
+
+
+def test_the_tiles_of_the_table():
+    assert_right(make_inputs((1, 70, 150, 2, 24, 24, 8, 16), torch.bfloat16), (None, 80), 64, tiles=None)
