@@ -4,6 +4,7 @@ It is not the package's `__init__`: a folder of this name at the top of a checko
 """
 
 from mla_compile.kernels import (
+    append_latents,
     expanded_attention,
     latent_attention,
     merge_states,
@@ -13,6 +14,7 @@ from mla_compile.kernels import (
 )
 
 __all__ = [
+    "append_latents",
     "expanded_attention",
     "latent_attention",
     "merge_states",

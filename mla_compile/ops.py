@@ -5,7 +5,8 @@ compute on data is registered by `mla_compile.kernels`, which this module does n
 torch's own attention under another name, is whole here.
 
 Sizes are written `B Sq T N Lq L P R V`: sequences, query tokens, key tokens, heads, ranks of query and latent, and
-widths of a head's nope, rope and value part. Inputs may have any strides; none is mutated, and no output aliases one.
+widths of a head's nope, rope and value part. Inputs may have any strides; none but the rows of `append_latents` is
+mutated, and no output aliases one.
 `lse` is the natural log of the sum of the exponentials of a query's scores, always float32; a query with no key to
 attend to has `o = 0` and `lse = -inf`, so that partial results merge without a special case.
 
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
+    "append_latents",
     "expanded_attention",
     "latent_attention",
     "merge_states",
@@ -55,7 +57,8 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "sparse_latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor indices, "
-    "Tensor? mask, SymInt? causal_offset, float scale, bool uniform_when_empty) -> (Tensor, Tensor)",
+    "Tensor? mask, SymInt? causal_offset, float scale, bool uniform_when_empty, Tensor? latent_scales=None) "
+    "-> (Tensor, Tensor)",
     tags=_ANY_STRIDES,
 )
 _LIBRARY.define(
@@ -71,6 +74,10 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "merge_states(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b) -> (Tensor, Tensor)",
+    tags=_ANY_STRIDES,
+)
+_LIBRARY.define(
+    "append_latents(Tensor latent, Tensor k_rope, Tensor slots, Tensor(a!) rows, Tensor? scale=None) -> ()",
     tags=_ANY_STRIDES,
 )
 _LIBRARY.define("per_head_matmul(Tensor x, Tensor weight) -> Tensor", tags=_ANY_STRIDES)
@@ -133,7 +140,8 @@ named twice counts twice. Only the keys that are named are read, and of the mask
 Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent `[B, T, L]`, k_rope `[B, T, R]`, all of one
 floating dtype; indices `[B, Sq, topk]`, int32 or int64; mask (over all T keys) and causal_offset as the module says;
 scale; uniform_when_empty, whether a query without a key to attend to gets the mean of all T latents instead of 0: what
-is left of it where a mask is a finite number that outweighs every score. Its lse is -inf all the same.
+is left of it where a mask is a finite number that outweighs every score. Its lse is -inf all the same; latent_scales
+None, or `[B, T, G]` for a cache in FP8, as `paged_latent_attention` says of pages.
 Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
@@ -159,6 +167,21 @@ merge_states = torch.ops.mla.merge_states
 Args: o_a and o_b of one shape `[..., V]` and dtype, lse_a and lse_b `[...]`, float32.
 Returns: o, contiguous, like o_a, and lse `[...]`, float32. Two empty sets merge to `o = 0`, `lse = -inf`.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
+"""
+
+append_latents = torch.ops.mla.append_latents
+"""Quantise tokens to FP8 and put them into a cache, in place: what `latent_scales` of the attention ops undoes.
+
+    rows[slots[t] // page_size, slots[t] % page_size] = latent[t], k_rope[t]
+
+Without a scale a row is the bytes that `mla_compile.fp8.RowLayout` says: a scale for each token and group of latent
+columns, the greatest magnitude over 448, the rope key as it is. With one, which is for all tokens, a row is the latent
+and the rope key over that scale, in e4m3fn; what is greater than 448 becomes that.
+
+Args: latent `[tokens, L]`, k_rope `[tokens, R]` (R may be 0), of one floating dtype; slots `[tokens]`, int32 or int64:
+a token's place, all different, negative for tokens to leave out; rows `[pages, page_size, row_bytes]` in uint8, or with
+a scale `[pages, page_size, L + R]` in float8_e4m3fn, mutated; scale None, or one number in float32.
+Raises: KernelError (a ValueError) naming the expected and the found shape, dtype or, on CPU, slot.
 """
 
 per_head_matmul = torch.ops.mla.per_head_matmul
@@ -247,6 +270,7 @@ def _sparse_latent_attention_fake(
     causal_offset: int | None,
     scale: float,
     uniform_when_empty: bool,
+    latent_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _latent_attention_fake(q_latent, q_rope, latent, k_rope, mask, causal_offset, scale)
 
@@ -271,6 +295,12 @@ def _merge_states_fake(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -
     return o_a.new_empty(o_a.shape), lse_a.new_empty(lse_a.shape)
 
 
+def _append_latents_fake(
+    latent: Tensor, k_rope: Tensor, slots: Tensor, rows: Tensor, scale: Tensor | None = None
+) -> None:
+    return None
+
+
 def _per_head_matmul_fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:3], weight.shape[2]))
 
@@ -292,8 +322,10 @@ torch.library.register_fake("mla::paged_latent_attention", _paged_latent_attenti
 torch.library.register_fake("mla::sparse_latent_attention", _sparse_latent_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::expanded_attention", _expanded_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::merge_states", _merge_states_fake, lib=_LIBRARY)
+torch.library.register_fake("mla::append_latents", _append_latents_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::per_head_matmul", _per_head_matmul_fake, lib=_LIBRARY)
 for _device_type in ("cpu", "cuda"):
     _register_autocast(_device_type)
 for _name in __all__:
-    _refuse_backward(_name)
+    if _name != "append_latents":  # torch takes no formula for what mutates
+        _refuse_backward(_name)

@@ -19,7 +19,7 @@ _TABLE = {
 }
 _WIDEST = 128
 """Columns of values that the tiles of the table are made for; wider ones take fewer queries."""
-_FLOAT32 = Tiles(32, 16, 4, 2)
+_FLOAT32 = Tiles(32, 16, 8, 2)
 """Products of float32 take no matrix unit, and twice the memory."""
 
 

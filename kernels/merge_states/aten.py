@@ -16,6 +16,14 @@ def merge_states_aten(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) ->
 
     Moves from o_a towards o_b by b's share of the weight.
     """
+    check_arguments(o_a, lse_a, o_b, lse_b)
+    dtype = torch.promote_types(o_a.dtype, torch.float32)
+    share = share_of_second(lse_a, lse_b).to(dtype)
+    o = o_a.new_empty(o_a.shape).copy_(torch.lerp(o_a.to(dtype), o_b.to(dtype), share[..., None]))
+    return o, torch.logaddexp(lse_a, lse_b)
+
+
+def check_arguments(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> None:
     op = "merge_states"
     spec = " ".join(f"d{dim}" for dim in range(lse_a.dim()))
     check_rank(op, "o_a", o_a, f"{spec} V")
@@ -25,10 +33,6 @@ def merge_states_aten(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) ->
     check_alike(op, lse_a=lse_a, lse_b=lse_b)
     if lse_a.dtype != torch.float32:
         raise KernelError(f"mla::{op}: expected lse_a of torch.float32, found {lse_a.dtype}")
-    dtype = torch.promote_types(o_a.dtype, torch.float32)
-    share = share_of_second(lse_a, lse_b).to(dtype)
-    o = o_a.new_empty(o_a.shape).copy_(torch.lerp(o_a.to(dtype), o_b.to(dtype), share[..., None]))
-    return o, torch.logaddexp(lse_a, lse_b)
 
 
 def share_of_second(lse_a: Tensor, lse_b: Tensor) -> Tensor:

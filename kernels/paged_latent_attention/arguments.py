@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ...errors import KernelError
 from ..checks import check_alike, check_mask, check_rank, check_shapes
+from ..fp8 import check_fp8
 
 OP = "paged_latent_attention"
-FP8 = torch.float8_e4m3fn
 
 
 def check_arguments(
@@ -44,7 +44,8 @@ def check_arguments(
     if latent_scales is None:
         check_alike(OP, q_latent=q_latent, q_rope=q_rope, latent_pages=latent_pages, rope_pages=rope_pages)
     else:
-        _check_fp8(q_latent, q_rope, latent_pages, rope_pages, latent_scales)
+        names = ("latent_pages", "rope_pages")
+        check_fp8(OP, (q_latent, q_rope), names, (latent_pages, rope_pages), "pages page_size", latent_scales)
     integers = {"block_table": block_table, "seq_lens": seq_lens}
     if first_positions is not None:
         check_shapes(OP, dims, first_positions=(first_positions, "B"))
@@ -66,32 +67,6 @@ def check_arguments(
             raise KernelError(
                 f"mla::{OP}: expected a mask over at least seq_lens.max() = {int(seq_lens.max())} keys, "
                 f"found {list(mask.shape)}"
-            )
-
-
-def _check_fp8(
-    q_latent: Tensor, q_rope: Tensor, latent_pages: Tensor, rope_pages: Tensor, latent_scales: Tensor
-) -> None:
-    check_alike(OP, q_latent=q_latent, q_rope=q_rope)
-    check_rank(OP, "latent_scales", latent_scales, "pages page_size G")
-    groups, rank = latent_scales.shape[2], latent_pages.shape[2]
-    sizes = zip(latent_scales.shape[:2], latent_pages.shape[:2], strict=True)
-    if any(size not in (1, full) for size, full in sizes) or groups < 1 or rank % groups:
-        raise KernelError(
-            f"mla::{OP}: expected latent_scales that broadcasts to [pages, page_size, G] = "
-            f"{[*latent_pages.shape[:2], 'a divisor of ' + str(rank)]}, found {list(latent_scales.shape)}"
-        )
-    rope_dtypes = (FP8, q_rope.dtype) if groups == 1 else (q_rope.dtype,)
-    expected = {
-        "latent_pages": (latent_pages, (FP8,)),
-        "rope_pages": (rope_pages, rope_dtypes),
-        "latent_scales": (latent_scales, (torch.float32,)),
-    }
-    for name, (tensor, dtypes) in expected.items():
-        if tensor.dtype not in dtypes or tensor.device != q_latent.device:
-            raise KernelError(
-                f"mla::{OP}: expected {name}, with latent_scales given, of {' or '.join(map(str, dtypes))} on "
-                f"{q_latent.device}, found {tensor.dtype} on {tensor.device}"
             )
 
 

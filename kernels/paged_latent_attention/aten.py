@@ -18,6 +18,7 @@ from torch import Tensor
 
 import mla_compile.ops  # noqa: F401  defines the op
 
+from ..fp8 import bytes_of, dequantised
 from .arguments import check_arguments
 
 _CHUNK_ELEMENTS = 1 << 20
@@ -116,15 +117,8 @@ def _load(
     """Keys `[C, L]` and `[C, R]` in `dtype`."""
     if latent_scales is None:
         return latent_pages[page, row].to(dtype), rope_pages[page, row].to(dtype)
-    groups = latent_scales.shape[2]
-    scales = latent_scales.expand(*latent_pages.shape[:2], groups)[page, row]
-    # Indexing does not know FP8: the same bytes do.
-    latent = latent_pages.view(torch.uint8)[page, row].view(latent_pages.dtype).to(dtype)
-    latent = (latent.unflatten(1, (groups, -1)) * scales[:, :, None]).flatten(1)
-    if rope_pages.dtype != latent_pages.dtype:
-        return latent, rope_pages[page, row].to(dtype)
-    k_rope = rope_pages.view(torch.uint8)[page, row].view(rope_pages.dtype).to(dtype)
-    return latent, k_rope * scales
+    scales = latent_scales.expand(*latent_pages.shape[:2], -1)[page, row]
+    return dequantised(bytes_of(latent_pages)[page, row], bytes_of(rope_pages)[page, row], scales, dtype)
 
 
 torch.library.impl("mla::paged_latent_attention", "CompositeExplicitAutograd")(paged_latent_attention_aten)

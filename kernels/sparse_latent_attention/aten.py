@@ -18,6 +18,7 @@ import mla_compile.ops  # noqa: F401  defines the op
 
 from ...errors import KernelError
 from ..checks import check_alike, check_mask, check_rank, check_shapes
+from ..fp8 import bytes_of, check_fp8, dequantised
 from ..visibility import reads_values
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -34,9 +35,10 @@ def sparse_latent_attention_aten(
     causal_offset: int | None,
     scale: float,
     uniform_when_empty: bool,
+    latent_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`mla::sparse_latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    check_arguments(q_latent, q_rope, latent, k_rope, indices, mask)
+    check_arguments(q_latent, q_rope, latent, k_rope, indices, mask, latent_scales)
     batch, query_count, heads, rank = q_latent.shape
     tokens, named = latent.shape[1], indices.shape[2]
     o = q_latent.new_zeros(q_latent.shape)
@@ -50,35 +52,40 @@ def sparse_latent_attention_aten(
                 _attend(
                     (q_latent[b, block], q_rope[b, block]),
                     (latent[b], k_rope[b]),
+                    None if latent_scales is None else latent_scales.expand(batch, tokens, -1)[b],
                     indices[b, block],
                     rows if rows is None or rows.shape[1] == 1 else rows[:, block],
                     None if causal_offset is None else start + causal_offset,
                     scale,
                     out=(o[b, block], lse[b, block]),
                 )
-    return (uniform_where_empty(o, lse, latent) if uniform_when_empty else o), lse
+    return (uniform_where_empty(o, lse, latent, latent_scales) if uniform_when_empty else o), lse
 
 
-def uniform_where_empty(o: Tensor, lse: Tensor, latent: Tensor) -> Tensor:
+def uniform_where_empty(o: Tensor, lse: Tensor, latent: Tensor, latent_scales: Tensor | None) -> Tensor:
     """o `[B, Sq, N, L]` with the mean of all latents `[B, T, L]` where lse `[B, Sq, N]` says that no key was seen."""
     empty = lse == -torch.inf
     if not latent.shape[1] or (reads_values(empty) and not bool(empty.any())):
         return o
-    mean = latent.mean(1, dtype=torch.promote_types(latent.dtype, torch.float32)).to(o.dtype)
+    if latent_scales is not None:
+        latent, _ = dequantised(latent, latent_scales[..., :0], latent_scales, torch.float32)
+    mean = latent.mean(1, dtype=torch.promote_types(o.dtype, torch.float32)).to(o.dtype)
     return torch.where(empty[..., None], mean[:, None, None], o)
 
 
 def _attend(
     q: tuple[Tensor, Tensor],
     cache: tuple[Tensor, Tensor],
+    scales: Tensor | None,
     indices: Tensor,
     mask: Tensor | None,
     first_limit: int | None,
     scale: float,
     out: tuple[Tensor, Tensor],
 ) -> None:
-    """One block: q `[s, N, L]`, `[s, N, R]`; cache `[T, L]`, `[T, R]`; indices `[s, topk]`; mask `[N or 1, s or 1, T]`;
-    `first_limit` is the last key that the first query may see; out `[s, N, L]`, `[s, N]`."""
+    """One block: q `[s, N, L]`, `[s, N, R]`; cache `[T, L]`, `[T, R]`, scales `[T, G]`; indices `[s, topk]`;
+    mask `[N or 1, s or 1, T]`; `first_limit` is the last key that the first query may see; out `[s, N, L]`, `[s, N]`.
+    """
     dtype = torch.promote_types(q[0].dtype, torch.float32)
     s, named = indices.shape
     seen = (indices >= 0) & (indices < cache[0].shape[0])
@@ -92,7 +99,12 @@ def _attend(
             bias = bias & seen[:, None]
             seen, bias = (bias[:, 0], None) if bias.shape[1] == 1 else (bias.any(1), bias)
     everything = reads_values(seen) and bool(seen.all())
-    latent, k_rope = (part.index_select(0, keys.flatten()).unflatten(0, (s, named)).to(dtype) for part in cache)
+    latent, k_rope = (bytes_of(part).index_select(0, keys.flatten()).unflatten(0, (s, named)) for part in cache)
+    if scales is None:
+        latent, k_rope = latent.to(dtype), k_rope.to(dtype)
+    else:
+        own = scales.index_select(0, keys.flatten()).unflatten(0, (s, named))
+        latent, k_rope = dequantised(latent, k_rope, own, dtype)
     if not everything:  # what nothing attends to may be anything, and 0 times NaN is NaN
         latent, k_rope = (part.masked_fill_(~seen[..., None], 0.0) for part in (latent, k_rope))
     q_latent, q_rope = (part.to(dtype).mul(scale) for part in q)
@@ -108,7 +120,13 @@ def _attend(
 
 
 def check_arguments(
-    q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, indices: Tensor, mask: Tensor | None
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    indices: Tensor,
+    mask: Tensor | None,
+    latent_scales: Tensor | None = None,
 ) -> None:
     op = "sparse_latent_attention"
     check_rank(op, "q_latent", q_latent, "B Sq N L")
@@ -125,7 +143,10 @@ def check_arguments(
         k_rope=(k_rope, "B T R"),
         indices=(indices, "B Sq topk"),
     )
-    check_alike(op, q_latent=q_latent, q_rope=q_rope, latent=latent, k_rope=k_rope)
+    if latent_scales is None:
+        check_alike(op, q_latent=q_latent, q_rope=q_rope, latent=latent, k_rope=k_rope)
+    else:
+        check_fp8(op, (q_latent, q_rope), ("latent", "k_rope"), (latent, k_rope), "B T", latent_scales)
     check_mask(op, mask, (dims["B"], dims["N"], dims["Sq"], dims["T"]), q_latent.device)
     if indices.dtype not in (torch.int32, torch.int64) or indices.device != q_latent.device:
         raise KernelError(

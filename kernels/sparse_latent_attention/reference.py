@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..fp8 import dequantised
 from ..scores import softmax_with_lse
 
 
@@ -18,14 +19,17 @@ def sparse_latent_attention_reference(
     causal_offset: int | None,
     scale: float,
     uniform_when_empty: bool,
+    latent_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`mla::sparse_latent_attention` in the dtype of its inputs, float64 included; lse keeps that dtype.
 
     Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]`, latent `[B, T, L]`, k_rope `[B, T, R]`, indices
     `[B, Sq, topk]`, mask None, bool or floating `[B, N, Sq, T]` (sizes of 1 broadcast), causal_offset, scale,
-    uniform_when_empty. T is at least 1.
+    uniform_when_empty, latent_scales None or `[B, T, G]`. T is at least 1.
     Returns: o `[B, Sq, N, L]`, lse `[B, Sq, N]`.
     """
+    if latent_scales is not None:
+        latent, k_rope = dequantised(latent, k_rope, latent_scales, q_latent.dtype)
     batch, queries, heads, _ = q_latent.shape
     tokens = latent.shape[1]
     named = (indices >= 0) & (indices < tokens)

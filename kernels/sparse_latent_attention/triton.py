@@ -3,6 +3,7 @@
 q_latent [B, Sq, N, L], q_rope [B, Sq, N, R]
 latent [B, T, L], k_rope [B, T, R]   any strides but 1 in the last dim; only the keys named are read
 indices [B, Sq, topk]
+latent_scales None, or [B, T, G] for a cache in FP8
 mask None, bool or floating, broadcast to [B, N, Sq, T]; only the elements of the keys named are read
 """
 
@@ -26,6 +27,7 @@ def sparse_latent_attention_triton(
     causal_offset: int | None,
     scale: float,
     uniform_when_empty: bool,
+    latent_scales: Tensor | None,
     machine: Machine,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -37,9 +39,10 @@ def sparse_latent_attention_triton(
         tokens=indices.shape[2],
         cached=latent.shape[1],
         table=indices,
+        scales=latent_scales,
         mask=mask,
         causal=causal_offset is not None,
         causal_offset=causal_offset or 0,
     )
     o, lse = attend(machine, q_latent, q_rope, source, scale, tiles=tiles)
-    return (uniform_where_empty(o, lse, latent) if uniform_when_empty else o), lse
+    return (uniform_where_empty(o, lse, latent, latent_scales) if uniform_when_empty else o), lse

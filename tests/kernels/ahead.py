@@ -14,9 +14,13 @@ from mla_compile.kernels._common.kernel import attend_latents
 from mla_compile.kernels._common.launch import LEAST_TILES, Source, constants_of
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels._common.tiles import choose, power_of_two
+from mla_compile.kernels.append_latents.kernel import append
+from mla_compile.kernels.append_latents.triton import constants_of as append_constants
 from mla_compile.kernels.expanded_attention.kernel import attend_chunk
 from mla_compile.kernels.expanded_attention.tiles import choose as choose_chunk
 from mla_compile.kernels.expanded_attention.triton import constants_of as chunk_constants
+from mla_compile.kernels.merge_states.kernel import merge
+from mla_compile.kernels.merge_states.triton import constants_of as merge_constants
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -117,6 +121,23 @@ def compile_chunk(
     aligned = [name for name in types if types[name].startswith("*")]
     aligned += [name for name in types if re.fullmatch(r"(q|k|v|rope|o)_stride_\w", name)]
     return _compile(arch, attend_chunk, types, constants, aligned, tiles.warps, tiles.stages)
+
+
+def compile_append(arch: str, one_scale: bool, rank: int = 512, rope: int = 64) -> Record:
+    """The kernel that quantises tokens of DeepSeek in bfloat16 into a cache."""
+    types = dict.fromkeys(append.arg_names, "i32") | dict.fromkeys(("latent", "rope"), "*bf16")
+    types |= {"slots": "*i64", "numbers": "*u8", "scales": "*fp32", "scale": "*fp32"}
+    types |= {"rope_out": "*u8" if one_scale else "*bf16"}
+    constants = append_constants(rank, rope, 1 if one_scale else rank // 128, one_scale)
+    return _compile(arch, append, types, constants, [], 1, 1)
+
+
+def compile_merge(arch: str, columns: int = 512) -> Record:
+    """The kernel that merges two attentions in bfloat16."""
+    types = dict.fromkeys(merge.arg_names, "i32") | dict.fromkeys(("o_a", "o_b", "o"), "*bf16")
+    types |= dict.fromkeys(("lse_a", "lse_b", "lse"), "*fp32")
+    aligned = [name for name in types if types[name].startswith("*")]
+    return _compile(arch, merge, types, merge_constants(columns), aligned, 4, 1)
 
 
 def _compile(arch, kernel, types, constants, aligned, warps, stages) -> Record:

@@ -9,7 +9,15 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia")
 
-from .ahead import CUOBJDUMP, compile_attention, compile_chunk, compile_combination, machine_of
+from .ahead import (
+    CUOBJDUMP,
+    compile_append,
+    compile_attention,
+    compile_chunk,
+    compile_combination,
+    compile_merge,
+    machine_of,
+)
 
 pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="Triton's package carries no cuobjdump here")
 
@@ -61,14 +69,17 @@ def test_queries_that_are_not_the_last(arch):
     assert_clean(compile_attention(arch, 128, starts=True), arch)
 
 
+@pytest.mark.parametrize("kind", ["pages", "named"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_fp8(arch):
-    assert_clean(compile_attention(arch, 128, fp8=True), arch)
+def test_fp8(arch, kind):
+    assert_clean(compile_attention(arch, 128, fp8=True, kind=kind), arch)
 
 
+@pytest.mark.parametrize("kernel", ["combine", "merge", "append", "append with one scale"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_combination(arch):
-    record = compile_combination(arch)
+def test_kernels_without_products(arch, kernel):
+    compilers = {"combine": compile_combination, "merge": compile_merge, "append": lambda a: compile_append(a, False)}
+    record = compilers.get(kernel, lambda a: compile_append(a, True))(arch)
     assert record.stack == 0
     assert "trap;" not in record.assembly
 
@@ -89,7 +100,8 @@ def test_chunks_of_a_prefill(arch, causal):
 @pytest.mark.parametrize("widths", [(128, 64, 128), (192, 64, 256), (64, 32, 64), (96, 0, 80)], ids=str)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_chunks_of_other_widths(arch, widths, dtype, state):
-    assert_clean(compile_chunk(arch, dtype, state=state, widths=widths), arch)
+    # On sm_100 an address of the last store waits on the stack for the loop to end, where values are in two blocks.
+    assert_clean(compile_chunk(arch, dtype, state=state, widths=widths), arch, 8 if arch == "sm_100" else 0)
 
 
 @pytest.mark.slow
@@ -100,7 +112,7 @@ def test_chunks_under_masks(arch, mask):
     assert record.shared <= machine_of(arch).shared_bytes
     assert matrix_unit(record.assembly)
     # A mask of each head and query is a tile of pointers.
-    assert record.stack <= 256
+    assert record.stack <= 320
 
 
 @pytest.mark.slow

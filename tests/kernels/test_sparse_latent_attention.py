@@ -6,6 +6,7 @@ from mla_compile.kernels.latent_attention import latent_attention_reference
 from mla_compile.kernels.sparse_latent_attention import aten, sparse_latent_attention_reference
 
 from mla_compile.errors import KernelError
+from mla_compile.fp8 import RowLayout
 
 from .errors import assert_as_close_as
 from .naive import make_inputs, masks
@@ -139,6 +140,55 @@ def test_what_nothing_attends_to_may_be_nan():
     o, lse = sparse_latent_attention(*arguments, indices, None, 20, scale, False)
     assert torch.equal(o, expected[0])
     assert torch.equal(lse, expected[1])
+
+
+def in_fp8(arguments, dtype, one_scale):
+    """The arguments with their cache in FP8, of DeepSeek's layout or with one scale for everything."""
+    q_latent, q_rope, latent, k_rope = arguments
+    batch, tokens, rank = latent.shape
+    width = k_rope.shape[2]
+    slots, scale = torch.arange(batch * tokens), latent.abs().max().float() / 448
+    both = latent.flatten(0, 1), k_rope.flatten(0, 1)
+    if one_scale:
+        rows = torch.zeros(batch, tokens, rank + width, dtype=torch.float8_e4m3fn)
+        torch.ops.mla.append_latents(*both, slots, rows, scale)
+        return (q_latent, q_rope, rows[..., :rank], rows[..., rank:]), scale.view(1, 1, 1)
+    layout = RowLayout(rank, width, dtype)
+    rows = torch.zeros(batch, tokens, layout.row_bytes, dtype=torch.uint8)
+    torch.ops.mla.append_latents(*both, slots, rows)
+    numbers, scales, ropes = layout.views(rows)
+    return (q_latent, q_rope, numbers, ropes), scales
+
+
+def check_fp8(op, dtype, one_scale, uniform):
+    arguments, indices, scale = make((2, 3, 30, 4, 256, 8, 8, 8), 12, dtype)
+    indices[1, 2] = -1
+    given, scales = in_fp8(arguments, dtype, one_scale)
+    o, lse = op(*given, indices, None, 28, scale, uniform, scales)
+    wide = [t.double() if t.dtype == dtype else t for t in given]
+    exact = sparse_latent_attention_reference(*wide, indices, None, 28, scale, uniform, scales)
+    measure = sparse_latent_attention_reference(*given, indices, None, 28, scale, uniform, scales)
+    assert_as_close_as(measure[0], o, exact[0])
+    assert_as_close_as(measure[1].float(), lse, exact[1])
+    unquantised = sparse_latent_attention_reference(*arguments, indices, None, 28, scale, uniform)[0]
+    # e4m3 keeps four significant bits: each value of an average is off by at most 1/16 of the greatest.
+    assert (o.double() - unquantised.double()).abs().max() < 2 * arguments[2].abs().max() / 16
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("one_scale", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fp8(dtype, one_scale, uniform):
+    check_fp8(sparse_latent_attention, dtype, one_scale, uniform)
+
+
+def test_fp8_wants_scales_of_the_cache():
+    arguments, indices, scale = make((2, 3, 30, 4, 256, 8, 8, 8), 12)
+    given, scales = in_fp8(arguments, torch.float32, False)
+    with pytest.raises(KernelError, match=r"latent_scales that broadcasts to \[B, T, G\] = .* found \[2, 29, 2\]"):
+        sparse_latent_attention(*given, indices, None, None, scale, False, scales[:, 1:])
+    with pytest.raises(KernelError, match=r"expected latent, with latent_scales given, of torch.float8_e4m3fn"):
+        sparse_latent_attention(*arguments, indices, None, None, scale, False, scales)
 
 
 def test_no_keys_and_no_queries():

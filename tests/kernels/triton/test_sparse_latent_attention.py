@@ -8,7 +8,7 @@ from mla_compile.kernels.sparse_latent_attention.triton import sparse_latent_att
 
 from ..errors import assert_as_close_as
 from ..naive import masks
-from ..test_sparse_latent_attention import SIZES, make
+from ..test_sparse_latent_attention import SIZES, check_fp8, make
 from .where import ON_GPU, machine, to_device
 
 pytestmark = [*ON_GPU]
@@ -20,7 +20,7 @@ MASKS = tuple(masks(1, 1, 1, 1))
 def run(arguments, indices, case, scale, uniform=False):
     mask, causal_offset = case
     result = sparse_latent_attention_triton(
-        *to_device([*arguments, indices, mask]), causal_offset, scale, uniform, machine(), TILES
+        *to_device([*arguments, indices, mask]), causal_offset, scale, uniform, None, machine(), TILES
     )
     return [t.cpu() for t in result]
 
@@ -69,6 +69,20 @@ def test_keys_that_are_not_named_may_hold_nan():
             t[b, unnamed] = torch.nan
     for actual, wanted in zip(run(arguments, indices, (None, None), scale), expected, strict=True):
         assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("one_scale", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fp8(dtype, one_scale, uniform):
+    def run(*arguments):
+        *tensors, causal_offset, scale, uniform, scales = arguments
+        result = sparse_latent_attention_triton(
+            *to_device(tensors), causal_offset, scale, uniform, *to_device([scales]), machine(), TILES
+        )
+        return [t.cpu() for t in result]
+
+    check_fp8(run, dtype, one_scale, uniform)
 
 
 def test_any_strides_of_indices():

@@ -1,0 +1,36 @@
+"""Quantising into a cache out of ATen operations: the CPU implementation, and any device's without a kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import mla_compile.ops  # noqa: F401  defines the op
+
+from ...fp8 import FP8, LEAST, MOST, RowLayout
+from .arguments import check_arguments
+
+
+def append_latents_aten(
+    latent: Tensor, k_rope: Tensor, slots: Tensor, rows: Tensor, scale: Tensor | None = None
+) -> None:
+    """`mla::append_latents`; see `mla_compile.ops` for shapes, dtypes and errors."""
+    check_arguments(latent, k_rope, slots, rows, scale)
+    kept = slots >= 0
+    latent, k_rope, slots = latent[kept], k_rope[kept], slots[kept].long()
+    place = slots // rows.shape[1], slots % rows.shape[1]
+    if scale is not None:
+        numbers = torch.cat([latent, k_rope], dim=1).float() / scale
+        rows.view(torch.uint8)[place] = numbers.clamp(-MOST, MOST).to(FP8).view(torch.uint8)
+        return
+    layout = RowLayout(latent.shape[1], k_rope.shape[1], k_rope.dtype)
+    numbers, scales, rope = layout.views(rows)
+    grouped = latent.float().unflatten(1, (layout.groups, -1))
+    own = grouped.abs().amax(2).clamp_min(LEAST) / MOST
+    # Indexing does not know FP8: the same bytes do.
+    numbers.view(torch.uint8)[place] = (grouped / own[..., None]).flatten(1).to(FP8).view(torch.uint8)
+    scales[place] = own
+    rope[place] = k_rope
+
+
+torch.library.impl("mla::append_latents", "CompositeExplicitAutograd")(append_latents_aten)

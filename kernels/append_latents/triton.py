@@ -1,0 +1,54 @@
+"""Quantising into a cache on a GPU: a program for each token and group of columns, and for its rope key."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...fp8 import RowLayout
+from .._common.tiles import power_of_two
+from .kernel import append
+
+
+def append_latents_triton(latent: Tensor, k_rope: Tensor, slots: Tensor, rows: Tensor, scale: Tensor | None) -> None:
+    """`mla::append_latents` with checked arguments."""
+    tokens, rank = latent.shape
+    rope = k_rope.shape[1]
+    layout = RowLayout(rank, rope, k_rope.dtype)
+    if scale is None:
+        numbers, scales, rope_out = layout.views(rows)
+        groups = layout.groups
+    else:
+        numbers, scales, rope_out = rows[..., :rank], rows[..., :0], rows[..., rank:].view(torch.uint8)
+        groups = 1
+    if tokens == 0:
+        return
+    append[(tokens, groups + (rope > 0))](
+        latent,
+        k_rope,
+        slots.contiguous(),
+        numbers.view(torch.uint8),
+        latent if scale is not None else scales,
+        rope_out,
+        latent if scale is None else scale,
+        rows.shape[1],
+        *latent.stride(),
+        *k_rope.stride(),
+        *numbers.stride()[:2],
+        *scales.stride()[:2],
+        *rope_out.stride()[:2],
+        **constants_of(rank, rope, groups, scale is not None),
+        num_warps=1,
+    )
+
+
+def constants_of(rank: int, rope: int, groups: int, one_scale: bool) -> dict[str, int | bool]:
+    """What the kernel is specialised to."""
+    return {
+        "GROUPS": groups,
+        "GROUP": rank // groups,
+        "R": rope,
+        "BLOCK": power_of_two(rank // groups),
+        "ROPE": power_of_two(max(rope, 1)),
+        "ONE_SCALE": one_scale,
+    }

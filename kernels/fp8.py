@@ -1,0 +1,53 @@
+"""Caches in FP8: what their tensors must be, and their numbers again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import KernelError
+from ..fp8 import FP8
+from .checks import check_alike, check_rank
+
+
+def check_fp8(
+    op: str, q: tuple[Tensor, Tensor], names: tuple[str, str], cache: tuple[Tensor, Tensor], rows: str, scales: Tensor
+) -> None:
+    """Check latents and rope keys in FP8, `names` of them, and their scales, against the queries.
+
+    `rows` says what the first two dims of the cache are called. Raises: KernelError.
+    """
+    (q_latent, q_rope), (latent, rope) = q, cache
+    check_alike(op, q_latent=q_latent, q_rope=q_rope)
+    check_rank(op, "latent_scales", scales, f"{rows} G")
+    groups, rank = scales.shape[2], latent.shape[2]
+    sizes = zip(scales.shape[:2], latent.shape[:2], strict=True)
+    if any(size not in (1, full) for size, full in sizes) or groups < 1 or rank % groups:
+        raise KernelError(
+            f"mla::{op}: expected latent_scales that broadcasts to [{', '.join(rows.split())}, G] = "
+            f"{[*latent.shape[:2], 'a divisor of ' + str(rank)]}, found {list(scales.shape)}"
+        )
+    rope_dtypes = (FP8, q_rope.dtype) if groups == 1 else (q_rope.dtype,)
+    expected = {names[0]: (latent, (FP8,)), names[1]: (rope, rope_dtypes), "latent_scales": (scales, (torch.float32,))}
+    for name, (tensor, dtypes) in expected.items():
+        if tensor.dtype not in dtypes or tensor.device != q_latent.device:
+            raise KernelError(
+                f"mla::{op}: expected {name}, with latent_scales given, of {' or '.join(map(str, dtypes))} on "
+                f"{q_latent.device}, found {tensor.dtype} on {tensor.device}"
+            )
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The same memory for what does not know FP8, indexing say."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+
+
+def dequantised(latent: Tensor, rope: Tensor, scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Latents `[..., L]` and rope keys `[..., R]` in `dtype`, of e4m3fn or its bytes, and scales `[..., G]`.
+
+    Rope keys of any other dtype have no scale.
+    """
+    latent, rope = (t.view(FP8) if t.dtype == torch.uint8 else t for t in (latent, rope))
+    scales = scales.to(dtype)
+    numbers = (latent.to(dtype).unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
+    return numbers, rope.to(dtype) * scales if rope.dtype == FP8 else rope.to(dtype)

@@ -1,0 +1,31 @@
+"""Merging partial attentions on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from .._common.tiles import power_of_two
+from .kernel import merge
+
+_ELEMENTS = 4096
+"""Numbers of an output that a program makes: 32 a thread."""
+
+
+def merge_states_triton(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """`mla::merge_states` with checked arguments."""
+    o_a, lse_a, o_b, lse_b = (t.contiguous() for t in (o_a, lse_a, o_b, lse_b))
+    o = torch.empty_like(o_a)
+    lse = torch.empty_like(lse_a)
+    if lse.numel():
+        constants = constants_of(o.shape[-1])
+        grid = (triton.cdiv(lse.numel(), constants["ROWS"]),)
+        merge[grid](o_a, lse_a, o_b, lse_b, o, lse, lse.numel(), **constants, num_warps=4)
+    return o, lse
+
+
+def constants_of(columns: int) -> dict[str, int]:
+    """What the kernel is specialised to."""
+    block = power_of_two(columns)
+    return {"V": columns, "BLOCK": block, "ROWS": max(_ELEMENTS // block, 1)}
