@@ -1,0 +1,137 @@
+"""What CUDA tensors get reads no value on the host, so that a step can be captured in a CUDA graph.
+
+The launchers run on meta tensors, which have no values: asking for one raises. The launches are recorded.
+"""
+
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mla_compile.kernels import append_latents, expanded_attention, latent_attention, merge_states
+from mla_compile.kernels import paged_latent_attention as paged
+from mla_compile.kernels import sparse_latent_attention as sparse
+from mla_compile.kernels._common import launch, machine
+from mla_compile.kernels.append_latents import triton as append_launcher
+from mla_compile.kernels.expanded_attention import triton as expanded_launcher
+from mla_compile.kernels.merge_states import triton as merge_launcher
+
+from mla_compile.fp8 import RowLayout
+
+FP8 = torch.float8_e4m3fn
+
+
+class Recorded:
+    """In the place of a kernel: notes its grids and what it is called with."""
+
+    def __init__(self, launches):
+        self.launches = launches
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.launches.append((grid, arguments, constants))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Grid, arguments and constants of each launch, on tensors without values."""
+    found = []
+    kernels = [(launch, "attend_latents"), (launch, "combine"), (append_launcher, "append")]
+    kernels += [(expanded_launcher, "attend_chunk"), (merge_launcher, "merge")]
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, Recorded(found))
+    monkeypatch.setattr(machine, "present", lambda device: machine.Machine("sm_90", 132))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return found
+
+
+def made(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def queries(batch, count):
+    return made(batch, count, 16, 512), made(batch, count, 16, 64)
+
+
+def decode(batch=3, count=2, mask=None, first=None, fp8=False, split_tokens=None):
+    pages = made(100, 64, 576)
+    cache = pages[..., :512], pages[..., 512:]
+    scales = None
+    if fp8:
+        numbers, scales, ropes = RowLayout(512, 64, torch.bfloat16).views(made(100, 64, 656, dtype=torch.uint8))
+        cache = numbers, ropes
+    table, lengths = made(batch, 32, dtype=torch.int32), made(batch, dtype=torch.int32)
+    arguments = *queries(batch, count), *cache, table, lengths, True, 0.1, scales, split_tokens, mask, first
+    return paged.paged_latent_attention_gpu(*arguments)
+
+
+def chunks(mask=None, causal_offset=None):
+    tensors = made(2, 40, 16, 192), made(2, 3000, 512), made(2, 3000, 64), made(16, 128, 512), made(16, 128, 512)
+    return expanded_attention.expanded_attention_gpu(*tensors, mask, causal_offset, 0.1, 1024)
+
+
+def rows(mask=None, causal_offset=None):
+    return latent_attention.latent_attention_gpu(
+        *queries(2, 3), made(2, 900, 512), made(2, 900, 64), mask, causal_offset, 0.1
+    )
+
+
+def named(uniform=False, mask=None):
+    indices = made(2, 3, 256, dtype=torch.int64)
+    cache = made(2, 900, 512), made(2, 900, 64)
+    return sparse.sparse_latent_attention_gpu(*queries(2, 3), *cache, indices, mask, 890, 0.1, uniform)
+
+
+def append(scale=False):
+    tokens = made(7, 512), made(7, 64), made(7, dtype=torch.int64)
+    if scale:
+        place = made(10, 64, 576, dtype=FP8), made(1, dtype=torch.float32)
+    else:
+        place = made(10, 64, 656, dtype=torch.uint8), None
+    return append_latents.append_latents_gpu(*tokens, *place)
+
+
+def merge():
+    sums = made(2, 3, 512), made(2, 3, dtype=torch.float32)
+    return merge_states.merge_states_gpu(*sums, *sums)
+
+
+CALLS = {
+    "decode": decode,
+    "decode with fixed parts": lambda: decode(split_tokens=256),
+    "decode under a mask": lambda: decode(mask=made(3, 1, 1, 2048, dtype=torch.bool)),
+    "decode of other queries": lambda: decode(first=made(3, dtype=torch.int64)),
+    "decode in FP8": lambda: decode(fp8=True),
+    "rows": rows,
+    "rows under a mask": lambda: rows(mask=made(2, 1, 3, 900, dtype=torch.float32), causal_offset=7),
+    "named keys": named,
+    "named keys, uniform where there is none": lambda: named(True, made(1, 1, 3, 900, dtype=torch.bool)),
+    "chunks": lambda: chunks(causal_offset=2960),
+    "chunks under a mask": lambda: chunks(mask=made(2, 1, 1, 3000, dtype=torch.bool)),
+    "append": append,
+    "append with one scale": lambda: append(True),
+    "merge": merge,
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_nothing_asks_for_a_value(launches, call):
+    call()
+    assert launches
+    for grid, arguments, _ in launches:
+        assert all(isinstance(size, int) for size in grid)
+        assert all(isinstance(a, torch.Tensor | int | float) for a in arguments)
+
+
+@pytest.mark.parametrize("ask", [torch.Tensor.item, bool, torch.Tensor.nonzero, torch.Tensor.tolist])
+def test_a_value_would_be_missed(ask):
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"meta"):
+        ask(made(1, dtype=torch.int32))
+
+
+def test_the_aten_path_would_be_caught():
+    """What has no kernel looks at which slots are left out."""
+    tokens, rows = (made(7, 512), made(7, 64)), made(10, 64, 656, dtype=torch.uint8)
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"meta"):
+        append_latents.append_latents_aten(*tokens, made(7, dtype=torch.int64), rows)
