@@ -70,9 +70,7 @@ def bounds_of(site: Site, meaning: Meaning) -> Bounds | None:
     return Bounds(tuple(lengths), tuple(positions))
 
 
-def emit_bounds(
-    bounds: Bounds, site: Site, read: Reader, like: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def emit_bounds(bounds: Bounds, site: Site, read: Reader, like: Tensor) -> tuple[Tensor, Tensor | None]:
     """Lengths and, if there is a causal limit, positions of the first queries: `[B]`, int64, on the device of `like`.
 
     Lengths are from 0 to T, and at most what the last query sees; positions from -Sq to T, which says as much as any.

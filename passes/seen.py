@@ -122,9 +122,7 @@ class Seen:
             added = torch.where(_element(element, read, layout), added, -math.inf)
         return added, offset
 
-    def in_pages(
-        self, read: Reader, like: Tensor
-    ) -> tuple[Tensor | None, bool, Tensor, Tensor | None]:
+    def in_pages(self, read: Reader, like: Tensor) -> tuple[Tensor | None, bool, Tensor, Tensor | None]:
         """A mask, if it takes one; whether there is a causal limit; lengths, and positions of the first queries if
         those are not the last ones: `[B]`, int64, on the device of `like`."""
         if self.bounds is not None:
