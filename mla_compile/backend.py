@@ -37,7 +37,7 @@ from .one_row import mm_of_one_row
 from .options import Options
 from .report import Report, record
 from .seal import seal, unseal
-from .show import show
+from .show import is_observed, show
 from .stored import ReportStore
 from .uncompiled import warn_of_generate
 from .verify import Verified
@@ -101,7 +101,7 @@ class _Compilation:
         seal(sealed)
         tag = cache_tag(self.options, self._rates())
         store = ReportStore(sealed, self.inputs, tag)
-        stored = store.load()
+        stored = None if is_observed() else store.load()
         if stored is not None and not stored.rewritten:
             self.outcomes = list(stored.sites)
             return self._stock("nothing to rewrite")
@@ -122,7 +122,7 @@ class _Compilation:
         """Compile a copy of the sealed graph through the passes, which do not run if torch's cache has the artifact."""
         module = fx.GraphModule(sealed, copy.deepcopy(sealed.graph))
         module.meta = dict(sealed.meta)
-        with self._own_artifacts(tag, use_cache and not self.options.verify):
+        with self._own_artifacts(tag, use_cache and not self.options.verify and not is_observed()):
             return _compile_fx(module, self.inputs, inner_compile=self._inner, decompositions={})
 
     @contextlib.contextmanager
@@ -170,6 +170,7 @@ class _Compilation:
         start = time.perf_counter()
         retraced = retrace(module)
         self.seconds["retrace"] = time.perf_counter() - start
+        show("mla_retraced", retraced)
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
         compiled = compile_fx_inner(retraced, inputs, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from mla_compile.passes.outcome import Outcome
 
 _HISTORY: list[Report] = []
+_log = logging.getLogger(__name__)
+_trace: Any = torch._logging  # what is used of it is not in its stubs
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,14 @@ def _nearest_misses(sites: Sequence[Outcome]) -> Iterator[str]:
 
 
 def record(report: Report) -> None:
-    """Add a compilation to the history."""
+    """Add a compilation to the history, the log (at level INFO: `TORCH_LOGS=mla_compile`) and torch's trace."""
     _HISTORY.append(report)
+    _log.info("%s", report)
+    _trace.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "mla_report", "encoding": "json"},
+        payload_fn=report.to_json,
+    )
 
 
 def reports() -> list[Report]:

@@ -1,24 +1,68 @@
-"""Let the graphs be seen: depyf writes what goes through here into its folder, tlparse finds it in torch's trace."""
+"""Let the graphs be seen.
+
+depyf writes what goes through here into its folder, tlparse finds it in torch's trace (`TORCH_TRACE=folder`),
+`TORCH_LOGS=+mla_compile` prints it, `TORCH_COMPILE_DEBUG=1` writes it beside Inductor's files, and whoever is inside
+`observed` gets it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo import utils as dynamo_utils
+from torch._inductor import config as inductor_config
 
-_dynamo_utils: Any = dynamo_utils  # neither function is in its module's stubs
+Observer = Callable[[str, fx.GraphModule], None]
+
+_dynamo_utils: Any = dynamo_utils  # what is used of these two is not in their stubs
 _logging: Any = torch._logging
 _log = logging.getLogger(__name__)
+_observers: list[Observer] = []
 
 
 def show(name: str, module: fx.GraphModule) -> None:
-    """Offer a graph under a name: to depyf, to the structured trace and, at level DEBUG, to the log of this module."""
+    """Offer a graph under a name. Observers get the module itself, which may change later."""
     _log.debug("%s", _dynamo_utils.lazy_format_graph_code(name, module))
     _logging.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=lambda: module.print_readable(print_output=False, include_stride=True, include_device=True),
+        payload_fn=lambda: readable(module),
     )
+    if inductor_config.trace.enabled:
+        folder = Path(dynamo_utils.get_debug_dir()) / "mla_compile"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{len(list(folder.iterdir())):03}_{name}.py").write_text(readable(module))
+    for observer in _observers:
+        observer(name, module)
+
+
+def readable(module: fx.GraphModule) -> str:
+    """A graph as Python, with the dtype, shape, strides and source line of each tensor."""
+    return str(module.print_readable(print_output=False, include_stride=True, include_device=True))
+
+
+def snapshot(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph that passes may then change."""
+    return fx.GraphModule(module, copy.deepcopy(module.graph))
+
+
+@contextlib.contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Give every graph that is shown to `observer`; no cache keeps the passes from running meanwhile."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def is_observed() -> bool:
+    """Whether somebody wants to see the graphs."""
+    return bool(_observers)

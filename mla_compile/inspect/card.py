@@ -1,0 +1,204 @@
+"""What the page says of one attention, or of several that are alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+
+from torch import fx
+
+from mla_compile.passes.miss import name
+from mla_compile.passes.outcome import Outcome
+
+from ..cost import Device
+from .collect import AFTER, BEFORE, Compilation, Proved
+from .costs import AS_WRITTEN, Model, PathCost
+from .drawing import draw
+from .plot import draw_curves
+from .sketch import Sketch, entrances, rewritten_output, sketch
+from .words import in_flops, in_seconds, in_units, span
+
+KINDS = {
+    "latent": "the latent and the rope key",
+    "expanded": "expanded: what every head makes of every key",
+    "query": "queries and results",
+    "weight": "weights",
+    "mask": "mask",
+}
+SHORTENED = re.compile(r"/\S*/(?=[^/\s]+/[^/\s]+:\d+)")
+"""All of a source's path but its file and folder."""
+ASSIGNED = re.compile(r"^\s*(\w+)(?::| =)")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Attentions of one compilation that came out alike."""
+
+    outcome: Outcome
+    """Of the first."""
+    proved: Proved | None
+    compilation: Compilation
+    numbers: list[int]
+    """Theirs in the report."""
+
+    @property
+    def anchor(self) -> str:
+        """The id of its card."""
+        return f"attention-{self.numbers[0]}"
+
+    @property
+    def title(self) -> str:
+        """Which they are."""
+        return f"Attention{'s' if len(self.numbers) > 1 else ''} {span(self.numbers)}"
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where the chunked path keeps expanded keys and values."""
+
+    bytes: int
+    whole: bool
+    """Whether all of them fit."""
+
+    @staticmethod
+    def of(model: Model) -> Workspace:
+        """That of an attention."""
+        d = {name: int(getattr(model.dims, name)) for name in ("B", "T", "N", "P", "V")}
+        tokens = min(d["T"], model.workspace_tokens)
+        size = d["B"] * tokens * d["N"] * (d["P"] + d["V"]) * model.element_size
+        return Workspace(size, whole=tokens == d["T"])
+
+
+def card(group: Group, device: Device, workspace_tokens: int) -> str:
+    """An article of HTML."""
+    outcome = group.outcome
+    chips = "".join(f"<li><b>{escape(word)}</b> {escape(size)}</li>" for word, size in outcome.shapes.items())
+    chips += f"<li><b>mask</b> {escape(outcome.mask)}</li>" if outcome.mask else ""
+    chips += "".join(f"<li><b>while</b> {escape(guard)}</li>" for guard in outcome.guards)
+    parts = [
+        f'<div class="head"><span class="badge {outcome.path}">{outcome.path}</span><h3>{group.title}</h3>'
+        f'<span class="source">{escape("/".join(outcome.location.split("/")[-2:]))} <code>{escape(outcome.code)}</code>'
+        f"</span></div>",
+        f'<p class="reason">{escape(outcome.reason)}</p><ul class="chips">{chips}</ul>',
+    ]
+    if group.proved is not None:
+        model = Model.of(group.proved, device, workspace_tokens)
+        before, after = sketches(group)
+        parts += [
+            _pair(group, before, after, Workspace.of(model)),
+            "<h4>What each path would take</h4>",
+            _costs(model.paths(outcome, group.proved.topk)),
+            "<h4>Where absorbed and chunked cross</h4>",
+            f'<div class="panels">{draw_curves(model.curves())}</div>',
+            _legend({"absorbed": "absorbed", "chunked": "chunked, dashed"}),
+            _details("What was proved", _proof(group.proved)),
+            _details("Code of this attention, before and after", _code(group, before, after)),
+        ]
+    return f'<article class="card" id="{group.anchor}">{"".join(parts)}</article>'
+
+
+def sketches(group: Group) -> tuple[Sketch | None, Sketch | None]:
+    """The part of the graph that the first of the group is, before and after the passes."""
+    assert group.proved is not None
+    inputs = entrances(group.proved)
+    graphs = group.compilation.graphs
+    output = rewritten_output(graphs[AFTER], group.outcome.node)
+    after = None if output is None else sketch(graphs[AFTER], output, inputs)
+    return sketch(graphs[BEFORE], group.outcome.node, inputs), after
+
+
+def _pair(group: Group, before: Sketch | None, after: Sketch | None, workspace: Workspace) -> str:
+    largest = max((drawn.largest_shown for drawn in (before, after) if drawn is not None), default=0)
+    figures = []
+    for title, drawn, made in (("Before", before, "written"), ("After", after, group.outcome.path)):
+        words, picture = "", "<p>Too much to draw: see the code.</p>"
+        if drawn is not None:
+            words = _caption(drawn, made, workspace)
+            picture = draw(drawn, largest, f"{group.title} {title.lower()} the passes")
+        figures.append(f"<figure><figcaption><h4>{title}</h4><p>{words}</p></figcaption>{picture}</figure>")
+    kinds = {arrow.kind for drawn in (before, after) if drawn is not None for arrow in drawn.arrows}
+    legend = _legend({kind: words for kind, words in KINDS.items() if kind in kinds})
+    return f'<div class="pair">{"".join(figures)}</div>{legend}'
+
+
+def _caption(drawn: Sketch, made: str, workspace: Workspace) -> str:
+    if drawn.expanded_bytes:
+        size = in_units(drawn.expanded_bytes)
+        return f'Every head has keys and values of its own: <span class="loud">{size}</span> of them.'
+    if made == "chunked":
+        size = in_units(workspace.bytes)
+        if workspace.whole:
+            return f'Keys and values fit one workspace: <span class="calm">{size}</span> inside the operation.'
+        return f'Keys and values are made <span class="calm">{size} at a time</span> and never exist as a whole.'
+    if made == "written":
+        return "No tensor has what a head makes of a key: absorbed by hand."
+    return 'No tensor has what a head makes of a key: <span class="calm">queries go to the latents</span> instead.'
+
+
+def _costs(costs: list[PathCost]) -> str:
+    slowest = max(cost.seconds for cost in costs)
+    written = next(cost.seconds for cost in costs if cost.path == AS_WRITTEN)
+    rows = []
+    for cost in costs:
+        kind = "chosen" if cost.chosen else "written" if cost.path == AS_WRITTEN else ""
+        times = "" if cost.path == AS_WRITTEN else f"{written / cost.seconds:.3g}x"
+        rows.append(
+            f'<tr class="{kind}"><td>{cost.path}</td><td class="n">{in_flops(cost.flops)}</td>'
+            f'<td class="n">{in_units(cost.bytes)}</td><td class="n">{in_seconds(cost.seconds)}</td>'
+            f'<td class="n">{times}</td>'
+            f'<td class="wide"><span class="meter" style="width:{100 * cost.seconds / slowest:.2f}%"></span></td></tr>'
+        )
+    columns = {"path": "", "work": "n", "memory traffic": "n", "predicted": "n", "against written": "n"}
+    head = "".join(f'<th class="{kind}">{title}</th>' for title, kind in columns.items()) + "<th></th>"
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _legend(entries: dict[str, str]) -> str:
+    items = "".join(f'<li class="{kind}">{escape(words)}</li>' for kind, words in entries.items())
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _details(title: str, content: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
+
+
+def proof(proved: Proved) -> list[tuple[str, str]]:
+    """What each part of the attention is in the graph, in words."""
+    site = proved.site
+    lines = [
+        ("latent", name(site.latent)),
+        ("W_UK", "none: absorbed by hand" if site.w_uk is None else name(site.w_uk)),
+        ("W_UV", "none: absorbed by hand" if site.w_uv is None else name(site.w_uv)),
+        ("query without rope", name(site.nope.query.read)),
+        *((f"rope key, {piece.width} wide", name(piece.key.read)) for piece in site.ropes),
+        ("scale", f"{site.nope.scale:.6g}"),
+        ("mask", proved.meaning.words),
+    ]
+    return lines + [("added to every value", name(bias)) for bias in site.biases]
+
+
+def _proof(proved: Proved) -> str:
+    rows = "".join(
+        f'<tr><td>{escape(k)}</td><td class="wrap"><code>{escape(SHORTENED.sub("", v))}</code></td></tr>'
+        for k, v in proof(proved)
+    )
+    return f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>'
+
+
+def _code(group: Group, before: Sketch | None, after: Sketch | None) -> str:
+    parts = []
+    for title, stage, drawn in (("before", BEFORE, before), ("after", AFTER, after)):
+        names = set() if drawn is None else drawn.nodes
+        text = "\n".join(lines_of(group.compilation.graphs[stage], names)) or "see the files"
+        parts.append(f"<div><h4>{title}</h4><pre>{escape(text)}</pre></div>")
+    return f'<div class="code">{"".join(parts)}</div>'
+
+
+def lines_of(module: fx.GraphModule, names: Iterable[str]) -> list[str]:
+    """The lines of a graph's code that make the named nodes."""
+    wanted = set(names)
+    lines = module.print_readable(print_output=False).splitlines()
+    found = [(match[1], line) for line in lines if (match := ASSIGNED.match(line))]
+    return [line.strip().partition(";  ")[0] for made, line in found if made in wanted]

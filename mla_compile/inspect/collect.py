@@ -1,0 +1,123 @@
+"""Compile a model while watching: every graph on its way, the generated code, and what was proved of each attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+from torch import fx
+from torch._inductor.graph import GraphLowering
+
+from mla_compile.passes.axes import Unaligned
+from mla_compile.passes.find import Attention, find
+from mla_compile.passes.mask import Meaning, understand
+from mla_compile.passes.outcome import Outcome
+from mla_compile.passes.seen import Seen
+from mla_compile.passes.site import Site, prove
+from mla_compile.passes.source import Refusal
+from mla_compile.passes.trace import Trace, hint_of
+
+from ..backend import mla
+from ..cost import Dims
+from ..report import Report, last_report
+from ..show import observed, snapshot
+
+BEFORE, AFTER = "mla_before_passes", "mla_after_passes"
+STAGES = {
+    "dynamo": "what Dynamo captured, at the level of torch functions",
+    BEFORE: "functional ATen operations, attention sealed: what the passes are given",
+    AFTER: "what the passes made of it",
+    "mla_retraced": "traced again with Inductor's decompositions: what Inductor is given",
+}
+"""The graphs of a compilation in order, and what each is."""
+
+
+@dataclass(frozen=True)
+class Proved:
+    """What the passes know of an attention that they rewrite, of the graph before them."""
+
+    site: Site
+    meaning: Meaning
+    sizes: Mapping[str, int]
+    """`B, Sq, T, N, L, P, R, V` as they are now, also where the graph holds them as symbols."""
+    topk: int | None
+    """Keys that each query names, where the path may be sparse."""
+
+    @property
+    def dims(self) -> Dims:
+        """The sizes for the cost model."""
+        return Dims(**self.sizes)
+
+
+@dataclass
+class Compilation:
+    """One graph on its way to code."""
+
+    step: str
+    """What the model was called with."""
+    graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
+    """By stage, see `STAGES`; without the later ones where nothing was rewritten."""
+    code: list[str] = field(default_factory=list)
+    """What Inductor generated."""
+    report: Report = field(default_factory=lambda: Report(()))
+    proved: dict[str, Proved] = field(default_factory=dict)
+    """By the name of the attention's node, which its `Outcome` has too."""
+
+    def of(self, outcome: Outcome) -> Proved | None:
+        """What was proved of an attention, None if it stays unchanged."""
+        return self.proved.get(outcome.node) if outcome.rewritten else None
+
+
+def compilations(model: Callable[..., Any], step: str, *args: Any, **kwargs: Any) -> list[Compilation]:
+    """Compile `model` afresh, run it once without gradients, and return every graph that this took."""
+    found: list[Compilation] = []
+
+    def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        compilation = Compilation(step, {"dynamo": snapshot(module)})
+
+        def keep(name: str, shown: fx.GraphModule) -> None:
+            compilation.graphs[name] = snapshot(shown)
+            if name == BEFORE:
+                compilation.proved = _prove_all(compilation.graphs[name])
+
+        with observed(keep), mock.patch.object(GraphLowering, "save_output_code", compilation.code.append):
+            compiled = mla(module, inputs)
+        report = last_report()
+        assert report is not None
+        compilation.report = report
+        found.append(compilation)
+        return compiled
+
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(*args, **kwargs)
+    return found
+
+
+def _prove_all(module: fx.GraphModule) -> dict[str, Proved]:
+    trace = Trace(module.graph)
+    mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])
+    proved: dict[str, Proved] = {}
+    for found in find(module.graph, trace):
+        if isinstance(found, Attention):
+            try:
+                site = prove(found, trace)
+            except (Refusal, Unaligned):
+                continue
+            proved[found.node.name] = _numbered(site, understand(site, trace), mode.shape_env if mode else None)
+    return proved
+
+
+def _numbered(site: Site, meaning: Meaning, environment: Any) -> Proved:
+    """With sizes as numbers."""
+
+    def now(size: Any) -> int:
+        expression = sympy.sympify(size)
+        return int(expression.subs({symbol: hint_of(symbol, environment) for symbol in expression.free_symbols}))
+
+    named = Seen(site, meaning).named
+    topk = None if named is None else now(named.named.size)
+    return Proved(site, meaning, {name: now(size) for name, size in site.sizes.items()}, topk)

@@ -1,0 +1,73 @@
+"""`mla-compile inspect MODEL_DIR --out DIR`: graphs, code and a page of what the backend makes of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import device as devices
+from ..options import Options
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the subcommand."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="write graphs, generated code and a page that shows each attention before and after",
+        description="Load a causal language model with transformers, compile it, run a prompt and one further token, "
+        "and write what happened into a folder: open its index.html.",
+    )
+    parser.add_argument("model", help="a model directory or name that AutoModelForCausalLM can load")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of the prompt (default: 128)")
+    parser.add_argument("--depyf", action="store_true", help="let depyf write its own dumps too, into DIR/depyf")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the folder and say what is in it; the exit status is 1 if an attention stays unchanged."""
+    from .folder import write
+    from .page import Inspection
+
+    with _depyf(arguments.out / "depyf") if arguments.depyf else contextlib.nullcontext():
+        model, found = _compile(arguments.model, arguments.tokens)
+    rates = devices.measured(model.device, model.dtype)
+    name = Path(arguments.model).resolve().name if Path(arguments.model).exists() else arguments.model
+    inspection = Inspection(name, found, rates, Options().workspace_tokens)
+    paths = write(inspection, arguments.out)
+    report = inspection.report
+    print(report)
+    print(f"\n{len(paths)} files; open {paths[0]}")
+    return 0 if report.sites and report.rewritten == len(report.sites) else 1
+
+
+def _compile(name: str, tokens: int) -> tuple[Any, list[Any]]:
+    """The model, and the compilations of a prefill of `tokens` random tokens and of a decode step after it."""
+    from .collect import compilations
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("inspect needs transformers: pip install 'mla-compile[hf]'") from error
+    model = transformers.AutoModelForCausalLM.from_pretrained(name)
+    ids = torch.randint(model.config.get_text_config().vocab_size, (1, tokens + 1))
+    cache = transformers.DynamicCache(config=model.config)
+    steps = {f"Prefill of {tokens} tokens": ids[:, :tokens], f"Decode after {tokens} tokens": ids[:, tokens:]}
+    found = [
+        compilation
+        for step, step_ids in steps.items()
+        for compilation in compilations(model, step, step_ids, past_key_values=cache, use_cache=True)
+    ]
+    return model, found
+
+
+def _depyf(folder: Path) -> Any:
+    try:
+        import depyf
+    except ImportError as error:
+        raise ImportError("--depyf needs depyf: pip install 'mla-compile[inspect]'") from error
+    return depyf.prepare_debug(str(folder))

@@ -1,0 +1,60 @@
+"""The folder that `mla-compile inspect` writes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ..report import Report
+from ..show import readable
+from .card import proof
+from .collect import STAGES, Compilation
+from .page import Inspection, page
+
+
+def write(inspection: Inspection, folder: Path) -> list[Path]:
+    """Write everything; returns the paths of the files, the page first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [_write_compilation(c, folder, n) for n, c in enumerate(inspection.compilations)]
+    report = inspection.report
+    texts = {
+        "index.html": page(inspection, [[str(path.relative_to(folder)) for path in paths] for paths in written]),
+        "report.txt": f"{report}\n",
+        "report.json": report.to_json(),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    return [*(folder / name for name in texts), *(path for paths in written for path in paths)]
+
+
+def _write_compilation(compilation: Compilation, folder: Path, number: int) -> list[Path]:
+    own = folder / f"{number:02}-{re.sub(r'[^a-z0-9]+', '-', compilation.step.lower())}"
+    own.mkdir(exist_ok=True)
+    texts = {
+        f"{place}_{stage}.py": f"# {STAGES[stage]}\n\n{readable(compilation.graphs[stage])}"
+        for place, stage in enumerate(STAGES)
+        if stage in compilation.graphs
+    }
+    for place, code in enumerate(compilation.code):
+        texts[f"{len(STAGES)}_inductor{f'_{place}' if place else ''}.py"] = code
+    if compilation.proved:
+        texts["proofs.txt"] = _proofs(compilation)
+    texts["report.txt"] = f"{compilation.report}\n"
+    for name, text in texts.items():
+        (own / name).write_text(text)
+    return [own / name for name in texts]
+
+
+def _proofs(compilation: Compilation) -> str:
+    """What the passes proved of each attention, between the graph before and the graph after them."""
+    lines: list[str] = []
+    for number, outcome in enumerate(compilation.report.sites):
+        lines.append(f"{number}  {outcome.path}: {outcome.reason}")
+        proved = compilation.proved.get(outcome.node)
+        lines += [] if proved is None else [f"   {name:<20} {value}" for name, value in proof(proved)]
+    return "\n".join([*lines, ""])
+
+
+def read_report(folder: Path) -> Report:
+    """The report of a folder that `write` wrote."""
+    return Report.from_json((folder / "report.json").read_text())

@@ -1,0 +1,273 @@
+"""The part of a graph that an attention is: few boxes and arrows, views and copies left out.
+
+An arrow carries a tensor. What it is follows from where it comes from: a tensor that descends from the latent and from
+a weight, but not from the queries, is expanded: it has what each head makes of each key.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from mla_compile.passes.axes import Read, Unread
+from mla_compile.passes.trace import is_tensor
+
+from .collect import Proved
+
+Kind = Literal["latent", "weight", "query", "mask", "expanded", "output"]
+
+VIEWS = {
+    "_to_copy", "_unsafe_view", "alias", "as_strided", "clone", "contiguous", "detach", "expand", "permute", "reshape",
+    "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
+}  # fmt: skip
+JOINS = {"cat", "slice_scatter", "select_scatter", "constant_pad_nd", "stack"}
+BLANKS = {"new_empty", "empty", "full", "zeros", "new_zeros", "zeros_like", "empty_like"}
+TITLES = {
+    "sealed_attention": "attention",
+    "latent_attention": "latent attention",
+    "paged_latent_attention": "paged latent attention",
+    "sparse_latent_attention": "sparse latent attention",
+    "expanded_attention": "chunked attention",
+    "per_head_matmul": "product per head",
+    "mm": "product",
+    "bmm": "product",
+    "addmm": "product",
+    "_softmax": "softmax",
+    **dict.fromkeys(JOINS, "join"),
+}
+WIDEST = 40
+"""Most boxes that are drawn; of a larger part of a graph the code says more."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A tensor that comes in, or an operation."""
+
+    key: str
+    title: str
+    detail: str
+    kind: Kind
+    entrance: bool = False
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """A tensor from one box to another."""
+
+    start: str
+    end: str
+    shape: str
+    dtype: str
+    bytes: int
+    kind: Kind
+
+
+@dataclass
+class Sketch:
+    """Boxes by key, each after those that it takes something from."""
+
+    boxes: dict[str, Box] = field(default_factory=dict)
+    arrows: list[Arrow] = field(default_factory=list)
+    nodes: set[str] = field(default_factory=set)
+    """Names of all nodes of the graph that it stands for."""
+
+    @property
+    def largest_shown(self) -> int:
+        """Bytes of the largest tensor that is no weight: weights are drawn alike."""
+        return max((arrow.bytes for arrow in self.arrows if arrow.kind != "weight"), default=0)
+
+    @property
+    def expanded_bytes(self) -> int:
+        """Bytes of the keys and values that queries and weights of attention meet."""
+        return sum(a.bytes for a in self.arrows if a.kind == "expanded" and self.boxes[a.end].kind != "expanded")
+
+
+def entrances(proved: Proved) -> dict[str, tuple[str, Kind]]:
+    """Title and kind of each tensor that an attention is made of, by the name of its node."""
+    site = proved.site
+    found: dict[str, tuple[list[str], Kind]] = {}
+
+    def add(read: Read | None, title: str, kind: Kind) -> None:
+        source = None if read is None else read.source.node if isinstance(read.source, Unread) else read.source
+        if isinstance(source, fx.Node):
+            titles, _ = found.setdefault(source.name, ([], kind))
+            titles += [title] * (title not in titles)
+
+    add(site.latent, "latent", "latent")
+    for rope in site.ropes:
+        add(rope.key.read, "rope key", "latent")
+    add(site.w_uk, "W_UK", "weight")
+    add(site.w_uv, "W_UV", "weight")
+    add(site.nope.query.read, "query", "query")
+    for rope in site.ropes:
+        add(rope.query.read, "query", "query")
+    for mask in site.attention.masks:
+        add(mask.term.read, "mask", "mask")
+    return {name: (", ".join(titles), kind) for name, (titles, kind) in found.items()}
+
+
+def sketch(module: fx.GraphModule, output: str, inputs: Mapping[str, tuple[str, Kind]]) -> Sketch | None:
+    """What leads from `inputs` to the node named `output`; None if that is too much to draw, or not there."""
+    node = next((n for n in module.graph.nodes if n.name == output), None)
+    if node is None:
+        return None
+    drawer = _Drawer(inputs)
+    end = drawer.box(node)
+    if end is None or len(drawer.sketch.boxes) > WIDEST:
+        return None
+    drawer.finish(end, node)
+    return drawer.sketch
+
+
+def rewritten_output(module: fx.GraphModule, site: str) -> str | None:
+    """The name of the node that holds what the attention `site` became."""
+    return next((n.name for n in module.graph.nodes if n.meta.get("mla_site") == site), None)
+
+
+class _Drawer:
+    def __init__(self, inputs: Mapping[str, tuple[str, Kind]]) -> None:
+        self.inputs, self.sketch = inputs, Sketch()
+        self._origins: dict[str, frozenset[Kind]] = {}
+        """Kinds of the entrances that a box descends from."""
+        self._done: dict[fx.Node, Box | None] = {}
+
+    def box(self, node: fx.Node) -> Box | None:
+        """The box that makes a tensor; None for blanks, which hold nothing."""
+        stack = [node]
+        while stack:  # not recursive: a part of a graph may be deep
+            current = stack[-1]
+            pending = [] if self._ends(current) else [n for n in _taken(current) if n not in self._done]
+            if pending and len(self._done) <= 50 * WIDEST:
+                stack += pending
+                continue
+            stack.pop()
+            if current not in self._done:
+                self._done[current] = self._make(current)
+        return self._done[node]
+
+    def finish(self, end: Box, node: fx.Node) -> None:
+        """Add where the result goes."""
+        out = Box("output", "output", "", "output", entrance=True)
+        self.sketch.boxes[out.key] = out
+        self._arrow(end, out, node, "output")
+
+    def _ends(self, node: fx.Node) -> bool:
+        return node.name in self.inputs or node.op == "placeholder"
+
+    def _make(self, node: fx.Node) -> Box | None:
+        name = _name(node)
+        if self._ends(node):
+            title, kind = self.inputs.get(node.name, (node.name, "query"))
+            self._origins[node.name] = frozenset({kind})
+            return self._add(Box(node.name, title, _size(node), kind, entrance=True))
+        taken = [(n, self._done.get(n)) for n in _taken(node)]
+        boxes = [(n, box) for n, box in taken if box is not None]
+        if name in BLANKS or not boxes:
+            return None
+        self.sketch.nodes.add(node.name)
+        if name in VIEWS or name == "copy" or node.target is operator.getitem:
+            return boxes[0][1]
+        origins = frozenset[Kind]().union(*(self._origins[start.key] for _, start in boxes))
+        box = Box(node.name, TITLES.get(name, name.strip("_")), _detail(node), _kind(origins))
+        self._origins[box.key] = origins
+        for operand, start in boxes:
+            if start.kind == "weight" and start.entrance:
+                start = self._weight_of(box, start, others=origins - {"weight"})
+            if name in JOINS and start.title == "join" and not start.entrance:
+                self._absorb(start, box)
+            else:
+                self._arrow(start, box, operand, _kind(self._origins[start.key]))
+        return self._add(box)
+
+    def _weight_of(self, box: Box, weight: Box, others: frozenset[Kind]) -> Box:
+        """A box of its own for each use of a weight: of one that holds both, queries meet W_UK and results W_UV."""
+        title = weight.title
+        if box.title == TITLES["per_head_matmul"] and title == "W_UK, W_UV":
+            title = "W_UV" if "latent" in others else "W_UK"
+        self.sketch.boxes.pop(weight.key, None)
+        own = Box(f"{weight.key} for {box.key}", title, weight.detail, "weight", entrance=True)
+        self._origins[own.key] = self._origins[weight.key]
+        return self._add(own)
+
+    def _absorb(self, inner: Box, outer: Box) -> None:
+        """A join of joins is one join."""
+        self.sketch.boxes.pop(inner.key, None)
+        self.sketch.arrows = [
+            Arrow(a.start, outer.key, a.shape, a.dtype, a.bytes, a.kind) if a.end == inner.key else a
+            for a in self.sketch.arrows
+        ]
+
+    def _add(self, box: Box) -> Box:
+        self.sketch.boxes[box.key] = box
+        return box
+
+    def _arrow(self, start: Box, end: Box, tensor: fx.Node, kind: Kind) -> None:
+        if not is_tensor(tensor):
+            return
+        value = tensor.meta["val"]
+        numbers = [_now(size) for size in value.shape]
+        size = value.element_size()
+        for number in numbers:
+            size *= number
+        arrow = Arrow(start.key, end.key, _size(tensor), _dtype(value), size, kind)
+        if arrow not in self.sketch.arrows:
+            self.sketch.arrows.append(arrow)
+
+
+def _kind(origins: frozenset[Kind]) -> Kind:
+    if "query" in origins:
+        return "query"
+    if {"latent", "weight"} <= origins:
+        return "expanded"
+    kinds: tuple[Kind, ...] = ("latent", "mask", "weight")
+    return next((kind for kind in kinds if kind in origins), "query")
+
+
+def _taken(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values a node uses: of a copy not the target, which only says the shape."""
+    operands = [n for n in (*_nodes(node.args), *_nodes(tuple(node.kwargs.values()))) if not _is_size(n)]
+    return operands[1:2] if _name(node) == "copy" else operands
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _nodes(item)
+
+
+def _name(node: fx.Node) -> str:
+    """An operation's name without namespace and overload."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name).partition("::")[2]
+    return getattr(target, "__name__", str(target))
+
+
+def _detail(node: fx.Node) -> str:
+    if _name(node) == "sealed_attention":
+        return "scaled_dot_product_attention"
+    return str(node.target).removesuffix(".default")
+
+
+def _size(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return "[" + ", ".join(map(str, value.shape)) + "]" if isinstance(value, torch.Tensor) else ""
+
+
+def _dtype(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _now(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)

@@ -1,0 +1,34 @@
+"""Numbers as a reader wants them."""
+
+from ..plan.table import in_units
+
+__all__ = ["in_flops", "in_seconds", "in_tokens", "in_units", "span"]
+
+
+def in_flops(number: float) -> str:
+    """FLOPs with three digits and a decimal unit."""
+    return _decimal(number, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
+def in_seconds(seconds: float) -> str:
+    """A time with three digits."""
+    return _decimal(seconds * 1e9, ("ns", "µs", "ms", "s"))
+
+
+def in_tokens(number: int) -> str:
+    """`64k` for 65,536; others as they are."""
+    return f"{number // 1024}k" if number and number % 1024 == 0 else f"{number:,}"
+
+
+def span(numbers: list[int]) -> str:
+    """`0 to 4` for consecutive numbers, else all of them."""
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+def _decimal(number: float, units: tuple[str, ...]) -> str:
+    unit = 0
+    while number >= 999.5 and unit < len(units) - 1:
+        number, unit = number / 1000, unit + 1
+    return f"{number:,.0f} {units[unit]}" if number >= 999.5 else f"{number:.3g} {units[unit]}"
