@@ -222,6 +222,24 @@ def test_what_stays_unchanged_says_why(tmp_path, without_codegen):
     assert "Before" not in page.words
 
 
+def test_what_stays_unchanged_says_how_far_it_was_traced(tmp_path, without_codegen):
+    class Nonlinear(Combined):
+        def forward(self, x, cache):
+            latent = self.kv_a_proj(x)[..., :L]
+            k, v = self.kv_b_proj(latent).view(1, -1, N, P + V).transpose(1, 2).split([P, V], dim=-1)
+            k = k.tanh()
+            return F.scaled_dot_product_attention(k, k, v)
+
+    (compilation,) = compilations(Nonlinear(), "call", torch.randn(1, 5, HIDDEN), None)
+    write(inspection(compilation), tmp_path)
+    page = Page((tmp_path / "index.html").read_text())
+    (outcome,) = compilation.report.sites
+    assert outcome.path == "unchanged"
+    assert outcome.remedy
+    assert f"To have it rewritten, {outcome.remedy}" in page.words
+    assert f"back to {outcome.trail[-1]}" in page.words
+
+
 def test_a_graph_without_attention_has_no_card(tmp_path):
     (compilation,) = compilations(nn.Linear(2, 2), "call", torch.ones(1, 2))
     assert len(compilation.code) == 1

@@ -83,6 +83,11 @@ def card(group: Group, device: Device, workspace_tokens: int) -> str:
         f"</span></div>",
         f'<p class="reason">{escape(outcome.reason)}</p><ul class="chips">{chips}</ul>',
     ]
+    if outcome.remedy:
+        parts.append(f'<p class="reason">To have it rewritten, {escape(outcome.remedy)}.</p>')
+    if outcome.trail:
+        lines = "\n".join(f"{'from' if k == 0 else 'back to'} {line}" for k, line in enumerate(outcome.trail))
+        parts.append(f"<h4>How far the trace came</h4><pre>{escape(lines)}</pre>")
     if group.proved is not None:
         model = Model.of(group.proved, device, workspace_tokens)
         before, after = sketches(group)
