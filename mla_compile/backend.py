@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_compile.kernels.register
 from mla_compile import device as devices
+from mla_compile.kernels._common.tuning import tuning
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.pipeline import Pipeline
 
@@ -77,10 +78,20 @@ def mla(
         compiled = compilation.run()
         seconds = compilation.seconds | {"compile": time.perf_counter() - start}
         record(Report(tuple(compilation.outcomes), compilation.note, seconds))
-        return compiled
+        return _tuning(compiled) if inductor.get("max_autotune") else compiled
 
 
 warn_of_generate(mla)
+
+
+def _tuning(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The same code, the tiles of whose kernels are timed when they are first launched."""
+
+    def call(*arguments: Any) -> Any:
+        with tuning():
+            return compiled(*arguments)
+
+    return call
 
 
 class _Compilation:

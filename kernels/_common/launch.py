@@ -16,7 +16,8 @@ from .combine import combine
 from .kernel import attend_latents
 from .machine import Machine
 from .parts import number_of_parts
-from .tiles import Tiles, choose, columns, power_of_two
+from .tiles import Tiles, choose, columns, fits, power_of_two
+from .tuning import bucket, neighbours, tuned
 
 LEAST_TILES = 4
 """Tiles of keys that a part has at least, so that loading ahead pays."""
@@ -55,7 +56,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention of q `[B, Sq, N, L]`, `[B, Sq, N, R]` over the keys of a source: o `[B, Sq, N, L]`, lse `[B, Sq, N]`.
 
-    `tiles` None takes those of the table. With `split_tokens`, rounded up to whole tiles, a group's keys are cut at the
+    `tiles` None takes those of the table, or while `tuning` is on the fastest; with `split_tokens` always the table's,
+    which do not depend on the batch. With `split_tokens`, rounded up to whole tiles, a group's keys are cut at the
     same places in any batch.
     """
     batch, queries, heads, rank = q_latent.shape
@@ -67,7 +69,10 @@ def attend(
         return o, lse
     named = source.kind == "named"
     groups, rows = (batch * queries, heads) if named else (batch, queries * heads)
-    tiles = tiles or choose(machine, rows, rank, rope, q_latent.itemsize, source.scales is not None)
+    if tiles is None:
+        tiles = choose(machine, rows, rank, rope, q_latent.itemsize, source.scales is not None)
+        if split_tokens is None:
+            tiles = _tuned(machine, q_latent, q_rope, source, scale, (groups, rows), tiles)
     programs = groups * triton.cdiv(rows, tiles.rows)
     fixed = 0 if split_tokens is None else triton.cdiv(split_tokens, tiles.keys) * tiles.keys
     parts = _parts(machine, source, tiles, programs, fixed, rank, rope, q_latent.itemsize)
@@ -122,6 +127,29 @@ def attend(
             enable_fp_fusion=True,
         )
     return o, lse
+
+
+def _tuned(
+    machine: Machine,
+    q_latent: Tensor,
+    q_rope: Tensor,
+    source: Source,
+    scale: float,
+    groups_rows: tuple[int, int],
+    default: Tiles,
+) -> Tiles:
+    """The fastest tiles, while tuning is on."""
+    rank, rope, size = q_latent.shape[3], q_rope.shape[3], q_latent.itemsize
+    constants = constants_of(machine, q_latent, rope, source, default, several=False)
+    same = [constants[name] for name in ("SOURCE", "MASK", "CAUSAL", "STARTS", "PAGE", "L", "R", "FP8", "FP8_ROPE")]
+    grown = [bucket(number) for number in (*groups_rows, source.tokens)]
+    return tuned(
+        machine,
+        ("attend", q_latent.dtype, *same, *grown),
+        default,
+        lambda: neighbours(default, lambda tiles: fits(machine, tiles, rank, rope, size)),
+        lambda tiles: attend(machine, q_latent, q_rope, source, scale, tiles=tiles),
+    )
 
 
 def _parts(

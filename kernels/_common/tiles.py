@@ -70,18 +70,18 @@ def choose(machine: Machine, rows: int, rank: int, rope: int, itemsize: int, fp8
     """
     few, many = _TABLE[family(machine)]
     tiles = _FLOAT32 if itemsize == 4 else few if fp8 or rows <= few.rows else many
-    width = sum(columns(rank)) + (power_of_two(rope) if rope else 0)
     while tiles.rows > LEAST and tiles.rows * sum(columns(rank)) > many.rows * _WIDEST:
         tiles = replace(tiles, rows=tiles.rows // 2)
-    while tiles.keys > LEAST and _shared(tiles, width, itemsize) > machine.shared_bytes:
+    while tiles.keys > LEAST and not fits(machine, tiles, rank, rope, itemsize):
         tiles = replace(tiles, keys=tiles.keys // 2)
-    while tiles.stages > 1 and _shared(tiles, width, itemsize) > machine.shared_bytes:
+    while tiles.stages > 1 and not fits(machine, tiles, rank, rope, itemsize):
         tiles = replace(tiles, stages=tiles.stages - 1)
-    while tiles.rows > LEAST and _shared(tiles, width, itemsize) > machine.shared_bytes:
+    while tiles.rows > LEAST and not fits(machine, tiles, rank, rope, itemsize):
         tiles = replace(tiles, rows=tiles.rows // 2)
     return tiles
 
 
-def _shared(tiles: Tiles, width: int, itemsize: int) -> int:
-    """Bytes of shared memory: the queries, and as many tiles of keys as there are stages."""
-    return (tiles.rows + tiles.keys * tiles.stages) * width * itemsize
+def fits(machine: Machine, tiles: Tiles, rank: int, rope: int, itemsize: int) -> bool:
+    """Whether there is shared memory for the queries, and for as many tiles of keys as there are stages."""
+    width = sum(columns(rank)) + (power_of_two(rope) if rope else 0)
+    return (tiles.rows + tiles.keys * tiles.stages) * width * itemsize <= machine.shared_bytes

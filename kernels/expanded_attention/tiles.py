@@ -40,17 +40,18 @@ def choose(machine: Machine, nope: int, rope: int, columns: int, itemsize: int) 
     fewer keys, then fewer stages, then fewer queries.
     """
     tiles = _FLOAT32 if itemsize == 4 else _TABLE[family(machine)]
-    key, value = sum(blocks(nope)) + (power_of_two(rope) if rope else 0), sum(blocks(columns))
-    while tiles.rows > LEAST and tiles.rows * value > _TABLE[family(machine)].rows * _WIDEST:
+    while tiles.rows > LEAST and tiles.rows * sum(blocks(columns)) > _TABLE[family(machine)].rows * _WIDEST:
         tiles = replace(tiles, rows=tiles.rows // 2)
-
-    def fits() -> bool:
-        return (tiles.rows * key + tiles.keys * tiles.stages * (key + value)) * itemsize <= machine.shared_bytes
-
-    while tiles.keys > LEAST and not fits():
+    while tiles.keys > LEAST and not fits(machine, tiles, nope, rope, columns, itemsize):
         tiles = replace(tiles, keys=tiles.keys // 2)
-    while tiles.stages > 1 and not fits():
+    while tiles.stages > 1 and not fits(machine, tiles, nope, rope, columns, itemsize):
         tiles = replace(tiles, stages=tiles.stages - 1)
-    while tiles.rows > LEAST and not fits():
+    while tiles.rows > LEAST and not fits(machine, tiles, nope, rope, columns, itemsize):
         tiles = replace(tiles, rows=tiles.rows // 2)
     return tiles
+
+
+def fits(machine: Machine, tiles: Tiles, nope: int, rope: int, columns: int, itemsize: int) -> bool:
+    """Whether there is shared memory for the queries, and for as many tiles of keys and values as there are stages."""
+    key, value = sum(blocks(nope)) + (power_of_two(rope) if rope else 0), sum(blocks(columns))
+    return (tiles.rows * key + tiles.keys * tiles.stages * (key + value)) * itemsize <= machine.shared_bytes

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from .._common.machine import Machine
 from .._common.tiles import Tiles, power_of_two
+from .._common.tuning import bucket, neighbours, tuned
 from ..visibility import causal_stop
 from .kernel import attend_chunk
-from .tiles import blocks, choose
+from .tiles import blocks, choose, fits
 
 _BYTES = 128 << 20
 """Of workspace and running sums at a time: heads are taken in groups of which both stay below."""
@@ -58,7 +59,9 @@ def expanded_attention_triton(
     if lse.numel() == 0 or keys == 0:
         return o.zero_(), lse.fill_(-torch.inf)
     q, k_rope = (t if t.shape[-1] < 2 or t.stride(-1) == 1 else t.contiguous() for t in (q, k_rope))
-    tiles = tiles or choose(machine, nope, rope, columns, q.itemsize)
+    if tiles is None:
+        arguments = q, latent, k_rope, w_uk, w_uv, mask, causal_offset, scale, workspace_tokens
+        tiles = _tuned(machine, arguments, (nope, rope, columns))
     sequences = max(min(workspace_tokens // keys, batch), 1)
     size = max(min(workspace_tokens // sequences, keys), 1)
     chunks = list(chunks_of(keys, size, causal_offset, mask is not None))
@@ -85,6 +88,21 @@ def expanded_attention_triton(
                     tiles,
                 )
     return o, lse
+
+
+def _tuned(machine: Machine, arguments: tuple[Any, ...], widths: tuple[int, int, int]) -> Tiles:
+    """Tiles of the table, or while tuning is on the fastest."""
+    q, latent, _, _, _, mask, causal_offset, _, workspace_tokens = arguments
+    size = q.itemsize
+    default = choose(machine, *widths, size)
+    hidden = None if mask is None else mask.dtype, causal_offset is not None
+    return tuned(
+        machine,
+        ("chunks", q.dtype, *widths, *hidden, workspace_tokens, *map(bucket, (*q.shape[:3], latent.shape[1]))),
+        default,
+        lambda: neighbours(default, lambda tiles: fits(machine, tiles, *widths, size)),
+        lambda tiles: expanded_attention_triton(*arguments, machine, tiles),
+    )
 
 
 def chunks_of(keys: int, size: int, causal_offset: int | None, masked: bool) -> Iterator[Chunk]:

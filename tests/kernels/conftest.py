@@ -1,5 +1,7 @@
 """Fixtures of the kernels' tests."""
 
+import contextlib
+
 import mla_compile.kernels.register  # noqa: F401  the ops under test
 import pytest
 import torch
@@ -30,3 +32,31 @@ def implementation(request):
     if request.param == "aten":
         request.getfixturevalue("no_compiler")
     return request.param
+
+
+class Recorded:
+    """In the place of a kernel: notes its grids and what it is called with."""
+
+    def __init__(self, launches):
+        self.launches = launches
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.launches.append((grid, arguments, constants))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Grid, arguments and constants of each launch, on tensors without values."""
+    from mla_compile.kernels._common import launch, machine
+    from mla_compile.kernels.append_latents import triton as append_launcher
+    from mla_compile.kernels.expanded_attention import triton as expanded_launcher
+    from mla_compile.kernels.merge_states import triton as merge_launcher
+
+    found = []
+    kernels = [(launch, "attend_latents"), (launch, "combine"), (append_launcher, "append")]
+    kernels += [(expanded_launcher, "attend_chunk"), (merge_launcher, "merge")]
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, Recorded(found))
+    monkeypatch.setattr(machine, "present", lambda device: machine.Machine("sm_90", 132))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return found

@@ -3,8 +3,6 @@
 The launchers run on meta tensors, which have no values: asking for one raises. The launches are recorded.
 """
 
-import contextlib
-
 import pytest
 import torch
 
@@ -13,37 +11,10 @@ pytest.importorskip("triton")
 from mla_compile.kernels import append_latents, expanded_attention, latent_attention, merge_states
 from mla_compile.kernels import paged_latent_attention as paged
 from mla_compile.kernels import sparse_latent_attention as sparse
-from mla_compile.kernels._common import launch, machine
-from mla_compile.kernels.append_latents import triton as append_launcher
-from mla_compile.kernels.expanded_attention import triton as expanded_launcher
-from mla_compile.kernels.merge_states import triton as merge_launcher
 
 from mla_compile.fp8 import RowLayout
 
 FP8 = torch.float8_e4m3fn
-
-
-class Recorded:
-    """In the place of a kernel: notes its grids and what it is called with."""
-
-    def __init__(self, launches):
-        self.launches = launches
-
-    def __getitem__(self, grid):
-        return lambda *arguments, **constants: self.launches.append((grid, arguments, constants))
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """Grid, arguments and constants of each launch, on tensors without values."""
-    found = []
-    kernels = [(launch, "attend_latents"), (launch, "combine"), (append_launcher, "append")]
-    kernels += [(expanded_launcher, "attend_chunk"), (merge_launcher, "merge")]
-    for module, name in kernels:
-        monkeypatch.setattr(module, name, Recorded(found))
-    monkeypatch.setattr(machine, "present", lambda device: machine.Machine("sm_90", 132))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    return found
 
 
 def made(*shape, dtype=torch.bfloat16):
