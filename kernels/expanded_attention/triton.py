@@ -9,7 +9,7 @@ their own, which take no limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,10 @@ def expanded_attention_triton(
         return o.zero_(), lse.fill_(-torch.inf)
     q, k_rope = (t if t.shape[-1] < 2 or t.stride(-1) == 1 else t.contiguous() for t in (q, k_rope))
     if tiles is None:
+        hidden = None if mask is None else mask.dtype, causal_offset is not None
+        problem = q.dtype, nope, rope, columns, *hidden, workspace_tokens, *q.shape[:3], latent.shape[1]
         arguments = q, latent, k_rope, w_uk, w_uv, mask, causal_offset, scale, workspace_tokens
-        tiles = _tuned(machine, arguments, (nope, rope, columns))
+        tiles = _tuned(machine, problem, lambda tiles: expanded_attention_triton(*arguments, machine, tiles))
     sequences = max(min(workspace_tokens // keys, batch), 1)
     size = max(min(workspace_tokens // sequences, keys), 1)
     chunks = list(chunks_of(keys, size, causal_offset, mask is not None))
@@ -90,18 +92,17 @@ def expanded_attention_triton(
     return o, lse
 
 
-def _tuned(machine: Machine, arguments: tuple[Any, ...], widths: tuple[int, int, int]) -> Tiles:
-    """Tiles of the table, or while tuning is on the fastest."""
-    q, latent, _, _, _, mask, causal_offset, _, workspace_tokens = arguments
-    size = q.itemsize
-    default = choose(machine, *widths, size)
-    hidden = None if mask is None else mask.dtype, causal_offset is not None
+def _tuned(machine: Machine, problem: tuple[Any, ...], run: Callable[[Tiles], object]) -> Tiles:
+    """Tiles of the table, or while tuning is on the fastest, of a problem as `expanded_attention_triton` puts it."""
+    dtype, *sizes = problem[:4]
+    widths: Any = (*sizes, dtype.itemsize)  # P, R, V and the size of an element
+    default = choose(machine, *widths)
     return tuned(
         machine,
-        ("chunks", q.dtype, *widths, *hidden, workspace_tokens, *map(bucket, (*q.shape[:3], latent.shape[1]))),
+        ("chunks", *problem[:-4], *map(bucket, problem[-4:])),
         default,
-        lambda: neighbours(default, lambda tiles: fits(machine, tiles, *widths, size)),
-        lambda tiles: expanded_attention_triton(*arguments, machine, tiles),
+        lambda: neighbours(default, lambda tiles: fits(machine, tiles, *widths)),
+        run,
     )
 
 
