@@ -22,6 +22,7 @@ from .report import Report, explain, last_report, reports
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .cache.continuous import ContinuousModel
     from .cache.latent_cache import PagedLatentCache
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "CacheError",
     "CacheMismatchError",
     "ConfigError",
+    "ContinuousModel",
     "FreedError",
     "KernelError",
     "MlaCompileError",
@@ -54,4 +56,8 @@ def __getattr__(name: str) -> Any:
         from .cache.latent_cache import PagedLatentCache
 
         return PagedLatentCache
+    if name == "ContinuousModel":
+        from .cache.continuous import ContinuousModel
+
+        return ContinuousModel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

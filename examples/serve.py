@@ -1,0 +1,207 @@
+"""An OpenAI-compatible server of a model with MLA: continuous batching over latents in pages, compiled decoding.
+
+Requests wait where the pool is too small; who disconnects is cancelled. Sampling is greedy.
+
+Run: python examples/serve.py examples/tiny-deepseek-v3 --port 8000
+     curl localhost:8000/v1/completions -d '{"prompt": "def read_file(path):", "max_tokens": 40}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CompileConfig,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
+
+from mla_compile import ContinuousModel
+
+DEFAULTS = {"temperature": 0, "n": 1, "best_of": 1, "echo": False, "logprobs": None, "stop": None, "suffix": None}
+"""What a request may say but not change."""
+
+
+class Engine:
+    """Token ids in, tokens out, of many requests at a time."""
+
+    def __init__(self, folder: str, pages: int, page_size: int, eager: bool = False, dtype: str = "auto") -> None:
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        self.model = ContinuousModel(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), pages, page_size)
+        self.most = min(pages * page_size, self.model.config.max_position_embeddings)
+        decode = None if eager else CompileConfig(backend="mla", mode="default", dynamic=True)
+        eos = self.tokenizer.eos_token_id
+        self.manager = self.model.init_continuous_batching(
+            GenerationConfig(do_sample=False, eos_token_id=-1 if eos is None else eos),
+            ContinuousBatchingConfig(max_batch_tokens=512, decode_compile_config=decode),
+        )
+
+    def check(self, prompt: list[int], count: int) -> None:
+        """Refuse what could never run."""
+        if not prompt or count < 1:
+            raise HTTPException(400, "expected a prompt and max_tokens of at least 1")
+        if len(prompt) + count > self.most:
+            raise HTTPException(400, f"expected at most {self.most} tokens, found {len(prompt)} and {count} to write")
+
+    async def write(self, prompt: list[int], count: int) -> AsyncGenerator[list[int]]:
+        """All tokens written so far, each time there is one more; leaving it cancels the request."""
+        name, outputs = uuid.uuid4().hex, asyncio.Queue[Any]()
+        self.manager.register_result_handler(name, outputs.put_nowait)
+        finished = False
+        try:
+            self.manager.add_request(prompt, request_id=name, max_new_tokens=count, streaming=True)
+            while not finished:
+                output = await outputs.get()
+                if output.error is not None:
+                    raise HTTPException(500, output.error)
+                finished = output.is_finished()
+                yield output.generated_tokens
+        finally:
+            if not finished:
+                self.manager.cancel_request(name)
+                self.manager.output_router.result_handlers.pop(name, None)
+
+
+class Writing:
+    """One completion: the tokens of one request, as what the API says of them."""
+
+    def __init__(self, engine: Engine, name: str, chat: bool, prompt: list[int], count: int) -> None:
+        self.engine, self.prompt, self.count, self.chat = engine, prompt, count, chat
+        self.tokens: list[int] = []
+        self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+
+    @property
+    def text(self) -> str:
+        return str(self.engine.tokenizer.decode(self.tokens, skip_special_tokens=True))
+
+    @property
+    def reason(self) -> str:
+        return "stop" if self.tokens[-1] == self.engine.tokenizer.eos_token_id else "length"
+
+    def answer(self, text: str, reason: str | None, chunk: bool = False) -> dict[str, Any]:
+        """A whole completion, or a chunk of one."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
+        if not self.chat:
+            return {**self.head, "object": "text_completion", "choices": [{**choice, "text": text}]}
+        message = {"delta" if chunk else "message": {"role": "assistant", "content": text}}
+        kind = "chat.completion.chunk" if chunk else "chat.completion"
+        return {**self.head, "object": kind, "choices": [choice | message]}
+
+    async def whole(self, request: Request) -> Response:
+        """All at once, unless the client leaves."""
+
+        async def collect() -> None:
+            async for tokens in self.engine.write(self.prompt, self.count):
+                self.tokens = tokens
+
+        writing = asyncio.create_task(collect())
+        leaving = asyncio.create_task(_disconnected(request))
+        await asyncio.wait([writing, leaving], return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if not writing.done():
+            writing.cancel()
+            return Response(status_code=499)
+        writing.result()
+        usage = {"prompt_tokens": len(self.prompt), "completion_tokens": len(self.tokens)}
+        usage["total_tokens"] = sum(usage.values())
+        return JSONResponse(self.answer(self.text, self.reason) | {"usage": usage})
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Server-sent events; a character whose bytes are not all there waits for the rest."""
+        sent = 0
+        async with contextlib.aclosing(self.engine.write(self.prompt, self.count)) as written:
+            async for tokens in written:
+                self.tokens = tokens
+                text = self.text.rstrip("\ufffd")
+                if len(text) > sent:
+                    yield _event(self.answer(text[sent:], None, chunk=True))
+                    sent = len(text)
+        yield _event(self.answer(self.text[sent:], self.reason, chunk=True))
+        yield "data: [DONE]\n\n"
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def application(engine: Engine, name: str) -> Starlette:
+    """The server: `/v1/models`, `/v1/completions`, and `/v1/chat/completions` if the tokenizer has a chat template."""
+
+    def tokens_of(body: dict[str, Any], chat: bool) -> list[int]:
+        tokenizer = engine.tokenizer
+        if chat and tokenizer.chat_template is None:
+            raise HTTPException(400, "expected a tokenizer with a chat template: use /v1/completions")
+        if chat:
+            return list(tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False))
+        prompt = body.get("prompt")
+        return list(tokenizer(prompt).input_ids) if isinstance(prompt, str) else list(prompt or [])
+
+    async def complete(request: Request) -> Response:
+        body, chat = await request.json(), "chat" in request.url.path
+        for key, value in DEFAULTS.items():
+            if body.get(key) not in (None, value):
+                raise HTTPException(400, f"expected {key} to be {value}, found {body[key]}")
+        count = body.get("max_completion_tokens") or body.get("max_tokens") or 16
+        writing = Writing(engine, name, chat, tokens_of(body, chat), count)
+        engine.check(writing.prompt, count)
+        if body.get("stream"):
+            return StreamingResponse(writing.stream(), media_type="text/event-stream")
+        return await writing.whole(request)
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "mla_compile"}]})
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return JSONResponse({"error": {"message": error.detail, "type": "invalid_request_error"}}, error.status_code)
+
+    @contextlib.asynccontextmanager
+    async def running(_: Starlette) -> AsyncIterator[None]:
+        engine.manager.start()
+        yield
+        await asyncio.to_thread(engine.manager.stop, hard_stop=True)
+
+    routes = [
+        Route("/v1/models", models),
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/chat/completions", complete, methods=["POST"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: refuse}, lifespan=running)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a folder, or a name on the hub")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--pages", type=int, default=1024)
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--dtype", default="auto", help="of the model and its cache (as in its files)")
+    chosen = parser.parse_args()
+    engine = Engine(chosen.model, chosen.pages, chosen.page_size, chosen.eager, chosen.dtype)
+    uvicorn.run(application(engine, chosen.model), port=chosen.port)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""transformers' continuous batching over latents: whatever joins, leaves and waits, outputs are those of one by one."""
+
+import pytest
+import torch
+
+import mla_compile
+from mla_compile import ContinuousModel
+from tests.hf.test_generate import CHECKPOINT, load
+
+transformers = pytest.importorskip("transformers")
+
+REQUESTS = 64
+CANCELLED = "cancelled"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(layers=2)
+
+
+@pytest.fixture(scope="module")
+def requests():
+    """Prompts of 3 to 66 tokens, each with 4 to 24 tokens to write."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
+    tokens = tokenizer((CHECKPOINT.parent / "train_tiny.py").read_text()).input_ids
+    return {str(i): (tokens[11 * i : 11 * i + 3 + 37 * i % REQUESTS], 4 + 13 * i % 21) for i in range(REQUESTS)}
+
+
+@pytest.fixture(scope="module")
+def one_by_one(model, requests):
+    return write_one_by_one(model, requests)
+
+
+def write_one_by_one(model, requests):
+    expected = {}
+    with torch.no_grad():
+        for name, (prompt, count) in requests.items():
+            ids = torch.tensor([prompt])
+            options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
+            expected[name] = model.generate(ids, max_new_tokens=count, **options)[0, len(prompt) :].tolist()
+    return expected
+
+
+def configs(**more):
+    batching = transformers.ContinuousBatchingConfig(max_batch_tokens=64, max_requests_per_batch=24, **more)
+    generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=1)
+    return {"generation_config": generation, "continuous_batching_config": batching}
+
+
+def serve(model, requests, together, **more):
+    """What is written for each request, of which `together` run first, and the others join as those leave."""
+    waiting, results = list(requests.items()), {}
+
+    def add(count):
+        for name, (prompt, tokens) in [waiting.pop(0) for _ in range(min(count, len(waiting)))]:
+            manager.add_request(prompt, request_id=name, max_new_tokens=tokens)
+
+    with model.continuous_batching_context_manager(**configs(**more)) as manager:
+        manager.add_request([5, 6, 7], request_id=CANCELLED, max_new_tokens=150)
+        add(together)
+        while len(results) < len(requests):
+            result = manager.get_result(timeout=1)
+            assert manager.is_running()
+            if result is None:
+                continue
+            assert result.error is None
+            results[result.request_id] = result.generated_tokens
+            add(2)
+            if len(results) == 5:
+                manager.cancel_request(CANCELLED)
+    return results
+
+
+def test_requests_join_leave_wait_and_are_cancelled(model, requests, one_by_one):
+    """In a pool that a tenth of them fills."""
+    pages = [-(-(len(prompt) + count) // 8) for prompt, count in requests.values()]
+    assert sum(pages) > 10 * 40
+    batched = ContinuousModel(model, pages=40, page_size=8)
+    assert serve(batched, requests, together=40) == one_by_one
+    assert serve(batched, dict(list(requests.items())[:3]), together=3) == {n: one_by_one[n] for n in "012"}
+
+
+def test_generate_batch_writes_what_generate_does(model, requests, one_by_one):
+    prompts = {name: prompt for name, (prompt, _) in list(requests.items())[:6]}
+    outputs = ContinuousModel(model, pages=64, page_size=16).generate_batch(
+        list(prompts.values()), max_new_tokens=4, **configs()
+    )
+    for name, output in zip(prompts, outputs.values(), strict=True):
+        assert output.generated_tokens == one_by_one[name][:4]
+
+
+def assert_compiled_as_eager(model, requests, expected, most, *fields):
+    config = transformers.CompileConfig(backend="mla", mode="default", dynamic=True, fullgraph=True)
+    batched = ContinuousModel(model, pages=64, page_size=8)
+    assert serve(batched, requests, together=12, **dict.fromkeys(fields, config)) == expected
+    reports = mla_compile.reports()
+    assert 1 <= len(reports) <= most
+    assert all(report.rewritten == model.config.num_hidden_layers for report in reports)
+    reasons = [site.reason for report in reports for site in report.sites if site.mask == "lengths"]
+    assert reasons
+    assert all(reason.endswith("reads the pages") for reason in reasons)
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_compiled_decoding_writes_the_same(model, requests, one_by_one):
+    """Two compilations: of one request, and of several."""
+    some = {name: requests[name] for name in one_by_one if int(name) < 20}
+    expected = {name: one_by_one[name] for name in some}
+    assert_compiled_as_eager(model, some, expected, 2, "decode_compile_config")
+
+
+@pytest.mark.slow
+def test_all_steps_of_the_whole_checkpoint_compiled_write_the_same(requests):
+    """Besides, of rows of tokens: all keys new, or not; few queries, or many."""
+    model = load()
+    expected = write_one_by_one(model, requests)
+    assert_compiled_as_eager(model, requests, expected, 5, "decode_compile_config", "varlen_compile_config")
+
+
+@pytest.mark.parametrize(
+    ("generation", "batching", "message"),
+    [
+        ({"num_return_sequences": 2, "do_sample": True}, {}, "expected one sequence a request, found 2"),
+        ({}, {"cpu_offload_space": 1.0}, "expected no cpu_offload_space, found 1.0 GiB"),
+    ],
+)
+def test_what_the_engine_would_do_with_its_own_cache_is_refused(model, generation, batching, message):
+    batched = ContinuousModel(model, pages=8, page_size=8)
+    with pytest.raises(mla_compile.CacheMismatchError, match=message):
+        batched.init_continuous_batching(
+            transformers.GenerationConfig(**generation), transformers.ContinuousBatchingConfig(**batching)
+        )
+
+
+def test_attention_that_takes_no_masks_is_refused(model, monkeypatch):
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
+    with pytest.raises(mla_compile.CacheMismatchError, match="under sdpa or eager attention, found flash_attention_2"):
+        ContinuousModel(model, pages=8)
+
+
+def test_the_engines_own_cache_has_no_room_for_mla(model, requests):
+    """Why there is `ContinuousModel`; when this fails, transformers has learned it."""
+    outputs = model.generate_batch([requests["0"][0]], max_new_tokens=2, **configs(num_blocks=16, page_size=16))
+    assert [output.generated_tokens for output in outputs.values()] == [[]]
+    assert "must have same slice shapes" in next(iter(outputs.values())).error

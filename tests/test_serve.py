@@ -1,0 +1,165 @@
+"""`examples/serve.py`, asked by the client of OpenAI over localhost."""
+
+import asyncio
+import importlib.util
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+openai = pytest.importorskip("openai")
+uvicorn = pytest.importorskip("uvicorn")
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CHECKPOINT = EXAMPLES / "tiny-deepseek-v3"
+NAME = "tiny"
+
+
+def load_example():
+    spec = importlib.util.spec_from_file_location("serve", EXAMPLES / "serve.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Running:
+    """The server, on a port that was free."""
+
+    def __init__(self, pages, page_size, eager):
+        serve = load_example()
+        self.engine = serve.Engine(str(CHECKPOINT), pages, page_size, eager, dtype="float32")
+        config = uvicorn.Config(serve.application(self.engine, NAME), port=0, log_level="error")
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run)
+
+    def __enter__(self):
+        self.thread.start()
+        while not self.server.started:
+            assert self.thread.is_alive()
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_):
+        self.server.should_exit = True
+        self.thread.join()
+
+    def client(self):
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        return openai.AsyncOpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=600, max_retries=0)
+
+    def unfinished(self):
+        scheduler = self.engine.manager.batch_processor.scheduler
+        return len(scheduler.active_requests) + len(scheduler.waiting_requests)
+
+
+@pytest.fixture(scope="module")
+def running():
+    with Running(pages=32, page_size=8, eager=True) as server:
+        yield server
+
+
+def prompts(count):
+    """Of 1 to about 25 tokens, each with a number of tokens to write."""
+    lines = (EXAMPLES / "train_tiny.py").read_text().split("\n")
+    lines = [line for line in lines if line.strip()]
+    return [(lines[i], 3 + 17 * i % 23) for i in range(count)]
+
+
+def one_by_one(engine, requests):
+    model, expected = engine.model.model, []
+    with torch.no_grad():
+        for prompt, count in requests:
+            inputs = engine.tokenizer(prompt, return_tensors="pt")
+            output = model.generate(**inputs, max_new_tokens=count, do_sample=False)
+            tokens = output[0, inputs.input_ids.shape[1] :]
+            expected.append(engine.tokenizer.decode(tokens, skip_special_tokens=True))
+    return expected
+
+
+async def ask_all(running, requests, seconds_between=0.0):
+    """The texts of all requests, half of them streamed, and of one more, which is left before it ends."""
+
+    async def ask(i, prompt, count):
+        await asyncio.sleep(i * seconds_between)
+        if i % 2:
+            answer = await client.completions.create(model=NAME, prompt=prompt, max_tokens=count, temperature=0)
+            assert answer.usage.completion_tokens <= count
+            return answer.choices[0].text
+        stream = await client.completions.create(model=NAME, prompt=prompt, max_tokens=count, stream=True)
+        parts = [chunk.choices[0] async for chunk in stream]
+        assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1].finish_reason in ("length", "stop")
+        return "".join(part.text for part in parts)
+
+    async def leave():
+        stream = await client.completions.create(model=NAME, prompt="import", max_tokens=200, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+
+    async def leave_what_is_not_streamed():
+        asking = client.completions.create(model=NAME, prompt="import", max_tokens=200)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asking, 0.5)
+
+    async with running.client() as client:
+        asked = [ask(i, *request) for i, request in enumerate(requests)]
+        return (await asyncio.gather(leave(), leave_what_is_not_streamed(), *asked))[2:]
+
+
+def test_each_of_many_requests_gets_what_it_would_get_alone(running):
+    """64 at a time, which want three times the pages that there are, and two that are left."""
+    requests = prompts(64)
+    assert asyncio.run(ask_all(running, requests)) == one_by_one(running.engine, requests)
+    deadline = time.monotonic() + 60
+    while running.unfinished():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not running.engine.manager.output_router.result_handlers
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"max_tokens": 300}, "expected at most 256 tokens, found 1 and 300 to write"),
+        ({"prompt": ""}, "expected a prompt and max_tokens of at least 1"),
+        ({"temperature": 0.7}, "expected temperature to be 0, found 0.7"),
+    ],
+    ids=["too long", "nothing", "sampling"],
+)
+def test_what_it_cannot_do_is_refused_with_a_reason(running, more, message):
+    async def ask():
+        async with running.client() as client:
+            await client.completions.create(**({"model": NAME, "prompt": "import"} | more))
+
+    with pytest.raises(openai.BadRequestError, match=message):
+        asyncio.run(ask())
+
+
+def test_models_are_listed_and_a_chat_needs_a_template(running, monkeypatch):
+    async def ask():
+        async with running.client() as client:
+            names = [model.id async for model in client.models.list()]
+            chat = {"model": NAME, "messages": [{"role": "user", "content": "import os"}], "max_tokens": 6}
+            with pytest.raises(openai.BadRequestError, match="use /v1/completions"):
+                await client.chat.completions.create(**chat)
+            template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+            monkeypatch.setattr(running.engine.tokenizer, "chat_template", template)
+            answer = await client.chat.completions.create(**chat)
+            stream = await client.chat.completions.create(**chat, stream=True)
+            streamed = "".join([chunk.choices[0].delta.content async for chunk in stream])
+            return names, answer.choices[0].message.content, streamed
+
+    names, answered, streamed = asyncio.run(ask())
+    assert names == [NAME]
+    assert [answered] == [streamed] == one_by_one(running.engine, [("import os", 6)])
+
+
+@pytest.mark.slow
+def test_compiled_decoding_answers_the_same():
+    requests = prompts(64)
+    with Running(pages=32, page_size=8, eager=False) as running:
+        assert asyncio.run(ask_all(running, requests, seconds_between=0.2)) == one_by_one(running.engine, requests)
