@@ -16,6 +16,7 @@ from torch import fx
 from .axes import Axis, Dim, Read, Unaligned, same
 from .changes import change_read
 from .lookup import within
+from .mask import Meaning
 from .site import Site
 from .trace import Trace
 
@@ -61,14 +62,15 @@ def find_pages(site: Site, trace: Trace) -> Pages | None:
     return None if rope is None else _together(latent, rope)
 
 
-def keys_in_pages(site: Site, path: str, trace: Trace) -> tuple[Pages | None, str]:
+def keys_in_pages(site: Site, meaning: Meaning, path: str, trace: Trace) -> tuple[Pages | None, str]:
     """The pages in which a path can read a site's keys, and a word on them for the report."""
     pages = find_pages(site, trace)
     if pages is None:
         return None, ""
-    if path != "absorbed":
-        return None, "; what the pages hold is gathered first"
-    return pages, "; reads the pages"
+    named_in_a_row = path == "sparse" and len(site.attention.keys) == 1 and not meaning.uniform_when_empty
+    if path == "absorbed" or named_in_a_row:
+        return pages, "; reads the pages"
+    return None, "; what the pages hold is gathered first"
 
 
 def _pages_of(site: Site, read: Read, trace: Trace) -> Pages | None:

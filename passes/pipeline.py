@@ -67,7 +67,7 @@ class Pipeline:
         meaning = understand(site, trace)
         choice = decide(site, meaning, self.path, self.device, self.workspace_tokens, environment)
         frame = common_frame(site.node, _sources(site))
-        pages, words = keys_in_pages(site, choice.path, trace)
+        pages, words = keys_in_pages(site, meaning, choice.path, trace)
         output = rewriter(site, meaning, choice.path, pages)
         output.meta["mla_site"] = site.node.name
         shapes = {name: str(size) for name, size in site.sizes.items()}

@@ -113,7 +113,7 @@ class _Emit:
 
     def __init__(self, site: Site, meaning: Meaning, path: str, workspace_tokens: int, pages: Pages | None) -> None:
         self.site, self.path, self.workspace_tokens, self.pages = site, path, workspace_tokens, pages
-        self.kind = path if pages is None else "paged"
+        self.kind = path if pages is None or path == "sparse" else "paged"
         self.seen = Seen(site, meaning)
         keys = [site.latent, *(rope.key.read for rope in site.ropes)]
         reads = [*(keys if pages is None else pages.reads), site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
@@ -153,10 +153,8 @@ class _Emit:
             raise Unaligned(f"{dtype} queries meet pages of {latent.dtype} and {k_rope.dtype}")
         q_nope, q_rope, latent, k_rope = (t.to(dtype) for t in (q_nope, q_rope, latent, k_rope))
         seen, offset = None, None
-        if self.kind == "sparse":
-            seen, offset = self.seen.indices(read)
-        elif self.kind != "paged":
-            seen, offset = self.seen.mask(read)
+        if self.pages is None:
+            seen, offset = self.seen.indices(read) if self.path == "sparse" else self.seen.mask(read)
         scale = site.nope.scale
         w_uk = None if site.w_uk is None else read(site.w_uk, site.heads, site.nope.summed, site.rank).to(dtype)
         w_uv = None if site.w_uv is None else read(site.w_uv, site.heads, columns, site.rank).to(dtype)
@@ -170,17 +168,11 @@ class _Emit:
         else:
             q_latent = q_nope if w_uk is None else per_head(q_nope, w_uk, site.w_uk)
             operands = q_latent, q_rope, latent, k_rope
-            if self.path == "sparse":
+            if self.pages is not None:
+                o, lse = self._over_pages(read, self.pages, operands)
+            elif self.path == "sparse":
                 uniform = self.seen.meaning.uniform_when_empty
                 o, lse = torch.ops.mla.sparse_latent_attention(*operands, seen, None, offset, scale, uniform)
-            elif self.pages is not None:
-                table = read(self.pages.table, site.batch, (self.pages.page,))
-                if self.pages.wraps:  # a naive read counts negative pages from the end
-                    table = torch.where(table < 0, table + latent.shape[0], table)
-                mask, causal, lengths, positions = self.seen.in_pages(read, table)
-                o, lse = torch.ops.mla.paged_latent_attention(
-                    *operands, table, lengths, causal, scale, mask=mask, first_positions=positions
-                )
             else:
                 o, lse = torch.ops.mla.latent_attention(*operands, seen, offset, scale)
             if w_uv is not None:
@@ -195,6 +187,30 @@ class _Emit:
             o = torch.where(empty, math.nan, o)
         output = write_as(o, (*rows, columns), site.attention.dims, realize)
         return output.to(site.node.meta["val"].dtype)
+
+    def _over_pages(
+        self, read: Reader, pages: Pages, operands: tuple[Tensor, Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        q_latent, q_rope, latent, k_rope = operands
+        scale = self.site.nope.scale
+        table = read(pages.table, self.site.batch, (pages.page,))
+        if pages.wraps:  # a naive read counts negative pages from the end
+            table = torch.where(table < 0, table + latent.shape[0], table)
+        o: Tensor
+        lse: Tensor
+        if self.path == "sparse":  # every query for itself, over the rows of the whole pool as one sequence
+            indices = self.seen.slots(read, table, latent.shape[1])
+            queries = (q.flatten(0, 1).unsqueeze(0) for q in (q_latent, q_rope))
+            keys = (pool.flatten(0, 1).unsqueeze(0) for pool in (latent, k_rope))
+            o, lse = torch.ops.mla.sparse_latent_attention(
+                *queries, *keys, indices.flatten(0, 1).unsqueeze(0), None, None, scale, False
+            )
+            return o.view(*q_latent.shape), lse.view(*q_latent.shape[:3])
+        mask, causal, lengths, positions = self.seen.in_pages(read, table)
+        o, lse = torch.ops.mla.paged_latent_attention(
+            *operands, table, lengths, causal, scale, mask=mask, first_positions=positions
+        )
+        return o, lse
 
     def _ropes(self, parts: list[Tensor], like: Tensor) -> Tensor:
         if not parts:

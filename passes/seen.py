@@ -159,6 +159,19 @@ class Seen:
         offset = self.meaning.causal_offset
         return indices, None if offset is None else read.realize(offset)
 
+    def slots(self, read: Reader, table: Tensor, rows: Any) -> Tensor:
+        """The rows of a pool that each query attends to, `[B, Sq, topk]`, -1 for none.
+
+        `table` `[B, pages]` names the pages of a sequence, of `rows` rows each.
+        """
+        indices, offset = self.indices(read)
+        if offset is not None:
+            last = torch.arange(indices.shape[1], device=indices.device)[:, None] + offset
+            indices = torch.where(indices > last, -1, indices)
+        key = indices.clamp_min(0).long()
+        page = table.long().gather(1, (key // rows).flatten(1)).view(key.shape)
+        return torch.where(indices < 0, -1, page * rows + key % rows)
+
     def _position(self, what: Affine, key: Tensor, at_keys: Callable[[Read], Tensor], realize: Realize) -> Tensor:
         """The value of an inequality's left side at keys `[B, Sq, topk]`."""
         const: Any = realize(what.const)  # int or SymInt, as the size of an axis below

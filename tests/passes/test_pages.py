@@ -190,3 +190,36 @@ def test_rope_keys_may_have_a_pool_of_their_own():
     assert outcome.reason.endswith("reads the pages")
     assert gathered_bytes(module) == 0
     torch.testing.assert_close(run(module, *tensors), eager, rtol=1e-4, atol=1e-4)
+
+
+SPARSE = torch.ops.mla.sparse_latent_attention.default
+LIMITS = {
+    "named": lambda named, s, t: named,
+    "named and causal": lambda named, s, t: named & (torch.arange(t) <= torch.arange(s)[:, None] + t - s),
+    "named, added": lambda named, s, t: torch.zeros(named.shape).masked_fill(~named, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("read", ["flattened", "the first keys", "position by position", "slots"])
+def test_keys_that_are_named_one_by_one_are_read_in_their_pages(read, limit, queries):
+    tensors = inputs(queries=queries)
+    length = READS[read](tensors[1], tensors[2]).shape[1]
+    scores = torch.randn(2, queries, length)
+
+    def function(q, pool, table, weight, scores):
+        tokens = READS[read](pool, table)
+        named = torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, scores.topk(5).indices, True)[:, None]
+        return attend(q, tokens, weight, limit(named, queries, length))
+
+    tensors = (*tensors, scores)
+    module = capture(function, *tensors)
+    eager = run(module, *tensors)
+    exact = run(module, *(t.double() if t.is_floating_point() else t for t in tensors))
+    (outcome,) = rewrite(module, "sparse")
+    assert outcome.path == "sparse"
+    assert outcome.reason.endswith("reads the pages")
+    assert [node.target for node in module.graph.nodes].count(SPARSE) == 1
+    assert gathered_bytes(module) == 0
+    assert_as_close_as_eager(run(module, *tensors), eager, exact)
