@@ -162,6 +162,28 @@ def test_softmax_by_hand_is_drawn_whole():
     assert {"latent", "rope key", "W_UK", "W_UV", "query", "mask"} <= set(titles)
 
 
+def test_weights_in_few_bits_come_in_with_their_scales():
+    class FewBits(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            scales = weight.abs().amax(1, keepdim=True) / 127
+            self.register_buffer("scales", scales)
+            self.register_buffer("weight", (weight / scales).round().to(torch.int8))
+
+        def forward(self, latent):
+            return F.linear(latent, self.weight.float()) * self.scales[:, 0]
+
+    layer = Combined()
+    layer.kv_b_proj = FewBits(layer.kv_b_proj.weight.detach())
+    (compilation,) = looked_into(layer, 1, 12)
+    (group,) = groups_of(compilation, 0)
+    assert group.outcome.path == "absorbed"
+    for drawn in sketches(group):
+        titles = [box.title for box in drawn.boxes.values() if box.entrance]
+        assert any(title.startswith("scales of") for title in titles)
+        assert "latent" in titles
+
+
 def test_boxes_do_not_overlap_and_arrows_go_down(decode):
     for drawn in sketches(groups_of(decode, 0)[0]):
         layout = arrange(drawn)

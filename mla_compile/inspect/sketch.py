@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from mla_compile.passes.axes import Read, Unread
+from mla_compile.passes.axes import Read, Scaled, Unread
 from mla_compile.passes.trace import is_tensor
 
 from .collect import Proved
@@ -94,6 +94,9 @@ def entrances(proved: Proved) -> dict[str, tuple[str, Kind]]:
 
     def add(read: Read | None, title: str, kind: Kind) -> None:
         source = None if read is None else read.source.node if isinstance(read.source, Unread) else read.source
+        if isinstance(source, Scaled):  # a weight that is kept in few bits
+            add(source.of, title, kind)
+            add(source.by, f"scales of {title}", kind)
         if isinstance(source, fx.Node):
             titles, _ = found.setdefault(source.name, ([], kind))
             titles += [title] * (title not in titles)

@@ -66,7 +66,8 @@ def fp8_bytes(sizes: Sizes) -> int:
 
 
 def _fp8_words(sizes: Sizes) -> str:
-    return f"{sizes.L} e4m3, {_groups(sizes.L)} scales, {sizes.R} bf16"
+    groups = _groups(sizes.L)
+    return f"{sizes.L} e4m3, {groups} scale{'s' if groups > 1 else ''}, {sizes.R} bf16"
 
 
 def _groups(width: int) -> int:

@@ -1,0 +1,148 @@
+"""The documentation is true: its code runs, its commands print what it shows, its reasons are the passes' own."""
+
+import ast
+import contextlib
+import io
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mla_compile import cli
+from mla_compile.options import Options
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(ROOT.glob("docs/*.md"))
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+REASON = re.compile(r"`(expected .*?)`", re.DOTALL)
+
+
+def blocks(page, language):
+    """A page's blocks of a language, each after as many empty lines as place it where it is in the file."""
+    text = page.read_text()
+    return [
+        "\n" * (text[: found.start()].count("\n") + 1) + found[2]
+        for found in BLOCK.finditer(text)
+        if found[1] == language
+    ]
+
+
+@pytest.fixture
+def at_root(tmp_path, monkeypatch):
+    """A directory that looks like the checkout's root and can be written to."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda page: page.stem)
+def test_the_code_runs(page, at_root, without_codegen):
+    namespace = {"__name__": page.stem}
+    with torch.enable_grad():  # as in a process of the reader's own
+        for block in blocks(page, "python"):
+            exec(compile(block, page, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "console")], ids=lambda page: page.stem)
+def test_commands_print_what_is_shown(page, at_root, without_codegen):
+    for block in blocks(page, "console"):
+        command, _, shown = block.strip().partition("\n")
+        assert command.startswith("$ mla-compile ")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            assert cli.main(shlex.split(command)[2:]) == 0
+        assert re.fullmatch(pattern(shown), squeezed(printed.getvalue())), printed.getvalue()
+
+
+def squeezed(text):
+    """Lines without the spaces that align them."""
+    return "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
+
+
+def pattern(shown):
+    """What matches a text in which `...` stands for anything in a line, or, alone in one, for any lines."""
+    lines = []
+    for line in squeezed(shown).splitlines():
+        words = r"\s+".join(re.escape(word).replace(r"\.\.\.", ".*") for word in line.split())
+        lines.append(r"(?:.*\n)*?.*" if line == "..." else words)
+    return "\n".join(lines)
+
+
+def test_every_link_leads_somewhere():
+    for page in [*PAGES, ROOT / "README.md"]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_readme_links_every_page():
+    readme = (ROOT / "README.md").read_text()
+    assert [page.name for page in PAGES if f"(docs/{page.name})" not in readme] == []
+
+
+def test_every_option_is_documented():
+    text = (ROOT / "docs" / "options.md").read_text()
+    named = set(re.findall(r"^\| `mla\.(\w+)` \|", text, re.MULTILINE))
+    assert named == set(Options.__dataclass_fields__)
+
+
+def literal(node):
+    """A string of the source, `…` in place of what it formats."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return (literal(node.left) or "…") + (literal(node.right) or "…")
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def sources_reasons():
+    """Every sentence that begins with "expected" in the passes: they are the reasons of refusals."""
+    found = set()
+    for path in sorted((ROOT / "passes").glob("*.py")):
+        inner = set()
+        for node in ast.walk(ast.parse(path.read_text())):  # outer nodes come first
+            text = literal(node) if node not in inner else None
+            if text is not None and text.startswith("expected "):
+                inner.update(ast.walk(node))
+                found.add(text.partition(";")[0])
+    return found
+
+
+def test_every_reason_is_documented_and_occurs_in_the_passes():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    documented = {" ".join(reason.split()) for reason in REASON.findall(text)}
+    reasons = sources_reasons()
+    assert len(reasons) > 30
+
+    def alike(reason, other):
+        return reason.rstrip("… ") == other.rstrip("… ")
+
+    assert [r for r in reasons if not any(alike(r, d) for d in documented)] == []
+    assert [d for d in documented if not any(alike(r, d) for r in reasons)] == []
+
+
+def test_every_note_occurs_in_the_backend():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    section = text.partition("## Nothing was looked at")[2].partition("\n## ")[0]
+    notes = re.findall(r"^- `(.*?)`", section, re.MULTILINE)
+    source = (ROOT / "mla_compile" / "backend.py").read_text()
+    assert len(notes) == 4
+    assert [note for note in notes if f'"{note}"' not in source] == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        ("a  b", "a b", True),
+        ("a ... d", "a b c d", True),
+        ("a\n...\nd", "a\nb\nc\nd", True),
+        ("a\n...", "a\nb", True),
+        ("a\nb", "a\nc", False),
+        ("a", "a\nb", False),
+    ],
+)
+def test_what_is_shown_matches_what_is_printed(shown, printed, same):
+    assert bool(re.fullmatch(pattern(shown), squeezed(printed))) is same
