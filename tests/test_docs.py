@@ -16,6 +16,8 @@ from mla_compile.options import Options
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(ROOT.glob("docs/*.md"))
+SLOW = {"serving"}
+"""Pages whose code compiles a model five times."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REASON = re.compile(r"`(expected .*?)`", re.DOTALL)
 
@@ -30,6 +32,12 @@ def blocks(page, language):
     ]
 
 
+def with_code(language):
+    """The pages that have blocks of a language."""
+    marks = {name: [pytest.mark.slow] for name in SLOW}
+    return [pytest.param(p, id=p.stem, marks=marks.get(p.stem, [])) for p in PAGES if blocks(p, language)]
+
+
 @pytest.fixture
 def at_root(tmp_path, monkeypatch):
     """A directory that looks like the checkout's root and can be written to."""
@@ -39,7 +47,7 @@ def at_root(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", with_code("python"))
 def test_the_code_runs(page, at_root, without_codegen):
     namespace = {"__name__": page.stem}
     with torch.enable_grad():  # as in a process of the reader's own
@@ -47,7 +55,7 @@ def test_the_code_runs(page, at_root, without_codegen):
             exec(compile(block, page, "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "console")], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", with_code("console"))
 def test_commands_print_what_is_shown(page, at_root, without_codegen):
     for block in blocks(page, "console"):
         command, _, shown = block.strip().partition("\n")
