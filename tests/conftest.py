@@ -6,6 +6,9 @@ import tempfile
 # Before torch is imported: artifacts of earlier runs must not decide what a test sees.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="mla-compile-tests-")
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # they share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from torch._functorch import config as functorch_config
