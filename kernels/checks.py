@@ -16,11 +16,11 @@ def check_shapes(op: str, dims: Mapping[str, int], **tensors: tuple[Tensor, str]
     Raises: KernelError naming the op, the tensor, and the expected and found shape.
     """
     for name, (tensor, spec) in tensors.items():
-        expected = tuple(dims[dim] for dim in spec.split())
-        if tuple(tensor.shape) != expected:
+        words = spec.split()
+        expected = [dims[word] for word in words]
+        if list(tensor.shape) != expected:
             raise KernelError(
-                f"mla::{op}: expected {name} of shape [{', '.join(spec.split())}] = {list(expected)}, "
-                f"found {list(tensor.shape)}"
+                f"mla::{op}: expected {name} of shape [{', '.join(words)}] = {expected}, found {list(tensor.shape)}"
             )
 
 

@@ -43,9 +43,12 @@ def latent_attention_cpu(
     q = q_latent.contiguous(), q_rope.contiguous()
     o = q_latent.new_empty(q_latent.shape)
     lse = q_latent.new_empty(q_latent.shape[:3])
+    if len(spans) == 1:
+        _attend(kernel, *q, latent, k_rope, *spans[0][1:], scale, o, lse)
+        return o, lse
     for sequences, visibility, keys in spans:
         b = slice(sequences.start, sequences.stop)
-        _attend(kernel, (q[0][b], q[1][b]), (latent[b], k_rope[b]), visibility, keys, scale, (o[b], lse[b]))
+        _attend(kernel, q[0][b], q[1][b], latent[b], k_rope[b], visibility, keys, scale, o[b], lse[b])
     return o, lse
 
 
@@ -71,27 +74,33 @@ def _spans(q_latent: Tensor, latent: Tensor, mask: Tensor | None, causal_offset:
 
 def _attend(
     kernel: Callable[..., None],
-    q: tuple[Tensor, Tensor],
-    cache: tuple[Tensor, Tensor],
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
     visibility: Visibility,
     keys: range,
     scale: float,
-    out: tuple[Tensor, Tensor],
+    o: Tensor,
+    lse: Tensor,
 ) -> None:
     """q `[b, Sq, N, L]`, `[b, Sq, N, R]`; cache `[b, T, L]`, `[b, T, R]`; out `[b, Sq, N, L]`, `[b, Sq, N]`."""
-    batch, query_count, heads, rank = q[0].shape
-    latent, k_rope = (take(part, keys, 1) for part in cache)
+    batch, query_count, heads, rank = q_latent.shape
+    if len(keys) != latent.shape[1]:
+        latent, k_rope = take(latent, keys, 1), take(k_rope, keys, 1)
     bias = visibility.bias(range(query_count), keys, torch.float32)
     bias_strides = (0, 0, 0)
     if bias is not None:
         _, by_head, by_query, by_key = bias.expand(1, heads, query_count, len(keys)).stride()
         bias_strides = (by_query, by_head, by_key)
     kernel(
-        *q,
+        q_latent,
+        q_rope,
         latent,
         k_rope,
         latent if bias is None else bias,
-        *out,
+        o,
+        lse,
         *(batch, heads, query_count * heads, len(keys), rank, k_rope.shape[2]),
         *latent.stride()[:2],
         *k_rope.stride()[:2],
