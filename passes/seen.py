@@ -166,7 +166,7 @@ class Seen:
         """
         indices, offset = self.indices(read)
         if offset is not None:
-            last = torch.arange(indices.shape[1], device=indices.device)[:, None] + offset
+            last = torch.arange(indices.shape[1], device=indices.device)[:, None].add(offset)
             indices = torch.where(indices > last, -1, indices)
         key = indices.clamp_min(0).long()
         page = table.long().gather(1, (key // rows).flatten(1)).view(key.shape)

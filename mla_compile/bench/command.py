@@ -6,31 +6,34 @@ from pathlib import Path
 from mla_compile.bench.layers import LAYERS
 from mla_compile.bench.modes import MODES
 
+KINDS = ("decode", "sparse", "prefill")
+PEERS = ("mla", "sdpa", "flex", "by-hand")
+
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Describe the arguments; the parsed ones carry `run` and `parser`."""
     parser = subparsers.add_parser(
         "bench",
-        help="time one MLA layer of transformers against the machine's limit",
-        description="Time the unmodified attention layer of transformers, fp32 on the CPU, in several modes in turn. "
+        help="time one MLA layer of transformers, or the GPU kernels, against the machine's limit",
+        description="Time the unmodified attention layer of transformers, fp32 on the CPU, in several modes in turn; "
+        "with --device cuda the attention kernels alone, in bf16 and FP8. "
         "Every output is checked against float64 before it gets a time.",
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--layer", choices=LAYERS, default="v2-lite")
     parser.add_argument(
         "--contexts",
         type=_positive,
         nargs="*",
-        default=[1024, 4096, 16384, 32768],
         metavar="TOKENS",
-        help="decode one token with this many in the cache (default: 1024 4096 16384 32768)",
+        help="decode with this many in the cache (default: 1024 4096 16384 32768, on a GPU 1024 8192 32768 131072)",
     )
     parser.add_argument(
         "--prefill",
         type=_positive,
         nargs="*",
-        default=[1024, 4096],
         metavar="TOKENS",
-        help="prefill prompts of this many tokens (default: 1024 4096)",
+        help="prefill prompts of this many tokens (default: 1024 4096, on a GPU 16384 too)",
     )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE", help=", ".join(MODES))
     parser.add_argument("--cache", choices=["dynamic", "static"], default="dynamic")
@@ -39,6 +42,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each mode and workload")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against length (png, svg, pdf)")
+    gpu = parser.add_argument_group("with --device cuda")
+    gpu.add_argument(
+        "--kernels", nargs="+", choices=KINDS, default=list(KINDS), metavar="KERNEL", help=", ".join(KINDS)
+    )
+    gpu.add_argument("--batches", type=_positive, nargs="+", default=[1, 16, 64, 256], metavar="B")
+    gpu.add_argument("--heads", type=_positive, nargs="+", default=[16, 128], metavar="N")
+    gpu.add_argument("--queries", type=_positive, nargs="+", default=[1, 2, 4], metavar="SQ")
+    gpu.add_argument("--dtypes", nargs="+", choices=["bf16", "fp8"], default=["bf16", "fp8"], metavar="DTYPE")
+    gpu.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -53,14 +65,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, write the files, print the table. 1 if a mode gave a wrong output or failed, else 0."""
     import torch
 
+    if arguments.device == "cuda":
+        return _run_kernels(arguments)
+    contexts = [1024, 4096, 16384, 32768] if arguments.contexts is None else arguments.contexts
+    prompts = [1024, 4096] if arguments.prefill is None else arguments.prefill
+
     from mla_compile.bench import run as benchmark_run
     from mla_compile.bench import table
     from mla_compile.bench.plot import plot, require_matplotlib
     from mla_compile.bench.workloads import Workload
 
-    workloads = [Workload("decode", n) for n in arguments.contexts] + [
-        Workload("prefill", n) for n in arguments.prefill
-    ]
+    workloads = [Workload("decode", n) for n in contexts] + [Workload("prefill", n) for n in prompts]
     if not workloads:
         arguments.parser.error("expected at least one of --contexts and --prefill with a number of tokens")
     if arguments.plot:
@@ -78,3 +93,27 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         plot(benchmark, arguments.plot)
     return int(any(result.status in ("wrong", "failed") for result in benchmark.results))
+
+
+def _run_kernels(arguments: argparse.Namespace) -> int:
+    """The same for the attention kernels on a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        arguments.parser.error(f"--device cuda: expected a GPU that torch sees, found none (torch {torch.__version__})")
+    from mla_compile.bench import kernel_run
+
+    cases = kernel_run.grid(
+        arguments.kernels,
+        arguments.batches,
+        [1024, 8192, 32768, 131072] if arguments.contexts is None else arguments.contexts,
+        [1024, 4096, 16384] if arguments.prefill is None else arguments.prefill,
+        arguments.heads,
+        arguments.queries,
+        [name == "fp8" for name in arguments.dtypes],
+    )
+    limits, results = kernel_run.run(list(cases), arguments.peers, torch.device("cuda"))
+    print(kernel_run.as_text(limits, results))
+    if arguments.csv:
+        arguments.csv.write_text(kernel_run.as_csv(limits, results))
+    return int(any(result.status in ("wrong", "failed") for result in results))

@@ -1,0 +1,128 @@
+"""Ways to compute a case that are compared: the op, and what one would write without it.
+
+Each gives o `[B, Sq, N, L]`, of a prefill `[B, Sq, N, V]`. Peers read a cache without pages and in bfloat16, which
+favours them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mla_compile.bench.kernel_cases import SCALE, Inputs, L, P, R, V
+from mla_compile.fp8 import RowLayout
+
+Call = Callable[[], Tensor]
+WORKSPACE_TOKENS = 1024
+"""What `mla.workspace_tokens` is without being told otherwise."""
+
+
+def _mla(x: Inputs) -> Call:
+    case, ops = x.case, torch.ops.mla
+    if case.kind == "prefill":
+        assert x.weight is not None
+        latent, k_rope = x.cache[..., :L], x.cache[..., L:]
+        chunked = (x.q, latent, k_rope, x.weight[:, :P], x.weight[:, P:], None, 0, SCALE, WORKSPACE_TOKENS)
+        return lambda: ops.expanded_attention(*chunked)[0]
+    scales = None
+    latent, k_rope = x.cache[..., :L], x.cache[..., L:]
+    if x.rows is not None:
+        latent, scales, k_rope = RowLayout(L, R, x.q.dtype).views(x.rows)
+    q = x.q[..., :L], x.q[..., L:]
+    if case.kind == "sparse":
+        if x.rows is not None:
+            assert scales is not None
+            latent, k_rope, scales = (t.unflatten(0, (case.B, -1)).flatten(1, 2) for t in (latent, k_rope, scales))
+        named = (*q, latent, k_rope, x.indices, None, None, SCALE, False, scales)
+        return lambda: ops.sparse_latent_attention(*named)[0]
+    if x.rows is None:
+        latent, k_rope = x.pages[..., :L], x.pages[..., L:]
+    paged = (*q, latent, k_rope, x.table, x.lengths, case.Sq > 1, SCALE, scales)
+    return lambda: ops.paged_latent_attention(*paged)[0]
+
+
+def _seen(x: Inputs) -> Tensor | None:
+    """Bool `[Sq, T]`, True where a query attends to a key; None if all do."""
+    case = x.case
+    if case.Sq == 1:
+        return None
+    last = torch.arange(case.T - case.Sq, case.T, device=x.q.device)[:, None]
+    return torch.arange(case.T, device=x.q.device) <= last
+
+
+def by_hand(x: Inputs) -> Tensor:
+    """Two plain products and a softmax, in the dtype of the inputs: the measure of what rounding explains."""
+    if x.case.kind == "prefill":
+        k, v = _expanded(x)
+        scores = x.q.transpose(1, 2) @ k.mT * SCALE
+    else:
+        keys = x.cache[:, None]
+        if x.indices is not None:
+            sequence = torch.arange(x.case.B, device=x.q.device)[:, None, None]
+            keys = x.cache[sequence, x.indices.long()]  # [B, Sq, keys, L + R]
+            weights = (x.q @ keys.mT * SCALE).softmax(-1)
+            return weights @ keys[..., :L]
+        scores, v = x.q.transpose(1, 2) @ keys.mT * SCALE, keys[..., :L]
+    seen = _seen(x)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def _expanded(x: Inputs) -> tuple[Tensor, Tensor]:
+    """Keys `[B, N, T, P + R]` and values `[B, N, T, V]` of a prefill."""
+    assert x.weight is not None
+    k_nope, v = (x.cache[:, None, :, :L] @ x.weight.mT).split([P, V], dim=-1)
+    return torch.cat([k_nope, x.cache[:, None, :, L:].expand(*k_nope.shape[:3], R)], dim=-1), v
+
+
+def _sdpa(x: Inputs) -> Call:
+    """Absorbed, heads as queries of one head; a prefill expanded."""
+    if x.case.kind == "prefill":
+
+        def expanded() -> Tensor:
+            k, v = _expanded(x)
+            o = F.scaled_dot_product_attention(x.q.transpose(1, 2), k, v, is_causal=True, scale=SCALE)
+            return o.transpose(1, 2)
+
+        return expanded
+    seen = _seen(x)
+    mask = None if seen is None else seen.repeat_interleave(x.case.N, 0)  # [Sq * N, T]
+    q, k = x.q.flatten(1, 2)[:, None], x.cache[:, None]
+
+    def absorbed() -> Tensor:
+        o = F.scaled_dot_product_attention(q, k, k[..., :L], mask, scale=SCALE)
+        return o[:, 0].unflatten(1, (x.case.Sq, x.case.N))
+
+    return absorbed
+
+
+def _flex(x: Inputs) -> Call:
+    """Absorbed, the cache as the one key head of all."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    behind = x.case.T - x.case.Sq
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i + behind
+
+    mask = create_block_mask(seen, None, None, x.case.Sq, x.case.T, device=str(x.q.device)) if x.case.Sq > 1 else None
+    compiled = torch.compile(functools.partial(flex_attention, scale=SCALE, enable_gqa=True), dynamic=False)
+    q, k = x.q.transpose(1, 2), x.cache[:, None]
+    return lambda: compiled(q, k, k[..., :L], block_mask=mask).transpose(1, 2)
+
+
+def calls(x: Inputs, names: tuple[str, ...]) -> dict[str, Call]:
+    """What each of the peers that can take a case would run."""
+    makers: dict[str, Callable[[Inputs], Call]] = {"mla": _mla, "by-hand": lambda x: lambda: by_hand(x)}
+    if x.case.kind != "sparse":
+        makers["sdpa"] = _sdpa
+    if x.case.kind == "decode":
+        makers["flex"] = _flex
+    if x.case.fp8:
+        makers = {"mla": _mla}
+    return {name: makers[name](x) for name in names if name in makers}

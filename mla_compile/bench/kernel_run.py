@@ -1,0 +1,243 @@
+"""Time the attention ops against the machine's limits and what one would write without them.
+
+Copy bandwidth and matmul rate are measured in the same run, on the same device, by the same clock. A result that is not
+right gets no time.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mla_compile.kernels.register  # noqa: F401  the ops
+from mla_compile.bench.kernel_cases import Case, Inputs, Kind, L, R, make_inputs
+from mla_compile.bench.kernel_peers import by_hand, calls
+from mla_compile.bench.modes import summary
+from mla_compile.cost import Device
+from mla_compile.fp8 import RowLayout
+from mla_compile.kernels.fp8 import dequantised
+
+Clock = Callable[[Callable[[], object]], float]
+"""Seconds of a call, warm."""
+_CHECKED_KEYS = 1 << 22
+"""Scores of the part of a problem that is checked against float64: 32 MiB."""
+_SUM = (L + R) ** 0.5 * torch.finfo(torch.float32).eps
+"""What rounding makes of a score, a sum of L + R products of size 1 in float32."""
+_FACTOR = 3.0
+"""A result may be this many times further from float64 than the plain equation in the same dtype, as in the tests."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One way to compute one case."""
+
+    case: Case
+    peer: str
+    status: str
+    """`ok`, `wrong`, `failed` or `skipped`."""
+    note: str = ""
+    seconds: float | None = None
+    error: float | None = None
+    """Greatest distance from float64, of the part that is checked, relative to the greatest value."""
+
+
+def run(
+    cases: Sequence[Case],
+    peers: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    clock: Clock | None = None,
+) -> tuple[Device, list[Result]]:
+    """Measure; progress goes to standard error. `clock` None is the device's own."""
+    clock = clock or (device_clock if device.type == "cuda" else host_clock)
+    results: list[Result] = []
+    with torch.no_grad():
+        limits = limits_of(device, dtype, clock)
+        for case in cases:
+            print(case, file=sys.stderr, flush=True)
+            results += _measure(case, tuple(peers), device, dtype, clock)
+    return limits, results
+
+
+def grid(
+    kinds: Sequence[Kind],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    prompts: Sequence[int],
+    heads: Sequence[int],
+    queries: Sequence[int],
+    fp8: Sequence[bool],
+) -> Iterator[Case]:
+    """Every combination; prefill of one prompt each."""
+    for kind in kinds:
+        for N in heads:
+            if kind == "prefill":
+                yield from (Case(kind, 1, tokens, tokens, N) for tokens in prompts)
+                continue
+            for small in fp8:
+                yield from (Case(kind, B, Sq, T, N, small) for B in batches for T in contexts for Sq in queries)
+
+
+def limits_of(device: torch.device, dtype: torch.dtype, clock: Clock) -> Device:
+    """FLOP/s of a matrix product and bytes/s, read and written, of a copy."""
+    size, count = (8192, 1 << 29) if device.type == "cuda" else (256, 1 << 22)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    flops = 2 * size**3 / clock(lambda: a @ b)
+    source = torch.ones(count, dtype=torch.float32, device=device)
+    target = torch.zeros_like(source)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return Device(name, flops, 2 * source.nbytes / clock(lambda: target.copy_(source)))
+
+
+def device_clock(call: Callable[[], object]) -> float:
+    """Median of at least 100 ms of calls, by CUDA events, the second-level cache flushed before each."""
+    import triton.testing
+
+    milliseconds: float = triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")
+    return milliseconds / 1000
+
+
+def host_clock(call: Callable[[], object]) -> float:
+    """Median of three calls after one."""
+    call()
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _measure(
+    case: Case, peers: tuple[str, ...], device: torch.device, dtype: torch.dtype, clock: Clock
+) -> list[Result]:
+    try:
+        inputs = make_inputs(case, device, dtype)
+        exact, measure = _truth(inputs)
+        made = calls(inputs, peers)
+    except torch.OutOfMemoryError:
+        return [Result(case, peer, "skipped", "the inputs take more memory than there is") for peer in peers]
+    return [_one(inputs, peer, call, exact, measure, clock) for peer, call in made.items()]
+
+
+def _one(x: Inputs, peer: str, call: Callable[[], Tensor], exact: Tensor, measure: float, clock: Clock) -> Result:
+    try:
+        error = _error(_part(x.case, call()), exact)
+        allowed = max(_FACTOR * max(measure, _SUM), torch.finfo(x.q.dtype).eps)
+        if not error <= allowed:
+            note = f"is {error:.1e} off float64, rounding explains {allowed:.1e}"
+            return Result(x.case, peer, "wrong", note, error=error)
+        return Result(x.case, peer, "ok", "", clock(call), error)
+    except torch.OutOfMemoryError:
+        return Result(x.case, peer, "skipped", "takes more memory than there is")
+    except Exception as failure:  # whatever a compiler raises is a result of the benchmark, not its end
+        return Result(x.case, peer, "failed", summary(failure))
+
+
+def _slices(case: Case) -> tuple[int, int]:
+    """Queries (the last) and heads (the first) that are checked of the first sequence."""
+    heads = min(case.N, 16)
+    return max(min(case.Sq, _CHECKED_KEYS // (heads * case.T)), 1), heads
+
+
+def _part(case: Case, o: Tensor) -> Tensor:
+    queries, heads = _slices(case)
+    return o[0, case.Sq - queries :, :heads]
+
+
+def _truth(x: Inputs) -> tuple[Tensor, float]:
+    """What is checked in float64, and the error of the plain equation in the dtype of the inputs."""
+    queries, heads = _slices(x.case)
+    case = Case(x.case.kind, 1, queries, x.case.T, heads)
+
+    def part(dtype: torch.dtype) -> Tensor:
+        return by_hand(
+            Inputs(
+                case,
+                x.q[:1, x.case.Sq - queries :, :heads].to(dtype),
+                _cache(x, dtype),
+                None,
+                x.table[:1],
+                x.lengths[:1],
+                None if x.indices is None else x.indices[:1, x.case.Sq - queries :],
+                None if x.weight is None else x.weight[:heads].to(dtype),
+            )
+        )[0]
+
+    exact = part(torch.float64)
+    return exact, _error(part(x.q.dtype), exact)
+
+
+def _cache(x: Inputs, dtype: torch.dtype) -> Tensor:
+    """The first sequence's latents and rope keys, `[1, T, L + R]`; of FP8 what it holds."""
+    if x.rows is None:
+        return x.cache[:1].to(dtype)
+    numbers, scales, ropes = RowLayout(L, R, x.q.dtype).views(x.rows[: x.table.shape[1]])
+    return torch.cat(dequantised(numbers, ropes, scales, dtype), dim=-1).flatten(0, 1)[None]
+
+
+def _error(o: Tensor, exact: Tensor) -> float:
+    return float((o.double() - exact).abs().max() / exact.abs().max())
+
+
+def rows(device: Device, results: Sequence[Result], itemsize: int = 2) -> list[dict[str, Any]]:
+    """A flat row for each result; None for what was not measured."""
+    table = []
+    for result in results:
+        case, seconds = result.case, result.seconds
+        moved, flops = case.bytes(itemsize), case.flops
+        limit = max(moved / device.bytes_per_s, flops / device.flops_per_s)
+        table.append(
+            asdict(case)
+            | {
+                "peer": result.peer,
+                "status": result.status,
+                "us": None if seconds is None else seconds * 1e6,
+                "gb_per_s": None if seconds is None else moved / seconds / 1e9,
+                "tflop_per_s": None if seconds is None else flops / seconds / 1e12,
+                "of_limit": None if seconds is None else limit / seconds,
+                "bound": "memory" if moved / device.bytes_per_s >= flops / device.flops_per_s else "compute",
+                "error": result.error,
+                "note": result.note,
+            }
+        )
+    return table
+
+
+def as_text(device: Device, results: Sequence[Result]) -> str:
+    """The table, the limits above it."""
+    head = ("case", "peer", "us", "GB/s", "TFLOP/s", "of limit", "bound", "error", "")
+    cells = [list(head)]
+    for result, row in zip(results, rows(device, results), strict=True):
+        numbers = [row[name] for name in ("us", "gb_per_s", "tflop_per_s", "of_limit")]
+        formats = (".1f", ".0f", ".1f", ".0%")
+        shown = ["-" if n is None else format(n, f) for n, f in zip(numbers, formats, strict=True)]
+        error = "-" if result.error is None else f"{result.error:.0e}"
+        note = "" if result.status == "ok" else f"{result.status}: {result.note}"
+        cells.append([str(result.case), result.peer, *shown, row["bound"], error, note])
+    widths = [max(len(line[k]) for line in cells) for k in range(len(head))]
+    lines = [
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:-1], widths[1:-1]), line[-1]]).rstrip()
+        for line in cells
+    ]
+    rates = f"copy {device.bytes_per_s / 1e9:.0f} GB/s, matmul {device.flops_per_s / 1e12:.1f} TFLOP/s"
+    return "\n".join([f"{device.name}: {rates}, measured in this run", *lines])
+
+
+def as_csv(device: Device, results: Sequence[Result]) -> str:
+    """The rows with a header."""
+    table = rows(device, results)
+    text = StringIO()
+    writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    return text.getvalue()

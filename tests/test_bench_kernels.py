@@ -1,0 +1,149 @@
+"""The benchmark of the kernels, on the CPU at tiny sizes: the same cases, checks and tables as on a GPU."""
+
+import csv
+from io import StringIO
+
+import pytest
+import torch
+from mla_compile.kernels.expanded_attention import native as expanded_attention
+from mla_compile.kernels.latent_attention import native as latent_attention
+
+from mla_compile.bench import kernel_peers, kernel_run
+from mla_compile.bench.kernel_cases import SCALE, Case, L, P, R, V, make_inputs
+from mla_compile.bench.kernel_run import Result, as_csv, as_text, grid, limits_of, rows
+from mla_compile.cli import main
+from mla_compile.cost import Device
+
+CPU = torch.device("cpu")
+DEVICE = Device("a GPU", 8e14, 4e12)
+DECODE = Case("decode", 2, 1, 128, 3)
+CASES = [
+    DECODE,
+    Case("decode", 2, 2, 128, 3),
+    Case("decode", 2, 2, 128, 3, fp8=True),
+    Case("sparse", 2, 2, 192, 3),
+    Case("sparse", 2, 1, 192, 3, fp8=True),
+    Case("prefill", 1, 64, 64, 3),
+]
+
+
+def once(call):
+    call()
+    return 0.001
+
+
+@pytest.fixture(scope="module")
+def results():
+    peers = ("mla", "sdpa", "by-hand")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_run, "limits_of", lambda *_: DEVICE)
+        for module in (expanded_attention, latent_attention):  # C++ takes longer to compile than all else here
+            patch.setattr(module, "load", lambda *_: None)
+        return kernel_run.run(CASES, peers, CPU, torch.float32, once)[1]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_way_is_right(results, case):
+    own = {result.peer: result for result in results if result.case == case}
+    expected = {"mla"} if case.fp8 else {"mla", "by-hand"} | ({"sdpa"} if case.kind != "sparse" else set())
+    assert set(own) == expected
+    assert {peer: (result.status, result.note) for peer, result in own.items()} == dict.fromkeys(own, ("ok", ""))
+    assert all(result.error < 1e-4 for result in own.values())
+
+
+def test_flex_is_right():
+    x = make_inputs(Case("decode", 1, 2, 64, 2), CPU, torch.float32)
+    from torch.nn.attention.flex_attention import flex_attention
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: function)
+        o = kernel_peers.calls(x, ("flex",))["flex"]()
+    assert flex_attention is not None
+    torch.testing.assert_close(o, kernel_peers.by_hand(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_wrong_result_gets_no_time(monkeypatch):
+    x = make_inputs(DECODE, CPU, torch.float32)
+    exact, measure = kernel_run._truth(x)
+    wrong = kernel_run._one(x, "mla", lambda: kernel_peers.by_hand(x) * 1.01, exact, measure, once)
+    assert (wrong.status, wrong.seconds) == ("wrong", None)
+    assert "off float64, rounding explains" in wrong.note
+    not_a_number = kernel_run._one(x, "mla", lambda: kernel_peers.by_hand(x) * torch.nan, exact, measure, once)
+    assert not_a_number.status == "wrong"
+
+
+def test_what_fails_and_what_does_not_fit_are_results():
+    x = make_inputs(DECODE, CPU, torch.float32)
+    exact, measure = kernel_run._truth(x)
+
+    def fail(error):
+        def call():
+            raise error
+
+        return kernel_run._one(x, "mla", call, exact, measure, once)
+
+    assert fail(torch.OutOfMemoryError("no")).status == "skipped"
+    failed = fail(ValueError("no such kernel"))
+    assert (failed.status, failed.note) == ("failed", "ValueError: no such kernel")
+
+
+def test_bytes_and_flops():
+    decode = Case("decode", 3, 2, 640, 16)
+    assert decode.flops == 2 * 3 * 2 * 16 * 640 * (2 * L + R)
+    assert decode.bytes(2) == 3 * (640 * 576 * 2 + 2 * 16 * (576 + 512) * 2)
+    assert Case("decode", 3, 2, 640, 16, fp8=True).bytes(2) == 3 * (640 * 656 + 2 * 16 * (576 + 512) * 2)
+    sparse = Case("sparse", 1, 2, 8192, 16)
+    assert sparse.flops == 2 * 2 * 16 * 2048 * (2 * L + R)
+    assert sparse.bytes(2) == 2 * 2048 * 576 * 2 + 2 * 16 * (576 + 512) * 2
+    prefill = Case("prefill", 1, 64, 64, 4)
+    assert prefill.flops == 2 * 4 * (64 * L * (P + V) + 64 * 65 / 2 * (P + R + V))
+
+
+def test_the_table():
+    fast = Result(DECODE, "mla", "ok", "", 1e-5, 3e-4)
+    slow = Result(DECODE, "sdpa", "skipped", "takes more memory than there is")
+    first, second = rows(DEVICE, [fast, slow])
+    assert first["gb_per_s"] == pytest.approx(DECODE.bytes(2) / 1e-5 / 1e9)
+    assert first["of_limit"] == pytest.approx(DECODE.bytes(2) / 4e12 / 1e-5)
+    assert first["bound"] == "memory"
+    assert second["us"] is second["of_limit"] is None
+    text = as_text(DEVICE, [fast, slow])
+    assert text.splitlines()[0] == "a GPU: copy 4000 GB/s, matmul 800.0 TFLOP/s, measured in this run"
+    assert "skipped: takes more memory than there is" in text
+    assert [row["peer"] for row in csv.DictReader(StringIO(as_csv(DEVICE, [fast, slow])))] == ["mla", "sdpa"]
+
+
+def test_the_grid():
+    cases = list(grid(["decode", "prefill"], [1, 4], [1024], [64], [16, 128], [1, 2], [False, True]))
+    assert len(cases) == len(set(cases)) == 2 * (2 * 1 * 2 * 2) + 2
+    assert Case("decode", 4, 2, 1024, 128, True) in cases
+    assert Case("prefill", 1, 64, 64, 16) in cases
+
+
+def test_limits_are_rates_of_the_clock():
+    limits = limits_of(CPU, torch.float32, lambda call: (call(), 0.5)[1])
+    assert limits == Device("cpu", 2 * 256**3 / 0.5, 2 * 4 * 2**22 / 0.5)
+
+
+def test_a_context_that_is_no_multiple_of_a_page():
+    with pytest.raises(ValueError, match="expected a multiple of 64 tokens, found 100"):
+        make_inputs(Case("decode", 1, 1, 100, 2), CPU, torch.float32)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", "--device", "cuda"])
+    assert exit_.value.code == 2
+    assert "--device cuda: expected a GPU that torch sees, found none" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    device = torch.device("cuda")
+    _, found = kernel_run.run([Case("decode", 2, 2, 1024, 16), Case("prefill", 1, 512, 512, 16)], ("mla",), device)
+    assert [result.status for result in found] == ["ok", "ok"]
+
+
+def test_the_scale_is_deepseeks():
+    assert pytest.approx(192**-0.5) == SCALE
