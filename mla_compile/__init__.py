@@ -24,6 +24,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .cache.continuous import ContinuousModel
     from .cache.latent_cache import PagedLatentCache
+    from .exported import lower, rewrite
 
 __all__ = [
     "BlockTable",
@@ -47,7 +48,9 @@ __all__ = [
     "__version__",
     "explain",
     "last_report",
+    "lower",
     "reports",
+    "rewrite",
 ]
 
 
@@ -60,4 +63,8 @@ def __getattr__(name: str) -> Any:
         from .cache.continuous import ContinuousModel
 
         return ContinuousModel
+    if name in ("lower", "rewrite"):  # these import Inductor
+        from . import exported
+
+        return getattr(exported, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

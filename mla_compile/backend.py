@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_compile.kernels.register
 from mla_compile import device as devices
+from mla_compile.cost import Device
 from mla_compile.kernels._common.tuning import tuning
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.pipeline import Pipeline
@@ -157,14 +158,11 @@ class _Compilation:
     def _stock(self, note: str) -> Callable[..., Any]:
         self.note = f"stock Inductor, {note}"
         if self.options.strict:
-            _raise_strict(self.outcomes, note)
+            raise_strict(self.outcomes, note)
         return _compile_fx(self.module, self.inputs)
 
-    def _rates(self) -> Any:
-        tensors = [t for t in self.inputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
-        if not tensors:
-            return devices.measured(torch.device("cpu"), torch.float32)
-        return devices.measured(tensors[0].device, tensors[0].dtype)
+    def _rates(self) -> Device:
+        return rates_of(self.inputs)
 
     def _inner(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
         show("mla_before_passes", module)
@@ -177,7 +175,7 @@ class _Compilation:
             raise _NothingToRewrite
         show("mla_after_passes", module)
         if self.options.strict:
-            _raise_strict(self.outcomes, "")
+            raise_strict(self.outcomes, "")
         start = time.perf_counter()
         retraced = retrace(module)
         self.seconds["retrace"] = time.perf_counter() - start
@@ -186,6 +184,14 @@ class _Compilation:
             kwargs["get_decomp_fn"] = select_decomp_table
         compiled = compile_fx_inner(retraced, inputs, **kwargs)
         return Verified(compiled, before, module, self.outcomes) if before is not None else compiled
+
+
+def rates_of(inputs: Inputs) -> Device:
+    """The rates of the device on which a graph runs, in the dtype of its first floating input."""
+    tensors = [t for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    if not tensors:
+        return devices.measured(torch.device("cpu"), torch.float32)
+    return devices.measured(tensors[0].device, tensors[0].dtype)
 
 
 def _compile_fx(module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Callable[..., Any]:
@@ -221,7 +227,8 @@ def _may_attend(module: fx.GraphModule) -> bool:
     return any(attends(node) for graph in graphs for node in graph.nodes if node.op.startswith("call_"))
 
 
-def _raise_strict(outcomes: list[Outcome], note: str) -> None:
+def raise_strict(outcomes: list[Outcome], note: str) -> None:
+    """Raise StrictError if an attention stays unchanged or there is none."""
     unchanged = [o for o in outcomes if not o.rewritten]
     if unchanged:
         listed = "\n".join(f"  {o.location}: {o.reason}" for o in unchanged)

@@ -213,10 +213,7 @@ def choose(
 
     Raises ValueError where a symbol has no hint.
     """
-    times: dict[Path, Times] = {}
-    for path in paths:
-        cost = absorbed(dims, element_size) if path == "absorbed" else chunked(dims, element_size, workspace_tokens)
-        times[path] = _times(cost, device)
+    times = {path: times_of(path, dims, device, element_size, workspace_tokens) for path in paths}
     if topk is not None and sympy.expand(topk - dims.T) != 0 and sympy.sympify(topk).is_polynomial():
         times["sparse"] = _times(sparse(dims, element_size, topk), device)
     path = _fastest(times, hints)
@@ -226,6 +223,12 @@ def choose(
         if all(time.is_polynomial(symbol) for pair in times.values() for time in pair):
             return Decision(path, _bounds(path, times, symbol, hints[symbol]))
     return Decision(path, _inequalities(path, times, hints))
+
+
+def times_of(path: Path, dims: Dims, device: Device, element_size: int, workspace_tokens: int) -> Times:
+    """Seconds for the FLOPs and for the bytes of `absorbed` or `chunked`; the roofline time is the larger one."""
+    cost = absorbed(dims, element_size) if path == "absorbed" else chunked(dims, element_size, workspace_tokens)
+    return _times(cost, device)
 
 
 def _times(cost: Cost, device: Device) -> Times:

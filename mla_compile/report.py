@@ -99,12 +99,12 @@ def record(report: Report) -> None:
 
 
 def reports() -> list[Report]:
-    """The report of every `backend="mla"` compilation in this process, oldest first."""
+    """The report of every `backend="mla"` compilation and `rewrite` in this process, oldest first."""
     return list(_HISTORY)
 
 
 def last_report() -> Report | None:
-    """The report of the latest `backend="mla"` compilation in this process, None if there was none."""
+    """The report of the latest `backend="mla"` compilation or `rewrite` in this process, None if there was none."""
     return _HISTORY[-1] if _HISTORY else None
 
 

@@ -5,6 +5,7 @@ What the passes leave unchanged is unsealed when the graph is traced again: to e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,22 +24,33 @@ _DEFAULTS: dict[str, Any] = {
     "scale": None,
     "enable_gqa": False,
 }
+_TENSORS = ("query", "key", "value", "attn_mask")
 
 
 def seal(module: fx.GraphModule) -> int:
     """Seal every SDPA call of a Dynamo graph in place; returns how many."""
+    count = _seal(module.graph, F.scaled_dot_product_attention)
+    if count:
+        module.recompile()
+    return count
+
+
+def seal_exported(graph: fx.Graph) -> None:
+    """Seal every SDPA op of an exported program's graph in place."""
+    _seal(graph, torch.ops.aten.scaled_dot_product_attention.default)
+
+
+def _seal(graph: fx.Graph, attention: Callable[..., Any]) -> int:
     count = 0
-    for node in module.graph.nodes:
-        if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is not attention:
             continue
         arguments = _DEFAULTS | dict(zip(_DEFAULTS, node.args, strict=False)) | node.kwargs
-        if any(isinstance(arguments[name], fx.Node) for name in ("dropout_p", "is_causal", "scale", "enable_gqa")):
+        if any(isinstance(arguments[name], fx.Node) for name in _DEFAULTS if name not in _TENSORS):
             continue  # a symbolic flag or scale: left to Inductor
         node.target = torch.ops.mla.sealed_attention.default
         node.args, node.kwargs = tuple(arguments.values()), {}
         count += 1
-    if count:
-        module.recompile()
     return count
 
 
@@ -46,3 +58,12 @@ def unseal(*args: Any) -> torch.Tensor:
     """A sealed attention as the SDPA call that it was."""
     query, key, value, mask, dropout, causal, scale, grouped = args
     return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+
+
+def unseal_exported(graph: fx.Graph) -> None:
+    """Make the sealed attentions of an exported program's graph the SDPA ops that they were, in place."""
+    for node in graph.nodes:
+        if node.target is torch.ops.mla.sealed_attention.default:
+            *positional, scale, grouped = node.args
+            node.target = torch.ops.aten.scaled_dot_product_attention.default
+            node.args, node.kwargs = tuple(positional), {"scale": scale, "enable_gqa": grouped}

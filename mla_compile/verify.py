@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,22 +39,24 @@ class Verified:
         after: fx.GraphModule,
         outcomes: list[Outcome],
     ) -> None:
-        self.compiled, self.before, self.after = compiled, before, after
-        self.sites = {outcome.node: outcome for outcome in outcomes if outcome.rewritten}
+        self.compiled, self.before, self.after, self.outcomes = compiled, before, after, outcomes
         self.checked = False
 
     def __call__(self, inputs: list[Any]) -> Any:
         if not self.checked:
-            self._check(inputs)
+            check(self.before, self.after, self.outcomes, inputs)
             self.checked = True
         return self.compiled(inputs)
 
-    def _check(self, inputs: list[Any]) -> None:
-        original = _outputs(self.before, inputs, {name: name for name in self.sites})
-        names = {node.name: node.meta["mla_site"] for node in self.after.graph.nodes if "mla_site" in node.meta}
-        rewritten = _outputs(self.after, inputs, names)
-        for name, site in self.sites.items():
-            compare(original[name], rewritten[name], site)
+
+def check(before: fx.GraphModule, after: fx.GraphModule, outcomes: list[Outcome], inputs: Sequence[Any]) -> None:
+    """Run both graphs on the inputs. Raises VerifyError if a rewritten site differs from the original."""
+    sites = {outcome.node: outcome for outcome in outcomes if outcome.rewritten}
+    original = _outputs(before, inputs, {name: name for name in sites})
+    names = {node.name: node.meta["mla_site"] for node in after.graph.nodes if "mla_site" in node.meta}
+    rewritten = _outputs(after, inputs, names)
+    for name, site in sites.items():
+        compare(original[name], rewritten[name], site)
 
 
 def compare(original: Tensor, rewritten: Tensor, site: Outcome) -> None:
@@ -71,7 +73,7 @@ def compare(original: Tensor, rewritten: Tensor, site: Outcome) -> None:
         )
 
 
-def _outputs(module: fx.GraphModule, inputs: list[Any], names: dict[str, str]) -> dict[str, Tensor]:
+def _outputs(module: fx.GraphModule, inputs: Sequence[Any], names: dict[str, str]) -> dict[str, Tensor]:
     """The values of the named nodes, on copies of the inputs: the graph may write to them."""
     found: dict[str, Tensor] = {}
 

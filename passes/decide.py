@@ -6,6 +6,7 @@ compiled graph, so that other sizes either take the same path rightly or compile
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,16 +15,20 @@ import torch
 from sympy.core.relational import Relational
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from mla_compile.cost import Decision, Device, Dims, Path, choose
+from mla_compile.cost import Decision, Device, Dims, Path, choose, times_of
 
 from .axes import Size
+from .by_size import BY_SIZE, BySize
 from .mask import Meaning
 from .seen import Seen
 from .site import Site
 from .source import Refusal, where
 from .symbols import Renaming
 from .trace import hint_of
+
+Ranges = Mapping[sympy.Symbol, ValueRanges]
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,23 @@ class Choice:
     path: str
     reason: str
     guards: tuple[str, ...] = ()
+    by_size: BySize | None = None
+    """Where the graph has to choose while it runs."""
 
 
 def decide(
-    site: Site, meaning: Meaning, wanted: str, device: Device, workspace_tokens: int, environment: ShapeEnv | None
+    site: Site,
+    meaning: Meaning,
+    wanted: str,
+    device: Device,
+    workspace_tokens: int,
+    environment: ShapeEnv | None,
+    ranges: Ranges | None = None,
 ) -> Choice:
     """The path of a site: `wanted`, or by the cost model of `device` if that is `auto`.
+
+    With `ranges`, those of all symbols, there are no guards: a choice that is not the same for all of the sizes is left
+    to the graph.
 
     Raises:
         Refusal: if rewriting would gain nothing.
@@ -63,23 +79,42 @@ def decide(
     renamed = tuple((name, rename(size)) for name, size in sizes.items())
     renamed_topk = rename(topk) if topk is not None else None
     hints = tuple((ours, hint[theirs]) for theirs, ours in rename.renamed.items())
-    paths: tuple[Path, ...] = ("absorbed",) if by_hand else ("absorbed", "chunked")
+    paths: tuple[Path, ...] = ("absorbed",) if by_hand else _DENSE
     decision = _choose(renamed, renamed_topk, paths, device, element_size, workspace_tokens, hints)
+    conditions = (*map(rename.undo, decision.conditions), *bounds)
+    numbers = ", ".join(f"{name}={sizes[name]}" for name in ("Sq", "T"))
+    if topk is not None:
+        numbers += f", topk={topk}"
+    reason = f"{_KINDS[decision.path]} ({numbers})"
+    if ranges is not None and all(_holds(condition, ranges) for condition in conditions):
+        if any(isinstance(size, sympy.Expr) for size in sizes.values()):
+            reason = f"the fastest one at all declared sizes ({numbers})"
+    elif ranges is not None:
+        if paths == _DENSE and named is None and site.attention.opaque is None:
+            times = (times_of(path, Dims(**sizes), device, element_size, workspace_tokens) for path in paths)
+            return Choice(BY_SIZE, f"the faster one at the sizes of each run ({numbers})", (), BySize(*times))
+        reason += " in the exported example, right for all sizes"
     if decision.path == "chunked":
         _refuse_opaque(site)
         _refuse_wide_latent(site, sizes)
-    conditions = (*map(rename.undo, decision.conditions), *bounds)
+    if ranges is not None:
+        return Choice(decision.path, reason)
     guards = tuple(map(str, conditions))
     for condition in conditions:
         assert environment is not None
         holds = bool(torch.SymBool(_guarded(environment, condition)))
         assert holds, f"the cost model's condition {condition} does not hold at its own hints"
-    numbers = ", ".join(f"{name}={sizes[name]}" for name in ("Sq", "T"))
-    if topk is not None:
-        numbers += f", topk={topk}"
-    return Choice(decision.path, f"{_KINDS[decision.path]} ({numbers})", guards)
+    return Choice(decision.path, reason, guards)
 
 
+def _holds(condition: Relational, ranges: Ranges) -> bool:
+    """Whether a condition `a >= b` or `a <= b` provably holds for all sizes of the ranges."""
+    sign = 1 if isinstance(condition, sympy.Ge) else -1
+    margin = sympy.expand(sign * (condition.lhs - condition.rhs))
+    return bool(bound_sympy(margin, dict(ranges)).lower >= 0)
+
+
+_DENSE: tuple[Path, ...] = ("absorbed", "chunked")
 _KINDS: dict[Path, str] = {
     "absorbed": "few queries meet many keys",
     "chunked": "many queries meet many keys",

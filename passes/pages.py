@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from .axes import Axis, Dim, Read, Unaligned, same
+from .by_size import BY_SIZE
 from .changes import change_read
 from .lookup import within
 from .mask import Meaning
@@ -68,7 +69,7 @@ def keys_in_pages(site: Site, meaning: Meaning, path: str, trace: Trace) -> tupl
     if pages is None:
         return None, ""
     named_in_a_row = path == "sparse" and len(site.attention.keys) == 1 and not meaning.uniform_when_empty
-    if path == "absorbed" or named_in_a_row:
+    if path in ("absorbed", BY_SIZE) or named_in_a_row:
         return pages, "; reads the pages"
     return None, "; what the pages hold is gathered first"
 

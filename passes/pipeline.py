@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mla_compile.cost import Device
 
 from .axes import Unaligned
-from .decide import decide
+from .decide import Ranges, decide
 from .find import Attention, find
+from .guards import GuardNeeded, no_guards
 from .mask import understand
 from .outcome import Outcome, rewritten, unchanged
 from .pages import keys_in_pages
@@ -35,11 +37,25 @@ class Pipeline:
     workspace_tokens: int = 1024
     """Keys that the chunked path up-projects at a time."""
 
+    ranges: Ranges | None = None
+    """Of an exported program: the sizes it is declared for, all of which its one graph has to serve without guards."""
+
     def __call__(self, module: fx.GraphModule) -> list[Outcome]:
         """Rewrite the MLA sites of a functional ATen graph in place. Every node has its fake value in `meta["val"]`."""
         graph = module.graph
         mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         environment = mode.shape_env if mode is not None else None
+        with nullcontext() if self.ranges is None else no_guards(environment):
+            outcomes = self._rewrite_all(module, environment)
+        if any(o.rewritten for o in outcomes):
+            graph.eliminate_dead_code()
+            _relax_views(graph)
+            graph.lint()
+            module.recompile()
+        return outcomes
+
+    def _rewrite_all(self, module: fx.GraphModule, environment: ShapeEnv | None) -> list[Outcome]:
+        graph = module.graph
         outcomes: list[Outcome] = []
         rewriter = Rewriter(graph, self.workspace_tokens, environment)
         trace = Trace(graph)
@@ -51,11 +67,9 @@ class Pipeline:
             except Unaligned as error:
                 reason = f"expected sizes that factor into common axes, found that {error}"
                 outcomes.append(unchanged(found.node, Refusal(found.node, reason)))
-        if any(o.rewritten for o in outcomes):
-            graph.eliminate_dead_code()
-            _relax_views(graph)
-            graph.lint()
-            module.recompile()
+            except GuardNeeded as guard:
+                reason = f"expected code for all declared sizes, found some for {guard} alone"
+                outcomes.append(unchanged(found.node, Refusal(found.node, reason)))
         return outcomes
 
     def _rewrite(
@@ -65,10 +79,10 @@ class Pipeline:
             raise found
         site = prove(found, trace)
         meaning = understand(site, trace)
-        choice = decide(site, meaning, self.path, self.device, self.workspace_tokens, environment)
+        choice = decide(site, meaning, self.path, self.device, self.workspace_tokens, environment, self.ranges)
         frame = common_frame(site.node, _sources(site))
         pages, words = keys_in_pages(site, meaning, choice.path, trace)
-        output = rewriter(site, meaning, choice.path, pages)
+        output = rewriter(site, meaning, choice, pages)
         output.meta["mla_site"] = site.node.name
         shapes = {name: str(size) for name, size in site.sizes.items()}
         return rewritten(site.node, frame, choice.path, choice.reason + words, shapes, choice.guards, meaning.words)

@@ -20,6 +20,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .axes import Unaligned
+from .by_size import EmitBySize
+from .decide import Choice
 from .mask import Meaning
 from .materialize import Reader, sources_of, write_as
 from .pages import Pages
@@ -40,8 +42,8 @@ class Rewriter:
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._traced: dict[Hashable, fx.Graph] = {}
 
-    def __call__(self, site: Site, meaning: Meaning, path: str, pages: Pages | None = None) -> fx.Node:
-        """Replace a site by its absorbed, chunked or sparse form; returns the node that holds the new output.
+    def __call__(self, site: Site, meaning: Meaning, choice: Choice, pages: Pages | None = None) -> fx.Node:
+        """Replace a site by the form that was chosen for it; returns the node that holds the new output.
 
         With `pages` the absorbed form reads the site's keys there.
 
@@ -54,9 +56,11 @@ class Rewriter:
             for place, part in ((scores, EmitScores(site)), (site.node, EmitOutput(site))):
                 output = self._put(place, _trace(part, self._values(part.sources)), part.sources)
             return output
-        emit = _Emit(site, meaning, path, self.workspace_tokens, pages)
+        paths = (choice.path,) if choice.by_size is None else ("absorbed", "chunked")
+        parts = [_Emit(site, meaning, p, self.workspace_tokens, None if p == "chunked" else pages) for p in paths]
+        emit = parts[0] if choice.by_size is None else EmitBySize(parts[0], parts[1], choice.by_size)
         key = (
-            signature(site, emit.seen, emit.kind, emit.sources, self.environment, pages),
+            tuple(signature(site, p.seen, p.kind, emit.sources, self.environment, p.pages) for p in parts),
             tuple(source in self._replaced for source in emit.sources),
         )
         traced = self._traced.get(key)
@@ -100,12 +104,25 @@ def inline(graph: fx.Graph, inner: fx.Graph, arguments: Sequence[fx.Node], origi
             mapped[node] = next(supply)
         elif node.op == "output":
             result = mapped[node.args[0]]
+        elif node.op == "get_attr":
+            mapped[node] = graph.get_attr(_adopted(graph, inner, node.target))
         else:
             copied = graph.node_copy(node, lambda n: mapped[n])
             copied.meta.update({key: origin.meta[key] for key in _COPIED_META if key in origin.meta})
             mapped[node] = copied
     assert result is not None
     return result
+
+
+def _adopted(graph: fx.Graph, inner: fx.Graph, name: Any) -> str:
+    """The name in the module of `graph` for what the module of `inner` calls `name`: code that an op takes."""
+    owner, code = graph.owning_module, getattr(inner.owning_module, name)
+    assert owner is not None
+    known = {child: own for own, child in owner.named_children()}
+    if code not in known:
+        known[code] = f"mla_code_{len(known)}"
+        owner.add_module(known[code], code)
+    return known[code]
 
 
 class _Emit:

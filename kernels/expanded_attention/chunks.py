@@ -112,13 +112,19 @@ def _leveled(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Ten
     """
     if mask is None or mask.dtype == torch.bool:
         return q, mask, None
-    lowest = -_SPACING / torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
-    peak = mask.amax(-1, keepdim=True)
-    lost = (peak <= lowest) & peak.isfinite()
+    lost, level = lost_rows(q.dtype, mask)
     if reads_values(lost) and not lost.any():
         return q, mask, None
-    level = peak.masked_fill(~lost, 0.0)
     return q.masked_fill(lost.transpose(1, 2), 0.0), mask - level, level.squeeze(-1).transpose(1, 2)
+
+
+def lost_rows(dtype: torch.dtype, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of a mask whose finite numbers outweigh scores of `dtype`, `[B|1, N|1, Sq|1, 1]`, and their greatest number,
+    0 for all other rows."""
+    lowest = -_SPACING / torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    peak = mask.amax(-1, keepdim=True)
+    lost = (peak <= lowest) & peak.isfinite()
+    return lost, peak.masked_fill(~lost, 0.0)
 
 
 def _attend_sequence(

@@ -37,7 +37,7 @@ def check_arguments(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> N
 
 def share_of_second(lse_a: Tensor, lse_b: Tensor) -> Tensor:
     """`exp(lse_b - lse) = sigmoid(lse_b - lse_a)`, of the dtype and shape of both; 0 where neither has any weight."""
-    return torch.sigmoid(lse_b - lse_a).masked_fill_(lse_b == -torch.inf, 0.0)
+    return torch.sigmoid(lse_b - lse_a).masked_fill(lse_b == -torch.inf, 0.0)
 
 
 torch.library.impl("mla::merge_states", "CompositeExplicitAutograd")(merge_states_aten)

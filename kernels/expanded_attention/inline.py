@@ -1,0 +1,70 @@
+"""Chunked MLA as ATen operations that a graph can hold: a loop over chunks whose number only a run knows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..loop import Positions, attend_over_chunks
+from ..scores import softmax_with_lse
+from .chunks import lost_rows
+
+
+def expanded_attention_inline(
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    mask: Tensor | None,
+    causal_offset: int | torch.SymInt | None,
+    scale: float,
+    workspace_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """`mla::expanded_attention`, to be traced; see `mla_compile.ops` for shapes and dtypes.
+
+    The keys and values of `workspace_tokens` tokens exist at a time, of all sequences and heads; on CPU no scores do,
+    elsewhere those of all queries with one chunk. Keys that a mask hides are multiplied by 0, as in naive code.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q_heads, weights, level = q.transpose(1, 2).to(dtype), (w_uk.to(dtype), w_uv.to(dtype)), None
+    if mask is not None and mask.dtype != torch.bool:
+        lost, level = lost_rows(q.dtype, mask)
+        q_heads, mask = q_heads.masked_fill(lost, 0.0), mask - level
+    attend = _flash if q.is_cpu else _composed
+
+    def attend_to_chunk(positions: Positions, bias: Tensor, operands: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        q_heads, latent, k_rope, w_uk, w_uv = operands
+        here, rope_here = (part.index_select(1, positions.inside).to(dtype) for part in (latent, k_rope))
+        k_nope, v = (torch.matmul(here[:, None], w.transpose(1, 2)) for w in (w_uk, w_uv))
+        k = torch.cat([k_nope, rope_here[:, None].expand(-1, w_uk.shape[0], -1, -1)], dim=-1)
+        return attend(q_heads, k, v, bias, scale)
+
+    o, lse = attend_over_chunks(
+        attend_to_chunk,
+        (q_heads, latent, k_rope, *weights),
+        mask,
+        causal_offset,
+        latent.shape[1],
+        workspace_tokens,
+        q_heads.new_zeros((*q_heads.shape[:3], w_uv.shape[1])),
+    )
+    lse = lse if level is None else lse + level.squeeze(-1)
+    return o.transpose(1, 2).to(q.dtype).contiguous(), lse.transpose(1, 2).contiguous()
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """q `[B, N, Sq, D]`, k `[B, N, C, D]`, v `[B, N, C, V]`, bias `[B|1, N|1, Sq, C]`: o `[B, N, Sq, V]`, lse.
+
+    CPU flash attention wants D = V.
+    """
+    columns = v.shape[3]
+    width = max(q.shape[3], columns)
+    q, k, v = (torch.nn.functional.pad(t, (0, width - t.shape[3])).contiguous() for t in (q, k, v))
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
+    return o[..., :columns], lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
+
+
+def _composed(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    weights, lse = softmax_with_lse(scale * (q @ k.mT), bias, None)
+    return weights @ v, lse

@@ -1,0 +1,56 @@
+"""The mla ops as plain ATen operations, for graphs that run where nothing of this library is.
+
+A decomposition may neither look at values nor let a size decide what it does, so most are the equations themselves:
+what an equation keeps in memory is the scores, of a head axis and a key axis, and in half precision float32 copies of
+its operands. `expanded_attention`, whose equation keeps up-projected keys, is a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .expanded_attention.inline import expanded_attention_inline
+from .latent_attention.reference import latent_attention_reference
+from .merge_states.reference import merge_states_reference
+from .paged_latent_attention.inline import paged_latent_attention_inline
+from .per_head_matmul.reference import per_head_matmul_reference
+from .sparse_latent_attention.reference import sparse_latent_attention_reference
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """For each mla op that attends its ATen operations: what `ExportedProgram.run_decompositions` takes.
+
+    `append_latents`, which a program has only if its module calls it, stays an op.
+    """
+    mla = torch.ops.mla
+    return {
+        mla.latent_attention.default: _as_the_op(latent_attention_reference),
+        mla.paged_latent_attention.default: _as_the_op(paged_latent_attention_inline),
+        mla.sparse_latent_attention.default: _as_the_op(sparse_latent_attention_reference),
+        mla.expanded_attention.default: expanded_attention_inline,
+        mla.merge_states.default: _as_the_op(merge_states_reference),
+        mla.per_head_matmul.default: per_head_matmul_inline,
+    }
+
+
+def per_head_matmul_inline(x: Tensor, weight: Tensor) -> Tensor:
+    """`mla::per_head_matmul`, to be traced: rounded once, as the op rounds."""
+    return per_head_matmul_reference(x, weight).contiguous()
+
+
+def _as_the_op(equation: Callable[..., Any]) -> Callable[..., Any]:
+    """An equation of attention with the dtypes and strides of its op: computed in at least float32."""
+
+    @wraps(equation)
+    def decomposition(first: Tensor, *operands: Any, **more: Any) -> Any:
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        raised = [t.to(dtype) if isinstance(t, Tensor) and t.dtype == first.dtype else t for t in operands]
+        o, lse = equation(first.to(dtype), *raised, **more)
+        return o.to(first.dtype).contiguous(), lse.float().contiguous()
+
+    return decomposition

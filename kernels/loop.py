@@ -1,0 +1,106 @@
+"""A loop over chunks of keys that a graph can hold: as many turns as a run's sizes ask for, no look at values.
+
+A chunk is read at positions that are a tensor, so that each turn has the same shapes; what lies behind the last key is
+read as the last key, and hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .merge_states.aten import share_of_second
+
+Operands = Any
+"""Tensors and sizes that the turns read, in tuples."""
+Count = Any
+"""An int or, while a graph is traced, a SymInt."""
+_torch_c: Any = torch._C  # `_is_alias_of` is not in its stubs
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions `[C]` of a chunk's keys."""
+
+    wanted: Tensor
+    inside: Tensor
+    """The last key's in place of those behind it."""
+
+
+def attend_over_chunks(
+    attend: Callable[[Positions, Tensor, Operands], tuple[Tensor, Tensor]],
+    operands: Operands,
+    mask: Tensor | None,
+    causal_offset: Count | None,
+    tokens: Count,
+    size: int,
+    zeros: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Attention `[B, N, Sq, V]` and its lse `[B, N, Sq]` out of chunks of `size` of the `tokens` keys.
+
+    `attend` gets the positions of a chunk, what to add to its scores, `[B|1, N|1, Sq, C]`, and the operands, and gives
+    the attention to it alone. Mask and causal offset are those of `mla_compile.ops`; `zeros` is a first result.
+    """
+    queries = zeros.shape[2]
+    stop = tokens if causal_offset is None else torch.sym_min(tokens, queries + causal_offset)
+    size = torch.sym_min(size, tokens)
+    taken, spec = pytree.tree_flatten((stop, size, tokens, causal_offset, mask, operands))
+    _part(taken)
+    # Only tensors and symbols can be handed to the loop; numbers are part of its code.
+    variable = [i for i, leaf in enumerate(taken) if isinstance(leaf, Tensor | torch.SymInt)]
+
+    def given(leaves: tuple[Any, ...]) -> Any:
+        whole = dict(enumerate(taken)) | dict(zip(variable, leaves, strict=True))
+        return pytree.tree_unflatten([whole[i] for i in range(len(taken))], spec)
+
+    def more(start: Tensor, o: Tensor, lse: Tensor, *leaves: Any) -> Tensor:
+        return (start < given(leaves)[0]).squeeze(0)
+
+    def turn(start: Tensor, o: Tensor, lse: Tensor, *leaves: Any) -> tuple[Tensor, Tensor, Tensor]:
+        _, size, tokens, causal_offset, mask, operands = given(leaves)
+        wanted = start + torch.arange(size, device=start.device)
+        positions = Positions(wanted, wanted.clamp(max=tokens - 1))
+        bias = _bias(positions, mask, causal_offset, tokens, o.shape[2], o.dtype)
+        o_here, lse_here = attend(positions, bias, operands)
+        share = share_of_second(lse, lse_here).unsqueeze(-1)
+        return start + size, torch.lerp(o, o_here, share.to(o.dtype)), torch.logaddexp(lse, lse_here.to(lse.dtype))
+
+    start = torch.zeros(1, dtype=torch.int64, device=zeros.device)
+    lse = zeros.new_full(zeros.shape[:3], -torch.inf, dtype=torch.float32)
+    leaves = tuple(taken[i] for i in variable)
+    _, o, lse = torch.ops.higher_order.while_loop(more, turn, (start, zeros, lse), leaves)
+    return o, lse
+
+
+def _part(leaves: list[Any]) -> None:
+    """Copy the tensors that share memory with an earlier one, in place of the list: a loop takes none such."""
+    seen: list[Tensor] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            leaves[i] = leaf.clone() if any(_torch_c._is_alias_of(leaf, other) for other in seen) else leaf
+            seen.append(leaf)
+
+
+def _bias(
+    positions: Positions,
+    mask: Tensor | None,
+    causal_offset: Count | None,
+    tokens: Count,
+    queries: Count,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What to add to the scores of a chunk: `[B|1, N|1, Sq, C]`, contiguous."""
+    hidden = torch.ge(positions.wanted, tokens).expand(queries, -1)
+    if causal_offset is not None:
+        hidden = hidden | (positions.wanted > torch.arange(queries, device=hidden.device)[:, None] + causal_offset)
+    hidden = hidden[None, None]
+    bias = torch.zeros((), dtype=dtype, device=hidden.device)
+    if mask is not None:
+        here = mask if mask.shape[3] == 1 else mask.index_select(3, positions.inside)
+        hidden, bias = (hidden | ~here, bias) if here.dtype == torch.bool else (hidden, here.to(dtype))
+    return torch.where(hidden, -torch.inf, bias).contiguous()

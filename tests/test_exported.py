@@ -1,0 +1,225 @@
+"""Exported programs: rewritten and lowered, as right as eager for every size that they are declared for."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.export import Dim
+from torch.profiler import ProfilerActivity, profile
+
+import mla_compile
+from mla_compile import exported
+from mla_compile.cost import Device
+from tests.errors import assert_as_close_as_eager
+from tests.models import HIDDEN, Combined, L, N, P, R, Separate, V
+
+pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
+
+SIZES = [(1, 0), (1, 1), (1, 93), (2, 5), (7, 0), (7, 94), (60, 3), (60, 61)]
+"""Query tokens and tokens of the cache: both ends of each range, and both sides of where the paths cross."""
+COUNTING = Device("that only counts FLOPs", 1e9, 1e18)
+"""On it the paths of `Combined` cross at 352 T / (10 T + 352) queries (design: c T / (c + T)), at most 35."""
+
+
+class Step(nn.Module):
+    """`Combined` with its cache as inputs and outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = Combined()
+
+    def forward(self, x, latent, k_rope):
+        output, cache = self.attention(x, (latent, k_rope))
+        return output, *cache
+
+
+class Buffers(nn.Module):
+    """`Separate` with its cache as buffers, written in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = Separate()
+        for name, value in Separate().empty_cache(2).items():
+            self.register_buffer(name, value)
+
+    def forward(self, x):
+        names = "latent", "k_rope", "length"
+        output, cache = self.attention(x, {name: getattr(self, name).clone() for name in names})
+        for name in names:
+            getattr(self, name).copy_(cache[name])
+        return output
+
+
+def inputs(queries, tokens, dtype=torch.float32):
+    return tuple(torch.randn(2, size, width).to(dtype) for size, width in ((queries, HIDDEN), (tokens, L), (tokens, R)))
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A module, and its program."""
+    module = Step().eval()
+    return module, export(module)
+
+
+def export(module, dtype=torch.float32, queries=3, tokens=7):
+    """The program of a step for 1 to 64 queries after 0 to 100 tokens."""
+    dims = Dim("Sq", min=1, max=64), Dim("T", min=0, max=100)
+    example = inputs(queries, tokens, dtype)
+    return torch.export.export(module, example, dynamic_shapes=({1: dims[0]}, {1: dims[1]}, {1: dims[1]}))
+
+
+def check(run, module, dtype=torch.float32):
+    """Each output, at all sizes together, against eager and float64."""
+    exact, results = copy.deepcopy(module).double(), []
+    for queries, tokens in SIZES:
+        arguments = inputs(queries, tokens, dtype)
+        results.append((run(*arguments), module(*arguments), exact(*(t.double() for t in arguments))))
+    for outputs in zip(*(zip(*of_a_size, strict=True) for of_a_size in results), strict=True):
+        assert all(len({t.shape for t in of_a_size}) == 1 for of_a_size in outputs)
+        assert_as_close_as_eager(*(torch.cat([t.flatten() for t in kind]) for kind in zip(*outputs, strict=True)))
+
+
+def graphs(program):
+    """Its graph and those of the branches and loops in it."""
+    return [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+
+
+def elements(program, symbols):
+    """The number of elements of every tensor of a program, with numbers for its symbols in the order they come in."""
+    values = [node.meta.get("val") for graph in graphs(program) for node in graph.nodes]
+    tensors = [v for value in values for v in (value if isinstance(value, list | tuple) else (value,))]
+    numbers = dict(zip(program.range_constraints, symbols, strict=True))
+    sizes = [t.numel() for t in tensors if isinstance(t, torch.Tensor)]
+    return [int(s.node.expr.subs(numbers)) if isinstance(s, torch.SymInt) else s for s in sizes]
+
+
+def targets(program):
+    return {str(node.target) for graph in graphs(program) for node in graph.nodes if node.op == "call_function"}
+
+
+@pytest.mark.parametrize(("path", "ops"), [("absorbed", "latent_attention"), ("chunked", "expanded_attention")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rewritten_and_lowered_are_right_for_all_sizes(path, ops, dtype):
+    module = Step().to(dtype).eval()
+    options = {"mla.path": path, "mla.workspace_tokens": 16, "mla.strict": True}
+    program = mla_compile.rewrite(export(module, dtype), options=options)
+    assert f"mla.{ops}.default" in targets(program)
+    check(program.module(), module, dtype)
+    lowered = mla_compile.lower(program)
+    assert not any("mla." in target for target in targets(lowered))
+    check(lowered.module(), module, dtype)
+    for symbols in ([7, 94], [94, 7]):  # whichever is Sq; with it 101 keys
+        up_projected = {2 * 101 * N * width for width in (P, R, V, P + R, P + V)}
+        assert up_projected.isdisjoint(elements(program, symbols))
+        assert up_projected.isdisjoint(elements(lowered, symbols))
+
+
+def test_the_graph_takes_the_path_that_is_faster_at_the_sizes_of_the_run(step, monkeypatch):
+    monkeypatch.setattr(exported, "rates_of", lambda _: COUNTING)
+    module, program = step[0], mla_compile.rewrite(step[1])
+    (site,) = mla_compile.last_report().sites
+    assert site.path == "absorbed or chunked"
+    check(program.module(), module)
+    for queries, tokens in SIZES:
+        keys = queries + tokens
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            program.module()(*inputs(queries, tokens))
+        ran = {event.name for event in profiled.events()} & {"mla::latent_attention", "mla::expanded_attention"}
+        absorbs = queries * (10 * keys + 352) <= 352 * keys
+        assert ran == {"mla::latent_attention" if absorbs else "mla::expanded_attention"}, (queries, tokens)
+
+
+def test_one_path_where_that_is_the_faster_one_for_all_sizes(monkeypatch):
+    monkeypatch.setattr(exported, "rates_of", lambda _: COUNTING)
+    dims = {1: Dim("T", min=20, max=100)}
+    example = inputs(1, 30)
+    mla_compile.rewrite(torch.export.export(Step(), example, dynamic_shapes=(None, dims, dims)))
+    (site,) = mla_compile.last_report().sites
+    assert (site.path, site.guards) == ("absorbed", ())
+    assert "at all declared sizes" in site.reason
+
+
+def test_static_sizes():
+    module = Step().eval()
+    program = mla_compile.lower(mla_compile.rewrite(torch.export.export(module, inputs(1, 40))))
+    assert mla_compile.last_report().sites[0].path in ("absorbed", "chunked")
+    arguments = inputs(1, 40)
+    exact = copy.deepcopy(module).double()(*(t.double() for t in arguments))
+    assert_as_close_as_eager(program.module()(*arguments)[0], module(*arguments)[0], exact[0])
+
+
+def test_a_cache_in_buffers_is_written():
+    module = Buffers().eval()
+    exact, example = copy.deepcopy(module).double(), (torch.randn(2, 3, HIDDEN),)
+    program = torch.export.export(copy.deepcopy(module), example, dynamic_shapes=({1: Dim("Sq", min=1, max=24)},))
+    run = mla_compile.lower(mla_compile.rewrite(program, options={"mla.strict": True})).module()
+    for queries in (6, 1, 1, 3):
+        x = torch.randn(2, queries, HIDDEN)
+        assert_as_close_as_eager(run(x), module(x), exact(x.double()))
+    assert run.length == 11
+
+
+def test_the_given_program_stays_as_it_is(step):
+    _, program = step
+    before = str(program.graph)
+    mla_compile.rewrite(program)
+    assert str(program.graph) == before
+
+
+def test_a_program_that_was_stored(step):
+    (module, program), file = step, io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    program = mla_compile.lower(mla_compile.rewrite(torch.export.load(file), options={"mla.path": "chunked"}))
+    again = io.BytesIO()
+    torch.export.save(program, again)
+    again.seek(0)
+    check(torch.export.load(again).module(), module)
+
+
+class Mixed(nn.Module):
+    """An MLA attention that is an output itself, and one of keys that are no up-projection."""
+
+    def forward(self, q, latent, w_uk, w_uv, k, v):
+        first = nn.functional.scaled_dot_product_attention(q, latent @ w_uk.mT, latent @ w_uv.mT)
+        return first, nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
+
+
+def test_what_is_no_mla_stays_what_it_was():
+    q, latent, cache = torch.randn(2, 4, 1, 8), torch.randn(2, 1, 40, 16), torch.randn(2, 2, 4, 40, 8)
+    arguments = q, latent, *torch.randn(2, 4, 8, 16), *cache
+    program = mla_compile.rewrite(torch.export.export(Mixed(), arguments), options={"mla.path": "absorbed"})
+    assert [site.rewritten for site in mla_compile.last_report().sites] == [True, False]
+    (kept,) = [n for n in program.graph.nodes if n.target is torch.ops.aten.scaled_dot_product_attention.default]
+    assert kept.args[5] is True
+    assert kept.kwargs["scale"] == 0.5
+    exact = Mixed()(*(t.double() for t in arguments))
+    for outputs in zip(program.module()(*arguments), Mixed()(*arguments), exact, strict=True):
+        assert_as_close_as_eager(*outputs)
+    with pytest.raises(mla_compile.StrictError, match="1 of 2 attentions stay unchanged"):
+        mla_compile.rewrite(torch.export.export(Mixed(), arguments), options={"mla.strict": True})
+
+
+def test_options(step):
+    _, program = step
+    assert mla_compile.rewrite(program, options={"mla.path": "off"}) is program
+    assert "mla.path is off" in mla_compile.last_report().note
+    with pytest.raises(mla_compile.OptionError, match="found 'max_autotune'"):
+        mla_compile.rewrite(program, options={"max_autotune": True})
+
+
+def test_verify_runs_the_example(step, monkeypatch):
+    mla_compile.rewrite(step[1], options={"mla.verify": True})
+    monkeypatch.setattr("mla_compile.verify.ROUNDINGS", 0)
+    with pytest.raises(mla_compile.VerifyError):
+        mla_compile.rewrite(step[1], options={"mla.verify": True})
+
+
+def test_a_package_of_both_paths(step, tmp_path, monkeypatch):
+    monkeypatch.setattr(exported, "rates_of", lambda _: COUNTING)
+    module, program = step
+    program = mla_compile.lower(mla_compile.rewrite(program, options={"mla.workspace_tokens": 16}))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "step.pt2"))
+    check(torch._inductor.aoti_load_package(package), module)
