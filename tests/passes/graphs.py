@@ -9,6 +9,7 @@ import torch
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.pipeline import Pipeline
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -30,7 +31,8 @@ def capture(function: Callable[..., Any], *tensors: Tensor, symbolic: Sequence[S
         own = symbolic[i] if i < len(symbolic) else ()
         dynamic = [DimDynamic.DUCK if d in own else DimDynamic.STATIC for d in range(tensor.dim())]
         fakes.append(mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic)))
-    with mode, torch.no_grad():
+    # Python's matmul: that of torch 2.11 in C++ asks functionalized tensors of symbolic size for their number of elements.
+    with mode, torch.no_grad(), enable_python_dispatcher():
         return make_fx(torch.func.functionalize(function, remove="mutations"), tracing_mode="real")(*fakes)
 
 
