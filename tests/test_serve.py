@@ -62,7 +62,7 @@ def running():
 
 
 def prompts(count):
-    """Of 1 to about 25 tokens, each with a number of tokens to write."""
+    """Of 1 to 73 tokens, each with 3 to 25 tokens to write."""
     lines = (EXAMPLES / "train_tiny.py").read_text().split("\n")
     lines = [line for line in lines if line.strip()]
     return [(lines[i], 3 + 17 * i % 23) for i in range(count)]
@@ -111,7 +111,7 @@ async def ask_all(running, requests, seconds_between=0.0):
 
 
 def test_each_of_many_requests_gets_what_it_would_get_alone(running):
-    """64 at a time, which want three times the pages that there are, and two that are left."""
+    """64 at a time, which want nine times the pages that there are, and two that are left."""
     requests = prompts(64)
     assert asyncio.run(ask_all(running, requests)) == one_by_one(running.engine, requests)
     deadline = time.monotonic() + 60

@@ -102,11 +102,10 @@ def assert_compiled_as_eager(model, requests, expected, most, *fields):
 
 
 @pytest.mark.usefixtures("without_codegen")
-def test_compiled_decoding_writes_the_same(model, requests, one_by_one):
+def test_compiled_decoding_writes_the_same(requests):
     """Two compilations: of one request, and of several."""
-    some = {name: requests[name] for name in one_by_one if int(name) < 20}
-    expected = {name: one_by_one[name] for name in some}
-    assert_compiled_as_eager(model, some, expected, 2, "decode_compile_config")
+    model, some = load(layers=1), {str(i): requests[str(i)] for i in range(20)}
+    assert_compiled_as_eager(model, some, write_one_by_one(model, some), 2, "decode_compile_config")
 
 
 @pytest.mark.slow
