@@ -22,6 +22,8 @@ from .ahead import (
 pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="Triton's package carries no cuobjdump here")
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+SOME = [arch if arch == "sm_90" else pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHITECTURES]
+"""For what differs little from what is compiled for all of them: one, and the others where there is time."""
 HEADS = {"V3": 128, "V2-Lite": 16}
 
 
@@ -64,22 +66,32 @@ def test_paged_decode(arch, heads, several_parts):
         assert matrix_unit(record.assembly) == "wgmma.mma_async"
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", SOME)
 def test_queries_that_are_not_the_last(arch):
     assert_clean(compile_attention(arch, 128, starts=True), arch)
 
 
-@pytest.mark.parametrize("kind", ["pages", "named"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_fp8(arch, kind):
-    assert_clean(compile_attention(arch, 128, fp8=True, kind=kind), arch)
+def test_fp8(arch):
+    assert_clean(compile_attention(arch, 128, fp8=True), arch)
 
 
-@pytest.mark.parametrize("kernel", ["combine", "merge", "append", "append with one scale"])
+@pytest.mark.parametrize("arch", SOME)
+def test_fp8_of_named_keys(arch):
+    assert_clean(compile_attention(arch, 128, fp8=True, kind="named"), arch)
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_combination(arch):
+    record = compile_combination(arch)
+    assert record.stack == 0
+    assert "trap;" not in record.assembly
+
+
+@pytest.mark.parametrize("kernel", ["merge", "append", "append with one scale"])
+@pytest.mark.parametrize("arch", SOME)
 def test_kernels_without_products(arch, kernel):
-    compilers = {"combine": compile_combination, "merge": compile_merge, "append": lambda a: compile_append(a, False)}
-    record = compilers.get(kernel, lambda a: compile_append(a, True))(arch)
+    record = compile_merge(arch) if kernel == "merge" else compile_append(arch, one_scale=kernel != "append")
     assert record.stack == 0
     assert "trap;" not in record.assembly
 

@@ -31,7 +31,7 @@ def capture(function: Callable[..., Any], *tensors: Tensor, symbolic: Sequence[S
         own = symbolic[i] if i < len(symbolic) else ()
         dynamic = [DimDynamic.DUCK if d in own else DimDynamic.STATIC for d in range(tensor.dim())]
         fakes.append(mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic)))
-    # Python's matmul: that of torch 2.11 in C++ asks functionalized tensors of symbolic size for their number of elements.
+    # Python's matmul: torch 2.11's in C++ asks functionalized tensors of symbolic size for their number of elements.
     with mode, torch.no_grad(), enable_python_dispatcher():
         return make_fx(torch.func.functionalize(function, remove="mutations"), tracing_mode="real")(*fakes)
 

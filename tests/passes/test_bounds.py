@@ -151,6 +151,23 @@ def test_one_length_for_all_sequences():
     assert value_of(module, arguments(module)[0], *given, torch.tensor([7, 2])).tolist() == [2, 2]
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+def test_one_sequence_and_a_length_that_is_a_number(queries):
+    q, pool, table, weight = inputs(batch=1, queries=queries)
+
+    def decode(q, pool, table, weight, length):
+        seen = keys() <= length + rows(queries)
+        return attend(q, pool[table].flatten(1, 2), weight, mask=seen)
+
+    module = capture(decode, q, pool, table, weight, torch.tensor(6))
+    rewrite(module)
+    assert arguments(module)[2] is None
+    for length in (-1, 0, 6, 11):
+        given = q, pool, table, weight, torch.tensor(length)
+        exact = decode(*(t.double() if t.is_floating_point() else t for t in given))
+        assert_as_close_as_eager(run(module, *given), decode(*given), exact)
+
+
 @pytest.mark.parametrize("offset", [-2, 0, 5, T - 3, T])
 def test_a_causal_limit_anywhere(offset):
     module, _, outcome = compiled(lambda n, q: keys() <= rows(q) + offset, 3, [1, 1])

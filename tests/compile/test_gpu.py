@@ -1,0 +1,53 @@
+"""Compiled on a GPU: prefill, decode and several tokens over a dense cache, decode over pages, CUDA graphs included."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import mla_compile
+from tests.errors import assert_as_close_as_eager
+
+pytestmark = pytest.mark.gpu
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODES = ["default", "reduce-overhead", "max-autotune"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "path"), [(1, "absorbed"), (4, "absorbed"), (300, "chunked")])
+def test_a_dense_cache(tokens, path, dtype, mode):
+    make = runpy.run_path(str(EXAMPLES / "plain_mla.py"))["NaiveMLA"]
+    layer = make().to("cuda", dtype)
+    exact_layer = make().to("cuda", torch.float64)
+    exact_layer.load_state_dict(layer.state_dict())
+    x = torch.randn(2, tokens, 1024, device="cuda", dtype=dtype)
+    past = tuple(torch.randn(2, 700, width, device="cuda", dtype=dtype) for width in (layer.L, layer.R))
+    exact, _ = exact_layer(x.double(), tuple(t.double() for t in past))
+    eager, _ = layer(x, past)
+    options = torch._inductor.list_mode_options(mode) | {"mla.path": path}  # torch takes a mode or options
+    compiled = torch.compile(layer, backend="mla", options=options)
+    for _ in range(3):  # a CUDA graph is recorded at the second call and replayed at the third
+        result, _ = compiled(x, past)
+        assert_as_close_as_eager(result, eager, exact)
+    assert [site.path for site in mla_compile.last_report().sites] == [path]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pages(mode):
+    example = runpy.run_path(str(EXAMPLES / "paged.py"))
+    layer = example["PagedMLA"]().cuda()
+    exact_layer = example["PagedMLA"]().cuda().double()
+    exact_layer.load_state_dict(layer.state_dict())
+    compiled = torch.compile(layer, backend="mla", mode=mode, fullgraph=True)
+    pool = torch.randn(64, 16, layer.L + layer.R, device="cuda")
+    table = torch.randperm(64, device="cuda")[:60].view(3, 20)
+    for lengths in ([301, 46, 171], [302, 47, 172], [5, 320, 1]):  # the same graph for all
+        lengths = torch.tensor(lengths, device="cuda")
+        x = torch.randn(3, 1, 256, device="cuda")
+        exact = exact_layer(x.double(), pool.double(), table, lengths)
+        eager = layer(x, pool.clone(), table, lengths)
+        assert_as_close_as_eager(compiled(x, pool, table, lengths), eager, exact)
+    (site,) = mla_compile.last_report().sites
+    assert site.reason.endswith("reads the pages")
