@@ -52,10 +52,13 @@ class Engine:
             ContinuousBatchingConfig(max_batch_tokens=512, decode_compile_config=decode),
         )
 
-    def check(self, prompt: list[int], count: int) -> None:
-        """Refuse what could never run."""
-        if not prompt or count < 1:
-            raise HTTPException(400, "expected a prompt and max_tokens of at least 1")
+    def check(self, prompt: Any, count: Any) -> None:
+        """Refuse what could never run: it would end the engine, not only the request."""
+        vocabulary = range(self.model.config.vocab_size)
+        if not (isinstance(prompt, list) and prompt and all(type(t) is int and t in vocabulary for t in prompt)):
+            raise HTTPException(400, f"expected a prompt: a text, or tokens from 0 to {vocabulary[-1]}")
+        if type(count) is not int or count < 1:
+            raise HTTPException(400, f"expected max_tokens of at least 1, found {count}")
         if len(prompt) + count > self.most:
             raise HTTPException(400, f"expected at most {self.most} tokens, found {len(prompt)} and {count} to write")
 
@@ -65,7 +68,8 @@ class Engine:
         self.manager.register_result_handler(name, outputs.put_nowait)
         finished = False
         try:
-            self.manager.add_request(prompt, request_id=name, max_new_tokens=count, streaming=True)
+            if self.manager.add_request(prompt, request_id=name, max_new_tokens=count, streaming=True) is None:
+                raise HTTPException(503, "the engine has stopped")
             while not finished:
                 output = await outputs.get()
                 if output.error is not None:
@@ -148,23 +152,29 @@ def _event(content: dict[str, Any]) -> str:
 def application(engine: Engine, name: str) -> Starlette:
     """The server: `/v1/models`, `/v1/completions`, and `/v1/chat/completions` if the tokenizer has a chat template."""
 
-    def tokens_of(body: dict[str, Any], chat: bool) -> list[int]:
+    def tokens_of(body: dict[str, Any], chat: bool) -> Any:
         tokenizer = engine.tokenizer
-        if chat and tokenizer.chat_template is None:
+        if not chat:
+            prompt = body.get("prompt")
+            return tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+        if tokenizer.chat_template is None:
             raise HTTPException(400, "expected a tokenizer with a chat template: use /v1/completions")
-        if chat:
-            return list(tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False))
-        prompt = body.get("prompt")
-        return list(tokenizer(prompt).input_ids) if isinstance(prompt, str) else list(prompt or [])
+        if not isinstance(body.get("messages"), list):
+            raise HTTPException(400, "expected a list of messages")
+        return tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
 
     async def complete(request: Request) -> Response:
-        body, chat = await request.json(), "chat" in request.url.path
+        try:
+            body, chat = dict(await request.json()), "chat" in request.url.path
+        except (TypeError, ValueError) as error:
+            raise HTTPException(400, f"expected a JSON object: {error}") from error
         for key, value in DEFAULTS.items():
             if body.get(key) not in (None, value):
                 raise HTTPException(400, f"expected {key} to be {value}, found {body[key]}")
-        count = body.get("max_completion_tokens") or body.get("max_tokens") or 16
-        writing = Writing(engine, name, chat, tokens_of(body, chat), count)
-        engine.check(writing.prompt, count)
+        counts = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
+        prompt, count = tokens_of(body, chat), (counts or [16])[0]
+        engine.check(prompt, count)
+        writing = Writing(engine, name, chat, prompt, count)
         if body.get("stream"):
             return StreamingResponse(writing.stream(), media_type="text/event-stream")
         return await writing.whole(request)

@@ -2,8 +2,11 @@
 
 import asyncio
 import importlib.util
+import json
 import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -46,9 +49,11 @@ class Running:
         self.server.should_exit = True
         self.thread.join()
 
+    def address(self):
+        return f"http://localhost:{self.server.servers[0].sockets[0].getsockname()[1]}/v1"
+
     def client(self):
-        port = self.server.servers[0].sockets[0].getsockname()[1]
-        return openai.AsyncOpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=600, max_retries=0)
+        return openai.AsyncOpenAI(base_url=self.address(), api_key="none", timeout=600, max_retries=0)
 
     def unfinished(self):
         scheduler = self.engine.manager.batch_processor.scheduler
@@ -125,10 +130,13 @@ def test_each_of_many_requests_gets_what_it_would_get_alone(running):
     ("more", "message"),
     [
         ({"max_tokens": 300}, "expected at most 256 tokens, found 1 and 300 to write"),
-        ({"prompt": ""}, "expected a prompt and max_tokens of at least 1"),
+        ({"max_tokens": 0}, "expected max_tokens of at least 1, found 0"),
+        ({"prompt": ""}, "expected a prompt: a text, or tokens from 0 to 1535"),
+        ({"prompt": ["import", "os"]}, "expected a prompt: a text, or tokens from 0 to 1535"),
+        ({"prompt": [5, 1536]}, "expected a prompt: a text, or tokens from 0 to 1535"),
         ({"temperature": 0.7}, "expected temperature to be 0, found 0.7"),
     ],
-    ids=["too long", "nothing", "sampling"],
+    ids=["too long", "none to write", "nothing", "several", "no token", "sampling"],
 )
 def test_what_it_cannot_do_is_refused_with_a_reason(running, more, message):
     async def ask():
@@ -137,6 +145,16 @@ def test_what_it_cannot_do_is_refused_with_a_reason(running, more, message):
 
     with pytest.raises(openai.BadRequestError, match=message):
         asyncio.run(ask())
+
+
+@pytest.mark.parametrize("body", [b"import", b"[1, 2]", b'{"messages": 3}'], ids=["text", "list", "no prompt"])
+def test_what_is_no_request_is_refused_too(running, body):
+    asked = urllib.request.Request(f"{running.address()}/completions", body)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(asked)
+    assert refused.value.code == 400
+    assert json.load(refused.value)["error"]["message"].startswith("expected")
+    refused.value.close()
 
 
 def test_models_are_listed_and_a_chat_needs_a_template(running, monkeypatch):
