@@ -184,6 +184,36 @@ def test_weights_in_few_bits_come_in_with_their_scales():
         assert "latent" in titles
 
 
+def test_empty_columns_are_not_drawn():
+    class WithoutRope(nn.Module):
+        def forward(self, q, latent, weight, rope):
+            k, v = F.linear(latent, weight).unflatten(-1, (2, 8)).transpose(1, 2).split([4, 4], dim=-1)
+            k = torch.cat([k, rope.cos()[:, None].expand(-1, 2, -1, -1)], dim=-1)
+            return F.scaled_dot_product_attention(q, k, v)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(backend, "compile_fx_inner", interpreted)
+        sizes = (1, 2, 1, 4), (1, 9, 5), (16, 5), (1, 9, 0)
+        (compilation,) = compilations(WithoutRope(), "call", *map(torch.randn, sizes))
+    before, _ = sketches(groups_of(compilation, 0)[0])
+    assert {box.title for box in before.boxes.values() if box.entrance} == {"latent", "W_UK, W_UV", "query", "output"}
+
+
+def test_what_is_computed_twice_comes_in_once():
+    class Twice(nn.Module):
+        def forward(self, q, past, weight):
+            k, v = (F.linear(past.tanh(), w).unflatten(-1, (2, 4)).transpose(1, 2) for w in weight)
+            return F.scaled_dot_product_attention(q, k, v)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(backend, "compile_fx_inner", interpreted)
+        (compilation,) = compilations(Twice(), "call", *map(torch.randn, ((1, 2, 1, 4), (1, 9, 5), (2, 8, 5))))
+    before, _ = sketches(groups_of(compilation, 0)[0])
+    titles = [box.title for box in before.boxes.values() if box.entrance]
+    assert titles.count("latent") == 2
+    assert "tanh" not in {box.title for box in before.boxes.values()}
+
+
 def test_boxes_do_not_overlap_and_arrows_go_down(decode):
     for drawn in sketches(groups_of(decode, 0)[0]):
         layout = arrange(drawn)
@@ -268,6 +298,27 @@ def test_a_graph_without_attention_has_no_card(tmp_path):
     write(inspection(compilation), tmp_path)
     assert "0 of 0 attentions rewritten" in Page((tmp_path / "index.html").read_text()).words
     assert "async_compile" in (tmp_path / "00-call" / "4_inductor.py").read_text()
+
+
+def test_graphs_of_one_call_are_told_apart(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Combined(), Combined()])
+
+        def forward(self, x, cache):
+            x, _ = self.layers[0](x, cache)
+            torch._dynamo.graph_break()
+            return self.layers[1](x, cache)
+
+    cache = tuple(torch.randn(1, 12, width) for width in (L, R))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(backend, "compile_fx_inner", interpreted)
+        found = compilations(Twice(), "call", torch.randn(1, 1, HIDDEN), cache)
+    assert [compilation.title for compilation in found] == ["call, graph 1 of 2", "call, graph 2 of 2"]
+    write(inspection(*found), tmp_path)
+    assert (tmp_path / "01-call-graph-2-of-2" / f"2_{AFTER}.py").is_file()
+    assert "2 of 2 attentions rewritten" in Page((tmp_path / "index.html").read_text()).words
 
 
 def test_symbolic_sizes_have_numbers_too():

@@ -59,6 +59,8 @@ class Compilation:
 
     step: str
     """What the model was called with."""
+    part: str = ""
+    """Which graph of the step it is, where that took several."""
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
     """By stage, see `STAGES`; without the later ones where nothing was rewritten."""
     code: list[str] = field(default_factory=list)
@@ -66,6 +68,11 @@ class Compilation:
     report: Report = field(default_factory=lambda: Report(()))
     proved: dict[str, Proved] = field(default_factory=dict)
     """By the name of the attention's node, which its `Outcome` has too."""
+
+    @property
+    def title(self) -> str:
+        """Step and part."""
+        return f"{self.step}, {self.part}" if self.part else self.step
 
     def of(self, outcome: Outcome) -> Proved | None:
         """What was proved of an attention, None if it stays unchanged."""
@@ -77,7 +84,7 @@ def compilations(model: Callable[..., Any], step: str, *args: Any, **kwargs: Any
     found: list[Compilation] = []
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        compilation = Compilation(step, {"dynamo": snapshot(module)})
+        compilation = Compilation(step, graphs={"dynamo": snapshot(module)})
 
         def keep(name: str, shown: fx.GraphModule) -> None:
             compilation.graphs[name] = snapshot(shown)
@@ -94,6 +101,8 @@ def compilations(model: Callable[..., Any], step: str, *args: Any, **kwargs: Any
 
     with torch.no_grad():
         torch.compile(model, backend=backend)(*args, **kwargs)
+    for number, compilation in enumerate(found, 1):
+        compilation.part = f"graph {number} of {len(found)}" if len(found) > 1 else ""
     return found
 
 

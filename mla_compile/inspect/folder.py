@@ -28,7 +28,7 @@ def write(inspection: Inspection, folder: Path) -> list[Path]:
 
 
 def _write_compilation(compilation: Compilation, folder: Path, number: int) -> list[Path]:
-    own = folder / f"{number:02}-{re.sub(r'[^a-z0-9]+', '-', compilation.step.lower())}"
+    own = folder / f"{number:02}-{re.sub(r'[^a-z0-9]+', '-', compilation.title.lower())}"
     own.mkdir(exist_ok=True)
     texts = {
         f"{place}_{stage}.py": f"# {STAGES[stage]}\n\n{readable(compilation.graphs[stage])}"

@@ -52,7 +52,7 @@ def page(inspection: Inspection, written: Sequence[Sequence[str]]) -> str:
         lead=_lead(inspection),
         facts=_facts(inspection),
         contents="".join(
-            f'<a href="#{group.anchor}">{escape(inspection.compilations[number].step)}: '
+            f'<a href="#{group.anchor}">{escape(inspection.compilations[number].title)}: '
             f"{group.outcome.path} × {len(group.numbers)}</a>"
             for number, found in groups.items()
             for group in found
@@ -97,7 +97,11 @@ def _lead(inspection: Inspection) -> str:
     paths = {path: sum(site.path == path for site in report.sites) for path in ("absorbed", "chunked", "sparse")}
     rewritten = ", ".join(f"{count} {path}" for path, count in paths.items() if count)
     words = f"<strong>{report.rewritten} of {len(report.sites)}</strong> attentions rewritten"
-    return words + (f": {rewritten}." if rewritten else ".") + (f" {escape(report.note)}." if report.note else "")
+    return (
+        words
+        + (f": {rewritten}." if rewritten else ".")
+        + (f" Other graphs: {escape(report.note)}." if report.note else "")
+    )
 
 
 def _facts(inspection: Inspection) -> str:
@@ -125,7 +129,7 @@ def _step(
     numbers = [n for group in groups for n in group.numbers]
     count = f"Attention{'s' if len(numbers) > 1 else ''} {span(numbers)}"
     return (
-        f'<section id="step-{number}"><h2>{escape(compilation.step)}</h2>'
+        f'<section id="step-{number}"><h2>{escape(compilation.title)}</h2>'
         f'<p class="under">{count} of the report; graph of {" before and ".join(sizes)}'
         f'{" after the passes" if len(sizes) == 2 else ""}. <span class="files">Files: {links}</span></p>{cards}'
         f"{_whole(compilation)}</section>"

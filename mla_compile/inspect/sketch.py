@@ -16,6 +16,7 @@ from torch import fx
 
 from mla_compile.passes.axes import Read, Scaled, Unread
 from mla_compile.passes.trace import is_tensor
+from mla_compile.passes.twins import Twins
 
 from .collect import Proved
 
@@ -119,7 +120,8 @@ def sketch(module: fx.GraphModule, output: str, inputs: Mapping[str, tuple[str, 
     node = next((n for n in module.graph.nodes if n.name == output), None)
     if node is None:
         return None
-    drawer = _Drawer(inputs)
+    twins = Twins()  # what is computed twice is one entrance
+    drawer = _Drawer({n: inputs[first] for n in module.graph.nodes if (first := twins.first(n).name) in inputs})
     end = drawer.box(node)
     if end is None or len(drawer.sketch.boxes) > WIDEST:
         return None
@@ -133,7 +135,7 @@ def rewritten_output(module: fx.GraphModule, site: str) -> str | None:
 
 
 class _Drawer:
-    def __init__(self, inputs: Mapping[str, tuple[str, Kind]]) -> None:
+    def __init__(self, inputs: Mapping[fx.Node, tuple[str, Kind]]) -> None:
         self.inputs, self.sketch = inputs, Sketch()
         self._origins: dict[str, frozenset[Kind]] = {}
         """Kinds of the entrances that a box descends from."""
@@ -160,12 +162,12 @@ class _Drawer:
         self._arrow(end, out, node, "output")
 
     def _ends(self, node: fx.Node) -> bool:
-        return node.name in self.inputs or node.op == "placeholder"
+        return node in self.inputs or node.op == "placeholder"
 
     def _make(self, node: fx.Node) -> Box | None:
         name = _name(node)
         if self._ends(node):
-            title, kind = self.inputs.get(node.name, (node.name, "query"))
+            title, kind = self.inputs.get(node, (node.name, "query"))
             self._origins[node.name] = frozenset({kind})
             return self._add(Box(node.name, title, _size(node), kind, entrance=True))
         taken = [(n, self._done.get(n)) for n in _taken(node)]
@@ -233,12 +235,16 @@ def _kind(origins: frozenset[Kind]) -> Kind:
 
 def _taken(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values a node uses: of a copy not the target, which only says the shape."""
-    operands = [n for n in (*_nodes(node.args), *_nodes(tuple(node.kwargs.values()))) if not _is_size(n)]
+    operands = [n for n in (*_nodes(node.args), *_nodes(tuple(node.kwargs.values()))) if not _holds_nothing(n)]
     return operands[1:2] if _name(node) == "copy" else operands
 
 
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+def _holds_nothing(node: fx.Node) -> bool:
+    """Whether a node is a size, or a tensor without elements, as a rope key of width 0."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, int) and size == 0 for size in value.shape)
+    return isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:
