@@ -99,8 +99,15 @@ def targets(program):
     return {str(node.target) for graph in graphs(program) for node in graph.nodes if node.op == "call_function"}
 
 
-@pytest.mark.parametrize(("path", "ops"), [("absorbed", "latent_attention"), ("chunked", "expanded_attention")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("path", "ops", "dtype"),
+    [
+        ("absorbed", "latent_attention", torch.float32),
+        ("chunked", "expanded_attention", torch.float32),
+        ("chunked", "expanded_attention", torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_rewritten_and_lowered_are_right_for_all_sizes(path, ops, dtype):
     module = Step().to(dtype).eval()
     options = {"mla.path": path, "mla.workspace_tokens": 16, "mla.strict": True}
