@@ -112,8 +112,13 @@ def test_chunks_of_a_prefill(arch, causal):
 @pytest.mark.parametrize("widths", [(128, 64, 128), (192, 64, 256), (64, 32, 64), (96, 0, 80)], ids=str)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_chunks_of_other_widths(arch, widths, dtype, state):
-    # On sm_100 an address of the last store waits on the stack for the loop to end, where values are in two blocks.
-    assert_clean(compile_chunk(arch, dtype, state=state, widths=widths), arch, 8 if arch == "sm_100" else 0)
+    record = compile_chunk(arch, dtype, state=state, widths=widths)
+    if (arch, widths) == ("sm_100", (96, 0, 80)):  # two blocks of values: one address is kept on the stack
+        assert (record.stack, record.spills_in_loop) <= (8, 1)
+        assert record.shared <= machine_of(arch).shared_bytes
+        assert matrix_unit(record.assembly) == "tcgen05.mma"
+    else:
+        assert_clean(record, arch)
 
 
 @pytest.mark.slow
