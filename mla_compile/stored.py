@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from mla_compile.passes.trace import hint_of
+from mla_compile.passes.sizes import hint_of
 
 from .report import Report
 

@@ -24,9 +24,9 @@ from .by_size import BY_SIZE, BySize
 from .mask import Meaning
 from .seen import Seen
 from .site import Site
+from .sizes import hint_of
 from .source import Refusal, where
 from .symbols import Renaming
-from .trace import hint_of
 
 Ranges = Mapping[sympy.Symbol, ValueRanges]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from .axes import Axis, Digit, Dim, Read, Scaled, Size, Unaligned, product, same
-from .trace import size_of
+from .sizes import size_of
 
 Realize = Callable[[Size], "int | torch.SymInt"]
 """An int or SymInt for a size."""

@@ -13,7 +13,8 @@ from torch import fx
 from . import layout
 from .axes import Form, Size, Unaligned, same
 from .lookup import Lookup, by_position, flatten, gather, look_up, within
-from .trace import Trace, argument, arguments, aten, handles, shape_of
+from .sizes import shape_of
+from .trace import Trace, argument, arguments, aten, handles
 
 
 def flattened(trace: Trace, node: fx.Node, form: Form) -> Form:

@@ -30,7 +30,8 @@ from .positions import (
     negation,
 )
 from .scores import constant_of
-from .trace import arguments, aten, is_tensor, shape_of, size_of
+from .sizes import shape_of, size_of
+from .trace import arguments, aten, is_tensor
 
 if TYPE_CHECKING:
     from .valuation import Valuation

@@ -15,8 +15,8 @@ from .axes import Axis
 from .pages import Pages
 from .seen import Seen
 from .site import Site
+from .sizes import hint_of, size_of
 from .symbols import Renaming
-from .trace import hint_of, size_of
 
 
 def signature(

@@ -25,7 +25,8 @@ from .positions import (
 )
 from .rules import INTEGERS, RULES, number_of, rounded
 from .scores import constant_of
-from .trace import Trace, is_tensor, shape_of, size_of
+from .sizes import shape_of, size_of
+from .trace import Trace, is_tensor
 
 _DEPTH = 100
 """Operations one behind the other that a mask is followed through; what is further up is some tensor."""

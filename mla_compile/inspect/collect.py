@@ -18,8 +18,9 @@ from mla_compile.passes.mask import Meaning, understand
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.seen import Seen
 from mla_compile.passes.site import Site, prove
+from mla_compile.passes.sizes import hint_of
 from mla_compile.passes.source import Refusal
-from mla_compile.passes.trace import Trace, hint_of
+from mla_compile.passes.trace import Trace
 
 from ..backend import mla
 from ..cost import Dims

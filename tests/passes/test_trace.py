@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mla_compile.passes.axes import Form, Join, Product, Scaled, Sum, Unread
-from mla_compile.passes.trace import Trace, hint_of, is_tensor
+from mla_compile.passes.sizes import hint_of
+from mla_compile.passes.trace import Trace, is_tensor
 from torch import Tensor, fx
 
 from tests.passes.graphs import capture, values
