@@ -32,6 +32,15 @@ def split(keys: Keys, size: int) -> Iterator[Keys]:
         yield keys[start : start + size]
 
 
+def positions(seen: Tensor) -> Keys:
+    """Where a bool tensor `[T]` is True."""
+    index = seen.nonzero().flatten()
+    if not len(index):
+        return range(0)
+    first, last = int(index[0]), int(index[-1])
+    return range(first, last + 1) if last - first + 1 == len(index) else index
+
+
 def causal_stop(causal_offset: int | None, queries: range, tokens: int) -> int:
     """One more than the last key that the last of the queries may see."""
     return tokens if causal_offset is None else min(max(queries.stop + causal_offset, 0), tokens)
@@ -59,11 +68,7 @@ class Visibility:
         seen = range(causal_stop(self.causal_offset, queries, self.tokens))
         if self.mask is None or self.mask.dtype != torch.bool or not reads_values(self.mask):
             return seen
-        index = (~self._hidden_from_all(self.mask, queries, seen).all(0)).nonzero().flatten()
-        if not len(index):
-            return range(0)
-        first, last = int(index[0]), int(index[-1])
-        return range(first, last + 1) if last - first + 1 == len(index) else index
+        return positions(~self._hidden_from_all(self.mask, queries, seen).all(0))
 
     def blanks(self, queries: range, keys: Keys) -> Tensor | None:
         """Of the loaded keys those that no query sees, bool `[B or 1, keys]`; None where such keys are not loaded."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..native import ATTEND, VECTOR, load
-from ..visibility import Visibility, take
+from ..visibility import Visibility, positions, take
 from .aten import check_arguments, latent_attention_aten
 
 _MOST_ROWS = 256
@@ -60,6 +60,13 @@ def _suits(q_latent: Tensor, latent: Tensor, k_rope: Tensor) -> bool:
 def _spans(q_latent: Tensor, latent: Tensor, mask: Tensor | None, causal_offset: int | None) -> list[Span] | None:
     """All sequences together, or each alone where the mask tells them apart; None if one's keys are no range."""
     batch, tokens = latent.shape[:2]
+    if mask is not None and mask.dtype == torch.bool:
+        if bool(mask.all()):
+            mask = None
+        elif mask.numel() == tokens and causal_offset is None:  # one row for all: the keys are all that it says
+            keys = positions(mask.flatten())
+            unmasked = Visibility(None, None, tokens, latent.device)
+            return [(range(batch), unmasked, keys)] if isinstance(keys, range) else None
     together = mask is None or mask.shape[0] == 1
     spans = []
     for sequences in [range(batch)] if together else [range(i, i + 1) for i in range(batch)]:

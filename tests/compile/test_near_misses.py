@@ -1,0 +1,75 @@
+"""Near misses that only a compiler sees: what else happens to the tensors of an attention still happens, and right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mla_compile
+from tests.errors import assert_as_close_as_eager
+
+B, T, N, L, P, R = 2, 40, 4, 16, 8, 4
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Queries `[B, N, 1, P + R]`, latents `[B, T, L]`, rope keys `[B, T, R]`, an up-projection `[N 2P, L]`."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, N, 1, P + R), (B, T, L), (B, T, R), (2 * N * P, L)
+    q, latent, k_rope, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return q, latent, k_rope, weight / L**0.5
+
+
+def keys_and_values(latent: Tensor, k_rope: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    k_nope, v = (latent @ weight.T).unflatten(2, (N, 2 * P)).transpose(1, 2).chunk(2, dim=-1)
+    return torch.cat([k_nope, k_rope[:, None].expand(-1, N, -1, -1)], dim=-1), v
+
+
+def latent_changed_after(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """The cache is scaled in place between the up-projection and the attention."""
+    k, v = keys_and_values(latent, k_rope, weight)
+    latent.mul_(3)
+    return (F.scaled_dot_product_attention(q, k, v),)
+
+
+def latent_changed_before(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    latent[:, 5:].mul_(3)
+    k, v = keys_and_values(latent, k_rope, weight)
+    return (F.scaled_dot_product_attention(q, k, v),)
+
+
+def keys_returned(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    k, v = keys_and_values(latent, k_rope, weight)
+    return F.scaled_dot_product_attention(q, k, v), k
+
+
+def one_weight_for_both(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Values are the keys without rope."""
+    k, _ = keys_and_values(latent, k_rope, weight)
+    return (F.scaled_dot_product_attention(q, k, k[..., :P]),)
+
+
+def weight_made_of_the_latent(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """The up-projection depends on what it projects."""
+    k, v = keys_and_values(latent, k_rope, weight * latent.mean((0, 1)))
+    return (F.scaled_dot_product_attention(q, k, v),)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [latent_changed_after, latent_changed_before, keys_returned, one_weight_for_both, weight_made_of_the_latent],
+)
+def test_what_else_happens_still_happens(function: Callable[..., tuple[Tensor, ...]]) -> None:
+    given = {kind: inputs(dtype) for kind, dtype in (("exact", torch.float64), ("eager", torch.float32))}
+    exact, eager = (function(*given[kind]) for kind in ("exact", "eager"))
+    own = inputs(torch.float32)
+    compiled = torch.compile(function, backend="mla", options={"mla.path": "absorbed"}, fullgraph=True)(*own)
+    (site,) = mla_compile.last_report().sites
+    assert site.path == "absorbed"
+    for results in zip(compiled, eager, exact, strict=True):
+        assert_as_close_as_eager(*results)
+    for mine, theirs in zip(own, given["eager"], strict=True):
+        assert torch.equal(mine, theirs)
