@@ -387,6 +387,9 @@ def test_torchs_own_tools_find_our_graphs(tmp_path):
     assert "torch.ops.mla.sealed_attention" in artifacts[0][1]
     report = json.loads(artifacts[-1][1].replace("\t", ""))
     assert [site["path"] for site in report["sites"]] == ["chunked"]
+    tlparse = Path(sys.executable).with_name("tlparse")
+    subprocess.run([tlparse, trace, "-o", tmp_path / "page", "--no-browser"], check=True, capture_output=True)
+    assert {re.sub(r"_\d+$", "", path.stem) for path in tmp_path.glob("page/*/mla_*")} == {n for n, _ in artifacts}
 
 
 def test_the_log_has_reports_at_info_and_graphs_at_debug(caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import einops
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,6 +70,15 @@ def time_first(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Ten
     return torch.einsum("bnst,tbnv->sbnv", p, v)
 
 
+def rearranged(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Every layout in einops' words."""
+    q = einops.rearrange(x @ w_q, "b s (n d) -> b n s d", n=N)
+    kv = einops.rearrange(latent @ w_kv, "b t (n d) -> b n t d", n=N)
+    k = torch.cat([kv[..., :P], einops.repeat(k_rope, "b t r -> b n t r", n=N)], -1)
+    p = (einops.einsum(q, k, "b n s d, b n t d -> b n s t") * SCALE).softmax(-1)
+    return einops.einsum(p, kv[..., P:], "b n s t, b n t v -> b s n v")
+
+
 def rows_of_keys_first(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
     """All rows of keys before all rows of values in one weight, whose widths do not divide one another."""
     kv = latent @ w_kv
@@ -117,6 +127,7 @@ ODD: dict[str, tuple[Function, str | None]] = {
     "keys and values stacked from heads": (heads_apart, "found"),
     "all keys before all values": (rows_of_keys_first, None),
     "time first": (time_first, None),
+    "einops": (rearranged, None),
     "a constant added to the scores": (lambda *a: mla.softmax(*mla.naive(*a), lambda s: s + 2.5), None),
     "scores taken from a number": (
         lambda *a: mla.softmax(*mla.naive(*a), lambda s: torch.rsub(s, 1.0)),
