@@ -11,7 +11,7 @@ from ..errors import KernelError
 
 
 def check_shapes(op: str, dims: Mapping[str, int], **tensors: tuple[Tensor, str]) -> None:
-    """Check each tensor against its dims, written as in the design: `q_rope=(q_rope, "B Sq N R")`.
+    """Check each tensor against its dims, written as in `mla_compile.ops`: `q_rope=(q_rope, "B Sq N R")`.
 
     Raises: KernelError naming the op, the tensor, and the expected and found shape.
     """

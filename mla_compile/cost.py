@@ -1,7 +1,7 @@
 """FLOPs and bytes of each path of an MLA site, where they cross, and which one a device should take.
 
-Words and shapes are design.md's. Only what differs between the paths is counted: absorb or expand products, scores and
-values. Projections, rope, norms and the cache write are the same for all of them.
+Words and shapes are those of `ops`. Only what differs between the paths is counted: absorb or expand products, scores
+and values. Projections, rope, norms and the cache write are the same for all of them.
 
 A FLOP is half a multiply-add. A byte is counted once for each time the path cannot avoid moving it through memory:
 weights, latent cache, query, output, and the path's own workspace once written and once read. Scores are not counted;

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
-
-import torch
+from typing import Any, Literal
 
 from .report import Report, explain, merged
+from .trial import load
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,18 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.sites and report.rewritten == len(report.sites) else 1
 
 
-def explain_model(name: str, tokens: int, cache_kind: str) -> Report:
+def explain_model(name: str, tokens: int, cache_kind: Literal["dynamic", "static"]) -> Report:
     """The reports of a prefill of `tokens` random tokens and of a decode step after it."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError("explain needs transformers: pip install 'mla-compile[hf]'") from error
-    model = transformers.AutoModelForCausalLM.from_pretrained(name)
-    ids = torch.randint(model.config.vocab_size, (1, tokens + 1))
-    cache = (
-        transformers.DynamicCache(config=model.config)
-        if cache_kind == "dynamic"
-        else transformers.StaticCache(config=model.config, max_cache_len=tokens + 1)
-    )
-    steps = (ids[:, :tokens], ids[:, tokens:])
-    return merged([explain(model, step, past_key_values=cache, use_cache=True) for step in steps])
+    trial = load(name, tokens, "explain", cache_kind)
+    return merged([explain(trial.model, ids, **trial.arguments) for ids in (trial.prefill, trial.decode)])

@@ -1,4 +1,4 @@
-"""Costs against counts of the products themselves, crossovers against design.md, decisions against the roofline."""
+"""Costs against counts of the products themselves, crossovers against arithmetic, decisions against the roofline."""
 
 from fractions import Fraction
 from itertools import product

@@ -56,7 +56,7 @@ def test_deepseek_v3_takes_a_57th_of_128_heads_of_128(config, capsys):
     assert rows["MHA"]["layer_bytes"] == 65_536
     assert rows["latent"]["layer_bytes"] == 1_152
     assert f"{rows['MHA']['times_latent']:.0f}" == "57"
-    assert rows["expanded"]["layer_bytes"] == 81_920  # design.md's figure: keys with their rope columns
+    assert rows["expanded"]["layer_bytes"] == 81_920  # keys with their rope columns
     assert rows["GQA"]["layer_bytes"] == 2 * 8 * 128 * 2
     assert rows["latent FP8"]["layer_bytes"] == 512 + 4 * 4 + 2 * 64 == 656
     assert rows["latent"]["token_bytes"] == 70_272  # as DeepSeek's report on V3's hardware has it: 70.272 KB a token

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mla_compile.bench.layers import LAYERS
 from mla_compile.bench.modes import MODES
+from mla_compile.extras import require
 
 KINDS = ("decode", "sparse", "prefill")
 PEERS = ("mla", "sdpa", "flex", "by-hand")
@@ -72,14 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     from mla_compile.bench import run as benchmark_run
     from mla_compile.bench import table
-    from mla_compile.bench.plot import plot, require_matplotlib
+    from mla_compile.bench.plot import plot
     from mla_compile.bench.workloads import Workload
 
     workloads = [Workload("decode", n) for n in contexts] + [Workload("prefill", n) for n in prompts]
     if not workloads:
         arguments.parser.error("expected at least one of --contexts and --prefill with a number of tokens")
     if arguments.plot:
-        require_matplotlib()  # before minutes of measuring
+        require("matplotlib.figure", "plot", "--plot")  # before minutes of measuring
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     benchmark = benchmark_run.run(

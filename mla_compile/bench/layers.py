@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from mla_compile.extras import require
+
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention layer's name, its model type in transformers and its sizes in the words of design.md."""
+    """An attention layer's name, its model type in transformers and its sizes in the words of `ops`."""
 
     name: str
     model_type: str
@@ -49,10 +51,9 @@ def build(layer: Layer, seed: int = 0) -> Built:
     Weights are normal with variance `1 / in_features` (activations keep their size), norm weights around 1.
     Raises ImportError, naming the extra, without transformers.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError("the benchmark needs transformers: pip install 'mla-compile[hf]'") from error
+    require("transformers", "hf", "the benchmark")
+    import transformers
+
     config = transformers.AutoConfig.for_model(
         layer.model_type,
         hidden_size=layer.hidden,

@@ -3,21 +3,14 @@
 from pathlib import Path
 
 from mla_compile.bench.run import Benchmark
+from mla_compile.extras import require
 
 AXIS_LABELS = {"decode": "tokens in the cache", "prefill": "tokens of the prompt"}
 
 
-def require_matplotlib() -> None:
-    """Raises ImportError, naming the extra, where there is none."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'mla-compile[plot]'") from error
-
-
 def plot(benchmark: Benchmark, path: Path) -> None:
     """Write the figure; its format is that of the name. Raises ImportError, naming the extra, without matplotlib."""
-    require_matplotlib()
+    require("matplotlib.figure", "plot", "--plot")
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 

@@ -7,10 +7,10 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .. import device as devices
+from ..extras import require
 from ..options import Options
+from ..trial import load
 
 
 def add_parser(subparsers: Any) -> None:
@@ -49,25 +49,14 @@ def _compile(name: str, tokens: int) -> tuple[Any, list[Any]]:
     """The model, and the compilations of a prefill of `tokens` random tokens and of a decode step after it."""
     from .collect import compilations
 
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError("inspect needs transformers: pip install 'mla-compile[hf]'") from error
-    model = transformers.AutoModelForCausalLM.from_pretrained(name)
-    ids = torch.randint(model.config.get_text_config().vocab_size, (1, tokens + 1))
-    cache = transformers.DynamicCache(config=model.config)
-    steps = {f"Prefill of {tokens} tokens": ids[:, :tokens], f"Decode after {tokens} tokens": ids[:, tokens:]}
-    found = [
-        compilation
-        for step, step_ids in steps.items()
-        for compilation in compilations(model, step, step_ids, past_key_values=cache, use_cache=True)
-    ]
-    return model, found
+    trial = load(name, tokens, "inspect")
+    steps = {f"Prefill of {tokens} tokens": trial.prefill, f"Decode after {tokens} tokens": trial.decode}
+    found = [c for step, ids in steps.items() for c in compilations(trial.model, step, ids, **trial.arguments)]
+    return trial.model, found
 
 
 def _depyf(folder: Path) -> Any:
-    try:
-        import depyf
-    except ImportError as error:
-        raise ImportError("--depyf needs depyf: pip install 'mla-compile[inspect]'") from error
+    require("depyf", "inspect", "--depyf")
+    import depyf
+
     return depyf.prepare_debug(str(folder))

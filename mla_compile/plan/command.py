@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..extras import require
 from .layouts import CACHE_DTYPES
-from .plot import plot, require_matplotlib
+from .plot import plot
 from .sizes import read_sizes
 from .table import Plan, as_json, as_text
 
@@ -42,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and draw it if asked to."""
     if arguments.plot:
-        require_matplotlib()
+        require("matplotlib.figure", "plot", "--plot")
     model = read_sizes(arguments.model)
     plan = Plan(model, arguments.context, arguments.batch, arguments.dtype, arguments.kv_heads, arguments.memory)
     print(as_json(plan) if arguments.json else as_text(plan))

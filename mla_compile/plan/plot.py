@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..extras import require
 from .table import Plan, in_units
 
 FEWEST_TOKENS = 1024
 """Where the axis of contexts begins, unless the plan's own is shorter."""
 
 
-def require_matplotlib() -> None:
-    """Raises ImportError, naming the extra, where there is none."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'mla-compile[plot]'") from error
-
-
 def plot(plan: Plan, path: Path) -> None:
     """Write the figure; its format is that of the name."""
-    require_matplotlib()
+    require("matplotlib.figure", "plot", "--plot")
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
