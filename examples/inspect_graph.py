@@ -8,9 +8,9 @@ from pathlib import Path
 
 import depyf
 import torch
-from plain_mla import NaiveMLA
 
 import mla_compile
+from plain_mla import NaiveMLA
 
 
 @torch.no_grad()

@@ -1,0 +1,131 @@
+"""Masks that name keys become what sparse attention reads; in doubt they stay masks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, arange, fx
+
+from tests.passes import spellings as mla
+from tests.passes.checks import check_right
+from tests.passes.graphs import capture, rewrite, run
+from tests.passes.mask_cases import (
+    ADDED,
+    KNOWN,
+    LEFT,
+    MINIMUM,
+    SCORES,
+    Case,
+    Mask,
+    added,
+    attention,
+    by_hand,
+    causal,
+    generator,
+    masks_left,
+)
+from tests.passes.spellings import SQ, B, T
+
+SPARSE = {name: (attention, KNOWN[name]) for name in ("top-k", "top-k, inverted, causal", "indices with repetitions")}
+SPARSE |= {
+    name: (by_hand, ADDED[name])
+    for name in ("top-k scattered into infinity", "top-k as DeepSeek writes it", "top-k filled into a causal mask")
+}
+NOWHERE = torch.rand(B, SQ, T, generator=generator) - (arange(T) < 9).double()
+"""Scores whose greatest are at keys that a top-left causal mask hides."""
+
+
+def sparse(function: mla.Function, tensors: Sequence[Tensor], symbolic: Sequence[Sequence[int]] = ()) -> fx.GraphModule:
+    module = capture(function, *tensors, symbolic=symbolic)
+    before = copy.deepcopy(module)
+    (outcome,) = rewrite(module, "sparse")
+    assert outcome.path == "sparse"
+    check_right(run(before, *tensors), run(module, *tensors))
+    return module
+
+
+@pytest.mark.parametrize(("spelling", "case"), SPARSE.values(), ids=SPARSE)
+def test_named_keys_are_all_that_is_read(spelling: Callable[[Mask], mla.Function], case: Case) -> None:
+    module = sparse(spelling(case.mask), (*mla.tensors(), *case.more))
+    (node,) = (n for n in module.graph.nodes if n.target is torch.ops.mla.sparse_latent_attention.default)
+    assert node.args[4].meta["val"].shape == (B, SQ, 4)
+    assert node.args[5] is None
+    assert all(n.target is torch.ops.aten.topk.default or n in case_inputs(n) for n in masks_left(module))
+
+
+def case_inputs(node: fx.Node) -> list[fx.Node]:
+    return [n for n in node.graph.nodes if n.op == "placeholder"]
+
+
+ROWS = {
+    "bool": lambda seen: seen,
+    "infinity": lambda seen: added(seen, -math.inf),
+    "a finite number": lambda seen: added(seen, MINIMUM),
+}
+
+
+@pytest.mark.parametrize("spelling", [attention, by_hand])
+@pytest.mark.parametrize("kind", ROWS)
+def test_queries_whose_named_keys_are_all_hidden(kind: str, spelling: Callable[[Mask], mla.Function]) -> None:
+    """0 from SDPA, NaN from a softmax, the mean of all values where what hides is a number: as the graph was."""
+    if kind == "bool" and spelling is by_hand:
+        pytest.skip("a bool mask is not added")
+
+    def mask(s: int, t: int, x: Tensor, seen: Tensor) -> Tensor:
+        named = torch.zeros(x.shape, dtype=torch.bool).scatter(-1, x.topk(2).indices, True)[:, None]
+        return ROWS[kind](named & (arange(t) <= arange(s)[:, None]) & seen[:, None, None])
+
+    sparse(spelling(mask), (*mla.tensors(), NOWHERE, LEFT))
+
+
+@pytest.mark.parametrize(
+    "limit", ["lengths", "offset of a tensor", "positions of a tensor", "sliding window", "left padding"]
+)
+def test_named_keys_and_another_limit(limit: str) -> None:
+    case = KNOWN[limit]
+
+    def mask(s: int, t: int, x: Tensor, *more: Tensor) -> Tensor:
+        named = torch.zeros(x.shape, dtype=torch.bool).scatter(-1, x.topk(5).indices, True)[:, None]
+        return named & case.mask(s, t, *more)
+
+    for symbolic in ((), [(0,), (0,), (0,), (), (), (0,)]):
+        module = sparse(attention(mask), (*mla.tensors(), SCORES, *case.more), symbolic)
+        (node,) = (n for n in module.graph.nodes if n.target is torch.ops.mla.sparse_latent_attention.default)
+        assert node.args[5] is None
+
+
+def test_named_keys_with_symbolic_sizes() -> None:
+    case = KNOWN["top-k, inverted, causal"]
+    sparse(attention(case.mask), (*mla.tensors(), SCORES), [*mla.UNKNOWN, (), (), (0, 1, 2)])
+
+
+def test_one_query_names_its_keys() -> None:
+    case = KNOWN["top-k, inverted, causal"]
+    sparse(attention(case.mask), (*mla.tensors(queries=1), SCORES[:, :1]))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda s, t, x: torch.zeros(x.shape, dtype=torch.bool).scatter(-1, x.topk(4).indices, True)[:, None]
+        & torch.zeros(x.shape, dtype=torch.bool).scatter(-1, x.topk(6).indices, True)[:, None],
+        lambda s, t, x: torch.ones(x.shape, dtype=torch.bool).scatter(-1, x.topk(4).indices, False)[:, None],
+        lambda s, t, x: torch.zeros(x.shape, dtype=torch.bool).scatter(-1, x.topk(4).indices, True)[:, None]
+        | causal(s, t),
+        lambda s, t, x: torch.zeros(x.shape).double().scatter(-1, x.topk(4).indices, -math.inf)[:, None],
+        lambda s, t, x: torch.full(x.shape, -math.inf).double().scatter(-1, x.topk(4).indices, 1.0)[:, None],
+        lambda s, t, x: torch.full(x.shape, -math.inf).double().scatter(-1, x.topk(4).indices, x.double())[:, None],
+    ],
+    ids=["two sets", "all but these", "these or causal", "hidden", "another number", "numbers of their own"],
+)  # fmt: skip
+def test_what_names_keys_otherwise_is_not_sparse(mask: Mask) -> None:
+    tensors = (*mla.tensors(), SCORES)
+    module = capture(attention(mask), *tensors)
+    before = copy.deepcopy(module)
+    (outcome,) = rewrite(module, "sparse")
+    assert outcome.path in ("absorbed", "chunked")
+    check_right(run(before, *tensors), run(module, *tensors))
