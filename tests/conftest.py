@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch._functorch import config as functorch_config
 
-from mla_compile import report
+from mla_compile import backend, report
+from tests.interpreted import interpreted
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,13 +38,6 @@ def fresh_compiler():
 @pytest.fixture
 def without_codegen(monkeypatch):
     """Run what the passes and the retrace made as it is, instead of generating C++: the same graphs, in less time."""
-    from functorch.compile import make_boxed_func
-
-    from mla_compile import backend
-
-    def interpret(module: torch.fx.GraphModule, inputs: object, **kwargs: object) -> object:
-        return make_boxed_func(module.forward)
-
-    monkeypatch.setattr(backend, "compile_fx_inner", interpret)
+    monkeypatch.setattr(backend, "compile_fx_inner", interpreted)
     with functorch_config.patch(enable_autograd_cache=False):
         yield
