@@ -7,18 +7,17 @@ from torch import Tensor
 
 from ..errors import KernelError
 from ..fp8 import FP8
-from .checks import check_alike, check_rank
+from .checks import check_rank
 
 
 def check_fp8(
-    op: str, q: tuple[Tensor, Tensor], names: tuple[str, str], cache: tuple[Tensor, Tensor], rows: str, scales: Tensor
+    op: str, q: Tensor, names: tuple[str, str], cache: tuple[Tensor, Tensor], rows: str, scales: Tensor
 ) -> None:
-    """Check latents and rope keys in FP8, `names` of them, and their scales, against the queries.
+    """Check latents and rope keys in FP8, `names` of them, and their scales, against a query's dtype and device.
 
     `rows` says what the first two dims of the cache are called. Raises: KernelError.
     """
-    (q_latent, q_rope), (latent, rope) = q, cache
-    check_alike(op, q_latent=q_latent, q_rope=q_rope)
+    latent, rope = cache
     check_rank(op, "latent_scales", scales, f"{rows} G")
     groups, rank = scales.shape[2], latent.shape[2]
     sizes = zip(scales.shape[:2], latent.shape[:2], strict=True)
@@ -27,13 +26,13 @@ def check_fp8(
             f"mla::{op}: expected latent_scales that broadcasts to [{', '.join(rows.split())}, G] = "
             f"{[*latent.shape[:2], 'a divisor of ' + str(rank)]}, found {list(scales.shape)}"
         )
-    rope_dtypes = (FP8, q_rope.dtype) if groups == 1 else (q_rope.dtype,)
+    rope_dtypes = (FP8, q.dtype) if groups == 1 else (q.dtype,)
     expected = {names[0]: (latent, (FP8,)), names[1]: (rope, rope_dtypes), "latent_scales": (scales, (torch.float32,))}
     for name, (tensor, dtypes) in expected.items():
-        if tensor.dtype not in dtypes or tensor.device != q_latent.device:
+        if tensor.dtype not in dtypes or tensor.device != q.device:
             raise KernelError(
                 f"mla::{op}: expected {name}, with latent_scales given, of {' or '.join(map(str, dtypes))} on "
-                f"{q_latent.device}, found {tensor.dtype} on {tensor.device}"
+                f"{q.device}, found {tensor.dtype} on {tensor.device}"
             )
 
 

@@ -2,7 +2,7 @@
 
 A decomposition may neither look at values nor let a size decide what it does, so most are the equations themselves:
 what an equation keeps in memory is the scores, of a head axis and a key axis, and in half precision float32 copies of
-its operands. `expanded_attention`, whose equation keeps up-projected keys, is a loop.
+its operands. `expanded_attention` and `paged_expanded_attention`, whose equation keeps up-projected keys, are loops.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from .expanded_attention.inline import expanded_attention_inline
 from .latent_attention.reference import latent_attention_reference
 from .merge_states.reference import merge_states_reference
+from .paged_expanded_attention.inline import paged_expanded_attention_inline
 from .paged_latent_attention.inline import paged_latent_attention_inline
 from .per_head_matmul.reference import per_head_matmul_reference
 from .sparse_latent_attention.reference import sparse_latent_attention_reference
@@ -33,6 +34,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         mla.paged_latent_attention.default: _as_the_op(paged_latent_attention_inline),
         mla.sparse_latent_attention.default: _as_the_op(sparse_latent_attention_reference),
         mla.expanded_attention.default: expanded_attention_inline,
+        mla.paged_expanded_attention.default: paged_expanded_attention_inline,
         mla.merge_states.default: _as_the_op(merge_states_reference),
         mla.per_head_matmul.default: per_head_matmul_inline,
     }

@@ -36,20 +36,28 @@ def attend_over_chunks(
     attend: Callable[[Positions, Tensor, Operands], tuple[Tensor, Tensor]],
     operands: Operands,
     mask: Tensor | None,
-    causal_offset: Count | None,
+    causal_offset: Count | Tensor | None,
     tokens: Count,
     size: int,
     zeros: Tensor,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention `[B, N, Sq, V]` and its lse `[B, N, Sq]` out of chunks of `size` of the `tokens` keys.
+
+    With lengths `[B]` a sequence has only so many of them, its causal offset may be its own, `[B]`, and the mask may
+    lack keys that no sequence has.
 
     `attend` gets the positions of a chunk, what to add to its scores, `[B|1, N|1, Sq, C]`, and the operands, and gives
     the attention to it alone. Mask and causal offset are those of `mla_compile.ops`; `zeros` is a first result.
     """
     queries = zeros.shape[2]
-    stop = tokens if causal_offset is None else torch.sym_min(tokens, queries + causal_offset)
+    stop: Count | Tensor = tokens
+    if lengths is not None:
+        stop = lengths.max()
+    elif causal_offset is not None:
+        stop = torch.sym_min(tokens, queries + causal_offset)
     size = torch.sym_min(size, tokens)
-    taken, spec = pytree.tree_flatten((stop, size, tokens, causal_offset, mask, operands))
+    taken, spec = pytree.tree_flatten((stop, size, tokens, causal_offset, mask, lengths, operands))
     _part(taken)
     # Only tensors and symbols can be handed to the loop; numbers are part of its code.
     variable = [i for i, leaf in enumerate(taken) if isinstance(leaf, Tensor | torch.SymInt)]
@@ -62,10 +70,13 @@ def attend_over_chunks(
         return (start < given(leaves)[0]).squeeze(0)
 
     def turn(start: Tensor, o: Tensor, lse: Tensor, *leaves: Any) -> tuple[Tensor, Tensor, Tensor]:
-        _, size, tokens, causal_offset, mask, operands = given(leaves)
+        _, size, tokens, causal_offset, mask, lengths, operands = given(leaves)
         wanted = start + torch.arange(size, device=start.device)
         positions = Positions(wanted, wanted.clamp(max=tokens - 1))
-        bias = _bias(positions, mask, causal_offset, tokens, o.shape[2], o.dtype)
+        if mask is not None and mask.shape[3] != 1:
+            there = positions.inside if lengths is None else positions.inside.clamp(max=mask.shape[3] - 1)
+            mask = mask.index_select(3, there)
+        bias = _bias(positions, mask, causal_offset, tokens if lengths is None else lengths, o.shape[2], o.dtype)
         o_here, lse_here = attend(positions, bias, operands)
         share = share_of_second(lse, lse_here).unsqueeze(-1)
         return start + size, torch.lerp(o, o_here, share.to(o.dtype)), torch.logaddexp(lse, lse_here.to(lse.dtype))
@@ -89,18 +100,23 @@ def _part(leaves: list[Any]) -> None:
 def _bias(
     positions: Positions,
     mask: Tensor | None,
-    causal_offset: Count | None,
-    tokens: Count,
+    causal_offset: Count | Tensor | None,
+    tokens: Count | Tensor,
     queries: Count,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What to add to the scores of a chunk: `[B|1, N|1, Sq, C]`, contiguous."""
-    hidden = torch.ge(positions.wanted, tokens).expand(queries, -1)
+    """What to add to the scores of a chunk: `[B|1, N|1, Sq, C]`, contiguous. The mask is the chunk's."""
+    hidden = torch.ge(positions.wanted, _of_sequences(tokens))
+    hidden = hidden.expand(*(hidden.shape[:-2] or (1, 1)), queries, -1)
     if causal_offset is not None:
-        hidden = hidden | (positions.wanted > torch.arange(queries, device=hidden.device)[:, None] + causal_offset)
-    hidden = hidden[None, None]
+        last = torch.arange(queries, device=hidden.device)[:, None] + _of_sequences(causal_offset)
+        hidden = hidden | (positions.wanted > last)
     bias = torch.zeros((), dtype=dtype, device=hidden.device)
     if mask is not None:
-        here = mask if mask.shape[3] == 1 else mask.index_select(3, positions.inside)
-        hidden, bias = (hidden | ~here, bias) if here.dtype == torch.bool else (hidden, here.to(dtype))
+        hidden, bias = (hidden | ~mask, bias) if mask.dtype == torch.bool else (hidden, mask.to(dtype))
     return torch.where(hidden, -torch.inf, bias).contiguous()
+
+
+def _of_sequences(count: Count | Tensor) -> Any:
+    """A number for all sequences as it is, one of each, `[B]`, as `[B, 1, 1, 1]`."""
+    return count[:, None, None, None] if isinstance(count, Tensor) else count

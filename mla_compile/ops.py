@@ -32,6 +32,7 @@ __all__ = [
     "expanded_attention",
     "latent_attention",
     "merge_states",
+    "paged_expanded_attention",
     "paged_latent_attention",
     "per_head_matmul",
     "sealed_attention",
@@ -70,6 +71,12 @@ _LIBRARY.define(
 _LIBRARY.define(
     "expanded_attention(Tensor q, Tensor latent, Tensor k_rope, Tensor w_uk, Tensor w_uv, Tensor? mask, "
     "SymInt? causal_offset, float scale, SymInt workspace_tokens) -> (Tensor, Tensor)",
+    tags=_ANY_STRIDES,
+)
+_LIBRARY.define(
+    "paged_expanded_attention(Tensor q, Tensor latent_pages, Tensor rope_pages, Tensor block_table, Tensor seq_lens, "
+    "Tensor w_uk, Tensor w_uv, bool causal, float scale, SymInt workspace_tokens, Tensor? latent_scales=None, "
+    "Tensor? mask=None, Tensor? first_positions=None, Tensor? query_lens=None) -> (Tensor, Tensor)",
     tags=_ANY_STRIDES,
 )
 _LIBRARY.define(
@@ -157,6 +164,29 @@ Args: q `[B, Sq, N, P + R]` with the nope part first, latent `[B, T, L]`, k_rope
 tokens whose keys and values exist at one time (at least 1).
 Returns: o `[B, Sq, N, V]`, contiguous, of q's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
+"""
+
+paged_expanded_attention = torch.ops.mla.paged_expanded_attention
+"""`expanded_attention` over a cache in pages, of sequences of any lengths with any numbers of new tokens.
+
+    latent[b, j] = latent_pages[block_table[b, j // page_size], j % page_size];  k_rope likewise, of rope_pages
+    o, lse = expanded_attention over the keys j < seq_lens[b], and with causal j <= first_positions[b] + i for query i
+
+block_table, seq_lens, first_positions, mask and latent_scales mean what they mean to `paged_latent_attention`. Queries
+i >= query_lens[b] are padding, which costs nothing and gets o = 0, lse = -inf; without query_lens none is. Without
+first_positions it is seq_lens - query_lens (- Sq): the queries are the last tokens of their sequence. A query behind
+the last token of its sequence that is no padding attends to all of them.
+
+On a GPU work is skipped by lengths that only the device knows, but chunks are laid over all that block_table has room
+for: what is wider than the longest sequence costs up-projections.
+
+Args: q `[B, Sq, N, P + R]` with the nope part first, latent_pages `[pages, page_size, L]`, rope_pages
+`[pages, page_size, R]`, w_uk `[N, P, L]`, w_uv `[N, V, L]`, all of one floating dtype (pages in FP8 excepted);
+block_table `[B, max_pages]`; seq_lens `[B]`; causal; scale; workspace_tokens, the most tokens whose keys and values
+exist at one time (at least 1); latent_scales None or `[pages, page_size, G]`; mask; first_positions None or `[B]`;
+query_lens None or `[B]`, from 0 to Sq, int32 or int64.
+Returns: o `[B, Sq, N, V]`, contiguous, of q's dtype, and lse `[B, Sq, N]`, float32.
+Raises: KernelError (a ValueError) naming the expected and the found shape, dtype or, on CPU, length or page.
 """
 
 merge_states = torch.ops.mla.merge_states
@@ -291,6 +321,25 @@ def _expanded_attention_fake(
     return o, q.new_empty((batch, queries, heads), dtype=torch.float32)
 
 
+def _paged_expanded_attention_fake(
+    q: Tensor,
+    latent_pages: Tensor,
+    rope_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    causal: bool,
+    scale: float,
+    workspace_tokens: int,
+    latent_scales: Tensor | None = None,
+    mask: Tensor | None = None,
+    first_positions: Tensor | None = None,
+    query_lens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _expanded_attention_fake(q, latent_pages, rope_pages, w_uk, w_uv, mask, None, scale, workspace_tokens)
+
+
 def _merge_states_fake(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     return o_a.new_empty(o_a.shape), lse_a.new_empty(lse_a.shape)
 
@@ -321,6 +370,7 @@ torch.library.register_fake("mla::latent_attention", _latent_attention_fake, lib
 torch.library.register_fake("mla::paged_latent_attention", _paged_latent_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::sparse_latent_attention", _sparse_latent_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::expanded_attention", _expanded_attention_fake, lib=_LIBRARY)
+torch.library.register_fake("mla::paged_expanded_attention", _paged_expanded_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::merge_states", _merge_states_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::append_latents", _append_latents_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::per_head_matmul", _per_head_matmul_fake, lib=_LIBRARY)

@@ -3,7 +3,7 @@
 A sequence and a group of heads at a time, the keys and values of at most `workspace_tokens` tokens are up-projected
 into a workspace, every query that sees some of them attends to them, and the result is merged with what it has:
 
-    latent  [C, L]                      a view of the cache; a float32 copy of the chunk for half precision
+    latent  [C, L]                      a view of the cache; a copy of the chunk for half precision, FP8 and pages
     k, v    [H, C, P + R], [H, C, V]    the workspace, float32 for half precision
     o, lse  [H, Sq, V], [H, Sq]
 
@@ -13,7 +13,8 @@ query's view ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -31,6 +32,10 @@ _BIAS_ELEMENTS = 1 << 20
 """Most elements of a mask turned into a bias at a time: 4 MiB in float32."""
 _SPACING = 8.0
 """Where floats are this far apart, adding a score changes nothing that a softmax could show."""
+
+
+Load = Callable[[Keys, torch.dtype], tuple[Tensor, Tensor]]
+"""The latents `[C, L]` and rope keys `[C, R]` of a sequence at some positions, in a dtype."""
 
 
 class Attend(Protocol):
@@ -67,28 +72,57 @@ def attend_in_chunks(
     """`mla::expanded_attention` by `attend`; see `mla_compile.ops` for shapes, dtypes and errors."""
     check_arguments(q, latent, k_rope, w_uk, w_uv, mask, workspace_tokens)
     batch, query_count, heads, _ = q.shape
-    q, mask, level = _leveled(q, mask)
+    q, mask, level = leveled(q, mask)
     o = q.new_zeros((batch, query_count, heads, w_uv.shape[1]))
     lse = q.new_empty((batch, query_count, heads), dtype=torch.float32)
     for b in range(batch):
-        for start in range(0, heads, _HEADS):
-            group = slice(start, start + _HEADS)
-            seen = mask
-            if seen is not None and seen.shape[0] != 1:
-                seen = seen[b : b + 1]
-            if seen is not None and seen.shape[1] != 1:
-                seen = seen[:, group]
-            _attend_sequence(
-                q[b, :, group].transpose(0, 1),
-                (latent[b], k_rope[b]),
-                (w_uk[group], w_uv[group]),
-                Visibility(seen, causal_offset, latent.shape[1], latent.device),
-                scale,
-                workspace_tokens,
-                attend,
-                out=(o[b, :, group].transpose(0, 1), lse[b, :, group].transpose(0, 1)),
-            )
+
+        def load(keys: Keys, dtype: torch.dtype, b: int = b) -> tuple[Tensor, Tensor]:
+            return take(latent[b], keys, 0).to(dtype), take(k_rope[b], keys, 0).to(dtype)
+
+        seen = mask if mask is None or mask.shape[0] == 1 else mask[b : b + 1]
+        attend_sequence(
+            q[b],
+            load,
+            (w_uk, w_uv),
+            Visibility(seen, causal_offset, latent.shape[1], latent.device),
+            scale,
+            workspace_tokens,
+            attend,
+            out=(o[b], lse[b]),
+        )
     return o, lse if level is None else lse.add_(level)
+
+
+def attend_sequence(
+    q: Tensor,
+    load: Load,
+    weights: tuple[Tensor, Tensor],
+    visibility: Visibility,
+    scale: float,
+    workspace_tokens: int,
+    attend: Attend,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """Fill out, `[Sq, N, V]` (of zeros) and `[Sq, N]`, with the attention of one sequence, a group of heads at a time.
+
+    q `[Sq, N, P + R]`, weights `[N, P, L]` and `[N, V, L]`; a floating mask is one that `leveled` gave.
+    """
+    for start in range(0, q.shape[1], _HEADS):
+        group = slice(start, start + _HEADS)
+        mask = visibility.mask
+        if mask is not None and mask.shape[1] != 1:
+            mask = mask[:, group]
+        _attend_heads(
+            q[:, group].transpose(0, 1),
+            load,
+            (weights[0][group], weights[1][group]),
+            replace(visibility, mask=mask),
+            scale,
+            workspace_tokens,
+            attend,
+            out=(out[0][:, group].transpose(0, 1), out[1][:, group].transpose(0, 1)),
+        )
 
 
 def masked_tiles(
@@ -104,7 +138,7 @@ def masked_tiles(
             yield queries, bias
 
 
-def _leveled(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def leveled(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Bring rows that finite numbers hide from every key up to 0: queries, mask, and what the rows' lse lacks now.
 
     At -1e30 nothing is left of a score, so the queries may be 0, and nothing of how many keys a chunk had in its lse,
@@ -127,9 +161,9 @@ def lost_rows(dtype: torch.dtype, mask: Tensor) -> tuple[Tensor, Tensor]:
     return lost, peak.masked_fill(~lost, 0.0)
 
 
-def _attend_sequence(
+def _attend_heads(
     q: Tensor,
-    cache: tuple[Tensor, Tensor],
+    load: Load,
     weights: tuple[Tensor, Tensor],
     visibility: Visibility,
     scale: float,
@@ -139,7 +173,7 @@ def _attend_sequence(
 ) -> None:
     """Fill out, `[H, Sq, V]` (of zeros) and `[H, Sq]`.
 
-    q `[H, Sq, P + R]`, cache `[T, L]` and `[T, R]`, weights `[H, P, L]` and `[H, V, L]`.
+    q `[H, Sq, P + R]`, weights `[H, P, L]` and `[H, V, L]`.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     w_uk, w_uv = (w.to(dtype) for w in weights)
@@ -154,7 +188,7 @@ def _attend_sequence(
     k_workspace, v_workspace = o.new_empty((heads, size, width)), o.new_empty((heads, size, w_uv.shape[1]))
     for chunk in _chunks(visibility, keys, workspace_tokens):
         k, v = k_workspace[:, : len(chunk)], v_workspace[:, : len(chunk)]
-        _expand(cache, (w_uk, w_uv), visibility, range(query_count), chunk, out=(k, v))
+        _expand(load, (w_uk, w_uv), visibility, range(query_count), chunk, out=(k, v))
         attend(q, k, v, visibility, chunk, scale, (o, lse))
     if o is not out[0]:
         out[0].copy_(o)
@@ -170,7 +204,7 @@ def _chunks(visibility: Visibility, keys: Keys, size: int) -> Iterator[Keys]:
 
 
 def _expand(
-    cache: tuple[Tensor, Tensor],
+    load: Load,
     weights: tuple[Tensor, Tensor],
     visibility: Visibility,
     queries: range,
@@ -179,7 +213,7 @@ def _expand(
 ) -> None:
     """Up-project a chunk into k `[H, C, P + R]` and v `[H, C, V]`."""
     k, v = out
-    latent, k_rope = (take(part, chunk, 0).to(k.dtype) for part in cache)
+    latent, k_rope = load(chunk, k.dtype)
     blanks = visibility.blanks(queries, chunk)
     if blanks is not None:
         latent, k_rope = (part.masked_fill(blanks[0][:, None], 0.0) for part in (latent, k_rope))
@@ -217,5 +251,10 @@ def check_arguments(
     )
     check_alike(op, q=q, latent=latent, k_rope=k_rope, w_uk=w_uk, w_uv=w_uv)
     check_mask(op, mask, (batch, heads, query_count, dims["T"]), q.device)
+    check_workspace(op, workspace_tokens)
+
+
+def check_workspace(op: str, workspace_tokens: int) -> None:
+    """Check that a key at least has room. Raises: KernelError."""
     if workspace_tokens < 1:
         raise KernelError(f"mla::{op}: expected workspace_tokens of at least 1, found {workspace_tokens}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from ..loop import Positions, attend_over_chunks
+from ..loop import Operands, Positions, attend_over_chunks
 from ..scores import softmax_with_lse
 from .chunks import lost_rows
 
@@ -27,27 +29,56 @@ def expanded_attention_inline(
     elsewhere those of all queries with one chunk. Keys that a mask hides are multiplied by 0, as in naive code.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    q_heads, weights, level = q.transpose(1, 2).to(dtype), (w_uk.to(dtype), w_uv.to(dtype)), None
+
+    def load(positions: Positions, cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        latent, k_rope = (part.index_select(1, positions.inside).to(dtype) for part in cache)
+        return latent, k_rope
+
+    return attend_in_loop(
+        q, load, (latent, k_rope), (w_uk, w_uv), mask, causal_offset, scale, workspace_tokens, latent.shape[1]
+    )
+
+
+def attend_in_loop(
+    q: Tensor,
+    load: Callable[[Positions, Operands], tuple[Tensor, Tensor]],
+    cache: Operands,
+    weights: tuple[Tensor, Tensor],
+    mask: Tensor | None,
+    causal_offset: int | torch.SymInt | Tensor | None,
+    scale: float,
+    workspace_tokens: int,
+    tokens: int,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """o `[B, Sq, N, V]` and lse `[B, Sq, N]` of queries `[B, Sq, N, P + R]`.
+
+    `load` gets the positions of a chunk and the cache, and gives latents `[B, C, L]` and rope keys `[B, C, R]` in at
+    least float32; `tokens`, lengths and causal offset are those of `attend_over_chunks`.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q_heads, level = q.transpose(1, 2).to(dtype), None
     if mask is not None and mask.dtype != torch.bool:
         lost, level = lost_rows(q.dtype, mask)
         q_heads, mask = q_heads.masked_fill(lost, 0.0), mask - level
     attend = _flash if q.is_cpu else _composed
 
-    def attend_to_chunk(positions: Positions, bias: Tensor, operands: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        q_heads, latent, k_rope, w_uk, w_uv = operands
-        here, rope_here = (part.index_select(1, positions.inside).to(dtype) for part in (latent, k_rope))
+    def attend_to_chunk(positions: Positions, bias: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
+        q_heads, cache, (w_uk, w_uv) = operands
+        here, rope_here = load(positions, cache)
         k_nope, v = (torch.matmul(here[:, None], w.transpose(1, 2)) for w in (w_uk, w_uv))
         k = torch.cat([k_nope, rope_here[:, None].expand(-1, w_uk.shape[0], -1, -1)], dim=-1)
         return attend(q_heads, k, v, bias, scale)
 
     o, lse = attend_over_chunks(
         attend_to_chunk,
-        (q_heads, latent, k_rope, *weights),
+        (q_heads, cache, tuple(w.to(dtype) for w in weights)),
         mask,
         causal_offset,
-        latent.shape[1],
+        tokens,
         workspace_tokens,
-        q_heads.new_zeros((*q_heads.shape[:3], w_uv.shape[1])),
+        q_heads.new_zeros((*q_heads.shape[:3], weights[1].shape[1])),
+        lengths,
     )
     lse = lse if level is None else lse + level.squeeze(-1)
     return o.transpose(1, 2).to(q.dtype).contiguous(), lse.transpose(1, 2).contiguous()

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..native import ATTEND, VECTOR, load
 from ..visibility import Keys, Visibility
 from .aten import attend_by_flash
-from .chunks import attend_in_chunks, masked_tiles
+from .chunks import Attend, attend_in_chunks, masked_tiles
 
 _SOURCES = VECTOR, ATTEND, Path(__file__).with_name("native.cpp")
 _ARGUMENTS = ("const float*",) * 4 + ("float*",) * 2 + ("int64_t",) * 20 + ("float", "int64_t")
@@ -32,9 +32,14 @@ def expanded_attention_cpu(
     workspace_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """`mla::expanded_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    native = q.dtype != torch.float64 and load(_SOURCES, _ARGUMENTS) is not None
-    attend = attend_natively if native else attend_by_flash
+    attend = attend_on_cpu(q.dtype)
     return attend_in_chunks(q, latent, k_rope, w_uk, w_uv, mask, causal_offset, scale, workspace_tokens, attend)
+
+
+def attend_on_cpu(dtype: torch.dtype) -> Attend:
+    """What attends to chunks of queries of `dtype`: this kernel, or flash attention."""
+    native = dtype != torch.float64 and load(_SOURCES, _ARGUMENTS) is not None
+    return attend_natively if native else attend_by_flash
 
 
 def attend_natively(

@@ -143,10 +143,11 @@ def check_arguments(
         k_rope=(k_rope, "B T R"),
         indices=(indices, "B Sq topk"),
     )
+    check_alike(op, q_latent=q_latent, q_rope=q_rope)
     if latent_scales is None:
-        check_alike(op, q_latent=q_latent, q_rope=q_rope, latent=latent, k_rope=k_rope)
+        check_alike(op, q_latent=q_latent, latent=latent, k_rope=k_rope)
     else:
-        check_fp8(op, (q_latent, q_rope), ("latent", "k_rope"), (latent, k_rope), "B T", latent_scales)
+        check_fp8(op, q_latent, ("latent", "k_rope"), (latent, k_rope), "B T", latent_scales)
     check_mask(op, mask, (dims["B"], dims["N"], dims["Sq"], dims["T"]), q_latent.device)
     if indices.dtype not in (torch.int32, torch.int64) or indices.device != q_latent.device:
         raise KernelError(

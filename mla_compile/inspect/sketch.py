@@ -34,6 +34,7 @@ TITLES = {
     "paged_latent_attention": "paged latent attention",
     "sparse_latent_attention": "sparse latent attention",
     "expanded_attention": "chunked attention",
+    "paged_expanded_attention": "chunked attention over pages",
     "per_head_matmul": "product per head",
     "mm": "product",
     "bmm": "product",

@@ -98,3 +98,43 @@ def quantised(x: Paged, groups: int, rope_too: bool = False) -> tuple[tuple[Tens
     for view, content in zip(views, (values, scales, x.pool[..., rank:]), strict=True):
         view.copy_(content)
     return (*x.arguments[:2], views[0], views[2], *x.arguments[4:]), views[1]
+
+
+@dataclass(frozen=True)
+class PagedHeads:
+    """The cache of a `Paged` (its arguments from latent_pages on), with q `[B, Sq, N, P + R]`, w_uk and w_uv."""
+
+    q: Tensor
+    cache: tuple[Tensor, ...]
+    w_uk: Tensor
+    w_uv: Tensor
+    scale: float
+    scales: Tensor | None = None
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        """What `mla::paged_expanded_attention` takes before `causal` and `scale`."""
+        return (self.q, *self.cache, self.w_uk, self.w_uv)
+
+    def double(self) -> PagedHeads:
+        dtype = self.q.dtype
+        cache = tuple(t.double() if t.dtype == dtype else t for t in self.cache)
+        return replace(self, q=self.q.double(), cache=cache, w_uk=self.w_uk.double(), w_uv=self.w_uv.double())
+
+
+def make_paged_heads(
+    lengths: list[int],
+    sizes: tuple[int, int, int, int, int, int],
+    page_size: int,
+    dtype: torch.dtype = torch.float32,
+    index: torch.dtype = torch.int32,
+    groups: int | None = None,
+    rope_too: bool = False,
+) -> PagedHeads:
+    """As `make_paged`, for `Sq, N, L, P, R, V`; with `groups` in FP8 as `quantised` says."""
+    queries, heads, rank, nope, rope, value = sizes
+    x = make_paged(lengths, (queries, heads, rank, rope), page_size, dtype, index)
+    q = torch.randn(len(lengths), heads, queries, nope + rope, dtype=dtype).transpose(1, 2)
+    weight = torch.randn(heads, nope + value, rank, dtype=dtype) / rank**0.5
+    arguments, scales = (x.arguments, None) if groups is None else quantised(x, groups, rope_too)
+    return PagedHeads(q, arguments[2:], weight[:, :nope], weight[:, nope:], (nope + rope) ** -0.5, scales)

@@ -7,13 +7,14 @@ from mla_compile.kernels.expanded_attention import expanded_attention_reference
 from mla_compile.kernels.expanded_attention import inline as expanded
 from mla_compile.kernels.latent_attention import latent_attention_reference
 from mla_compile.kernels.merge_states import merge_states_reference
+from mla_compile.kernels.paged_expanded_attention import paged_expanded_attention_reference
 from mla_compile.kernels.paged_latent_attention import paged_latent_attention_reference
 from mla_compile.kernels.per_head_matmul import per_head_matmul_reference
 from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_reference
 
 from .errors import assert_as_close_as
 from .naive import make_inputs, masks, naive_mla
-from .paged import make_paged, quantised
+from .paged import make_paged, make_paged_heads, quantised
 
 mla = torch.ops.mla
 MASKS = tuple(masks(1, 1, 1, 1))
@@ -139,6 +140,46 @@ def test_pages_in_fp8(groups, rope_too):
     measure = paged_latent_attention_reference(*arguments, True, x.scale, **more)
     assert_as_close_as(measure[0], o, exact[0])
     assert_as_close_as(measure[1], lse, exact[1])
+
+
+PREFILLS = {
+    "lengths": {},
+    "new tokens": {"query_lens": torch.tensor([9, 0, 3, 5])},
+    "positions": {"first_positions": torch.tensor([60, 9, -2, 1]), "query_lens": torch.tensor([9, 9, 9, 2])},
+    "bool": {"mask": torch.rand(4, 1, 9, 71) < 0.7},
+    "bias": {"mask": torch.randn(1, 4, 9, 71)},
+    "finfo.min": {"mask": torch.full((4, 1, 1, 71), torch.finfo(torch.float32).min)},
+    "of one key for all": {"mask": torch.rand(4, 1, 9, 1) < 0.7},
+}
+
+
+@pytest.mark.parametrize("attend", ["_flash", "_composed"])
+@pytest.mark.parametrize("more", PREFILLS.values(), ids=PREFILLS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_paged_expanded_attention(dtype, causal, more, attend, monkeypatch):
+    monkeypatch.setattr(expanded, "_flash", getattr(expanded, attend))
+    x = make_paged_heads([70, 0, 64, 3], (9, 4, 24, 16, 8, 12), 16, dtype)
+    lowest = torch.finfo(dtype).min
+    more = {name: t.clamp(min=lowest).to(dtype) if t.is_floating_point() else t for name, t in more.items()}
+    assert_prefill(x, causal, 20, more)
+
+
+@pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, False), (1, True)])
+def test_chunks_of_pages_in_fp8(groups, rope_too):
+    x = make_paged_heads([70, 0, 64, 3], (9, 4, 24, 16, 8, 12), 16, groups=groups, rope_too=rope_too)
+    assert_prefill(x, True, 20, {"latent_scales": x.scales})
+
+
+def assert_prefill(x, causal, workspace_tokens, more):
+    op = mla.paged_expanded_attention
+    o, lse = decomposed(op, *x.arguments, causal, x.scale, workspace_tokens, **more)
+    doubled = {name: t.double() if name == "mask" and t.is_floating_point() else t for name, t in more.items()}
+    exact = paged_expanded_attention_reference(*x.double().arguments, causal, x.scale, **doubled)
+    measure = paged_expanded_attention_reference(*x.arguments, causal, x.scale, **more)
+    assert_as_close_as(measure[0], o, exact[0], 4)
+    assert_as_close_as(measure[1].float(), lse, exact[1], 4)
+    assert o.is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
