@@ -5,7 +5,7 @@ For graphs that take no guards, those of exported programs. `torch.cond` takes o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,23 +30,29 @@ class BySize:
 
     def absorbed_is_faster(self, realize: Realize) -> Tensor:
         """A bool scalar on CPU. In float64: products of all sizes may be more than an integer holds."""
-        symbols = sorted({s for time in (*self.absorbed, *self.chunked) for s in time.free_symbols}, key=str)
-        counts: list[Any] = [realize(symbol) for symbol in symbols]
-        sizes = [torch.scalar_tensor(count, dtype=torch.float64) for count in counts]
-        a, b = (
-            torch.maximum(*(_evaluated(time, symbols, sizes) for time in times))
-            for times in (self.absorbed, self.chunked)
-        )
+        known: dict[sympy.Expr, Tensor] = {}
+
+        def size(generator: sympy.Expr) -> Tensor:
+            if generator not in known:
+                count: Any = realize(generator)
+                known[generator] = torch.scalar_tensor(count, dtype=torch.float64)
+            return known[generator]
+
+        a, b = (torch.maximum(*(_evaluated(time, size) for time in times)) for times in (self.absorbed, self.chunked))
         return a <= b
 
 
-def _evaluated(polynomial: sympy.Expr, symbols: Sequence[sympy.Symbol], sizes: Sequence[Tensor]) -> Tensor:
+def _evaluated(polynomial: sympy.Expr, size: Callable[[sympy.Expr], Tensor]) -> Tensor:
+    """A polynomial in symbols, and in functions of them such as a maximum, each of which is a `size`."""
     total = torch.scalar_tensor(0.0, dtype=torch.float64)
-    for powers, coefficient in sympy.Poly(polynomial, *symbols).terms():
+    if polynomial.is_number:
+        return total + float(polynomial)
+    polynomial = sympy.Poly(polynomial)
+    for powers, coefficient in polynomial.terms():
         term = torch.scalar_tensor(float(coefficient), dtype=torch.float64)
-        for size, power in zip(sizes, powers, strict=True):
+        for generator, power in zip(polynomial.gens, powers, strict=True):
             for _ in range(power):
-                term = term * size
+                term = term * size(generator)
         total = total + term
     return total
 

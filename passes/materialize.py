@@ -12,6 +12,8 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from .axes import Axis, Digit, Dim, Read, Scaled, Size, Unaligned, product, same
 from .sizes import size_of
@@ -171,17 +173,9 @@ def _linear(expression: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, sympy.Ex
 
 
 def _evaluate(size: sympy.Expr, values: dict[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:
-    """A polynomial with integer coefficients at the symbols' values."""
-    if not values:
-        return int(size)
-    total: int | torch.SymInt = 0
-    for monomial, coefficient in sympy.Poly(size, *values).terms():
-        term: int | torch.SymInt = int(coefficient)
-        for value, power in zip(values.values(), monomial, strict=True):
-            for _ in range(power):
-                term = term * value
-        total = total + term
-    return total
+    """An integer expression at the symbols' values."""
+    value: int | torch.SymInt = sympy_interp(PythonReferenceAnalysis, values, size)
+    return value
 
 
 def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize, *, broadcast: bool) -> Tensor:

@@ -99,7 +99,9 @@ def test_under_a_known_mask_the_result_is_right(case: Case) -> None:
         assert outcome.path == path
 
 
-@pytest.mark.parametrize("name", ["arange", "tril", "offset of a tensor", "sliding window", "left padding by index"])
+@pytest.mark.parametrize(
+    "name", ["arange", "from a maximum on", "tril", "offset of a tensor", "sliding window", "left padding by index"]
+)
 def test_under_a_known_mask_of_unknown_sizes_the_result_is_right(name: str) -> None:
     case = KNOWN[name]
     for path, _, (outcome,) in compiled(attention(case.mask), (*mla.tensors(), *case.more), mla.UNKNOWN[:2]):

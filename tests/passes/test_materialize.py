@@ -41,6 +41,13 @@ def test_sizes_from_sums(sizes, told) -> None:
         assert int(realize(wanted.node.expr)) == int(wanted)
 
 
+def test_sizes_that_are_no_polynomial(sizes) -> None:
+    a, b = sizes
+    realize = realizer((a, b))
+    for wanted in (torch.sym_max(0, a - 7), torch.sym_min(a, b) + 1, a // 2 * b, a % 2):
+        assert int(realize(wanted.node.expr)) == int(wanted)
+
+
 def test_a_size_to_which_guards_left_one_value() -> None:
     tensor = tensor_of_unknown_sizes()
     symbol = tensor.shape[0].node.expr
