@@ -63,7 +63,9 @@ KNOWN = {
     "strictly before": Case(lambda s, t: arange(t) < arange(s)[:, None] + (t - s), "causal"),
     "one more": Case(lambda s, t: arange(t) <= arange(s)[:, None] + (t - s) + 1, "causal"),
     "top left": Case(lambda s, t: arange(t) <= arange(s)[:, None], "causal"),
-    "from a maximum on": Case(lambda s, t: arange(t) <= arange(s)[:, None] + torch.sym_max(0, t - 7), "causal"),
+    "less a maximum": Case(
+        lambda s, t: arange(t) + torch.sym_max(0, s - 2) <= arange(s)[:, None] + (t - s), "causal"
+    ),
     "tril": Case(lambda s, t: torch.ones(s, t, dtype=torch.bool).tril(t - s), "causal"),
     "not triu": Case(lambda s, t: ~torch.ones(s, t).triu(t - s + 1).bool(), "causal"),
     "cumsum": Case(

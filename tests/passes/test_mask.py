@@ -100,7 +100,7 @@ def test_under_a_known_mask_the_result_is_right(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["arange", "from a maximum on", "tril", "offset of a tensor", "sliding window", "left padding by index"]
+    "name", ["arange", "less a maximum", "tril", "offset of a tensor", "sliding window", "left padding by index"]
 )
 def test_under_a_known_mask_of_unknown_sizes_the_result_is_right(name: str) -> None:
     case = KNOWN[name]
