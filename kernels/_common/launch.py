@@ -100,9 +100,9 @@ def attend(
         *q_rope.stride()[:3],
         *source.latent.stride()[:2],
         *source.rope.stride()[:2],
-        *_strides(source.scales, 3),
-        *_strides(source.table, 3),
-        *_strides(source.mask, 4),
+        *strides_of(source.scales, 3),
+        *strides_of(source.table, 3),
+        *strides_of(source.mask, 4),
         **constants,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -168,9 +168,6 @@ def constants_of(
     """What the kernel is specialised to; `several` parts or one."""
     rank = q_latent.shape[3]
     first, second = columns(rank)
-    fp8 = source.scales is not None
-    group = rank // source.scales.shape[2] if source.scales is not None else rank
-    same = group & -group
     return {
         "SOURCE": source.kind,
         "MASK": "none" if source.mask is None else "bool" if source.mask.dtype == torch.bool else "bias",
@@ -186,13 +183,23 @@ def constants_of(
         "B": second,
         "ROPE": power_of_two(rope) if rope else 0,
         "LEAST": LEAST_TILES,
-        "FP8": fp8,
-        "FP8_ROPE": source.rope.dtype == torch.float8_e4m3fn,
+        **fp8_constants(machine, rank, source.rope, source.scales),
+        "STAGES": tiles.stages,
+    }
+
+
+def fp8_constants(machine: Machine, rank: int, rope: Tensor, scales: Tensor | None) -> dict[str, Any]:
+    """What loading latents of `rank` columns and rope keys is specialised to."""
+    first, second = columns(rank)
+    group = rank if scales is None else rank // scales.shape[2]
+    same = group & -group
+    return {
+        "FP8": scales is not None,
+        "FP8_ROPE": rope.dtype == torch.float8_e4m3fn,
         "NATIVE": machine.converts_fp8,
         "GROUP": group,
         "SAME_A": min(same, first),
         "SAME_B": min(same, max(second, 1)),
-        "STAGES": tiles.stages,
     }
 
 
@@ -200,7 +207,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def _strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
+def strides_of(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
     """Strides of a tensor of at most `dims` dims, 0 where it broadcasts or there is none."""
     if tensor is None:
         return (0,) * dims

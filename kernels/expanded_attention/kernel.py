@@ -8,6 +8,8 @@ rows whose scores are all the lowest finite number.
     k, v      [H, B, C, P], [H, B, C, V]          the workspace
     rope      [B, C, R]                           of the cache, shared by all heads
     mask      [B, H, Sq, C], any strides, 0 where it broadcasts
+    lengths, starts, counts   [B]                 of unequal sequences, whose chunk starts at `begin`: how many tokens,
+                                                  the position of the first query, how many queries are no padding
     o, lse    [B, Sq, H, V], [B, Sq, H]           the result, written when a tile has seen its last key
     acc       [B, H, Sq, V], m and total [B, H, Sq]   float32, contiguous, with several chunks
 """
@@ -19,7 +21,7 @@ import triton.language as tl
 
 from .._common.attend import LOWEST, add_keys, load_rows
 
-_ANY_VALUE = ("scale", "queries", "heads", "keys", "causal_offset", "first", "last")
+_ANY_VALUE = ("scale", "queries", "heads", "keys", "causal_offset", "begin", "first", "last")
 
 
 @triton.jit(do_not_specialize=_ANY_VALUE)
@@ -29,6 +31,9 @@ def attend_chunk(
     rope,
     v,
     mask,
+    lengths,
+    starts,
+    counts,
     o,
     lse,
     acc,
@@ -39,6 +44,7 @@ def attend_chunk(
     heads,
     keys,
     causal_offset,
+    begin,
     first,
     last,
     q_stride_b,
@@ -62,6 +68,8 @@ def attend_chunk(
     lse_stride_n,
     MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    COUNTS: tl.constexpr,
     STATE: tl.constexpr,
     P: tl.constexpr,
     R: tl.constexpr,
@@ -82,13 +90,24 @@ def attend_chunk(
     b = group // heads
     head = group % heads
     query = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    exists = query < queries
+    count = queries
+    if COUNTS:
+        count = tl.load(counts + b).to(tl.int32)
+    exists = query < count
 
     stop = keys
-    if CAUSAL:
+    if LENGTHS:
+        stop = tl.load(lengths + b).to(tl.int32) - begin
+        if CAUSAL:
+            causal_offset = tl.load(starts + b).to(tl.int32) - begin
+            stop = tl.minimum(stop, tl.minimum(tile * ROWS + ROWS, count) + causal_offset)
+    elif CAUSAL:
         stop = tl.minimum(tile * ROWS + ROWS, queries) + causal_offset
     # Whose queries see none of this chunk was finished by an earlier one.
-    if (first == 0) & (stop <= 0):
+    idle = (first == 0) & (stop <= 0)
+    if COUNTS:
+        idle = idle | (tile * ROWS >= count)
+    if idle:
         return
     end = tl.minimum(stop, keys)
 
@@ -154,7 +173,7 @@ def attend_chunk(
         m, total, acc_a, acc_b = add_keys(m, total, acc_a, acc_b, scores, v_a, v_b, V_B)
 
     finished = last != 0
-    if CAUSAL:
+    if CAUSAL or LENGTHS:
         finished = finished | (stop <= keys)
     if finished:
         # The greatest score adds exp(0) = 1 to total, so only a row that saw no key is below 1.

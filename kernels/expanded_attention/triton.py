@@ -3,8 +3,8 @@
     latent [B, T, L], w_uk [N, P, L], w_uv [N, V, L]
     k, v   [H, B, C, P], [H, B, C, V]   the workspace: a group of heads, of as many sequences as fit
 
-Nothing here looks at a value on the device. Under a causal limit alone, keys that all queries see are in chunks of
-their own, which take no limit.
+Nothing here looks at a value on the device. Under a causal limit alone that is known here, keys that all queries see
+are in chunks of their own, which take no limit; with lengths that only the device knows, programs without work end.
 """
 
 from __future__ import annotations
@@ -37,6 +37,43 @@ class Chunk:
     causal: bool
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Numbers of each sequence, `[B]` and contiguous, on the device."""
+
+    tokens: Tensor
+    starts: Tensor | None
+    """The position of the first query; None where there is no causal limit."""
+    queries: Tensor | None
+    """How many are no padding; None where all are."""
+
+    def of(self, part: slice) -> Lengths:
+        """Those of some sequences."""
+        tokens, starts, queries = (t if t is None else t[part] for t in (self.tokens, self.starts, self.queries))
+        assert tokens is not None
+        return Lengths(tokens, starts, queries)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a batch."""
+
+    tokens: int
+    """Of a sequence, at most."""
+    rope: int
+    """R."""
+    take: Callable[[slice, Chunk, Tensor], tuple[Tensor, Tensor]]
+    """Of some sequences and a chunk latents `[b, C, L]` and rope keys `[b, C, R]`: views, or copies in a workspace."""
+    copied: int = 0
+    """Elements of a key that `take` copies to the workspace."""
+    causal_offset: int | None = None
+    lengths: Lengths | None = None
+
+    @property
+    def causal(self) -> bool:
+        return self.causal_offset is not None or (self.lengths is not None and self.lengths.starts is not None)
+
+
 def expanded_attention_triton(
     q: Tensor,
     latent: Tensor,
@@ -51,24 +88,49 @@ def expanded_attention_triton(
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`mla::expanded_attention` on a machine, with checked arguments."""
+    k_rope = k_rope if k_rope.shape[2] < 2 or k_rope.stride(2) == 1 else k_rope.contiguous()
+
+    def take(part: slice, chunk: Chunk, workspace: Tensor) -> tuple[Tensor, Tensor]:
+        return latent[part, chunk.start : chunk.stop], k_rope[part, chunk.start : chunk.stop]
+
+    tokens = causal_stop(causal_offset, range(q.shape[1]), latent.shape[1])
+    keys = Keys(tokens, k_rope.shape[2], take, causal_offset=causal_offset)
+    return attend_in_chunks(q, keys, w_uk, w_uv, mask, scale, workspace_tokens, machine, tiles)
+
+
+def attend_in_chunks(
+    q: Tensor,
+    keys: Keys,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    workspace_tokens: int,
+    machine: Machine,
+    tiles: Tiles | None,
+) -> tuple[Tensor, Tensor]:
+    """o `[B, Sq, N, V]` and lse `[B, Sq, N]` of queries `[B, Sq, N, P + R]`."""
     batch, queries, heads, _ = q.shape
-    (_, nope, _), columns, rope = w_uk.shape, w_uv.shape[1], k_rope.shape[2]
+    (_, nope, _), columns = w_uk.shape, w_uv.shape[1]
     o = q.new_empty((batch, queries, heads, columns))
     lse = q.new_empty((batch, queries, heads), dtype=torch.float32)
-    keys = causal_stop(causal_offset, range(queries), latent.shape[1])
-    if lse.numel() == 0 or keys == 0:
-        return o.zero_(), lse.fill_(-torch.inf)
-    q, k_rope = (t if t.shape[-1] < 2 or t.stride(-1) == 1 else t.contiguous() for t in (q, k_rope))
+    padded = keys.lengths is not None and keys.lengths.queries is not None
+    if padded or lse.numel() == 0 or keys.tokens == 0:
+        o, lse = o.zero_(), lse.fill_(-torch.inf)
+    if lse.numel() == 0 or keys.tokens == 0:
+        return o, lse
+    q = q if q.stride(3) == 1 else q.contiguous()
     if tiles is None:
-        hidden = None if mask is None else mask.dtype, causal_offset is not None
-        problem = q.dtype, nope, rope, columns, *hidden, workspace_tokens, *q.shape[:3], latent.shape[1]
-        arguments = q, latent, k_rope, w_uk, w_uv, mask, causal_offset, scale, workspace_tokens
-        tiles = _tuned(machine, problem, lambda tiles: expanded_attention_triton(*arguments, machine, tiles))
-    sequences = max(min(workspace_tokens // keys, batch), 1)
-    size = max(min(workspace_tokens // sequences, keys), 1)
-    chunks = list(chunks_of(keys, size, causal_offset, mask is not None))
+        hidden = None if mask is None else mask.dtype, keys.causal, keys.lengths is not None
+        problem = q.dtype, nope, keys.rope, columns, *hidden, workspace_tokens, *q.shape[:3], keys.tokens
+        arguments = q, keys, w_uk, w_uv, mask, scale, workspace_tokens, machine
+        tiles = _tuned(machine, problem, lambda tiles: attend_in_chunks(*arguments, tiles))
+    sequences = max(min(workspace_tokens // keys.tokens, batch), 1)
+    size = max(min(workspace_tokens // sequences, keys.tokens), 1)
+    chunks = list(chunks_of(keys, size, mask is not None))
     group = _heads_at_a_time(heads, sequences, queries, size, nope + columns, columns, q.itemsize, len(chunks) > 1)
     workspace = q.new_empty(group * sequences * size * (nope + columns))
+    copies = q.new_empty(sequences * size * keys.copied)
     state = [q.new_empty(0, dtype=torch.float32)] * 3
     if len(chunks) > 1:
         rows = sequences * group * queries
@@ -77,15 +139,17 @@ def expanded_attention_triton(
         for head in range(0, heads, group):
             part = slice(b, b + sequences), slice(head, head + group)
             for i, chunk in enumerate(chunks):
-                k, v = _expand(latent[part[0], chunk.start : chunk.stop], w_uk[part[1]], w_uv[part[1]], workspace)
+                latent, k_rope = keys.take(part[0], chunk, copies)
+                k, v = _expand(latent, w_uk[part[1]], w_uv[part[1]], workspace)
                 _launch(
-                    (q[part[0], :, part[1]], k, k_rope[part[0], chunk.start : chunk.stop], v),
+                    (q[part[0], :, part[1]], k, k_rope, v),
                     _part_of(mask, part, chunk),
+                    None if keys.lengths is None else keys.lengths.of(part[0]),
                     (o[part[0], :, part[1]], lse[part[0], :, part[1]]),
                     state,
                     chunk,
                     scale,
-                    (causal_offset or 0) - chunk.start,
+                    (keys.causal_offset or 0) - chunk.start,
                     (i == 0, i == len(chunks) - 1),
                     tiles,
                 )
@@ -93,7 +157,7 @@ def expanded_attention_triton(
 
 
 def _tuned(machine: Machine, problem: tuple[Any, ...], run: Callable[[Tiles], object]) -> Tiles:
-    """Tiles of the table, or while tuning is on the fastest, of a problem as `expanded_attention_triton` puts it."""
+    """Tiles of the table, or while tuning is on the fastest, of a problem as `attend_in_chunks` puts it."""
     dtype, *sizes = problem[:4]
     widths: Any = (*sizes, dtype.itemsize)  # P, R, V and the size of an element
     default = choose(machine, *widths)
@@ -106,13 +170,12 @@ def _tuned(machine: Machine, problem: tuple[Any, ...], run: Callable[[Tiles], ob
     )
 
 
-def chunks_of(keys: int, size: int, causal_offset: int | None, masked: bool) -> Iterator[Chunk]:
+def chunks_of(keys: Keys, size: int, masked: bool) -> Iterator[Chunk]:
     """Chunks of at most `size` keys, cut where a causal limit alone starts to hide some, unless one holds them all."""
-    causal = causal_offset is not None
     cut = 0
-    if causal_offset is not None and not masked and keys > size:
-        cut = min(max(causal_offset, 0), keys)
-    for begin, end, limited in ((0, cut, False), (cut, keys, causal)):
+    if keys.causal_offset is not None and not masked and keys.tokens > size:
+        cut = min(max(keys.causal_offset, 0), keys.tokens)
+    for begin, end, limited in ((0, cut, False), (cut, keys.tokens, keys.causal)):
         for start in range(begin, end, size):
             yield Chunk(start, min(start + size, end), limited)
 
@@ -154,6 +217,7 @@ def _part_of(mask: Tensor | None, part: tuple[slice, slice], chunk: Chunk) -> Te
 def _launch(
     operands: tuple[Tensor, Tensor, Tensor, Tensor],
     mask: Tensor | None,
+    lengths: Lengths | None,
     out: tuple[Tensor, Tensor],
     state: list[Tensor],
     chunk: Chunk,
@@ -168,17 +232,20 @@ def _launch(
     if mask is not None:
         strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
     given = q if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    constants = constants_of(k.shape[3], rope.shape[2], v.shape[3], mask, chunk.causal, state[0].numel() > 0, tiles)
+    widths = k.shape[3], rope.shape[2], v.shape[3]
+    constants = constants_of(widths, mask, lengths, chunk.causal, state[0].numel() > 0, tiles)
+    numbers = (None,) * 3 if lengths is None else (lengths.tokens, lengths.starts, lengths.queries)
     attend_chunk[(triton.cdiv(queries, tiles.rows) * heads * batch,)](
         q,
         k,
         rope,
         v,
         given,
+        *(out[1] if number is None else number for number in numbers),
         *out,
         *state,
         scale,
-        *(queries, heads, chunk.stop - chunk.start, causal_offset, *map(int, first_last)),
+        *(queries, heads, chunk.stop - chunk.start, causal_offset, chunk.start, *map(int, first_last)),
         *q.stride()[:3],
         *k.stride()[:2],
         *v.stride()[:2],
@@ -194,14 +261,22 @@ def _launch(
 
 
 def constants_of(
-    nope: int, rope: int, columns: int, mask: Tensor | None, causal: bool, state: bool, tiles: Tiles
+    widths: tuple[int, int, int],
+    mask: Tensor | None,
+    lengths: Lengths | None,
+    causal: bool,
+    state: bool,
+    tiles: Tiles,
 ) -> dict[str, Any]:
-    """What the kernel is specialised to."""
+    """What the kernel is specialised to; widths are `P, R, V`."""
+    nope, rope, columns = widths
     p_a, p_b = blocks(nope)
     v_a, v_b = blocks(columns)
     return {
         "MASK": "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias",
         "CAUSAL": causal,
+        "LENGTHS": lengths is not None,
+        "COUNTS": lengths is not None and lengths.queries is not None,
         "STATE": state,
         "P": nope,
         "R": rope,

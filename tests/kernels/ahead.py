@@ -18,9 +18,14 @@ from mla_compile.kernels.append_latents.kernel import append
 from mla_compile.kernels.append_latents.triton import constants_of as append_constants
 from mla_compile.kernels.expanded_attention.kernel import attend_chunk
 from mla_compile.kernels.expanded_attention.tiles import choose as choose_chunk
+from mla_compile.kernels.expanded_attention.triton import Lengths
 from mla_compile.kernels.expanded_attention.triton import constants_of as chunk_constants
 from mla_compile.kernels.merge_states.kernel import merge
 from mla_compile.kernels.merge_states.triton import constants_of as merge_constants
+from mla_compile.kernels.paged_expanded_attention.kernel import gather_chunk
+from mla_compile.kernels.paged_expanded_attention.triton import WARPS
+from mla_compile.kernels.paged_expanded_attention.triton import constants_of as gather_constants
+from mla_compile.kernels.pages import Pages
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -109,18 +114,39 @@ def compile_chunk(
     state: bool = True,
     mask: torch.dtype | None = None,
     widths: tuple[int, int, int] = (128, 64, 128),
+    lengths: bool = False,
 ) -> Record:
-    """The kernel that a prefill of DeepSeek launches for a chunk, with the table's tiles; widths are `P, R, V`."""
+    """The kernel that a prefill of DeepSeek launches for a chunk, with the table's tiles; widths are `P, R, V`.
+
+    `lengths`: of sequences of unequal lengths and numbers of queries.
+    """
     tiles = choose_chunk(machine_of(arch), *widths, dtype.itemsize)
     given = None if mask is None else torch.empty(1, 1, 1, 1, dtype=mask, device="meta")
-    constants = chunk_constants(*widths, given, causal, state, tiles)
+    numbers = Lengths(*[torch.empty(1, dtype=torch.int32, device="meta")] * 3) if lengths else None
+    constants = chunk_constants(widths, given, numbers, causal, state, tiles)
     types = dict.fromkeys(attend_chunk.arg_names, "i32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("lengths", "starts", "counts"), "*i32" if lengths else "*fp32")
     types |= dict.fromkeys(("q", "k", "rope", "v", "o"), POINTERS[dtype])
     types |= dict.fromkeys(("lse", "acc", "m_state", "total_state"), "*fp32")
     types |= {"mask": "*fp32" if mask not in (None, torch.bool) else "*u8"}
     aligned = [name for name in types if types[name].startswith("*")]
     aligned += [name for name in types if re.fullmatch(r"(q|k|v|rope|o)_stride_\w", name)]
     return _compile(arch, attend_chunk, types, constants, aligned, tiles.warps, tiles.stages)
+
+
+def compile_gather(arch: str, fp8: bool, rank: int = 512, rope: int = 64, page_size: int = 64) -> Record:
+    """The kernel that gathers a chunk of DeepSeek's latents from their pages, in bfloat16 or FP8."""
+    row = torch.empty(1, page_size, rank + rope, dtype=torch.bfloat16, device="meta")
+    scales = torch.empty(1, page_size, rank // 128, device="meta") if fp8 else None
+    number = torch.empty(1, dtype=torch.int32, device="meta")
+    constants = gather_constants(machine_of(arch), Pages(row[..., :rank], row[..., rank:], number, number, scales))
+    types = dict.fromkeys(gather_chunk.arg_names, "i32") | dict.fromkeys(("table", "lengths"), "*i32")
+    types |= dict.fromkeys(("latent", "rope", "latent_out", "rope_out"), "*bf16") | {"scales": "*fp32"}
+    if fp8:
+        types["latent"] = "*u8"
+    aligned = [name for name in types if types[name].startswith("*")]
+    aligned += [name for name in types if re.fullmatch(r"(latent|rope)_stride_\w", name)]
+    return _compile(arch, gather_chunk, types, constants, aligned, WARPS, 1)
 
 
 def compile_append(arch: str, one_scale: bool, rank: int = 512, rope: int = 64) -> Record:

@@ -51,10 +51,11 @@ def launches(monkeypatch):
     from mla_compile.kernels.append_latents import triton as append_launcher
     from mla_compile.kernels.expanded_attention import triton as expanded_launcher
     from mla_compile.kernels.merge_states import triton as merge_launcher
+    from mla_compile.kernels.paged_expanded_attention import triton as gather_launcher
 
     found = []
     kernels = [(launch, "attend_latents"), (launch, "combine"), (append_launcher, "append")]
-    kernels += [(expanded_launcher, "attend_chunk"), (merge_launcher, "merge")]
+    kernels += [(expanded_launcher, "attend_chunk"), (merge_launcher, "merge"), (gather_launcher, "gather_chunk")]
     for module, name in kernels:
         monkeypatch.setattr(module, name, Recorded(found))
     monkeypatch.setattr(machine, "present", lambda device: machine.Machine("sm_90", 132))

@@ -15,6 +15,7 @@ from .ahead import (
     compile_attention,
     compile_chunk,
     compile_combination,
+    compile_gather,
     compile_merge,
     machine_of,
 )
@@ -104,6 +105,23 @@ def test_chunks_of_a_prefill(arch, causal):
     assert_clean(record, arch)
     if arch == "sm_90":
         assert matrix_unit(record.assembly) == "wgmma.mma_async"
+
+
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_chunks_of_sequences_of_unequal_lengths(arch, causal):
+    record = compile_chunk(arch, causal=causal, lengths=True)
+    assert_clean(record, arch)
+    if arch == "sm_90":
+        assert matrix_unit(record.assembly) == "wgmma.mma_async"
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("arch", SOME)
+def test_chunks_are_gathered_without_the_stack(arch, fp8):
+    record = compile_gather(arch, fp8)
+    assert record.stack == 0
+    assert "trap;" not in record.assembly
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from mla_compile.kernels import append_latents, expanded_attention, latent_attention, merge_states
+from mla_compile.kernels import paged_expanded_attention as prefill
 from mla_compile.kernels import paged_latent_attention as paged
 from mla_compile.kernels import sparse_latent_attention as sparse
 
@@ -40,6 +41,18 @@ def decode(batch=3, count=2, mask=None, first=None, fp8=False, split_tokens=None
 def chunks(mask=None, causal_offset=None):
     tensors = made(2, 40, 16, 192), made(2, 3000, 512), made(2, 3000, 64), made(16, 128, 512), made(16, 128, 512)
     return expanded_attention.expanded_attention_gpu(*tensors, mask, causal_offset, 0.1, 1024)
+
+
+def chunks_of_pages(mask=None, causal=True, counts=None, fp8=False):
+    rows = made(100, 64, 656, dtype=torch.uint8) if fp8 else made(100, 64, 576)
+    cache, scales = (rows[..., :512], rows[..., 512:]), None
+    if fp8:
+        numbers, scales, ropes = RowLayout(512, 64, torch.bfloat16).views(rows)
+        cache = numbers, ropes
+    table, lengths, first = made(3, 32, dtype=torch.int32), made(3, dtype=torch.int64), made(3, dtype=torch.int32)
+    arguments = made(3, 40, 16, 192), *cache, table, lengths, made(16, 128, 512), made(16, 128, 512)
+    starts = None if counts is not None else first
+    return prefill.paged_expanded_attention_gpu(*arguments, causal, 0.1, 1024, scales, mask, starts, counts)
 
 
 def rows(mask=None, causal_offset=None):
@@ -80,6 +93,11 @@ CALLS = {
     "named keys, uniform where there is none": lambda: named(True, made(1, 1, 3, 900, dtype=torch.bool)),
     "chunks": lambda: chunks(causal_offset=2960),
     "chunks under a mask": lambda: chunks(mask=made(2, 1, 1, 3000, dtype=torch.bool)),
+    "chunks of pages": chunks_of_pages,
+    "chunks of pages, not causal": lambda: chunks_of_pages(causal=False),
+    "chunks of pages in FP8": lambda: chunks_of_pages(fp8=True),
+    "chunks of pages under a mask": lambda: chunks_of_pages(mask=made(3, 1, 40, 2000)),
+    "chunks of pages with padding": lambda: chunks_of_pages(counts=made(3, dtype=torch.int64)),
     "append": append,
     "append with one scale": lambda: append(True),
     "merge": merge,

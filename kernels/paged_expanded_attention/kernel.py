@@ -1,0 +1,93 @@
+"""Gather the latents and rope keys of a chunk from their pages, and multiply them with their scales.
+
+    latent, rope             [pages, page_size, L], [pages, page_size, R]     any strides but 1 in the last dim
+    scales                   [pages, page_size, G], any strides, 0 where it broadcasts
+    table [B, max_pages], lengths [B]
+    latent_out, rope_out     [B, C, L], [B, C, R]                             contiguous
+
+A program takes a tile of positions of one sequence. Behind the sequence's last token nothing is read or written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._common.attend import load_latents
+
+
+@triton.jit(do_not_specialize=("begin", "keys"))
+def gather_chunk(
+    latent,
+    rope,
+    scales,
+    table,
+    lengths,
+    latent_out,
+    rope_out,
+    begin,
+    keys,
+    latent_stride_0,
+    latent_stride_1,
+    rope_stride_0,
+    rope_stride_1,
+    scale_stride_0,
+    scale_stride_1,
+    scale_stride_2,
+    table_stride_0,
+    table_stride_1,
+    PAGE: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    ROPE: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_ROPE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SAME_A: tl.constexpr,
+    SAME_B: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    tiles = tl.cdiv(keys, KEYS)
+    b = (tl.program_id(0) // tiles).to(tl.int64)
+    place = tl.program_id(0) % tiles * KEYS + tl.arange(0, KEYS)  # [KEYS], in the chunk
+    position = begin + place
+    seen = (place < keys) & (position < tl.load(lengths + b).to(tl.int32))
+    entries = table + b * table_stride_0 + (position // PAGE).to(tl.int64) * table_stride_1
+    page = tl.load(entries, mask=seen, other=0).to(tl.int64)
+    row = (position % PAGE).to(tl.int64)
+    scale_offsets = page * scale_stride_0 + row * scale_stride_1
+    dtype: tl.constexpr = latent_out.dtype.element_ty
+    out = b * keys + place  # rows of the outputs
+
+    offsets = page * latent_stride_0 + row * latent_stride_1
+    latent_a = load_latents(
+        *(latent, offsets, seen, scales, scale_offsets, scale_stride_2),
+        *(dtype, 0, L, A, FP8, NATIVE, GROUP, SAME_A),
+    )  # [KEYS, A]
+    store_rows(latent_out, out, latent_a, seen, 0, L, A)
+    if B:
+        latent_b = load_latents(
+            *(latent, offsets, seen, scales, scale_offsets, scale_stride_2),
+            *(dtype, A, L, B, FP8, NATIVE, GROUP, SAME_B),
+        )  # [KEYS, B]
+        store_rows(latent_out, out, latent_b, seen, A, L, B)
+    if R:
+        offsets = page * rope_stride_0 + row * rope_stride_1
+        k_rope = load_latents(
+            *(rope, offsets, seen, scales, scale_offsets, scale_stride_2),
+            *(dtype, 0, R, ROPE, FP8_ROPE, NATIVE, R, ROPE),
+        )  # [KEYS, ROPE]
+        store_rows(rope_out, out, k_rope, seen, 0, R, ROPE)
+
+
+@triton.jit
+def store_rows(base, row, values, seen, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns FIRST to WIDTH of contiguous rows of WIDTH, at any of them."""
+    columns = FIRST + tl.arange(0, BLOCK)
+    mask = seen[:, None]
+    if FIRST + BLOCK > WIDTH:
+        mask = mask & (columns < WIDTH)[None, :]
+    tl.store(base + (row[:, None] * WIDTH + columns[None, :]), values, mask=mask)

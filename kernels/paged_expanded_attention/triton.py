@@ -1,0 +1,94 @@
+"""Chunked MLA over pages on a GPU: `kernel` gathers a chunk, and all else is that of `expanded_attention`.
+
+    latent_pages [pages, page_size, L], rope_pages [pages, page_size, R]   any strides but 1 in the last dim
+    block_table [B, max_pages], seq_lens, first_positions and query_lens [B]
+
+Chunks are laid over all positions that the table has room for: how many of them a sequence has is the device's to know.
+What is gathered is a few bytes of each key against the thousands of operations of its up-projection.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from .._common.launch import fp8_constants, strides_of
+from .._common.machine import Machine
+from .._common.tiles import Tiles, columns, power_of_two
+from ..expanded_attention.triton import Chunk, Keys, Lengths, attend_in_chunks
+from ..fp8 import bytes_of
+from ..pages import Pages
+from .kernel import gather_chunk
+
+GATHERED = 16
+"""Positions of a program: 9,216 elements of DeepSeek's rows, 36 a thread and load of 256 columns in 4 warps."""
+WARPS = 4
+
+
+def paged_expanded_attention_triton(
+    q: Tensor,
+    pages: Pages,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    causal: bool,
+    scale: float,
+    workspace_tokens: int,
+    mask: Tensor | None,
+    first_positions: Tensor | None,
+    query_lens: Tensor | None,
+    machine: Machine,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`mla::paged_expanded_attention` on a machine, with checked arguments."""
+    rank, rope = pages.latent.shape[2], pages.rope.shape[2]
+    starts = None
+    if causal and first_positions is None:
+        starts = pages.lengths - (q.shape[1] if query_lens is None else query_lens)
+    elif causal:
+        starts = first_positions
+    starts, counts = (t if t is None else t.contiguous() for t in (starts, query_lens))
+    lengths = Lengths(pages.lengths.contiguous(), starts, counts)
+
+    def take(part: slice, chunk: Chunk, workspace: Tensor) -> tuple[Tensor, Tensor]:
+        table, count = pages.table[part], chunk.stop - chunk.start
+        rows = len(table) * count
+        latent_out = workspace[: rows * rank].view(len(table), count, rank)
+        rope_out = workspace[rows * rank : rows * (rank + rope)].view(len(table), count, rope)
+        gather_chunk[(len(table) * triton.cdiv(count, GATHERED),)](
+            *(bytes_of(part) for part in (pages.latent, pages.rope)),
+            workspace if pages.scales is None else pages.scales,
+            table,
+            lengths.tokens[part],
+            latent_out,
+            rope_out,
+            chunk.start,
+            count,
+            *pages.latent.stride()[:2],
+            *pages.rope.stride()[:2],
+            *strides_of(pages.scales, 3),
+            *table.stride(),
+            **constants_of(machine, pages),
+            num_warps=WARPS,
+        )
+        return latent_out, rope_out
+
+    keys = Keys(pages.capacity, rope, take, copied=rank + rope, lengths=lengths)
+    return attend_in_chunks(q, keys, w_uk, w_uv, mask, scale, workspace_tokens, machine, tiles)
+
+
+def constants_of(machine: Machine, pages: Pages) -> dict[str, Any]:
+    """What the gathering is specialised to."""
+    rank, rope = pages.latent.shape[2], pages.rope.shape[2]
+    first, second = columns(rank)
+    return {
+        "PAGE": pages.page_size,
+        "L": rank,
+        "R": rope,
+        "A": first,
+        "B": second,
+        "ROPE": power_of_two(rope) if rope else 0,
+        **fp8_constants(machine, rank, pages.rope, pages.scales),
+        "KEYS": GATHERED,
+    }

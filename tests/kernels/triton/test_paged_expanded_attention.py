@@ -1,0 +1,133 @@
+"""The Triton kernels of mla::paged_expanded_attention: against the reference in float64, as the CPU's way is tested."""
+
+import dataclasses
+
+import pytest
+import torch
+from mla_compile.kernels._common.tiles import Tiles
+from mla_compile.kernels.expanded_attention import triton as launcher
+from mla_compile.kernels.paged_expanded_attention.triton import paged_expanded_attention_triton
+from mla_compile.kernels.pages import Pages
+
+from ..paged import make_paged_heads
+from ..test_paged_expanded_attention import COUNTS, assert_right, masks
+from .where import ON_GPU, machine, to_device
+
+pytestmark = [*ON_GPU]
+
+TILES = Tiles(rows=16, keys=16, warps=4, stages=2)
+SMALL = (40, 2, 16, 8, 4, 8)
+"""Sq, N, L, P, R, V"""
+
+# lengths, (Sq, N, L, P, R, V), page_size; workspace_tokens
+SIZES = {
+    "prefill in chunks": (([37, 40, 3], SMALL, 16), 20),
+    "one chunk": (([20, 5], (5, 3, 11, 7, 5, 9), 8), 64),
+    "several short sequences": (([6, 4, 5, 1], (4, 2, 8, 5, 2, 3), 2), 30),
+    "pages of one token": (([9, 1, 20], (4, 2, 16, 8, 4, 8), 1), 12),
+    "a page of many": (([40], (3, 2, 12, 8, 4, 8), 128), 48),
+    "no rope": (([20, 21], (20, 1, 16, 8, 0, 12), 64), 40),
+    "one key": (([1], (1, 1, 5, 3, 1, 2), 32), 8),
+    "empty sequences": (([0, 12, 0], (3, 2, 33, 4, 4, 5), 4), 8),
+    "full last pages": (([32, 16, 48], (5, 1, 20, 8, 6, 8), 16), 16),
+    "fewer keys than queries": (([2, 1, 6], (4, 2, 8, 4, 4, 4), 4), 5),
+    "widths of other models": (([20], (3, 1, 320, 192, 64, 256), 16), 16),
+}
+
+
+def run(*arguments, tiles=TILES, latent_scales=None, mask=None, first_positions=None, query_lens=None):
+    q, *cache, w_uk, w_uv = to_device(arguments[:7])
+    scales, *rest = to_device([latent_scales, mask, first_positions, query_lens])
+    pages = Pages(*cache, scales)
+    result = paged_expanded_attention_triton(q, pages, w_uk, w_uv, *arguments[7:], *rest, machine(), tiles)
+    return [t.cpu() for t in result]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("case", "workspace_tokens"), SIZES.values(), ids=SIZES)
+def test_float32(case, workspace_tokens, causal):
+    assert_right(make_paged_heads(*case), causal, workspace_tokens, run)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("name", ["prefill in chunks", "one chunk", "empty sequences"])
+def test_half_precision(name, dtype):
+    case, workspace_tokens = SIZES[name]
+    assert_right(make_paged_heads(*case, dtype=dtype, index=torch.int64), True, workspace_tokens, run)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128])
+def test_page_sizes_around_that_of_a_workspace(page_size):
+    assert_right(make_paged_heads([50, 17], (20, 1, 16, 8, 4, 8), page_size), True, 24, run)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_as_many_new_tokens_as_a_sequence_has(counts, causal):
+    x = make_paged_heads([70, 64, 3], (70, 1, 16, 8, 4, 8), 16)
+    x.q[torch.arange(70) >= torch.tensor(counts)[:, None]] = torch.nan  # padding may hold anything
+    assert_right(x, causal, 32, run, query_lens=torch.tensor(counts))
+
+
+@pytest.mark.parametrize("starts", [[30, 9, -2], [0, 200, 2]], ids=str)
+@pytest.mark.parametrize("counts", [None, [33, 40, 3]], ids=str)
+def test_queries_that_are_not_the_last(starts, counts):
+    counts = None if counts is None else torch.tensor(counts, dtype=torch.int32)
+    x = make_paged_heads([37, 40, 3], SMALL, 16)
+    assert_right(x, True, 20, run, first_positions=torch.tensor(starts), query_lens=counts)
+
+
+@pytest.mark.parametrize("mask", tuple(masks(1, 1, 1, 1)))
+def test_masks(mask):
+    x = make_paged_heads([37, 40, 3], (18, *SMALL[1:]), 16)
+    assert_right(x, True, 20, run, mask=masks(3, 2, 18, 41)[mask], query_lens=torch.tensor([18, 7, 0]))
+
+
+@pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, False), (1, True), (3, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fp8(dtype, groups, rope_too):
+    x = make_paged_heads([37, 0, 18], (9, 2, 48, 8, 8, 8), 16, dtype, groups=groups, rope_too=rope_too)
+    assert_right(x, True, 20, run)
+
+
+def test_keys_behind_the_last_query_may_hold_nan():
+    x = make_paged_heads([37, 40, 3], (18, *SMALL[1:]), 16)
+    latent_pages, rope_pages, table, lengths = x.cache
+    first = torch.tensor([5, 9, -17])
+    arguments = *x.arguments, True, x.scale, 20
+    expected = run(*arguments, first_positions=first)
+    for b, start in enumerate(first.tolist()):
+        for j in range(start + 18, int(lengths[b])):
+            for part in (latent_pages, rope_pages):
+                part[table[b, j // 16], j % 16] = torch.nan
+    for actual, wanted in zip(run(*arguments, first_positions=first), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_any_strides():
+    x = make_paged_heads([37, 40, 3], (18, *SMALL[1:]), 16)
+    latent_pages, rope_pages, table, lengths = x.cache
+    other = dataclasses.replace(
+        x,
+        q=x.q.transpose(1, 3).contiguous().transpose(1, 3),
+        cache=(
+            latent_pages.transpose(0, 1).contiguous().transpose(0, 1),
+            rope_pages.contiguous(),
+            table.t().contiguous().t(),
+            lengths.repeat_interleave(2)[::2],
+        ),
+    )
+    for actual, wanted in zip(
+        run(*other.arguments, True, x.scale, 20), run(*x.arguments, True, x.scale, 20), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_heads_in_groups(monkeypatch):
+    monkeypatch.setattr(launcher, "_BYTES", 5000)
+    assert_right(make_paged_heads([37, 40, 3], (9, 5, 12, 8, 4, 8), 16), True, 16, run)
+
+
+def test_the_tiles_of_the_table():
+    x = make_paged_heads([150, 90], (70, 2, 24, 24, 8, 16), 16, torch.bfloat16)
+    assert_right(x, True, 64, lambda *arguments, **more: run(*arguments, tiles=None, **more))
