@@ -102,10 +102,17 @@ class Digit:
 
 
 @dataclass(frozen=True)
+class Bits:
+    """What a tensor's bits are taken for: a dtype of the same width."""
+
+    dtype: Hashable
+
+
+@dataclass(frozen=True)
 class Read:
     """Elements of `source`; `dims[i]` are the digits of its dimension i, slowest first.
 
-    `then` is what was done to them after, in order: multiplied by a float, or cast to what is none.
+    `then` is what was done to them after, in order: multiplied by a float, taken as `Bits`, or cast to what is neither.
     """
 
     source: Hashable

@@ -41,10 +41,7 @@ def dequantized(trace: Trace, node: fx.Node) -> Form | None:
     operands = node.all_input_nodes
     if len(operands) != 2 or not any(isinstance(trace[o].term.parts, Product) for o in operands):
         return None
-    rank = node.meta["val"].dim()
-    whole = layout.pointwise(node, [trace[o] for o in operands], [1] * rank)
-    labels = [range(rank), *(range(rank - len(trace[o].dims), rank) for o in operands)]
-    (whole, *forms), _ = layout.align([whole, *(trace[o] for o in operands)], labels)
+    whole, forms = factors(trace, node)
     for form, factor in (forms, forms[::-1]):
         parts, scale = form.term.parts, factor.term
         if not isinstance(parts, Product) or not _is_weight(scale.read.source):
@@ -56,6 +53,15 @@ def dequantized(trace: Trace, node: fx.Node) -> Form | None:
                 left, right = (scaled, other) if weight is parts.left else (other, scaled)
                 return replace(whole, term=replace(whole.term, parts=replace(parts, left=left, right=right)))
     return None
+
+
+def factors(trace: Trace, node: fx.Node) -> tuple[Form, list[Form]]:
+    """The form of a product of tensors as a leaf, and those of its operands, over common axes."""
+    operands, rank = [trace[operand] for operand in node.all_input_nodes], node.meta["val"].dim()
+    whole = layout.pointwise(node, operands, [1] * rank)
+    labels = [range(rank), *(range(rank - len(operand.dims), rank) for operand in operands)]
+    (whole, *forms), _ = layout.align([whole, *operands], labels)
+    return whole, forms
 
 
 def _is_weight(source: Any, in_few_bits: bool = False) -> bool:

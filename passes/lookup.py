@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from .axes import Axis, Dim, Form, Read, Unaligned, product, same
+from .axes import Axis, Digit, Dim, Form, Read, Term, Unaligned, product, same
 from .changes import Change, Slice, change_read
-from .layout import align, expand, fresh, read_of
+from .layout import align, expand, fresh, piece_of, read_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Flat:
 class Lookup:
     """The element of `pages` whose index on axis `entry` is the element of `table`.
 
-    `wraps`: a negative number in the table counts from the end.
+    `wraps`: a negative number in the table counts from the end. `scales`, if there are some, are looked up likewise and
+    multiplied with it; `then` is what was done to it after, as in a `Read`.
     """
 
     pages: Read
@@ -39,6 +40,8 @@ class Lookup:
     table: Read
     wraps: bool
     flat: Flat | None = None
+    scales: Read | None = None
+    then: tuple[Hashable, ...] = ()
 
 
 def look_up(node: Hashable, source: Form, dim: int, index: Form, wraps: bool) -> tuple[Form, Lookup]:
@@ -97,10 +100,11 @@ def within(lookup: Lookup, form: Form, read: Read) -> Lookup:
 
     Raises: Unaligned, if the read divides the tensor's dimensions otherwise, or takes keys from the middle.
     """
-    if read.then:
-        raise Unaligned("a lookup that was multiplied or cast")
     changes: dict[Axis, Change] = {}
     for digits, axes in zip(read.dims, form.dims, strict=True):
+        if len(digits) > 1 and len(axes) == 1 and axes[0] not in lookup.table.axes:
+            lookup, axes = _divided(lookup, axes[0], digits)
+            digits = (replace(digits[0], before=0, after=0), *digits[1:])
         if len(digits) != len(axes):
             raise Unaligned("a dimension of a lookup that was divided")
         for digit, axis in zip(digits, axes, strict=True):
@@ -117,7 +121,45 @@ def within(lookup: Lookup, form: Form, read: Read) -> Lookup:
             case _:
                 raise Unaligned("keys from the middle of pages")
     pages, table = change_read(lookup.pages, changes), change_read(lookup.table, changes)
-    return replace(lookup, pages=pages, table=table, flat=flat)
+    scales = None if lookup.scales is None else change_read(lookup.scales, changes)
+    return replace(lookup, pages=pages, table=table, flat=flat, scales=scales, then=(*lookup.then, *read.then))
+
+
+def _divided(lookup: Lookup, axis: Axis, digits: Sequence[Digit]) -> tuple[Lookup, Dim]:
+    """A lookup over axes of the extents of digits in place of one axis, and these."""
+    if lookup.flat is not None and axis is lookup.flat.keys:
+        raise Unaligned("keys that were divided")
+    axes = tuple(Axis(digit.extent) for digit in digits)
+    pages = piece_of(Term(lookup.pages), axis, digits[0].before, axes).read
+    scales = None if lookup.scales is None else piece_of(Term(lookup.scales), axis, digits[0].before, axes).read
+    return replace(lookup, pages=pages, scales=scales), axes
+
+
+def scaled(lookup: Lookup, by: Lookup | Read) -> Lookup:
+    """A lookup multiplied with another one, or with a tensor that every token shares, over common axes.
+
+    Raises: Unaligned, if the other one is not in the same rows of the same entries of the same table.
+    """
+    if lookup.scales is not None:
+        raise Unaligned("a lookup that is multiplied twice")
+    if isinstance(by, Read):
+        return replace(lookup, scales=by)
+    changes = together(lookup, by)
+    if by.scales is not None or changes is None:
+        raise Unaligned("scales that are looked up elsewhere")
+    return replace(lookup, scales=change_read(by.pages, changes))
+
+
+def together(one: Lookup, other: Lookup) -> dict[Axis, Axis] | None:
+    """The axes of `one` for those of `other`, both over common axes, if both are in the same entries of one table."""
+    pairs = [(one.entry, other.entry)]
+    if one.flat is not None and other.flat is not None:
+        pairs += [(one.flat.page, other.flat.page), (one.flat.row, other.flat.row)]
+    if (one.flat is None) != (other.flat is None) or not all(same(a.size, b.size) for a, b in pairs):
+        return None
+    changes = {b: a for a, b in pairs}
+    alike = one.wraps == other.wraps and change_read(other.table, changes) == one.table
+    return changes if alike else None
 
 
 def flatten(lookup: Lookup, node: Hashable, dims: Sequence[Dim]) -> tuple[Form, Lookup] | None:
@@ -125,11 +167,11 @@ def flatten(lookup: Lookup, node: Hashable, dims: Sequence[Dim]) -> tuple[Form, 
 
     `dims` are the axes of the node's dimensions, in which the lookup is.
     """
-    merged = [dim for dim in dims if len(dim) > 1]
-    if len(merged) != 1 or len(merged[0]) != 2 or lookup.flat is not None:
+    merged = [dim for dim in dims if len(dim) == 2 and dim[0] in lookup.table.axes]
+    if len(merged) != 1 or lookup.flat is not None:
         return None
     page, row = merged[0]
-    if page not in lookup.table.axes or row not in lookup.pages.axes or row in lookup.table.axes:
+    if row not in lookup.pages.axes or row in lookup.table.axes:
         return None
     keys = Axis(product([page.size, row.size]))
     leaf_dims = tuple((keys,) if dim == merged[0] else dim for dim in dims)

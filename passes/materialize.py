@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from .axes import Axis, Digit, Dim, Read, Scaled, Size, Unaligned, product, same
+from .axes import Axis, Bits, Digit, Dim, Read, Scaled, Size, Unaligned, product, same
 from .sizes import size_of
 
 Realize = Callable[[Size], "int | torch.SymInt"]
@@ -208,6 +208,9 @@ def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize,
     for step in read.then:
         if isinstance(step, float):
             tensor = tensor * step
+        elif isinstance(step, Bits):
+            assert isinstance(step.dtype, torch.dtype)
+            tensor = tensor.view(step.dtype)
         else:
             assert isinstance(step, torch.dtype)
             tensor = tensor.to(step)

@@ -2,22 +2,26 @@
 
     latent[b, j] = pages[table[b, j // page_size], j % page_size, :L]        pages laid one behind the other
     latent[b, j] = pages[table[b, j], :L]                                    slots: pages of one token
+    latent[b, j] = pages[...] * scales[...]                                  FP8: a scale for each group of columns
 
 The keys are the first of those that the table names. The rope key's pages may be other columns of the same pool or a
-pool of their own; the table is one.
+pool of their own; the table is one. So may the scales', or there is one scale for all tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
+
+from mla_compile.fp8 import FP8
 
 from .axes import Axis, Dim, Read, Unaligned, same
 from .by_size import BY_SIZE
 from .changes import change_read
-from .lookup import within
 from .mask import Meaning
+from .read_through import WIDE, dtype_of, lookup_of
 from .site import Site
 from .trace import Trace
 
@@ -27,7 +31,8 @@ class Pages:
     """Key j of a sequence is in row `j % row.size` of the page that entry `j // row.size` of its table names.
 
     `latent` runs over `entry, row` and the site's rank, `rope` over `entry, row` and the rope's columns; `table` over
-    the site's batch and `page`. `row` is None where a page is one token, `rope` where there is no rope key.
+    the site's batch and `page`. `row` is None where a page is one token, `rope` where there is no rope key. `scales` of
+    what is in FP8 run over `groups`, the slowest axes of the rank, and over `entry, row` unless all tokens share them.
     """
 
     latent: Read
@@ -37,11 +42,14 @@ class Pages:
     page: Axis
     row: Axis | None
     wraps: bool
+    scales: Read | None = None
+    groups: Dim = ()
 
     @property
     def reads(self) -> tuple[Read, ...]:
         """What attention over the pages reads for its keys."""
-        return (self.latent, self.table) if self.rope is None else (self.latent, self.rope, self.table)
+        reads = self.latent, self.rope, self.scales, self.table
+        return tuple(read for read in reads if read is not None)
 
     @property
     def layout(self) -> tuple[Dim, Dim]:
@@ -54,8 +62,8 @@ def find_pages(site: Site, trace: Trace) -> Pages | None:
     if len(site.ropes) > 1:
         return None
     try:
-        latent = _pages_of(site, site.latent, trace)
-        rope = _pages_of(site, site.ropes[0].key.read, trace) if site.ropes else None
+        latent = _pages_of(site, site.latent, site.rank, trace)
+        rope = _pages_of(site, site.ropes[0].key.read, site.ropes[0].summed, trace) if site.ropes else None
     except Unaligned:
         return None
     if latent is None or not site.ropes:
@@ -74,10 +82,15 @@ def keys_in_pages(site: Site, meaning: Meaning, path: str, trace: Trace) -> tupl
     return None, "; what the pages hold is gathered first"
 
 
-def _pages_of(site: Site, read: Read, trace: Trace) -> Pages | None:
-    if not isinstance(read.source, fx.Node) or read.source not in trace.lookups:
+def _pages_of(site: Site, read: Read, columns: Dim, trace: Trace) -> Pages | None:
+    lookup = lookup_of(trace, read)
+    if lookup is None:
         return None
-    lookup = within(trace.lookups[read.source], trace[read.source], read)
+    known = (
+        not lookup.then and dtype_of(lookup) != FP8 if lookup.scales is None else all(s in WIDE for s in lookup.then)
+    )
+    if not known:
+        return None
     pages, table, keys = lookup.pages.axes, lookup.table.axes, site.attention.keys
     if lookup.flat is not None and keys == (lookup.flat.keys,):
         page, row = lookup.flat.page, lookup.flat.row
@@ -90,7 +103,20 @@ def _pages_of(site: Site, read: Read, trace: Trace) -> Pages | None:
     one_pool = page in table and page not in pages and (row is None or row in pages)
     if not one_pool or pages & set(site.batch) or not table <= {*site.batch, page} or lookup.entry not in pages:
         return None
-    return Pages(lookup.pages, None, lookup.table, lookup.entry, page, row, lookup.wraps)
+    found = Pages(lookup.pages, None, lookup.table, lookup.entry, page, row, lookup.wraps)
+    return found if lookup.scales is None else _scaled(found, lookup.scales, columns)
+
+
+def _scaled(pages: Pages, scales: Read, columns: Dim) -> Pages | None:
+    """Pages in FP8, if the scales run over equal groups of the columns and, where each token has some, are float32."""
+    tokens = {pages.entry} if pages.row is None else {pages.entry, pages.row}
+    groups = columns[: len(scales.axes - tokens)]
+    dtype = scales.source.meta["val"].dtype if isinstance(scales.source, fx.Node) else None
+    each = bool(scales.axes & tokens)  # a cast would be one of the whole pool
+    known = (torch.float32,) if each else (torch.float32, torch.bfloat16, torch.float16)
+    if scales.axes != {*groups, *(tokens if each else ())} or dtype not in known:
+        return None
+    return replace(pages, scales=scales, groups=groups)
 
 
 def _together(latent: Pages, rope: Pages) -> Pages | None:
@@ -104,5 +130,7 @@ def _together(latent: Pages, rope: Pages) -> Pages | None:
         return None
     changes = {b: a for a, b in pairs}
     if change_read(rope.table, changes) != latent.table:
+        return None
+    if rope.scales is not None and (latent.groups or change_read(rope.scales, changes) != latent.scales):
         return None
     return replace(latent, rope=change_read(rope.latent, changes))

@@ -5,27 +5,45 @@ A part of `trace`, which imports it at its end.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from mla_compile.fp8 import FP8
+
 from . import layout
-from .axes import Form, Size, Unaligned, same
-from .lookup import Lookup, by_position, flatten, gather, look_up, within
+from .axes import Bits, Form, Read, Size, Unaligned, same
+from .dequantize import factors
+from .lookup import Lookup, by_position, flatten, gather, look_up, scaled, within
 from .sizes import shape_of
 from .trace import Trace, argument, arguments, aten, handles
+
+WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that hold every number of e4m3fn."""
+
+
+def lookup_of(trace: Trace, read: Read) -> Lookup | None:
+    """What a read of a tensor that was looked up says, over its own axes; None if it is no such tensor.
+
+    Raises: Unaligned, as `within` does.
+    """
+    source = read.source
+    if not isinstance(source, fx.Node) or source not in trace.lookups:
+        return None
+    return within(trace.lookups[source], trace[source], read)
 
 
 def flattened(trace: Trace, node: fx.Node, form: Form) -> Form:
     """The form of a view: a leaf of its own, if it lays pages that were looked up one behind the other, else `form`."""
-    source = form.term.read.source
-    if source not in trace.lookups or not any(len(dim) > 1 for dim in form.dims):
+    if not any(len(dim) > 1 for dim in form.dims):
         return form
     try:
-        flat = flatten(within(trace.lookups[source], trace[source], form.term.read), node, form.dims)
+        lookup = lookup_of(trace, form.term.read)
     except Unaligned:
         return form
+    flat = None if lookup is None else flatten(lookup, node, form.dims)
     if flat is None:
         return form
     for other in trace.lookups:  # the same pages once more are the same tensor
@@ -90,6 +108,52 @@ def _positions(node: Any, target: Any, divisor: Size) -> Size | None:
     if not ranges and positions.target is not aten.arange.default:
         return None
     return shape_of(positions)[0]
+
+
+@handles(aten.view.dtype)
+def _view_dtype(trace: Trace, node: fx.Node) -> Form:
+    """Bytes that were looked up are the numbers that they encode."""
+    source, dtype = arguments(node)
+    lookup = lookup_of(trace, trace[source].term.read)
+    if (
+        lookup is None
+        or lookup.scales is not None
+        or lookup.then
+        or source.meta["val"].dtype.itemsize != dtype.itemsize
+    ):
+        return layout.leaf(node, shape_of(node))
+    dims = trace[source].dims
+    pages = replace(lookup.pages, then=(*lookup.pages.then, Bits(dtype)))
+    return _looked_up(trace, node, (Form(dims, layout.read_of(node, dims)), replace(lookup, pages=pages)))
+
+
+def dequantized_lookup(trace: Trace, node: fx.Node) -> Form | None:
+    """The form of a product, a leaf, if it is a lookup in FP8 times a scale; what scale is kept with the lookup."""
+    if not any(trace[operand].term.read.source in trace.lookups for operand in node.all_input_nodes):
+        return None
+    try:
+        whole, forms = factors(trace, node)
+        for form, factor in (forms, forms[::-1]) if len(forms) == 2 else ():
+            lookup, by = (lookup_of(trace, f.term.read) for f in (form, factor))
+            if lookup is not None and _is_fp8(lookup):
+                if by is not None and not all(step in WIDE for step in by.then):
+                    return None
+                trace.lookups[node] = scaled(lookup, factor.term.read if by is None else by)
+                return whole
+    except Unaligned:
+        pass
+    return None
+
+
+def _is_fp8(lookup: Lookup) -> bool:
+    """Whether what is looked up are numbers in e4m3fn as they are: a cast to a wider dtype rounds nothing."""
+    return dtype_of(lookup) == FP8 and all(step in WIDE for step in lookup.then)
+
+
+def dtype_of(lookup: Lookup) -> Any:
+    """The dtype of what is looked up."""
+    source: Any = lookup.pages.source
+    return next((step.dtype for step in lookup.pages.then[::-1] if isinstance(step, Bits)), source.meta["val"].dtype)
 
 
 @handles(aten.index_select.default)

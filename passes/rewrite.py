@@ -19,6 +19,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from mla_compile.fp8 import FP8
+
 from .axes import Unaligned
 from .by_size import EmitBySize
 from .decide import Choice
@@ -158,17 +160,22 @@ class _Emit:
             ],
             q_nope,
         )
+        scales: Tensor | None = None
         if self.pages is None:
             latent = read(site.latent, site.batch, keys, site.rank)
             k_rope = self._ropes([read(r.key.read, site.batch, keys, r.summed) for r in site.ropes], latent)
         else:
             pool, rope = self.pages.layout, self.pages.rope
             latent = read(self.pages.latent, *pool, site.rank)
-            k_rope = self._ropes([] if rope is None else [read(rope, *pool, site.ropes[0].summed)], latent)
-        dtype = _together([q_nope, q_rope, latent, k_rope])
-        if self.pages is not None and (latent.dtype != dtype or k_rope.dtype != dtype):
+            if self.pages.scales is not None:
+                scales = read(self.pages.scales, *pool, self.pages.groups, broadcast=False).float()
+            parts = [] if rope is None else [read(rope, *pool, site.ropes[0].summed)]
+            k_rope = self._ropes(parts, latent, q_nope.dtype)
+        operands = [q_nope, q_rope, latent, k_rope]
+        dtype = _together([t for t in operands if scales is None or t.dtype != FP8])
+        if self.pages is not None and any(t.dtype not in (dtype, FP8) for t in (latent, k_rope)):
             raise Unaligned(f"{dtype} queries meet pages of {latent.dtype} and {k_rope.dtype}")
-        q_nope, q_rope, latent, k_rope = (t.to(dtype) for t in (q_nope, q_rope, latent, k_rope))
+        q_nope, q_rope, latent, k_rope = (t if t.dtype == FP8 else t.to(dtype) for t in operands)
         seen, offset = None, None
         if self.pages is None:
             seen, offset = self.seen.indices(read) if self.path == "sparse" else self.seen.mask(read)
@@ -184,14 +191,15 @@ class _Emit:
             )
         else:
             q_latent = q_nope if w_uk is None else per_head(q_nope, w_uk, site.w_uk)
-            operands = q_latent, q_rope, latent, k_rope
             if self.pages is not None:
-                o, lse = self._over_pages(read, self.pages, operands)
+                o, lse = self._over_pages(read, self.pages, (q_latent, q_rope, latent, k_rope), scales)
             elif self.path == "sparse":
                 uniform = self.seen.meaning.uniform_when_empty
-                o, lse = torch.ops.mla.sparse_latent_attention(*operands, seen, None, offset, scale, uniform)
+                o, lse = torch.ops.mla.sparse_latent_attention(
+                    q_latent, q_rope, latent, k_rope, seen, None, offset, scale, uniform
+                )
             else:
-                o, lse = torch.ops.mla.latent_attention(*operands, seen, offset, scale)
+                o, lse = torch.ops.mla.latent_attention(q_latent, q_rope, latent, k_rope, seen, offset, scale)
             if w_uv is not None:
                 o = per_head(o, w_uv.transpose(1, 2), site.w_uv)
         empty = lse.isneginf().unsqueeze(-1) if self.seen.may_be_empty(self.kind) else None
@@ -206,7 +214,7 @@ class _Emit:
         return output.to(site.node.meta["val"].dtype)
 
     def _over_pages(
-        self, read: Reader, pages: Pages, operands: tuple[Tensor, Tensor, Tensor, Tensor]
+        self, read: Reader, pages: Pages, operands: tuple[Tensor, Tensor, Tensor, Tensor], scales: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         q_latent, q_rope, latent, k_rope = operands
         scale = self.site.nope.scale
@@ -219,19 +227,20 @@ class _Emit:
             indices = self.seen.slots(read, table, latent.shape[1])
             queries = (q.flatten(0, 1).unsqueeze(0) for q in (q_latent, q_rope))
             keys = (pool.flatten(0, 1).unsqueeze(0) for pool in (latent, k_rope))
+            scales = None if scales is None else scales.flatten(0, 1).unsqueeze(0)
             o, lse = torch.ops.mla.sparse_latent_attention(
-                *queries, *keys, indices.flatten(0, 1).unsqueeze(0), None, None, scale, False
+                *queries, *keys, indices.flatten(0, 1).unsqueeze(0), None, None, scale, False, scales
             )
             return o.view(*q_latent.shape), lse.view(*q_latent.shape[:3])
         mask, causal, lengths, positions = self.seen.in_pages(read, table)
         o, lse = torch.ops.mla.paged_latent_attention(
-            *operands, table, lengths, causal, scale, mask=mask, first_positions=positions
+            *operands, table, lengths, causal, scale, scales, mask=mask, first_positions=positions
         )
         return o, lse
 
-    def _ropes(self, parts: list[Tensor], like: Tensor) -> Tensor:
+    def _ropes(self, parts: list[Tensor], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if not parts:
-            return like.new_empty([*like.shape[:-1], 0])
+            return like.new_empty([*like.shape[:-1], 0], dtype=dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def _share(self, read: Callable[..., Tensor], o: Tensor, lse: Tensor) -> Tensor:

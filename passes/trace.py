@@ -344,6 +344,8 @@ def _scale(trace: Trace, node: fx.Node) -> Form:
     if is_tensor(a) and number and node.meta["val"].dtype.is_floating_point and trace[a].term.parts is not None:
         return layout.scaled(trace[a], 1 / b if division else float(b))
     known = None if division or not (is_tensor(a) and is_tensor(b)) else dequantized(trace, node)
+    if known is None and not division:
+        known = dequantized_lookup(trace, node)
     return known or _pointwise(trace, node)
 
 
@@ -354,4 +356,4 @@ def _pointwise(trace: Trace, node: fx.Node) -> Form:
     return layout.pointwise(node, [trace[o] for o in operands], shape_of(node))
 
 
-from .read_through import flattened  # noqa: E402  handlers of its own, which need what is above
+from .read_through import dequantized_lookup, flattened  # noqa: E402  handlers of its own, which need what is above

@@ -46,8 +46,10 @@ class _Run(fx.Interpreter):
                 weights, lse = _softmax(_dot(q_latent, latent) + _dot(q_rope, k_rope), *rest)
                 return torch.einsum("bnst,btl->bsnl", weights, latent), lse
             case torch.ops.mla.sparse_latent_attention.default:
-                q_latent, q_rope, latent, k_rope, indices, mask, *rest, uniform = args
+                q_latent, q_rope, latent, k_rope, indices, mask, offset, scale, uniform, *scales = args
                 assert mask is None
+                latent, k_rope = _dequantised(latent, k_rope, *scales, dtype=q_latent.dtype)
+                rest = offset, scale
                 tokens = latent.shape[1]
                 assert indices.max() < tokens
                 counts = torch.zeros(*indices.shape[:2], tokens + 1, dtype=torch.int64)
@@ -68,7 +70,8 @@ class _Run(fx.Interpreter):
                 return torch.einsum("bnst,btl,nvl->bsnv", weights, latent, w_uv), lse
             case torch.ops.mla.paged_latent_attention.default:
                 q_latent, q_rope, latent_pages, rope_pages, table, seq_lens, causal, scale, *rest = args
-                _, _, mask, first = (*rest, *[None] * (4 - len(rest)))
+                scales, _, mask, first = (*rest, *[None] * (4 - len(rest)))
+                latent_pages, rope_pages = _dequantised(latent_pages, rope_pages, scales, dtype=q_latent.dtype)
                 assert seq_lens.min() >= 0
                 assert seq_lens.max() <= table.shape[1] * latent_pages.shape[1]
                 latent, k_rope = latent_pages[table].flatten(1, 2), rope_pages[table].flatten(1, 2)
@@ -87,6 +90,22 @@ class _Run(fx.Interpreter):
             case torch.ops.mla.per_head_matmul.default:
                 return torch.einsum("bsni,nio->bsno", *args)
         return super().call_function(target, args, kwargs)
+
+
+def _dequantised(
+    latent: Tensor, k_rope: Tensor, scales: Tensor | None = None, *, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    if scales is None:
+        return latent, k_rope
+    assert latent.dtype == torch.float8_e4m3fn
+    assert scales.dtype == torch.float32
+    scales = scales.to(dtype)
+    latent = (latent.to(dtype).unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
+    if k_rope.dtype == torch.float8_e4m3fn:
+        assert scales.shape[-1] == 1
+        k_rope = k_rope.to(dtype) * scales
+    assert k_rope.dtype == dtype
+    return latent, k_rope
 
 
 def _dot(q: Tensor, k: Tensor) -> Tensor:

@@ -7,7 +7,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import sympy
-from mla_compile.passes.axes import Axis, Form, Join, Product, Read, Scaled, Size, Sum, Term, Undefined, Zero, same
+import torch
+from mla_compile.passes.axes import (
+    Axis,
+    Bits,
+    Form,
+    Join,
+    Product,
+    Read,
+    Scaled,
+    Size,
+    Sum,
+    Term,
+    Undefined,
+    Zero,
+    same,
+)
+from mla_compile.passes.lookup import Lookup
+from mla_compile.passes.trace import Trace, is_tensor
+from torch import Tensor, fx
+
+from tests.passes.graphs import values
 
 Grid = np.ndarray
 """An axis's index at every element, broadcastable to all the axes in play."""
@@ -67,8 +87,12 @@ class World:
             assert before + extent + after == size, f"digits of {extent} for a dimension of {size}"
             indices.append(before + index)
         elements = tensor[tuple(indices)] if indices else tensor
-        factors = [step for step in read.then if isinstance(step, float)]  # a cast to another dtype rounds nothing here
-        return elements * np.prod(factors)
+        for step in read.then:  # a cast to another dtype rounds nothing here
+            if isinstance(step, float):
+                elements = elements * step
+            elif isinstance(step, Bits):
+                elements = torch.from_numpy(elements.astype(np.uint8)).view(step.dtype).double().numpy()
+        return elements
 
     def _scaled(self, source: Scaled) -> np.ndarray:
         """A tensor that no graph has."""
@@ -116,3 +140,25 @@ class World:
         if not pieces:
             return np.array(np.nan)
         return np.select([inside for inside, _ in pieces], [value for _, value in pieces], np.nan)
+
+
+def check_lookups(module: fx.GraphModule, *tensors: Tensor) -> dict[fx.Node, Lookup]:
+    """Assert that what the trace of a graph says of its lookups is what they read, element by element; returns them."""
+    trace, results = Trace(module.graph), values(module, *tensors)
+    world = World({node: value.double().numpy() for node, value in results.items() if is_tensor(node)})
+    for node, lookup in trace.lookups.items():
+        form = trace[node]
+        world.check(form, world.tensors[node])
+        grids = world.grids(form)
+        if lookup.flat is not None:
+            keys = grids[lookup.flat.keys]
+            size = world.number(lookup.flat.row.size)
+            grids |= {lookup.flat.page: keys // size, lookup.flat.row: keys % size}
+        entry = world.read(lookup.table, grids).astype(int)
+        entry = np.where(lookup.wraps & (entry < 0), entry + world.number(lookup.entry.size), entry)
+        grids |= {lookup.entry: entry}
+        found = world.read(lookup.pages, grids)
+        if lookup.scales is not None:
+            found = found * world.read(lookup.scales, grids)
+        assert np.all(world.element(form, found) == world.tensors[node])
+    return trace.lookups

@@ -1,14 +1,13 @@
 """Caches in pages, read in any spelling: one op over the pool, nothing gathered; and what looks like it and is not."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from mla_compile.passes.trace import Trace, aten, is_tensor
+from mla_compile.passes.trace import aten
 
 from tests.errors import assert_as_close_as_eager
-from tests.passes.graphs import capture, rewrite, run, values
-from tests.passes.meaning import World
+from tests.passes.graphs import capture, rewrite, run
+from tests.passes.meaning import check_lookups
 
 N, L, P, R, V = 4, 16, 12, 8, 10
 PAGE_SIZE, LENGTH = 4, 10
@@ -85,21 +84,7 @@ def test_keys_in_pages_are_read_there(read, batch):
 def test_what_the_trace_says_of_a_lookup_is_what_it_reads(read):
     pool, table = inputs()[1:3]
     module = capture(read, pool, table)
-    trace, results = Trace(module.graph), values(module, pool, table)
-    world = World({node: value.double().numpy() for node, value in results.items() if is_tensor(node)})
-    assert trace.lookups
-    for node, lookup in trace.lookups.items():
-        form = trace[node]
-        world.check(form, world.tensors[node])
-        grids = world.grids(form)
-        if lookup.flat is not None:
-            keys = grids[lookup.flat.keys]
-            size = world.number(lookup.flat.row.size)
-            grids |= {lookup.flat.page: keys // size, lookup.flat.row: keys % size}
-        entry = world.read(lookup.table, grids).astype(int)
-        entry = np.where(lookup.wraps & (entry < 0), entry + world.number(lookup.entry.size), entry)
-        found = world.read(lookup.pages, grids | {lookup.entry: entry})
-        assert np.all(world.element(form, found) == world.tensors[node])
+    assert check_lookups(module, pool, table)
 
 
 def test_a_causal_limit_that_ends_at_the_last_key_goes_with_the_pages():

@@ -1,0 +1,68 @@
+"""A cache in FP8 pages in plain torch, compiled: quantised in place as it is written, read as it is."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+import mla_compile
+from tests.errors import assert_as_close_as_eager
+
+FP8 = torch.float8_e4m3fn
+B, N, L, P, R, V, G, PAGES, PAGE_SIZE = 2, 4, 32, 16, 8, 16, 2, 900, 16
+
+
+def write(pages: Tensor, scales: Tensor, rope: Tensor, place: tuple[Tensor, Tensor], new: Tensor) -> None:
+    latent, k_rope = new.split([L, R], dim=-1)
+    grouped = latent.float().unflatten(-1, (G, -1))
+    scale = grouped.abs().amax(-1).clamp_min(2.0**-100) / 448
+    pages[place] = (grouped / scale[..., None]).flatten(-2).to(FP8)
+    scales[place] = scale
+    rope[place] = k_rope
+
+
+def read(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    latent = pages[table].float().unflatten(-1, (G, -1)) * scales[table][..., None]
+    return latent.flatten(-2).flatten(1, 2).to(rope.dtype), rope[table].flatten(1, 2)
+
+
+def attend(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, lengths: Tensor) -> Tensor:
+    k_nope, v = (latent @ weight.T).unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], dim=-1)
+    k = torch.cat([k_nope, k_rope[:, None].expand(-1, N, -1, -1)], dim=-1)
+    seen = torch.arange(latent.shape[1]) < lengths[:, None, None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def step(
+    q: Tensor, weight: Tensor, pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor, lengths: Tensor, new: Tensor
+) -> Tensor:
+    last = lengths - 1
+    place = table[torch.arange(len(table)), last // PAGE_SIZE], last % PAGE_SIZE
+    write(pages, scales, rope, place, new)
+    return attend(q, *read(pages, scales, rope, table), weight, lengths)
+
+
+def test_a_step_quantises_in_place_and_reads_the_pages() -> None:
+    table = torch.randperm(PAGES)[: B * 8].view(B, 8)
+    lengths = torch.tensor([100, 128])
+
+    def inputs() -> list[Tensor]:
+        torch.manual_seed(1)
+        q, weight = torch.randn(B, N, 1, P + R), torch.randn(N * (P + V), L) / L**0.5
+        pages, scales = torch.randn(PAGES, PAGE_SIZE, L).to(FP8), torch.rand(PAGES, PAGE_SIZE, G)
+        return [q, weight, pages, scales, torch.randn(PAGES, PAGE_SIZE, R), table, lengths, torch.randn(B, L + R)]
+
+    own, plain = inputs(), inputs()
+    eager = step(*plain)
+    q, weight, *cache = plain
+    exact = attend(q.double(), *(keys.double() for keys in read(*cache[:4])), weight.double(), lengths)
+    compiled = torch.compile(step, backend="mla", fullgraph=True)
+    output, (code,) = run_and_get_code(compiled, *own)
+    (site,) = mla_compile.last_report().sites
+    assert site.reason.endswith("reads the pages")
+    assert f"({PAGES}, {PAGE_SIZE}" not in "".join(line for line in code.splitlines() if "empty_strided" in line)
+    assert_as_close_as_eager(output, eager, exact)
+    for mine, theirs in zip(own, plain, strict=True):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
