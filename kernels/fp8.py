@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..errors import KernelError
 from ..fp8 import FP8
+from ..fp8 import dequantised as dequantised_latent
 from .checks import check_rank
 
 
@@ -47,6 +48,5 @@ def dequantised(latent: Tensor, rope: Tensor, scales: Tensor, dtype: torch.dtype
     Rope keys of any other dtype have no scale.
     """
     latent, rope = (t.view(FP8) if t.dtype == torch.uint8 else t for t in (latent, rope))
-    scales = scales.to(dtype)
-    numbers = (latent.to(dtype).unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
-    return numbers, rope.to(dtype) * scales if rope.dtype == FP8 else rope.to(dtype)
+    numbers = rope.to(dtype) * scales.to(dtype) if rope.dtype == FP8 else rope.to(dtype)
+    return dequantised_latent(latent, scales, dtype), numbers

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .cache import BlockTable, PagePool
+from .cache import BlockTable, FP8PagePool, PagePool
 from .errors import (
     CacheError,
     CacheMismatchError,
@@ -32,6 +32,7 @@ __all__ = [
     "CacheMismatchError",
     "ConfigError",
     "ContinuousModel",
+    "FP8PagePool",
     "FreedError",
     "KernelError",
     "MlaCompileError",

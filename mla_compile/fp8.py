@@ -1,10 +1,11 @@
-"""How a cached token lies in memory in FP8 (e4m3fn): the 656 bytes of DeepSeek's caches, for any sizes.
+"""How a cached token is kept in FP8 (e4m3fn): the 656 bytes of DeepSeek's caches, for any sizes.
 
     latent   L bytes        e4m3fn, to be multiplied with the scale of their group of columns
     scales   4 G bytes      float32, one a group of 128 columns, or of all where 128 does not divide L
     rope key R elements     of the model's dtype
 
-each part from a multiple of 4 bytes on, the row a multiple of 16. With L = 512, R = 64 in bfloat16: 512 + 16 + 128.
+In packed rows (`RowLayout`) each part begins at a multiple of 4 bytes, and the row is a multiple of 16. With L = 512,
+R = 64 in bfloat16: 512 + 16 + 128.
 """
 
 from __future__ import annotations
@@ -23,6 +24,30 @@ LEAST = 2.0**-100
 """A group of smaller numbers is taken for one of these, so that no scale is 0."""
 
 
+def groups_of(latent_width: int) -> int:
+    """`G`, scales of a token."""
+    return latent_width // GROUP if latent_width % GROUP == 0 else 1
+
+
+def quantised(latent: Tensor) -> tuple[Tensor, Tensor]:
+    """Latents `[..., L]` in e4m3fn and their scales `[..., G]`, the greatest magnitude of a group over 448."""
+    grouped = latent.float().unflatten(-1, (groups_of(latent.shape[-1]), -1))
+    scales = grouped.abs().amax(-1).clamp_min(LEAST) / MOST
+    return (grouped / scales[..., None]).flatten(-2).to(FP8), scales
+
+
+def quantised_by(tokens: Tensor, scale: Tensor) -> Tensor:
+    """Tokens over a scale for all of them, as numbers of e4m3fn; what is greater than 448 becomes that."""
+    return (tokens.float() / scale).clamp(-MOST, MOST).to(FP8)
+
+
+def dequantised(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers of e4m3fn `[..., L]` times the scales `[..., G]` of their groups, multiplied in at least float32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    grouped = numbers.to(wide).unflatten(-1, (scales.shape[-1], -1)) * scales.to(wide)[..., None]
+    return grouped.flatten(-2).to(dtype)
+
+
 @dataclass(frozen=True)
 class RowLayout:
     """A row of latent_width L and rope_width R, its rope key in `dtype`."""
@@ -34,7 +59,7 @@ class RowLayout:
     @property
     def groups(self) -> int:
         """`G`, scales of a token."""
-        return self.latent_width // GROUP if self.latent_width % GROUP == 0 else 1
+        return groups_of(self.latent_width)
 
     @property
     def _scales(self) -> int:

@@ -343,9 +343,9 @@ def _scale(trace: Trace, node: fx.Node) -> Form:
     number = isinstance(b, int | float) and not isinstance(b, bool) and not (division and b == 0)
     if is_tensor(a) and number and node.meta["val"].dtype.is_floating_point and trace[a].term.parts is not None:
         return layout.scaled(trace[a], 1 / b if division else float(b))
-    known = None if division or not (is_tensor(a) and is_tensor(b)) else dequantized(trace, node)
-    if known is None and not division:
-        known = dequantized_lookup(trace, node)
+    known = None
+    if not division and is_tensor(a) and is_tensor(b):
+        known = dequantized(trace, node) or dequantized_lookup(trace, node)
     return known or _pointwise(trace, node)
 
 

@@ -9,7 +9,7 @@ import torch
 from mla_compile.kernels.paged_latent_attention.arguments import check_arguments
 
 from mla_compile import cli
-from mla_compile.cache import PagePool
+from mla_compile.cache import FP8PagePool, PagePool
 from mla_compile.errors import ConfigError
 from mla_compile.plan.command import in_bytes, tokens
 from mla_compile.plan.layouts import fp8_bytes, layouts
@@ -90,8 +90,15 @@ def test_bytes_are_those_of_the_tensors_that_the_op_takes():
     assert fp8_bytes(HEADS) == sum(tensor.nbytes for tensor in (*pages, scales))
 
 
-@pytest.mark.parametrize(("L", "groups"), [(512, 4), (256, 2), (48, 1), (192, 2), (200, 2)])
-def test_a_scale_serves_equal_groups_of_at_most_128(L, groups):
+@pytest.mark.parametrize(("L", "R"), [(512, 64), (192, 64), (48, 16), (256, 0)])
+def test_bytes_in_fp8_are_those_of_the_pool(L, R):
+    pool = FP8PagePool(layers=2, latent_width=L, rope_width=R, pages=3, page_size=4, dtype=torch.bfloat16)
+    held = sum(tensor.nbytes for tensor in pool.tensors)
+    assert held == 2 * 3 * 4 * fp8_bytes(Sizes(N=1, L=L, P=1, R=R, V=1))
+
+
+@pytest.mark.parametrize(("L", "groups"), [(512, 4), (256, 2), (48, 1), (192, 1), (200, 1)])
+def test_a_scale_serves_128_columns_or_all(L, groups):
     assert fp8_bytes(Sizes(N=1, L=L, P=1, R=0, V=1)) == L + 4 * groups
 
 

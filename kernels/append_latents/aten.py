@@ -7,7 +7,7 @@ from torch import Tensor
 
 import mla_compile.ops  # noqa: F401  defines the op
 
-from ...fp8 import FP8, LEAST, MOST, RowLayout
+from ...fp8 import RowLayout, quantised, quantised_by
 from .arguments import check_arguments
 
 
@@ -20,16 +20,12 @@ def append_latents_aten(
     latent, k_rope, slots = latent[kept], k_rope[kept], slots[kept].long()
     place = slots // rows.shape[1], slots % rows.shape[1]
     if scale is not None:
-        numbers = torch.cat([latent, k_rope], dim=1).float() / scale
-        rows.view(torch.uint8)[place] = numbers.clamp(-MOST, MOST).to(FP8).view(torch.uint8)
+        rows.view(torch.uint8)[place] = quantised_by(torch.cat([latent, k_rope], dim=1), scale).view(torch.uint8)
         return
-    layout = RowLayout(latent.shape[1], k_rope.shape[1], k_rope.dtype)
-    numbers, scales, rope = layout.views(rows)
-    grouped = latent.float().unflatten(1, (layout.groups, -1))
-    own = grouped.abs().amax(2).clamp_min(LEAST) / MOST
+    numbers, scales, rope = RowLayout(latent.shape[1], k_rope.shape[1], k_rope.dtype).views(rows)
+    own, scales[place] = quantised(latent)
     # Indexing does not know FP8: the same bytes do.
-    numbers.view(torch.uint8)[place] = (grouped / own[..., None]).flatten(1).to(FP8).view(torch.uint8)
-    scales[place] = own
+    numbers.view(torch.uint8)[place] = own.view(torch.uint8)
     rope[place] = k_rope
 
 

@@ -3,7 +3,8 @@
 `latent_cache` holds the transformers `Cache` over both; it alone imports transformers, and only if that is there.
 """
 
+from .fp8_pool import FP8PagePool
 from .pool import PagePool
 from .table import BlockTable, stack
 
-__all__ = ["BlockTable", "PagePool", "stack"]
+__all__ = ["BlockTable", "FP8PagePool", "PagePool", "stack"]

@@ -32,13 +32,20 @@ class ContinuousModel(nn.Module, ContinuousMixin):
     engine makes of it, compiled as `varlen_compile_config` says. `pages` and `page_size` replace `num_blocks` and
     `page_size` of that config.
 
-    Args: model, under `sdpa` or `eager` attention; pages and page_size, the cache's.
-    Raises: CacheMismatchError, if the model's config does not tell its sizes, or for another attention.
+    Args: model, under `sdpa` or `eager` attention; pages, page_size, dtype and scale, as of `PagedLatentCache.of`.
+    Raises: CacheMismatchError, if the model's config does not tell its sizes, for another attention, dtype or scale.
     """
 
     _supports_flash_attn = False  # to the engine that is: no flash attention takes latents
 
-    def __init__(self, model: nn.Module, pages: int, page_size: int = 64) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        pages: int,
+        page_size: int = 64,
+        dtype: torch.dtype | None = None,
+        scale: float | Tensor | None = None,
+    ) -> None:
         super().__init__()
         inner: Any = model
         attention = inner.config._attn_implementation
@@ -53,10 +60,10 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         # The engine's first two sectors are for padding; a sector is whole blocks, and a multiple of 128 bytes.
         block = 2 * self.dtype.itemsize * page_size * self.config.num_hidden_layers
         padding = 2 * math.lcm(block, 128) // block
-        self.pool = PagedLatentCache.of(model, pages + padding, page_size).pool
+        self.pool = PagedLatentCache.of(model, pages + padding, page_size, dtype, scale).pool
         self.pool.take(pages + padding)  # which of them are in use, the engine knows
-        for layer in self.pool.layers:
-            torch._dynamo.mark_static(layer)
+        for tensor in self.pool.tensors:
+            torch._dynamo.mark_static(tensor)
         self.pages = pages
         self._varlen: Callable[..., Any] = self._varlen_step
         self._decode: Callable[..., Any] = self._decode_step
@@ -189,10 +196,11 @@ class _Step:
         tokens = torch.cat([latent, k_rope], dim=-1)
         self.pool.write(layer, *self.new, tokens.view(*self.new[0].shape, -1))
         if self.seen is not None:
-            tokens = self.pool.read(layer, *self.seen)[None, None]
+            all_latents, all_ropes = (keys[None, None] for keys in self.pool.keys(layer, *self.seen))
         else:
-            tokens = self.pool.layers[layer][self.table].flatten(1, 2)[:, None]
-        return tokens[..., : self.pool.latent_width], tokens[..., self.pool.latent_width :]
+            assert self.table is not None
+            all_latents, all_ropes = (keys.flatten(1, 2)[:, None] for keys in self.pool.keys(layer, self.table))
+        return all_latents, all_ropes
 
     def get_seq_length(self, layer: int = 0) -> int:
         """Nobody needs it: positions are given."""

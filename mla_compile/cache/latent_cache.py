@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CacheMismatchError, OutOfPagesError
+from ..fp8 import FP8
+from .fp8_pool import FP8PagePool
 from .pool import PagePool
 from .table import BlockTable
 
@@ -39,10 +41,19 @@ class PagedLatentCache(Base):
         self._table: BlockTable | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, pages: int, page_size: int = 64) -> PagedLatentCache:
+    def of(
+        cls,
+        model: nn.Module,
+        pages: int,
+        page_size: int = 64,
+        dtype: torch.dtype | None = None,
+        scale: float | Tensor | None = None,
+    ) -> PagedLatentCache:
         """An empty cache over a pool of its own, made to a transformers model with MLA: its layers, widths and dtype.
 
-        Raises: CacheMismatchError, if the model's configuration does not tell them.
+        Args: model; pages and page_size; dtype, the model's or torch.float8_e4m3fn, in which an `FP8PagePool` keeps the
+        latents, with that pool's `scale`.
+        Raises: CacheMismatchError, if the model's configuration does not tell its sizes, or for another dtype or scale.
         """
         config: Any = getattr(model, "config", None)
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
@@ -54,8 +65,11 @@ class PagedLatentCache(Base):
             )
         parameter = next(model.parameters())
         layers, latent_width, rope_width = (int(size) for size in sizes if size is not None)
-        pool = PagePool(layers, latent_width, rope_width, pages, page_size, parameter.dtype, parameter.device)
-        return cls(pool)
+        if dtype not in (None, parameter.dtype, FP8) or (scale is not None and dtype != FP8):
+            found = dtype if scale is None else f"{dtype} with a scale"
+            raise CacheMismatchError(f"expected a cache in the model's {parameter.dtype}, or in {FP8}, found {found}")
+        arguments = layers, latent_width, rope_width, pages, page_size, parameter.dtype, parameter.device
+        return cls(FP8PagePool(*arguments, scale) if dtype == FP8 else PagePool(*arguments))
 
     def __len__(self) -> int:
         return len(self.pool.layers)
@@ -95,8 +109,8 @@ class PagedLatentCache(Base):
         if layer_idx == 0:
             self._table.extend(count)
         self._table.write(layer_idx, torch.cat([key_states, value_states], dim=-1)[:, 0])
-        tokens = self._table.read(layer_idx)[:, None]
-        return tokens[..., : self.pool.latent_width], tokens[..., self.pool.latent_width :]
+        latent, k_rope = self._table.keys(layer_idx)
+        return latent[:, None], k_rope[:, None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of each sequence."""

@@ -37,14 +37,23 @@ class PagePool:
         if rope_width < 0:
             raise CacheMismatchError(f"expected rope_width to be at least 0, found {rope_width}")
         self.latent_width, self.rope_width, self.page_size = latent_width, rope_width, page_size
-        # Zeros, not whatever is there: a naive reader multiplies what it masked by weights of zero.
-        shape = (pages, page_size, latent_width + rope_width)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.layers = self._empty(layers, pages, latent_width + rope_width, dtype, device)
         self.references = torch.zeros(pages, dtype=torch.int64, device=device)
         """How many holders each page has, `[pages]`."""
         self._free = torch.arange(pages, device=device)
         self.available = pages
         """How many pages are free: those that `_free` names before this place, the last one to be taken first."""
+
+    def _empty(
+        self, layers: int, pages: int, width: int, dtype: torch.dtype | None, device: torch.device | str | None
+    ) -> list[Tensor]:
+        """Pages for each layer. Zeros, as a naive reader multiplies what it masked by weights of zero."""
+        return [torch.zeros(pages, self.page_size, width, dtype=dtype, device=device) for _ in range(layers)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that holds tokens, each `[pages, page_size, ...]`."""
+        return self.layers
 
     @property
     def pages(self) -> int:
@@ -53,6 +62,7 @@ class PagePool:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the tokens that come and go."""
         return self.layers[0].dtype
 
     @property
@@ -118,8 +128,8 @@ class PagePool:
     def copy(self, pages: Tensor) -> Tensor:
         """New pages with the contents of `pages`, in every layer."""
         taken = self.take(len(pages))
-        for layer in self.layers:
-            layer[taken] = layer[pages]
+        for tensor in self.tensors:
+            tensor[taken] = tensor[pages]
         return taken
 
     def write(self, layer: int, pages: Tensor, rows: Tensor, tokens: Tensor) -> None:
@@ -134,7 +144,10 @@ class PagePool:
         if tokens.shape[-1] != width:
             raise CacheMismatchError(f"expected tokens {width} wide, found {tokens.shape[-1]}")
         self.check(tokens)
-        self.layers[layer][pages, rows] = tokens
+        self._put(layer, (pages, rows), tokens)
+
+    def _put(self, layer: int, place: tuple[Tensor, ...], tokens: Tensor) -> None:
+        self.layers[layer][place] = tokens
 
     def check(self, tokens: Tensor) -> None:
         """Raises CacheMismatchError unless tokens are of the pool's dtype and on its device."""
@@ -148,9 +161,17 @@ class PagePool:
 
         Raises: PageIndexError for a page that is not there (not checked on a GPU and in compiled code).
         """
+        return torch.cat(self.keys(layer, pages, rows), dim=-1)
+
+    def keys(self, layer: int, pages: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`read` as latents `[..., L]` and rope keys `[..., R]`; without rows, all `[..., page_size]` of the pages."""
         if _values_at_hand(pages):
             self._in_pool(pages)
-        return self.layers[layer][pages, rows]
+        return self._get(layer, (pages,) if rows is None else (pages, rows))
+
+    def _get(self, layer: int, place: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        latent, k_rope = self.layers[layer][place].split([self.latent_width, self.rope_width], dim=-1)
+        return latent, k_rope
 
     def _in_pool(self, pages: Tensor) -> Tensor:
         """`pages` as one dimension, each of which the pool has."""

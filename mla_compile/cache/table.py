@@ -90,8 +90,11 @@ class BlockTable:
 
     def read(self, layer: int) -> Tensor:
         """All tokens of one layer, `[batch, length, L + R]`: a copy."""
-        page, row = self._places(0, self.length)
-        return self.pool.read(layer, page, row)
+        return self.pool.read(layer, *self._places(0, self.length))
+
+    def keys(self, layer: int) -> tuple[Tensor, Tensor]:
+        """`read` as latents `[batch, length, L]` and rope keys `[batch, length, R]`."""
+        return self.pool.keys(layer, *self._places(0, self.length))
 
     def _places(self, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Page `[batch, count]` and row `[count]` of the tokens from `start` on."""

@@ -1,8 +1,8 @@
 """Bytes that each way to cache keys and values takes for a token.
 
 The FP8 latent is the layout of `mla::paged_latent_attention` with `latent_scales`: `L` elements of one byte (e4m3), a
-float32 scale for each group of at most 128 of them, and the rope key in bfloat16. For L=512 and R=64 that is
-512 + 16 + 128 = 656 bytes.
+float32 scale for each group of 128 of them (`mla_compile.fp8`), and the rope key in bfloat16. For L=512 and R=64 that
+is 512 + 16 + 128 = 656 bytes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ..fp8 import groups_of
 from .sizes import ModelSizes, Sizes
 
 CacheDtype = Literal["bf16", "fp32", "fp8"]
 CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
 ELEMENT_SIZE: dict[CacheDtype, int] = {"bf16": 2, "fp32": 4, "fp8": 1}
-SCALE_GROUP = 128
-"""Most elements of a latent that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,9 @@ def layouts(dtype: CacheDtype, kv_heads: int) -> list[Layout]:
 
 def fp8_bytes(sizes: Sizes) -> int:
     """Bytes of a token's FP8 latent with its scales, and of its rope key."""
-    return sizes.L + 4 * _groups(sizes.L) + 2 * sizes.R
+    return sizes.L + 4 * groups_of(sizes.L) + 2 * sizes.R
 
 
 def _fp8_words(sizes: Sizes) -> str:
-    groups = _groups(sizes.L)
+    groups = groups_of(sizes.L)
     return f"{sizes.L} e4m3, {groups} scale{'s' if groups > 1 else ''}, {sizes.R} bf16"
-
-
-def _groups(width: int) -> int:
-    """The fewest groups of equal size with at most SCALE_GROUP elements each."""
-    return next(groups for groups in range(1, width + 1) if width % groups == 0 and width // groups <= SCALE_GROUP)

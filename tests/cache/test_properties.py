@@ -6,8 +6,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from mla_compile.cache import BlockTable, PagePool, stack
+from mla_compile.cache import BlockTable, FP8PagePool, PagePool, stack
 from mla_compile.errors import FreedError, OutOfPagesError
+from mla_compile.fp8 import dequantised, quantised, quantised_by
 
 LAYERS, LATENT, ROPE, PAGES, PAGE_SIZE = 2, 2, 1, 14, 3
 
@@ -19,10 +20,17 @@ class Tables(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool = PagePool(LAYERS, LATENT, ROPE, PAGES, PAGE_SIZE)
+        self.pool = self.new_pool()
         self.expected: dict[BlockTable, list[list[int]]] = {}
         self.freed: list[BlockTable] = []
         self.count = 0
+
+    def new_pool(self):
+        return PagePool(LAYERS, LATENT, ROPE, PAGES, PAGE_SIZE)
+
+    def kept(self, tokens, layer):
+        """Tokens of a layer as the pool gives them back."""
+        return tokens
 
     @rule(target=tables, batch=st.integers(1, 3))
     def start(self, batch):
@@ -83,7 +91,7 @@ class Tables(RuleBasedStateMachine):
         for table, sequences in self.expected.items():
             numbers = torch.tensor(sequences, dtype=torch.int64).view(table.batch, table.length)
             for layer in range(LAYERS):
-                assert torch.equal(table.read(layer), token(numbers, layer))
+                assert torch.equal(table.read(layer), self.kept(token(numbers, layer), layer))
 
     @invariant()
     def every_page_is_free_or_counted(self):
@@ -95,11 +103,11 @@ class Tables(RuleBasedStateMachine):
     def a_stack_reads_as_its_tables(self):
         if self.expected:
             pages, lengths = stack(list(self.expected))
-            tokens = self.pool.layers[0][pages].flatten(1, 2) if int(lengths.min()) else None
+            tokens = torch.cat(self.pool.keys(0, pages), dim=-1).flatten(1, 2) if int(lengths.min()) else None
             numbers = [sequence for sequences in self.expected.values() for sequence in sequences]
             assert lengths.tolist() == [len(sequence) for sequence in numbers]
             for row, sequence in enumerate(numbers if tokens is not None else []):
-                assert torch.equal(tokens[row, : len(sequence)], token(torch.tensor(sequence), 0))
+                assert torch.equal(tokens[row, : len(sequence)], self.kept(token(torch.tensor(sequence), 0), 0))
 
     @invariant()
     def what_was_freed_is_refused(self):
@@ -115,11 +123,40 @@ def token(numbers, layer):
     return (numbers[..., None] * 10 + torch.arange(LATENT + ROPE) + 1000 * layer).float()
 
 
-Tables.TestCase.settings = settings(
-    derandomize=True,
-    max_examples=60,
-    stateful_step_count=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-TestTables = Tables.TestCase
+class FP8Tables(Tables):
+    """Latents in FP8, a scale for each token; rope keys as they are."""
+
+    def new_pool(self):
+        return FP8PagePool(LAYERS, LATENT, ROPE, PAGES, PAGE_SIZE)
+
+    def kept(self, tokens, layer):
+        latent, k_rope = tokens.split([LATENT, ROPE], dim=-1)
+        return torch.cat([dequantised(*quantised(latent), tokens.dtype), k_rope], dim=-1)
+
+
+class ScaledTables(Tables):
+    """Latents and rope keys in FP8, one scale for all tokens of a layer."""
+
+    SCALES = torch.tensor([7.0, 5.0])
+
+    def new_pool(self):
+        return FP8PagePool(LAYERS, LATENT, ROPE, PAGES, PAGE_SIZE, scale=self.SCALES)
+
+    def kept(self, tokens, layer):
+        scale = self.SCALES[layer : layer + 1]
+        return dequantised(quantised_by(tokens, scale), scale, tokens.dtype)
+
+
+def few(examples):
+    return settings(
+        derandomize=True,
+        max_examples=examples,
+        stateful_step_count=20,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+
+
+Tables.TestCase.settings = few(60)
+FP8Tables.TestCase.settings = ScaledTables.TestCase.settings = few(20)
+TestTables, TestFP8Tables, TestScaledTables = Tables.TestCase, FP8Tables.TestCase, ScaledTables.TestCase

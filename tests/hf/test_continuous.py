@@ -89,6 +89,17 @@ def test_generate_batch_writes_what_generate_does(model, requests, one_by_one):
         assert output.generated_tokens == one_by_one[name][:4]
 
 
+def test_over_fp8_it_writes_what_generate_does_over_fp8(model, requests):
+    dtype, prompts = torch.float8_e4m3fn, [requests[name][0] for name in "123"]
+    batched = ContinuousModel(model, pages=64, page_size=16, dtype=dtype)
+    outputs = batched.generate_batch(prompts, max_new_tokens=6, **configs())
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        ids, cache = torch.tensor([prompt]), mla_compile.PagedLatentCache.of(model, pages=64, page_size=16, dtype=dtype)
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
+        alone = model.generate(ids, max_new_tokens=6, past_key_values=cache, **options)
+        assert output.generated_tokens == alone[0, len(prompt) :].tolist()
+
+
 def assert_compiled_as_eager(model, requests, expected, most, *fields):
     config = transformers.CompileConfig(backend="mla", mode="default", dynamic=True, fullgraph=True)
     batched = ContinuousModel(model, pages=64, page_size=8)

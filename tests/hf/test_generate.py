@@ -37,7 +37,8 @@ WAYS = {
     "static": Way(2, {"cache_implementation": "static", "disable_compile": True}),
     "prompt lookup": Way(6, {"prompt_lookup_num_tokens": 3}),
     "assistant": Way(6, {"assistant_model": True}),
-    "pages": Way(3, {"past_key_values": True}),
+    "pages": Way(3, {"past_key_values": {}}),
+    "FP8 pages": Way(3, {"past_key_values": {"dtype": torch.float8_e4m3fn}}),
 }
 
 
@@ -64,8 +65,9 @@ def generate(model, tokenizer, way, tokens=TOKENS, **more):
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False} | way.options | more
     if options.get("assistant_model"):
         options["assistant_model"] = load(layers=1, dtype=model.dtype)
-    if options.get("past_key_values"):
-        options["past_key_values"] = mla_compile.PagedLatentCache.of(model, pages=64, page_size=4)
+    if "past_key_values" in options:
+        cache = mla_compile.PagedLatentCache.of(model, pages=64, page_size=4, **options["past_key_values"])
+        options["past_key_values"] = cache
     return model.generate(**tokenizer(list(way.prompts), return_tensors="pt", padding=True), **options)
 
 
@@ -77,7 +79,7 @@ def assert_all_rewritten(model, most):
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("name", ["left padding", "static"])
+@pytest.mark.parametrize("name", ["left padding", "static", "FP8 pages"])
 def test_compiled_tokens_are_eagers(name, tokenizer):
     model, way = load(layers=2), WAYS[name]
     expected = generate(model, tokenizer, way)

@@ -85,9 +85,27 @@ def test_no_pages_left_is_an_error_and_what_others_wrote_stays():
 def test_compiled_generation_is_eagers_in_few_compilations_and_one_graph(search):
     model, inputs = build("v3"), prompt(1 if search == "lookup" else 2, padded=search != "lookup")
     expected = generate(model, inputs, None, SEARCHES[search])
+    assert_compiled_generates(model, inputs, SEARCHES[search], expected, {})
+
+
+FP8 = {"FP8": {"dtype": torch.float8_e4m3fn}, "FP8 of one scale": {"dtype": torch.float8_e4m3fn, "scale": 0.01}}
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize(("search", "kind"), [("greedy", "FP8 of one scale"), ("beams", "FP8")])
+def test_compiled_generation_over_fp8_is_eagers(search, kind):
+    model, inputs = build("v3"), prompt(2, padded=True)
+    cache = PagedLatentCache.of(model, pages=96, page_size=4, **FP8[kind])
+    expected = generate(model, inputs, cache, SEARCHES[search])
+    assert_compiled_generates(model, inputs, SEARCHES[search], expected, FP8[kind])
+
+
+def assert_compiled_generates(model, inputs, more, expected, kind):
     model.compile(backend="mla", fullgraph=True)
-    cache = PagedLatentCache.of(model, pages=96, page_size=4)
-    assert torch.equal(generate(model, inputs, cache, SEARCHES[search]), expected)
+    cache = PagedLatentCache.of(model, pages=96, page_size=4, **kind)
+    assert torch.equal(generate(model, inputs, cache, more), expected)
+    cache.reset()
+    assert cache.pool.available == 96
     assert not torch._dynamo.utils.counters["graph_break"]
     assert len(mla_compile.reports()) <= 4
     assert all(report.rewritten == 2 for report in mla_compile.reports())
@@ -110,3 +128,28 @@ def test_compiled_code_that_runs_out_of_pages_says_so_and_goes_on_when_there_are
     assert cache.pool.available == 4
     roomy = PagedLatentCache.of(model, pages=96, page_size=4)
     assert torch.equal(generate(model, inputs, roomy, {}), expected)
+
+
+class Rounded(mla_compile.PagePool):
+    """Latents off by as much as rounding to e4m3 may be, half of the last of its 3 bits, up or down at random."""
+
+    def _put(self, layer, place, tokens):
+        latent, k_rope = tokens.split([self.latent_width, self.rope_width], dim=-1)
+        off = 2.0**-4 * (2 * torch.randint(2, latent.shape) - 1)
+        super()._put(layer, place, torch.cat([latent * (1 + off), k_rope], dim=-1))
+
+
+def test_logits_over_fp8_are_as_near_as_three_bits_are():
+    """The distance to the unrounded ones is no greater than that of the worst of some roundings at random."""
+    model, inputs = build("v3"), prompt(2)
+    plain = PagedLatentCache.of(model, pages=96, page_size=4)
+
+    def logits(cache):
+        return model(**inputs, past_key_values=cache).logits
+
+    exact = logits(plain)
+    error = (logits(PagedLatentCache.of(model, pages=96, page_size=4, dtype=torch.float8_e4m3fn)) - exact).norm()
+    sizes = 2, plain.pool.latent_width, plain.pool.rope_width, 96, 4
+    bound = max((logits(PagedLatentCache(Rounded(*sizes))) - exact).norm() for _ in range(8))
+    print(f"logits over FP8 are off by {error / exact.norm():.1e}, where rounding explains {bound / exact.norm():.1e}")
+    assert 0 < error <= bound
