@@ -77,7 +77,7 @@ def keys_in_pages(site: Site, meaning: Meaning, path: str, trace: Trace) -> tupl
     if pages is None:
         return None, ""
     named_in_a_row = path == "sparse" and len(site.attention.keys) == 1 and not meaning.uniform_when_empty
-    if path in ("absorbed", BY_SIZE) or named_in_a_row:
+    if path in ("absorbed", "chunked", BY_SIZE) or named_in_a_row:
         return pages, "; reads the pages"
     return None, "; what the pages hold is gathered first"
 

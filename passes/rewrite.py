@@ -4,6 +4,7 @@ Before   k = cat(latent @ W_UK, k_rope), v = latent @ W_UV, o = softmax(q k^T) v
 After    absorbed   o = latent_attention(q_nope @ W_UK, q_rope, latent, k_rope) @ W_UV
                     o = paged_latent_attention(q_nope @ W_UK, q_rope, pages, block_table) @ W_UV, of pages
          chunked    o = expanded_attention(q, latent, k_rope, W_UK, W_UV)
+                    o = paged_expanded_attention(q, pages, block_table, W_UK, W_UV), of pages
          sparse     o = sparse_latent_attention(q_nope @ W_UK, q_rope, latent, k_rope, indices) @ W_UV
 """
 
@@ -21,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_compile.fp8 import FP8
 
-from .axes import Unaligned
+from .axes import Unaligned, product, same
 from .by_size import EmitBySize
 from .decide import Choice
 from .mask import Meaning
@@ -47,7 +48,7 @@ class Rewriter:
     def __call__(self, site: Site, meaning: Meaning, choice: Choice, pages: Pages | None = None) -> fx.Node:
         """Replace a site by the form that was chosen for it; returns the node that holds the new output.
 
-        With `pages` the absorbed form reads the site's keys there.
+        With `pages` it reads the site's keys there.
 
         Raises:
             Unaligned: if the graph does not tell the sizes that this takes; the graph is as it was.
@@ -59,10 +60,10 @@ class Rewriter:
                 output = self._put(place, _trace(part, self._values(part.sources)), part.sources)
             return output
         paths = (choice.path,) if choice.by_size is None else ("absorbed", "chunked")
-        parts = [_Emit(site, meaning, p, self.workspace_tokens, None if p == "chunked" else pages) for p in paths]
+        parts = [_Emit(site, meaning, path, self.workspace_tokens, pages) for path in paths]
         emit = parts[0] if choice.by_size is None else EmitBySize(parts[0], parts[1], choice.by_size)
         key = (
-            tuple(signature(site, p.seen, p.kind, emit.sources, self.environment, p.pages) for p in parts),
+            tuple((p.path, signature(site, p.seen, p.kind, emit.sources, self.environment, p.pages)) for p in parts),
             tuple(source in self._replaced for source in emit.sources),
         )
         traced = self._traced.get(key)
@@ -186,9 +187,12 @@ class _Emit:
             assert w_uk is not None
             assert w_uv is not None
             q = torch.cat([q_nope, q_rope], dim=-1) if q_rope.shape[-1] else q_nope
-            o, lse = torch.ops.mla.expanded_attention(
-                q, latent, k_rope, w_uk, w_uv, seen, offset, scale, self.workspace_tokens
-            )
+            if self.pages is not None:
+                o, lse = self._chunks_of_pages(read, self.pages, (q, latent, k_rope), (w_uk, w_uv), scales)
+            else:
+                o, lse = torch.ops.mla.expanded_attention(
+                    q, latent, k_rope, w_uk, w_uv, seen, offset, scale, self.workspace_tokens
+                )
         else:
             q_latent = q_nope if w_uk is None else per_head(q_nope, w_uk, site.w_uk)
             if self.pages is not None:
@@ -218,9 +222,7 @@ class _Emit:
     ) -> tuple[Tensor, Tensor]:
         q_latent, q_rope, latent, k_rope = operands
         scale = self.site.nope.scale
-        table = read(pages.table, self.site.batch, (pages.page,))
-        if pages.wraps:  # a naive read counts negative pages from the end
-            table = torch.where(table < 0, table + latent.shape[0], table)
+        table = self._table(read, pages, latent)
         o: Tensor
         lse: Tensor
         if self.path == "sparse":  # every query for itself, over the rows of the whole pool as one sequence
@@ -237,6 +239,39 @@ class _Emit:
             *operands, table, lengths, causal, scale, scales, mask=mask, first_positions=positions
         )
         return o, lse
+
+    def _chunks_of_pages(
+        self,
+        read: Reader,
+        pages: Pages,
+        operands: tuple[Tensor, Tensor, Tensor],
+        weights: tuple[Tensor, Tensor],
+        scales: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        q, latent, k_rope = operands
+        table, rows = self._table(read, pages, latent), latent.shape[1]
+        keys = self.site.sizes["T"]
+        if not same(product([pages.page.size, 1 if pages.row is None else pages.row.size]), keys):
+            # Chunks are laid over the whole of a table. An index and no slice, which would be guarded on its size.
+            count: Any = read.realize(keys)
+            table = table.index_select(1, torch.arange((count + rows - 1) // rows, device=table.device))
+        mask, causal, lengths, positions = self.seen.in_pages(read, table)
+        o: Tensor
+        lse: Tensor
+        o, lse = torch.ops.mla.paged_expanded_attention(
+            *(q, latent, k_rope, table, lengths, *weights, causal, self.site.nope.scale, self.workspace_tokens),
+            latent_scales=scales,
+            mask=mask,
+            first_positions=positions,
+        )
+        return o, lse
+
+    def _table(self, read: Reader, pages: Pages, latent: Tensor) -> Tensor:
+        """`[B, max_pages]`"""
+        table = read(pages.table, self.site.batch, (pages.page,))
+        if pages.wraps:  # a naive read counts negative pages from the end
+            table = torch.where(table < 0, table + latent.shape[0], table)
+        return table
 
     def _ropes(self, parts: list[Tensor], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if not parts:

@@ -71,22 +71,22 @@ class _Run(fx.Interpreter):
             case torch.ops.mla.paged_latent_attention.default:
                 q_latent, q_rope, latent_pages, rope_pages, table, seq_lens, causal, scale, *rest = args
                 scales, _, mask, first = (*rest, *[None] * (4 - len(rest)))
-                latent_pages, rope_pages = _dequantised(latent_pages, rope_pages, scales, dtype=q_latent.dtype)
-                assert seq_lens.min() >= 0
-                assert seq_lens.max() <= table.shape[1] * latent_pages.shape[1]
-                latent, k_rope = latent_pages[table].flatten(1, 2), rope_pages[table].flatten(1, 2)
-                seen = torch.arange(latent.shape[1]) < seq_lens[:, None, None]
-                first = seq_lens - q_latent.shape[1] if first is None else first
-                if causal:
-                    last = first[:, None, None] + torch.arange(q_latent.shape[1])[:, None]
-                    seen = seen & (torch.arange(latent.shape[1]) <= last)
-                seen = seen[:, None]
-                if mask is not None:
-                    more = latent.shape[1] - mask.shape[3] if mask.shape[3] != 1 else 0
-                    mask = torch.nn.functional.pad(mask, (0, more))
-                    seen = seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+                keys = _dequantised(latent_pages, rope_pages, scales, dtype=q_latent.dtype)
+                latent, k_rope, seen = _in_pages(q_latent.shape[1], (*keys, table, seq_lens), causal, mask, first)
                 weights, lse = _softmax(_dot(q_latent, latent) + _dot(q_rope, k_rope), seen, None, scale)
                 return torch.einsum("bnst,btl->bsnl", weights, latent), lse
+            case torch.ops.mla.paged_expanded_attention.default:
+                q, latent_pages, rope_pages, *places, w_uk, w_uv = args[:7]
+                causal, scale, workspace_tokens, *rest = args[7:]
+                scales, mask, first, counts = (*rest, *[None] * (4 - len(rest)))
+                assert workspace_tokens >= 1
+                assert counts is None
+                keys = _dequantised(latent_pages, rope_pages, scales, dtype=q.dtype)
+                latent, k_rope, seen = _in_pages(q.shape[1], (*keys, *places), causal, mask, first)
+                q_nope, q_rope = q.split([w_uk.shape[1], k_rope.shape[2]], dim=-1)
+                nope = torch.einsum("bsnp,npl,btl->bnst", q_nope, w_uk, latent)
+                weights, lse = _softmax(nope + _dot(q_rope, k_rope), seen, None, scale)
+                return torch.einsum("bnst,btl,nvl->bsnv", weights, latent, w_uv), lse
             case torch.ops.mla.per_head_matmul.default:
                 return torch.einsum("bsni,nio->bsno", *args)
         return super().call_function(target, args, kwargs)
@@ -106,6 +106,27 @@ def _dequantised(
         k_rope = k_rope.to(dtype) * scales
     assert k_rope.dtype == dtype
     return latent, k_rope
+
+
+def _in_pages(
+    queries: int, cache: Sequence[Tensor], causal: bool, mask: Tensor | None, first: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Latents and rope keys of all that a table names, and what every query sees of them, `[B, N|1, Sq, T]`."""
+    latent_pages, rope_pages, table, seq_lens = cache
+    assert seq_lens.min() >= 0
+    assert seq_lens.max() <= table.shape[1] * latent_pages.shape[1]
+    latent, k_rope = latent_pages[table].flatten(1, 2), rope_pages[table].flatten(1, 2)
+    positions = torch.arange(latent.shape[1])
+    seen = (positions < seq_lens[:, None, None]).expand(-1, queries, -1)
+    if causal:
+        first = seq_lens - queries if first is None else first
+        seen = seen & (positions <= first[:, None, None] + torch.arange(queries)[:, None])
+    seen = seen[:, None]
+    if mask is not None:
+        more = latent.shape[1] - mask.shape[3] if mask.shape[3] != 1 else 0
+        mask = torch.nn.functional.pad(mask, (0, more))
+        seen = seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+    return latent, k_rope, seen
 
 
 def _dot(q: Tensor, k: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from tests.errors import assert_as_close_as_eager
 from tests.passes.graphs import capture, rewrite, run, value_of
-from tests.passes.test_pages import PAGE_SIZE, PAGED, attend, gathered_bytes, inputs
+from tests.passes.test_pages import OPS, PAGE_SIZE, attend, gathered_bytes, inputs
 
 T = 3 * PAGE_SIZE
 LENGTHS = ([7, 2], [0, T], [-3, T + 5], [1, 1])
@@ -57,12 +57,13 @@ SPELLINGS = {
 
 def arguments(module):
     """Those of the one paged op: lengths, whether causal, mask, first positions, each as a node or a constant."""
-    (paged,) = [node for node in module.graph.nodes if node.target == PAGED]
-    rest = (*paged.args[8:], *[None] * (12 - len(paged.args)))
-    return paged.args[5], paged.args[6], rest[2], rest[3]
+    (paged,) = [node for node in module.graph.nodes if node.target in OPS.values()]
+    names = [argument.name for argument in paged.target._schema.arguments]
+    given = dict(zip(names, paged.args, strict=False)) | paged.kwargs
+    return given["seq_lens"], given["causal"], given.get("mask"), given.get("first_positions")
 
 
-def compiled(mask, queries, *lengths):
+def compiled(mask, queries, *lengths, path="absorbed"):
     """The graph after the passes, its inputs, and its outcome; it is right for all lengths, and nothing is gathered."""
     tensors = (*inputs(queries=queries), torch.tensor(lengths[0]))
 
@@ -70,7 +71,7 @@ def compiled(mask, queries, *lengths):
         return attend(q, pool[table].flatten(1, 2), weight, mask=mask(lengths, queries))
 
     module = capture(decode, *tensors)
-    (outcome,) = rewrite(module)
+    (outcome,) = rewrite(module, path)
     assert outcome.reason.endswith("reads the pages")
     assert gathered_bytes(module) == 0
     for each in lengths:
@@ -80,11 +81,11 @@ def compiled(mask, queries, *lengths):
     return module, tensors[:-1], outcome
 
 
-@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize(("queries", "path"), [(1, "absorbed"), (3, "absorbed"), (3, "chunked")])
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
-def test_lengths_reach_the_op(spelling, queries):
+def test_lengths_reach_the_op(spelling, queries, path):
     mask, counts, causal = spelling
-    module, tensors, _ = compiled(mask, queries, *LENGTHS)
+    module, tensors, _ = compiled(mask, queries, *LENGTHS, path=path)
     seq_lens, is_causal, tensor, first = arguments(module)
     assert tensor is None
     assert is_causal == (causal and queries > 1)
@@ -94,7 +95,8 @@ def test_lengths_reach_the_op(spelling, queries):
         assert value_of(module, seq_lens, *tensors, lengths).tolist() == expected.tolist()
 
 
-def test_a_number_of_tokens_that_is_a_symbol():
+@pytest.mark.parametrize("path", OPS)
+def test_a_number_of_tokens_that_is_a_symbol(path):
     tensors = (*inputs(queries=4), torch.tensor([7, 2]))
 
     def decode(q, pool, table, weight, lengths):
@@ -102,7 +104,7 @@ def test_a_number_of_tokens_that_is_a_symbol():
         return attend(q, pool[table].flatten(1, 2), weight, mask=seen)
 
     module = capture(decode, *tensors, symbolic=[(2,), (), (1,)])
-    rewrite(module)
+    rewrite(module, path)
     assert arguments(module)[2] is None
     for pages, queries in ((3, 3), (2, 5)):
         q, pool, table, weight, lengths = *inputs(queries=queries), torch.tensor([1, 2])
@@ -125,19 +127,21 @@ NEAR_MISSES = {
 }
 
 
+@pytest.mark.parametrize("path", OPS)
 @pytest.mark.parametrize("mask", NEAR_MISSES.values(), ids=NEAR_MISSES)
-def test_what_is_no_number_of_keys_stays_a_mask(mask):
-    module, _, _ = compiled(mask, 3, [7, 3])
+def test_what_is_no_number_of_keys_stays_a_mask(mask, path):
+    module, _, _ = compiled(mask, 3, [7, 3], path=path)
     assert arguments(module)[2] is not None
 
 
-def test_a_finite_number_stays_a_mask():
+@pytest.mark.parametrize("path", OPS)
+def test_a_finite_number_stays_a_mask(path):
     """Where it hides all keys of a query, that attends to all of them alike."""
 
     def mask(lengths, queries):
         return torch.zeros(2, 1, queries, T).masked_fill(keys() >= of_each(lengths), torch.finfo(torch.float32).min)
 
-    module, _, _ = compiled(mask, 2, [0, 3])
+    module, _, _ = compiled(mask, 2, [0, 3], path=path)
     assert arguments(module)[2] is not None
 
 

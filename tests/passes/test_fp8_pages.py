@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from tests.errors import assert_as_close_as_eager
 from tests.passes.graphs import capture, rewrite, run
 from tests.passes.meaning import check_lookups
-from tests.passes.test_pages import GATHERS, PAGED, L, N, P, R, V
+from tests.passes.test_pages import GATHERS, OPS, L, N, P, R, V
 
 FP8 = torch.float8_e4m3fn
 B, G, PAGES, PAGE_SIZE, LENGTH = 2, 2, 9, 4, 10
@@ -53,11 +53,12 @@ def targets(module: fx.GraphModule) -> list[object]:
 def reads_fp8(module: fx.GraphModule) -> bool:
     """Whether attention over pages takes latents in FP8 with scales, and nothing is gathered."""
     gathered = [n.meta["val"].dtype for n in module.graph.nodes if n.target in GATHERS]
-    calls = [node.args for node in module.graph.nodes if node.target is PAGED]
+    calls = [node for node in module.graph.nodes if node.target in OPS.values()]
+    given = [dict(zip([a.name for a in n.target._schema.arguments], n.args, strict=False)) for n in calls]
     return (
-        len(calls) == 1
-        and calls[0][2].meta["val"].dtype == FP8
-        and calls[0][8] is not None
+        len(given) == 1
+        and given[0]["latent_pages"].meta["val"].dtype == FP8
+        and given[0].get("latent_scales") is not None
         and not any(dtype.is_floating_point or dtype == torch.uint8 for dtype in gathered)
     )
 
@@ -74,12 +75,14 @@ def in_pages(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tupl
 READS: dict[str, Read] = {"in pages": in_pages}
 
 
+@pytest.mark.parametrize("path", OPS)
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_pages_in_fp8_are_read_as_they_are(read: Read) -> None:
-    tensors = inputs()
+def test_pages_in_fp8_are_read_as_they_are(read: Read, path: str) -> None:
+    tensors = inputs(queries=1 if path == "absorbed" else 9)
     module = graph(read, tensors)
     eager = run(module, *tensors)
-    (outcome,) = rewrite(module)
+    (outcome,) = rewrite(module, path)
+    assert (outcome.path, targets(module).count(OPS[path])) == (path, 1)
     assert outcome.reason.endswith("reads the pages")
     assert reads_fp8(module)
     assert_as_close_as_eager(run(module, *tensors), eager, exact(read, tensors))

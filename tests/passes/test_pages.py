@@ -6,12 +6,14 @@ import torch.nn.functional as F
 from mla_compile.passes.trace import aten
 
 from tests.errors import assert_as_close_as_eager
-from tests.passes.graphs import capture, rewrite, run
+from tests.passes.graphs import capture, rewrite, run, value_of
 from tests.passes.meaning import check_lookups
 
 N, L, P, R, V = 4, 16, 12, 8, 10
 PAGE_SIZE, LENGTH = 4, 10
 PAGED = torch.ops.mla.paged_latent_attention.default
+OPS = {"absorbed": PAGED, "chunked": torch.ops.mla.paged_expanded_attention.default}
+"""What each path becomes of keys in pages."""
 GATHERS = (aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.gather.default)
 
 
@@ -66,16 +68,17 @@ def gathered_bytes(module):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("path", OPS)
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_keys_in_pages_are_read_there(read, batch):
-    tensors = inputs(batch)
+def test_keys_in_pages_are_read_there(read, path, batch):
+    tensors = inputs(batch, queries=1 if path == "absorbed" else 9)
     module = capture(lambda q, pool, table, weight: attend(q, read(pool, table), weight), *tensors)
     eager = run(module, *tensors)
     exact = run(module, *(t.double() if t.is_floating_point() else t for t in tensors))
-    (outcome,) = rewrite(module)
-    assert outcome.path == "absorbed"
+    (outcome,) = rewrite(module, path)
+    assert outcome.path == path
     assert outcome.reason.endswith("reads the pages")
-    assert [node.target for node in module.graph.nodes].count(PAGED) == 1
+    assert [node.target for node in module.graph.nodes].count(OPS[path]) == 1
     assert gathered_bytes(module) == 0
     assert_as_close_as_eager(run(module, *tensors), eager, exact)
 
@@ -87,23 +90,34 @@ def test_what_the_trace_says_of_a_lookup_is_what_it_reads(read):
     assert check_lookups(module, pool, table)
 
 
-def test_a_causal_limit_that_ends_at_the_last_key_goes_with_the_pages():
+@pytest.mark.parametrize("path", OPS)
+def test_a_causal_limit_that_ends_at_the_last_key_goes_with_the_pages(path):
     tensors = inputs(queries=3 * PAGE_SIZE)
     module = capture(lambda q, p, t, w: attend(q, p[t].flatten(1, 2), w, causal=True), *tensors)
     eager = run(module, *tensors)
-    (outcome,) = rewrite(module)
+    (outcome,) = rewrite(module, path)
     assert outcome.reason.endswith("reads the pages")
     torch.testing.assert_close(run(module, *tensors), eager, rtol=1e-4, atol=1e-4)
 
 
-def test_many_queries_gather_the_latents_and_say_so():
-    tensors = inputs(queries=9)
-    module = capture(lambda q, p, t, w: attend(q, p[t].flatten(1, 2), w), *tensors)
-    eager = run(module, *tensors)
-    (outcome,) = rewrite(module, path="chunked")
-    assert outcome.reason.endswith("what the pages hold is gathered first")
-    assert gathered_bytes(module) == 2 * 3 * PAGE_SIZE * (L + R)
-    torch.testing.assert_close(run(module, *tensors), eager, rtol=1e-4, atol=1e-4)
+def test_chunks_are_laid_over_as_many_entries_as_there_are_keys():
+    """A table has room for the longest sequence that there may be."""
+    q, pool, table, weight = inputs(queries=9)
+    table = torch.cat([table, table.new_full((2, 90), -(2**30))], dim=1)
+    tokens = torch.randn(2, LENGTH)
+
+    def prefill(q, pool, table, weight, tokens):
+        position = torch.arange(tokens.shape[1])
+        return attend(q, pool[table[:, position // PAGE_SIZE], position % PAGE_SIZE], weight, causal=True)
+
+    module = capture(prefill, q, pool, table, weight, tokens, symbolic=[(2,), (), (), (), (1,)])
+    rewrite(module, "chunked")
+    (node,) = [node for node in module.graph.nodes if node.target == OPS["chunked"]]
+    for queries, length in ((9, LENGTH), (5, 5), (3, 12)):
+        given = torch.randn(2, N, queries, P + R), pool, table, weight, torch.randn(2, length)
+        exact = prefill(*(t.double() if t.is_floating_point() else t for t in given))
+        assert_as_close_as_eager(run(module, *given), prefill(*given), exact)
+        assert value_of(module, node.args[3], *given).shape == (2, -(-length // PAGE_SIZE))
 
 
 def from_the_middle(pool, table):
@@ -133,14 +147,15 @@ def rows_apart(pool, table):
 NEAR_MISSES = [from_the_middle, pages_of_each_sequence, rows_before_pages, scaled, another_page_size, rows_apart]
 
 
+@pytest.mark.parametrize("path", OPS)
 @pytest.mark.parametrize("read", NEAR_MISSES)
-def test_what_is_not_the_first_keys_of_one_pool_is_gathered(read):
-    tensors = inputs()
+def test_what_is_not_the_first_keys_of_one_pool_is_gathered(read, path):
+    tensors = inputs(queries=1 if path == "absorbed" else 9)
     module = capture(lambda q, pool, table, weight: attend(q, read(pool, table), weight), *tensors)
     eager = run(module, *tensors)
-    (outcome,) = rewrite(module)
-    assert PAGED not in [node.target for node in module.graph.nodes]
-    assert outcome.path == "absorbed"
+    (outcome,) = rewrite(module, path)
+    assert OPS[path] not in [node.target for node in module.graph.nodes]
+    assert outcome.path == path
     torch.testing.assert_close(run(module, *tensors), eager, rtol=1e-4, atol=1e-4)
 
 
