@@ -4,8 +4,8 @@
     scales   4 G bytes      float32, one a group of 128 columns, or of all where 128 does not divide L
     rope key R elements     of the model's dtype
 
-In packed rows (`RowLayout`) each part begins at a multiple of 4 bytes, and the row is a multiple of 16. With L = 512,
-R = 64 in bfloat16: 512 + 16 + 128.
+In packed rows (`RowLayout`) each part begins at a multiple of 4 bytes and of its elements' size, and the row is a
+multiple of 16. With L = 512, R = 64 in bfloat16: 512 + 16 + 128.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class RowLayout:
 
     @property
     def _rope(self) -> int:
-        return self._scales + 4 * self.groups
+        end = self._scales + 4 * self.groups
+        return end + -end % self.dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
@@ -77,9 +78,14 @@ class RowLayout:
 
     def views(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Latents `[..., L]` in e4m3fn, scales `[..., G]` and rope keys `[..., R]` in bytes `[..., row_bytes]`."""
-        rope_end = self._rope + self.rope_width * self.dtype.itemsize
         return (
-            rows[..., : self.latent_width].view(FP8),
-            rows[..., self._scales : self._rope].view(torch.float32),
-            rows[..., self._rope : rope_end].view(self.dtype),
+            _part(rows, 0, self.latent_width, FP8),
+            _part(rows, self._scales, self.groups, torch.float32),
+            _part(rows, self._rope, self.rope_width, self.dtype),
         )
+
+
+def _part(rows: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """`count` numbers from a byte on. First whole rows as that dtype: Inductor copies parts of them to view them so."""
+    first = start // dtype.itemsize
+    return rows.view(dtype)[..., first : first + count]

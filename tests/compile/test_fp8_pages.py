@@ -1,13 +1,15 @@
-"""A cache in FP8 pages in plain torch, compiled: quantised in place as it is written, read as it is."""
+"""Caches in FP8 pages, compiled: quantised in place as they are written, read as they are."""
 
 from __future__ import annotations
 
+import mla_compile.kernels.register
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import mla_compile
+from mla_compile.fp8 import RowLayout
 from tests.errors import assert_as_close_as_eager
 
 FP8 = torch.float8_e4m3fn
@@ -24,7 +26,7 @@ def write(pages: Tensor, scales: Tensor, rope: Tensor, place: tuple[Tensor, Tens
 
 
 def read(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    latent = pages[table].float().unflatten(-1, (G, -1)) * scales[table][..., None]
+    latent = pages[table].float().unflatten(-1, (scales.shape[-1], -1)) * scales[table][..., None]
     return latent.flatten(-2).flatten(1, 2).to(rope.dtype), rope[table].flatten(1, 2)
 
 
@@ -64,5 +66,47 @@ def test_a_step_quantises_in_place_and_reads_the_pages() -> None:
     assert site.reason.endswith("reads the pages")
     assert f"({PAGES}, {PAGE_SIZE}" not in "".join(line for line in code.splitlines() if "empty_strided" in line)
     assert_as_close_as_eager(output, eager, exact)
+    assert_alike(own, plain)
+
+
+def assert_alike(own: list[Tensor], plain: list[Tensor]) -> None:
     for mine, theirs in zip(own, plain, strict=True):
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+ROWS = RowLayout(L, R, torch.float32)
+
+
+def packed_step(
+    q: Tensor, weight: Tensor, rows: Tensor, table: Tensor, lengths: Tensor, latent: Tensor, k_rope: Tensor
+) -> Tensor:
+    last = lengths - 1
+    slots = table[torch.arange(len(table)), last // PAGE_SIZE] * PAGE_SIZE + last % PAGE_SIZE
+    torch.ops.mla.append_latents(latent, k_rope, slots, rows)
+    return attend(q, *read(*ROWS.views(rows), table), weight, lengths)
+
+
+def test_packed_rows_are_written_in_place_and_read_through_their_views() -> None:
+    table = torch.randperm(PAGES)[: B * 8].view(B, 8)
+    lengths = torch.tensor([100, 128])
+
+    def inputs() -> list[Tensor]:
+        torch.manual_seed(1)
+        q, weight = torch.randn(B, N, 1, P + R), torch.randn(N * (P + V), L) / L**0.5
+        rows = torch.zeros(PAGES, PAGE_SIZE, ROWS.row_bytes, dtype=torch.uint8)
+        torch.ops.mla.append_latents(
+            torch.randn(PAGES * PAGE_SIZE, L), torch.randn(PAGES * PAGE_SIZE, R), torch.arange(PAGES * PAGE_SIZE), rows
+        )
+        return [q, weight, rows, table, lengths, torch.randn(B, L), torch.randn(B, R)]
+
+    own, plain = inputs(), inputs()
+    eager = packed_step(*plain)
+    q, weight, rows = plain[:3]
+    exact = attend(q.double(), *(k.double() for k in read(*ROWS.views(rows), table)), weight.double(), lengths)
+    compiled = torch.compile(packed_step, backend="mla", fullgraph=True)
+    output, (code,) = run_and_get_code(compiled, *own)
+    (site,) = mla_compile.last_report().sites
+    assert site.reason.endswith("reads the pages")
+    assert f"({PAGES}, {PAGE_SIZE}" not in "".join(line for line in code.splitlines() if "empty_strided" in line)
+    assert_as_close_as_eager(output, eager, exact)
+    assert_alike(own, plain)
