@@ -10,6 +10,7 @@ pool of their own; the table is one. So may the scales', or there is one scale f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,8 +21,9 @@ from mla_compile.fp8 import FP8
 from .axes import Axis, Dim, Read, Unaligned, same
 from .by_size import BY_SIZE
 from .changes import change_read
+from .lookup import Lookup
 from .mask import Meaning
-from .read_through import WIDE, dtype_of, lookup_of
+from .read_through import dtype_of, is_fp8, lookup_of
 from .site import Site
 from .trace import Trace
 
@@ -32,7 +34,8 @@ class Pages:
 
     `latent` runs over `entry, row` and the site's rank, `rope` over `entry, row` and the rope's columns; `table` over
     the site's batch and `page`. `row` is None where a page is one token, `rope` where there is no rope key. `scales` of
-    what is in FP8 run over `groups`, the slowest axes of the rank, and over `entry, row` unless all tokens share them.
+    what is in FP8 run over `groups`, the slowest axes of the rank, and over `entry, row` unless all tokens share them;
+    `factor` is a number besides, None where nothing is in FP8.
     """
 
     latent: Read
@@ -44,6 +47,7 @@ class Pages:
     wraps: bool
     scales: Read | None = None
     groups: Dim = ()
+    factor: float | None = None
 
     @property
     def reads(self) -> tuple[Read, ...]:
@@ -86,10 +90,8 @@ def _pages_of(site: Site, read: Read, columns: Dim, trace: Trace) -> Pages | Non
     lookup = lookup_of(trace, read)
     if lookup is None:
         return None
-    known = (
-        not lookup.then and dtype_of(lookup) != FP8 if lookup.scales is None else all(s in WIDE for s in lookup.then)
-    )
-    if not known:
+    fp8 = is_fp8(lookup)
+    if not fp8 and (lookup.then or lookup.scales is not None or dtype_of(lookup) == FP8):
         return None
     pages, table, keys = lookup.pages.axes, lookup.table.axes, site.attention.keys
     if lookup.flat is not None and keys == (lookup.flat.keys,):
@@ -104,19 +106,22 @@ def _pages_of(site: Site, read: Read, columns: Dim, trace: Trace) -> Pages | Non
     if not one_pool or pages & set(site.batch) or not table <= {*site.batch, page} or lookup.entry not in pages:
         return None
     found = Pages(lookup.pages, None, lookup.table, lookup.entry, page, row, lookup.wraps)
-    return found if lookup.scales is None else _scaled(found, lookup.scales, columns)
+    return _scaled(found, lookup, columns) if fp8 else found
 
 
-def _scaled(pages: Pages, scales: Read, columns: Dim) -> Pages | None:
+def _scaled(pages: Pages, lookup: Lookup, columns: Dim) -> Pages | None:
     """Pages in FP8, if the scales run over equal groups of the columns and, where each token has some, are float32."""
+    scales, factor = lookup.scales, math.prod(step for step in lookup.then if isinstance(step, float))
+    if scales is None:
+        return replace(pages, factor=factor)
     tokens = {pages.entry} if pages.row is None else {pages.entry, pages.row}
     groups = columns[: len(scales.axes - tokens)]
     dtype = scales.source.meta["val"].dtype if isinstance(scales.source, fx.Node) else None
     each = bool(scales.axes & tokens)  # a cast would be one of the whole pool
     known = (torch.float32,) if each else (torch.float32, torch.bfloat16, torch.float16)
-    if scales.axes != {*groups, *(tokens if each else ())} or dtype not in known:
+    if scales.axes != {*groups, *(tokens if each else ())} or dtype not in known or (each and factor != 1.0):
         return None
-    return replace(pages, scales=scales, groups=groups)
+    return replace(pages, scales=scales, groups=groups, factor=factor)
 
 
 def _together(latent: Pages, rope: Pages) -> Pages | None:
@@ -131,6 +136,7 @@ def _together(latent: Pages, rope: Pages) -> Pages | None:
     changes = {b: a for a, b in pairs}
     if change_read(rope.table, changes) != latent.table:
         return None
-    if rope.scales is not None and (latent.groups or change_read(rope.scales, changes) != latent.scales):
+    own = None if rope.scales is None else change_read(rope.scales, changes)
+    if rope.factor is not None and (latent.groups or (own, rope.factor) != (latent.scales, latent.factor)):
         return None
     return replace(latent, rope=change_read(rope.latent, changes))

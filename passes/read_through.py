@@ -24,6 +24,15 @@ WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that hold every number of e4m3fn."""
 
 
+def in_fp8(trace: Trace, form: Form) -> bool:
+    """Whether a tensor was looked up in FP8."""
+    try:
+        lookup = lookup_of(trace, form.term.read)
+    except Unaligned:
+        return False
+    return lookup is not None and is_fp8(lookup)
+
+
 def lookup_of(trace: Trace, read: Read) -> Lookup | None:
     """What a read of a tensor that was looked up says, over its own axes; None if it is no such tensor.
 
@@ -135,7 +144,7 @@ def dequantized_lookup(trace: Trace, node: fx.Node) -> Form | None:
         whole, forms = factors(trace, node)
         for form, factor in (forms, forms[::-1]) if len(forms) == 2 else ():
             lookup, by = (lookup_of(trace, f.term.read) for f in (form, factor))
-            if lookup is not None and _is_fp8(lookup):
+            if lookup is not None and is_fp8(lookup):
                 if by is not None and not all(step in WIDE for step in by.then):
                     return None
                 trace.lookups[node] = scaled(lookup, factor.term.read if by is None else by)
@@ -145,9 +154,10 @@ def dequantized_lookup(trace: Trace, node: fx.Node) -> Form | None:
     return None
 
 
-def _is_fp8(lookup: Lookup) -> bool:
-    """Whether what is looked up are numbers in e4m3fn as they are: a cast to a wider dtype rounds nothing."""
-    return dtype_of(lookup) == FP8 and all(step in WIDE for step in lookup.then)
+def is_fp8(lookup: Lookup) -> bool:
+    """Whether what is looked up are numbers of e4m3fn, perhaps scaled: they were cast to wider dtypes only."""
+    steps = [step for step in lookup.then if not isinstance(step, float)]
+    return dtype_of(lookup) == FP8 and bool(steps) and all(step in WIDE for step in steps)
 
 
 def dtype_of(lookup: Lookup) -> Any:

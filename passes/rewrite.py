@@ -168,8 +168,7 @@ class _Emit:
         else:
             pool, rope = self.pages.layout, self.pages.rope
             latent = read(self.pages.latent, *pool, site.rank)
-            if self.pages.scales is not None:
-                scales = read(self.pages.scales, *pool, self.pages.groups, broadcast=False).float()
+            scales = _scales(read, self.pages, latent)
             parts = [] if rope is None else [read(rope, *pool, site.ropes[0].summed)]
             k_rope = self._ropes(parts, latent, q_nope.dtype)
         operands = [q_nope, q_rope, latent, k_rope]
@@ -294,6 +293,16 @@ class _Emit:
             q, k = (read(term.read, *rows, shift.summed).to(lse.dtype) for term in (shift.query, shift.key))
             lse = lse + (q * k).sum(-1) * shift.scale
         return o * torch.sigmoid(lse - taken).unsqueeze(-1).to(o.dtype)
+
+
+def _scales(read: Reader, pages: Pages, latent: Tensor) -> Tensor | None:
+    """`[pages or 1, page_size or 1, G]`, float32, of pages in FP8."""
+    if pages.factor is None:
+        return None
+    if pages.scales is None:
+        return latent.new_full((1, 1, 1), pages.factor, dtype=torch.float32)
+    scales: Tensor = read(pages.scales, *pages.layout, pages.groups, broadcast=False).float()
+    return scales if pages.factor == 1.0 else scales * pages.factor
 
 
 def _together(tensors: Sequence[Tensor]) -> torch.dtype:

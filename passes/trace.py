@@ -341,7 +341,8 @@ def _scale(trace: Trace, node: fx.Node) -> Form:
     if not division and isinstance(a, int | float) and is_tensor(b):
         a, b = b, a
     number = isinstance(b, int | float) and not isinstance(b, bool) and not (division and b == 0)
-    if is_tensor(a) and number and node.meta["val"].dtype.is_floating_point and trace[a].term.parts is not None:
+    scalable = is_tensor(a) and (trace[a].term.parts is not None or in_fp8(trace, trace[a]))
+    if scalable and number and node.meta["val"].dtype.is_floating_point:
         return layout.scaled(trace[a], 1 / b if division else float(b))
     known = None
     if not division and is_tensor(a) and is_tensor(b):
@@ -356,4 +357,4 @@ def _pointwise(trace: Trace, node: fx.Node) -> Form:
     return layout.pointwise(node, [trace[o] for o in operands], shape_of(node))
 
 
-from .read_through import dequantized_lookup, flattened  # noqa: E402  handlers of its own, which need what is above
+from .read_through import dequantized_lookup, flattened, in_fp8  # noqa: E402  handlers of its own, which need what is above

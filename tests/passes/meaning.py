@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
@@ -160,5 +161,6 @@ def check_lookups(module: fx.GraphModule, *tensors: Tensor) -> dict[fx.Node, Loo
         found = world.read(lookup.pages, grids)
         if lookup.scales is not None:
             found = found * world.read(lookup.scales, grids)
+        found = found * math.prod(step for step in lookup.then if isinstance(step, float))
         assert np.all(world.element(form, found) == world.tensors[node])
     return trace.lookups

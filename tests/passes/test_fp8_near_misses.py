@@ -86,6 +86,16 @@ def rope_without_scale(pages: Tensor, scales: Tensor, rope: Tensor, table: Tenso
     return latent, rope.to(FP8)[table].flatten(1, 2).to(rope.dtype)
 
 
+def other_numbers(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = torch.cat([pages, rope.to(FP8)], dim=-1)[table].flatten(1, 2).to(rope.dtype)
+    return tokens[..., :L] * 2.0, tokens[..., L:] * 4.0
+
+
+def a_number_and_one_a_token(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    latent, _ = in_pages(pages, scales, rope, table)
+    return latent, 2.0 * times(rope.to(FP8)[table], scales[table], rope.dtype).flatten(1, 2)
+
+
 def groups_of_rope_too(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     latent, _ = in_pages(pages, scales, rope, table)
     return latent, times(rope.to(FP8)[table], scales[table], rope.dtype).flatten(1, 2)
@@ -111,6 +121,8 @@ NEAR_MISSES = (
     numbers_times_numbers,
     of_another_rope,
     rope_without_scale,
+    other_numbers,
+    a_number_and_one_a_token,
     groups_of_rope_too,
     bytes_as_numbers,
 )
