@@ -32,7 +32,7 @@ def _equal_symbols(environment: ShapeEnv) -> dict[sympy.Symbol, sympy.Expr]:
     count, found = _EQUAL.get(environment, (0, {}))
     for guard in environment.guards[count:]:
         if isinstance(guard.expr, sympy.Eq):
-            difference = sympy.expand((guard.expr.lhs - guard.expr.rhs).xreplace(found))
+            difference = sympy.expand(environment.replace(guard.expr.lhs - guard.expr.rhs).xreplace(found))
             for symbol in sorted(difference.free_symbols, key=str, reverse=True):
                 factor = difference.coeff(symbol)
                 solution = sympy.expand(symbol - difference / factor) if factor in (1, -1) else symbol
