@@ -60,6 +60,22 @@ def key_count(
     return count
 
 
+@triton.jit
+def look_up(
+    entries, stride, start, end, SOURCE: tl.constexpr, RUN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr
+):
+    """What the table says of a tile of keys: the page of all, or of each its page or name. Nothing from `end` on."""
+    if SOURCE == "rows":
+        found = tl.zeros([], tl.int32)
+    elif RUN:
+        found = tl.load(entries + (start // PAGE).to(tl.int64) * stride, mask=start < end, other=0)
+    else:
+        place = start + tl.arange(0, KEYS)
+        index = place if SOURCE == "named" else place // PAGE
+        found = tl.load(entries + index.to(tl.int64) * stride, mask=place < end, other=-1 if SOURCE == "named" else 0)
+    return found
+
+
 # Numbers that change from call to call and that no address is a multiple of.
 _ANY_VALUE = ("scale", "queries", "heads", "tokens", "cached", "causal_offset", "parts", "fixed")
 
@@ -110,9 +126,11 @@ def attend_latents(
     mask_stride_t,
     SOURCE: tl.constexpr,
     MASK: tl.constexpr,
+    BY_ROW: tl.constexpr,
     CAUSAL: tl.constexpr,
     STARTS: tl.constexpr,
     PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
     PAGE: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
@@ -139,6 +157,8 @@ def attend_latents(
 
     row = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
     exists = row < rows
+    if WHOLE:  # no tile has rows to spare, and none is masked
+        exists = row >= 0
     if SOURCE == "named":
         b = (group // queries).to(tl.int64)
         query = row * 0 + group % queries
@@ -160,12 +180,17 @@ def attend_latents(
     size = part_size(count, parts, fixed, KEYS, LEAST)
     begin = part * size
     end = tl.minimum(begin + size, count)
-    if PARTS:
+    if PARTS:  # noqa: SIM102  one is known when compiling, the other when running
         # What an empty part would leave is not read.
-        exists = exists & (begin + row * 0 < end)
+        if begin >= end:
+            return
     if CAUSAL and SOURCE == "rows":
         # A tile of early queries need not look at what only later ones see.
         end = tl.minimum(end, (tile * ROWS + ROWS - 1) // heads + causal_offset + 1)
+
+    first_row = group * rows + tile * ROWS  # as many as 2^31 rows of float32 sums no memory holds
+    if PARTS:
+        first_row += part * (tl.num_programs(0) // tiles // parts * rows)
 
     q_rows = b * q_stride_b + query.to(tl.int64) * q_stride_s + head.to(tl.int64) * q_stride_n
     q_a = load_rows(q_latent, q_rows, exists, 0, L, A)  # [ROWS, A]
@@ -187,37 +212,46 @@ def attend_latents(
     if B:
         acc_b = tl.zeros([ROWS, B], tl.float32)
 
-    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+    entries = table + b * table_stride_0
+    stride = table_stride_1
+    if SOURCE == "named":
+        entries += (group % queries).to(tl.int64) * table_stride_1
+        stride = table_stride_2
+    # Looked up a tile ahead, so that keys can be loaded without waiting for where they are.
+    upcoming = look_up(entries, stride, begin, end, SOURCE, RUN, PAGE, KEYS)
+
+    # One tile at least, if nothing in it is seen: around a loop that may not run, the compiler waits for each product.
+    for i in tl.range(0, tl.maximum(tl.cdiv(end - begin, KEYS), 1), num_stages=STAGES):
+        start = begin + i * KEYS
         place = start + tl.arange(0, KEYS)  # [KEYS]
         start_64 = start + tl.full([], 0, tl.int64)
         seen = place < end
+        found = upcoming.to(tl.int64)
+        upcoming = look_up(entries, stride, start + KEYS, end, SOURCE, RUN, PAGE, KEYS)
         # Where the keys are: first and second index of the cache.
         position = place
         if SOURCE == "pages":
-            if RUN:
-                first = tl.load(table + b * table_stride_0 + start_64 // PAGE * table_stride_1).to(tl.int64)
-                second = start_64 % PAGE
-            else:
-                entries = table + b * table_stride_0 + (place // PAGE).to(tl.int64) * table_stride_1
-                first = tl.load(entries, mask=seen, other=0).to(tl.int64)
-                second = place % PAGE
+            first = found
+            second = start_64 % PAGE if RUN else place % PAGE
         elif SOURCE == "rows":
             first = b
             second = start_64
         else:
-            entries = table + b * table_stride_0 + (group % queries).to(tl.int64) * table_stride_1
-            named = tl.load(entries + place.to(tl.int64) * table_stride_2, mask=seen, other=-1).to(tl.int64)
-            seen = (named >= 0) & (named < cached)
+            seen = (found >= 0) & (found < cached)
             if CAUSAL:
-                seen = seen & (named <= group % queries + causal_offset)
-            position = tl.where(seen, named, 0).to(tl.int32)
+                seen = seen & (found <= group % queries + causal_offset)
+            position = tl.where(seen, found, 0).to(tl.int32)
             first = b
             second = position
+        of_keys = mask + b * mask_stride_b + position.to(tl.int64) * mask_stride_t
+        if MASK != "none" and not BY_ROW:
+            bias = tl.load(of_keys, mask=seen, other=0)[None, :]  # [1, KEYS]
+            if MASK == "bool":
+                seen = seen & (bias != 0).reshape([KEYS])
         allowed = seen[None, :] & (position[None, :] <= last[:, None])
-        if MASK != "none":
-            entries = mask + b * mask_stride_b + (head.to(tl.int64) * mask_stride_n)[:, None]
-            entries += (query.to(tl.int64) * mask_stride_s)[:, None] + (position.to(tl.int64) * mask_stride_t)[None, :]
-            bias = tl.load(entries, mask=allowed & exists[:, None], other=0)
+        if MASK != "none" and BY_ROW:
+            of_rows = head.to(tl.int64) * mask_stride_n + query.to(tl.int64) * mask_stride_s
+            bias = tl.load(of_keys[None, :] + of_rows[:, None], mask=allowed & exists[:, None], other=0)
             if MASK == "bool":
                 allowed = allowed & (bias != 0)
                 # What no row sees may hold anything, and 0 times NaN is NaN.
@@ -231,31 +265,34 @@ def attend_latents(
             *(latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
             *(dtype, 0, L, A, FP8, NATIVE, GROUP, SAME_A),
         )  # [KEYS, A]
-        scores = tl.dot(q_a, tl.trans(latent_a), input_precision="ieee")
+        scores = tl.dot(q_a, tl.trans(latent_a), input_precision="ieee") * scale
         latent_b = latent_a
         if B:
             latent_b = load_latents(
                 *(latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
                 *(dtype, A, L, B, FP8, NATIVE, GROUP, SAME_B),
             )  # [KEYS, B]
-            scores = tl.dot(q_b, tl.trans(latent_b), scores, input_precision="ieee")
+            scores += tl.dot(q_b, tl.trans(latent_b), input_precision="ieee") * scale
         if R:
             ropes, rope_offsets = rows_at(rope, first, second, rope_stride_0, rope_stride_1, RUN, KEYS)
             k_rope = load_latents(
                 *(ropes, rope_offsets, seen, key_scales, scale_offsets, scale_stride_2),
                 *(dtype, 0, R, ROPE, FP8_ROPE, NATIVE, R, ROPE),
             )  # [KEYS, ROPE]
-            scores = tl.dot(q_r, tl.trans(k_rope), scores, input_precision="ieee")
-        scores *= scale
+            scores += tl.dot(q_r, tl.trans(k_rope), input_precision="ieee") * scale
         if MASK == "bias":
             scores += bias.to(tl.float32)
-        scores = tl.where(allowed, scores, -float("inf"))  # [ROWS, KEYS]
+        # Always so, which Triton does not know and LLVM does. Where Triton sees that a product goes on into another, it
+        # has both warp groups of a Hopper program compute all scores of 64 rows; through an `if` it does not see it.
+        if tl.num_programs(0) > 0:
+            scores = tl.where(allowed, scores, -float("inf"))  # [ROWS, KEYS]
         m, total, acc_a, acc_b = add_keys(m, total, acc_a, acc_b, scores, latent_a, latent_b, B)
 
-    # A scalar address and 32-bit offsets: what the stores take lives in registers all through the loop.
-    first_row = group.to(tl.int64) * rows
+    # A scalar address and offsets that are constants of a thread: what else the stores take lives in registers all
+    # through the loop.
+    first_row = first_row.to(tl.int64)
+    row = tl.arange(0, ROWS)
     if PARTS:
-        first_row += part * (tl.num_programs(0) // tiles // parts * rows).to(tl.int64)
         tl.store(m_out + first_row + row, m, mask=exists)
         tl.store(total_out + first_row + row, total, mask=exists)
         store_columns(acc + first_row * L, row, acc_a, exists, 0, L, A)

@@ -16,7 +16,7 @@ from .combine import combine
 from .kernel import attend_latents
 from .machine import Machine
 from .parts import number_of_parts
-from .tiles import Tiles, choose, columns, fits, power_of_two
+from .tiles import MaskKind, Tiles, choose, columns, fits, power_of_two
 from .tuning import bucket, neighbours, tuned
 
 LEAST_TILES = 4
@@ -70,7 +70,8 @@ def attend(
     named = source.kind == "named"
     groups, rows = (batch * queries, heads) if named else (batch, queries * heads)
     if tiles is None:
-        tiles = choose(machine, rows, rank, rope, q_latent.itemsize, source.scales is not None)
+        fp8 = source.scales is not None
+        tiles = choose(machine, rows, rank, rope, q_latent.itemsize, fp8, mask_kind(source.mask))
         if split_tokens is None:
             tiles = _tuned(machine, q_latent, q_rope, source, scale, (groups, rows), tiles)
     programs = groups * triton.cdiv(rows, tiles.rows)
@@ -141,7 +142,10 @@ def _tuned(
     """The fastest tiles, while tuning is on."""
     rank, rope, size = q_latent.shape[3], q_rope.shape[3], q_latent.itemsize
     constants = constants_of(machine, q_latent, rope, source, default, several=False)
-    same = [constants[name] for name in ("SOURCE", "MASK", "CAUSAL", "STARTS", "PAGE", "L", "R", "FP8", "FP8_ROPE")]
+    same = [
+        constants[name]
+        for name in ("SOURCE", "MASK", "BY_ROW", "CAUSAL", "STARTS", "PAGE", "L", "R", "FP8", "FP8_ROPE")
+    ]
     grown = [bucket(number) for number in (*groups_rows, source.tokens)]
     return tuned(
         machine,
@@ -166,14 +170,16 @@ def constants_of(
     machine: Machine, q_latent: Tensor, rope: int, source: Source, tiles: Tiles, several: bool
 ) -> dict[str, Any]:
     """What the kernel is specialised to; `several` parts or one."""
-    rank = q_latent.shape[3]
+    _, queries, heads, rank = q_latent.shape
     first, second = columns(rank)
     return {
         "SOURCE": source.kind,
         "MASK": "none" if source.mask is None else "bool" if source.mask.dtype == torch.bool else "bias",
+        "BY_ROW": mask_kind(source.mask) == "of rows",
         "CAUSAL": source.causal,
         "STARTS": source.starts is not None,
         "PARTS": several,
+        "WHOLE": (heads if source.kind == "named" else queries * heads) % tiles.rows == 0,
         "PAGE": source.page_size,
         "L": rank,
         "R": rope,
@@ -201,6 +207,13 @@ def fp8_constants(machine: Machine, rank: int, rope: Tensor, scales: Tensor | No
         "SAME_A": min(same, first),
         "SAME_B": min(same, max(second, 1)),
     }
+
+
+def mask_kind(mask: Tensor | None) -> MaskKind:
+    """Of a mask `[B, N, Sq, T]`, 1 where it broadcasts."""
+    if mask is None:
+        return "none"
+    return "of keys" if mask.shape[1] == mask.shape[2] == 1 else "of rows"
 
 
 def _bytes(tensor: Tensor) -> Tensor:

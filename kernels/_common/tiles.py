@@ -1,15 +1,19 @@
 """Tiles of the kernel: from the sizes of a problem, the machine, and a small table.
 
-The table was made by compiling ahead of time for each architecture: it holds the largest tiles that leave nothing to
-spill, for the ranks of DeepSeek. What pays among those was not measured; `mode="max-autotune"` finds out.
+The table was made by compiling ahead of time for each architecture: it holds tiles that leave nothing to spill for the
+ranks of DeepSeek, and load the next keys while some are attended to. What pays among those was not measured, only
+counted in the machine code; `mode="max-autotune"` finds out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from .machine import Machine
 
+MaskKind = Literal["none", "of keys", "of rows"]
+"""What a mask speaks of: nothing, each key, or each key and row."""
 LEAST = 16
 """The least size of a side of a product on matrix units."""
 _WIDEST = 512
@@ -24,20 +28,35 @@ class Tiles:
     keys: int
     warps: int
     stages: int
-    """Of the software pipeline: 2 loads one tile of keys ahead."""
+    """Of the software pipeline: keys are loaded so many tiles ahead, less one."""
 
 
-_TABLE: dict[str, tuple[Tiles, Tiles]] = {
-    # up to 16 rows of a group, and FP8   more rows
-    "sm_80": (Tiles(16, 32, 4, 2), Tiles(32, 32, 8, 2)),
-    "sm_90": (Tiles(16, 64, 8, 2), Tiles(64, 16, 8, 2)),
+@dataclass(frozen=True)
+class Choice:
+    """An architecture's tiles."""
+
+    few: Tiles
+    """For up to 16 rows of a group, and more under a mask that says something else of each: a tile of addresses."""
+    many: Tiles
+    fp8: Tiles
+    """For more rows, keys in FP8."""
+    masked: Tiles
+    """For more rows, under a mask that says the same of each."""
+
+
+_SMALL = Tiles(32, 32, 8, 2)
+_TABLE: dict[str, Choice] = {
+    "sm_80": Choice(Tiles(16, 32, 4, 3), Tiles(32, 32, 8, 3), Tiles(16, 32, 4, 3), _SMALL),
+    "sm_90": Choice(Tiles(16, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 3), Tiles(64, 32, 8, 3)),
     # Tensor memory does not hold 64 x 512 sums beside the scores; 32 rows take no tensor memory.
-    "sm_100": (Tiles(16, 64, 8, 2), Tiles(32, 32, 8, 2)),
-    "sm_120": (Tiles(16, 32, 4, 2), Tiles(32, 32, 8, 2)),
-    "gfx942": (Tiles(16, 32, 4, 1), Tiles(16, 32, 4, 1)),
+    "sm_100": Choice(Tiles(16, 64, 8, 3), Tiles(32, 32, 8, 3), Tiles(32, 16, 8, 3), _SMALL),
+    "sm_120": Choice(Tiles(16, 32, 4, 3), _SMALL, Tiles(32, 16, 8, 3), _SMALL),
+    "gfx942": Choice(*[Tiles(16, 32, 4, 1)] * 4),
 }
 _FLOAT32 = Tiles(16, 16, 8, 2)
 """Products of float32 take no matrix unit, and twice the memory."""
+_SUMS = 128
+"""Registers of a thread for sums, of 255: more leave too few for scores and addresses."""
 
 
 def power_of_two(size: int) -> int:
@@ -62,15 +81,22 @@ def family(machine: Machine) -> str:
     return "sm_80"
 
 
-def choose(machine: Machine, rows: int, rank: int, rope: int, itemsize: int, fp8: bool) -> Tiles:
+def choose(
+    machine: Machine, rows: int, rank: int, rope: int, itemsize: int, fp8: bool, mask: MaskKind = "none"
+) -> Tiles:
     """Tiles for groups of `rows` rows, latents of `rank` and rope keys of `rope` columns, in FP8 or not.
 
     Where the table's do not fit the machine's shared memory or the latent is wider than the table knows, there are
     fewer keys, then fewer stages, then fewer rows.
     """
-    few, many = _TABLE[family(machine)]
-    tiles = _FLOAT32 if itemsize == 4 else few if fp8 or rows <= few.rows else many
-    while tiles.rows > LEAST and tiles.rows * sum(columns(rank)) > many.rows * _WIDEST:
+    choice = _TABLE[family(machine)]
+    if itemsize == 4:
+        tiles = _FLOAT32
+    elif rows <= choice.few.rows or mask == "of rows":
+        tiles = choice.few
+    else:
+        tiles = choice.fp8 if fp8 else choice.many if mask == "none" else choice.masked
+    while tiles.rows > LEAST and tiles.rows * sum(columns(rank)) > choice.many.rows * _WIDEST:
         tiles = replace(tiles, rows=tiles.rows // 2)
     while tiles.keys > LEAST and not fits(machine, tiles, rank, rope, itemsize):
         tiles = replace(tiles, keys=tiles.keys // 2)
@@ -82,6 +108,12 @@ def choose(machine: Machine, rows: int, rank: int, rope: int, itemsize: int, fp8
 
 
 def fits(machine: Machine, tiles: Tiles, rank: int, rope: int, itemsize: int) -> bool:
-    """Whether there is shared memory for the queries, and for as many tiles of keys as there are stages."""
-    width = sum(columns(rank)) + (power_of_two(rope) if rope else 0)
-    return (tiles.rows + tiles.keys * tiles.stages) * width * itemsize <= machine.shared_bytes
+    """Whether there is shared memory for the queries, the tiles of keys that are there at a time, and the weights of
+    one; and whether the threads have registers for the sums."""
+    width = sum(columns(rank))
+    row = width + (power_of_two(rope) if rope else 0)
+    # Hopper's product of 64 rows reads its keys from shared memory while the next are loaded: one tile more.
+    several = family(machine) == "sm_90" and tiles.rows >= 64
+    buffers = tiles.stages if several else max(tiles.stages - 1, 1)
+    shared = (tiles.rows + tiles.keys * buffers) * row + tiles.rows * tiles.keys
+    return shared * itemsize <= machine.shared_bytes and tiles.rows * width <= _SUMS * 32 * tiles.warps

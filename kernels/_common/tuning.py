@@ -72,12 +72,12 @@ def tuned(
 
 
 def neighbours(tiles: Tiles, fits: Callable[[Tiles], bool]) -> list[Tiles]:
-    """Tiles not far from those of the table that the machine has the memory for."""
+    """Tiles not far from those of the table that the machine has the memory for, the likeliest first."""
     found = [
         replace(tiles, keys=keys, warps=warps, stages=stages)
-        for keys in (tiles.keys // 2, tiles.keys, tiles.keys * 2)
-        for warps in (4, 8)
-        for stages in sorted({1, tiles.stages, tiles.stages + 1})
+        for warps in (tiles.warps, 12 - tiles.warps)
+        for keys in (tiles.keys, tiles.keys // 2, tiles.keys * 2)
+        for stages in range(max(tiles.stages - 1, 1), tiles.stages + 3)
     ]
     found += [replace(tiles, rows=rows) for rows in (tiles.rows // 2, tiles.rows * 2)]
     return [t for t in found if t != tiles and min(t.rows, t.keys) >= LEAST and fits(t)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 import triton
 from mla_compile.kernels._common import combine as combining
 from mla_compile.kernels._common.kernel import attend_latents
-from mla_compile.kernels._common.launch import LEAST_TILES, Source, constants_of
+from mla_compile.kernels._common.launch import LEAST_TILES, Source, constants_of, mask_kind
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels._common.tiles import choose, power_of_two
 from mla_compile.kernels.append_latents.kernel import append
@@ -44,8 +45,13 @@ class Record:
     """Bytes of a thread that are not in registers: what is spilled (on AMD, scratch)."""
     assembly: str
     """PTX, or AMD's."""
-    spills_in_loop: int
-    """Accesses to the stack between the first and the last instruction of the loop over keys; NVIDIA only."""
+    loop: Counter[str]
+    """How often each instruction stands in the loop over keys, by its name up to the first dot; NVIDIA only."""
+
+    @property
+    def spills_in_loop(self) -> int:
+        """Accesses to the stack in the loop."""
+        return self.loop["LDL"] + self.loop["STL"]
 
 
 def machine_of(arch: str) -> Machine:
@@ -62,6 +68,7 @@ def compile_attention(
     kind: str = "pages",
     page_size: int = 64,
     mask: torch.dtype | None = None,
+    by_row: bool = False,
     starts: bool = False,
     rank: int = 512,
     rope: int = 64,
@@ -77,11 +84,11 @@ def compile_attention(
         tokens=4096,
         page_size=page_size,
         scales=torch.empty(1, page_size, rank // 128, device="meta") if fp8 else None,
-        mask=None if mask is None else torch.empty(1, 1, 1, page_size, dtype=mask, device="meta"),
+        mask=None if mask is None else torch.empty(1, heads if by_row else 1, 1, page_size, dtype=mask, device="meta"),
         causal=True,
         starts=torch.empty(1, dtype=torch.int32, device="meta") if starts else None,
     )
-    tiles = choose(machine, heads, rank, rope, dtype.itemsize, fp8)
+    tiles = choose(machine, heads, rank, rope, dtype.itemsize, fp8, mask_kind(source.mask))
     constants = constants_of(machine, q, rope, source, tiles, several_parts)
     types = dict.fromkeys(attend_latents.arg_names, "i32") | {"scale": "fp32"}
     types |= dict.fromkeys(("q_latent", "q_rope", "latent", "rope", "o"), POINTERS[dtype])
@@ -179,11 +186,11 @@ def _compile(arch, kernel, types, constants, aligned, warps, stages) -> Record:
     if amd:
         assembly = compiled.asm["amdgcn"]
         registers, stack = (int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1]) for name in AMD_FIELDS)
-        return Record(shared, registers, stack, assembly, 0)
+        return Record(shared, registers, stack, assembly, Counter())
     cubin = next(Path(path) for path in compiled.metadata_group.values() if path.endswith(".cubin"))
     usage, sass = (_cuobjdump(flag, cubin) for flag in ("--dump-resource-usage", "--dump-sass"))
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-    return Record(shared, registers, stack, compiled.asm["ptx"], _spills_in_loop(sass))
+    return Record(shared, registers, stack, compiled.asm["ptx"], _loop(sass))
 
 
 AMD_FIELDS = ("vgpr_count", "private_segment_fixed_size")
@@ -193,16 +200,16 @@ def _cuobjdump(flag: str, cubin: Path) -> str:
     return subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
 
 
-def _spills_in_loop(sass: str) -> int:
-    """Loads and stores of the stack between the target of a backward branch and the branch, products within."""
-    lines = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", sass)
+def _loop(sass: str) -> Counter[str]:
+    """Instructions between the target of a backward branch and the branch, products within: the longest stretch."""
+    lines = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+ )?(.*?);", sass)
     code = [(int(address, 16), text) for address, text in lines]
-    count = 0
+    longest: list[str] = []
     for address, text in code:
-        branch = re.search(r"\bBRA(?:\.\w+)* (?:\w+, )*`?\(?(?:\.L_x_\d+|0x([0-9a-f]+))", text)
+        branch = re.search(r"\bBRA(?:\.\w+)* (?:!?\w+, )*`?\(?(?:\.L_x_\d+|0x([0-9a-f]+))", text)
         target = int(branch[1], 16) if branch and branch[1] else address
         if target < address:
             body = [line for place, line in code if target <= place <= address]
-            if any("MMA" in line for line in body):
-                count = max(count, sum("LDL" in line or "STL" in line for line in body))
-    return count
+            if len(body) > len(longest) and any("MMA" in line for line in body):
+                longest = body
+    return Counter(re.split(r"[. ]", line)[0] for line in longest)

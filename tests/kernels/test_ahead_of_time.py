@@ -3,6 +3,8 @@
 A kernel that fits, spills nothing and uses the matrix units is what can be proved without a GPU.
 """
 
+from importlib.metadata import version
+
 import pytest
 import torch
 
@@ -52,19 +54,27 @@ def matrix_unit(assembly):
     return next((name for name in names if name in assembly), None)
 
 
-# Beside 64 rows of 512 float32 sums, sm_90 has no registers for the addresses of the last store: they wait on the stack
-# for the loop to end.
-STACK = {("sm_90", 128): 96}
-
-
 @pytest.mark.parametrize("several_parts", [True, False])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_paged_decode(arch, heads, several_parts):
     record = compile_attention(arch, heads, several_parts=several_parts)
-    assert_clean(record, arch, 0 if several_parts else STACK.get((arch, heads), 0))
+    assert_clean(record, arch)
     if (arch, heads) == ("sm_90", 128):
-        assert matrix_unit(record.assembly) == "wgmma.mma_async"
+        assert_each_score_once_and_no_wait_between(record)
+
+
+def assert_each_score_once_and_no_wait_between(record):
+    """Of 64 rows and 64 keys: each of two warp groups computes its half of the scores, then its half of the sums.
+
+    Three products of scores, of which each is waited for, and two of sums, which run on into the next tile. What the
+    assembler cannot prove safe it runs one by one, with a wait after each instruction.
+    """
+    scores, sums = (512 + 64) // 16, 2 * 64 // 16
+    assert record.loop["HGMMA"] == scores + sums
+    assert record.loop["WARPGROUP"] <= 2 * (3 + 2)
+    assert record.loop["LDGSTS"] == 64 * 576 * 2 / 16 / 256  # all keys go to shared memory while others are used
+    assert record.loop["LDG"] == 1  # the next page
 
 
 @pytest.mark.parametrize("arch", SOME)
@@ -165,27 +175,28 @@ def test_chunks_in_float32(arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_page_sizes(arch, heads, page_size, several_parts):
     record = compile_attention(arch, heads, several_parts=several_parts, page_size=page_size)
-    assert_clean(record, arch, 0 if several_parts else STACK.get((arch, heads), 0))
+    assert_clean(record, arch)
 
 
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("kind", ["rows", "named"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_keys_in_rows_and_keys_named(arch, kind):
-    assert_clean(compile_attention(arch, 16, kind=kind), arch)
+@pytest.mark.parametrize("arch", SOME)
+def test_keys_in_rows_and_keys_named(arch, kind, heads):
+    # Triton 3.6's assembler keeps four numbers of the result's address on the stack while the loop runs.
+    older = version("triton") < "3.9" and (arch, heads) == ("sm_90", 128)
+    assert_clean(compile_attention(arch, heads, kind=kind), arch, 16 if older else 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("by_row", [False, True], ids=["of keys", "of rows"])
+@pytest.mark.parametrize("mask", [torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("several_parts", [True, False])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("kind", ["rows", "named", "pages"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_masks(arch, kind, heads, several_parts, mask):
-    record = compile_attention(arch, heads, several_parts=several_parts, kind=kind, mask=mask)
-    assert record.shared <= machine_of(arch).shared_bytes
-    assert matrix_unit(record.assembly)
-    # A mask of each head and query is a tile of pointers; with 64 rows on sm_90 some of that waits on the stack.
-    assert record.stack <= (256 if (arch, heads) == ("sm_90", 128) else 0)
+def test_masks(arch, kind, heads, several_parts, mask, by_row):
+    record = compile_attention(arch, heads, several_parts=several_parts, kind=kind, mask=mask, by_row=by_row)
+    assert_clean(record, arch)
 
 
 @pytest.mark.slow

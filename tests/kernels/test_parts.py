@@ -69,7 +69,8 @@ def test_tiles_fit_shared_memory(arch, rank, itemsize):
         tiles = choose(machine, rows, rank, 64, itemsize, fp8=False)
         first, second = columns(rank)
         least = tiles.keys * tiles.stages == 16 and tiles.rows == 16
-        needed = (tiles.rows + tiles.keys * tiles.stages) * (first + second + 64) * itemsize
+        buffers = tiles.stages if arch == "sm_90" and tiles.rows == 64 else max(tiles.stages - 1, 1)
+        needed = (tiles.rows + tiles.keys * buffers) * (first + second + 64) * itemsize
         assert needed <= machine.shared_bytes or least
 
 

@@ -46,6 +46,22 @@ def products_of_bfloat16(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def scalars_are_numbers(monkeypatch):
+    """Triton 3.6's interpreter makes a number of an array of one element, which numpy 2.4 no longer does."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_repair(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_and_repair)
+
+
+@pytest.fixture(autouse=True)
 def infinities_are_numbers():
     """An overflow to infinity, or log(0), is no reason for numpy to warn: on a GPU it is not one either."""
     with np.errstate(all="ignore"):
