@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def mm_of_one_row(row: Tensor, matrix: Tensor) -> Any:
@@ -16,8 +17,8 @@ def mm_of_one_row(row: Tensor, matrix: Tensor) -> Any:
     NotImplemented for other devices and dtypes, more rows, and a matrix whose columns (a Linear's weights of one
     output) are not contiguous: what such a sum would read is not a stream.
     """
-    streams = row.is_cpu and row.is_floating_point() and row.shape[0] == 1 and matrix.stride()[0] == 1
-    if not streams:
+    one_row, contiguous = statically_known_true(row.shape[0] == 1), statically_known_true(matrix.stride()[0] == 1)
+    if not (one_row and contiguous and row.is_cpu and row.is_floating_point()):
         return NotImplemented
     dtype = torch.promote_types(row.dtype, torch.float32)
     return (matrix.t().to(dtype) * row.to(dtype)).sum(-1).to(row.dtype).unsqueeze(0)

@@ -24,7 +24,7 @@ from .by_size import BY_SIZE, BySize
 from .mask import Meaning
 from .seen import Seen
 from .site import Site
-from .sizes import hint_of
+from .sizes import hints_of, is_unbacked
 from .source import Refusal, where
 from .symbols import Renaming
 
@@ -72,8 +72,7 @@ def decide(
         return Choice(wanted, "asked for by mla.path")
     topk = named.named.size if named is not None else None
     element_size = site.node.meta["val"].element_size()
-    symbols = {s for size in (*sizes.values(), topk or 1) for s in sympy.sympify(size).free_symbols}
-    hint = {symbol: hint_of(symbol, environment) for symbol in symbols} if environment is not None else {}
+    hint = hints_of((*sizes.values(), topk or 1), environment) if environment is not None else {}
     topk, bounds = (None, ()) if topk is None else _least(topk, hint)
     rename = Renaming()
     renamed = tuple((name, rename(size)) for name, size in sizes.items())
@@ -99,6 +98,10 @@ def decide(
         _refuse_wide_latent(site, sizes)
     if ranges is not None:
         return Choice(decision.path, reason)
+    unbacked = set().union(*(filter(is_unbacked, condition.free_symbols) for condition in conditions))
+    if unbacked:  # nothing can guard what only a run knows
+        reason += f", taking {', '.join(f'{s} for {hint[s]}' for s in sorted(unbacked, key=str))}"
+        conditions = tuple(condition for condition in conditions if not condition.free_symbols & unbacked)
     guards = tuple(map(str, conditions))
     for condition in conditions:
         assert environment is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from mla_compile.cost import Device
 
@@ -69,6 +69,9 @@ class Pipeline:
                 outcomes.append(unchanged(found.node, Refusal(found.node, reason)))
             except GuardNeeded as guard:
                 reason = f"expected code for all declared sizes, found some for {guard} alone"
+                outcomes.append(unchanged(found.node, Refusal(found.node, reason)))
+            except GuardOnDataDependentSymNode as error:
+                reason = f"expected sizes of which enough is known before a run, found {error.cond}"
                 outcomes.append(unchanged(found.node, Refusal(found.node, reason)))
         return outcomes
 

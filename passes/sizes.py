@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import sympy
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from .axes import Size
 
@@ -49,8 +52,32 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
     return tuple(size_of(size) for size in node.meta["val"].shape)
 
 
+def is_unbacked(symbol: sympy.Symbol) -> bool:
+    """Whether only a run knows the symbol: what an element of a tensor says (`.item()`), or how many were counted."""
+    return bool(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)))
+
+
 def hint_of(symbol: sympy.Symbol, environment: ShapeEnv) -> int:
-    """The present value of a symbol of a shape environment."""
+    """The present value of a symbol of a shape environment.
+
+    What only a run knows is taken for Inductor's `unbacked_symint_fallback`, or what of its range is nearest to that.
+    """
+    if is_unbacked(symbol):
+        bounds = environment.var_to_range[symbol]
+        return int(min(max(sympy.Integer(inductor_config.unbacked_symint_fallback), bounds.lower), bounds.upper))
     ask = getattr(environment, "guarding_hint_or_throw", None) or environment.size_hint  # renamed in torch 2.12
     value: Any = ask(symbol)
     return int(value)
+
+
+def hints_of(sizes: Iterable[Size], environment: ShapeEnv) -> dict[sympy.Symbol, int]:
+    """The present values of all symbols of the sizes.
+
+    What only a run knows is as small as it may be where a size would not be positive otherwise: `T - u0`.
+    """
+    known = [sympy.sympify(size) for size in sizes]
+    hints = {symbol: hint_of(symbol, environment) for size in known for symbol in size.free_symbols}
+    if any(size.subs(hints) < 1 for size in known):
+        least = {symbol: environment.var_to_range[symbol].lower for symbol in hints if is_unbacked(symbol)}
+        hints |= {symbol: int(max(bound, sympy.Integer(0))) for symbol, bound in least.items()}
+    return hints

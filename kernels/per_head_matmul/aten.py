@@ -22,7 +22,8 @@ def per_head_matmul_aten(x: Tensor, weight: Tensor) -> Tensor:
     if B * Sq == 1:
         torch.bmm(x.view(N, 1, width), weight, out=out.view(N, 1, -1))
     else:
-        out.view(B * Sq, N, -1).copy_(torch.bmm(x.reshape(B * Sq, N, width).transpose(0, 1), weight).transpose(0, 1))
+        by_row = torch.bmm(x.reshape(B * Sq, N, width).transpose(0, 1), weight).transpose(0, 1)
+        out.view(by_row.shape).copy_(by_row)
     return out
 
 

@@ -42,6 +42,12 @@ def test_the_native_kernel(monkeypatch, heads, inner, outer, rows, threads, inne
     assert ((out.double() - exact).abs() <= inner * torch.finfo(torch.float32).eps / 2 * sizes).all()
 
 
+@pytest.mark.parametrize(("batch", "queries"), [(0, 2), (2, 0)])
+def test_no_rows(implementation, batch, queries):
+    out = torch.ops.mla.per_head_matmul(torch.randn(batch, queries, 3, 4), torch.randn(3, 4, 5))
+    assert out.shape == (batch, queries, 3, 5)
+
+
 def test_opcheck():
     torch.library.opcheck(torch.ops.mla.per_head_matmul, (torch.randn(2, 3, 4, 5), torch.randn(4, 5, 6)))
 
