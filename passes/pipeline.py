@@ -15,6 +15,7 @@ from .axes import Unaligned
 from .decide import Ranges, decide
 from .find import Attention, find
 from .guards import GuardNeeded, no_guards
+from .in_place import write_in_place
 from .mask import understand
 from .outcome import Outcome, rewritten, unchanged
 from .pages import keys_in_pages
@@ -48,6 +49,7 @@ class Pipeline:
         with nullcontext() if self.ranges is None else no_guards(environment):
             outcomes = self._rewrite_all(module, environment)
         if any(o.rewritten for o in outcomes):
+            write_in_place(graph)
             graph.eliminate_dead_code()
             _relax_views(graph)
             graph.lint()

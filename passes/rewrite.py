@@ -57,7 +57,7 @@ class Rewriter:
             scores = site.attention.opaque.products[site.nope.of].source
             assert isinstance(scores, fx.Node)
             for place, part in ((scores, EmitScores(site)), (site.node, EmitOutput(site))):
-                output = self._put(place, _trace(part, self._values(part.sources)), part.sources)
+                output = self._put(place, graph_of(part, self._values(part.sources)), part.sources)
             return output
         paths = (choice.path,) if choice.by_size is None else ("absorbed", "chunked")
         parts = [_Emit(site, meaning, path, self.workspace_tokens, pages) for path in paths]
@@ -69,7 +69,7 @@ class Rewriter:
         traced = self._traced.get(key)
         if traced is None:
             guards = self._guards()
-            traced = _trace(emit, self._values(emit.sources))
+            traced = graph_of(emit, self._values(emit.sources))
             if self._guards() == guards:  # a new guard speaks of this site's symbols alone
                 self._traced[key] = traced
         return self._put(site.node, traced, emit.sources)
@@ -90,7 +90,8 @@ class Rewriter:
         return len(self.environment.guards) if self.environment is not None else 0
 
 
-def _trace(emit: Callable[..., Tensor], values: Sequence[Any]) -> fx.Graph:
+def graph_of(emit: Callable[..., Tensor], values: Sequence[Any]) -> fx.Graph:
+    """The graph of torch code, as a function of fake tensors and sizes."""
     mode = torch._guards.detect_fake_mode(values)
     assert mode is not None
     with mode:

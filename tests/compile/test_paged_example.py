@@ -4,19 +4,12 @@ import runpy
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import mla_compile
 from tests.errors import assert_as_close_as_eager
+from tests.memory import peak
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "paged.py"
-
-
-def allocated(step, *inputs):
-    """Bytes that a step allocates in all, whatever it frees meanwhile."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step(*inputs)
-    return sum(max(event.self_cpu_memory_usage, 0) for event in profiled.events())
 
 
 def test_a_step_writes_in_place_and_reads_what_its_sequences_have():
@@ -40,7 +33,8 @@ def test_a_step_writes_in_place_and_reads_what_its_sequences_have():
         assert_as_close_as_eager(result, eager, exact)
         torch.testing.assert_close(pool.layers[0], written)
         assert (pool.layers[0] != before).any(-1).sum() == 3
-        taken.append(allocated(compiled, x, pool.layers[0], block_table, lengths))
+        layer_pool = pool.layers[0]
+        taken.append(peak(lambda x=x, pool=layer_pool, table=block_table, n=lengths: compiled(x, pool, table, n)))
     assert taken[0] == taken[1] == taken[2] < pool.layers[0].nbytes / 10
     reports = mla_compile.reports()
     assert len(reports) <= 2
