@@ -12,10 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from .axes import Axis, Digit, Dim, Form, Read, Term, Unaligned, product, same
+from .axes import Axis, Dim, Form, Read, Term, Unaligned, product, same
 from .changes import Change, Slice, change_read
 from .layout import align, expand, fresh, piece_of, read_of
+
+if TYPE_CHECKING:
+    from .trace import Trace
 
 
 @dataclass(frozen=True)
@@ -100,18 +104,10 @@ def within(lookup: Lookup, form: Form, read: Read) -> Lookup:
 
     Raises: Unaligned, if the read divides the tensor's dimensions otherwise, or takes keys from the middle.
     """
-    changes: dict[Axis, Change] = {}
-    for digits, axes in zip(read.dims, form.dims, strict=True):
-        if len(digits) > 1 and len(axes) == 1 and axes[0] not in lookup.table.axes:
-            lookup, axes = _divided(lookup, axes[0], digits)
-            digits = (replace(digits[0], before=0, after=0), *digits[1:])
-        if len(digits) != len(axes):
-            raise Unaligned("a dimension of a lookup that was divided")
-        for digit, axis in zip(digits, axes, strict=True):
-            if not same(digit.extent, axis.size) or digit.axis is None:
-                raise Unaligned("a dimension of a lookup that was divided")
-            changes[axis] = digit.axis if digit.whole else Slice(digit.axis, digit.start, digit.step)
     flat = lookup.flat
+    whole = lookup.table.axes if flat is None else lookup.table.axes | {flat.keys}
+    reads = [lookup.pages, lookup.table] + ([] if lookup.scales is None else [lookup.scales])
+    (pages, table, *scales), changes = composed(reads, form, read, whole)
     if flat is not None:
         match changes.pop(flat.keys):
             case Axis() as keys:
@@ -120,19 +116,40 @@ def within(lookup: Lookup, form: Form, read: Read) -> Lookup:
                 flat = replace(flat, keys=keys)
             case _:
                 raise Unaligned("keys from the middle of pages")
-    pages, table = change_read(lookup.pages, changes), change_read(lookup.table, changes)
-    scales = None if lookup.scales is None else change_read(lookup.scales, changes)
-    return replace(lookup, pages=pages, table=table, flat=flat, scales=scales, then=(*lookup.then, *read.then))
+    own = scales[0] if scales else None
+    return replace(lookup, pages=pages, table=table, flat=flat, scales=own, then=(*lookup.then, *read.then))
 
 
-def _divided(lookup: Lookup, axis: Axis, digits: Sequence[Digit]) -> tuple[Lookup, Dim]:
-    """A lookup over axes of the extents of digits in place of one axis, and these."""
-    if lookup.flat is not None and axis is lookup.flat.keys:
-        raise Unaligned("keys that were divided")
-    axes = tuple(Axis(digit.extent) for digit in digits)
-    pages = piece_of(Term(lookup.pages), axis, digits[0].before, axes).read
-    scales = None if lookup.scales is None else piece_of(Term(lookup.scales), axis, digits[0].before, axes).read
-    return replace(lookup, pages=pages, scales=scales), axes
+def composed(
+    reads: Sequence[Read], form: Form, read: Read, whole: frozenset[Axis] = frozenset()
+) -> tuple[list[Read], dict[Axis, Change]]:
+    """`reads`, of which the elements of a tensor that is `form` by itself are made, over the axes of a read of it; and
+    what became of its own axes, of which those in `whole` may not be divided.
+
+    Raises: Unaligned, if the read divides the tensor's dimensions otherwise.
+    """
+    reads, changes = list(reads), dict[Axis, Change]()
+    for digits, axes in zip(read.dims, form.dims, strict=True):
+        if len(digits) > 1 and len(axes) == 1 and axes[0] not in whole:
+            parts = tuple(Axis(digit.extent) for digit in digits)
+            reads = [piece_of(Term(part), axes[0], digits[0].before, parts).read for part in reads]
+            digits, axes = (replace(digits[0], before=0, after=0), *digits[1:]), parts
+        if len(digits) != len(axes):
+            raise Unaligned("a dimension that was divided")
+        for digit, axis in zip(digits, axes, strict=True):
+            if not same(digit.extent, axis.size) or digit.axis is None:
+                raise Unaligned("a dimension that was divided")
+            changes[axis] = digit.axis if digit.whole else Slice(digit.axis, digit.start, digit.step)
+    return [change_read(part, changes) for part in reads], changes
+
+
+def lookup_of(trace: Trace, read: Read) -> Lookup | None:
+    """What a read of a tensor that was looked up says, over its own axes; None if it is no such tensor.
+
+    Raises: Unaligned, as `within` does.
+    """
+    source: Any = read.source
+    return within(trace.lookups[source], trace[source], read) if source in trace.lookups else None
 
 
 def scaled(lookup: Lookup, by: Lookup | Read) -> Lookup:

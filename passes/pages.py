@@ -14,16 +14,16 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch import fx
 
 from mla_compile.fp8 import FP8
 
 from .axes import Axis, Dim, Read, Unaligned, same
 from .by_size import BY_SIZE
 from .changes import change_read
-from .lookup import Lookup
+from .fp8_keys import Fp8Keys, find_fp8_keys
+from .in_fp8 import dtype_of, groups_of, is_fp8
+from .lookup import Lookup, lookup_of
 from .mask import Meaning
-from .read_through import dtype_of, is_fp8, lookup_of
 from .site import Site
 from .trace import Trace
 
@@ -75,11 +75,12 @@ def find_pages(site: Site, trace: Trace) -> Pages | None:
     return None if rope is None else _together(latent, rope)
 
 
-def keys_in_pages(site: Site, meaning: Meaning, path: str, trace: Trace) -> tuple[Pages | None, str]:
-    """The pages in which a path can read a site's keys, and a word on them for the report."""
+def kept_keys(site: Site, meaning: Meaning, path: str, trace: Trace) -> tuple[Pages | Fp8Keys | None, str]:
+    """Where a path can read a site's keys as they are kept, and a word on that for the report."""
     pages = find_pages(site, trace)
     if pages is None:
-        return None, ""
+        keys = find_fp8_keys(site, trace) if path == "sparse" else None
+        return keys, "" if keys is None else "; reads keys in FP8"
     named_in_a_row = path == "sparse" and len(site.attention.keys) == 1 and not meaning.uniform_when_empty
     if path in ("absorbed", "chunked", BY_SIZE) or named_in_a_row:
         return pages, "; reads the pages"
@@ -91,7 +92,7 @@ def _pages_of(site: Site, read: Read, columns: Dim, trace: Trace) -> Pages | Non
     if lookup is None:
         return None
     fp8 = is_fp8(lookup)
-    if not fp8 and (lookup.then or lookup.scales is not None or dtype_of(lookup) == FP8):
+    if not fp8 and (lookup.then or lookup.scales is not None or dtype_of(lookup.pages) == FP8):
         return None
     pages, table, keys = lookup.pages.axes, lookup.table.axes, site.attention.keys
     if lookup.flat is not None and keys == (lookup.flat.keys,):
@@ -114,12 +115,10 @@ def _scaled(pages: Pages, lookup: Lookup, columns: Dim) -> Pages | None:
     scales, factor = lookup.scales, math.prod(step for step in lookup.then if isinstance(step, float))
     if scales is None:
         return replace(pages, factor=factor)
-    tokens = {pages.entry} if pages.row is None else {pages.entry, pages.row}
-    groups = columns[: len(scales.axes - tokens)]
-    dtype = scales.source.meta["val"].dtype if isinstance(scales.source, fx.Node) else None
-    each = bool(scales.axes & tokens)  # a cast would be one of the whole pool
-    known = (torch.float32,) if each else (torch.float32, torch.bfloat16, torch.float16)
-    if scales.axes != {*groups, *(tokens if each else ())} or dtype not in known or (each and factor != 1.0):
+    tokens = (pages.entry,) if pages.row is None else (pages.entry, pages.row)
+    groups, each = groups_of(scales, columns, [tokens]), not scales.axes.isdisjoint(tokens)
+    known = (torch.float32,) if each else (torch.float32, torch.bfloat16, torch.float16)  # no cast of the whole pool
+    if groups is None or dtype_of(scales) not in known or (each and factor != 1.0):
         return None
     return replace(pages, scales=scales, groups=groups, factor=factor)
 

@@ -18,7 +18,7 @@ from .guards import GuardNeeded, no_guards
 from .in_place import write_in_place
 from .mask import understand
 from .outcome import Outcome, rewritten, unchanged
-from .pages import keys_in_pages
+from .pages import kept_keys
 from .rewrite import Rewriter
 from .site import Site, prove
 from .source import Refusal, common_frame
@@ -86,8 +86,8 @@ class Pipeline:
         meaning = understand(site, trace)
         choice = decide(site, meaning, self.path, self.device, self.workspace_tokens, environment, self.ranges)
         frame = common_frame(site.node, _sources(site))
-        pages, words = keys_in_pages(site, meaning, choice.path, trace)
-        output = rewriter(site, meaning, choice, pages)
+        kept, words = kept_keys(site, meaning, choice.path, trace)
+        output = rewriter(site, meaning, choice, kept)
         output.meta["mla_site"] = site.node.name
         shapes = {name: str(size) for name, size in site.sizes.items()}
         return rewritten(site.node, frame, choice.path, choice.reason + words, shapes, choice.guards, meaning.words)

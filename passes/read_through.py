@@ -11,37 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.fp8 import FP8
-
 from . import layout
-from .axes import Bits, Form, Read, Size, Unaligned, same
-from .dequantize import factors
-from .lookup import Lookup, by_position, flatten, gather, look_up, scaled, within
+from .axes import Bits, Form, Size, Unaligned, same
+from .lookup import Lookup, by_position, flatten, gather, look_up, lookup_of, within
 from .sizes import shape_of
 from .trace import Trace, argument, arguments, aten, handles
-
-WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes that hold every number of e4m3fn."""
-
-
-def in_fp8(trace: Trace, form: Form) -> bool:
-    """Whether a tensor was looked up in FP8."""
-    try:
-        lookup = lookup_of(trace, form.term.read)
-    except Unaligned:
-        return False
-    return lookup is not None and is_fp8(lookup)
-
-
-def lookup_of(trace: Trace, read: Read) -> Lookup | None:
-    """What a read of a tensor that was looked up says, over its own axes; None if it is no such tensor.
-
-    Raises: Unaligned, as `within` does.
-    """
-    source = read.source
-    if not isinstance(source, fx.Node) or source not in trace.lookups:
-        return None
-    return within(trace.lookups[source], trace[source], read)
 
 
 def flattened(trace: Trace, node: fx.Node, form: Form) -> Form:
@@ -134,36 +108,6 @@ def _view_dtype(trace: Trace, node: fx.Node) -> Form:
     dims = trace[source].dims
     pages = replace(lookup.pages, then=(*lookup.pages.then, Bits(dtype)))
     return _looked_up(trace, node, (Form(dims, layout.read_of(node, dims)), replace(lookup, pages=pages)))
-
-
-def dequantized_lookup(trace: Trace, node: fx.Node) -> Form | None:
-    """The form of a product, a leaf, if it is a lookup in FP8 times a scale; what scale is kept with the lookup."""
-    if not any(trace[operand].term.read.source in trace.lookups for operand in node.all_input_nodes):
-        return None
-    try:
-        whole, forms = factors(trace, node)
-        for form, factor in (forms, forms[::-1]) if len(forms) == 2 else ():
-            lookup, by = (lookup_of(trace, f.term.read) for f in (form, factor))
-            if lookup is not None and is_fp8(lookup):
-                if by is not None and not all(step in WIDE for step in by.then):
-                    return None
-                trace.lookups[node] = scaled(lookup, factor.term.read if by is None else by)
-                return whole
-    except Unaligned:
-        pass
-    return None
-
-
-def is_fp8(lookup: Lookup) -> bool:
-    """Whether what is looked up are numbers of e4m3fn, perhaps scaled: they were cast to wider dtypes only."""
-    steps = [step for step in lookup.then if not isinstance(step, float)]
-    return dtype_of(lookup) == FP8 and bool(steps) and all(step in WIDE for step in steps)
-
-
-def dtype_of(lookup: Lookup) -> Any:
-    """The dtype of what is looked up."""
-    source: Any = lookup.pages.source
-    return next((step.dtype for step in lookup.pages.then[::-1] if isinstance(step, Bits)), source.meta["val"].dtype)
 
 
 @handles(aten.index_select.default)

@@ -25,6 +25,7 @@ from mla_compile.fp8 import FP8
 from .axes import Unaligned, product, same
 from .by_size import EmitBySize
 from .decide import Choice
+from .fp8_keys import Fp8Keys
 from .mask import Meaning
 from .materialize import Reader, sources_of, write_as
 from .pages import Pages
@@ -45,10 +46,10 @@ class Rewriter:
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._traced: dict[Hashable, fx.Graph] = {}
 
-    def __call__(self, site: Site, meaning: Meaning, choice: Choice, pages: Pages | None = None) -> fx.Node:
+    def __call__(self, site: Site, meaning: Meaning, choice: Choice, kept: Pages | Fp8Keys | None = None) -> fx.Node:
         """Replace a site by the form that was chosen for it; returns the node that holds the new output.
 
-        With `pages` it reads the site's keys there.
+        With `kept` it reads the site's keys as they are there.
 
         Raises:
             Unaligned: if the graph does not tell the sizes that this takes; the graph is as it was.
@@ -60,10 +61,10 @@ class Rewriter:
                 output = self._put(place, graph_of(part, self._values(part.sources)), part.sources)
             return output
         paths = (choice.path,) if choice.by_size is None else ("absorbed", "chunked")
-        parts = [_Emit(site, meaning, path, self.workspace_tokens, pages) for path in paths]
+        parts = [_Emit(site, meaning, path, self.workspace_tokens, kept) for path in paths]
         emit = parts[0] if choice.by_size is None else EmitBySize(parts[0], parts[1], choice.by_size)
         key = (
-            tuple((p.path, signature(site, p.seen, p.kind, emit.sources, self.environment, p.pages)) for p in parts),
+            tuple((p.path, signature(site, p.seen, p.kind, emit.sources, self.environment, kept)) for p in parts),
             tuple(source in self._replaced for source in emit.sources),
         )
         traced = self._traced.get(key)
@@ -132,12 +133,15 @@ def _adopted(graph: fx.Graph, inner: fx.Graph, name: Any) -> str:
 class _Emit:
     """The torch code of a rewritten site, as a function of the tensors that it reads."""
 
-    def __init__(self, site: Site, meaning: Meaning, path: str, workspace_tokens: int, pages: Pages | None) -> None:
-        self.site, self.path, self.workspace_tokens, self.pages = site, path, workspace_tokens, pages
+    def __init__(
+        self, site: Site, meaning: Meaning, path: str, workspace_tokens: int, kept: Pages | Fp8Keys | None
+    ) -> None:
+        self.site, self.path, self.workspace_tokens, self.kept = site, path, workspace_tokens, kept
+        self.pages = pages = kept if isinstance(kept, Pages) else None
         self.kind = path if pages is None or path == "sparse" else "paged"
         self.seen = Seen(site, meaning)
         keys = [site.latent, *(rope.key.read for rope in site.ropes)]
-        reads = [*(keys if pages is None else pages.reads), site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
+        reads = [*(keys if kept is None else kept.reads), site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
         reads += [rope.query.read for rope in site.ropes]
         reads += [read for shift in site.shifts for read in (shift.query.read, shift.key.read)]
         reads += self.seen.reads(self.kind)
@@ -163,14 +167,14 @@ class _Emit:
             q_nope,
         )
         scales: Tensor | None = None
-        if self.pages is None:
+        if self.kept is None:
             latent = read(site.latent, site.batch, keys, site.rank)
             k_rope = self._ropes([read(r.key.read, site.batch, keys, r.summed) for r in site.ropes], latent)
         else:
-            pool, rope = self.pages.layout, self.pages.rope
-            latent = read(self.pages.latent, *pool, site.rank)
-            scales = _scales(read, self.pages, latent)
-            parts = [] if rope is None else [read(rope, *pool, site.ropes[0].summed)]
+            layout, rope = self.kept.layout, self.kept.rope
+            latent = read(self.kept.latent, *layout, site.rank)
+            scales = _scales(read, self.kept, latent)
+            parts = [] if rope is None else [read(rope, *layout, site.ropes[0].summed)]
             k_rope = self._ropes(parts, latent, q_nope.dtype)
         operands = [q_nope, q_rope, latent, k_rope]
         dtype = _together([t for t in operands if scales is None or t.dtype != FP8])
@@ -200,7 +204,7 @@ class _Emit:
             elif self.path == "sparse":
                 uniform = self.seen.meaning.uniform_when_empty
                 o, lse = torch.ops.mla.sparse_latent_attention(
-                    q_latent, q_rope, latent, k_rope, seen, None, offset, scale, uniform
+                    q_latent, q_rope, latent, k_rope, seen, None, offset, scale, uniform, scales
                 )
             else:
                 o, lse = torch.ops.mla.latent_attention(q_latent, q_rope, latent, k_rope, seen, offset, scale)
@@ -296,14 +300,14 @@ class _Emit:
         return o * torch.sigmoid(lse - taken).unsqueeze(-1).to(o.dtype)
 
 
-def _scales(read: Reader, pages: Pages, latent: Tensor) -> Tensor | None:
-    """`[pages or 1, page_size or 1, G]`, float32, of pages in FP8."""
-    if pages.factor is None:
+def _scales(read: Reader, kept: Pages | Fp8Keys, latent: Tensor) -> Tensor | None:
+    """The scales of latents in FP8, float32, with a size of 1 for what shares them."""
+    if kept.factor is None:
         return None
-    if pages.scales is None:
-        return latent.new_full((1, 1, 1), pages.factor, dtype=torch.float32)
-    scales: Tensor = read(pages.scales, *pages.layout, pages.groups, broadcast=False).float()
-    return scales if pages.factor == 1.0 else scales * pages.factor
+    if kept.scales is None:
+        return latent.new_full((1, 1, 1), kept.factor, dtype=torch.float32)
+    scales: Tensor = read(kept.scales, *kept.layout, kept.groups, broadcast=False).float()
+    return scales if kept.factor == 1.0 else scales * kept.factor
 
 
 def _together(tensors: Sequence[Tensor]) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .axes import Axis
+from .fp8_keys import Fp8Keys
 from .pages import Pages
 from .seen import Seen
 from .site import Site
@@ -25,12 +26,12 @@ def signature(
     path: str,
     sources: Sequence[fx.Node],
     environment: ShapeEnv | None,
-    pages: Pages | None = None,
+    kept: Pages | Fp8Keys | None = None,
 ) -> Hashable:
     """Equal for two sites whose reads, layouts, scales and masks differ in nothing but what they name.
 
     They name nodes, axes, and symbols of sizes of the same hint and range. `sources` are the nodes that the site reads,
-    in the order in which its code takes them; `pages` where its keys are.
+    in the order in which its code takes them; `kept` where its keys are as they are kept.
     """
     attention = site.attention
     sinks = [(s.term.read, s.keys, s.factor) for s in attention.sinks]
@@ -38,7 +39,7 @@ def signature(
     shifts = [(p.query.read, p.key.read, p.summed, p.scale) for p in site.shifts]
     said = (
         (site.batch, site.tokens, site.heads, site.rank, attention.keys, attention.columns, attention.dims),
-        (() if pages is not None else (site.latent, [p.key.read for p in site.ropes]), pages),
+        (() if kept is not None else (site.latent, [p.key.read for p in site.ropes]), kept),
         (site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces, shifts),
         site.biases,
         (path, seen.said(path), sinks, attention.strict_rows),

@@ -18,6 +18,7 @@ from torch.utils._ordered_set import OrderedSet
 from . import layout
 from .axes import Form, Size, Term, Unaligned, Undefined, Unread, same, total
 from .dequantize import dequantized
+from .in_fp8 import Numbers, dequantized_read, in_fp8
 from .lookup import Lookup
 from .sizes import shape_of, size_of
 from .twins import Twins
@@ -42,6 +43,8 @@ class Trace:
         self._forms: dict[fx.Node, Form] = {}
         self.lookups: dict[fx.Node, Lookup] = {}
         """What the nodes that read through a table are made of, over the axes of their forms."""
+        self.numbers: dict[fx.Node, Numbers] = {}
+        """Likewise of products of a tensor in FP8 and its scales."""
         twins = Twins()
         for node in graph.nodes:
             first = twins.first(node)
@@ -346,7 +349,7 @@ def _scale(trace: Trace, node: fx.Node) -> Form:
         return layout.scaled(trace[a], 1 / b if division else float(b))
     known = None
     if not division and is_tensor(a) and is_tensor(b):
-        known = dequantized(trace, node) or dequantized_lookup(trace, node)
+        known = dequantized(trace, node) or dequantized_read(trace, node)
     return known or _pointwise(trace, node)
 
 
@@ -357,4 +360,4 @@ def _pointwise(trace: Trace, node: fx.Node) -> Form:
     return layout.pointwise(node, [trace[o] for o in operands], shape_of(node))
 
 
-from .read_through import dequantized_lookup, flattened, in_fp8  # noqa: E402  handlers of its own, which need what is above
+from .read_through import flattened  # noqa: E402  handlers of its own, which need what is above

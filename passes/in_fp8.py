@@ -1,0 +1,116 @@
+"""Tensors in FP8 (e4m3fn) that a graph makes wider and multiplies with scales: what they are made of is kept beside.
+
+    node = lookup.to(dtype) * scales        a lookup, of pages with scales
+    node = tensor.to(dtype) * scales        numbers and scales of all keys: a cache that is a buffer, or grows
+
+The form of such a product is a leaf, as any other's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from mla_compile.fp8 import FP8
+
+from .axes import Bits, Dim, Form, Read, Unaligned
+from .dequantize import factors
+from .lookup import Lookup, composed, lookup_of, scaled
+
+if TYPE_CHECKING:
+    from .trace import Trace
+
+WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that hold every number of e4m3fn."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Elements `of * by`, `of` in e4m3fn; `then` is what was done to the product after, as in a `Read`."""
+
+    of: Read
+    by: Read | None = None
+    then: tuple[Any, ...] = ()
+
+    @property
+    def factor(self) -> float:
+        """What the elements were multiplied with besides."""
+        return math.prod(step for step in self.then if isinstance(step, float))
+
+
+def dequantized_read(trace: Trace, node: fx.Node) -> Form | None:
+    """The form of a product, a leaf, if it is a tensor in FP8 times scales; what it is made of is kept in the trace."""
+    if not any(in_fp8(trace, trace[operand]) for operand in node.all_input_nodes):
+        return None
+    try:
+        whole, forms = factors(trace, node)
+        for form, factor in (forms, forms[::-1]) if len(forms) == 2 else ():
+            lookup, by = (lookup_of(trace, f.term.read) for f in (form, factor))
+            numbers = numbers_of(trace, form.term.read)
+            if lookup is not None and is_fp8(lookup):
+                if by is not None and not all(step in WIDE for step in by.then):
+                    return None
+                trace.lookups[node] = scaled(lookup, factor.term.read if by is None else by)
+                return whole
+            if lookup is None and numbers is not None and numbers.by is None:
+                trace.numbers[node] = replace(numbers, by=factor.term.read)
+                return whole
+    except Unaligned:
+        pass
+    return None
+
+
+def in_fp8(trace: Trace, form: Form) -> bool:
+    """Whether a tensor holds numbers of e4m3fn in a wider dtype, perhaps scaled."""
+    try:
+        lookup = lookup_of(trace, form.term.read)
+        return is_fp8(lookup) if lookup is not None else numbers_of(trace, form.term.read) is not None
+    except Unaligned:
+        return False
+
+
+def is_fp8(lookup: Lookup) -> bool:
+    """Whether what is looked up are numbers of e4m3fn, perhaps scaled: they were cast to wider dtypes only."""
+    return dtype_of(lookup.pages) == FP8 and _only_widened(lookup.then)
+
+
+def numbers_of(trace: Trace, read: Read) -> Numbers | None:
+    """What a read of a tensor in FP8 says, over its own axes; None if it is no such tensor.
+
+    Raises: Unaligned, as `composed` does.
+    """
+    source: Any = read.source
+    known = trace.numbers.get(source)
+    if known is not None:
+        reads = [known.of] if known.by is None else [known.of, known.by]
+        (of, *by), _ = composed(reads, trace[source], read)
+        known = Numbers(of, by[0] if by else None, (*known.then, *read.then))
+    elif dtype_of(replace(read, then=())) == FP8:
+        known = Numbers(replace(read, then=()), None, read.then)
+    return known if known is not None and _only_widened(known.then) else None
+
+
+def dtype_of(read: Read) -> Any:
+    """The dtype of a tensor as it is read, before any cast; None if the graph has no such tensor."""
+    dtypes = [step.dtype for step in read.then if isinstance(step, Bits)]
+    if dtypes or not isinstance(read.source, fx.Node):
+        return dtypes[-1] if dtypes else None
+    return read.source.meta["val"].dtype
+
+
+def groups_of(scales: Read, columns: Dim, tokens: Sequence[Dim]) -> Dim | None:
+    """The slowest of the columns, over which scales run; None if they run over more than these and whole `tokens`."""
+    everywhere = {axis for dim in tokens for axis in dim}
+    groups = columns[: len(scales.axes - everywhere)]
+    over = {axis for dim in tokens if scales.axes & set(dim) for axis in dim}
+    return groups if scales.axes == {*groups, *over} else None
+
+
+def _only_widened(then: Sequence[Any]) -> bool:
+    casts = [step for step in then if not isinstance(step, float)]
+    return bool(casts) and all(step in WIDE for step in casts)
