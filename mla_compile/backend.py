@@ -187,8 +187,8 @@ class _Compilation:
 
 
 def rates_of(inputs: Inputs) -> Device:
-    """The rates of the device on which a graph runs, in the dtype of its first floating input."""
-    tensors = [t for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    """The rates of the device on which a graph runs, in the dtype of its first floating input of two bytes or more."""
+    tensors = [t for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point() and t.itemsize > 1]
     if not tensors:
         return devices.measured(torch.device("cpu"), torch.float32)
     return devices.measured(tensors[0].device, tensors[0].dtype)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import mla_compile.kernels.register
+import mla_compile.kernels.register  # what `append_latents` does
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import mla_compile
+from mla_compile.backend import rates_of
 from mla_compile.fp8 import RowLayout
 from tests.errors import assert_as_close_as_eager
 
@@ -110,3 +111,9 @@ def test_packed_rows_are_written_in_place_and_read_through_their_views() -> None
     assert f"({PAGES}, {PAGE_SIZE}" not in "".join(line for line in code.splitlines() if "empty_strided" in line)
     assert_as_close_as_eager(output, eager, exact)
     assert_alike(own, plain)
+
+
+def test_a_cache_in_fp8_is_not_what_a_device_is_measured_with() -> None:
+    """It may come first of all inputs."""
+    numbers, q = torch.zeros(1).to(FP8), torch.zeros(1)
+    assert rates_of([numbers, q]) == rates_of([q]) == rates_of([numbers])
