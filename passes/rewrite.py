@@ -138,15 +138,17 @@ class _Emit:
     ) -> None:
         self.site, self.path, self.workspace_tokens, self.kept = site, path, workspace_tokens, kept
         self.pages = pages = kept if isinstance(kept, Pages) else None
-        self.kind = path if pages is None or path == "sparse" else "paged"
         self.seen = Seen(site, meaning)
+        self.dense_lengths = kept is None and path == "absorbed" and _has_lengths(self.seen)
+        paged = self.dense_lengths or (pages is not None and path != "sparse")
+        self.kind = "paged" if paged else path
         keys = [site.latent, *(rope.key.read for rope in site.ropes)]
         reads = [*(keys if kept is None else kept.reads), site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
         reads += [rope.query.read for rope in site.ropes]
         reads += [read for shift in site.shifts for read in (shift.query.read, shift.key.read)]
         reads += self.seen.reads(self.kind)
         reads += [sink.term.read for sink in site.attention.sinks]
-        sizes = [] if pages is None else [site.sizes["T"], site.sizes["Sq"]]
+        sizes = [site.sizes["T"], site.sizes["Sq"]] if paged or pages is not None else []
         more = set[sympy.Symbol]().union(*(sympy.sympify(size).free_symbols for size in sizes))
         self.sources = sources_of(reads, site.node, site.attention.dims, {*self.seen.symbols, *more})
 
@@ -182,7 +184,7 @@ class _Emit:
             raise Unaligned(f"{dtype} queries meet pages of {latent.dtype} and {k_rope.dtype}")
         q_nope, q_rope, latent, k_rope = (t if t.dtype == FP8 else t.to(dtype) for t in operands)
         seen, offset = None, None
-        if self.pages is None:
+        if self.pages is None and not self.dense_lengths:
             seen, offset = self.seen.indices(read) if self.path == "sparse" else self.seen.mask(read)
         scale = site.nope.scale
         w_uk = None if site.w_uk is None else read(site.w_uk, site.heads, site.nope.summed, site.rank).to(dtype)
@@ -201,6 +203,12 @@ class _Emit:
             q_latent = q_nope if w_uk is None else per_head(q_nope, w_uk, site.w_uk)
             if self.pages is not None:
                 o, lse = self._over_pages(read, self.pages, (q_latent, q_rope, latent, k_rope), scales)
+            elif self.dense_lengths:
+                page = torch.arange(latent.shape[0], device=latent.device).unsqueeze(1)
+                _, causal, lengths, positions = self.seen.in_pages(read, page)
+                o, lse = torch.ops.mla.paged_latent_attention(
+                    q_latent, q_rope, latent, k_rope, page, lengths, causal, scale, first_positions=positions
+                )
             elif self.path == "sparse":
                 uniform = self.seen.meaning.uniform_when_empty
                 o, lse = torch.ops.mla.sparse_latent_attention(
@@ -298,6 +306,19 @@ class _Emit:
             q, k = (read(term.read, *rows, shift.summed).to(lse.dtype) for term in (shift.query, shift.key))
             lse = lse + (q * k).sum(-1) * shift.scale
         return o * torch.sigmoid(lse - taken).unsqueeze(-1).to(o.dtype)
+
+
+_LOOK_AT_MASKS = {"cpu"}
+"""Devices whose kernels see in a mask which keys there are, and touch no others."""
+
+
+def _has_lengths(seen: Seen) -> bool:
+    """Whether a dense cache is better taken for pages, one a sequence: up to lengths that the device knows.
+
+    A static cache under CUDA graphs: a mask over all that it has room for would be all that is known of its keys.
+    """
+    device = seen.site.node.meta["val"].device.type
+    return device not in _LOOK_AT_MASKS and seen.bounds is not None and bool(seen.bounds.reads)
 
 
 def _scales(read: Reader, kept: Pages | Fp8Keys, latent: Tensor) -> Tensor | None:

@@ -14,6 +14,10 @@ from .._common.launch import Source, attend
 from .._common.machine import Machine
 from .._common.tiles import Tiles
 
+ONE_PAGE = 1 << 30
+"""The size of pages of which a sequence has one, whatever it is: the kernel is compiled once for all, and takes every
+tile of keys as a run."""
+
 
 def paged_latent_attention_triton(
     q_latent: Tensor,
@@ -38,7 +42,7 @@ def paged_latent_attention_triton(
         latent=latent_pages,
         rope=rope_pages,
         tokens=block_table.shape[1] * page_size,
-        page_size=page_size,
+        page_size=page_size if block_table.shape[1] > 1 else ONE_PAGE,
         table=block_table,
         lengths=seq_lens.contiguous(),
         starts=None if first_positions is None else first_positions.contiguous(),

@@ -62,6 +62,12 @@ def test_half_precision(case, dtype):
     assert_right(make_paged(*case, dtype=dtype, index=torch.int64), True)
 
 
+@pytest.mark.parametrize("page_size", [37, 41, 64])
+def test_a_page_each_of_any_size(page_size):
+    """Dense caches are such pages."""
+    assert_right(make_paged([37, 0, 5], (2, 4, 24, 8), page_size, spare_pages=0), True)
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128])
 def test_page_sizes_of_several_tiles_and_of_less_than_one(page_size):
     x = make_paged([150, 3], (1, 2, 16, 4), page_size, torch.bfloat16)
