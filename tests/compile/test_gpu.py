@@ -1,5 +1,6 @@
 """Compiled on a GPU: prefill, decode and several tokens over a dense cache, decode over pages, CUDA graphs included."""
 
+import copy
 import runpy
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def test_pages(mode):
     exact_layer.load_state_dict(layer.state_dict())
     compiled = torch.compile(layer, backend="mla", mode=mode, fullgraph=True)
     pool = torch.randn(64, 16, layer.L + layer.R, device="cuda")
+    torch._dynamo.mark_static_address(pool)  # else no CUDA graph may write to it
     table = torch.randperm(64, device="cuda")[:60].view(3, 20)
     for lengths in ([301, 46, 171], [302, 47, 172], [5, 320, 1]):  # the same graph for all
         lengths = torch.tensor(lengths, device="cuda")
@@ -51,3 +53,32 @@ def test_pages(mode):
         assert_as_close_as_eager(compiled(x, pool, table, lengths), eager, exact)
     (site,) = mla_compile.last_report().sites
     assert site.reason.endswith("reads the pages")
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_static_cache(mode):
+    transformers = pytest.importorskip("transformers")
+    settings = {"dtype": torch.float32, "experts_implementation": "batched_mm"}  # the default takes no float64
+    model = transformers.AutoModelForCausalLM.from_pretrained(EXAMPLES / "tiny-deepseek-v3", **settings).cuda()
+    exact_model = copy.deepcopy(model).double()
+    ids = torch.randint(1000, (2, 40), device="cuda")
+
+    def prefilled(model):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=1000)
+        model(ids[:, :8], past_key_values=cache, use_cache=True)
+        return cache
+
+    def decode(model, cache):
+        steps = [(i, i + 1) for i in range(8, 20)] + [(20, 24), (24, 28), (28, 32)]
+        return [model(ids[:, a:b], past_key_values=cache, use_cache=True).logits.clone() for a, b in steps]
+
+    exact, eager = (decode(m, prefilled(m)) for m in (exact_model, model))
+    cache = prefilled(model)  # before it is compiled: transformers marks its tensors for CUDA graphs then
+    model.compile(backend="mla", mode=mode)
+    for found, expected, right in zip(decode(model, cache), eager, exact, strict=True):
+        assert_as_close_as_eager(found, expected, right)
+    reports = mla_compile.reports()
+    assert len(reports) == 2  # one token, and several
+    assert all(site.path == "absorbed" for report in reports for site in report.sites)
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
