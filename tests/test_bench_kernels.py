@@ -1,6 +1,7 @@
 """The benchmark of the kernels, on the CPU at tiny sizes: the same cases, checks and tables as on a GPU."""
 
 import csv
+import functools
 from io import StringIO
 
 import pytest
@@ -34,9 +35,10 @@ def once(call):
 
 @pytest.fixture(scope="module")
 def results():
-    peers = ("mla", "sdpa", "by-hand")
+    peers = ("mla", "sdpa", "inductor", "by-hand")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_run, "limits_of", lambda *_: DEVICE)
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
         for module in (expanded_attention, latent_attention):  # C++ takes longer to compile than all else here
             patch.setattr(module, "load", lambda *_: None)
         return kernel_run.run(CASES, peers, CPU, torch.float32, once)[1]
@@ -45,7 +47,7 @@ def results():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_way_is_right(results, case):
     own = {result.peer: result for result in results if result.case == case}
-    expected = {"mla"} if case.fp8 else {"mla", "by-hand"} | ({"sdpa"} if case.kind != "sparse" else set())
+    expected = {"mla"} if case.fp8 else {"mla", "inductor", "by-hand"} | ({"sdpa"} if case.kind != "sparse" else set())
     assert set(own) == expected
     assert {peer: (result.status, result.note) for peer, result in own.items()} == dict.fromkeys(own, ("ok", ""))
     assert all(result.error < 1e-4 for result in own.values())
@@ -57,7 +59,7 @@ def test_flex_is_right():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function, **_: function)
-        o = kernel_peers.calls(x, ("flex",))["flex"]()
+        o = kernel_peers.calls(x, ("flex",))["flex"]()()
     assert flex_attention is not None
     torch.testing.assert_close(o, kernel_peers.by_hand(x), rtol=1e-4, atol=1e-5)
 
@@ -65,10 +67,10 @@ def test_flex_is_right():
 def test_a_wrong_result_gets_no_time(monkeypatch):
     x = make_inputs(DECODE, CPU, torch.float32)
     exact, measure = kernel_run._truth(x)
-    wrong = kernel_run._one(x, "mla", lambda: kernel_peers.by_hand(x) * 1.01, exact, measure, once)
+    wrong = kernel_run._one(x, "mla", lambda: lambda: kernel_peers.by_hand(x) * 1.01, exact, measure, once)
     assert (wrong.status, wrong.seconds) == ("wrong", None)
     assert "off float64, rounding explains" in wrong.note
-    not_a_number = kernel_run._one(x, "mla", lambda: kernel_peers.by_hand(x) * torch.nan, exact, measure, once)
+    not_a_number = kernel_run._one(x, "mla", lambda: lambda: kernel_peers.by_hand(x) * torch.nan, exact, measure, once)
     assert not_a_number.status == "wrong"
 
 
@@ -80,7 +82,7 @@ def test_what_fails_and_what_does_not_fit_are_results():
         def call():
             raise error
 
-        return kernel_run._one(x, "mla", call, exact, measure, once)
+        return kernel_run._one(x, "mla", lambda: call, exact, measure, once)
 
     assert fail(torch.OutOfMemoryError("no")).status == "skipped"
     failed = fail(ValueError("no such kernel"))
@@ -108,7 +110,9 @@ def test_the_table():
     assert first["bound"] == "memory"
     assert second["us"] is second["of_limit"] is None
     text = as_text(DEVICE, [fast, slow])
-    assert text.splitlines()[0] == "a GPU: copy 4000 GB/s, matmul 800.0 TFLOP/s, measured in this run"
+    assert text.splitlines()[0] == (
+        f"a GPU: copy 4000 GB/s, matmul 800.0 TFLOP/s, measured in this run; torch {torch.__version__}"
+    )
     assert "skipped: takes more memory than there is" in text
     assert [row["peer"] for row in csv.DictReader(StringIO(as_csv(DEVICE, [fast, slow])))] == ["mla", "sdpa"]
 
@@ -118,6 +122,59 @@ def test_the_grid():
     assert len(cases) == len(set(cases)) == 2 * (2 * 1 * 2 * 2) + 2
     assert Case("decode", 4, 2, 1024, 128, True) in cases
     assert Case("prefill", 1, 64, 64, 16) in cases
+
+
+def test_the_first_peer_goes_first_and_results_are_kept_as_they_come(monkeypatch):
+    monkeypatch.setattr(kernel_run, "limits_of", lambda *_: DEVICE)
+    cases = [Case("decode", 1, 1, 64, 2), Case("sparse", 1, 1, 64, 2)]
+    seen = []
+    kernel_run.run(
+        cases,
+        ("by-hand", "sdpa"),
+        CPU,
+        torch.float32,
+        once,
+        lambda _, results: seen.append([(result.case.kind, result.peer) for result in results]),
+    )
+    first, second = ("decode", "by-hand"), ("sparse", "by-hand")
+    assert seen == [[first], [first, second], [first, ("decode", "sdpa"), second], [first, ("decode", "sdpa"), second]]
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """`bench --device cuda` without a GPU: the same command on the CPU, by a clock that calls once."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    real = kernel_run.run
+    monkeypatch.setattr(kernel_run, "limits_of", lambda *_: DEVICE)
+    monkeypatch.setattr(
+        kernel_run,
+        "run",
+        lambda cases, peers, device, progress: real(cases, peers, CPU, torch.float32, once, progress),
+    )
+
+
+def test_the_command(on_the_cpu, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    table, figure = tmp_path / "table.csv", tmp_path / "figure.png"
+    grid_of = ["--kernels", "decode", "prefill", "--batches", "1", "2", "--contexts", "64", "128", "--prefill", "64"]
+    rest = ["--heads", "2", "--queries", "1", "2", "--dtypes", "bf16", "--peers", "by-hand", "sdpa", "vllm"]
+    assert main(["bench", "--device", "cuda", *grid_of, *rest, "--csv", str(table), "--plot", str(figure)]) == 0
+    found = list(csv.DictReader(StringIO(table.read_text())))
+    assert len(found) == (2 * 2 * 2 + 1) * 2  # and nothing of vLLM, which is not here
+    assert {row["status"] for row in found} == {"ok"}
+    assert figure.stat().st_size > 10_000
+    assert "a GPU: copy" in capsys.readouterr().out
+    monkeypatch.setattr(kernel_run, "QUICK", (Case("decode", 1, 1, 64, 2),))
+    assert main(["bench", "--device", "cuda", "--quick", "--max-autotune", "--peers", "sdpa"]) == 0
+    assert "decode B=1 Sq=1 T=64 N=2 bf16  sdpa" in capsys.readouterr().out
+
+
+def test_the_quick_cases_are_some_of_each_kind_and_fit_a_gpu():
+    kinds = {(case.kind, case.N, case.fp8) for case in kernel_run.QUICK}
+    assert kinds >= {("decode", N, fp8) for N in (16, 128) for fp8 in (False, True)}
+    assert {"sparse", "prefill"} <= {case.kind for case in kernel_run.QUICK}
+    assert all(case.B * case.T * 576 * 2 < 8 * 2**30 for case in kernel_run.QUICK)
 
 
 def test_limits_are_rates_of_the_clock():

@@ -1,14 +1,19 @@
 """The `bench` subcommand."""
 
 import argparse
+import contextlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mla_compile.bench.layers import LAYERS
 from mla_compile.bench.modes import MODES
 from mla_compile.extras import require
 
+if TYPE_CHECKING:
+    from mla_compile.cost import Device
+
 KINDS = ("decode", "sparse", "prefill")
-PEERS = ("mla", "sdpa", "flex", "by-hand")
+PEERS = ("mla", "sdpa", "flex", "inductor", "by-hand", "flashmla", "flashinfer", "vllm", "sglang")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -40,9 +45,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--cache", choices=["dynamic", "static"], default="dynamic")
     parser.add_argument("--repeats", type=_positive, default=10, help="timed calls of each mode (default: 10)")
     parser.add_argument("--threads", type=_positive, help="threads (default: torch's)")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each mode and workload")
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write a row for each mode and workload, on a GPU as they come"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against length (png, svg, pdf)")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw time against length, on a GPU what share of the limit is reached (png, svg, pdf)",
+    )
     gpu = parser.add_argument_group("with --device cuda")
     gpu.add_argument(
         "--kernels", nargs="+", choices=KINDS, default=list(KINDS), metavar="KERNEL", help=", ".join(KINDS)
@@ -52,6 +64,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     gpu.add_argument("--queries", type=_positive, nargs="+", default=[1, 2, 4], metavar="SQ")
     gpu.add_argument("--dtypes", nargs="+", choices=["bf16", "fp8"], default=["bf16", "fp8"], metavar="DTYPE")
     gpu.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
+    gpu.add_argument("--quick", action="store_true", help="12 cases, what counts most first, instead of all of these")
+    gpu.add_argument("--max-autotune", action="store_true", help="time the tiles of our kernels and take the fastest")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -102,7 +116,11 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         arguments.parser.error(f"--device cuda: expected a GPU that torch sees, found none (torch {torch.__version__})")
+    if arguments.plot:
+        require("matplotlib.figure", "plot", "--plot")  # before minutes of measuring
     from mla_compile.bench import kernel_run
+    from mla_compile.bench.plot import plot_kernels
+    from mla_compile.kernels._common.tuning import tuning
 
     cases = kernel_run.grid(
         arguments.kernels,
@@ -113,8 +131,19 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
         arguments.queries,
         [name == "fp8" for name in arguments.dtypes],
     )
-    limits, results = kernel_run.run(list(cases), arguments.peers, torch.device("cuda"))
+
+    def write(limits: "Device", results: list[kernel_run.Result]) -> None:
+        if arguments.csv and results:  # what there is counts even if the run is cut short
+            arguments.csv.write_text(kernel_run.as_csv(limits, results))
+
+    with tuning() if arguments.max_autotune else contextlib.nullcontext():
+        limits, results = kernel_run.run(
+            kernel_run.QUICK if arguments.quick else list(cases),
+            arguments.peers,
+            torch.device(arguments.device),
+            progress=write,
+        )
     print(kernel_run.as_text(limits, results))
-    if arguments.csv:
-        arguments.csv.write_text(kernel_run.as_csv(limits, results))
+    if arguments.plot:
+        plot_kernels(limits, results, arguments.plot)
     return int(any(result.status in ("wrong", "failed") for result in results))

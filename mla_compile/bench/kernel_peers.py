@@ -1,19 +1,20 @@
 """Ways to compute a case that are compared: the op, and what one would write without it.
 
-Each gives o `[B, Sq, N, L]`, of a prefill `[B, Sq, N, V]`. Peers read a cache without pages and in bfloat16, which
-favours them.
+Each gives o `[B, Sq, N, L]`, of a prefill `[B, Sq, N, V]`. What is written in plain torch reads a cache without pages
+and in bfloat16, which favours it; other projects' kernels read the same pages as the op.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile.bench.kernel_cases import SCALE, Inputs, L, P, R, V
+from mla_compile.bench.kernel_others import OTHERS
 from mla_compile.fp8 import RowLayout
 
 Call = Callable[[], Tensor]
@@ -116,13 +117,29 @@ def _flex(x: Inputs) -> Call:
     return lambda: compiled(q, k, k[..., :L], block_mask=mask).transpose(1, 2)
 
 
-def calls(x: Inputs, names: tuple[str, ...]) -> dict[str, Call]:
-    """What each of the peers that can take a case would run."""
-    makers: dict[str, Callable[[Inputs], Call]] = {"mla": _mla, "by-hand": lambda x: lambda: by_hand(x)}
-    if x.case.kind != "sparse":
-        makers["sdpa"] = _sdpa
-    if x.case.kind == "decode":
-        makers["flex"] = _flex
-    if x.case.fp8:
-        makers = {"mla": _mla}
-    return {name: makers[name](x) for name in names if name in makers}
+def _inductor(x: Inputs) -> Call:
+    """The plain equation under torch.compile."""
+    compiled: Call = torch.compile(lambda: by_hand(x), dynamic=False)
+    return compiled
+
+
+def calls(x: Inputs, names: Sequence[str]) -> dict[str, Callable[[], Call]]:
+    """For each of the peers that can take a case what makes the call that it would run."""
+    makers: dict[str, Callable[[], Call]] = {"mla": lambda: _mla(x)}
+    if not x.case.fp8:
+        makers["by-hand"] = lambda: lambda: by_hand(x)
+        makers["inductor"] = lambda: _inductor(x)
+        if x.case.kind != "sparse":
+            makers["sdpa"] = lambda: _sdpa(x)
+        if x.case.kind == "decode":
+            makers["flex"] = lambda: _flex(x)
+    for name in names:
+        other = OTHERS.get(name)
+        if other is not None and other.takes(x.case) and (module := other.module()) is not None:
+            makers[name] = functools.partial(other.make, x, module)
+    return {name: makers[name] for name in names if name in makers}
+
+
+def version(peer: str) -> str:
+    """Of what computes it."""
+    return OTHERS[peer].version() if peer in OTHERS else f"torch {torch.__version__}"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import mla_compile.kernels.register  # noqa: F401  the ops
 from mla_compile.bench.kernel_cases import Case, Inputs, Kind, L, R, make_inputs
-from mla_compile.bench.kernel_peers import by_hand, calls
+from mla_compile.bench.kernel_peers import by_hand, calls, version
 from mla_compile.bench.modes import summary
 from mla_compile.cost import Device
 from mla_compile.fp8 import RowLayout
@@ -56,16 +56,40 @@ def run(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     clock: Clock | None = None,
+    progress: Callable[[Device, list[Result]], None] = lambda *_: None,
 ) -> tuple[Device, list[Result]]:
-    """Measure; progress goes to standard error. `clock` None is the device's own."""
+    """Measure: the first of the peers in all cases, then the others, which may have to compile for each.
+
+    What there is after each case goes to `progress`, and its name to standard error. `clock` None is the device's own.
+    """
     clock = clock or (device_clock if device.type == "cuda" else host_clock)
     results: list[Result] = []
     with torch.no_grad():
         limits = limits_of(device, dtype, clock)
-        for case in cases:
-            print(case, file=sys.stderr, flush=True)
-            results += _measure(case, tuple(peers), device, dtype, clock)
+        for some in (peers[:1], peers[1:]):
+            for case in cases if some else ():
+                print(case, *some, file=sys.stderr, flush=True)
+                results += _measure(case, some, device, dtype, clock)
+                results.sort(key=lambda result: cases.index(result.case))
+                progress(limits, results)
     return limits, results
+
+
+QUICK = (
+    Case("decode", 64, 1, 8192, 16),
+    Case("decode", 16, 1, 32768, 128),
+    Case("decode", 1, 1, 131072, 16),
+    Case("decode", 1, 1, 131072, 128),
+    Case("prefill", 1, 4096, 4096, 128),
+    Case("decode", 64, 1, 8192, 16, fp8=True),
+    Case("decode", 16, 1, 32768, 128, fp8=True),
+    Case("decode", 256, 1, 1024, 16),
+    Case("decode", 16, 4, 8192, 16),
+    Case("decode", 16, 2, 8192, 128),
+    Case("sparse", 64, 1, 32768, 128, fp8=True),
+    Case("prefill", 1, 16384, 16384, 16),
+)
+"""Some of each kind, what counts most first."""
 
 
 def grid(
@@ -99,11 +123,32 @@ def limits_of(device: torch.device, dtype: torch.dtype, clock: Clock) -> Device:
 
 
 def device_clock(call: Callable[[], object]) -> float:
-    """Median of at least 100 ms of calls, by CUDA events, the second-level cache flushed before each."""
+    """Median of at least 100 ms of calls, by CUDA events, the second-level cache flushed before each.
+
+    A call that can be captured in a CUDA graph is replayed, so that the host's time for a launch does not count.
+    """
     import triton.testing
 
-    milliseconds: float = triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")
+    replayed = _captured(call) or call
+    milliseconds: float = triton.testing.do_bench(replayed, warmup=25, rep=100, return_mode="median")
     return milliseconds / 1000
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], object] | None:
+    """What replays a call; None where it cannot be captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return graph.replay
 
 
 def host_clock(call: Callable[[], object]) -> float:
@@ -117,20 +162,22 @@ def host_clock(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def _measure(
-    case: Case, peers: tuple[str, ...], device: torch.device, dtype: torch.dtype, clock: Clock
-) -> list[Result]:
+def _measure(case: Case, peers: Sequence[str], device: torch.device, dtype: torch.dtype, clock: Clock) -> list[Result]:
+    torch.compiler.reset()  # each case is compiled for itself, and torch compiles a function 8 times at most
     try:
         inputs = make_inputs(case, device, dtype)
         exact, measure = _truth(inputs)
-        made = calls(inputs, peers)
     except torch.OutOfMemoryError:
         return [Result(case, peer, "skipped", "the inputs take more memory than there is") for peer in peers]
-    return [_one(inputs, peer, call, exact, measure, clock) for peer, call in made.items()]
+    made = calls(inputs, peers)
+    return [_one(inputs, peer, make, exact, measure, clock) for peer, make in made.items()]
 
 
-def _one(x: Inputs, peer: str, call: Callable[[], Tensor], exact: Tensor, measure: float, clock: Clock) -> Result:
+def _one(
+    x: Inputs, peer: str, make: Callable[[], Callable[[], Tensor]], exact: Tensor, measure: float, clock: Clock
+) -> Result:
     try:
+        call = make()
         error = _error(_part(x.case, call()), exact)
         allowed = max(_FACTOR * max(measure, _SUM), torch.finfo(x.q.dtype).eps)
         if not error <= allowed:
@@ -208,6 +255,7 @@ def rows(device: Device, results: Sequence[Result], itemsize: int = 2) -> list[d
                 "bound": "memory" if moved / device.bytes_per_s >= flops / device.flops_per_s else "compute",
                 "error": result.error,
                 "note": result.note,
+                "version": version(result.peer),
             }
         )
     return table
@@ -229,8 +277,9 @@ def as_text(device: Device, results: Sequence[Result]) -> str:
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:-1], widths[1:-1]), line[-1]]).rstrip()
         for line in cells
     ]
+    versions = ", ".join(dict.fromkeys(version(result.peer) for result in results))
     rates = f"copy {device.bytes_per_s / 1e9:.0f} GB/s, matmul {device.flops_per_s / 1e12:.1f} TFLOP/s"
-    return "\n".join([f"{device.name}: {rates}, measured in this run", *lines])
+    return "\n".join([f"{device.name}: {rates}, measured in this run; {versions}", *lines])
 
 
 def as_csv(device: Device, results: Sequence[Result]) -> str:
