@@ -72,7 +72,7 @@ class FP8PagePool(PagePool):
         self.ropes[layer][place] = k_rope
 
     def _get(self, layer: int, place: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        numbers = self.layers[layer][place]
+        numbers = self.layers[layer].view(torch.uint8)[place].view(FP8)
         if self.packed:
             tokens = dequantised(numbers, self.scales[layer], self.dtype)
             latent, k_rope = tokens.split([self.latent_width, self.rope_width], dim=-1)

@@ -129,7 +129,8 @@ class PagePool:
         """New pages with the contents of `pages`, in every layer."""
         taken = self.take(len(pages))
         for tensor in self.tensors:
-            tensor[taken] = tensor[pages]
+            rows = tensor.view(torch.uint8)  # not every device indexes FP8: bytes do
+            rows[taken] = rows[pages]
         return taken
 
     def write(self, layer: int, pages: Tensor, rows: Tensor, tokens: Tensor) -> None:

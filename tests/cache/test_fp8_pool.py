@@ -87,6 +87,17 @@ def test_a_fork_copies_scales_and_rope_keys_too(scale):
     assert not torch.equal(table.read(0)[:, 6], other.read(0)[:, 6])
 
 
+def test_there_may_be_no_rope_key():
+    pool = FP8PagePool(1, L, 0, pages=4, page_size=4)
+    table = BlockTable(pool, 1)
+    table.extend(2)
+    table.write(0, torch.ones(1, 2, L))
+    other = table.fork()
+    other.extend(1)
+    other.write(0, torch.zeros(1, 1, L))
+    assert torch.equal(other.read(0), torch.tensor([1.0, 1.0, 0.0])[None, :, None].expand(-1, -1, L))
+
+
 def test_latents_of_another_dtype_are_refused():
     pool, table, _ = filled(dtype=torch.bfloat16)
     before = [tensor.clone() for tensor in pool.tensors]
