@@ -245,9 +245,10 @@ def attend_latents(
             second = position
         of_keys = mask + b * mask_stride_b + position.to(tl.int64) * mask_stride_t
         if MASK != "none" and not BY_ROW:
-            bias = tl.load(of_keys, mask=seen, other=0)[None, :]  # [1, KEYS]
+            bias = tl.load(of_keys, mask=seen, other=0)  # [KEYS]
             if MASK == "bool":
-                seen = seen & (bias != 0).reshape([KEYS])
+                seen = seen & (bias != 0)
+            bias = bias[None, :]
         allowed = seen[None, :] & (position[None, :] <= last[:, None])
         if MASK != "none" and BY_ROW:
             of_rows = head.to(tl.int64) * mask_stride_n + query.to(tl.int64) * mask_stride_s

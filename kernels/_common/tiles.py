@@ -49,8 +49,8 @@ _TABLE: dict[str, Choice] = {
     "sm_80": Choice(Tiles(16, 32, 4, 3), Tiles(32, 32, 8, 3), Tiles(16, 32, 4, 3), _SMALL),
     "sm_90": Choice(Tiles(16, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 3), Tiles(64, 32, 8, 3)),
     # Tensor memory does not hold 64 x 512 sums beside the scores; 32 rows take no tensor memory.
-    "sm_100": Choice(Tiles(16, 64, 8, 3), Tiles(32, 32, 8, 3), Tiles(32, 16, 8, 3), _SMALL),
-    "sm_120": Choice(Tiles(16, 32, 4, 3), _SMALL, Tiles(32, 16, 8, 3), _SMALL),
+    "sm_100": Choice(Tiles(16, 64, 8, 3), Tiles(32, 32, 8, 3), Tiles(32, 16, 8, 3), Tiles(32, 16, 8, 3)),
+    "sm_120": Choice(Tiles(16, 32, 4, 3), _SMALL, Tiles(32, 16, 8, 3), Tiles(32, 16, 8, 3)),
     "gfx942": Choice(*[Tiles(16, 32, 4, 1)] * 4),
 }
 _FLOAT32 = Tiles(16, 16, 8, 2)

@@ -66,7 +66,12 @@ class Inputs:
 
 
 def make_inputs(
-    built: Built, workload: Workload, cache_kind: CacheKind, dtype: torch.dtype = torch.float32, seed: int = 1
+    built: Built,
+    workload: Workload,
+    cache_kind: CacheKind,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1,
+    device: torch.device | None = None,
 ) -> Inputs:
     """Random hidden states and cached latents of unit variance; mask and rope as transformers' model makes them.
 
@@ -78,7 +83,7 @@ def make_inputs(
     layer, generator = built.layer, torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator).to(device, dtype)
 
     hidden_states = random(1, workload.queries, layer.hidden)
     latent, rope_key = random(1, 1, workload.context, layer.L), random(1, 1, workload.context, layer.R)
@@ -102,7 +107,7 @@ def make_inputs(
         return static
 
     fresh_cache = static_cache if cache_kind == "static" else dynamic_cache
-    position_ids = torch.arange(workload.context, workload.keys)[None]
+    position_ids = torch.arange(workload.context, workload.keys, device=device)[None]
     mask: Any = create_causal_mask(
         config=built.config,
         inputs_embeds=hidden_states,

@@ -1,0 +1,147 @@
+"""One decode step of an unmodified transformers layer on a GPU: eager, absorbed by hand, stock Inductor and `mla`.
+
+`python -m mla_compile.bench.device_layer --layer v3 --contexts 4096 32768`
+
+One sequence in a static cache, bfloat16, compiled with `mode="reduce-overhead"`: a step that Inductor records in a CUDA
+graph. Each output is checked against float64 before it gets a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_compile.bench.layers import LAYERS, Built, Layer, build
+from mla_compile.bench.modes import MODES, Step, summary
+from mla_compile.bench.workloads import Workload, make_inputs
+
+FACTOR = 3.0
+"""A result may be this many times further from float64 than eager transformers in the same dtype."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to run the layer at a context."""
+
+    context: int
+    mode: str
+    seconds: float | None
+    error: float | None
+    """Greatest distance from float64, relative to the greatest element."""
+    note: str = ""
+
+
+def run(
+    layer: Layer,
+    contexts: Sequence[int],
+    modes: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    clock: Callable[[Callable[[], object]], float] | None = None,
+) -> list[Row]:
+    """Measure; `clock` None is the device's own. Compiled modes are compiled anew for each context."""
+    built = build(layer)
+    built = replace(built, attention=built.attention.to(device, dtype), rotary=built.rotary.to(device))
+    rows = []
+    with torch.no_grad():
+        for context in contexts:
+            print(f"{layer.name}, context {context}", file=sys.stderr, flush=True)
+            torch.compiler.reset()
+            exact_built = replace(built, attention=copy.deepcopy(built.attention).double())
+            exact = _once(exact_built, MODES["by-hand"](exact_built), context, device, torch.float64)
+            eager = _error(_once(built, MODES["eager"](built), context, device, dtype), exact)
+            del exact_built
+            allowed = FACTOR * max(eager, torch.finfo(dtype).eps)
+            rows += [_row(built, mode, context, device, dtype, exact, allowed, clock or _seconds) for mode in modes]
+    return rows
+
+
+def _row(
+    built: Built,
+    mode: str,
+    context: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    exact: Tensor,
+    allowed: float,
+    clock: Callable[[Callable[[], object]], float],
+) -> Row:
+    try:
+        step = _compiled(built, mode) if mode in ("inductor", "mla") else MODES[mode](built)
+        call = _call(built, step, context, device, dtype)
+        for _ in range(2):  # a CUDA graph is recorded at the second call
+            call()
+        error = _error(call(), exact)
+        if not error <= allowed:
+            return Row(context, mode, None, error, f"wrong: rounding explains {allowed:.1e}")
+        return Row(context, mode, clock(call), error)
+    except Exception as failure:  # whatever a compiler raises is a result of the benchmark, not its end
+        return Row(context, mode, None, None, f"failed: {summary(failure)}")
+
+
+def _compiled(built: Built, backend: str) -> Step:
+    compiled = torch.compile(built.attention, backend=backend, mode="reduce-overhead")
+    return lambda arguments: compiled(**arguments)[0]
+
+
+def _call(built: Built, step: Step, context: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """The step at always the same place of a static cache."""
+    arguments = make_inputs(built, Workload("decode", context), "static", dtype, device=device).arguments()
+    written: Any = arguments["past_key_values"].layers[0].cumulative_length
+
+    def call() -> Tensor:
+        written.fill_(context)
+        return step(arguments)
+
+    return call
+
+
+def _once(built: Built, step: Step, context: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return _call(built, step, context, device, dtype)().double()
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).abs().max() / exact.abs().max())
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Median by CUDA events, the second-level cache flushed before each call; what the host adds counts."""
+    import triton.testing
+
+    milliseconds: float = triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")
+    return milliseconds / 1000
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """A line for each, with the speed-up over stock Inductor."""
+    inductor = {row.context: row.seconds for row in rows if row.mode == "inductor"}
+    lines = [f"{'context':>8}  {'mode':<9}{'us':>9}  {'speed-up':>8}  error"]
+    for row in rows:
+        base = inductor.get(row.context)
+        time = "-" if row.seconds is None else f"{row.seconds * 1e6:.1f}"
+        speed_up = "-" if row.seconds is None or base is None else f"{base / row.seconds:.2f}"
+        error = "-" if row.error is None else f"{row.error:.0e}"
+        lines.append(f"{row.context:>8}  {row.mode:<9}{time:>9}  {speed_up:>8}  {error}  {row.note}".rstrip())
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m mla_compile.bench.device_layer")
+    parser.add_argument("--layer", choices=LAYERS, default="v3")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 32768], metavar="TOKENS")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error(f"expected a GPU that torch sees, found none (torch {torch.__version__})")
+    print(as_text(run(LAYERS[arguments.layer], arguments.contexts, arguments.modes, torch.device("cuda"))))
+
+
+if __name__ == "__main__":
+    main()

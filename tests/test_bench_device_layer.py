@@ -1,0 +1,72 @@
+"""A layer on a GPU, here on the CPU: what is timed is right, and what is wrong gets no time."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from mla_compile.bench import device_layer
+from mla_compile.bench.device_layer import Row, as_text, run
+from mla_compile.bench.layers import Layer
+
+TINY = Layer("tiny-v3", "deepseek_v3", hidden=64, N=4, Lq=24, L=32, P=16, R=8, V=12)
+CPU = torch.device("cpu")
+
+
+def once(call):
+    call()
+    return 0.002
+
+
+def measured(modes):
+    return run(TINY, [37], modes, CPU, torch.float32, once)
+
+
+def test_steps_are_right_call_after_call():
+    eager, by_hand = measured(["eager", "by-hand"])
+    assert [(row.context, row.mode, row.seconds, row.note) for row in (eager, by_hand)] == [
+        (37, "eager", 0.002, ""),
+        (37, "by-hand", 0.002, ""),
+    ]
+    assert 0 < by_hand.error < 1e-5
+
+
+def test_compiled_steps_are_right(monkeypatch):
+    compiled = torch.compile
+
+    def without_code(module, backend, mode):
+        assert (backend, mode) == ("mla", "reduce-overhead")
+        return compiled(module, backend="eager", fullgraph=True)
+
+    monkeypatch.setattr(torch, "compile", without_code)
+    (row,) = measured(["mla"])
+    assert (row.seconds, row.note) == (0.002, "")
+
+
+def test_what_is_wrong_or_fails_gets_no_time(monkeypatch):
+    def fail(arguments):
+        raise ValueError("no such thing")
+
+    others = {"more": lambda built: lambda arguments: built.attention(**arguments)[0] * 1.01, "none": lambda _: fail}
+    monkeypatch.setattr(device_layer, "MODES", device_layer.MODES | others)
+    more, none = measured(["more", "none"])
+    assert more.seconds is none.seconds is None
+    assert more.note.startswith("wrong: rounding explains")
+    assert none.note == "failed: ValueError: no such thing"
+
+
+def test_the_table():
+    text = as_text(
+        [Row(4096, "inductor", 2e-3, 1e-3), Row(4096, "mla", 1e-4, 1e-3), Row(4096, "eager", None, None, "x")]
+    )
+    assert [line.split() for line in text.splitlines()[1:]] == [
+        ["4096", "inductor", "2000.0", "1.00", "1e-03"],
+        ["4096", "mla", "100.0", "20.00", "1e-03"],
+        ["4096", "eager", "-", "-", "-", "x"],
+    ]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    rows = run(TINY, [64], ["eager", "inductor", "by-hand", "mla"], torch.device("cuda"))
+    assert {(row.mode, row.note) for row in rows} == {(mode, "") for mode in ("eager", "inductor", "by-hand", "mla")}
