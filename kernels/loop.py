@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from .merge_states.aten import share_of_second
@@ -73,7 +74,7 @@ def attend_over_chunks(
         _, size, tokens, causal_offset, mask, lengths, operands = given(leaves)
         wanted = start + torch.arange(size, device=start.device)
         positions = Positions(wanted, wanted.clamp(max=tokens - 1))
-        if mask is not None and mask.shape[3] != 1:
+        if mask is not None and not statically_known_true(mask.shape[3] == 1):
             there = positions.inside if lengths is None else positions.inside.clamp(max=mask.shape[3] - 1)
             mask = mask.index_select(3, there)
         bias = _bias(positions, mask, causal_offset, tokens if lengths is None else lengths, o.shape[2], o.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def causal_mask(queries: int, keys: int, causal_offset: int | None, device: torch.device) -> Tensor | None:
@@ -23,6 +24,19 @@ def softmax_with_lse(scores: Tensor, mask: Tensor | None, causal: Tensor | None)
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if causal is not None:
         scores = scores.masked_fill(~causal, -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+    lse = _logsumexp(scores)
     weights = torch.softmax(scores, dim=-1).masked_fill(lse == -torch.inf, 0.0)
     return weights, lse.squeeze(-1)
+
+
+def _logsumexp(scores: Tensor) -> Tensor:
+    """Of the last dim, which stays as 1; -inf of no scores.
+
+    torch's own asks whether there are any, which a graph may not know before it runs.
+    """
+    if statically_known_true(scores.numel() > 0):
+        return torch.logsumexp(scores, dim=-1, keepdim=True)
+    scores = torch.cat([scores, scores.new_full((*scores.shape[:-1], 1), -torch.inf)], dim=-1)
+    highest = scores.amax(dim=-1, keepdim=True)
+    highest = torch.where(highest.isinf(), 0.0, highest)
+    return (scores - highest).exp().sum(dim=-1, keepdim=True).log() + highest

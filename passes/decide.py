@@ -24,7 +24,7 @@ from .by_size import BY_SIZE, BySize
 from .mask import Meaning
 from .seen import Seen
 from .site import Site
-from .sizes import hints_of, is_unbacked
+from .sizes import hints_of, unbacked_in
 from .source import Refusal, where
 from .symbols import Renaming
 
@@ -89,7 +89,9 @@ def decide(
         if any(isinstance(size, sympy.Expr) for size in sizes.values()):
             reason = f"the fastest one at all declared sizes ({numbers})"
     elif ranges is not None:
-        if paths == _DENSE and named is None and site.attention.opaque is None:
+        # torch.cond compares the strides of its branches, which it cannot where only a run knows the output's sizes.
+        comparable = not (unbacked_in(sizes["B"]) or unbacked_in(sizes["Sq"]))
+        if paths == _DENSE and named is None and site.attention.opaque is None and comparable:
             times = (times_of(path, Dims(**sizes), device, element_size, workspace_tokens) for path in paths)
             return Choice(BY_SIZE, f"the faster one at the sizes of each run ({numbers})", (), BySize(*times))
         reason += " in the exported example, right for all sizes"
@@ -98,7 +100,7 @@ def decide(
         _refuse_wide_latent(site, sizes)
     if ranges is not None:
         return Choice(decision.path, reason)
-    unbacked = set().union(*(filter(is_unbacked, condition.free_symbols) for condition in conditions))
+    unbacked = set[sympy.Symbol]().union(*map(unbacked_in, conditions))
     if unbacked:  # nothing can guard what only a run knows
         reason += f", taking {', '.join(f'{s} for {hint[s]}' for s in sorted(unbacked, key=str))}"
         conditions = tuple(condition for condition in conditions if not condition.free_symbols & unbacked)

@@ -52,9 +52,10 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
     return tuple(size_of(size) for size in node.meta["val"].shape)
 
 
-def is_unbacked(symbol: sympy.Symbol) -> bool:
-    """Whether only a run knows the symbol: what an element of a tensor says (`.item()`), or how many were counted."""
-    return bool(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)))
+def unbacked_in(expression: Size | sympy.Basic) -> set[sympy.Symbol]:
+    """The symbols that only a run knows: what an element of a tensor says (`.item()`), or how many were counted."""
+    unbacked = SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT
+    return {symbol for symbol in sympy.sympify(expression).free_symbols if symbol_is_type(symbol, unbacked)}
 
 
 def hint_of(symbol: sympy.Symbol, environment: ShapeEnv) -> int:
@@ -62,7 +63,7 @@ def hint_of(symbol: sympy.Symbol, environment: ShapeEnv) -> int:
 
     What only a run knows is taken for Inductor's `unbacked_symint_fallback`, or what of its range is nearest to that.
     """
-    if is_unbacked(symbol):
+    if unbacked_in(symbol):
         bounds = environment.var_to_range[symbol]
         return int(min(max(sympy.Integer(inductor_config.unbacked_symint_fallback), bounds.lower), bounds.upper))
     ask = getattr(environment, "guarding_hint_or_throw", None) or environment.size_hint  # renamed in torch 2.12
@@ -78,6 +79,6 @@ def hints_of(sizes: Iterable[Size], environment: ShapeEnv) -> dict[sympy.Symbol,
     known = [sympy.sympify(size) for size in sizes]
     hints = {symbol: hint_of(symbol, environment) for size in known for symbol in size.free_symbols}
     if any(size.subs(hints) < 1 for size in known):
-        least = {symbol: environment.var_to_range[symbol].lower for symbol in hints if is_unbacked(symbol)}
+        least = {symbol: environment.var_to_range[symbol].lower for symbol in hints if unbacked_in(symbol)}
         hints |= {symbol: int(max(bound, sympy.Integer(0))) for symbol, bound in least.items()}
     return hints

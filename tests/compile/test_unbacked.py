@@ -4,61 +4,13 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 
 import mla_compile
 from tests.errors import assert_as_close_as_eager
-from tests.models import HIDDEN, L, N, P, R, V
+from tests.models import HIDDEN, L, R
+from tests.unbacked import Attention, first, from_one_on, more, some_keys, some_queries
 
 CAPTURE = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
-
-
-class Attention(nn.Module):
-    """Queries of `x` [B, S, HIDDEN] attend to a cache [B, T, L + R], of which and of what `take` says."""
-
-    def __init__(self, take):
-        super().__init__()
-        self.take = take
-        self.q_proj = nn.Linear(HIDDEN, N * (P + R), bias=False)
-        self.kv_b_proj = nn.Linear(L, N * (P + V), bias=False)
-
-    def forward(self, x, cache, number):
-        x, cache = self.take(x, cache, number)
-        q = self.q_proj(x).unflatten(-1, (N, P + R)).transpose(1, 2)
-        latent, k_rope = cache.split([L, R], dim=-1)
-        k_nope, v = self.kv_b_proj(latent).unflatten(-1, (N, P + V)).transpose(1, 2).split([P, V], dim=-1)
-        k = torch.cat([k_nope, k_rope[:, None].expand(-1, N, -1, -1)], dim=-1)
-        return scaled_dot_product_attention(q, k, v)
-
-
-def first(x, cache, number):
-    length = number.item()
-    torch._check(length >= 1)
-    torch._check(length <= cache.shape[1])
-    return x, cache[:, :length]
-
-
-def from_one_on(x, cache, number):
-    start = number.item()
-    torch._check(start >= 0)
-    torch._check(start < cache.shape[1])
-    return x, cache[:, start:]
-
-
-def more(x, cache, number):
-    count = number.item()
-    torch._check(count >= 0)
-    return x, torch.cat([cache, cache.new_ones(cache.shape[0], count, L + R)], dim=1)
-
-
-def some_keys(x, cache, number):
-    return x, cache[:, (torch.arange(cache.shape[1]) % number != 0).nonzero()[:, 0]]
-
-
-def some_queries(x, cache, number):
-    return x[:, (torch.arange(x.shape[1]) < number).nonzero()[:, 0]], cache
-
 
 CASES = {
     "first": (first, 1, "absorbed"),

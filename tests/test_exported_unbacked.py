@@ -1,0 +1,40 @@
+"""Exported programs whose sizes only a run knows: rewritten and lowered, as right as eager."""
+
+import copy
+
+import pytest
+import torch
+from torch.export import Dim
+
+import mla_compile
+from tests.errors import assert_as_close_as_eager
+from tests.models import HIDDEN, L, R
+from tests.unbacked import Attention, first, from_one_on, some_queries
+
+pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
+
+
+def masked(x, cache, number):
+    """The first keys, under a mask of their own."""
+    x, kept = first(x, cache, number)
+    return x, kept, (torch.arange(cache.shape[1]) != 1)[None, : kept.shape[1]]
+
+
+@pytest.mark.parametrize(
+    ("take", "path"),
+    [(from_one_on, "absorbed or chunked"), (masked, "absorbed or chunked"), (some_queries, "chunked")],
+)
+def test_rewritten_and_lowered_they_are_right(take, path):
+    module = Attention(take)
+    example = torch.randn(3, 4, HIDDEN), torch.randn(3, 12, L + R), torch.tensor(5)
+    program = torch.export.export(module, example, dynamic_shapes=({1: Dim.AUTO}, {1: Dim.AUTO}, None))
+    rewritten = mla_compile.rewrite(program)
+    (site,) = mla_compile.last_report().sites
+    assert site.path == path
+    runs = rewritten.module(), mla_compile.lower(rewritten).module()
+    for queries, tokens, number in ((3, 9, 2), (7, 40, 6)):
+        arguments = torch.randn(3, queries, HIDDEN), torch.randn(3, tokens, L + R), torch.tensor(number)
+        eager = module(*arguments)
+        exact = copy.deepcopy(module).double()(*(t.double() for t in arguments[:2]), arguments[2])
+        for run in runs:
+            assert_as_close_as_eager(run(*arguments), eager, exact)
