@@ -11,10 +11,10 @@ from .._common.machine import Machine
 from .._common.tiles import LEAST, Tiles, family, power_of_two
 
 _TABLE = {
-    "sm_80": Tiles(128, 32, 8, 2),
-    "sm_90": Tiles(128, 64, 8, 2),
-    "sm_100": Tiles(128, 64, 8, 2),
-    "sm_120": Tiles(64, 32, 4, 2),
+    "sm_80": Tiles(128, 32, 8, 3),
+    "sm_90": Tiles(128, 64, 8, 3),
+    "sm_100": Tiles(128, 64, 8, 3),
+    "sm_120": Tiles(64, 32, 4, 3),
     "gfx942": Tiles(64, 32, 4, 1),
 }
 _WIDEST = 128
