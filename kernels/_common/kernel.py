@@ -76,8 +76,10 @@ def look_up(
     return found
 
 
-# Numbers that change from call to call and that no address is a multiple of.
+# Numbers that change from call to call, as sequences grow, and from which no wide load follows: the kernel is not
+# compiled anew because one became a multiple of 16, or 1.
 _ANY_VALUE = ("scale", "queries", "heads", "tokens", "cached", "causal_offset", "parts", "fixed")
+_ANY_VALUE += ("table_stride_0", "mask_stride_b", "mask_stride_n", "mask_stride_s")
 
 
 @triton.jit(do_not_specialize=_ANY_VALUE)

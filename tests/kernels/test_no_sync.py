@@ -26,14 +26,14 @@ def queries(batch, count):
     return made(batch, count, 16, 512), made(batch, count, 16, 64)
 
 
-def decode(batch=3, count=2, mask=None, first=None, fp8=False, split_tokens=None):
+def decode(batch=3, count=2, mask=None, first=None, fp8=False, split_tokens=None, pages_each=32):
     pages = made(100, 64, 576)
     cache = pages[..., :512], pages[..., 512:]
     scales = None
     if fp8:
         numbers, scales, ropes = RowLayout(512, 64, torch.bfloat16).views(made(100, 64, 656, dtype=torch.uint8))
         cache = numbers, ropes
-    table, lengths = made(batch, 32, dtype=torch.int32), made(batch, dtype=torch.int32)
+    table, lengths = made(batch, pages_each, dtype=torch.int32), made(batch, dtype=torch.int32)
     arguments = *queries(batch, count), *cache, table, lengths, True, 0.1, scales, split_tokens, mask, first
     return paged.paged_latent_attention_gpu(*arguments)
 
@@ -55,9 +55,9 @@ def chunks_of_pages(mask=None, causal=True, counts=None, fp8=False):
     return prefill.paged_expanded_attention_gpu(*arguments, causal, 0.1, 1024, scales, mask, starts, counts)
 
 
-def rows(mask=None, causal_offset=None):
+def rows(mask=None, causal_offset=None, tokens=900):
     return latent_attention.latent_attention_gpu(
-        *queries(2, 3), made(2, 900, 512), made(2, 900, 64), mask, causal_offset, 0.1
+        *queries(2, 3), made(2, tokens, 512), made(2, tokens, 64), mask, causal_offset, 0.1
     )
 
 
@@ -124,3 +124,31 @@ def test_the_aten_path_would_be_caught():
     tokens, rows = (made(7, 512), made(7, 64)), made(10, 64, 656, dtype=torch.uint8)
     with pytest.raises((RuntimeError, NotImplementedError), match=r"meta"):
         append_latents.append_latents_aten(*tokens, made(7, dtype=torch.int64), rows)
+
+
+GROWING = {
+    "rows": lambda n: rows(made(2, 1, 1, n, dtype=torch.bool), tokens=n),
+    "rows under a limit": lambda n: rows(made(2, 1, 3, n, dtype=torch.float32), n - 3, n),
+    "pages": lambda n: decode(pages_each=n // 32),
+    "pages under a mask": lambda n: decode(mask=made(3, 1, 1, n // 32 * 64, dtype=torch.bool), pages_each=n // 32),
+}
+
+
+@pytest.mark.parametrize("call", GROWING.values(), ids=GROWING)
+def test_nothing_is_compiled_anew_as_a_sequence_grows(launches, call):
+    """Triton compiles for whole numbers that are 1 or a multiple of 16, unless told not to."""
+    from mla_compile.kernels._common.kernel import attend_latents
+
+    compiled = []
+    for tokens in (901, 960, 1023, 1024):
+        launches.clear()
+        call(tokens)
+        _, arguments, constants = launches[0]
+        told = [
+            "any" if parameter.do_not_specialize else (argument == 1, argument % 16 == 0)
+            for parameter, argument in zip(attend_latents.params, arguments, strict=False)
+            if isinstance(argument, int)
+        ]
+        assert "any" in told
+        compiled.append((told, constants))
+    assert all(one == compiled[0] for one in compiled)
