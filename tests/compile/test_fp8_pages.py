@@ -34,7 +34,7 @@ def read(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Te
 def attend(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, lengths: Tensor) -> Tensor:
     k_nope, v = (latent @ weight.T).unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], dim=-1)
     k = torch.cat([k_nope, k_rope[:, None].expand(-1, N, -1, -1)], dim=-1)
-    seen = torch.arange(latent.shape[1]) < lengths[:, None, None, None]
+    seen = torch.arange(latent.shape[1], device=q.device) < lengths[:, None, None, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
 
@@ -42,7 +42,7 @@ def step(
     q: Tensor, weight: Tensor, pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor, lengths: Tensor, new: Tensor
 ) -> Tensor:
     last = lengths - 1
-    place = table[torch.arange(len(table)), last // PAGE_SIZE], last % PAGE_SIZE
+    place = table[torch.arange(len(table), device=q.device), last // PAGE_SIZE], last % PAGE_SIZE
     write(pages, scales, rope, place, new)
     return attend(q, *read(pages, scales, rope, table), weight, lengths)
 

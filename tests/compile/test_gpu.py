@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import mla_compile
+from tests.compile import test_fp8_pages as fp8
 from tests.errors import assert_as_close_as_eager
 
 pytestmark = pytest.mark.gpu
@@ -54,6 +55,37 @@ def test_pages(mode):
     (site,) = mla_compile.last_report().sites
     assert site.reason.endswith("reads the pages")
     assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pages_in_fp8(mode):
+    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Inductor generates no e4m3 for this GPU")
+    check_pages_in_fp8(mode, "cuda")
+
+
+def check_pages_in_fp8(mode, device):
+    numbers, scales = torch.randn(64, fp8.PAGE_SIZE, fp8.L).to(fp8.FP8), torch.rand(64, fp8.PAGE_SIZE, fp8.G)
+    rope, table = torch.randn(64, fp8.PAGE_SIZE, fp8.R), torch.randperm(64)[:40].view(2, 20)
+    # Numbers of e4m3 with 7, that is 448 over a power of two, in each group: no rounding decides what is written.
+    new = torch.randn(2, fp8.L + fp8.R).clamp(-6, 6).to(fp8.FP8).float()
+    new[:, : fp8.L : fp8.L // fp8.G] = 7.0
+    q, weight = torch.randn(2, fp8.N, 1, fp8.P + fp8.R), torch.randn(fp8.N * (fp8.P + fp8.V), fp8.L) / fp8.L**0.5
+    given = [t.to(device, copy=True) for t in (q, weight, numbers, scales, rope, table)]
+    for tensor in given[2:5]:
+        torch._dynamo.mark_static_address(tensor)  # else no CUDA graph may write to it
+    compiled = torch.compile(fp8.step, backend="mla", mode=mode, fullgraph=True)
+    for lengths in ([301, 46], [302, 47], [5, 320]):  # the same graph for all
+        lengths = torch.tensor(lengths)
+        eager = fp8.step(q, weight, numbers, scales, rope, table, lengths, new)  # not every device indexes FP8
+        keys = (t.double() for t in fp8.read(numbers, scales, rope, table))
+        exact = fp8.attend(q.double(), *keys, weight.double(), lengths)
+        result = compiled(*given, lengths.to(device), new.to(device)).cpu()
+        # Absorbed scores add up L = 32 products of sums, eager's the P = 16 that are up-projected.
+        assert_as_close_as_eager(result, eager, exact, factor=4.0)
+        assert torch.equal(given[2].view(torch.uint8).cpu(), numbers.view(torch.uint8))
+    (site,) = mla_compile.last_report().sites
+    assert site.reason.endswith("reads the pages")
 
 
 @pytest.mark.parametrize("mode", MODES)
