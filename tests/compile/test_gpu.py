@@ -1,4 +1,4 @@
-"""Compiled on a GPU: prefill, decode and several tokens over a dense cache, decode over pages, CUDA graphs included."""
+"""Compiled on a GPU: prefill, decode and several tokens over a dense cache and over pages, CUDA graphs included."""
 
 import copy
 import runpy
@@ -9,6 +9,7 @@ import torch
 
 import mla_compile
 from tests.compile import test_fp8_pages as fp8
+from tests.compile import test_pool_size as layers
 from tests.errors import assert_as_close_as_eager
 
 pytestmark = pytest.mark.gpu
@@ -114,3 +115,39 @@ def test_a_static_cache(mode):
     assert len(reports) == 2  # one token, and several
     assert all(site.path == "absorbed" for report in reports for site in report.sites)
     assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("tokens", "path"), [(4, "absorbed"), (300, "chunked")])
+def test_several_tokens_over_pages_of_unequal_sequences(tokens, path, mode):
+    options = torch._inductor.list_mode_options(mode) | {"mla.path": path}
+    compiled = torch.compile(layers.step, backend="mla", options=options, fullgraph=True)
+    q, pools, table, _, weight, new = layers.inputs(tokens, 200)
+    pools = [pool.cuda() for pool in pools]
+    q, table, weight, new = (t.cuda() for t in (q, table, weight, new))
+    for lengths in ([640, 310], [301, 640], [500, 500]):  # the same graph for all
+        given = table, torch.tensor(lengths, device="cuda"), weight, new
+        doubles = (t.double() if t.is_floating_point() else t for t in given)
+        exact = layers.step(q.double(), [pool.double() for pool in pools], *doubles)
+        eager = layers.step(q, [pool.clone() for pool in pools], *given)
+        assert_as_close_as_eager(compiled(q, pools, *given), eager, exact)
+    sites = mla_compile.last_report().sites
+    assert [site.path for site in sites] == [path] * len(pools)
+    assert all(site.reason.endswith("reads the pages") for site in sites)
+
+
+@pytest.mark.parametrize(("tokens", "path"), [(1, "absorbed"), (300, "chunked")])
+def test_memory_does_not_know_the_pool(tokens, path):
+    compiled = torch.compile(layers.step, backend="mla", options={"mla.path": path}, fullgraph=True)
+    taken = []
+    for pages in (layers.SMALL, layers.LARGE):
+        q, pools, *rest = layers.inputs(tokens, pages)
+        given = q.cuda(), [pool.cuda() for pool in pools], *(t.cuda() for t in rest)
+        for pool in given[1]:
+            torch._dynamo.mark_dynamic(pool, 0)
+        compiled(*given)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        compiled(*given)
+        taken.append(torch.cuda.max_memory_allocated() - before)
+    assert taken[0] == taken[1]

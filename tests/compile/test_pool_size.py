@@ -25,12 +25,12 @@ SMALL, LARGE = (8 << 20) // PAGE_BYTES, (512 << 20) // PAGE_BYTES
 
 
 def by_index_put(pool: Tensor, table: Tensor, lengths: Tensor, new: Tensor) -> None:
-    place = lengths[:, None] - new.shape[1] + torch.arange(new.shape[1])
+    place = lengths[:, None] - new.shape[1] + torch.arange(new.shape[1], device=new.device)
     pool[table.gather(1, place // PAGE_SIZE), place % PAGE_SIZE] = new
 
 
 def by_index_copy(pool: Tensor, table: Tensor, lengths: Tensor, new: Tensor) -> None:
-    place = lengths[:, None] - new.shape[1] + torch.arange(new.shape[1])
+    place = lengths[:, None] - new.shape[1] + torch.arange(new.shape[1], device=new.device)
     slots = table.gather(1, place // PAGE_SIZE) * PAGE_SIZE + place % PAGE_SIZE
     pool.view(-1, L + R).index_copy_(0, slots.flatten(), new.flatten(0, 1))
 
@@ -51,8 +51,8 @@ WRITES: tuple[Callable[[Tensor, Tensor, Tensor, Tensor], None], ...] = by_index_
 def step(q: Tensor, pools: list[Tensor], table: Tensor, lengths: Tensor, weight: Tensor, new: Tensor) -> Tensor:
     """The last Sq of `lengths` tokens of each sequence, in naive MLA."""
     outputs = []
-    last = lengths[:, None] - q.shape[2] + torch.arange(q.shape[2])
-    seen = (torch.arange(ENTRIES * PAGE_SIZE) <= last[..., None])[:, None]
+    last = lengths[:, None] - q.shape[2] + torch.arange(q.shape[2], device=q.device)
+    seen = (torch.arange(ENTRIES * PAGE_SIZE, device=q.device) <= last[..., None])[:, None]
     for pool, write in zip(pools, WRITES, strict=True):
         write(pool, table, lengths, new)
         latent, k_rope = pool[table].flatten(1, 2).split([L, R], dim=-1)

@@ -28,8 +28,8 @@ class Stack(nn.Module):
 def traced(monkeypatch):
     """The paths of the sites that were traced."""
     paths = []
-    trace = rewrite._trace
-    monkeypatch.setattr(rewrite, "_trace", lambda emit, values: paths.append(emit.path) or trace(emit, values))
+    trace = rewrite.graph_of
+    monkeypatch.setattr(rewrite, "graph_of", lambda emit, values: paths.append(emit.path) or trace(emit, values))
     return paths
 
 
