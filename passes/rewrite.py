@@ -139,7 +139,7 @@ class _Emit:
         self.site, self.path, self.workspace_tokens, self.kept = site, path, workspace_tokens, kept
         self.pages = pages = kept if isinstance(kept, Pages) else None
         self.seen = Seen(site, meaning)
-        self.dense_lengths = kept is None and path == "absorbed" and _has_lengths(self.seen)
+        self.dense_lengths = kept is None and _has_lengths(self.seen, path)
         paged = self.dense_lengths or (pages is not None and path != "sparse")
         self.kind = "paged" if paged else path
         keys = [site.latent, *(rope.key.read for rope in site.ropes)]
@@ -193,8 +193,8 @@ class _Emit:
             assert w_uk is not None
             assert w_uv is not None
             q = torch.cat([q_nope, q_rope], dim=-1) if q_rope.shape[-1] else q_nope
-            if self.pages is not None:
-                o, lse = self._chunks_of_pages(read, self.pages, (q, latent, k_rope), (w_uk, w_uv), scales)
+            if self.kind == "paged":
+                o, lse = self._chunks_of_pages(read, (q, latent, k_rope), (w_uk, w_uv), scales)
             else:
                 o, lse = torch.ops.mla.expanded_attention(
                     q, latent, k_rope, w_uk, w_uv, seen, offset, scale, self.workspace_tokens
@@ -255,18 +255,22 @@ class _Emit:
     def _chunks_of_pages(
         self,
         read: Reader,
-        pages: Pages,
         operands: tuple[Tensor, Tensor, Tensor],
         weights: tuple[Tensor, Tensor],
         scales: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        """Of a dense cache each sequence is one page."""
         q, latent, k_rope = operands
-        table, rows = self._table(read, pages, latent), latent.shape[1]
-        keys = self.site.sizes["T"]
-        if not same(product([pages.page.size, 1 if pages.row is None else pages.row.size]), keys):
-            # Chunks are laid over the whole of a table. An index and no slice, which would be guarded on its size.
-            count: Any = read.realize(keys)
-            table = table.index_select(1, torch.arange((count + rows - 1) // rows, device=table.device))
+        if self.pages is None:
+            table = torch.arange(latent.shape[0], device=latent.device).unsqueeze(1)
+        else:
+            table = self._table(read, self.pages, latent)
+            rows, keys = self.pages.row, self.site.sizes["T"]
+            if not same(product([self.pages.page.size, 1 if rows is None else rows.size]), keys):
+                # Chunks are laid over the whole of a table. An index and no slice, which would be guarded on its size.
+                count: Any = read.realize(keys)
+                count = (count + latent.shape[1] - 1) // latent.shape[1]
+                table = table.index_select(1, torch.arange(count, device=table.device))
         mask, causal, lengths, positions = self.seen.in_pages(read, table)
         o: Tensor
         lse: Tensor
@@ -312,13 +316,16 @@ _LOOK_AT_MASKS = {"cpu"}
 """Devices whose kernels see in a mask which keys there are, and touch no others."""
 
 
-def _has_lengths(seen: Seen) -> bool:
+def _has_lengths(seen: Seen, path: str) -> bool:
     """Whether a dense cache is better taken for pages, one a sequence: up to lengths that the device knows.
 
-    A static cache under CUDA graphs: a mask over all that it has room for would be all that is known of its keys.
+    A static cache under CUDA graphs: a mask over all that it has room for would be all that is known of its keys. A
+    batch of unequal prompts: no chunk needs a mask, and none is attended to by those that it lies behind (on CPU, where
+    a mask's values are looked at, 1,024 tokens take 13 % less time under lengths, 28 % under lengths and causal).
     """
     device = seen.site.node.meta["val"].device.type
-    return device not in _LOOK_AT_MASKS and seen.bounds is not None and bool(seen.bounds.reads)
+    better = path == "chunked" or (path == "absorbed" and device not in _LOOK_AT_MASKS)
+    return better and seen.bounds is not None and bool(seen.bounds.reads)
 
 
 def _scales(read: Reader, kept: Pages | Fp8Keys, latent: Tensor) -> Tensor | None:

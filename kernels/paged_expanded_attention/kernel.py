@@ -16,7 +16,7 @@ import triton.language as tl
 from .._common.attend import load_latents
 
 
-@triton.jit(do_not_specialize=("begin", "keys"))
+@triton.jit(do_not_specialize=("begin", "keys", "page_size"))
 def gather_chunk(
     latent,
     rope,
@@ -27,6 +27,7 @@ def gather_chunk(
     rope_out,
     begin,
     keys,
+    page_size,
     latent_stride_0,
     latent_stride_1,
     rope_stride_0,
@@ -36,7 +37,6 @@ def gather_chunk(
     scale_stride_2,
     table_stride_0,
     table_stride_1,
-    PAGE: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
     A: tl.constexpr,
@@ -55,9 +55,9 @@ def gather_chunk(
     place = tl.program_id(0) % tiles * KEYS + tl.arange(0, KEYS)  # [KEYS], in the chunk
     position = begin + place
     seen = (place < keys) & (position < tl.load(lengths + b).to(tl.int32))
-    entries = table + b * table_stride_0 + (position // PAGE).to(tl.int64) * table_stride_1
+    entries = table + b * table_stride_0 + (position // page_size).to(tl.int64) * table_stride_1
     page = tl.load(entries, mask=seen, other=0).to(tl.int64)
-    row = (position % PAGE).to(tl.int64)
+    row = (position % page_size).to(tl.int64)
     scale_offsets = page * scale_stride_0 + row * scale_stride_1
     dtype: tl.constexpr = latent_out.dtype.element_ty
     out = b * keys + place  # rows of the outputs

@@ -65,6 +65,7 @@ def paged_expanded_attention_triton(
             rope_out,
             chunk.start,
             count,
+            pages.page_size,
             *pages.latent.stride()[:2],
             *pages.rope.stride()[:2],
             *strides_of(pages.scales, 3),
@@ -83,7 +84,6 @@ def constants_of(machine: Machine, pages: Pages) -> dict[str, Any]:
     rank, rope = pages.latent.shape[2], pages.rope.shape[2]
     first, second = columns(rank)
     return {
-        "PAGE": pages.page_size,
         "L": rank,
         "R": rope,
         "A": first,

@@ -1,4 +1,7 @@
-"""A dense cache of which sequences have so many keys: on a GPU a page of its own for each, read up to its length."""
+"""A dense cache of which sequences have so many keys: a page of its own for each, read up to its length.
+
+Prefill does so on any device, decoding on a GPU.
+"""
 
 import pytest
 import torch
@@ -6,9 +9,10 @@ from mla_compile.passes import rewrite as rewriting
 
 from tests.passes.graphs import capture, rewrite, run
 from tests.passes.test_bounds import LENGTHS, NEAR_MISSES, SPELLINGS, T
-from tests.passes.test_pages import PAGED, L, R, attend, inputs
+from tests.passes.test_pages import OPS, PAGED, L, R, attend, inputs
 
 DENSE = torch.ops.mla.latent_attention.default
+CHUNKED = torch.ops.mla.expanded_attention.default
 
 
 @pytest.fixture
@@ -16,7 +20,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(rewriting, "_LOOK_AT_MASKS", set())
 
 
-def rewritten(mask, queries):
+def rewritten(mask, queries, path="absorbed"):
     """The ops that attend after the passes, which give the same in float64."""
     q, _, _, weight = (t.double() for t in inputs(queries=queries))
     cache = torch.randn(2, T, L + R, dtype=torch.float64)
@@ -25,12 +29,12 @@ def rewritten(mask, queries):
         return attend(q, cache, weight, mask=mask(lengths, queries))
 
     module = capture(decode, q, cache, weight, torch.tensor(LENGTHS[0]))
-    (outcome,) = rewrite(module)
-    assert outcome.path == "absorbed"
+    (outcome,) = rewrite(module, path)
+    assert outcome.path == path
     for lengths in map(torch.tensor, LENGTHS):
         given = q, cache, weight, lengths
         torch.testing.assert_close(run(module, *given), decode(*given), rtol=0, atol=1e-13)
-    return [node for node in module.graph.nodes if node.target in (PAGED, DENSE)]
+    return [node for node in module.graph.nodes if node.target in (*OPS.values(), DENSE, CHUNKED)]
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -66,3 +70,26 @@ def test_a_limit_that_the_graph_knows_stays_an_offset():
 def test_a_cpu_looks_at_the_mask():
     (op,) = rewritten(SPELLINGS["before the length"][0], 1)
     assert op.target is DENSE
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+def test_lengths_take_the_place_of_a_mask_over_chunks(spelling):
+    mask, _, causal = spelling
+    (op,) = rewritten(mask, 3, "chunked")
+    assert op.target is OPS["chunked"]
+    assert op.args[1].meta["val"].shape == (2, T, L)
+    assert op.args[3].meta["val"].shape == (2, 1)
+    assert op.args[7] == causal
+    assert not any(getattr(n.meta["val"], "dtype", None) == torch.bool for n in op.graph.nodes if n.op != "output")
+
+
+@pytest.mark.parametrize("mask", NEAR_MISSES.values(), ids=NEAR_MISSES)
+def test_what_is_no_number_of_keys_stays_a_mask_over_chunks(mask):
+    (op,) = rewritten(mask, 3, "chunked")
+    assert op.target is CHUNKED
+    assert op.args[5] is not None
+
+
+def test_a_limit_that_the_graph_knows_stays_an_offset_over_chunks():
+    (op,) = rewritten(lambda n, q: torch.arange(T) <= torch.arange(q)[:, None] + 6, 3, "chunked")
+    assert (op.target, op.args[5], op.args[6]) == (CHUNKED, None, 6)
