@@ -57,6 +57,9 @@ def attend_over_chunks(
         stop = lengths.max()
     elif causal_offset is not None:
         stop = torch.sym_min(tokens, queries + causal_offset)
+    if not isinstance(queries, int) or queries == 0:
+        # CPU flash attention of no queries ends the process, and torch takes symbolic sizes for more than 1.
+        stop = stop * torch.ones(queries, dtype=torch.bool, device=zeros.device).any()
     size = torch.sym_min(size, tokens)
     taken, spec = pytree.tree_flatten((stop, size, tokens, causal_offset, mask, lengths, operands))
     _part(taken)

@@ -8,7 +8,7 @@ from torch.export import Dim
 
 import mla_compile
 from tests.errors import assert_as_close_as_eager
-from tests.models import HIDDEN, L, R
+from tests.models import HIDDEN, L, N, R, V
 from tests.unbacked import Attention, first, from_one_on, some_queries
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
@@ -38,3 +38,20 @@ def test_rewritten_and_lowered_they_are_right(take, path):
         exact = copy.deepcopy(module).double()(*(t.double() for t in arguments[:2]), arguments[2])
         for run in runs:
             assert_as_close_as_eager(run(*arguments), eager, exact)
+
+
+def everything(x, cache, number):
+    return x, cache
+
+
+@pytest.mark.parametrize(
+    ("take", "queries", "number"), [(some_queries, 4, 0), (everything, 0, 2)], ids=["none counted", "none given"]
+)
+@pytest.mark.parametrize("path", ["absorbed", "chunked"])
+def test_lowered_they_attend_with_no_query(path, take, queries, number):
+    module = Attention(take)
+    example = torch.randn(3, 4, HIDDEN), torch.randn(3, 12, L + R), torch.tensor(2)
+    program = torch.export.export(module, example, dynamic_shapes=({1: Dim("S", min=0, max=64)}, None, None))
+    program = mla_compile.rewrite(program, options={"mla.path": path, "mla.strict": True})
+    result = mla_compile.lower(program).module()(example[0][:, :queries], example[1], torch.tensor(number))
+    assert result.shape == (3, N, 0, V)
