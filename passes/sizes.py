@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,9 +12,10 @@ import torch
 from torch import fx
 from torch._inductor import config as inductor_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from .axes import Size
+from .axes import Size, quotient
 
 
 def size_of(value: Any) -> Size:
@@ -21,10 +23,21 @@ def size_of(value: Any) -> Size:
     if isinstance(value, fx.Node):
         value = value.meta["val"]
     if isinstance(value, torch.SymInt):
-        expression = sympy.sympify(value.node.expr).xreplace(_equal_symbols(value.node.shape_env))
+        expression = _divided(sympy.sympify(value.node.expr).xreplace(_equal_symbols(value.node.shape_env)))
         return int(expression) if isinstance(expression, sympy.Integer) else expression
     assert isinstance(value, int)
     return value
+
+
+@lru_cache(maxsize=1024)
+def _divided(expression: sympy.Expr) -> sympy.Expr:
+    """Without the floors of quotients that have no rest: `a**2 * b // a`, where one symbol is two sizes."""
+
+    def exact(numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr:
+        ratio = quotient(numerator, denominator)
+        return FloorDiv(numerator, denominator) if ratio is None else sympy.sympify(ratio)
+
+    return expression.replace(FloorDiv, exact) if expression.has(FloorDiv) else expression
 
 
 _EQUAL: WeakKeyDictionary[ShapeEnv, tuple[int, dict[sympy.Symbol, sympy.Expr]]] = WeakKeyDictionary()
