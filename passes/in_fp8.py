@@ -57,7 +57,7 @@ def dequantized_read(trace: Trace, node: fx.Node) -> Form | None:
                     return None
                 trace.lookups[node] = scaled(lookup, factor.term.read if by is None else by)
                 return whole
-            if lookup is None and numbers is not None and numbers.by is None:
+            if lookup is None and numbers is not None and numbers.by is None and _may_be_cached(whole):
                 trace.numbers[node] = replace(numbers, by=factor.term.read)
                 return whole
     except Unaligned:
@@ -109,6 +109,14 @@ def groups_of(scales: Read, columns: Dim, tokens: Sequence[Dim]) -> Dim | None:
     groups = columns[: len(scales.axes - everywhere)]
     over = {axis for dim in tokens if scales.axes & set(dim) for axis in dim}
     return groups if scales.axes == {*groups, *over} else None
+
+
+def _may_be_cached(form: Form) -> bool:
+    """Whether a tensor that scales divide so is a cache and no weight, whose rows blocks of scales may not divide.
+
+    A cache has sequences, tokens and columns, and groups of columns at most.
+    """
+    return len(form.dims) > 2 and all(len(dim) < 2 for dim in form.dims[:-1])
 
 
 def _only_widened(then: Sequence[Any]) -> bool:
