@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, statically_known_true
 
 from .axes import product, same
-from .rewrite import graph_of, inline
+from .inline import graph_of, inline
 from .sizes import shape_of
 from .trace import argument, arguments, aten
 

@@ -5,7 +5,7 @@ Prefill does so on any device, decoding on a GPU.
 
 import pytest
 import torch
-from mla_compile.passes import rewrite as rewriting
+from mla_compile.passes import emit
 
 from tests.passes.graphs import capture, rewrite, run
 from tests.passes.test_bounds import LENGTHS, NEAR_MISSES, SPELLINGS, T
@@ -17,7 +17,7 @@ CHUNKED = torch.ops.mla.expanded_attention.default
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(rewriting, "_LOOK_AT_MASKS", set())
+    monkeypatch.setattr(emit, "_LOOK_AT_MASKS", set())
 
 
 def rewritten(mask, queries, path="absorbed"):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mla_compile.passes import rewrite
+from mla_compile.passes import emit
 from mla_compile.passes.guards import GuardNeeded, no_guards
 from mla_compile.passes.materialize import write_as
 from mla_compile.passes.pipeline import Pipeline
@@ -54,7 +54,7 @@ def test_an_attention_whose_code_needs_one_stays_unchanged(monkeypatch):
         assert all(realize(symbol) < 50 for symbol in ranges)
         return write_as(tensor, layout, dims, realize)
 
-    monkeypatch.setattr(rewrite, "write_as", only_short)
+    monkeypatch.setattr(emit, "write_as", only_short)
     (site,) = Pipeline(DEVICE, "absorbed", ranges=ranges)(module)
     assert site.path == "unchanged"
     assert "expected code for all declared sizes, found some for" in site.reason

@@ -1,0 +1,51 @@
+"""Torch code in a graph: traced by itself, and its nodes copied to a place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+_COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
+
+
+def graph_of(emit: Callable[..., Tensor], values: Sequence[Any]) -> fx.Graph:
+    """The graph of torch code, as a function of fake tensors and sizes."""
+    mode = torch._guards.detect_fake_mode(values)
+    assert mode is not None
+    with mode:
+        return make_fx(emit, tracing_mode="real")(*values).graph
+
+
+def inline(graph: fx.Graph, inner: fx.Graph, arguments: Sequence[fx.Node], origin: fx.Node) -> fx.Node:
+    """Copy the nodes of `inner` to the insertion point of `graph`; returns the node of its output."""
+    mapped: dict[fx.Node, fx.Node] = {}
+    result: fx.Node | None = None
+    supply = iter(arguments)
+    for node in inner.nodes:
+        if node.op == "placeholder":
+            mapped[node] = next(supply)
+        elif node.op == "output":
+            result = mapped[node.args[0]]
+        elif node.op == "get_attr":
+            mapped[node] = graph.get_attr(_adopted(graph, inner, node.target))
+        else:
+            copied = graph.node_copy(node, lambda n: mapped[n])
+            copied.meta.update({key: origin.meta[key] for key in _COPIED_META if key in origin.meta})
+            mapped[node] = copied
+    assert result is not None
+    return result
+
+
+def _adopted(graph: fx.Graph, inner: fx.Graph, name: Any) -> str:
+    """The name in the module of `graph` for what the module of `inner` calls `name`: code that an op takes."""
+    owner, code = graph.owning_module, getattr(inner.owning_module, name)
+    assert owner is not None
+    known = {child: own for own, child in owner.named_children()}
+    if code not in known:
+        known[code] = f"mla_code_{len(known)}"
+        owner.add_module(known[code], code)
+    return known[code]
