@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.utils._sympy import functions
 
 from mla_compile.passes.sizes import hint_of
 
@@ -64,8 +65,12 @@ def _guards(report: Report) -> set[str]:
     return {guard for site in report.sites for guard in site.guards}
 
 
+_FUNCTIONS = {name: f for name, f in vars(functions).items() if isinstance(f, type) and issubclass(f, sympy.Function)}
+"""What torch makes sizes of besides sympy's own, such as `PythonMod`."""
+
+
 def _true(guard: str, hints: Mapping[str, int]) -> bool:
-    return bool(sympy.sympify(guard, locals={name: sympy.Integer(hint) for name, hint in hints.items()}))
+    return bool(sympy.sympify(guard, locals=_FUNCTIONS | {name: sympy.Integer(hint) for name, hint in hints.items()}))
 
 
 def _hints(inputs: Sequence[Any]) -> dict[str, int]:
