@@ -15,3 +15,11 @@ def suits(q: Tensor, *caches: Tensor) -> bool:
         (cache.shape[-1] < 2 or cache.stride(-1) == 1) and abs(cache.stride(-2)) * _TILE_ROWS < 2**31
         for cache in caches
     )
+
+
+def small(mask: Tensor | None) -> bool:
+    """Whether the elements of a tile of a mask `[B, N, Sq, T]` are not absurdly far apart."""
+    if mask is None:
+        return True
+    strides = [abs(stride) for size, stride in zip(mask.shape[2:], mask.stride()[2:], strict=True) if size != 1]
+    return sum(strides) * _TILE_ROWS < 2**31

@@ -1,6 +1,7 @@
 """What CUDA and ROCm tensors get: library products and a Triton kernel, which is imported at the first call.
 
-ATen operations take over for float64 and for a cache whose rows are not dense.
+ATen operations take over for float64, for a cache whose rows are not dense, and for a mask whose elements are too far
+apart.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._common.suits import suits
+from .._common.suits import small, suits
 from .aten import expanded_attention_aten
 from .chunks import check_arguments
 
@@ -26,7 +27,7 @@ def expanded_attention_gpu(
 ) -> tuple[Tensor, Tensor]:
     """`mla::expanded_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
     tensors = q, latent, k_rope, w_uk, w_uv, mask
-    if not suits(q, latent, k_rope):
+    if not small(mask) or not suits(q, latent, k_rope):
         return expanded_attention_aten(*tensors, causal_offset, scale, workspace_tokens)
     check_arguments(*tensors, workspace_tokens)
     from .._common.machine import present

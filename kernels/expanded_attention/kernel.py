@@ -123,6 +123,9 @@ def attend_chunk(
     k += head * k_stride_h + b * k_stride_b
     v += head * v_stride_h + b * v_stride_b
     rope += b * rope_stride_b
+    if MASK != "none":
+        first_row = (tile * ROWS).to(tl.int64)
+        mask += b * mask_stride_b + head * mask_stride_n + first_row * mask_stride_s
 
     m = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -146,9 +149,10 @@ def attend_chunk(
         if CAUSAL:
             allowed = allowed & (place[None, :] <= query[:, None] + causal_offset)
         if MASK != "none":
-            entries = mask + b * mask_stride_b + head * mask_stride_n + (query.to(tl.int64) * mask_stride_s)[:, None]
-            entries += (place.to(tl.int64) * mask_stride_t)[None, :]
-            bias = tl.load(entries, mask=allowed & exists[:, None], other=0)
+            # A scalar address and small offsets, the same for each tile: a tile of addresses takes all registers.
+            corner = mask + (start + tl.full([], 0, tl.int64)) * mask_stride_t
+            entries = (tl.arange(0, ROWS) * mask_stride_s)[:, None] + (tl.arange(0, KEYS) * mask_stride_t)[None, :]
+            bias = tl.load(corner + entries, mask=allowed & exists[:, None], other=0)
             if MASK == "bool":
                 allowed = allowed & (bias != 0)
                 # What no query sees may hold anything, and 0 times NaN is NaN.

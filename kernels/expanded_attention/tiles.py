@@ -17,6 +17,8 @@ _TABLE = {
     "sm_120": Tiles(64, 32, 4, 3),
     "gfx942": Tiles(64, 32, 4, 1),
 }
+_MASKED = {"sm_90": Tiles(64, 64, 8, 3), "sm_120": Tiles(64, 16, 4, 3)}
+"""Where a tile of a mask that no lengths or causal limit stand for takes the registers of others."""
 _WIDEST = 128
 """Columns of values that the tiles of the table are made for; wider ones take fewer queries."""
 _FLOAT32 = Tiles(32, 16, 8, 2)
@@ -33,14 +35,15 @@ def blocks(width: int) -> tuple[int, int]:
     return (first, second) if first + second < whole else (whole, 0)
 
 
-def choose(machine: Machine, nope: int, rope: int, columns: int, itemsize: int) -> Tiles:
+def choose(machine: Machine, nope: int, rope: int, columns: int, itemsize: int, masked: bool = False) -> Tiles:
     """Tiles of queries and keys for heads of these widths.
 
     Where the table's do not fit the machine's shared memory or the values are wider than the table knows, there are
     fewer keys, then fewer stages, then fewer queries.
     """
-    tiles = _FLOAT32 if itemsize == 4 else _TABLE[family(machine)]
-    while tiles.rows > LEAST and tiles.rows * sum(blocks(columns)) > _TABLE[family(machine)].rows * _WIDEST:
+    known = _TABLE[family(machine)]
+    tiles = _FLOAT32 if itemsize == 4 else _MASKED.get(family(machine), known) if masked else known
+    while tiles.rows > LEAST and tiles.rows * sum(blocks(columns)) > known.rows * _WIDEST:
         tiles = replace(tiles, rows=tiles.rows // 2)
     while tiles.keys > LEAST and not fits(machine, tiles, nope, rope, columns, itemsize):
         tiles = replace(tiles, keys=tiles.keys // 2)

@@ -158,9 +158,9 @@ def attend_in_chunks(
 
 def _tuned(machine: Machine, problem: tuple[Any, ...], run: Callable[[Tiles], object]) -> Tiles:
     """Tiles of the table, or while tuning is on the fastest, of a problem as `attend_in_chunks` puts it."""
-    dtype, *sizes = problem[:4]
-    widths: Any = (*sizes, dtype.itemsize)  # P, R, V and the size of an element
-    default = choose(machine, *widths)
+    dtype, nope, rope, columns, mask = problem[:5]
+    widths = nope, rope, columns, dtype.itemsize
+    default = choose(machine, *widths, mask is not None)
     return tuned(
         machine,
         ("chunks", *problem[:-4], *map(bucket, problem[-4:])),

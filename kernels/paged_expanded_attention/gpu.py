@@ -1,6 +1,7 @@
 """What CUDA and ROCm tensors get: library products and Triton kernels, which are imported at the first call.
 
-ATen operations take over for float64 and for pages whose rows are not dense.
+ATen operations take over for float64 and for pages whose rows are not dense, and a mask whose elements are too far
+apart.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._common.suits import suits
+from .._common.suits import small, suits
 from ..pages import Pages
 from .arguments import check_arguments
 from .aten import paged_expanded_attention_aten
@@ -33,7 +34,7 @@ def paged_expanded_attention_gpu(
     """`mla::paged_expanded_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
     pages = Pages(latent_pages, rope_pages, block_table, seq_lens, latent_scales)
     rest = mask, first_positions, query_lens
-    if not suits(q, latent_pages, rope_pages):
+    if not small(mask) or not suits(q, latent_pages, rope_pages):
         tensors = q, latent_pages, rope_pages, block_table, seq_lens, w_uk, w_uv
         return paged_expanded_attention_aten(*tensors, causal, scale, workspace_tokens, latent_scales, *rest)
     check_arguments(q, pages, w_uk, w_uv, workspace_tokens, *rest)

@@ -127,7 +127,7 @@ def compile_chunk(
 
     `lengths`: of sequences of unequal lengths and numbers of queries.
     """
-    tiles = choose_chunk(machine_of(arch), *widths, dtype.itemsize)
+    tiles = choose_chunk(machine_of(arch), *widths, dtype.itemsize, mask is not None)
     given = None if mask is None else torch.empty(1, 1, 1, 1, dtype=mask, device="meta")
     numbers = Lengths(*[torch.empty(1, dtype=torch.int32, device="meta")] * 3) if lengths else None
     constants = chunk_constants(widths, given, numbers, causal, state, tiles)

@@ -145,7 +145,7 @@ def test_chunks_are_gathered_without_the_stack(arch, fp8):
 def test_chunks_of_other_widths(arch, widths, dtype, state):
     record = compile_chunk(arch, dtype, state=state, widths=widths)
     if (arch, widths) == ("sm_100", (96, 0, 80)):  # two blocks of values: one address is kept on the stack
-        assert (record.stack, record.spills_in_loop) <= (8, 1)
+        assert (record.stack, record.spills_in_loop) <= (8, 2)
         assert record.shared <= machine_of(arch).shared_bytes
         assert matrix_unit(record.assembly) == "tcgen05.mma"
     else:
@@ -156,11 +156,8 @@ def test_chunks_of_other_widths(arch, widths, dtype, state):
 @pytest.mark.parametrize("mask", [torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_chunks_under_masks(arch, mask):
-    record = compile_chunk(arch, mask=mask)
-    assert record.shared <= machine_of(arch).shared_bytes
-    assert matrix_unit(record.assembly)
-    # A mask of each head and query is a tile of pointers.
-    assert record.stack <= 320
+    for lengths in (False, True):
+        assert_clean(compile_chunk(arch, mask=mask, lengths=lengths), arch)
 
 
 @pytest.mark.slow

@@ -152,3 +152,12 @@ def test_nothing_is_compiled_anew_as_a_sequence_grows(launches, call):
         assert "any" in told
         compiled.append((told, constants))
     assert all(one == compiled[0] for one in compiled)
+
+
+def test_masks_whose_tiles_32_bits_do_not_span_go_another_way():
+    from mla_compile.kernels._common.suits import small
+
+    whole = made(1, 1, 4, 1, dtype=torch.bool)
+    assert all(small(mask) for mask in (None, whole, whole.expand(2, 4, 4, 2**30), made(2, 1, 300, 2**22)))
+    assert not small(made(1, 1, 2**24, 2).as_strided((1, 1, 4, 4), (0, 0, 2**23, 1)))
+    assert not small(made(1, 1, 2**24, 2).as_strided((1, 1, 4, 4), (0, 0, 1, 2**23)))
