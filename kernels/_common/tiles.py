@@ -36,22 +36,28 @@ class Choice:
     """An architecture's tiles."""
 
     few: Tiles
-    """For up to 16 rows of a group, and more under a mask that says something else of each: a tile of addresses."""
+    """For up to 16 rows of a group."""
     many: Tiles
     fp8: Tiles
     """For more rows, keys in FP8."""
     masked: Tiles
-    """For more rows, under a mask that says the same of each."""
+    """For more rows, under a mask that says the same of each; with no more than 16 rows, for few too."""
+    by_row: Tiles
+    """For any rows, under a mask that says something else of each: a tile of addresses."""
 
 
 _SMALL = Tiles(32, 32, 8, 2)
 _TABLE: dict[str, Choice] = {
-    "sm_80": Choice(Tiles(16, 32, 4, 3), Tiles(32, 32, 8, 3), Tiles(16, 32, 4, 3), _SMALL),
-    "sm_90": Choice(Tiles(16, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 3), Tiles(64, 32, 8, 3)),
+    "sm_80": Choice(Tiles(16, 32, 4, 3), Tiles(32, 32, 8, 3), Tiles(16, 32, 4, 3), _SMALL, Tiles(16, 32, 4, 3)),
+    "sm_90": Choice(
+        Tiles(16, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 3), Tiles(64, 32, 8, 3), Tiles(16, 64, 8, 3)
+    ),
     # Tensor memory does not hold 64 x 512 sums beside the scores; 32 rows take no tensor memory.
-    "sm_100": Choice(Tiles(16, 64, 8, 3), Tiles(32, 32, 8, 3), Tiles(32, 16, 8, 3), Tiles(32, 16, 8, 3)),
-    "sm_120": Choice(Tiles(16, 32, 4, 3), _SMALL, Tiles(32, 16, 8, 3), Tiles(32, 16, 8, 3)),
-    "gfx942": Choice(*[Tiles(16, 32, 4, 1)] * 4),
+    "sm_100": Choice(
+        Tiles(16, 64, 8, 3), Tiles(32, 32, 8, 3), Tiles(32, 16, 8, 3), Tiles(32, 16, 8, 3), Tiles(16, 64, 8, 2)
+    ),
+    "sm_120": Choice(Tiles(16, 32, 4, 3), _SMALL, Tiles(32, 16, 8, 3), *[Tiles(16, 16, 8, 2)] * 2),
+    "gfx942": Choice(*[Tiles(16, 32, 4, 1)] * 5),
 }
 _FLOAT32 = Tiles(16, 16, 8, 2)
 """Products of float32 take no matrix unit, and twice the memory."""
@@ -93,8 +99,10 @@ def choose(
     if itemsize == 4:
         # A wave of AMD has 512 registers a thread where there are 4, and half as many where there are 8.
         tiles = replace(_FLOAT32, warps=4) if family(machine) == "gfx942" else _FLOAT32
-    elif rows <= choice.few.rows or mask == "of rows":
-        tiles = choice.few
+    elif mask == "of rows":
+        tiles = choice.by_row
+    elif rows <= choice.few.rows:
+        tiles = choice.masked if mask != "none" and choice.masked.rows <= choice.few.rows else choice.few
     else:
         tiles = choice.fp8 if fp8 else choice.many if mask == "none" else choice.masked
     while tiles.rows > LEAST and tiles.rows * sum(columns(rank)) > choice.many.rows * _WIDEST:
