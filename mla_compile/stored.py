@@ -21,7 +21,7 @@ from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils._sympy import functions
 
-from mla_compile.passes.sizes import hint_of
+from mla_compile.passes.nodes.shapes import hint_of
 
 from .report import Report
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from .source import Frame, Refusal, common_frame, trail
+from .nodes.refusal import Refusal
+from .nodes.source import Frame, common_frame, trail
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,21 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from mla_compile.cost import Device
 
-from .axes import Unaligned
-from .decide import Ranges, decide
-from .find import Attention, find
-from .guards import GuardNeeded, no_guards
-from .in_place import write_in_place
-from .mask import understand
+from .algebra.sizes import Unaligned
+from .attention.find import Attention, find
+from .caches.pages import kept_keys
+from .graph.guards import GuardNeeded, no_guards
+from .graph.in_place import write_in_place
+from .graph.rewriter import Rewriter
+from .masks.meaning import understand
+from .mla.prove import prove
+from .mla.site import Site
+from .nodes.arguments import aten
+from .nodes.refusal import Refusal
+from .nodes.source import common_frame
 from .outcome import Outcome, rewritten, unchanged
-from .pages import kept_keys
-from .rewrite import Rewriter
-from .site import Site, prove
-from .source import Refusal, common_frame
-from .trace import Trace, aten
+from .paths.decide import Ranges, decide
+from .trace.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from html import escape
 
 from torch import fx
 
-from mla_compile.passes.miss import name
+from mla_compile.passes.mla.why_not import name
 from mla_compile.passes.outcome import Outcome
 
 from ..cost import Device

@@ -12,15 +12,16 @@ import torch
 from torch import fx
 from torch._inductor.graph import GraphLowering
 
-from mla_compile.passes.axes import Unaligned
-from mla_compile.passes.find import Attention, find
-from mla_compile.passes.mask import Meaning, understand
+from mla_compile.passes.algebra.sizes import Unaligned
+from mla_compile.passes.attention.find import Attention, find
+from mla_compile.passes.masks.meaning import Meaning, understand
+from mla_compile.passes.masks.seen import Seen
+from mla_compile.passes.mla.prove import prove
+from mla_compile.passes.mla.site import Site
+from mla_compile.passes.nodes.refusal import Refusal
+from mla_compile.passes.nodes.shapes import hint_of
 from mla_compile.passes.outcome import Outcome
-from mla_compile.passes.seen import Seen
-from mla_compile.passes.site import Site, prove
-from mla_compile.passes.sizes import hint_of
-from mla_compile.passes.source import Refusal
-from mla_compile.passes.trace import Trace
+from mla_compile.passes.trace.trace import Trace
 
 from ..backend import mla
 from ..cost import Dims

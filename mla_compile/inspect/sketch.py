@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from mla_compile.passes.axes import Read, Scaled, Unread
-from mla_compile.passes.trace import is_tensor
-from mla_compile.passes.twins import Twins
+from mla_compile.passes.algebra.terms import Read, Scaled, Unread
+from mla_compile.passes.nodes.arguments import is_tensor
+from mla_compile.passes.nodes.common_subexpressions import Twins
 
 from .collect import Proved
 

@@ -157,7 +157,7 @@ def test_verify_raises_on_a_wrong_rewrite(monkeypatch):
     from dataclasses import replace
 
     from mla_compile.passes import pipeline
-    from mla_compile.passes.rewrite import Rewriter
+    from mla_compile.passes.graph.rewriter import Rewriter
 
     class Wrong(Rewriter):
         def __call__(self, site, *rest):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mla_compile.passes.find import find
-from mla_compile.passes.trace import Trace
+from mla_compile.passes.attention.find import find
+from mla_compile.passes.trace.trace import Trace
 from torch import Tensor, fx
 
 from tests.passes import spellings as mla

@@ -1,0 +1,316 @@
+"""What layout operations, contractions and joins do to a `Form` (see `axes`).
+
+Pure Python. Each raises `Unaligned` when sizes do not factor over one another; the caller then knows no more of the
+result than its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+from .sizes import Size, Unaligned, product, quotient, same, total
+from .substitution import Change, Pin, Slice, Split, change, change_term, overlapping, prune
+from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Segment, Sum, Term, Undefined, Unread, Zero
+
+
+def leaf(source: Hashable, shape: Sequence[Size]) -> Form:
+    """A tensor of which nothing is known but its shape."""
+    dims = tuple(() if same(size, 1) else (Axis(size),) for size in shape)
+    return Form(dims, read_of(source, dims))
+
+
+def read_of(source: Hashable, dims: Sequence[Dim], depends: frozenset[Axis] | None = None) -> Term:
+    """The term of a tensor with these axes. Axes that are not in `depends` are pinned at 0: it repeats along them."""
+
+    def digit(axis: Axis) -> Digit:
+        return Digit(axis if depends is None or axis in depends else None, axis.size)
+
+    return Term(Read(source, tuple(tuple(digit(axis) for axis in dim) for dim in dims)))
+
+
+def view(form: Form, shape: Sequence[Size]) -> Form:
+    """The same elements in the same order under another shape."""
+    changes: dict[Axis, Change] = {}
+    pending = [axis for dim in form.dims for axis in dim][::-1]
+    dims: list[list[Axis]] = []
+    for size in shape:
+        need, axes = size, list[Axis]()
+        while not same(need, 1):
+            if not pending:
+                raise Unaligned(f"{form.shape} has no axis left for a dimension of {size}")
+            axis = pending.pop()
+            if (rest := quotient(need, axis.size)) is not None:
+                axes.append(axis)
+                need = rest
+            elif (rest := quotient(axis.size, need)) is not None:
+                slow, fast = Axis(need), Axis(rest)
+                changes[axis] = Split(slow, fast)
+                axes.append(slow)
+                pending.append(fast)
+                need = 1
+            else:
+                raise Unaligned(f"{axis.size} and {need} do not divide one another")
+        dims.append(axes)
+    if pending:
+        raise Unaligned(f"{form.shape} has more elements than {tuple(shape)}")
+    term = form.term
+    for axis, split in changes.items():  # in order: a later one may split the fast half of an earlier one
+        term = change_term(term, {axis: split})
+    return Form(tuple(tuple(axes) for axes in dims), term)
+
+
+def fresh(form: Form) -> Form:
+    """The same tensor over axes of its own: two uses of one tensor do not run together."""
+    return change(form, {axis: Axis(axis.size) for dim in form.dims for axis in dim})
+
+
+def permute(form: Form, order: Sequence[int]) -> Form:
+    """The dimensions in another order."""
+    return replace(form, dims=tuple(form.dims[i] for i in order))
+
+
+def take(form: Form, dim: int, start: Size, size: Size, step: int = 1) -> Form:
+    """`size` indices of dimension `dim`, from `start` in steps of `step`."""
+    whole = form.shape[dim]
+    if step == 1 and same(start, 0) and same(size, whole):
+        return form
+    axes = form.dims[dim]
+    if not axes:
+        raise Unaligned("an empty slice")
+    parts = form.term.parts
+    if isinstance(parts, Join) and axes == (parts.axis,) and step == 1:
+        pieces = overlapping(parts.segments, start, size)
+        if len(pieces) == 1:  # a piece whole: its axes, however many, take the place of the joined one
+            return Form((*form.dims[:dim], pieces[0].axes, *form.dims[dim + 1 :]), pieces[0].term)
+    slowest, faster = axes[0], product(axis.size for axis in axes[1:])
+    count, begin = quotient(size, faster), quotient(start, faster)
+    if count is None or begin is None or (step != 1 and len(axes) > 1):
+        raise Unaligned(f"a slice of {size} from {start} cuts through an axis of {faster}")
+    if same(count, 1):
+        return change(form, {slowest: Pin(begin)})
+    return change(form, {slowest: Slice(Axis(count), begin, step)})
+
+
+def select(form: Form, dim: int, index: Size) -> Form:
+    """Index `index` of dimension `dim`, which goes away."""
+    taken = take(form, dim, index, 1)
+    return replace(taken, dims=taken.dims[:dim] + taken.dims[dim + 1 :])
+
+
+def expand(form: Form, shape: Sequence[Size]) -> Form:
+    """Broadcast to `shape`, aligned at the last dimension."""
+    dims: list[Dim] = [()] * (len(shape) - len(form.dims)) + list(form.dims)
+    for i, size in enumerate(shape):
+        if not dims[i] and not same(size, 1):
+            dims[i] = (Axis(size),)
+    return replace(form, dims=tuple(dims))
+
+
+def repeat(form: Form, counts: Sequence[Size]) -> Form:
+    """Tile each dimension `counts[i]` times, aligned at the last dimension."""
+    dims: list[Dim] = [()] * (len(counts) - len(form.dims)) + list(form.dims)
+    for i, count in enumerate(counts):
+        if not same(count, 1):
+            dims[i] = (Axis(count), *dims[i])
+    return replace(form, dims=tuple(dims))
+
+
+def unify(left: Form, right: Form, pairs: Sequence[tuple[int, int]]) -> tuple[Form, Form]:
+    """Give dimensions that run together the same axes: dimension i of `left` and j of `right` for each pair.
+
+    A dimension of size 1 runs with any other: it is a broadcast. Raises Unaligned if sizes do not factor alike.
+    """
+    for i, j in pairs:
+        if not left.dims[i] or not right.dims[j]:
+            continue
+        position = 0
+        while position < len(left.dims[i]) or position < len(right.dims[j]):
+            if position >= len(left.dims[i]) or position >= len(right.dims[j]):
+                raise Unaligned(f"dimensions of {left.shape[i]} and {right.shape[j]} differ")
+            a, b = left.dims[i][position], right.dims[j][position]
+            if a is b:
+                pass
+            elif same(a.size, b.size):
+                right = change(right, {b: a})
+            elif (rest := quotient(a.size, b.size)) is not None:
+                left = change(left, {a: Split(b, Axis(rest))})
+            elif (rest := quotient(b.size, a.size)) is not None:
+                right = change(right, {b: Split(a, Axis(rest))})
+            else:
+                raise Unaligned(f"axes of {a.size} and {b.size} do not divide one another")
+            position += 1
+    return left, right
+
+
+def contract(
+    source: Hashable, left: Form, right: Form, batch: Sequence[tuple[int, int]], summed: tuple[int, int], depth: int = 2
+) -> Form:
+    """A matrix product `source` of `left` and `right`: dims are the batch pairs, then what is left of each side."""
+    left, right = unify(fresh(left), fresh(right), [*batch, summed])  # summed axes: free in no other form
+    together = left.dims[summed[0]] or right.dims[summed[1]]
+    batched = tuple(left.dims[i] or right.dims[j] for i, j in batch)
+    rows = tuple(dim for i, dim in enumerate(left.dims) if i != summed[0] and i not in {i for i, _ in batch})
+    columns = tuple(dim for j, dim in enumerate(right.dims) if j != summed[1] and j not in {j for _, j in batch})
+    dims = (*batched, *rows, *columns)
+    parts = Product(prune(left.term, depth), prune(right.term, depth), together)
+    return Form(dims, replace(read_of(source, dims, Term(read_of(source, dims).read, parts).axes), parts=parts))
+
+
+def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
+    """Pieces laid one behind the other along `dim` in the tensor `source`.
+
+    Where every piece is a plain read over the same axes the result is a plain read of `source`: a cache that grew is
+    one tensor. The pieces are kept where they tell more than that.
+    """
+    pieces = [piece for piece in pieces if not same(piece.shape[dim], 0)] or pieces[:1]
+    if len(pieces) == 1:
+        return pieces[0]
+    rank = len(pieces[0].dims)
+    aligned, _ = align(pieces, [[(k, i) if i == dim else i for i in range(rank)] for k in range(len(pieces))])
+    along = Axis(total(piece.shape[dim] for piece in aligned))
+    dims = tuple((along,) if i == dim else axes for i, axes in enumerate(aligned[0].dims))
+    segments = tuple(Segment(p.dims[dim], prune(p.term, 2)) for p in aligned)
+    depends = [s.term.axes - set(s.axes) for s in segments]
+    together = frozenset[Axis]().union(*depends)
+    term = read_of(source, dims, together | {along})
+    if all(s.term.parts is None for s in segments) and all(axes == together for axes in depends):
+        return Form(dims, term)
+    return Form(dims, replace(term, parts=Join(along, segments)))
+
+
+def align(forms: Sequence[Form], labels: Sequence[Sequence[Hashable]]) -> tuple[list[Form], dict[Hashable, Dim]]:
+    """Give dimensions of one label the same axes in all forms, and all others axes of their own.
+
+    `labels[k][i]` names dimension i of form k. Returns the forms and the axes of each label. A dimension of size 1
+    keeps no axes: it is a broadcast along its label.
+    """
+    names = list(dict.fromkeys(label for form_labels in labels for label in form_labels))
+    place = {label: i for i, label in enumerate(names)}
+    common = Form(tuple(() for _ in names), read_of(None, ()))
+    aligned = [fresh(form) for form in forms]
+    for _ in range(2):  # the second round hands the finest axes back to the first forms
+        for k, form in enumerate(aligned):
+            pairs = [(place[label], i) for i, label in enumerate(labels[k])]
+            common, aligned[k] = unify(common, form, pairs)
+            dims = list(common.dims)
+            for i, j in pairs:
+                dims[i] = dims[i] or aligned[k].dims[j]
+            common = replace(common, dims=tuple(dims))
+    return aligned, dict(zip(names, common.dims, strict=True))
+
+
+def pointwise(source: Hashable, operands: Sequence[Form], shape: Sequence[Size]) -> Form:
+    """An elementwise function `source` of broadcast operands.
+
+    The result is a plain read. It repeats along every axis along which all its operands repeat.
+    """
+    rank = len(shape)
+    full = [expand(o, (1,) * (rank - len(o.dims)) + tuple(o.shape)) for o in operands]
+    aligned, axes = align(full, [range(rank)] * len(full))
+    dims = [axes[i] or (() if same(shape[i], 1) else (Axis(shape[i]),)) for i in range(rank)]
+    depends = frozenset[Axis]().union(*(o.term.axes for o in aligned))
+    for i, dim in enumerate(dims):
+        if len(dim) > 1 and depends.issuperset(dim):  # what told them apart is of no further use, and in a view's way
+            dims[i] = (Axis(product(axis.size for axis in dim)),)
+            depends |= {*dims[i]}
+    return Form(tuple(dims), read_of(source, dims, depends))
+
+
+def add(source: Hashable, operands: Sequence[Form], shape: Sequence[Size]) -> Form:
+    """The sum `source` of broadcast operands, of which it keeps the terms.
+
+    Where one is a join the sum is one, of sums: zeros that pad two tensors to one width leave a join of the two.
+    """
+    plain = pointwise(source, operands, shape)
+    own = range(len(shape))
+    aligned, axes = align([plain, *operands], [own, *(own[len(shape) - len(o.dims) :] for o in operands)])
+    dims = tuple(axes[i] for i in own)
+    return Form(dims, _sum(aligned[0].term, [prune(o.term, 2) for o in aligned[1:]]))
+
+
+_MOST_TERMS = 4
+"""Terms of a sum up to which they are kept: a bias or two, not what a residual stream adds up to."""
+
+
+def _sum(whole: Term, terms: Sequence[Term]) -> Term:
+    """`whole`, which is the sum of the terms, with what is known of it."""
+    flat = [t for term in terms for t in (term.parts.terms if isinstance(term.parts, Sum) else (term,))]
+    if any(isinstance(term.parts, Undefined) for term in flat):
+        return replace(whole, parts=Undefined())
+    flat = [term for term in flat if not isinstance(term.parts, Zero)]
+    if len(flat) == 1:
+        return flat[0]
+    joined = next((term.parts for term in flat if isinstance(term.parts, Join)), None)
+    if joined is not None:
+        start: Size = 0
+        segments: list[Segment] = []
+        for segment in joined.segments:
+            axes = tuple(Axis(axis.size) for axis in segment.axes)  # two operands may be joins over the same ones
+            own, *others = (
+                # the piece's own read, which knows better than the join's along which axes it repeats
+                change_term(segment.term, dict(zip(segment.axes, axes, strict=True)))
+                if term.parts is joined
+                else piece_of(term, joined.axis, start, axes)
+                for term in (whole, *flat)
+            )
+            segments.append(Segment(axes, _sum(own, others)))
+            start = total([start, segment.size])
+        return replace(whole, parts=Join(joined.axis, tuple(segments)))
+    if len(flat) > _MOST_TERMS:
+        return whole
+    return replace(whole, parts=Sum(tuple(flat)) if flat else Zero())
+
+
+def pad(source: Hashable, form: Form, dim: int, before: Size, after: Size) -> Form:
+    """Zeros before and after the indices of one dimension, in the tensor `source`."""
+    pieces = []
+    for size in (before, after):
+        zeros = leaf(Unread(source), (*form.shape[:dim], size, *form.shape[dim + 1 :]))
+        pieces.append(replace(zeros, term=replace(zeros.term, parts=Zero())))
+    return join(source, [pieces[0], form, pieces[1]], dim)
+
+
+def piece_of(term: Term, axis: Axis, start: Size, axes: Dim) -> Term:
+    """The part of a term from `start` of `axis` on, that axis replaced by the product of `axes`."""
+    whole = Axis(product(a.size for a in axes))
+    part = change_term(term, {axis: Slice(whole, start)})
+    for k, slow in enumerate(axes[:-1]):
+        fast = Axis(product(a.size for a in axes[k + 1 :]))
+        part = change_term(part, {whole: Split(slow, fast)})
+        whole = fast
+    return change_term(part, {whole: axes[-1] if axes else Pin(0)})
+
+
+def scaled(form: Form, factor: float) -> Form:
+    """`factor * form`. A product keeps its factors, a sum its terms, a join its pieces."""
+
+    def scale(term: Term) -> Term:
+        if isinstance(term.parts, Product):
+            return replace(term, parts=replace(term.parts, scale=term.parts.scale * factor))
+        return term
+
+    return map_terms(form, lambda term: scale(replace(term, read=_then(term.read, factor))))
+
+
+def cast(form: Form, dtype: Hashable) -> Form:
+    """The same elements rounded to `dtype`."""
+    return map_terms(form, lambda term: replace(term, read=_then(term.read, dtype)))
+
+
+def _then(read: Read, step: Hashable) -> Read:
+    return replace(read, then=(*read.then, step))
+
+
+def map_terms(form: Form, function: Callable[[Term], Term]) -> Form:
+    """Apply `function` to the form's own term, its pieces and addends, not to the factors of a product."""
+
+    def visit(term: Term) -> Term:
+        if isinstance(term.parts, Join):
+            pieces = tuple(replace(s, term=visit(s.term)) for s in term.parts.segments)
+            return function(replace(term, parts=replace(term.parts, segments=pieces)))
+        if isinstance(term.parts, Sum):
+            return function(replace(term, parts=Sum(tuple(visit(addend) for addend in term.parts.terms))))
+        return function(term)
+
+    return replace(form, term=visit(form.term))

@@ -1,0 +1,51 @@
+"""Sizes: ints, or sympy expressions over integer symbols, and what is known of them for every value of the symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import sympy
+
+Size: TypeAlias = int | sympy.Expr
+
+
+class Unaligned(Exception):
+    """Sizes do not factor over one another, so that the axes cannot be told apart."""
+
+
+def same(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal for every value of their symbols."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(a == b) or sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
+
+
+def quotient(a: Size, b: Size) -> Size | None:
+    """`a / b` where `b` divides `a` for every value of their symbols, else None."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b != 0 and a % b == 0 else None
+    ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
+    numerator, denominator = sympy.fraction(ratio)
+    if denominator != 1 or not ratio.is_integer:
+        return None
+    return int(numerator) if numerator.is_Integer else numerator
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes, 1 for none."""
+    total: Size = 1
+    for size in sizes:
+        total = total * size
+    return total if isinstance(total, int) else sympy.expand(total)
+
+
+def total(sizes: Iterable[Size]) -> Size:
+    """The sum of sizes."""
+    result: Size = 0
+    for size in sizes:
+        result = result + size
+    if isinstance(result, int):
+        return result
+    result = sympy.expand(result)
+    return int(result) if result.is_Integer else result

@@ -1,0 +1,236 @@
+"""Changes of axes: what becomes of a term when an axis is split, sliced, pinned or renamed.
+
+Pure Python. Each raises `Unaligned` where a change cannot be expressed; refinements that do not follow are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import sympy
+
+from .sizes import Size, Unaligned, quotient, same, total
+from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Segment, Sum, Term, Undefined, Zero
+
+
+@dataclass(frozen=True)
+class Split:
+    """The axis is `slow * fast.size + fast`."""
+
+    slow: Axis
+    fast: Axis
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The axis is `start + step * axis`."""
+
+    axis: Axis
+    start: Size
+    step: int = 1
+
+
+@dataclass(frozen=True)
+class Pin:
+    """The axis is the constant `index`."""
+
+    index: Size
+
+
+Change = Split | Slice | Pin | Axis
+Changes = Mapping[Axis, Change]
+
+
+def _change_digit(digit: Digit, change: Change, alone: bool) -> tuple[Digit, ...]:
+    """What becomes of a digit; `alone` says whether it is all of its dimension."""
+    match change:
+        case Axis():
+            return (replace(digit, axis=change),)
+        case Pin(index):
+            return (replace(digit, axis=None, start=digit.start + digit.step * index, step=1),)
+        case Slice(axis, start, step):
+            return (replace(digit, axis=axis, start=digit.start + digit.step * start, step=digit.step * step),)
+        case Split(slow, fast):
+            start, extent = quotient(digit.start, fast.size), quotient(digit.extent, fast.size)
+            if digit.step == 1 and start is not None and extent is not None:
+                return (replace(digit, axis=slow, extent=extent, start=start), Digit(fast, fast.size))
+            if digit.step != 1 or not alone:
+                raise Unaligned(f"a slice from {digit.start} of {digit.extent} does not split by {fast.size}")
+            count = slow.size * fast.size
+            before = total([digit.before, digit.start])
+            after = total([digit.after, digit.extent, -digit.start, -count])
+            return (Digit(slow, slow.size, before=before, after=after), Digit(fast, fast.size))
+
+
+def change_read(read: Read, changes: Changes) -> Read:
+    def change_all(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
+        changed: list[Digit] = []
+        for digit in digits:
+            change = changes.get(digit.axis) if digit.axis is not None else None
+            changed.extend((digit,) if change is None else _change_digit(digit, change, len(digits) == 1))
+        return tuple(changed)
+
+    if read.axes.isdisjoint(changes):
+        return read
+    return replace(read, dims=tuple(change_all(dim) for dim in read.dims))
+
+
+def _change_axes(axes: Iterable[Axis], changes: Changes) -> Dim:
+    changed: list[Axis] = []
+    for axis in axes:
+        match changes.get(axis, axis):
+            case Axis() as other:
+                changed.append(other)
+            case Slice(other, _, _):
+                changed.append(other)
+            case Split(slow, fast):
+                changed += [slow, fast]
+            case Pin():
+                pass
+    return tuple(changed)
+
+
+def _change_join(join: Join, changes: Changes) -> Term | Join:
+    """Apply changes to a join: a slice may leave one piece (a Term), a split has to fall on the pieces' borders."""
+    own = changes.get(join.axis)
+    rest = {axis: change for axis, change in changes.items() if axis is not join.axis}
+    segments = tuple(replace(s, term=change_term(s.term, rest)) for s in join.segments) if rest else join.segments
+    match own:
+        case None:
+            return Join(join.axis, segments)
+        case Axis():
+            return Join(own, segments)
+        case Split(slow, fast):
+            return Join(slow, tuple(_split_segment(segment, fast) for segment in segments))
+        case Pin(index):
+            return _pin_join(segments, index)
+        case Slice(axis, begin, step):
+            return _slice_join(segments, axis, begin, step)
+
+
+def _split_segment(segment: Segment, fast: Axis) -> Segment:
+    if len(segment.axes) > 1 and same(segment.axes[-1].size, fast.size):
+        return Segment(segment.axes[:-1], change_term(segment.term, {segment.axes[-1]: fast}))
+    count = quotient(segment.size, fast.size)
+    if count is None or len(segment.axes) != 1:
+        raise Unaligned(f"a piece of {segment.size} does not split by {fast.size}")
+    if same(count, 1):
+        return Segment((), change_term(segment.term, {segment.axes[0]: fast}))
+    axis = Axis(count)
+    return Segment((axis,), change_term(segment.term, {segment.axes[0]: Split(axis, fast)}))
+
+
+def _pin_join(segments: Sequence[Segment], index: Size) -> Term:
+    start: Size = 0
+    for segment in segments:
+        if _known_at_most(start, index) and _known_at_most(index + 1, start + segment.size):
+            if len(segment.axes) > 1:
+                raise Unaligned("one index of a piece of several axes")
+            return change_term(segment.term, {axis: Pin(index - start) for axis in segment.axes})
+        start = start + segment.size
+    raise Unaligned(f"index {index} is in no known piece")
+
+
+def _known_at_most(a: Size, b: Size) -> bool:
+    difference = sympy.expand(sympy.sympify(b) - sympy.sympify(a))
+    return bool(difference.is_nonnegative)
+
+
+def _slice_join(segments: Sequence[Segment], axis: Axis, begin: Size, step: int) -> Term | Join:
+    if step != 1:
+        raise Unaligned("a strided slice over joined pieces")
+    kept = overlapping(segments, begin, axis.size)
+    if len(kept) > 1:
+        return Join(axis, kept)
+    if len(kept) != 1 or len(kept[0].axes) != 1:
+        raise Unaligned("a slice of a piece of several axes")
+    return change_term(kept[0].term, {kept[0].axes[0]: axis})
+
+
+def overlapping(segments: Sequence[Segment], begin: Size, size: Size) -> tuple[Segment, ...]:
+    """The pieces that `size` indices from `begin` reach, cut to what they reach of them."""
+    end, start = begin + size, 0
+    kept: list[Segment] = []
+    for segment in segments:
+        stop = start + segment.size
+        if _known_at_most(begin, start) and _known_at_most(stop, end):
+            kept.append(segment)
+        elif not (_known_at_most(stop, begin) or _known_at_most(end, start)):
+            kept.append(_cut(segment, start, _larger(start, begin), _smaller(stop, end)))
+        start = stop
+    return tuple(kept)
+
+
+def _cut(segment: Segment, start: Size, low: Size, high: Size) -> Segment:
+    """The part from `low` to `high` of a piece that begins at `start`."""
+    if len(segment.axes) != 1 or not _known_at_most(low, high):
+        raise Unaligned("a slice that cuts through a joined piece")
+    size = total([high, -low])
+    if same(size, 1):
+        return Segment((), change_term(segment.term, {segment.axes[0]: Pin(low - start)}))
+    part = Axis(size)
+    return Segment((part,), change_term(segment.term, {segment.axes[0]: Slice(part, low - start)}))
+
+
+def _larger(a: Size, b: Size) -> Size:
+    if _known_at_most(a, b):
+        return b
+    return a if _known_at_most(b, a) else _unordered(a, b)
+
+
+def _smaller(a: Size, b: Size) -> Size:
+    if _known_at_most(a, b):
+        return a
+    return b if _known_at_most(b, a) else _unordered(a, b)
+
+
+def _unordered(a: Size, b: Size) -> Size:
+    raise Unaligned(f"the order of {a} and {b} is not known")
+
+
+def change_term(term: Term, changes: Changes) -> Term:
+    """Apply changes of axes to a term. Parts that do not follow are forgotten: the read still holds.
+
+    Raises:
+        Unaligned: if not even the read can express them.
+    """
+    read = change_read(term.read, changes)
+    parts = term.parts
+    try:
+        match parts:
+            case Product(left, right, summed, scale):
+                left, right = change_term(left, changes), change_term(right, changes)
+                return Term(read, Product(left, right, _change_axes(summed, changes), scale))
+            case Sum(terms):
+                return Term(read, Sum(tuple(change_term(addend, changes) for addend in terms)))
+            case Join():
+                changed = _change_join(parts, changes)
+                return replace(changed, read=read) if isinstance(changed, Term) else Term(read, changed)
+    except Unaligned:
+        return Term(read)
+    return Term(read, parts)
+
+
+def change(form: Form, changes: Changes) -> Form:
+    """Apply changes of axes to a form and its dimensions."""
+    if not changes:
+        return form
+    return Form(tuple(_change_axes(dim, changes) for dim in form.dims), change_term(form.term, changes))
+
+
+def prune(term: Term, depth: int) -> Term:
+    """Forget what lies more than `depth` refinements down, so that forms stay small in a deep graph.
+
+    A sum is none: its terms are few.
+    """
+    match term.parts:
+        case Product(left, right, summed, scale) if depth > 0:
+            return Term(term.read, Product(prune(left, depth - 1), prune(right, depth - 1), summed, scale))
+        case Join(axis, segments) if depth > 0:
+            return Term(term.read, Join(axis, tuple(replace(s, term=prune(s.term, depth - 1)) for s in segments)))
+        case Sum(terms) if depth > 0:
+            return Term(term.read, Sum(tuple(prune(addend, depth) for addend in terms)))
+        case Undefined() | Zero():
+            return term
+    return Term(term.read)

@@ -1,0 +1,178 @@
+"""The axis algebra: what a tensor's elements are, whatever views and copies stand between.
+
+A tensor is described by a `Form`: every dimension is an ordered product of atomic axes (slowest first, so a merged
+dimension `[B*T]` is the two axes `B, T`), and a `Term` says what the element at these axes is:
+
+- a `Read` of a source tensor, each dimension of which is a product of digits: `start + step * axis`, or pinned;
+- refined, where that is known, to a `Product` (a contraction of two terms), a `Sum` of terms, or a `Join` (pieces
+  along one axis).
+
+Layout operations only rename, split, restrict or reorder axes, so two spellings of one computation get equal terms.
+An axis that no term mentions is a broadcast. Axes of size 1 do not exist: their index is always 0.
+
+Pure Python: no torch, no graphs. Sizes are ints or sympy expressions over integer symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from .sizes import Size, product, same
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One atomic index running over `size` values. Two axes are the same only if they are one object."""
+
+    size: Size
+
+    def __repr__(self) -> str:
+        return f"Axis({self.size})@{id(self) & 0xFFFF:04x}"
+
+
+Dim = tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Digit:
+    """One factor of a source dimension, of `extent` values: `start + step * axis`, or `start` where `axis` is None.
+
+    The slowest digit of a dimension also says how many of its indices lie `before` and `after` those that its digits
+    count.
+    """
+
+    axis: Axis | None
+    extent: Size
+    start: Size = 0
+    step: int = 1
+    before: Size = 0
+    after: Size = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether the axis runs over all of the digit's values in order."""
+        if self.axis is None or self.step != 1:
+            return False
+        return same(self.axis.size, self.extent) and all(same(n, 0) for n in (self.start, self.before, self.after))
+
+
+@dataclass(frozen=True)
+class Bits:
+    """What a tensor's bits are taken for: a dtype of the same width."""
+
+    dtype: Hashable
+
+
+@dataclass(frozen=True)
+class Read:
+    """Elements of `source`; `dims[i]` are the digits of its dimension i, slowest first.
+
+    `then` is what was done to them after, in order: multiplied by a float, taken as `Bits`, or cast to what is neither.
+    """
+
+    source: Hashable
+    dims: tuple[tuple[Digit, ...], ...]
+    then: tuple[Hashable, ...] = ()
+
+    @property
+    def axes(self) -> frozenset[Axis]:
+        return frozenset(digit.axis for dim in self.dims for digit in dim if digit.axis is not None)
+
+
+@dataclass(frozen=True)
+class Product:
+    """`scale * sum over summed of left * right`."""
+
+    left: Term
+    right: Term
+    summed: Dim
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Terms added up."""
+
+    terms: tuple[Term, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a `Join`: `term`, whose own axes along the join are `axes`, slowest first."""
+
+    axes: Dim
+    term: Term
+
+    @property
+    def size(self) -> Size:
+        return product(axis.size for axis in self.axes)
+
+
+@dataclass(frozen=True)
+class Join:
+    """Pieces laid one behind the other along `axis`."""
+
+    axis: Axis
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Undefined:
+    """Memory that nobody has written."""
+
+
+@dataclass(frozen=True)
+class Zero:
+    """The number 0."""
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A source that no graph has as a tensor: something that `node` is made of, a term of its sum or its padding."""
+
+    node: Hashable
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A source that no graph has as a tensor: `of * by`, with a dimension for each of `axes`."""
+
+    of: Read
+    by: Read
+    axes: Dim
+
+
+@dataclass(frozen=True)
+class Term:
+    """An element: how to read it from a tensor that exists, and, if known, what it is made of."""
+
+    read: Read
+    parts: Product | Sum | Join | Undefined | Zero | None = None
+
+    @property
+    def axes(self) -> frozenset[Axis]:
+        """The axes that the element depends on. A dimension's other axes are broadcast."""
+        match self.parts:
+            case Product(left, right, summed):
+                return (left.axes | right.axes) - frozenset(summed)
+            case Sum(terms):
+                return frozenset[Axis]().union(*(term.axes for term in terms))
+            case Join(axis, segments):
+                inner = frozenset[Axis]().union(*(s.term.axes - set(s.axes) for s in segments))
+                return inner | {axis}
+            case Undefined() | Zero():
+                return frozenset()
+        return self.read.axes
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tensor: `dims[i]` are the axes of dimension i, slowest first; `term` the element at them."""
+
+    dims: tuple[Dim, ...]
+    term: Term
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        return tuple(product(axis.size for axis in dim) for dim in self.dims)

@@ -1,0 +1,1 @@
+"""Find attention: sealed, or a softmax between two products."""

@@ -1,0 +1,270 @@
+"""Find attention: sealed SDPA, and `softmax(scores) @ value` written by hand.
+
+    q, k, v -> mla.sealed_attention                                    one node
+    q, k    -> bmm -> [scale, add mask, where] -> softmax -> bmm v     a chain, its scores perhaps a sum of products
+
+Both come out as one `Attention`: which axes are rows, keys and columns of the scores, and the terms of q, k, v and the
+masks over these axes. Nothing here asks whether the attention is MLA.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+import mla_compile.ops  # noqa: F401  defines the sealed op
+
+from ..algebra import operations
+from ..algebra.sizes import Size, Unaligned, product
+from ..algebra.terms import Digit, Dim, Form, Product, Read, Term
+from ..nodes.arguments import arguments, aten, is_tensor
+from ..nodes.refusal import Refusal
+from ..nodes.source import where
+from ..trace.trace import Trace
+from .scores import Keys, Mask, Sink, Summand, products_within, scores_of
+from .softmax import Weights, late, weights_of
+
+
+@dataclass(frozen=True)
+class Score:
+    """One summand of the scores: `scale * sum over summed of query * key`."""
+
+    query: Term
+    key: Term
+    summed: Dim
+    scale: float
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """Weights that are some function of the products in `scores`: `products[i]` is the whole tensor of score i."""
+
+    weights: Read
+    products: tuple[Read, ...]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`node = softmax(sum of scores + masks) @ value`, over axes; `sinks` are scores of further keys, without value.
+
+    `dims` are the axes of the node's dimensions; `rows` every axis of the scores but the keys'; `queries` the rows that
+    are the query dimension where the op has one (SDPA), which is what `causal` speaks of: query i sees keys up to i.
+    """
+
+    node: fx.Node
+    dims: tuple[Dim, ...]
+    rows: Dim
+    keys: Dim
+    columns: Dim
+    scores: tuple[Score, ...]
+    value: Term
+    masks: tuple[Mask, ...]
+    sinks: tuple[Sink, ...] = ()
+    queries: Dim | None = None
+    causal: bool = False
+    strict_rows: bool = False
+    """Whether a row that is masked everywhere is NaN, as a plain softmax has it, and not 0, as SDPA has it."""
+    opaque: Opaque | None = None
+    """Where more happens to the scores than masks: what stays as it is between the two products."""
+
+
+def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
+    """Every attention of the graph in order, or the reason why one could not be read."""
+    for node in list(graph.nodes):
+        try:
+            if node.target is torch.ops.mla.sealed_attention.default:
+                yield _from_sealed(node, trace)
+            elif node.target is torch.ops.higher_order.flex_attention:
+                yield Refusal(
+                    node,
+                    "expected scores and masks that are tensors of the graph, found flex_attention, which has them in "
+                    "functions",
+                    "call scaled_dot_product_attention (transformers: model.set_attn_implementation('sdpa'))",
+                )
+            elif node.target in (aten.bmm.default, aten.mm.default):
+                for side in (0, 1):
+                    weights = weights_of(trace[arguments(node)[side]].term.read.source, trace)
+                    if weights is not None:
+                        yield _from_weights(node, trace[node], side, weights, trace)
+                        break
+            elif node.target is aten.div.Tensor and (divided := late(node, trace)) is not None:
+                yield _from_weights(node, *divided, trace)
+        except Refusal as refusal:
+            yield refusal
+        except Unaligned as error:
+            yield Refusal(node, f"expected queries, keys and values over common axes, found that {error}")
+
+
+def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
+    q_node, k_node, v_node, mask_node, dropout, causal, scale, grouped = arguments(node)
+    if dropout:
+        raise Refusal(node, f"expected attention without dropout, found dropout_p={dropout}", "call model.eval()")
+    q, k, v = trace[q_node], trace[k_node], trace[v_node]
+    rank = len(node.meta["val"].shape)
+    batch = [f"batch {i}" for i in range(rank - 2)]
+    q, k, v = (operations.expand(form, (1,) * (rank - len(form.dims)) + tuple(form.shape)) for form in (q, k, v))
+    q_batch: list[str] = batch
+    if grouped and len(q.dims[-3]) and q.shape[-3] != k.shape[-3]:
+        heads, groups = q.shape[-3], k.shape[-3]
+        if not isinstance(heads, int) or not isinstance(groups, int) or k.shape[-3] != v.shape[-3]:
+            raise Refusal(node, f"expected head counts of grouped attention to be known, found {heads} and {groups}")
+        q = operations.view(q, (*q.shape[:-3], groups, heads // groups, *q.shape[-2:]))
+        q_batch = [*batch, "group"]
+    labels: list[Sequence[str]] = [(*q_batch, "query", "width"), (*batch, "key", "width"), (*batch, "key", "column")]
+    forms = [q, k, v]
+    if mask_node is not None:
+        mask = trace[mask_node]
+        if q_batch is not batch and len(mask.dims) >= 3 and mask.dims[-3]:
+            raise Refusal(node, "expected one mask for all heads of grouped attention, found one a head")
+        mask = operations.expand(mask, (1,) * (rank - len(mask.dims)) + tuple(mask.shape))
+        forms.append(mask)
+        labels.append((*batch, "query", "key"))
+    width = q.shape[-1]
+    if scale is None:
+        if not isinstance(width, int):
+            raise Refusal(node, "expected the head width or the scale to be known, found neither", "pass scale=")
+        scale = 1 / math.sqrt(width)
+    aligned, axes = operations.align(forms, labels)
+    out = [axes[label] for label in q_batch]
+    if q_batch is not batch:
+        out[-2:] = [(*out[-2], *out[-1])]
+    rows = tuple(axis for dim in (*out, axes["query"]) for axis in dim)
+    return Attention(
+        node,
+        dims=(*out, axes["query"], axes["column"]),
+        rows=rows,
+        keys=axes["key"],
+        columns=axes["column"],
+        scores=(Score(aligned[0].term, aligned[1].term, axes["width"], scale),),
+        value=aligned[2].term,
+        masks=(Mask(aligned[3].term, attends=mask_node.meta["val"].dtype == torch.bool),)
+        if mask_node is not None
+        else (),
+        queries=axes["query"],
+        causal=causal,
+    )
+
+
+def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trace: Trace) -> Attention:
+    """Attention that ends in `node`, `output` being its product, perhaps before it is divided."""
+    if not isinstance(output.term.parts, Product):
+        raise Refusal(node, "expected attention weights and values over common axes, found that they do not factor")
+    probabilities = (output.term.parts.left, output.term.parts.right)[side]
+    dim = weights.dim
+    keys_read = _part(probabilities.read.dims[dim])
+    others = [digits for i, digits in enumerate(probabilities.read.dims) if i != dim]
+    if keys_read is None or any(not digit.whole for digits in others for digit in digits):
+        reason = "expected the whole of the attention weights to meet the values, found a part of them"
+        raise Refusal(node, reason, "multiply all of the softmax's result with the values")
+    place = output.term.read.source
+    assert isinstance(place, fx.Node)
+    _refuse_other_uses(weights, place, trace)
+    score_dims = tuple(tuple(d.axis for d in dim if d.axis is not None) for dim in probabilities.read.dims)
+    summands = scores_of(weights.scores, Keys(dim, *keys_read), trace)
+    products = [s for s in summands if isinstance(s.what, float)]
+    masks = [s for s in summands if isinstance(s.what, Mask)]
+    sinks = [s for s in summands if isinstance(s.what, Sink)]
+    opaque = not products or _tangled(products, masks, Keys(dim, *keys_read), trace)
+    if opaque:
+        products, masks, sinks = products_within(weights.scores, Keys(dim, *keys_read), trace), [], []
+        if not products:
+            reason = f"expected scores that are a sum of products, found {where(weights.scores)}"
+            raise Refusal(node, reason, stopped=weights.scores)
+        if place is not node:  # divided after: only the product changes
+            return _from_weights(place, trace[place], side, weights, trace)
+    own = [("out", i) for i in range(len(output.dims))]
+    exposed = Form((*output.dims, *score_dims), output.term)
+    aligned, axes = operations.align(
+        [exposed, *(s.form for s in (*products, *masks, *sinks))],
+        [[*own, *range(len(score_dims))], *(s.labels for s in (*products, *masks, *sinks))],
+    )
+    parts = aligned[0].term.parts
+    assert isinstance(parts, Product)
+    keys = axes[dim]
+    if parts.summed != keys:
+        reason = "expected the values to be summed over the keys of the softmax, found another axis"
+        raise Refusal(node, reason, "take the softmax over the keys")
+    value = (parts.right, parts.left)[side]
+    rows = tuple(axis for i in range(len(score_dims)) if i != dim for axis in axes[i])
+    scores = []
+    for form, summand in zip(aligned[1:], products, strict=False):
+        assert isinstance(summand.what, float)
+        scores.append(_score(node, form.term, keys, summand.what))
+    found = []
+    for form, summand in zip(aligned[1 + len(products) :], masks, strict=False):
+        assert isinstance(summand.what, Mask)
+        found.append(replace(summand.what, term=form.term))
+    takers = []
+    for form, summand in zip(aligned[1 + len(products) + len(masks) :], sinks, strict=True):
+        assert isinstance(summand.what, Sink)
+        takers.append(replace(summand.what, term=form.term, keys=form.dims[dim]))
+    dims = aligned[0].dims[: len(output.dims)]
+    columns = tuple(axis for d in dims for axis in d if axis not in rows)
+    kept = None
+    if opaque:
+        reads = tuple(form.term.read for form in aligned[1 : 1 + len(products)])
+        kept = Opaque((parts.left, parts.right)[side].read, reads)
+    return Attention(
+        node,
+        dims,
+        rows,
+        keys,
+        columns,
+        tuple(scores),
+        value,
+        tuple(found),
+        tuple(takers),
+        strict_rows=True,
+        opaque=kept,
+    )
+
+
+def _tangled(products: Sequence[Summand], masks: Sequence[Summand], keys: Keys, trace: Trace) -> bool:
+    """Whether a mask is made of the products that it is a mask of."""
+    own = {summand.form.term.read.source for summand in products}
+    nodes = [mask.form.term.read.source for mask in masks]
+    within = [p for node in nodes if isinstance(node, fx.Node) for p in products_within(node, keys, trace)]
+    return any(summand.form.term.read.source in own for summand in within)
+
+
+def _part(digits: Sequence[Digit]) -> tuple[Size, Size] | None:
+    """Start and size of the indices of a dimension that a read takes, None if they are not one run of it."""
+    if all(digit.whole for digit in digits):
+        return 0, product(digit.extent for digit in digits)
+    if len(digits) != 1 or digits[0].step != 1:
+        return None
+    return digits[0].start, digits[0].axis.size if digits[0].axis is not None else 1
+
+
+def _score(node: fx.Node, term: Term, keys: Dim, scale: float) -> Score:
+    parts = term.parts
+    if not isinstance(parts, Product):
+        raise Refusal(node, "expected the product of queries and keys to keep its axes, found that it does not factor")
+    sides = parts.left, parts.right
+    with_keys = [any(axis in side.axes for axis in keys) for side in sides]
+    if with_keys == [False, False] and not keys:
+        with_keys = [False, True]
+    if with_keys == [True, False]:
+        sides = sides[::-1]
+    elif with_keys != [False, True]:
+        raise Refusal(node, "expected one operand of the scores to run over the keys, found both or none")
+    return Score(sides[0], sides[1], parts.summed, parts.scale * scale)
+
+
+def _refuse_other_uses(weights: Weights, output: fx.Node, trace: Trace) -> None:
+    """The weights must serve this product only: what else they serve would keep the scores and the keys alive."""
+    ends = {output, weights.total}
+    pending, seen = [weights.node], {weights.node}
+    while pending:
+        for user in pending.pop().users:
+            if user in ends or user in seen:
+                continue
+            if not is_tensor(user) or trace[user].term.read.source is not weights.node:
+                reason = f"expected the attention weights to meet the values only, found {where(user)}"
+                raise Refusal(output, reason, "do not return them or use them again (transformers: output_attentions)")
+            seen.add(user)
+            pending.append(user)

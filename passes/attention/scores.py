@@ -1,0 +1,305 @@
+"""Take scores written by hand apart: products of queries and keys with their scale, masks, and sinks.
+
+softmax(where(seen, (q k^T + q2 k2^T) * scale + bias, -inf))  ->  two products, one bias, one bool mask
+softmax(cat(q k^T, sink))[..., :-1]                           ->  one product, one sink
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..algebra.sizes import Size, same, total
+from ..algebra.terms import Axis, Dim, Form, Product, Term
+from ..nodes.arguments import arguments, aten, factor_of, is_elementwise, is_tensor
+from ..nodes.refusal import Refusal
+from ..trace.trace import Trace
+
+SPACING = 8.0
+"""Scores that are replaced by a number are scores to which it is added, where the spacing of floats at that number is
+at least this much: what is left of any usual score is nothing, also in rows that are masked everywhere."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A tensor over some of the scores' axes.
+
+    `attends`: bool, True where a query may attend; the scores it rejects become `fill`. `inverted`: True rejects.
+    Otherwise a number that is added to the scores, times `factor`.
+    """
+
+    term: Term
+    attends: bool
+    factor: float = 1.0
+    fill: float = -math.inf
+    inverted: bool = False
+
+
+@dataclass(frozen=True)
+class Sink:
+    """Scores of keys that have no value and only take their share of the weights: `factor * term`.
+
+    `keys` are the axes of these keys, which nothing else has.
+    """
+
+    term: Term
+    factor: float
+    keys: Dim = ()
+
+
+@dataclass(frozen=True)
+class Summand:
+    """A part of the scores: a product, `what` being its scale, a mask or a sink.
+
+    `labels` are the scores' dims of its own; a sink's keys are a dim that no other summand has.
+    """
+
+    form: Form
+    labels: tuple[Hashable, ...]
+    what: float | Mask | Sink
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a score tensor that have values: `size` from `start` of dimension `dim`."""
+
+    dim: int
+    start: Size
+    size: Size
+
+
+def scores_of(node: fx.Node, keys: Keys, trace: Trace) -> list[Summand]:
+    """The summands of a score tensor; masks in the order in which they apply.
+
+    What is no product is a mask that is added, whatever it is.
+
+    Raises:
+        Refusal: if the scores without values do not stand apart from those with.
+    """
+    node, factor = _without_shift(node, keys.dim, trace)
+    labels = tuple(range(len(trace[node].dims)))
+    if same(keys.size, trace[node].shape[keys.dim]):
+        return _summands(node, labels, factor, trace)
+    source, scale = _whole_source(node, trace)
+    if source is None or source.target is not aten.cat.default:
+        reason = "expected the whole of the attention weights to meet the values, found a part of them"
+        raise Refusal(node, reason, "multiply all of the softmax's result with the values")
+    return _joined(source, keys, labels, factor * scale, trace)
+
+
+def _without_shift(node: fx.Node, dim: int, trace: Trace) -> tuple[fx.Node, float]:
+    """Scores before their greatest was taken from all of a row, which a softmax does not see, and before a factor.
+
+    A row of -inf alone is NaN either way.
+    """
+    factor = 1.0
+    while True:
+        source, scale = _whole_source(node, trace)
+        if source is None:
+            return node, factor
+        a, b = (*arguments(source), None, None)[:2]
+        if source.target is aten.sub.Tensor and not source.kwargs and is_tensor(b) and _is_greatest(b, a, dim, trace):
+            node, factor = a, factor * scale
+        elif source.target is aten.mul.Tensor and isinstance(b, int | float) and b > 0:
+            node, factor = a, factor * scale * b
+        elif source.target is aten.div.Tensor and isinstance(b, int | float) and b > 0:
+            node, factor = a, factor * scale / b
+        else:
+            return node, factor
+
+
+def _whole_source(node: fx.Node, trace: Trace) -> tuple[fx.Node | None, float]:
+    """The tensor whose elements `node` holds, dimension by dimension, and the positive factor between the two."""
+    form = trace[node]
+    source, dims = form.term.read.source, tuple(range(len(form.dims)))
+    factors = [step for step in form.term.read.then if isinstance(step, float)]
+    if not isinstance(source, fx.Node) or _labels_through(form, dims) != dims or any(f <= 0 for f in factors):
+        return None, 1.0
+    return source, math.prod(factors)
+
+
+def _is_greatest(node: fx.Node, scores: Any, dim: int, trace: Trace) -> bool:
+    """Whether `node` is the greatest of `scores` along `dim`, which it keeps."""
+    source, factor = _whole_source(node, trace)
+    if source is None or factor != 1.0 or not is_tensor(scores):
+        return False
+    if source.target is operator.getitem and arguments(source)[1] == 0:
+        source = arguments(source)[0]
+    if source.target not in (aten.amax.default, aten.max.dim):
+        return False
+    of, dims, keep = (*arguments(source), None, None)[:3]
+    dims = dims if isinstance(dims, list | tuple) else [dims]
+    rank = len(trace[scores].dims)
+    return bool(keep) and [d % rank for d in dims] == [dim] and bool(trace[of] == trace[scores])
+
+
+def _joined(node: fx.Node, keys: Keys, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:
+    """The summands of the scores with values, which are one piece of the join `node`; the other pieces are sinks."""
+    pieces, dim = (*arguments(node), 0)[:2]
+    start: Size = 0
+    found: list[Summand] = []
+    sinks: list[Summand] = []
+    for k, piece in enumerate(pieces):
+        form = trace[piece]
+        size = form.shape[keys.dim]
+        if same(start, keys.start) and same(size, keys.size):
+            found = _summands(piece, labels, factor, trace)
+        else:
+            own = tuple(("sink", k) if label == keys.dim else label for label in labels)
+            sinks.append(Summand(form, own, Sink(form.term, factor)))
+        start = total([start, size])
+    if dim % len(labels) != keys.dim or not found:
+        raise Refusal(node, "expected the attention weights that meet the values to be one piece of the scores")
+    return [*found, *sinks]
+
+
+def products_within(node: fx.Node, keys: Keys, trace: Trace) -> list[Summand]:
+    """The products of which a score tensor is some elementwise function, whatever it is, sinks aside."""
+    found: dict[fx.Node, Summand] = {}
+    pending: list[tuple[fx.Node, tuple[int, ...]]] = [(node, tuple(range(len(trace[node].dims))))]
+    seen = set[fx.Node]()
+    while pending:
+        node, labels = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        form = trace[node]
+        source, through = form.term.read.source, _labels_through(form, labels)
+        if isinstance(form.term.parts, Product):
+            whole = all(digit.whole for dim in form.term.read.dims for digit in dim)
+            factor = math.prod(step for step in form.term.read.then if isinstance(step, float))
+            if isinstance(source, fx.Node) and whole and factor:
+                found.setdefault(source, Summand(form, labels, 1 / factor))  # the product as it was before the factor
+            continue
+        if not isinstance(source, fx.Node) or through is None or source.op != "call_function":
+            continue
+        for operand in source.all_input_nodes if is_elementwise(source) else ():
+            if is_tensor(operand):
+                pending.append((operand, through[len(through) - len(trace[operand].dims) :]))
+        along = through.index(keys.dim) if keys.dim in through else None
+        if source.target is aten.cat.default and _argument_dim(source, len(through)) == along:
+            values = [p for p in arguments(source)[0] if same(trace[p].shape[along], keys.size)]
+            pending += [(piece, through) for piece in values[:1]]
+    return list(found.values())
+
+
+def _argument_dim(node: fx.Node, rank: int) -> int:
+    dim: int = (*arguments(node), 0)[1]
+    return dim % rank
+
+
+def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:
+    form = trace[node]
+    if isinstance(form.term.parts, Product):
+        return [Summand(form, labels, factor)]
+    bias = [Summand(form, labels, Mask(form.term, attends=False, factor=factor))]
+    source = form.term.read.source
+    through = _labels_through(form, labels)
+    if not isinstance(source, fx.Node) or through is None or source.op != "call_function":
+        return bias
+    factor *= math.prod(step for step in form.term.read.then if isinstance(step, float))
+
+    def operand(node: fx.Node, factor: float) -> list[Summand]:
+        return _summands(node, through[len(through) - len(trace[node].dims) :], factor, trace)
+
+    def addend(node: fx.Node, factor: float) -> list[Summand]:
+        """An operand of a sum. One without products is one mask: what it rejects it rejects by what is added."""
+        summands = operand(node, factor)
+        if _holds_product(summands):
+            return summands
+        form = trace[node]
+        mask = Mask(form.term, attends=False, factor=factor)
+        return [Summand(form, through[len(through) - len(form.dims) :], mask)]
+
+    a, b, c = (*arguments(source), None, None, None)[:3]
+    match source.target:
+        case aten.add.Tensor | aten.sub.Tensor if is_tensor(a) and is_tensor(b):
+            alpha = factor_of(source)
+            if alpha is None:
+                return bias
+            sign = alpha if source.target is aten.add.Tensor else -alpha
+            return _sum(source, addend(a, factor), addend(b, sign * factor))
+        case aten.mul.Tensor | aten.mul.Scalar if isinstance(b, int | float):
+            return operand(a, factor * b)
+        case aten.div.Tensor | aten.div.Scalar if isinstance(b, int | float) and b != 0:
+            return operand(a, factor / b)
+        case aten.masked_fill.Scalar | aten.masked_fill.Tensor:
+            scores, mask, fill, inverted = a, b, constant_of(c), True
+        case aten.where.self if is_tensor(b) and constant_of(c) is not None:
+            scores, mask, fill, inverted = b, a, constant_of(c), False
+        case aten.where.self if is_tensor(c) and constant_of(b) is not None:
+            scores, mask, fill, inverted = c, a, constant_of(b), True
+        case _:
+            return bias
+    if fill is None or not is_tensor(scores) or fill * factor > highest_fill(source) or factor <= 0:
+        return bias
+    form = trace[mask]
+    rejected = Mask(form.term, attends=True, fill=fill * factor, inverted=inverted)
+    return [*operand(scores, factor), Summand(form, through[len(through) - len(form.dims) :], rejected)]
+
+
+def _sum(source: fx.Node, left: list[Summand], right: list[Summand]) -> list[Summand]:
+    """Both operands' summands, first those of the one that holds products: its masks apply before the rest is added."""
+    fills = [s.what for s in (*left, *right) if isinstance(s.what, Mask) and s.what.attends]
+    if _holds_product(left) and _holds_product(right) and any(not math.isinf(mask.fill) for mask in fills):
+        raise Refusal(source, "expected scores to be summed before a finite number takes their place, found it after")
+    return [*left, *right] if _holds_product(left) else [*right, *left]
+
+
+def _holds_product(summands: list[Summand]) -> bool:
+    return any(isinstance(s.what, float) for s in summands)
+
+
+def highest_fill(node: fx.Node) -> float:
+    """The greatest number that hides scores of a node's dtype: at most this, nothing is left of a score."""
+    dtype = torch.promote_types(node.meta["val"].dtype, torch.float32)  # that of the ops' arithmetic
+    return -SPACING / torch.finfo(dtype).eps
+
+
+def constant_of(value: Any) -> float | None:
+    """The number that a tensor of one value holds, if the graph says it."""
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, fx.Node) and value.op == "call_function":
+        match value.target:
+            case aten.full.default | aten.full_like.default:
+                return constant_of(arguments(value)[1])
+            case (
+                aten.scalar_tensor.default
+                | aten.lift_fresh_copy.default
+                | aten._to_copy.default
+                | aten.expand.default
+                | aten.clone.default
+                | aten.detach.default
+            ):
+                return constant_of(arguments(value)[0])
+    if isinstance(value, fx.Node) and value.op == "get_attr":
+        tensor = getattr(value.graph.owning_module, str(value.target), None)
+        if isinstance(tensor, torch.Tensor) and tensor.numel() == 1:
+            return float(tensor.item())
+    return None
+
+
+def _labels_through(form: Form, labels: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The labels of the source that a form reads whole, its dimensions perhaps in another order."""
+    read = form.term.read
+    if any(not digit.whole for dim in read.dims for digit in dim):
+        return None
+    by_axis: dict[tuple[Axis, ...], int] = {dim: label for dim, label in zip(form.dims, labels, strict=True) if dim}
+    spare = [label for dim, label in zip(form.dims, labels, strict=True) if not dim]
+    through = []
+    for digits in read.dims:
+        axes = tuple(digit.axis for digit in digits if digit.axis is not None)
+        if axes in by_axis:
+            through.append(by_axis.pop(axes))
+        elif not axes and spare:
+            through.append(spare.pop(0))
+        else:
+            return None
+    return None if by_axis else tuple(through)

@@ -1,0 +1,157 @@
+"""Recognise attention weights, however the softmax is spelled.
+
+    softmax(s), exp(log_softmax(s)), exp(s - logsumexp(s))     one op, or its logarithm undone
+    e = exp(s);  e / e.sum()                                   by hand
+    e = exp(s);  (e @ v) / e.sum()                             by hand, divided after the product with the values
+
+What is taken from all scores of a row before the exponential belongs to the scores (see `scores`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from ..algebra import operations
+from ..algebra.terms import Dim, Form, Product, Read
+from ..nodes.arguments import arguments, aten, is_tensor
+from ..trace.trace import Trace
+
+
+@dataclass(frozen=True)
+class Weights:
+    """`node` holds the softmax of `scores` over dimension `dim`, or its numerator where `total` is still to divide."""
+
+    node: fx.Node
+    scores: fx.Node
+    dim: int
+    total: fx.Node | None = None
+
+
+def weights_of(node: Any, trace: Trace) -> Weights | None:
+    """The weights that a node holds, if it does."""
+    if not isinstance(node, fx.Node) or not is_tensor(node):
+        return None
+    rank = len(trace[node].dims)
+    match node.target:
+        case aten._softmax.default:
+            return Weights(node, arguments(node)[0], arguments(node)[1] % rank)
+        case aten.exp.default:
+            return _exponential(node, trace)
+        case aten.div.Tensor:
+            numerator, total = arguments(node)[:2]
+            source = _whole(numerator, trace)
+            if source is None or source.target is not aten.exp.default or not is_tensor(total):
+                return None
+            dim = _summed_dim(total, source, trace)
+            if dim is None or not _spans(trace[total], trace[numerator], dim):
+                return None
+            return Weights(node, arguments(source)[0], dim)
+    return None
+
+
+def late(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
+    """Of a division `(e @ v) / e.sum()`: the product's form, which operand of it is `e`, and the weights."""
+    product, total = arguments(node)[:2]
+    if not is_tensor(product) or not is_tensor(total) or len(trace[product].dims) != len(trace[node].dims):
+        return None
+    parts = trace[product].term.parts
+    if not isinstance(parts, Product) or parts.scale != 1.0:
+        return None
+    for side, operand in enumerate((parts.left, parts.right)):
+        source = operand.read.source
+        if not isinstance(source, fx.Node) or source.target is not aten.exp.default:
+            continue
+        dim = _summed_dim(total, source, trace)
+        if dim is None:
+            return None
+        whole, divisor = _aligned(trace[product], trace[total])
+        assert isinstance(whole.term.parts, Product)
+        exponential = (whole.term.parts.left, whole.term.parts.right)[side].read
+        rows = tuple(tuple(d.axis for d in digits if d.axis is not None) for digits in exponential.dims)
+        if not _runs_over(divisor.term.read, rows, dim) or any(not d.whole for ds in exponential.dims for d in ds):
+            return None
+        divisor_node = divisor.term.read.source
+        assert isinstance(divisor_node, fx.Node)
+        return whole, side, Weights(source, arguments(source)[0], dim, divisor_node)
+    return None
+
+
+def _exponential(node: fx.Node, trace: Trace) -> Weights | None:
+    """`exp` of what already is the logarithm of the weights."""
+    source = _whole(arguments(node)[0], trace)
+    if source is None:
+        return None
+    if source.target is aten._log_softmax.default:
+        return Weights(node, arguments(source)[0], arguments(source)[1] % len(trace[source].dims))
+    if source.target is not aten.sub.Tensor or source.kwargs:
+        return None
+    scores, total = arguments(source)[:2]
+    if not is_tensor(scores) or not is_tensor(total):
+        return None
+    logarithm = trace[total].term.read.source
+    if not isinstance(logarithm, fx.Node) or logarithm.target is not aten.logsumexp.default:
+        return None
+    of, dims = arguments(logarithm)[:2]
+    rank = len(trace[scores].dims)
+    if len(dims) != 1 or trace[of] != trace[scores]:
+        return None
+    dim = dims[0] % rank
+    return Weights(node, scores, dim) if _spans(trace[total], trace[scores], dim) else None
+
+
+def _summed_dim(total: fx.Node, of: fx.Node, trace: Trace) -> int | None:
+    """The dimension of `of` over which `total` is its sum."""
+    source = trace[total].term.read.source
+    if not isinstance(source, fx.Node) or source.target is not aten.sum.dim_IntList:
+        return None
+    dims: Any = (*arguments(source), None)[1]
+    if _whole(arguments(source)[0], trace) is not of or not dims or len(dims) != 1:
+        return None
+    return int(dims[0]) % len(trace[of].dims)
+
+
+def _aligned(whole: Form, reduced: Form) -> tuple[Form, Form]:
+    rank = len(whole.dims)
+    labels = list(range(rank))
+    (whole, reduced), _ = operations.align([whole, reduced], [labels, labels[rank - len(reduced.dims) :]])
+    return whole, reduced
+
+
+def _spans(reduced: Form, whole: Form, but: int) -> bool:
+    """Whether one tensor is broadcast over another as it is reduced over one dimension of that."""
+    whole, reduced = _aligned(whole, reduced)
+    return _runs_over(reduced.term.read, whole.dims, but)
+
+
+def _runs_over(read: Read, dims: tuple[Dim, ...], but: int) -> bool:
+    """Whether a read of a reduced tensor, kept dimension or not, runs whole over all of `dims` in order but one."""
+    own = list(read.dims)
+    if len(own) == len(dims) and not own[but]:
+        del own[but]
+    wanted = [axes for i, axes in enumerate(dims) if i != but]
+    if any(isinstance(step, float) for step in read.then) or len(own) != len(wanted):
+        return False
+    return all(
+        tuple(d.axis for d in digits) == axes and all(d.whole for d in digits)
+        for digits, axes in zip(own, wanted, strict=True)
+    )
+
+
+def _whole(node: Any, trace: Trace) -> fx.Node | None:
+    """The tensor that `node` is a copy of, perhaps in another dtype."""
+    if not is_tensor(node):
+        return None
+    form = trace[node]
+    source = form.term.read.source
+    if not isinstance(source, fx.Node) or not is_tensor(source):
+        return None
+    read = form.term.read
+    if any(isinstance(step, float) for step in read.then) or len(read.dims) != len(form.dims):
+        return None
+    for digits, axes in zip(read.dims, form.dims, strict=True):
+        if tuple(d.axis for d in digits) != axes or not all(d.whole for d in digits):
+            return None
+    return source

@@ -1,0 +1,1 @@
+"""How keys are stored: in pages, in FP8."""

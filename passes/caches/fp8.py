@@ -1,0 +1,66 @@
+"""See whether a site's latent is kept in FP8, in a tensor of all its keys, so that attention to some can read it there.
+
+    latent[b, j] = numbers[b, j] * scales[b, j]        a buffer, or a cache that grows; scales for groups of columns
+
+Attention to all keys, which reads them all, gets what Inductor's loop dequantises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..algebra.sizes import Unaligned
+from ..algebra.terms import Dim, Read
+from ..mla.site import Site
+from ..trace.fp8 import dtype_of, groups_of, numbers_of
+from ..trace.trace import Trace
+
+
+@dataclass(frozen=True)
+class Fp8Keys:
+    """`latent`, in e4m3fn, runs over the site's batch, keys and rank, and `rope`, in that or the queries' dtype, over
+    batch, keys and its columns. `scales` of what is in FP8 run over `groups`, the slowest axes of the rank, and over
+    batch and keys unless these share them; `factor` is a number besides. `layout` is batch and keys.
+    """
+
+    latent: Read
+    rope: Read | None
+    layout: tuple[Dim, Dim]
+    scales: Read | None
+    groups: Dim
+    factor: float
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """What attention reads for its keys."""
+        return tuple(read for read in (self.latent, self.rope, self.scales) if read is not None)
+
+
+def find_fp8_keys(site: Site, trace: Trace) -> Fp8Keys | None:
+    """A site's keys in FP8; None if they are not provably numbers and scales as one kernel can read them."""
+    if len(site.ropes) > 1:
+        return None
+    try:
+        latent = _keys_of(site, site.latent, site.rank, trace)
+        rope = _keys_of(site, site.ropes[0].key.read, site.ropes[0].summed, trace) if site.ropes else None
+    except Unaligned:
+        return None
+    if latent is None or not site.ropes:
+        return latent
+    if rope is None:
+        return replace(latent, rope=site.ropes[0].key.read)
+    alike = not latent.groups and (rope.scales, rope.factor) == (latent.scales, latent.factor)
+    return replace(latent, rope=rope.latent) if alike else None
+
+
+def _keys_of(site: Site, read: Read, columns: Dim, trace: Trace) -> Fp8Keys | None:
+    numbers, tokens = numbers_of(trace, read), (site.batch, site.attention.keys)
+    if numbers is None:
+        return None
+    groups = () if numbers.by is None else groups_of(numbers.by, columns, tokens)
+    known = numbers.by is None or dtype_of(numbers.by) in (torch.float32, torch.bfloat16, torch.float16)
+    if groups is None or not known:
+        return None
+    return Fp8Keys(numbers.of, None, tokens, numbers.by, groups, numbers.factor)

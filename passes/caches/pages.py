@@ -1,0 +1,143 @@
+"""See whether a site's latent and rope key are read from pages, so that attention can read them there.
+
+    latent[b, j] = pages[table[b, j // page_size], j % page_size, :L]        pages laid one behind the other
+    latent[b, j] = pages[table[b, j], :L]                                    slots: pages of one token
+    latent[b, j] = pages[...] * scales[...]                                  FP8: a scale for each group of columns
+
+The keys are the first of those that the table names. The rope key's pages may be other columns of the same pool or a
+pool of their own; the table is one. So may the scales', or there is one scale for all tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from mla_compile.fp8 import FP8
+
+from ..algebra.gathers import Lookup
+from ..algebra.sizes import Unaligned, same
+from ..algebra.substitution import change_read
+from ..algebra.terms import Axis, Dim, Read
+from ..masks.meaning import Meaning
+from ..mla.site import Site
+from ..paths.by_size import BY_SIZE
+from ..trace.fp8 import dtype_of, groups_of, is_fp8
+from ..trace.handler import lookup_of
+from ..trace.trace import Trace
+from .fp8 import Fp8Keys, find_fp8_keys
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Key j of a sequence is in row `j % row.size` of the page that entry `j // row.size` of its table names.
+
+    `latent` runs over `entry, row` and the site's rank, `rope` over `entry, row` and the rope's columns; `table` over
+    the site's batch and `page`. `row` is None where a page is one token, `rope` where there is no rope key. `scales` of
+    what is in FP8 run over `groups`, the slowest axes of the rank, and over `entry, row` unless all tokens share them;
+    `factor` is a number besides, None where nothing is in FP8.
+    """
+
+    latent: Read
+    rope: Read | None
+    table: Read
+    entry: Axis
+    page: Axis
+    row: Axis | None
+    wraps: bool
+    scales: Read | None = None
+    groups: Dim = ()
+    factor: float | None = None
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """What attention over the pages reads for its keys."""
+        reads = self.latent, self.rope, self.scales, self.table
+        return tuple(read for read in reads if read is not None)
+
+    @property
+    def layout(self) -> tuple[Dim, Dim]:
+        """The pool's first dimensions: pages and rows."""
+        return (self.entry,), () if self.row is None else (self.row,)
+
+
+def find_pages(site: Site, trace: Trace) -> Pages | None:
+    """The pages of a site; None if its keys are not provably read from pages as one kernel can read them."""
+    if len(site.ropes) > 1:
+        return None
+    try:
+        latent = _pages_of(site, site.latent, site.rank, trace)
+        rope = _pages_of(site, site.ropes[0].key.read, site.ropes[0].summed, trace) if site.ropes else None
+    except Unaligned:
+        return None
+    if latent is None or not site.ropes:
+        return latent
+    return None if rope is None else _together(latent, rope)
+
+
+def kept_keys(site: Site, meaning: Meaning, path: str, trace: Trace) -> tuple[Pages | Fp8Keys | None, str]:
+    """Where a path can read a site's keys as they are kept, and a word on that for the report."""
+    pages = find_pages(site, trace)
+    if pages is None:
+        keys = find_fp8_keys(site, trace) if path == "sparse" else None
+        return keys, "" if keys is None else "; reads keys in FP8"
+    named_in_a_row = path == "sparse" and len(site.attention.keys) == 1 and not meaning.uniform_when_empty
+    if path in ("absorbed", "chunked", BY_SIZE) or named_in_a_row:
+        return pages, "; reads the pages"
+    return None, "; what the pages hold is gathered first"
+
+
+def _pages_of(site: Site, read: Read, columns: Dim, trace: Trace) -> Pages | None:
+    lookup = lookup_of(trace, read)
+    if lookup is None:
+        return None
+    fp8 = is_fp8(lookup)
+    if not fp8 and (lookup.then or lookup.scales is not None or dtype_of(lookup.pages) == FP8):
+        return None
+    pages, table, keys = lookup.pages.axes, lookup.table.axes, site.attention.keys
+    if lookup.flat is not None and keys == (lookup.flat.keys,):
+        page, row = lookup.flat.page, lookup.flat.row
+    elif lookup.flat is None and len(keys) == 2:
+        page, row = keys
+    elif lookup.flat is None and len(keys) == 1:
+        page, row = keys[0], None
+    else:
+        return None
+    one_pool = page in table and page not in pages and (row is None or row in pages)
+    if not one_pool or pages & set(site.batch) or not table <= {*site.batch, page} or lookup.entry not in pages:
+        return None
+    found = Pages(lookup.pages, None, lookup.table, lookup.entry, page, row, lookup.wraps)
+    return _scaled(found, lookup, columns) if fp8 else found
+
+
+def _scaled(pages: Pages, lookup: Lookup, columns: Dim) -> Pages | None:
+    """Pages in FP8, if the scales run over equal groups of the columns and, where each token has some, are float32."""
+    scales, factor = lookup.scales, math.prod(step for step in lookup.then if isinstance(step, float))
+    if scales is None:
+        return replace(pages, factor=factor)
+    tokens = (pages.entry,) if pages.row is None else (pages.entry, pages.row)
+    groups, each = groups_of(scales, columns, [tokens]), not scales.axes.isdisjoint(tokens)
+    known = (torch.float32,) if each else (torch.float32, torch.bfloat16, torch.float16)  # no cast of the whole pool
+    if groups is None or dtype_of(scales) not in known or (each and factor != 1.0):
+        return None
+    return replace(pages, scales=scales, groups=groups, factor=factor)
+
+
+def _together(latent: Pages, rope: Pages) -> Pages | None:
+    """Both in one, if the rope keys are in the same rows of the same entries of the same table."""
+    if (latent.row is None) != (rope.row is None) or latent.wraps != rope.wraps:
+        return None
+    pairs = [(latent.entry, rope.entry), (latent.page, rope.page)]
+    if latent.row is not None and rope.row is not None:
+        pairs.append((latent.row, rope.row))
+    if not all(same(a.size, b.size) for a, b in pairs):
+        return None
+    changes = {b: a for a, b in pairs}
+    if change_read(rope.table, changes) != latent.table:
+        return None
+    own = None if rope.scales is None else change_read(rope.scales, changes)
+    if rope.factor is not None and (latent.groups or (own, rope.factor) != (latent.scales, latent.factor)):
+        return None
+    return replace(latent, rope=change_read(rope.latent, changes))

@@ -1,0 +1,1 @@
+"""Torch code of proved reads, traced and put into a graph."""

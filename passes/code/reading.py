@@ -1,0 +1,250 @@
+"""Turn reads back into torch code: the views, slices and casts that give a source tensor the axes one wants.
+
+These functions run on fake tensors while `rewrite` traces them, so symbolic sizes are handled by torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from ..algebra.sizes import Size, Unaligned, product, same
+from ..algebra.terms import Axis, Bits, Digit, Dim, Read, Scaled
+from ..nodes.shapes import size_of
+
+Realize = Callable[[Size], "int | torch.SymInt"]
+"""An int or SymInt for a size."""
+
+
+def realizer(values: Sequence[Any]) -> Realize:
+    """Sizes as ints or, where they are symbolic, computed from the tensors' sizes and SymInts at hand."""
+    known: dict[sympy.Expr, torch.SymInt] = {}
+    for value in values:
+        for size in value.shape if isinstance(value, Tensor) else (value,):
+            known |= {expression: size for expression in _told_by(size) if expression not in known}
+
+    def realize(size: Size) -> int | torch.SymInt:
+        if isinstance(size, int) or size.is_Integer:
+            return int(size)
+        if size in known:
+            return known[size]
+        return _evaluate(sympy.expand(size), {symbol: solve(symbol, ()) for symbol in size.free_symbols})
+
+    def solve(symbol: sympy.Symbol, solving: tuple[sympy.Symbol, ...]) -> int | torch.SymInt:
+        """The value of a symbol from a known size that is linear in it, the rest of that size solved first."""
+        if symbol in known:
+            return known[symbol]
+        for expression, value in sorted(known.items(), key=lambda item: len(item[0].free_symbols)):
+            parts = _linear(expression, symbol)
+            if parts is None or parts[1].free_symbols & {symbol, *solving}:
+                continue
+            factor, rest = parts
+            try:
+                others = {other: solve(other, (*solving, symbol)) for other in rest.free_symbols}
+            except Unaligned:
+                continue
+            left = value - _evaluate(rest, others) if rest != 0 else value
+            return left // factor if factor != 1 else left
+        if (settled := _settled(symbol, values)) is not None:
+            return settled
+        raise Unaligned(f"no tensor at hand tells the size {symbol}")
+
+    return realize
+
+
+def symbols_of(read: Read) -> set[sympy.Symbol]:
+    """The symbols in a read's sizes and starts."""
+    sizes = [size for dim in read.dims for d in dim for size in _sizes(d)]
+    return set[sympy.Symbol]().union(*(sympy.sympify(size).free_symbols for size in sizes))
+
+
+def _sizes(digit: Digit) -> tuple[Size, ...]:
+    return digit.extent, digit.start, digit.before, digit.after, digit.axis.size if digit.axis is not None else 1
+
+
+def sources_of(
+    reads: Iterable[Read | None], node: fx.Node, dims: Sequence[Dim], more: Iterable[sympy.Symbol] = ()
+) -> list[fx.Node]:
+    """The nodes that code in the place of `node`, whose dimensions are `dims`, takes to read what it does.
+
+    `more` are symbols that it needs besides those of its reads.
+
+    Raises:
+        Unaligned: if the graph does not tell the sizes that this takes.
+    """
+    known = [read for read in reads if read is not None]
+    symbols = set[sympy.Symbol]().union(
+        *(symbols_of(read) for read in known),
+        *(sympy.sympify(axis.size).free_symbols for dim in dims for axis in dim),
+        more,
+    )
+    sources = [source for read in known for source in nodes_of(read)]
+    return list(dict.fromkeys([*sources, *tellers(node, symbols)]))
+
+
+def nodes_of(read: Read) -> list[fx.Node]:
+    """The nodes of the graph that hold what is read."""
+    if isinstance(read.source, Scaled):
+        return [*nodes_of(read.source.of), *nodes_of(read.source.by)]
+    return [read.source] if isinstance(read.source, fx.Node) else []
+
+
+class Reader:
+    """`read(what, *layout)`: what a read names, among the values of the nodes `sources`, as `read_as` has it."""
+
+    def __init__(self, sources: Sequence[fx.Node], values: Sequence[Any]) -> None:
+        self.realize = realizer(values)
+        self._place = dict(zip(sources, values, strict=True))
+
+    def __call__(self, what: Read, *layout: Dim, broadcast: bool = True) -> Tensor:
+        return read_as(self._source(what), what, layout, self.realize, broadcast=broadcast)
+
+    def _source(self, read: Read) -> Tensor:
+        """The tensor that is read, made where no graph has it."""
+        if isinstance(read.source, Scaled):
+            dims = [(axis,) for axis in read.source.axes]
+            return self(read.source.of, *dims) * self(read.source.by, *dims, broadcast=False)
+        assert isinstance(read.source, fx.Node)
+        tensor: Tensor = self._place[read.source]
+        return tensor
+
+
+def tellers(node: fx.Node, symbols: set[sympy.Symbol]) -> list[fx.Node]:
+    """Nodes before `node` whose values or shapes tell the symbols' values.
+
+    Raises:
+        Unaligned: if there is none for a symbol.
+    """
+    sizes: list[tuple[fx.Node, sympy.Expr]] = []
+    found: dict[sympy.Symbol, list[fx.Node]] = {}
+    for earlier in itertools.takewhile(lambda earlier: earlier is not node, node.graph.nodes):
+        if symbols <= found.keys():
+            break
+        value = earlier.meta.get("val")
+        for size in value.shape if isinstance(value, Tensor) else (value,):
+            for expression in _told_by(size):
+                sizes.append((earlier, expression))
+                symbol, *others = expression.free_symbols
+                if not others and symbol not in found and _linear(expression, symbol) is not None:
+                    found[symbol] = [earlier]
+    told = True
+    while told and not symbols <= found.keys():  # a symbol may stand in a size beside others that are known
+        told = False
+        for earlier, expression in sizes:
+            for symbol in expression.free_symbols - found.keys():
+                parts = _linear(expression, symbol)
+                if parts is not None and parts[1].free_symbols <= found.keys():
+                    found[symbol] = [earlier, *(t for other in parts[1].free_symbols for t in found[other])]
+                    told = True
+    values = [earlier.meta.get("val") for earlier in node.graph.nodes] if symbols - found.keys() else []
+    if missing := {symbol for symbol in symbols - found.keys() if _settled(symbol, values) is None}:
+        raise Unaligned(f"nothing in the graph tells the sizes {sorted(map(str, missing))}")
+    return list(dict.fromkeys(teller for symbol in sorted(symbols & found.keys(), key=str) for teller in found[symbol]))
+
+
+def _settled(symbol: sympy.Symbol, values: Sequence[Any]) -> int | None:
+    """The value of a symbol to which guards have left no other: torch then writes the number in its place."""
+    mode = torch._guards.detect_fake_mode(values)
+    if mode is None or mode.shape_env is None:
+        return None
+    value = mode.shape_env.replace(symbol)
+    return int(value) if value.is_Integer else None
+
+
+def _told_by(size: Any) -> Iterator[sympy.Expr]:
+    """What a size is, as torch writes it and as the guards make it, if it is symbolic."""
+    if isinstance(size, torch.SymInt):
+        for expression in (size.node.expr, sympy.sympify(size_of(size))):
+            if expression.free_symbols:
+                yield expression
+
+
+def _linear(expression: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, sympy.Expr] | None:
+    """`factor, rest` if the expression is `factor * symbol + rest`, `factor` an integer and `rest` free of it."""
+    factor = expression.coeff(symbol)
+    rest = sympy.expand(expression - factor * symbol)
+    return (int(factor), rest) if factor.is_Integer and factor != 0 and symbol not in rest.free_symbols else None
+
+
+def _evaluate(size: sympy.Expr, values: dict[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:
+    """An integer expression at the symbols' values."""
+    value: int | torch.SymInt = sympy_interp(PythonReferenceAnalysis, values, size)
+    return value
+
+
+def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize, *, broadcast: bool) -> Tensor:
+    """What `read` says of `source`, with one dimension for each entry of `layout`: the product of its axes.
+
+    Axes that the read does not have are expanded if `broadcast`; else a dimension that misses them all has size 1.
+    """
+    digits = [digit for dim in read.dims for digit in dim]
+    tensor = source
+    for i in reversed(range(len(read.dims))):
+        if len(read.dims[i]) == 0:
+            tensor = tensor.squeeze(i)
+            continue
+        slowest = read.dims[i][0]
+        if not (same(slowest.before, 0) and same(slowest.after, 0)):
+            count = product(digit.extent for digit in read.dims[i])
+            tensor = tensor.narrow(i, realize(slowest.before), realize(count))
+        if len(read.dims[i]) > 1:
+            tensor = tensor.unflatten(i, [realize(digit.extent) for digit in read.dims[i]])
+    kept: list[Axis] = []
+    for digit in digits:
+        if digit.axis is None:
+            tensor = tensor.select(len(kept), realize(digit.start))
+            continue
+        if not digit.whole:
+            start = realize(digit.start)
+            stop = start + realize(digit.axis.size) * digit.step - (digit.step - 1)
+            tensor = tensor[(slice(None),) * len(kept) + (slice(start, stop, digit.step),)]
+        kept.append(digit.axis)
+    for step in read.then:
+        if isinstance(step, float):
+            tensor = tensor * step
+        elif isinstance(step, Bits):
+            assert isinstance(step.dtype, torch.dtype)
+            tensor = tensor.view(step.dtype)
+        else:
+            assert isinstance(step, torch.dtype)
+            tensor = tensor.to(step)
+    return _arrange(tensor, kept, layout, realize, broadcast)
+
+
+def _arrange(tensor: Tensor, axes: list[Axis], layout: Sequence[Dim], realize: Realize, broadcast: bool) -> Tensor:
+    wanted = [axis for dim in layout for axis in dim]
+    missing = [axis for axis in wanted if axis not in axes]
+    assert set(axes) <= set(wanted), "an axis that the layout has no place for"
+    order = [axes.index(axis) for axis in wanted if axis in axes]
+    if order != sorted(order):
+        tensor = tensor.permute(order)
+    for place, axis in enumerate(wanted):
+        if axis in missing:
+            tensor = tensor.unsqueeze(place)
+    full = {axis for dim in layout for axis in dim if broadcast or any(a not in missing for a in dim)}
+    if any(axis in full for axis in missing):
+        tensor = tensor.expand([realize(axis.size) if axis in missing and axis in full else -1 for axis in wanted])
+    for i, dim in enumerate(layout):
+        if not dim:
+            tensor = tensor.unsqueeze(i)
+        elif len(dim) > 1:
+            tensor = tensor.flatten(i, i + len(dim) - 1)
+    return tensor
+
+
+def write_as(tensor: Tensor, layout: Sequence[Dim], dims: Sequence[Dim], realize: Realize) -> Tensor:
+    """A tensor whose dimensions are `layout` as one whose dimensions are `dims`, over the same axes."""
+    axes = [axis for dim in layout for axis in dim]
+    for i in reversed(range(len(layout))):
+        if not layout[i]:
+            tensor = tensor.squeeze(i)
+        elif len(layout[i]) > 1:
+            tensor = tensor.unflatten(i, [realize(axis.size) for axis in layout[i]])
+    return _arrange(tensor, axes, dims, realize, broadcast=True)

@@ -1,0 +1,82 @@
+"""When two sites become the same code: the layers of a model are traced once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ..algebra.renaming import Renaming
+from ..algebra.terms import Axis
+from ..caches.fp8 import Fp8Keys
+from ..caches.pages import Pages
+from ..masks.seen import Seen
+from ..mla.site import Site
+from ..nodes.shapes import hint_of, size_of
+
+
+def signature(
+    site: Site,
+    seen: Seen,
+    path: str,
+    sources: Sequence[fx.Node],
+    environment: ShapeEnv | None,
+    kept: Pages | Fp8Keys | None = None,
+) -> Hashable:
+    """Equal for two sites whose reads, layouts, scales and masks differ in nothing but what they name.
+
+    They name nodes, axes, and symbols of sizes of the same hint and range. `sources` are the nodes that the site reads,
+    in the order in which its code takes them; `kept` where its keys are as they are kept.
+    """
+    attention = site.attention
+    sinks = [(s.term.read, s.keys, s.factor) for s in attention.sinks]
+    pieces = [(p.query.read, p.summed, p.scale) for p in site.ropes]
+    shifts = [(p.query.read, p.key.read, p.summed, p.scale) for p in site.shifts]
+    said = (
+        (site.batch, site.tokens, site.heads, site.rank, attention.keys, attention.columns, attention.dims),
+        (() if kept is not None else (site.latent, [p.key.read for p in site.ropes]), kept),
+        (site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces, shifts),
+        site.biases,
+        (path, seen.said(path), sinks, attention.strict_rows),
+        [(source.meta["val"], source.op) for source in sources],
+    )
+    canonical = _Canonical({source: i for i, source in enumerate(sources)})
+    values = canonical(said)
+    output = str(attention.node.meta["val"].shape)  # what comes later is traced with it: in these very symbols
+    return values, output, canonical.symbols(environment)
+
+
+class _Canonical:
+    """Nodes as their places among the sources, axes and symbols numbered as they come, everything else as it is."""
+
+    def __init__(self, sources: dict[fx.Node, int]) -> None:
+        self.sources, self.axes, self.rename = sources, dict[Axis, int](), Renaming()
+
+    def __call__(self, what: Any) -> Hashable:
+        if isinstance(what, Axis):
+            return ("axis", self.axes.setdefault(what, len(self.axes)), self(what.size))
+        if isinstance(what, fx.Node):
+            return ("source", self.sources[what])
+        if isinstance(what, torch.Tensor):
+            return (what.dtype, str(what.device), self(tuple(what.shape)), self(what.stride()))
+        if isinstance(what, torch.SymInt):
+            return self(size_of(what))
+        if isinstance(what, sympy.Expr):
+            return self.rename(what)
+        if isinstance(what, list | tuple):
+            return tuple(self(part) for part in what)
+        if is_dataclass(what):
+            return tuple(self(getattr(what, field.name)) for field in fields(what))
+        assert isinstance(what, Hashable)
+        return what
+
+    def symbols(self, environment: ShapeEnv | None) -> Hashable:
+        """What torch knows of the symbols: they are interchangeable only if that is the same."""
+        if environment is None:
+            return ()
+        return tuple((hint_of(s, environment), str(environment.var_to_range.get(s))) for s in self.rename.renamed)

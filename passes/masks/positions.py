@@ -1,0 +1,164 @@
+"""Booleans and integers of a graph as algebra on positions: what is compared, selected and scattered into a mask.
+
+A tensor's element is valued at an index whose entries are `Affine` in the axes of an attention: an integer is `Affine`
+too, a bool a `Truth`, a float a `Choice` of two constants. What follows no rule is an element of its tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from ..algebra.sizes import Size, same, total
+from ..algebra.terms import Axis, Digit, Read
+
+
+@dataclass(frozen=True)
+class Affine:
+    """`const + sum of factor * what`: an axis's index, or an element of an integer tensor."""
+
+    const: Size = 0
+    terms: tuple[tuple[Axis | Read, int], ...] = ()
+
+    def __add__(self, other: Affine) -> Affine:
+        factors: dict[Axis | Read, int] = dict(self.terms)
+        for what, factor in other.terms:
+            factors[what] = factors.get(what, 0) + factor
+        return Affine(total([self.const, other.const]), tuple((w, f) for w, f in factors.items() if f))
+
+    def __mul__(self, factor: int) -> Affine:
+        return Affine(total([factor * self.const]), tuple((w, factor * f) for w, f in self.terms if factor))
+
+    def __sub__(self, other: Affine) -> Affine:
+        return self + other * -1
+
+    def factor(self, what: Axis | Read | None) -> int:
+        return dict(self.terms).get(what, 0) if what is not None else 0
+
+    @property
+    def axes(self) -> frozenset[Axis]:
+        """The axes that it depends on."""
+        own = frozenset(w for w, _ in self.terms if isinstance(w, Axis))
+        return own.union(*(w.axes for w, _ in self.terms if isinstance(w, Read)))
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """`what <= 0`"""
+
+    what: Affine
+
+
+@dataclass(frozen=True)
+class Element:
+    """An element of a bool tensor, or its opposite."""
+
+    read: Read
+    inverted: bool = False
+
+
+@dataclass(frozen=True)
+class Named:
+    """The index along `key` is among the elements of a tensor of indices along its axis `named`, or is not."""
+
+    indices: Read
+    named: Axis
+    key: Axis
+    distinct: bool
+    """Whether provably no index is there twice."""
+    inverted: bool = False
+
+
+Literal: TypeAlias = AtMost | Element | Named
+
+
+def opposite(literal: Literal) -> Literal:
+    if isinstance(literal, AtMost):
+        return AtMost(Affine(1) - literal.what)
+    return replace(literal, inverted=not literal.inverted)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """All of the literals hold; `negated`: not all of them."""
+
+    literals: tuple[Literal, ...] = ()
+    negated: bool = False
+
+
+def negation(truth: Truth) -> Truth:
+    return replace(truth, negated=not truth.negated)
+
+
+def _positive(truth: Truth) -> Truth | None:
+    """The same without a negation; None where that would take a disjunction, or nothing can hold."""
+    if not truth.negated:
+        return truth
+    return Truth((opposite(truth.literals[0]),)) if len(truth.literals) == 1 else None
+
+
+def conjunction(truths: Iterable[Truth]) -> Truth | None:
+    """All of them hold; None where that is no conjunction of literals."""
+    literals: list[Literal] = []
+    for truth in truths:
+        if truth == NEVER:
+            return NEVER
+        positive = _positive(truth)
+        if positive is None:
+            return None
+        literals += positive.literals
+    return Truth(tuple(dict.fromkeys(literals)))
+
+
+def disjunction(a: Truth, b: Truth) -> Truth | None:
+    neither = conjunction([negation(a), negation(b)])
+    return None if neither is None else negation(neither)
+
+
+ALWAYS, NEVER = Truth(), Truth(negated=True)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`then` where the condition holds, else `otherwise`."""
+
+    condition: Truth
+    then: float
+    otherwise: float
+
+    def map(self, function: Callable[[float], float]) -> Choice:
+        return replace(self, then=function(self.then), otherwise=function(self.otherwise))
+
+
+Value: TypeAlias = Affine | Truth | Choice
+Index: TypeAlias = tuple[Affine, ...]
+
+
+def constant(value: float) -> Choice:
+    return Choice(ALWAYS, value, value)
+
+
+def at(source: Hashable, shape: Sequence[Size], index: Sequence[Affine]) -> Read | None:
+    """The element of a tensor at an index; None where an entry is not one axis, in steps, or a number from 0 on."""
+    dims: list[tuple[Digit, ...]] = []
+    seen: set[Axis] = set()
+    for size, entry in zip(shape, index, strict=True):
+        axes = [(what, factor) for what, factor in entry.terms if isinstance(what, Axis)]
+        if same(size, 1):
+            dims.append(())
+        elif len(axes) != len(entry.terms) or len(axes) > 1 or not _from_zero(entry.const):
+            return None
+        elif not axes:
+            dims.append((Digit(None, size, entry.const),))
+        else:
+            ((axis, step),) = axes
+            if step < 1 or axis in seen:
+                return None
+            seen.add(axis)
+            dims.append((Digit(axis, size, entry.const, step),))
+    return Read(source, tuple(dims))
+
+
+def _from_zero(size: Size) -> bool:
+    return size >= 0 if isinstance(size, int) else bool(size.is_nonnegative)

@@ -1,0 +1,128 @@
+"""Value the elements of a graph's tensors as algebra on positions (see `positions`), from the masks backwards."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..algebra.sizes import same
+from ..algebra.terms import Axis, Form, Read
+from ..attention.scores import constant_of
+from ..nodes.arguments import is_tensor
+from ..nodes.shapes import shape_of, size_of
+from ..trace.trace import Trace
+from .positions import ALWAYS, NEVER, Affine, Choice, Element, Index, Truth, Value, at, constant
+from .rules import INTEGERS, RULES, number_of, rounded
+
+_DEPTH = 100
+"""Operations one behind the other that a mask is followed through; what is further up is some tensor."""
+
+
+class Valuation:
+    """Values of the elements of one graph's tensors."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._known: dict[tuple[fx.Node, Index], Value | None] = {}
+        self._depth = 0
+
+    def of_read(self, read: Read) -> Value | None:
+        """The value of what a term reads; None if no rule gives one."""
+        source = read.source
+        if not isinstance(source, fx.Node):
+            return None
+        index = _index_of(read, None)
+        value = self(source, index) if index is not None else None
+        return _after(value, read.then)
+
+    def __call__(self, node: fx.Node, index: Index) -> Value | None:
+        """The value of a node's element at an index; None if no rule gives one."""
+        if (node, index) not in self._known:
+            if self._depth == _DEPTH:
+                return self._opaque(node, index)
+            self._depth += 1
+            self._known[node, index] = self._value(node, index)
+            self._depth -= 1
+        return self._known[node, index]
+
+    def _value(self, node: fx.Node, index: Index) -> Value | None:
+        form = self.trace[node]
+        read = form.term.read
+        if read.source is not node and isinstance(read.source, fx.Node):
+            inner = _index_of(read, _bindings(form, index))
+            value = _after(self(read.source, inner), read.then) if inner is not None else None
+        else:
+            rule = RULES.get(node.target) if node.op == "call_function" else None
+            value = rule(self, node, index) if rule is not None else None
+            if value is None and is_tensor(node) and not node.meta["val"].shape:
+                value = _scalar(node)
+        return self._opaque(node, index) if value is None else value
+
+    def _opaque(self, node: fx.Node, index: Index) -> Value | None:
+        dtype = node.meta["val"].dtype
+        read = at(node, shape_of(node), index) if dtype == torch.bool or dtype in INTEGERS else None
+        if read is None:
+            return None
+        return Truth((Element(read),)) if dtype == torch.bool else Affine(0, ((read, 1),))
+
+    def operand(self, node: fx.Node, index: Index, what: Any) -> Value | None:
+        """The value of an operand of an elementwise node, broadcast to it."""
+        if isinstance(what, bool):
+            return ALWAYS if what else NEVER
+        if isinstance(what, int):
+            return Affine(what)
+        if isinstance(what, float):
+            return constant(what)
+        if not isinstance(what, fx.Node):
+            return None
+        if not is_tensor(what):
+            return Affine(size_of(what)) if isinstance(what.meta.get("val"), torch.SymInt) else None
+        shape = shape_of(what)
+        own = index[len(index) - len(shape) :]
+        return self(what, tuple(Affine() if same(size, 1) else entry for size, entry in zip(shape, own, strict=True)))
+
+
+def _bindings(form: Form, index: Index) -> dict[Axis, Affine]:
+    """What each axis of a form is at an index. Axes of a merged dimension are not told apart."""
+    return {dim[0]: entry for dim, entry in zip(form.dims, index, strict=True) if len(dim) == 1}
+
+
+def _index_of(read: Read, bindings: dict[Axis, Affine] | None) -> Index | None:
+    """The index that a read takes where its axes are bound so, or, without bindings, are themselves."""
+    index = []
+    for digits in read.dims:
+        entry = Affine()
+        for digit in digits:
+            place = Affine(digit.start)
+            if digit.axis is not None:
+                own = Affine(0, ((digit.axis, 1),)) if bindings is None else bindings.get(digit.axis)
+                if own is None:
+                    return None
+                place = place + own * digit.step
+            if entry != Affine() and not isinstance(digit.extent, int):
+                return None
+            entry = entry * digit.extent + place if isinstance(digit.extent, int) else place
+        index.append(entry)
+    return tuple(index)
+
+
+def _after(value: Value | None, then: Sequence[Any]) -> Value | None:
+    """A value multiplied and cast in turn."""
+    for step in then:
+        if not isinstance(value, Choice):
+            return None
+        value = value.map(partial(operator.mul, step) if isinstance(step, float) else partial(rounded, dtype=step))
+    return value
+
+
+def _scalar(node: fx.Node) -> Value | None:
+    """The value of a tensor of one number that the graph says."""
+    number, dtype = constant_of(node), node.meta["val"].dtype
+    if number is None:
+        return None
+    return number_of(number, dtype)

@@ -1,0 +1,1 @@
+"""Prove that an attention is MLA, or say why not."""

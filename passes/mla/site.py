@@ -1,0 +1,74 @@
+"""An MLA site: which terms are its latent, rope key, up-projections and queries, over the axes of its attention.
+
+Attention that was absorbed by hand (the keys and the values *are* the latent) is a site too, without up-projections.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..algebra.sizes import Size, product, total
+from ..algebra.terms import Dim, Read, Term
+from ..attention.find import Attention
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Columns of the scores' contraction: `scale * sum over summed of query * key`."""
+
+    query: Term
+    key: Term
+    summed: Dim
+    scale: float
+    of: int = 0
+    """Which of the attention's scores it is a piece of."""
+
+    @property
+    def width(self) -> Size:
+        return product(axis.size for axis in self.summed)
+
+
+@dataclass(frozen=True)
+class Site:
+    """An MLA attention, over the axes of `attention`.
+
+    `latent` runs over `batch, keys, rank`; `w_uk` over `heads, nope.summed, rank`; `w_uv` over
+    `heads, attention.columns, rank`; both are None where the user absorbed them by hand. `biases` run over
+    `batch, tokens, heads, attention.columns`.
+    """
+
+    attention: Attention
+    batch: Dim
+    tokens: Dim
+    heads: Dim
+    rank: Dim
+    latent: Read
+    nope: Piece
+    ropes: tuple[Piece, ...]
+    w_uk: Read | None
+    w_uv: Read | None
+    biases: tuple[Read, ...] = ()
+    """What is added to the values of all keys: to the output then, whose weights add up to 1."""
+    shifts: tuple[Piece, ...] = ()
+    """What the biases of the keys add to all scores of a row, where that matters: to sinks, which lack it."""
+
+    @property
+    def node(self) -> fx.Node:
+        return self.attention.node
+
+    @property
+    def sizes(self) -> dict[str, Size]:
+        """`B, Sq, T, N, L, P, R, V`: the words of the cost model, as sizes."""
+        dims = {
+            "B": self.batch,
+            "Sq": self.tokens,
+            "T": self.attention.keys,
+            "N": self.heads,
+            "L": self.rank,
+            "P": self.nope.summed,
+            "V": self.attention.columns,
+        }
+        sizes = {name: product(axis.size for axis in dim) for name, dim in dims.items()}
+        return sizes | {"R": total(piece.width for piece in self.ropes)}

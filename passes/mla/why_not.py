@@ -1,0 +1,118 @@
+"""The sentence for an attention that is no MLA site: what came nearest, and what would make it one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import fx
+
+from ..algebra.terms import Join, Product, Read, Sum, Term, Unread
+from ..attention.find import Attention
+from ..nodes.arguments import aten, is_tensor
+from ..nodes.refusal import Refusal
+from ..nodes.source import where
+from ..trace.trace import Trace
+
+_WRITES = {
+    aten.cat.default,
+    aten.index_copy.default,
+    aten.index_put.default,
+    aten.scatter.src,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+}
+"""Ops whose result holds what an operand held before and what another brings."""
+
+
+_LINEAR = (
+    "let nothing but views, casts, joins and sums lie between the up-projection and the attention: a norm, a "
+    "nonlinearity or a rope belongs to the latent before it, or to columns of their own"
+)
+
+
+def stored_expanded(attention: Attention, trace: Trace) -> Refusal | None:
+    """The refusal if keys and values are up-projected from one latent, but before they are cached."""
+    values = list(_leaves(attention.value, trace, set()))
+    keys = [leaf for score in attention.scores for leaf in _leaves(score.key, trace, set())]
+    stored = [leaf.read for leaf in values if leaf.parts is None and isinstance(leaf.read.source, fx.Node)]
+    factors = [_factors(leaf) for leaf in values if isinstance(leaf.parts, Product)]
+    latents = [source for source in _factors_of_all(keys) if any(source in pair for pair in factors)]
+    if not stored or not latents:
+        return None
+    return Refusal(
+        attention.node,
+        f"expected a cache of latents, found that this cache stores expanded keys and values: {name(stored[0])} beside "
+        f"what is up-projected from {where(latents[0])} now",
+        "cache the latent, as transformers >= 5.15 does",
+        _node(stored[0]),
+    )
+
+
+def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | None) -> Refusal:
+    """The refusal if nothing in the keys is an up-projection of `latent`, or (None) the values are not one either."""
+    node = attention.node
+    if latent is None:
+        reason = f"expected values that are an up-projection of a latent, found {describe(attention.value)}"
+        return Refusal(node, reason, _LINEAR, _node(attention.value.read))
+    over = set(attention.keys)
+    for term in keys:
+        sides = (term.parts.left, term.parts.right) if isinstance(term.parts, Product) else ()
+        running = [side.read for side in sides if side.axes & over]
+        if len(running) == 1:
+            reason = f"expected keys and values from one latent, found keys from {name(running[0])} and values from "
+            return Refusal(node, reason + name(latent), "project both from the same tensor", _node(running[0]))
+    found = "; ".join(map(describe, keys))
+    reason = f"expected keys of which some columns are an up-projection of {name(latent)}, found {found}"
+    return Refusal(node, reason, _LINEAR, next(filter(None, (_node(term.read) for term in keys)), None))
+
+
+def _node(read: Read) -> fx.Node | None:
+    return read.source if isinstance(read.source, fx.Node) else None
+
+
+def _leaves(term: Term, trace: Trace, seen: set[fx.Node]) -> Iterator[Term]:
+    """The pieces that a tensor was put together from, as the graph describes them where it holds the tensor."""
+    source = term.read.source
+    if isinstance(source, fx.Node) and is_tensor(source) and not isinstance(term.parts, Product):
+        term = trace[source].term
+    if isinstance(term.parts, Join):
+        for segment in term.parts.segments:
+            yield from _leaves(segment.term, trace, seen)
+    elif term.parts is None and isinstance(source, fx.Node) and source.target in _WRITES:
+        for operand in source.all_input_nodes:
+            if is_tensor(operand) and operand not in seen:
+                seen.add(operand)
+                yield from _leaves(trace[operand].term, trace, seen)
+    else:
+        yield term
+
+
+def _factors_of_all(leaves: Iterable[Term]) -> Iterator[fx.Node]:
+    for leaf in leaves:
+        if isinstance(leaf.parts, Product):
+            yield from _factors(leaf)
+
+
+def _factors(leaf: Term) -> list[fx.Node]:
+    """The tensors that a product is made of, computed ones before the graph's inputs: a latent before its weight."""
+    assert isinstance(leaf.parts, Product)
+    sources = [leaf.parts.left.read.source, leaf.parts.right.read.source]
+    return sorted((s for s in sources if isinstance(s, fx.Node)), key=lambda node: node.op == "placeholder")
+
+
+def describe(term: Term) -> str:
+    """What an element is, in words."""
+    match term.parts:
+        case Product(left, right):
+            return f"a product of {name(left.read)} and {name(right.read)}"
+        case Sum(terms):
+            return "a sum of " + " and ".join(describe(term) for term in terms)
+        case Join(_, segments):
+            return f"{len(segments)} pieces: " + ", ".join(describe(segment.term) for segment in segments)
+    return name(term.read)
+
+
+def name(read: Read) -> str:
+    """The tensor that is read, in words."""
+    source = read.source.node if isinstance(read.source, Unread) else read.source
+    return where(source) if isinstance(source, fx.Node) else str(source)

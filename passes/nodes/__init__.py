@@ -1,0 +1,1 @@
+"""fx nodes in the words of the passes: sizes, arguments, lines of source, refusals."""

@@ -1,0 +1,97 @@
+"""Sizes as torch has them, ints and SymInts, as those that the axis algebra has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import sympy
+import torch
+from torch import fx
+from torch._inductor import config as inductor_config
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from ..algebra.sizes import Size, quotient
+
+
+def size_of(value: Any) -> Size:
+    """An int, SymInt, or the graph node of one as a size."""
+    if isinstance(value, fx.Node):
+        value = value.meta["val"]
+    if isinstance(value, torch.SymInt):
+        expression = _divided(sympy.sympify(value.node.expr).xreplace(_equal_symbols(value.node.shape_env)))
+        return int(expression) if isinstance(expression, sympy.Integer) else expression
+    assert isinstance(value, int)
+    return value
+
+
+@lru_cache(maxsize=1024)
+def _divided(expression: sympy.Expr) -> sympy.Expr:
+    """Without the floors of quotients that have no rest: `a**2 * b // a`, where one symbol is two sizes."""
+
+    def exact(numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr:
+        ratio = quotient(numerator, denominator)
+        return FloorDiv(numerator, denominator) if ratio is None else sympy.sympify(ratio)
+
+    return expression.replace(FloorDiv, exact) if expression.has(FloorDiv) else expression
+
+
+_EQUAL: WeakKeyDictionary[ShapeEnv, tuple[int, dict[sympy.Symbol, sympy.Expr]]] = WeakKeyDictionary()
+
+
+def _equal_symbols(environment: ShapeEnv) -> dict[sympy.Symbol, sympy.Expr]:
+    """Symbols that the guards so far equate with an expression, which torch does not always put in their place."""
+    count, found = _EQUAL.get(environment, (0, {}))
+    for guard in environment.guards[count:]:
+        if isinstance(guard.expr, sympy.Eq):
+            difference = sympy.expand(environment.replace(guard.expr.lhs - guard.expr.rhs).xreplace(found))
+            for symbol in sorted(difference.free_symbols, key=str, reverse=True):
+                factor = difference.coeff(symbol)
+                solution = sympy.expand(symbol - difference / factor) if factor in (1, -1) else symbol
+                if symbol not in solution.free_symbols:
+                    found = {known: value.xreplace({symbol: solution}) for known, value in found.items()}
+                    found[symbol] = solution
+                    break
+    _EQUAL[environment] = (len(environment.guards), found)
+    return found
+
+
+def shape_of(node: fx.Node) -> tuple[Size, ...]:
+    """The shape of a tensor node."""
+    return tuple(size_of(size) for size in node.meta["val"].shape)
+
+
+def unbacked_in(expression: Size | sympy.Basic) -> set[sympy.Symbol]:
+    """The symbols that only a run knows: what an element of a tensor says (`.item()`), or how many were counted."""
+    unbacked = SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT
+    return {symbol for symbol in sympy.sympify(expression).free_symbols if symbol_is_type(symbol, unbacked)}
+
+
+def hint_of(symbol: sympy.Symbol, environment: ShapeEnv) -> int:
+    """The present value of a symbol of a shape environment.
+
+    What only a run knows is taken for Inductor's `unbacked_symint_fallback`, or what of its range is nearest to that.
+    """
+    if unbacked_in(symbol):
+        bounds = environment.var_to_range[symbol]
+        return int(min(max(sympy.Integer(inductor_config.unbacked_symint_fallback), bounds.lower), bounds.upper))
+    ask = getattr(environment, "guarding_hint_or_throw", None) or environment.size_hint  # renamed in torch 2.12
+    value: Any = ask(symbol)
+    return int(value)
+
+
+def hints_of(sizes: Iterable[Size], environment: ShapeEnv) -> dict[sympy.Symbol, int]:
+    """The present values of all symbols of the sizes.
+
+    What only a run knows is as small as it may be where a size would not be positive otherwise: `T - u0`.
+    """
+    known = [sympy.sympify(size) for size in sizes]
+    hints = {symbol: hint_of(symbol, environment) for size in known for symbol in size.free_symbols}
+    if any(size.subs(hints) < 1 for size in known):
+        least = {symbol: environment.var_to_range[symbol].lower for symbol in hints if unbacked_in(symbol)}
+        hints |= {symbol: int(max(bound, sympy.Integer(0))) for symbol, bound in least.items()}
+    return hints

@@ -1,0 +1,1 @@
+"""What a site becomes: each path, and the choice among them."""

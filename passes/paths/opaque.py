@@ -1,0 +1,81 @@
+"""Absorbed attention around scores that are more than a sum of products: both products regrouped, the rest kept.
+
+Before   s = q (latent @ W_UK + k_rope)^T;    o = f(s) (latent @ W_UV)
+After    s = (q @ W_UK) latent^T + q k_rope^T;  o = (f(s) latent) @ W_UV
+
+Nothing is asked of f, a soft cap for instance: matrix products are associative.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from ..code.reading import Reader, sources_of, write_as
+from ..mla.site import Site
+from .per_head import per_head
+
+
+class EmitScores:
+    """The torch code of the product of queries and keys, as a function of the tensors that it reads."""
+
+    def __init__(self, site: Site) -> None:
+        assert site.attention.opaque is not None
+        self.site = site
+        self.ropes = [rope for rope in site.ropes if rope.of == site.nope.of]
+        self.shifts = [shift for shift in site.shifts if shift.of == site.nope.of]
+        product = site.attention.opaque.products[site.nope.of]
+        assert isinstance(product.source, fx.Node)
+        self.node = product.source
+        reads = [site.latent, site.w_uk, site.nope.query.read]
+        reads += [read for piece in (*self.ropes, *self.shifts) for read in (piece.query.read, piece.key.read)]
+        self.dims = tuple(tuple(d.axis for d in digits if d.axis is not None) for digits in product.dims)
+        self.sources = sources_of(reads, self.node, self.dims)
+
+    def __call__(self, *values: Any) -> Tensor:
+        site, read = self.site, Reader(self.sources, values)
+        rows = site.batch, site.tokens, site.heads
+        assert site.w_uk is not None
+
+        latent = read(site.latent, site.batch, site.attention.keys, site.rank)
+        q_nope = read(site.nope.query.read, *rows, site.nope.summed)
+        w_uk = read(site.w_uk, site.heads, site.nope.summed, site.rank)
+        scores = _per_key(per_head(q_nope, w_uk, site.w_uk), latent) * site.nope.scale
+        for rope in self.ropes:
+            q_rope = read(rope.query.read, *rows, rope.summed)
+            k_rope = read(rope.key.read, site.batch, site.attention.keys, rope.summed)
+            scores = scores + _per_key(q_rope, k_rope) * rope.scale
+        for shift in self.shifts:
+            q, k = (read(term.read, *rows, shift.summed) for term in (shift.query, shift.key))
+            scores = scores + (q * k).sum(-1, keepdim=True) * shift.scale
+        scores = write_as(scores, (*rows, site.attention.keys), self.dims, read.realize)
+        return scores.to(self.node.meta["val"].dtype)
+
+
+class EmitOutput:
+    """The torch code of the product of weights and values, as a function of the tensors that it reads."""
+
+    def __init__(self, site: Site) -> None:
+        assert site.attention.opaque is not None
+        self.site, self.weights = site, site.attention.opaque.weights
+        self.sources = sources_of([self.weights, site.latent, site.w_uv, *site.biases], site.node, site.attention.dims)
+
+    def __call__(self, *values: Any) -> Tensor:
+        site, read = self.site, Reader(self.sources, values)
+        rows = site.batch, site.tokens, site.heads
+        assert site.w_uv is not None
+
+        weights = read(self.weights, *rows, site.attention.keys)
+        latent = read(site.latent, site.batch, site.attention.keys, site.rank)
+        w_uv = read(site.w_uv, site.heads, site.attention.columns, site.rank)
+        o = per_head(_per_key(weights, latent.transpose(1, 2)), w_uv.transpose(1, 2), site.w_uv)
+        for bias in site.biases:
+            o = o + read(bias, *rows, site.attention.columns) * weights.sum(-1, keepdim=True)
+        output = write_as(o, (*rows, site.attention.columns), site.attention.dims, read.realize)
+        return output.to(site.node.meta["val"].dtype)
+
+
+def _per_key(rows: Tensor, keys: Tensor) -> Tensor:
+    """`[B, Sq, N, D]` times `[B, T, D]`: `[B, Sq, N, T]`."""
+    return (rows.flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, rows.shape[1:3])

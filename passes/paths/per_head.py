@@ -1,0 +1,26 @@
+"""A matrix a head, where it is multiplied: by the op, or by a loop that Inductor generates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from ..algebra.terms import Read
+
+
+def per_head(x: Tensor, weight: Tensor, read: Read | None) -> Tensor:
+    """`x` `[B, Sq, N, I]` times `weight` `[N, I, O]`, of which `read` says where it comes from.
+
+    A weight that is no input but made of one, cast or dequantised, would have to be written for the op, and read again.
+    For one row it is multiplied where it is made instead: Inductor's loop reads it in the few bits that it is kept in.
+    """
+    sizes = x.shape[0], x.shape[1]
+    if all(isinstance(size, int) and size == 1 for size in sizes) and read is not None and _is_made(read):
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return (x.to(dtype).unsqueeze(-1) * weight.to(dtype)).sum(-2).to(x.dtype)
+    out: Tensor = torch.ops.mla.per_head_matmul(x, weight)
+    return out
+
+
+def _is_made(read: Read) -> bool:
+    return bool(read.then) or not isinstance(read.source, fx.Node) or read.source.op == "call_function"

@@ -1,0 +1,58 @@
+"""What a handler is: the form of what one kind of op makes of its operands' forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+from torch import fx
+from torch.utils._ordered_set import OrderedSet
+
+from ..algebra import operations
+from ..algebra.gathers import Lookup, within
+from ..algebra.numbers import Numbers
+from ..algebra.terms import Form, Read
+from ..nodes.arguments import is_tensor
+from ..nodes.shapes import shape_of
+
+
+class Forms(Protocol):
+    """The forms of the nodes that came before, and what those are made of that no form says."""
+
+    lookups: dict[fx.Node, Lookup]
+    """What the nodes that read through a table are made of, over the axes of their forms."""
+    numbers: dict[fx.Node, Numbers]
+    """Likewise of products of a tensor in FP8 and its scales."""
+
+    def __getitem__(self, node: fx.Node, /) -> Form: ...
+
+
+Handler: TypeAlias = Callable[[Forms, fx.Node], Form]
+
+
+class Handlers(dict[Any, Handler]):
+    """Handlers by their ops: `@HANDLERS.of(op, ...)` adds one."""
+
+    def of(self, *targets: Any) -> Callable[[Handler], Handler]:
+        def register(handler: Handler) -> Handler:
+            self.update(dict.fromkeys(targets, handler))
+            return handler
+
+        return register
+
+
+def pointwise(trace: Forms, node: fx.Node) -> Form:
+    """The handler of ops on each element by itself of broadcast operands."""
+    operands = [argument for argument in OrderedSet(node.all_input_nodes) if is_tensor(argument)]
+    if not operands:
+        return operations.leaf(node, shape_of(node))
+    return operations.pointwise(node, [trace[o] for o in operands], shape_of(node))
+
+
+def lookup_of(trace: Forms, read: Read) -> Lookup | None:
+    """What a read of a tensor that was looked up says, over its own axes; None if it is no such tensor.
+
+    Raises: Unaligned, as `within` does.
+    """
+    source: Any = read.source
+    return within(trace.lookups[source], trace[source], read) if source in trace.lookups else None

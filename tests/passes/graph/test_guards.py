@@ -1,0 +1,63 @@
+"""Graphs that take no guards: what would need one is refused, what all sizes fulfil is not."""
+
+import pytest
+import torch
+from mla_compile.passes.code.reading import write_as
+from mla_compile.passes.graph.guards import GuardNeeded, no_guards
+from mla_compile.passes.paths import emit
+from mla_compile.passes.pipeline import Pipeline
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from tests.passes.graphs import DEVICE, capture
+from tests.passes.spellings import HIDDEN
+
+
+def environment_of(module):
+    return torch._guards.detect_fake_mode([node.meta.get("val") for node in module.graph.nodes]).shape_env
+
+
+@pytest.fixture
+def size():
+    module = capture(lambda x: x * 2, torch.randn(7, HIDDEN), symbolic=[[0]])
+    return next(iter(module.graph.nodes)).meta["val"].shape[0]
+
+
+def test_a_comparison_that_sizes_decide_is_refused(size):
+    environment = size.node.shape_env
+    with no_guards(environment), pytest.raises(GuardNeeded, match=r"< 10"):
+        bool(size < 10)
+    assert not environment.guards
+
+
+def test_one_that_all_sizes_fulfil_is_not(size):
+    with no_guards(size.node.shape_env):
+        assert size > 1
+
+
+def test_guards_are_taken_again_afterwards(size):
+    with no_guards(size.node.shape_env):
+        pass
+    assert size < 10
+    assert size.node.shape_env.guards
+
+
+def test_an_attention_whose_code_needs_one_stays_unchanged(monkeypatch):
+    def attention(q, latent, w_uk, w_uv):
+        return torch.softmax(q @ (latent @ w_uk).mT, dim=-1) @ (latent @ w_uv)
+
+    tensors = torch.randn(4, 3, 8), torch.randn(9, 16), torch.randn(4, 16, 8), torch.randn(4, 16, 8)
+    module = capture(attention, *tensors, symbolic=[[], [0]])
+    environment = environment_of(module)
+    before, ranges = str(module.graph), {s: ValueRanges(2, 100) for s in environment.var_to_range}
+
+    def only_short(tensor, layout, dims, realize):
+        assert all(realize(symbol) < 50 for symbol in ranges)
+        return write_as(tensor, layout, dims, realize)
+
+    monkeypatch.setattr(emit, "write_as", only_short)
+    (site,) = Pipeline(DEVICE, "absorbed", ranges=ranges)(module)
+    assert site.path == "unchanged"
+    assert "expected code for all declared sizes, found some for" in site.reason
+    assert str(module.graph) == before
+    (site,) = Pipeline(DEVICE, "absorbed")(module)
+    assert site.path == "absorbed"

@@ -1,0 +1,64 @@
+"""Sizes say what the guards say, in the symbols that torch has kept."""
+
+import pytest
+import sympy
+import torch
+from mla_compile.passes.algebra.sizes import same
+from mla_compile.passes.nodes.shapes import size_of
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from tests.passes.graphs import capture, rewrite
+from tests.passes.spellings import L, N, P, R, V
+
+
+def test_an_equation_that_torch_has_solved_is_not_solved_otherwise():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    sizes = [mode.from_tensor(torch.zeros(n), symbolic_context=context).shape[0] for n in (11, 11, 8, 8, 3, 3)]
+    past, new, mask = next(  # torch puts the sum in the place of `mask`, by name the first of the three
+        (a, b, c) for c in sizes[:2] for a in sizes[2:4] for b in sizes[4:] if str(c) == min(map(str, (a, b, c)))
+    )
+    before = [size_of(n) for n in (past, new)]
+    assert mask == past + new  # a guard
+    assert same(size_of(mask), size_of(past + new))
+    for size, earlier in zip((past, new), before, strict=True):
+        assert same(size_of(size), sympy.sympify(size.node.expr))
+        assert same(earlier, size_of(size))
+
+
+@pytest.fixture
+def sizes():
+    module = capture(torch.neg, torch.zeros(5, 7), symbolic=[[0, 1]])
+    return next(iter(module.graph.nodes)).meta["val"].shape
+
+
+def test_a_quotient_without_rest_is_no_floor(sizes):
+    a, b = sizes
+    assert same(size_of(a * a * b // a), size_of(a * b))
+    assert same(size_of((a + 1) * b // b), size_of(a + 1))
+
+
+def test_another_quotient_stays_one(sizes):
+    a, b = sizes
+    for size in (a // 2, a * b // (b + 1), (a + 1) // a):
+        assert size_of(size) == size.node.expr
+
+
+def test_as_many_pages_as_sequences():
+    """Torch has one symbol for both, and a quotient for the keys of a sequence."""
+
+    def attention(pages, table, x, w_q, w_kv):
+        cache = pages[table].flatten(1, 2)
+        batch = table.shape[0]
+        kv = cache[..., :L].flatten(0, 1) @ w_kv
+        kv = kv.view(batch, kv.shape[0] // batch, N, P + V).transpose(1, 2)
+        q = (x @ w_q).view(batch, -1, N, P + R).transpose(1, 2)
+        rope = cache[:, None, :, L:].expand(-1, N, -1, -1)
+        return torch.softmax(q @ torch.cat([kv[..., :P], rope], -1).mT, -1) @ kv[..., P:]
+
+    shapes = (9, 4, L + R), (3, 3), (3, 1, 16), (16, N * (P + R)), (L, N * (P + V))
+    pages, table, *rest = (torch.rand(shape).double() for shape in shapes)
+    module = capture(attention, pages, (table * 9).long(), *rest, symbolic=[[0, 1], [0, 1], [0]])
+    (outcome,) = rewrite(module)
+    assert outcome.rewritten, outcome.reason

@@ -1,0 +1,328 @@
+"""The form of every tensor of a graph says what the graph computes, with sizes known and unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mla_compile.passes.algebra.terms import Form, Join, Product, Scaled, Sum, Unread
+from mla_compile.passes.nodes.arguments import is_tensor
+from mla_compile.passes.nodes.shapes import hint_of
+from mla_compile.passes.trace.trace import Trace
+from torch import Tensor, fx
+
+from tests.passes.graphs import capture, values
+from tests.passes.meaning import World
+
+
+def whole(*shape: int, seed: int = 0) -> Tensor:
+    """Small whole numbers: every sum and product of them is exact, in half precision too."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def check_all(module: fx.GraphModule, *tensors: Tensor) -> Form:
+    """Check the form of every tensor of a graph; returns that of the output."""
+    trace = Trace(module.graph)
+    results = values(module, *tensors)
+    world = World({node: _array(value) for node, value in results.items() if is_tensor(node)})
+    for node in results:
+        if node.target is torch.ops.aten.addmm.default:
+            _, left, right = (results[operand] for operand in node.args)
+            world.tensors[Unread(node)] = _array(left @ right)
+    output = next(iter(reversed(module.graph.nodes))).args[0]
+    mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])
+    symbols = {s for node in results if is_tensor(node) for size in trace[node].shape if (s := size) != 0}
+    free = {symbol for size in symbols if not isinstance(size, int) for symbol in size.free_symbols}
+    world.symbols = {symbol: hint_of(symbol, mode.shape_env) for symbol in free}
+    for node in results:
+        if is_tensor(node):
+            try:
+                world.check(trace[node], world.tensors[node])
+            except AssertionError as error:
+                raise AssertionError(f"{node.format_node()}: {error}") from error
+    return trace[output]
+
+
+def _array(value: Tensor) -> np.ndarray:
+    return value.numpy() if value.is_complex() else value.to(torch.float64).numpy()
+
+
+def seen_through(form: Form) -> bool:
+    """Whether a form says more than that there is a tensor of this shape."""
+    source = form.term.read.source
+    return form.term.parts is not None or source.op == "placeholder"
+
+
+def scaled_product(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    return ((x @ w.to(x.dtype).t()) * scale).view(2, 3, 5, 2)
+
+
+def product_scaled_by_head(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    return scale * (x @ w.to(x.dtype).t()).view(2, 3, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"), [(scaled_product, (10,)), (product_scaled_by_head, (5, 2)), (product_scaled_by_head, (5, 1))]
+)
+def test_a_scale_behind_a_product_is_one_of_its_few_bit_weight(
+    function: Callable[..., Tensor], shape: tuple[int, ...]
+) -> None:
+    tensors = whole(2, 3, 4), whole(10, 4, seed=1).to(torch.int8), whole(*shape, seed=2)
+    form = check_all(capture(function, *tensors), *tensors)
+    assert isinstance(form.term.parts, Product)
+    assert isinstance(form.term.parts.right.read.source, Scaled)
+
+
+def x3() -> tuple[Tensor, ...]:
+    return (whole(2, 3, 4),)
+
+
+def xy() -> tuple[Tensor, ...]:
+    return whole(2, 3, 4), whole(2, 3, 4, seed=1)
+
+
+def buffer_by_slices(x: Tensor, y: Tensor) -> Tensor:
+    k = x.new_empty(2, x.shape[1], 9)
+    k[..., :4] = x
+    k[..., 5:] = y[:1]
+    k[..., 4:5].copy_(y[..., :1])
+    return k
+
+
+def buffer_with_a_gap(x: Tensor, y: Tensor) -> Tensor:
+    k = x.new_empty(2, x.shape[1], 9)
+    k[..., :4].copy_(x)
+    k[..., 5:].copy_(y)
+    return k
+
+
+def cache_written_in_place(x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, 1:2] = y[:, :1]
+    return x
+
+
+LAYOUTS: dict[str, Callable[..., Tensor]] = {
+    "clone": lambda x: x.clone(),
+    "contiguous": lambda x: x.transpose(1, 2).contiguous(),
+    "detach": lambda x: x.detach(),
+    "view split": lambda x: x.view(2, -1, 2, 2),
+    "view merge": lambda x: x.view(-1, 4),
+    "view through a permutation": lambda x: x.transpose(0, 1).reshape(-1, 8),
+    "flatten": lambda x: x.flatten(1),
+    "unflatten": lambda x: x.unflatten(-1, (2, 2)),
+    "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
+    "squeeze of all": lambda x: x[:1].squeeze(),
+    "squeeze of dims": lambda x: torch.squeeze(x[:1, :, :1], (0, 2)),
+    "permute": lambda x: x.permute(2, 0, 1),
+    "permute from the end": lambda x: x.permute(-1, 0, -2),
+    "transpose": lambda x: x.transpose(-1, -2),
+    "t": lambda x: x[0].t(),
+    "mT": lambda x: x.mT,
+    "expand": lambda x: x[:, None].expand(-1, 3, -1, -1),
+    "expand to more dims": lambda x: x.expand(3, *x.shape),
+    "expand of a column": lambda x: x[..., :1].expand(-1, -1, 5),
+    "repeat": lambda x: x.repeat(1, 2, 1),
+    "repeat to more dims": lambda x: x.repeat(2, 1, 1, 3),
+    "repeat_interleave by hand": lambda x: x[:, :, None].expand(-1, -1, 3, -1).reshape(2, -1, 4),
+    "slice": lambda x: x[..., 1:3],
+    "slice to the end": lambda x: x[:, 1:],
+    "slice of the last": lambda x: x[..., -2:],
+    "slice up to the last": lambda x: x[..., :-1],
+    "slice with a step": lambda x: x[..., ::2],
+    "slice with a step and a start": lambda x: x[..., 1::2],
+    "slice of a slice": lambda x: x[..., 1:][..., 1:2],
+    "slice beyond the beginning": lambda x: x[..., -100:],
+    "slice beyond the end": lambda x: x[..., 2:100],
+    "slice of an unknown length from the end": lambda x: x[:, -100:],
+    "slice of all but the first": lambda x: x[:, -x.shape[1] + 1 :],
+    "slice of as many as there are": lambda x: x[..., -x.shape[1] :],
+    "slice of nothing": lambda x: x[..., 4:],
+    "narrow": lambda x: x.narrow(2, 1, 2),
+    "select": lambda x: x[:, 1],
+    "select the last": lambda x: x[..., -1],
+    "select twice": lambda x: x[0, :, 2],
+    "split": lambda x: x.split(3, dim=-1)[1],
+    "split with sizes": lambda x: x.split([1, 2, 1], dim=-1)[1],
+    "chunk": lambda x: x.chunk(2, dim=-1)[1],
+    "unbind": lambda x: x.unbind(0)[1],
+    "unbind from the end": lambda x: x.unbind(-1)[2],
+    "cast": lambda x: x.float(),
+    "cast there and back": lambda x: x.bfloat16().transpose(0, 1).double(),
+}
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["known", "unknown"])
+@pytest.mark.parametrize("function", LAYOUTS.values(), ids=LAYOUTS)
+def test_layout_is_seen_through(function: Callable[[Tensor], Tensor], symbolic: bool) -> None:
+    tensors = x3()
+    module = capture(function, *tensors, symbolic=[(1,)] if symbolic else [])
+    assert seen_through(check_all(module, *tensors))
+
+
+PARTS: dict[str, tuple[Callable[..., Tensor], type | None]] = {
+    "cat of tensors over the same axes": (lambda x, y: torch.cat([x, y], 1), None),
+    "cat of a broadcast": (lambda x, y: torch.cat([x, y[:1].expand(2, -1, -1)], -1), Join),
+    "cat of products": (lambda x, y: torch.cat([x @ x.mT, y], -1), Join),
+    "cat of one": (lambda x, y: torch.cat([x @ x.mT], -1), Product),
+    "cat of an empty piece": (lambda x, y: torch.cat([x[:, :0], y[:1].expand(2, -1, -1)], 1), None),
+    "cat cut again": (lambda x, y: torch.cat([x, (y @ y.mT) @ y], -1)[..., 4:], Product),
+    "cat cut through a piece": (lambda x, y: torch.cat([x, y[:1].expand(2, -1, -1)], -1)[..., 3:6], Join),
+    "cat with one column selected": (lambda x, y: torch.cat([x, y[:1].expand(2, -1, -1)], -1)[..., 5], None),
+    "cat of the same tensor twice": (lambda x, y: torch.cat([x, x], 1), None),
+    "cat of a tensor and its transpose": (lambda x, y: torch.cat([x[..., :3], x[..., :3].mT], 1), None),
+    "stack": (lambda x, y: torch.stack([x, y[:1].expand(2, -1, -1)], 1), None),
+    "new_empty and slices": (buffer_by_slices, Join),
+    "new_empty with a gap": (buffer_with_a_gap, Join),
+    "a cache written in place": (cache_written_in_place, None),
+    "copy of another dtype": (lambda x, y: torch.empty(2, 3, 4).copy_(x @ y.mT @ x), Product),
+    "matmul": (lambda x, y: x @ y.transpose(1, 2), Product),
+    "matmul with a matrix": (lambda x, y: x @ y[0].t(), Product),
+    "matmul of a tensor with itself": (lambda x, y: x @ x.transpose(1, 2), Product),
+    "matmul of a tensor with a product of itself": (lambda x, y: x @ (x @ (y[0].t() @ y[0])).mT, Product),
+    "matmul of one row": (lambda x, y: x[:, :1] @ y.transpose(1, 2), Product),
+    "einsum over heads": (lambda x, y: torch.einsum("btl,nlp->bntp", x, y.mT.contiguous()[:, :, :2]), Product),
+    "linear": (lambda x, y: F.linear(x, y[1]), Product),
+    "a product times a number": (lambda x, y: (x @ y.mT) * 0.5, Product),
+    "a number times a product": (lambda x, y: 4 * (x @ y.mT), Product),
+    "a product divided by a number": (lambda x, y: (x @ y.mT) / 4, Product),
+    "a scaled join": (lambda x, y: torch.cat([x, y[:1].expand(2, -1, -1)], -1) * 2, Join),
+    "a sliced scaled product": (lambda x, y: ((x @ y.mT) * 2)[..., 1:], Product),
+    "a product and a bias": (lambda x, y: x @ y.mT + y[0, :, 0], Sum),
+    "a bias and a product": (lambda x, y: y[0, :, 0] + x @ y.mT, Sum),
+    "a product less another": (lambda x, y: x @ y.mT - y @ x.mT, Sum),
+    "a product and a multiple of a bias": (lambda x, y: torch.add(x @ y.mT, y[0, :, 0], alpha=3), Sum),
+    "a sum times a number": (lambda x, y: (x @ y.mT + y[0, :, 0]) * 2, Sum),
+    "a sum that was cut": (lambda x, y: (x @ y.mT + y[0, :, 0])[..., 1:].transpose(1, 2), Sum),
+    "a sum of sums": (lambda x, y: (x @ y.mT + y[0, :, 0]) + (y @ x.mT + 2 * x[0, :, 0]), Sum),
+    "a sum of many": (lambda x, y: sum(x @ y.mT for _ in range(5)), None),
+    "a bias of joined products": (lambda x, y: torch.cat([x @ y.mT, y], -1) + x[0].repeat(1, 2)[0, :7], Join),
+    "a product taken away": (lambda x, y: -(x @ y.mT), Product),
+    "zeros after": (lambda x, y: F.pad(x, (0, 2)), Join),
+    "zeros before and after": (lambda x, y: F.pad(x, (1, 2)), Join),
+    "zeros before the rows": (lambda x, y: F.pad(x @ y.mT, (0, 0, 2, 0)), Join),
+    "zeros on two sides": (lambda x, y: F.pad(x, (1, 0, 1, 0)), None),
+    "ones after": (lambda x, y: F.pad(x, (0, 2), value=1), None),
+    "two padded to one width": (
+        lambda x, y: F.pad(x @ y.mT, (0, 4)) + F.pad(y, (3, 0)),
+        Join,
+    ),
+    "two padded and overlapping": (
+        lambda x, y: F.pad(x @ y.mT, (0, 3)) + F.pad(y, (2, 0)),
+        Join,
+    ),
+    "a padded one and all of another": (lambda x, y: F.pad(x @ y.mT, (0, 1)) + y, Join),
+    "a sum with what nobody wrote": (lambda x, y: buffer_with_a_gap(x, y) + buffer_with_a_gap(y, x), Join),
+    "a sum": (lambda x, y: x + y, None),
+    "a sum with a broadcast": (lambda x, y: x + y[:, :1], None),
+    "a sum with a transpose of itself": (lambda x, y: x[:, :, :3] + x[:, :, :3].mT, None),
+    "a function of a broadcast": (lambda x, y: x[:1].expand(2, -1, -1).exp(), None),
+    "where": (lambda x, y: torch.where(x > 0, x, y[:, :1]), None),
+    "clamp": (lambda x, y: x.clamp(-1, 1), None),
+    "addmm": (lambda x, y: torch.addmm(x[0, 0, :3], x[0], y[0].t()), Sum),
+    "addmm with factors": (lambda x, y: torch.addmm(x[0, 0, :3], x[0], y[0].t(), beta=2, alpha=3), Sum),
+    "addmm without its bias": (lambda x, y: torch.addmm(x[0, 0, :3], x[0], y[0].t(), beta=0), None),
+    "linear with a bias": (lambda x, y: F.linear(x, y[1], x[0, 0, :3]), Sum),
+    "rows before rows of another width": (
+        lambda x, y: (x[0] @ torch.cat([y[0], y[1, :2]]).mT)[:, :4].view(-1, 2, 2),
+        Product,
+    ),
+    "rows after rows of another width": (
+        lambda x, y: (x[0] @ torch.cat([y[0], y[1, :2]]).mT)[:, 1:5].view(-1, 2, 2),
+        Product,
+    ),
+    "integers": (lambda x, y: (x.long() * 3).double(), None),
+    "flip": (lambda x, y: x.flip(1), None),
+    "roll": (lambda x, y: x.roll(1, 1), None),
+    "index": (lambda x, y: x[:, [1, 0]], None),
+    "gather": (lambda x, y: x.gather(2, (y > 0).long()), None),
+    "cumsum": (lambda x, y: x.cumsum(1), None),
+    "tril": (lambda x, y: x.tril(), None),
+    "softmax": (lambda x, y: x.softmax(-1), None),
+    "index_copy": (lambda x, y: x.index_copy(1, torch.tensor([2]), y[:, :1]), None),
+    "select written in place": (lambda x, y: torch.select_scatter(x, y[:, 0], 1, 2), None),
+    "a strided slice written": (lambda x, y: torch.slice_scatter(x, y[..., :2], 2, 0, 4, 2), None),
+    "a slice written from the end": (lambda x, y: torch.slice_scatter(x, y[..., :2], 2, -2), None),
+    "as_strided": (lambda x, y: x.as_strided((2, 2), (1, 2)), None),
+    "diagonal": (lambda x, y: x.diagonal(dim1=1, dim2=2), None),
+    "the real view of a complex product": (
+        lambda x, y: torch.view_as_real(torch.view_as_complex(x.view(2, -1, 2, 2)) * (1 + 1j)),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["known", "unknown"])
+@pytest.mark.parametrize(("function", "parts"), PARTS.values(), ids=PARTS)
+def test_what_a_tensor_is_made_of(function: Callable[..., Tensor], parts: type | None, symbolic: bool) -> None:
+    tensors = xy()
+    module = capture(function, *tensors, symbolic=[(1,), (1,)] if symbolic else [])
+    form = check_all(module, *tensors)
+    if not symbolic:
+        assert isinstance(form.term.parts, parts or type(None))
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["known", "unknown"])
+def test_an_attention_is_a_product_of_products(symbolic: bool) -> None:
+    """Heads in the middle, keys joined from an up-projection and a broadcast, as models have it."""
+
+    def attention(x: Tensor, latent: Tensor, rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        q = (x @ w_q).view(x.shape[0], -1, 2, 5).transpose(1, 2)
+        nope, v = (latent @ w_kv).view(x.shape[0], -1, 2, 6).transpose(1, 2).split([3, 3], -1)
+        k = torch.cat([nope, rope[:, None].expand(-1, 2, -1, -1)], -1)
+        return (q @ k.transpose(2, 3)) @ v
+
+    tensors = whole(2, 3, 7), whole(2, 4, 5), whole(2, 4, 2), whole(7, 10), whole(5, 12)
+    module = capture(attention, *tensors, symbolic=[(0, 1)] * 3 if symbolic else [])
+    form = check_all(module, *tensors)
+    assert isinstance(form.term.parts, Product)
+    scores = form.term.parts.left
+    assert isinstance(scores.parts, Product)
+    assert isinstance(scores.parts.right.parts, Join)
+
+
+STEPS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "transpose": lambda x, y, n: x.transpose(n % 3, (n + 1) % 3),
+    "merge and split": lambda x, y, n: x.reshape(-1, x.shape[2]).view(x.shape),
+    "slice": lambda x, y, n: x[:, : max(n, 1)] if n % 2 else x[..., n // 2 :],
+    "cat": lambda x, y, n: torch.cat([x, y if y.shape[1:] == x.shape[1:] else x], 0),
+    "cat of a broadcast": lambda x, y, n: torch.cat([x, x[:1].expand(x.shape)], n % 3),
+    "select and expand": lambda x, y, n: x.select(n % 3, 0).unsqueeze(n % 3).expand(x.shape),
+    "gram": lambda x, y, n: x @ x.transpose(1, 2),
+    "project": lambda x, y, n: x @ x[0].transpose(0, 1),
+    "product": lambda x, y, n: x @ y.transpose(1, 2) if x.shape[::2] == y.shape[::2] else x @ x.mT,
+    "add": lambda x, y, n: x + y[:, :1, :1] if x.shape[0] == y.shape[0] else x + x[:1],
+    "bias": lambda x, y, n: x @ x.mT + x[:1, :1, :1] * n,
+    "pad": lambda x, y, n: F.pad(x, (0, 2)) + F.pad(x[..., :1], (n % 2, x.shape[2] + 1 - n % 2)),
+    "scale": lambda x, y, n: x * 0.5,
+    "write": lambda x, y, n: torch.slice_scatter(x, x[:, :1].neg(), 1, 1, 2) if x.shape[1] > 1 else x,
+    "buffer": lambda x, y, n: buffer_of(x, x[:1].expand(x.shape)),
+}
+
+
+def buffer_of(a: Tensor, b: Tensor) -> Tensor:
+    buffer = a.new_empty(a.shape[0], a.shape[1], a.shape[2] + b.shape[2])
+    buffer[..., : a.shape[2]] = a
+    buffer[..., a.shape[2] :] = b
+    return buffer
+
+
+@pytest.mark.parametrize("symbolic", [(), (0, 1), (0, 1, 2)], ids=["known", "tokens", "all"])
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 5)), min_size=1, max_size=6))
+def test_the_forms_of_any_graph_are_right(symbolic: Sequence[int], steps: list[tuple[str, int]]) -> None:
+    def program(x: Tensor, y: Tensor) -> Any:
+        for name, n in steps:
+            x, y = STEPS[name](x, y, n), x
+            if x.numel() > 400:
+                break
+        return x
+
+    tensors = whole(2, 3, 4), whole(2, 3, 4, seed=1)
+    check_all(capture(program, *tensors, symbolic=[symbolic] * 2), *tensors)
