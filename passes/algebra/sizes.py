@@ -21,6 +21,13 @@ def same(a: Size, b: Size) -> bool:
     return bool(a == b) or sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
 
 
+def known_at_most(a: Size, b: Size) -> bool:
+    """Whether `a <= b` for every value of their symbols, as far as can be told: the one way to ask for a sign."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a <= b
+    return bool(sympy.expand(sympy.sympify(b) - sympy.sympify(a)).is_nonnegative)
+
+
 def quotient(a: Size, b: Size) -> Size | None:
     """`a / b` where `b` divides `a` for every value of their symbols, else None."""
     if isinstance(a, int) and isinstance(b, int):

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import sympy
-
-from .sizes import Size, Unaligned, quotient, same, total
+from .sizes import Size, Unaligned, known_at_most, quotient, same, total
 from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Segment, Sum, Term, Undefined, Zero
 
 
@@ -124,17 +122,12 @@ def _split_segment(segment: Segment, fast: Axis) -> Segment:
 def _pin_join(segments: Sequence[Segment], index: Size) -> Term:
     start: Size = 0
     for segment in segments:
-        if _known_at_most(start, index) and _known_at_most(index + 1, start + segment.size):
+        if known_at_most(start, index) and known_at_most(index + 1, start + segment.size):
             if len(segment.axes) > 1:
                 raise Unaligned("one index of a piece of several axes")
             return change_term(segment.term, {axis: Pin(index - start) for axis in segment.axes})
         start = start + segment.size
     raise Unaligned(f"index {index} is in no known piece")
-
-
-def _known_at_most(a: Size, b: Size) -> bool:
-    difference = sympy.expand(sympy.sympify(b) - sympy.sympify(a))
-    return bool(difference.is_nonnegative)
 
 
 def _slice_join(segments: Sequence[Segment], axis: Axis, begin: Size, step: int) -> Term | Join:
@@ -154,9 +147,9 @@ def overlapping(segments: Sequence[Segment], begin: Size, size: Size) -> tuple[S
     kept: list[Segment] = []
     for segment in segments:
         stop = start + segment.size
-        if _known_at_most(begin, start) and _known_at_most(stop, end):
+        if known_at_most(begin, start) and known_at_most(stop, end):
             kept.append(segment)
-        elif not (_known_at_most(stop, begin) or _known_at_most(end, start)):
+        elif not (known_at_most(stop, begin) or known_at_most(end, start)):
             kept.append(_cut(segment, start, _larger(start, begin), _smaller(stop, end)))
         start = stop
     return tuple(kept)
@@ -164,7 +157,7 @@ def overlapping(segments: Sequence[Segment], begin: Size, size: Size) -> tuple[S
 
 def _cut(segment: Segment, start: Size, low: Size, high: Size) -> Segment:
     """The part from `low` to `high` of a piece that begins at `start`."""
-    if len(segment.axes) != 1 or not _known_at_most(low, high):
+    if len(segment.axes) != 1 or not known_at_most(low, high):
         raise Unaligned("a slice that cuts through a joined piece")
     size = total([high, -low])
     if same(size, 1):
@@ -174,15 +167,15 @@ def _cut(segment: Segment, start: Size, low: Size, high: Size) -> Segment:
 
 
 def _larger(a: Size, b: Size) -> Size:
-    if _known_at_most(a, b):
+    if known_at_most(a, b):
         return b
-    return a if _known_at_most(b, a) else _unordered(a, b)
+    return a if known_at_most(b, a) else _unordered(a, b)
 
 
 def _smaller(a: Size, b: Size) -> Size:
-    if _known_at_most(a, b):
+    if known_at_most(a, b):
         return a
-    return b if _known_at_most(b, a) else _unordered(a, b)
+    return b if known_at_most(b, a) else _unordered(a, b)
 
 
 def _unordered(a: Size, b: Size) -> Size:
