@@ -1,0 +1,73 @@
+"""A proved site as text: what each of its tensors is in the graph, and the attention that they make.
+
+latent[b, t, l]  = add_3[b, t, l]
+k_rope[b, t, r]  = cat_1[b, 0, t, r]
+w_uk[n, p, l]    = kv_b[n * 256 + p, l]
+score[b, s, n, t] = 0.088 * (sum_p q_nope k + sum_r q_rope k_rope)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..algebra.terms import Dim, Read
+from ..mla.site import Site
+from .names import Names, names_of
+from .terms import read_text
+
+
+def site_text(site: Site) -> str:
+    """A site, one line for each tensor; sizes first, in the order of their letters."""
+    names = names_of(site)
+    lines = list(_tensors(site, names))
+    sizes = " ".join(f"{word}={size}" for word, size in site.sizes.items())
+    width = max(len(left) for left, _ in lines)
+    body = "\n".join(f"{left:<{width}} = {right}" for left, right in lines)
+    return f"{site.node.name}: {sizes}\n{body}\n"
+
+
+def _tensors(site: Site, names: Names) -> Iterator[tuple[str, str]]:
+    rows, keys = (site.batch, site.tokens, site.heads), site.attention.keys
+    columns, nope = site.attention.columns, site.nope
+
+    def line(name: str, read: Read, *dims: Dim) -> tuple[str, str]:
+        return f"{name}{names.shape(dims)}", read_text(read, names)
+
+    yield line("latent", site.latent, site.batch, keys, site.rank)
+    if site.w_uk is not None:
+        yield line("w_uk", site.w_uk, site.heads, nope.summed, site.rank)
+    if site.w_uv is not None:
+        yield line("w_uv", site.w_uv, site.heads, columns, site.rank)
+    yield line("q_nope", nope.query.read, *rows, nope.summed)
+    for number, rope in enumerate(site.ropes):
+        own = "" if len(site.ropes) == 1 else str(number)
+        yield line(f"q_rope{own}", rope.query.read, *rows, rope.summed)
+        yield line(f"k_rope{own}", rope.key.read, site.batch, keys, rope.summed)
+    for bias in site.biases:
+        yield line("bias", bias, *rows, columns)
+    for shift in site.shifts:
+        yield line("q_shift", shift.query.read, *rows, shift.summed)
+        yield line("k_shift", shift.key.read, *rows, shift.summed)
+    for sink in site.attention.sinks:
+        text = read_text(sink.term.read, names)
+        yield f"sink{names.shape((*rows, sink.keys))}", text if sink.factor == 1 else f"{sink.factor:g} * {text}"
+    yield f"score{names.shape((*rows, keys))}", _score(site, names)
+    values = "latent" if site.w_uv is None else f"(sum_{_letters(site.rank, names)} latent w_uv)"
+    bias = " + bias" * len(site.biases)
+    weights = "weights" if site.attention.opaque is not None else "softmax(score)"
+    yield f"o{names.shape((*rows, columns))}", f"sum_{_letters(keys, names)} {weights} {values}{bias}"
+
+
+def _score(site: Site, names: Names) -> str:
+    nope = site.nope
+    key = "latent" if site.w_uk is None else f"(sum_{_letters(site.rank, names)} latent w_uk)"
+    parts = [f"{nope.scale:.6g} * sum_{_letters(nope.summed, names)} q_nope {key}"]
+    for number, rope in enumerate(site.ropes):
+        own = "" if len(site.ropes) == 1 else str(number)
+        parts.append(f"{rope.scale:.6g} * sum_{_letters(rope.summed, names)} q_rope{own} k_rope{own}")
+    parts += [f"{shift.scale:.6g} * sum_{_letters(shift.summed, names)} q_shift k_shift" for shift in site.shifts]
+    return " + ".join(parts)
+
+
+def _letters(axes: Dim, names: Names) -> str:
+    return ",".join(map(names, axes))

@@ -1,0 +1,49 @@
+"""The texts of the cases: `python -m tests.passes.golden.texts` writes them anew, to be read in the diff."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from mla_compile.passes.attention.find import Attention, find
+from mla_compile.passes.mla.prove import prove
+from mla_compile.passes.pipeline import Pipeline
+from mla_compile.passes.text.graphs import graph_text
+from mla_compile.passes.text.sites import site_text
+from mla_compile.passes.trace.trace import Trace
+
+from tests.passes.golden.cases import CASES, Case
+from tests.passes.graphs import DEVICE, capture
+
+FOLDER = Path(__file__).parent
+
+
+def path_of(name: str) -> Path:
+    """The file that holds the text of a case."""
+    return FOLDER / f"{name.replace(', ', '-').replace(' ', '_')}.txt"
+
+
+def text_of(case: Case) -> str:
+    """What is proved of the attention of a case, what is chosen, and its graph before and after the passes."""
+    module = capture(case.function, *case.inputs, symbolic=case.symbolic)
+    before = graph_text(module.graph)
+    trace = Trace(module.graph)
+    (attention,) = find(module.graph, trace)
+    assert isinstance(attention, Attention)
+    site = site_text(prove(attention, trace))
+    mode = torch._guards.detect_fake_mode([node.meta["val"] for node in module.graph.nodes if "val" in node.meta])
+    assert mode is not None
+    assert mode.shape_env is not None
+    ranges = dict(mode.shape_env.var_to_range) if case.exported else None
+    (outcome,) = Pipeline(DEVICE, case.path, 4, ranges)(module)
+    choice = f"{outcome.path}: {outcome.reason}\nmask: {outcome.mask}\n"
+    choice += "".join(f"while {guard}\n" for guard in outcome.guards)
+    sections = {"site": site, "choice": choice, "before": before, "after": graph_text(module.graph)}
+    return "\n".join(f"# {title}\n{text}" for title, text in sections.items())
+
+
+if __name__ == "__main__":
+    for old in FOLDER.glob("*.txt"):
+        old.unlink()
+    for name, case in CASES.items():
+        path_of(name).write_text(text_of(case))
