@@ -20,7 +20,7 @@ check: $(STAMP) types
 types: $(STAMP)
 	rm -rf build/typed && mkdir -p build/typed
 	cp -r mla_compile build/typed/ && cp -r passes kernels build/typed/mla_compile/
-	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
