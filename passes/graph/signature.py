@@ -15,14 +15,14 @@ from ..algebra.renaming import Renaming
 from ..algebra.terms import Axis
 from ..caches.fp8 import Fp8Keys
 from ..caches.pages import Pages
-from ..masks.seen import Seen
+from ..masks.carrier import Carrier
 from ..mla.site import Site
 from ..nodes.shapes import hint_of, size_of
 
 
 def signature(
     site: Site,
-    seen: Seen,
+    seen: Carrier,
     path: str,
     sources: Sequence[fx.Node],
     environment: ShapeEnv | None,
@@ -42,7 +42,7 @@ def signature(
         (() if kept is not None else (site.latent, [p.key.read for p in site.ropes]), kept),
         (site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces, shifts),
         site.biases,
-        (path, seen.said(path), sinks, attention.strict_rows),
+        (path, seen, seen.may_be_empty, sinks, attention.strict_rows),
         [(source.meta["val"], source.op) for source in sources],
     )
     canonical = _Canonical({source: i for i, source in enumerate(sources)})
@@ -71,7 +71,7 @@ class _Canonical:
         if isinstance(what, list | tuple):
             return tuple(self(part) for part in what)
         if is_dataclass(what):
-            return tuple(self(getattr(what, field.name)) for field in fields(what))
+            return (type(what), *(self(getattr(what, field.name)) for field in fields(what) if field.compare))
         assert isinstance(what, Hashable)
         return what
 

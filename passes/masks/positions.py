@@ -6,11 +6,12 @@ too, a bool a `Truth`, a float a `Choice` of two constants. What follows no rule
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ..algebra.sizes import Size, same, total
+from ..algebra.sizes import Size, known_at_most, same, total
 from ..algebra.terms import Axis, Digit, Read
 
 
@@ -37,29 +38,48 @@ class Affine:
         return dict(self.terms).get(what, 0) if what is not None else 0
 
     @property
+    def is_number(self) -> bool:
+        """Whether it is one integer, and known."""
+        return not self.terms and isinstance(self.const, int)
+
+    @property
     def axes(self) -> frozenset[Axis]:
         """The axes that it depends on."""
         own = frozenset(w for w, _ in self.terms if isinstance(w, Axis))
         return own.union(*(w.axes for w, _ in self.terms if isinstance(w, Read)))
 
 
+class Literal(ABC):
+    """Something that holds or does not."""
+
+    @abstractmethod
+    def opposite(self) -> Literal:
+        """What holds where this does not."""
+
+
 @dataclass(frozen=True)
-class AtMost:
+class AtMost(Literal):
     """`what <= 0`"""
 
     what: Affine
 
+    def opposite(self) -> AtMost:
+        return AtMost(Affine(1) - self.what)
+
 
 @dataclass(frozen=True)
-class Element:
+class Element(Literal):
     """An element of a bool tensor, or its opposite."""
 
     read: Read
     inverted: bool = False
 
+    def opposite(self) -> Element:
+        return replace(self, inverted=not self.inverted)
+
 
 @dataclass(frozen=True)
-class Named:
+class Named(Literal):
     """The index along `key` is among the elements of a tensor of indices along its axis `named`, or is not."""
 
     indices: Read
@@ -69,14 +89,8 @@ class Named:
     """Whether provably no index is there twice."""
     inverted: bool = False
 
-
-Literal: TypeAlias = AtMost | Element | Named
-
-
-def opposite(literal: Literal) -> Literal:
-    if isinstance(literal, AtMost):
-        return AtMost(Affine(1) - literal.what)
-    return replace(literal, inverted=not literal.inverted)
+    def opposite(self) -> Named:
+        return replace(self, inverted=not self.inverted)
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,7 @@ def _positive(truth: Truth) -> Truth | None:
     """The same without a negation; None where that would take a disjunction, or nothing can hold."""
     if not truth.negated:
         return truth
-    return Truth((opposite(truth.literals[0]),)) if len(truth.literals) == 1 else None
+    return Truth((truth.literals[0].opposite(),)) if len(truth.literals) == 1 else None
 
 
 def conjunction(truths: Iterable[Truth]) -> Truth | None:
@@ -130,6 +144,13 @@ class Choice:
     def map(self, function: Callable[[float], float]) -> Choice:
         return replace(self, then=function(self.then), otherwise=function(self.otherwise))
 
+    def where(self, test: Callable[[float], bool]) -> Truth:
+        """Where a test of the chosen number holds."""
+        then, otherwise = test(self.then), test(self.otherwise)
+        if then == otherwise:
+            return ALWAYS if then else NEVER
+        return self.condition if then else negation(self.condition)
+
 
 Value: TypeAlias = Affine | Truth | Choice
 Index: TypeAlias = tuple[Affine, ...]
@@ -147,7 +168,7 @@ def at(source: Hashable, shape: Sequence[Size], index: Sequence[Affine]) -> Read
         axes = [(what, factor) for what, factor in entry.terms if isinstance(what, Axis)]
         if same(size, 1):
             dims.append(())
-        elif len(axes) != len(entry.terms) or len(axes) > 1 or not _from_zero(entry.const):
+        elif len(axes) != len(entry.terms) or len(axes) > 1 or not known_at_most(0, entry.const):
             return None
         elif not axes:
             dims.append((Digit(None, size, entry.const),))
@@ -158,7 +179,3 @@ def at(source: Hashable, shape: Sequence[Size], index: Sequence[Affine]) -> Read
             seen.add(axis)
             dims.append((Digit(axis, size, entry.const, step),))
     return Read(source, tuple(dims))
-
-
-def _from_zero(size: Size) -> bool:
-    return size >= 0 if isinstance(size, int) else bool(size.is_nonnegative)

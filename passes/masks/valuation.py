@@ -17,17 +17,17 @@ from ..nodes.arguments import is_tensor
 from ..nodes.shapes import shape_of, size_of
 from ..trace.trace import Trace
 from .positions import ALWAYS, NEVER, Affine, Choice, Element, Index, Truth, Value, at, constant
-from .rules import INTEGERS, RULES, number_of, rounded
+from .rules.rule import INTEGERS, Rules, number_of, rounded
 
 _DEPTH = 100
 """Operations one behind the other that a mask is followed through; what is further up is some tensor."""
 
 
 class Valuation:
-    """Values of the elements of one graph's tensors."""
+    """Values of the elements of one graph's tensors, by `rules`."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, rules: Rules) -> None:
+        self.trace, self.rules = trace, rules
         self._known: dict[tuple[fx.Node, Index], Value | None] = {}
         self._depth = 0
 
@@ -57,7 +57,7 @@ class Valuation:
             inner = _index_of(read, _bindings(form, index))
             value = _after(self(read.source, inner), read.then) if inner is not None else None
         else:
-            rule = RULES.get(node.target) if node.op == "call_function" else None
+            rule = self.rules.get(node.target) if node.op == "call_function" else None
             value = rule(self, node, index) if rule is not None else None
             if value is None and is_tensor(node) and not node.meta["val"].shape:
                 value = _scalar(node)

@@ -22,7 +22,7 @@ from mla_compile.cost import Decision, Device, Dims, Path, choose, times_of
 from ..algebra.renaming import Renaming
 from ..algebra.sizes import Size
 from ..masks.meaning import Meaning
-from ..masks.seen import Seen
+from ..masks.named_keys import NamedKeys
 from ..mla.site import Site
 from ..nodes.refusal import Refusal
 from ..nodes.shapes import hints_of, unbacked_in
@@ -60,7 +60,7 @@ def decide(
     Raises:
         Refusal: if rewriting would gain nothing.
     """
-    named = Seen(site, meaning).named
+    named = NamedKeys.of(site, meaning)
     by_hand = site.w_uk is None
     if by_hand and site.attention.opaque is not None:
         raise Refusal(site.node, "expected an up-projection to take from the keys, found scores absorbed by hand")
@@ -71,7 +71,7 @@ def decide(
         _refuse_opaque(site)
     if (wanted in ("absorbed", "chunked") and not by_hand) or (wanted == "sparse" and named is not None):
         return Choice(wanted, "asked for by mla.path")
-    topk = named.named.size if named is not None else None
+    topk = named.count if named is not None else None
     element_size = site.node.meta["val"].element_size()
     hint = hints_of((*sizes.values(), topk or 1), environment) if environment is not None else {}
     topk, bounds = (None, ()) if topk is None else _least(topk, hint)

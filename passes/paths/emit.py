@@ -24,8 +24,10 @@ from ..algebra.sizes import Unaligned, product, same
 from ..caches.fp8 import Fp8Keys
 from ..caches.pages import Pages
 from ..code.reading import Reader, sources_of, write_as
+from ..masks.bounds import Bounds
+from ..masks.dense import Dense
 from ..masks.meaning import Meaning
-from ..masks.seen import Seen
+from ..masks.named_keys import NamedKeys
 from ..mla.site import Site
 from .per_head import per_head
 
@@ -41,15 +43,17 @@ class Emit:
     ) -> None:
         self.site, self.path, self.workspace_tokens, self.kept = site, path, workspace_tokens, kept
         self.pages = pages = kept if isinstance(kept, Pages) else None
-        self.seen = Seen(site, meaning)
-        self.dense_lengths = kept is None and _has_lengths(self.seen, path)
+        bounds = Bounds.of(site, meaning)
+        self.dense_lengths = kept is None and _has_lengths(site, bounds, path)
         paged = self.dense_lengths or (pages is not None and path != "sparse")
         self.kind = "paged" if paged else path
+        named = NamedKeys.of(site, meaning) if path == "sparse" else None
+        self.seen = named or (bounds if paged else None) or Dense.of(site, meaning)
         keys = [site.latent, *(rope.key.read for rope in site.ropes)]
         reads = [*(keys if kept is None else kept.reads), site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
         reads += [rope.query.read for rope in site.ropes]
         reads += [read for shift in site.shifts for read in (shift.query.read, shift.key.read)]
-        reads += self.seen.reads(self.kind)
+        reads += self.seen.reads
         reads += [sink.term.read for sink in site.attention.sinks]
         sizes = [site.sizes["T"], site.sizes["Sq"]] if paged or pages is not None else []
         more = set[sympy.Symbol]().union(*(sympy.sympify(size).free_symbols for size in sizes))
@@ -88,7 +92,8 @@ class Emit:
         q_nope, q_rope, latent, k_rope = (t if t.dtype == FP8 else t.to(dtype) for t in operands)
         seen, offset = None, None
         if self.pages is None and not self.dense_lengths:
-            seen, offset = self.seen.indices(read) if self.path == "sparse" else self.seen.mask(read)
+            assert not isinstance(self.seen, Bounds)
+            seen, offset = self.seen.indices(read) if isinstance(self.seen, NamedKeys) else self.seen.mask(read)
         scale = site.nope.scale
         w_uk = None if site.w_uk is None else read(site.w_uk, site.heads, site.nope.summed, site.rank).to(dtype)
         w_uv = None if site.w_uv is None else read(site.w_uv, site.heads, columns, site.rank).to(dtype)
@@ -106,8 +111,8 @@ class Emit:
             q_latent = q_nope if w_uk is None else per_head(q_nope, w_uk, site.w_uk)
             if self.pages is not None or self.dense_lengths:
                 o, lse = self._over_pages(read, (q_latent, q_rope, latent, k_rope), scales)
-            elif self.path == "sparse":
-                uniform = self.seen.meaning.uniform_when_empty
+            elif isinstance(self.seen, NamedKeys):
+                uniform = self.seen.uniform_when_empty
                 o, lse = torch.ops.mla.sparse_latent_attention(
                     q_latent, q_rope, latent, k_rope, seen, None, offset, scale, uniform, scales
                 )
@@ -115,7 +120,7 @@ class Emit:
                 o, lse = torch.ops.mla.latent_attention(q_latent, q_rope, latent, k_rope, seen, offset, scale)
             if w_uv is not None:
                 o = per_head(o, w_uv.transpose(1, 2), site.w_uv)
-        empty = lse.isneginf().unsqueeze(-1) if self.seen.may_be_empty(self.kind) else None
+        empty = lse.isneginf().unsqueeze(-1) if self.seen.may_be_empty else None
         for bias in site.biases:
             addend = read(bias, *rows, columns)
             o = o + (addend if empty is None else torch.where(empty, 0, addend))
@@ -134,7 +139,7 @@ class Emit:
         table = self._table(read, latent)
         o: Tensor
         lse: Tensor
-        if self.path == "sparse":  # every query for itself, over the rows of the whole pool as one sequence
+        if isinstance(self.seen, NamedKeys):  # every query for itself, over the rows of the whole pool as one sequence
             indices = self.seen.slots(read, table, latent.shape[1])
             queries = (q.flatten(0, 1).unsqueeze(0) for q in (q_latent, q_rope))
             keys = (pool.flatten(0, 1).unsqueeze(0) for pool in (latent, k_rope))
@@ -165,6 +170,7 @@ class Emit:
                 count: Any = read.realize(keys)
                 count = (count + latent.shape[1] - 1) // latent.shape[1]
                 table = table.index_select(1, torch.arange(count, device=table.device))
+        assert not isinstance(self.seen, NamedKeys)
         mask, causal, lengths, positions = self.seen.in_pages(read, table)
         o: Tensor
         lse: Tensor
@@ -213,16 +219,16 @@ _LOOK_AT_MASKS = {"cpu"}
 """Devices whose kernels see in a mask which keys there are, and touch no others."""
 
 
-def _has_lengths(seen: Seen, path: str) -> bool:
+def _has_lengths(site: Site, bounds: Bounds | None, path: str) -> bool:
     """Whether a dense cache is better taken for pages, one a sequence: up to lengths that the device knows.
 
     A static cache under CUDA graphs: a mask over all that it has room for would be all that is known of its keys. A
     batch of unequal prompts: no chunk needs a mask, and none is attended to by those that it lies behind (on CPU, where
     a mask's values are looked at, 1,024 tokens take 13 % less time under lengths, 28 % under lengths and causal).
     """
-    device = seen.site.node.meta["val"].device.type
+    device = site.node.meta["val"].device.type
     better = path == "chunked" or (path == "absorbed" and device not in _LOOK_AT_MASKS)
-    return better and seen.bounds is not None and bool(seen.bounds.reads)
+    return better and bounds is not None and bool(bounds.reads)
 
 
 def _scales(read: Reader, kept: Pages | Fp8Keys, latent: Tensor) -> Tensor | None:

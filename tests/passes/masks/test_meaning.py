@@ -9,8 +9,13 @@ import pytest
 import torch
 from mla_compile.passes.algebra.terms import Read
 from mla_compile.passes.attention.find import Attention, find
+from mla_compile.passes.masks.causal import Causal
+from mla_compile.passes.masks.limit import Limit
+from mla_compile.passes.masks.marked import Marked
 from mla_compile.passes.masks.meaning import Meaning, understand
-from mla_compile.passes.masks.positions import AtMost, Element
+from mla_compile.passes.masks.positions import Element
+from mla_compile.passes.masks.tensor import TensorMask
+from mla_compile.passes.masks.top_k import TopK
 from mla_compile.passes.mla.prove import prove
 from mla_compile.passes.mla.site import Site
 from mla_compile.passes.trace.trace import Trace
@@ -52,7 +57,7 @@ def understood(
 
 
 def attends(meaning: Meaning, site: Site, module: fx.GraphModule, tensors: Sequence[Tensor]) -> np.ndarray:
-    """The pairs that a meaning lets meet, `[B, Sq, T]`, element by element from its parts."""
+    """The pairs that a meaning lets meet, `[B, Sq, T]`, element by element from its kinds."""
     world = World({node: v.numpy() for node, v in values(module, *tensors).items() if isinstance(v, Tensor)})
     for value in module.graph.find_nodes(op="placeholder"):
         for size, actual in zip(value.meta["val"].shape, world.tensors[value].shape, strict=True):
@@ -63,21 +68,23 @@ def attends(meaning: Meaning, site: Site, module: fx.GraphModule, tensors: Seque
     key = grids[site.attention.keys[0]]
     query = grids[site.tokens[0]] if site.tokens else 0
     allowed = np.ones([world.number(axis.size) for axis in axes], dtype=bool)
-    if meaning.causal_offset is not None:
-        allowed &= key <= query + world.number(meaning.causal_offset)
-    for literal in (*meaning.limits, *meaning.elements, *meaning.named):
-        match literal:
-            case AtMost(what):
+    for kind in meaning.kinds:
+        match kind:
+            case Causal(offset):
+                allowed &= key <= query + world.number(offset)
+            case Limit(what):
                 left = world.number(what.const)
                 for term, factor in what.terms:
                     left = left + factor * (world.read(term, grids) if isinstance(term, Read) else grids[term])
                 allowed &= left <= 0
-            case Element(read, inverted):
+            case Marked(Element(read, inverted)):
                 allowed &= world.read(read, grids).astype(bool) ^ inverted
-            case named:
+            case TopK(named):
                 size = world.number(named.named.size)
                 inner = {axis: grid[..., None] for axis, grid in grids.items()} | {named.named: np.arange(size)}
                 allowed &= (world.read(named.indices, inner) == key[..., None]).any(-1) ^ named.inverted
+            case _:
+                raise AssertionError(f"nothing is known of {kind}")
     return allowed
 
 
@@ -89,7 +96,7 @@ def test_a_known_mask(case: Case, symbolic: bool) -> None:
     tensors = (*mla.tensors(), *case.more)
     meaning, site, module = understood(attention(case.mask), tensors, symbolic)
     assert meaning.words == case.words
-    assert not meaning.tensors
+    assert not any(isinstance(kind, TensorMask) for kind in meaning.kinds)
     expected = case.mask(SQ, T, *case.more).expand(B, 1, SQ, T)[:, 0].numpy()
     np.testing.assert_array_equal(attends(meaning, site, module, tensors), expected)
 
@@ -115,7 +122,7 @@ def test_a_known_mask_that_is_added(case: Case, spelling: Callable[[Mask], mla.F
     tensors = (*mla.tensors(), *case.more)
     meaning, site, module = understood(spelling(case.mask), tensors, symbolic=False)
     assert meaning.words == case.words
-    assert not meaning.tensors
+    assert not any(isinstance(kind, TensorMask) for kind in meaning.kinds)
     expected = (case.mask(SQ, T, *case.more) == 0).expand(B, 1, SQ, T)[:, 0].numpy()
     np.testing.assert_array_equal(attends(meaning, site, module, tensors), expected)
     for path, _, (outcome,) in compiled(spelling(case.mask), tensors):
@@ -199,6 +206,17 @@ def test_a_causal_flag_and_a_causal_mask_hold_both() -> None:
         return mla.sealed(*mla.naive(x, latent, *args), causal(SQ, T), causal=True)
 
     meaning, _, _ = understood(both, mla.tensors(), symbolic=False)
-    assert (meaning.causal_offset, meaning.limits) == (0, ())
+    assert meaning.kinds == (Causal(0),)
     for _ in compiled(both, mla.tensors()):
+        pass
+
+
+def test_a_causal_flag_and_a_causal_mask_of_an_offset_that_may_be_less_hold_both() -> None:
+    def both(x: Tensor, latent: Tensor, *args: Tensor) -> Tensor:
+        return mla.sealed(*mla.naive(x, latent, *args), causal(x.shape[1], latent.shape[1]), causal=True)
+
+    meaning, _, _ = understood(both, mla.tensors(), symbolic=True)
+    assert [type(kind) for kind in meaning.kinds] == [Causal, Causal]
+    assert meaning.words == "causal"
+    for _ in compiled(both, mla.tensors(), mla.UNKNOWN[:2]):
         pass

@@ -1,0 +1,84 @@
+"""A mask over all keys, and a causal offset: what attention over any keys takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import reduce
+
+import sympy
+import torch
+from torch import Tensor
+
+from ..algebra.sizes import Size, known_at_most
+from ..algebra.terms import Read
+from ..code.reading import Reader
+from ..mla.site import Site
+from .bounds import Bounds
+from .kind import Filled, Kind, without_causal
+from .meaning import Meaning
+from .pairs import AllPairs
+from .positions import Affine
+
+
+@dataclass(frozen=True)
+class Dense:
+    """What a site's masks mean as a mask of `parts`, each of which hides some keys, and an offset.
+
+    `fill` is what becomes of hidden scores where a part has no number of its own.
+    """
+
+    parts: tuple[Kind, ...]
+    offset: Size | None
+    fill: float
+    site: Site = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, site: Site, meaning: Meaning) -> Dense:
+        """Any meaning, as every kind has a tensor.
+
+        In place of one that would have to be made, the masks that it comes from, which are in the graph once for all
+        layers; they stand for all else that comes from them, too.
+        """
+        uniform = meaning.uniform_when_empty
+        offset, kinds = (None, meaning.kinds) if uniform else without_causal(meaning.kinds)
+        masks = dict.fromkeys(mask for kind in kinds if uniform or not kind.at_hand for mask in kind.origin)
+        own = [kind for kind in kinds if kind not in masks and not (kind.origin and masks.keys() >= {*kind.origin})]
+        return cls((*masks, *own), offset, meaning.fill, site)
+
+    @property
+    def reads(self) -> list[Read]:
+        """What the mask is made of."""
+        return [read for part in self.parts for read in part.reads]
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """The symbols in sizes that are no tensor's."""
+        own = sympy.sympify(self.offset or 0).free_symbols
+        return set[sympy.Symbol]().union(own, *(part.symbols for part in self.parts))
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a query may see no key, as far as can be told."""
+        return bool(self.parts) or (self.offset is not None and not known_at_most(0, self.offset))
+
+    def mask(self, read: Reader) -> tuple[Tensor | None, int | torch.SymInt | None]:
+        """A mask `[B|1, N|1, Sq|1, T|1]`, bool if all just reject, else a number to add; and a causal offset."""
+        offset = None if self.offset is None else read.realize(self.offset)
+        pairs = AllPairs(self.site, read)
+        told = [part.tensor(pairs) for part in self.parts]
+        masks = [(what.attends, what.fill) if isinstance(what, Filled) else (what, self.fill) for what in told]
+        if all(tensor.dtype == torch.bool and math.isinf(fill) for tensor, fill in masks):
+            return (reduce(torch.logical_and, (tensor for tensor, _ in masks)) if masks else None), offset
+        # In the order in which the user applied them: a number that takes a score's place also takes an earlier bias's.
+        dtype = torch.promote_types(self.site.node.meta["val"].dtype, torch.float32)
+        added = masks[0][0].new_zeros((1, 1, 1, 1), dtype=dtype)
+        for tensor, fill in masks:
+            added = torch.where(tensor, added, fill) if tensor.dtype == torch.bool else added + tensor.to(dtype)
+        return added, offset
+
+    def in_pages(self, read: Reader, like: Tensor) -> tuple[Tensor | None, bool, Tensor, Tensor | None]:
+        """The same for attention over pages: the mask; then as `Bounds` has it."""
+        mask, _ = self.mask(read)
+        bounds = Bounds((), () if self.offset is None else (Affine(self.offset),), self.site)
+        return mask, *bounds.in_pages(read, like)[1:]

@@ -1,0 +1,113 @@
+"""What a kind of mask is: one thing that hides keys from queries, and what can be known of it.
+
+A kind has to say what it reads and what its tensor is. All else has a default that comes to: take the tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import sympy
+from torch import Tensor
+
+from ..algebra.sizes import Size
+from ..algebra.terms import Axis, Read
+from ..mla.site import Site
+from .pairs import Pairs
+from .positions import Affine, Named
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Keys before the least of `lengths`, and up to a query's own index plus the least of `positions`.
+
+    All are made of elements that a sequence has, and constants.
+    """
+
+    lengths: tuple[Affine, ...] = ()
+    positions: tuple[Affine, ...] = ()
+
+
+class Filled(NamedTuple):
+    """A bool tensor, and the number that takes the place of the scores that it hides, whatever takes that of others."""
+
+    attends: Tensor
+    fill: float
+
+
+class Kind(ABC):
+    """One thing that hides keys from the queries of a site.
+
+    Kinds are frozen dataclasses: what their code depends on are fields that compare.
+    """
+
+    @property
+    @abstractmethod
+    def reads(self) -> Sequence[Read]:
+        """What all that it says is made of."""
+
+    @abstractmethod
+    def tensor(self, pairs: Pairs) -> Tensor | Filled:
+        """What it says at all pairs of a query and a key, `[B|1, N|1, Sq|1, T|1]`.
+
+        Bool, True where the query attends to the key, or a floating number to add to the score.
+        """
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What it is, for a report."""
+        return ("tensor",)
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """The symbols that its code needs and that no size of what it reads tells."""
+        return set()
+
+    @property
+    def origin(self) -> tuple[Kind, ...]:
+        """Masks of the graph that say this together, and more that holds as well. None: it stands for itself."""
+        return ()
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether its tensor is one that the graph has, so that its origin would be no cheaper."""
+        return False
+
+    @property
+    def pair_by_pair(self) -> bool:
+        """Whether its tensor is plain bool, and may be asked for at any pairs of a query and a key."""
+        return False
+
+    @property
+    def causal_offset(self) -> Size | None:
+        """Where that is all that it says: query i attends to keys j <= i + causal_offset."""
+        return None
+
+    def bound(self, site: Site) -> Bound | None:
+        """Where that is all that it says: numbers of keys."""
+        return None
+
+    @property
+    def names(self) -> Named | None:
+        """Where that is all that it says: the indices that name every query's keys."""
+        return None
+
+    def implies(self, other: Kind) -> bool:
+        """Whether it hides all that another one does, as far as can be told."""
+        return False
+
+
+def query_of(site: Site) -> Axis | None:
+    """The axis of a site's queries, None for one query."""
+    return site.tokens[0] if site.tokens else None
+
+
+def without_causal(kinds: Sequence[Kind]) -> tuple[Size | None, tuple[Kind, ...]]:
+    """The offset of a causal limit, which every op takes besides, and the kinds but for that limit."""
+    for kind in kinds:
+        if kind.causal_offset is not None:
+            return kind.causal_offset, tuple(other for other in kinds if other is not kind)
+    return None, tuple(kinds)

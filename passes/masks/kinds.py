@@ -1,0 +1,33 @@
+"""What is recognised of masks: what operations say of positions, and the kinds of what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..mla.site import Site
+from . import causal, limit, marked, top_k
+from .kind import Kind
+from .positions import Literal
+from .rules import arithmetic, choices, constants, logic
+from .rules.rule import Rules
+
+RULES = Rules(constants.RULES | arithmetic.RULES | logic.RULES | choices.RULES)
+"""All of them: no op is in two tables."""
+
+RECOGNISERS: tuple[Callable[[Literal, Site, tuple[Kind, ...]], Kind | None], ...] = (
+    causal.recognise,
+    limit.recognise,
+    marked.recognise,
+    top_k.recognise,
+)
+"""Each gives the kind of a literal that it knows, with the masks that the literal comes from for its origin. The first
+kind is taken."""
+
+WORDS = ("causal", "lengths", "window", "padding", "top-k", "tensor")
+"""In the order of a report; others come after."""
+
+
+def recognise(literal: Literal, site: Site, origin: tuple[Kind, ...]) -> Kind | None:
+    """The kind of a literal of masks `origin`; None if nothing knows it."""
+    found = (recogniser(literal, site, origin) for recogniser in RECOGNISERS)
+    return next((kind for kind in found if kind is not None), None)

@@ -1,0 +1,91 @@
+"""The keys that each query attends to, by their indices: what sparse attention takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from ..algebra.sizes import Size
+from ..algebra.terms import Read
+from ..code.reading import Reader, symbols_of
+from ..mla.site import Site
+from .kind import Kind, without_causal
+from .meaning import Meaning
+from .pairs import NamedPairs
+from .positions import Named
+
+
+@dataclass(frozen=True)
+class NamedKeys:
+    """Every query attends to the keys that `named` names, but for those that `hiding` hides, up to a causal offset."""
+
+    named: Named
+    hiding: tuple[Kind, ...]
+    offset: Size | None
+    uniform_when_empty: bool
+    site: Site = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, site: Site, meaning: Meaning) -> NamedKeys | None:
+        """What a meaning says so; None if no kind names keys, or another cannot be asked for single keys of a query."""
+        naming = next((kind for kind in meaning.kinds if kind.names is not None), None)
+        if naming is None or naming.names is None:
+            return None
+        offset, hiding = without_causal([kind for kind in meaning.kinds if kind is not naming])
+        found = cls(naming.names, hiding, offset, meaning.uniform_when_empty, site)
+        told = all(kind.pair_by_pair for kind in hiding)
+        return found if told and not any(read.axes & set(site.heads) for read in found.reads) else None
+
+    @property
+    def count(self) -> Size:
+        """How many keys a query names."""
+        return self.named.named.size
+
+    @property
+    def reads(self) -> list[Read]:
+        """What the indices are made of."""
+        return [*(read for kind in self.hiding for read in kind.reads), self.named.indices]
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """The symbols in sizes that are no tensor's."""
+        own = sympy.sympify(self.offset or 0).free_symbols
+        return symbols_of(self.named.indices).union(own, *(kind.symbols for kind in self.hiding))
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a query may see no key, as far as can be told."""
+        return not self.uniform_when_empty
+
+    def indices(self, read: Reader) -> tuple[Tensor, int | torch.SymInt | None]:
+        """The keys that each query attends to, `[B, Sq, topk]`, -1 for none; and a causal offset that holds besides."""
+        site, named = self.site, self.named
+        indices = read(named.indices, site.batch, site.tokens, (named.named,))
+        if not named.distinct:
+            indices = indices.sort(dim=-1).values
+            again = indices[..., 1:] == indices[..., :-1]
+            indices = torch.cat([indices[..., :1], indices[..., 1:].masked_fill(again, -1)], dim=-1)
+        pairs = NamedPairs(site, read, indices.clamp_min(0))
+        for kind in self.hiding:
+            seen = kind.tensor(pairs)
+            assert isinstance(seen, Tensor)
+            assert seen.dtype == torch.bool
+            indices = indices.masked_fill(~seen, -1)
+        return indices, None if self.offset is None else read.realize(self.offset)
+
+    def slots(self, read: Reader, table: Tensor, rows: Any) -> Tensor:
+        """The rows of a pool that each query attends to, `[B, Sq, topk]`, -1 for none.
+
+        `table` `[B, pages]` names the pages of a sequence, of `rows` rows each.
+        """
+        indices, offset = self.indices(read)
+        if offset is not None:
+            last = torch.arange(indices.shape[1], device=indices.device)[:, None].add(offset)
+            indices = torch.where(indices > last, -1, indices)
+        key = indices.clamp_min(0).long()
+        page = table.long().gather(1, (key // rows).flatten(1)).view(key.shape)
+        return torch.where(indices < 0, -1, page * rows + key % rows)

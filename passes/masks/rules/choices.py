@@ -1,0 +1,128 @@
+"""Rules of what chooses between the elements of two tensors, or among those of one."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from ...algebra.sizes import known_at_most, same
+from ...algebra.terms import Axis
+from ...attention.scores import constant_of
+from ...nodes.arguments import arguments, aten, is_tensor
+from ...nodes.shapes import shape_of, size_of
+from ..positions import NEVER, Affine, AtMost, Choice, Index, Named, Truth, Value, at, conjunction, negation
+from .rule import INTEGERS, Rules, Values, number_of
+
+RULES = Rules()
+
+
+@RULES.of(aten.where.self)
+def _where(values: Values, node: fx.Node, index: Index) -> Value | None:
+    condition, a, b = (values.operand(node, index, what) for what in arguments(node))
+    return _select(condition, a, b)
+
+
+@RULES.of(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def _masked_fill(values: Values, node: fx.Node, index: Index) -> Value | None:
+    source, mask, fill = arguments(node)
+    condition = values.operand(node, index, mask)
+    number = constant_of(fill)
+    filled = number_of(number, node.meta["val"].dtype) if number is not None else None
+    return _select(condition, filled, values.operand(node, index, source))
+
+
+def _select(condition: Value | None, a: Value | None, b: Value | None) -> Value | None:
+    """`a` where the condition holds, else `b`, of which at most one is a choice itself that agrees with the other."""
+    if not isinstance(condition, Truth):
+        return None
+    if isinstance(a, Truth) and isinstance(b, Truth):
+        if a == NEVER:
+            return conjunction([negation(condition), b])
+        return conjunction([condition, a]) if b == NEVER else None
+    if not isinstance(a, Choice) or not isinstance(b, Choice):
+        return None
+    if a.then != a.otherwise:
+        condition, a, b = negation(condition), b, a
+    if a.then != a.otherwise:
+        return None
+    if b.then == b.otherwise:
+        return Choice(condition, a.then, b.then)
+    if b.otherwise == a.then:  # the same number from both: what is left is where neither applies
+        kept = conjunction([negation(condition), b.condition])
+        return Choice(kept, b.then, b.otherwise) if kept is not None else None
+    if b.then == a.then:
+        kept = conjunction([negation(condition), negation(b.condition)])
+        return Choice(kept, b.otherwise, b.then) if kept is not None else None
+    return None
+
+
+@RULES.of(aten.tril.default, aten.triu.default)
+def _triangle(values: Values, node: fx.Node, index: Index) -> Value | None:
+    source = arguments(node)[0]
+    diagonal = arguments(node)[1] if len(arguments(node)) > 1 else node.kwargs.get("diagonal", 0)
+    above = index[-1] - index[-2] - Affine(size_of(diagonal))  # columns right of the diagonal
+    kept = Truth((AtMost(above if node.target is aten.tril.default else above * -1),))
+    value = values(source, index)
+    dtype = node.meta["val"].dtype
+    return _select(kept, value, number_of(0, dtype))
+
+
+@RULES.of(aten.index.Tensor)
+def _index(values: Values, node: fx.Node, index: Index) -> Value | None:
+    source, indices = arguments(node)
+    if len(indices) != len(shape_of(source)) or any(not is_tensor(i) for i in indices):
+        return None
+    entries = [values.operand(node, index, i) for i in indices]
+    if not all(isinstance(entry, Affine) and _never_negative(entry) for entry in entries):
+        return None  # a negative index counts from the end
+    return values(source, tuple(entry for entry in entries if isinstance(entry, Affine)))
+
+
+def _never_negative(entry: Affine) -> bool:
+    known = all(isinstance(what, Axis) and factor > 0 for what, factor in entry.terms)
+    return known and known_at_most(0, entry.const)
+
+
+@RULES.of(aten.scatter.value, aten.scatter.src)
+def _scatter(values: Values, node: fx.Node, index: Index) -> Value | None:
+    base, dim, indices, filled = arguments(node)
+    dim %= len(index)
+    base_value = values(base, index)
+    if node.target is aten.scatter.src:
+        value = values.operand(node, index, filled) if is_tensor(filled) else None
+        if not isinstance(value, Truth | Choice) or (isinstance(value, Choice) and value.then != value.otherwise):
+            return None
+    else:
+        value = number_of(filled, node.meta["val"].dtype)
+    key = index[dim]
+    if len(key.terms) != 1 or key.terms[0][1] != 1 or not isinstance(key.terms[0][0], Axis) or key.const != 0:
+        return None
+    axis = key.terms[0][0]
+    shape, own = shape_of(node), shape_of(indices)
+    others = [i for i in range(len(shape)) if i != dim]
+    if not same(shape[dim], axis.size) or any(not same(shape[i], own[i]) for i in others):
+        return None  # rows that no index speaks of
+    named = Axis(own[dim])
+    read = at(indices, own, [Affine(0, ((named, 1),)) if i == dim else entry for i, entry in enumerate(index)])
+    if read is None or any(axis in index[i].axes for i in others):
+        return None
+    return _select(Truth((Named(read, named, axis, _distinct(indices, dim)),)), value, base_value)
+
+
+def _distinct(indices: fx.Node, dim: int) -> bool:
+    """Whether no index is there twice along a dimension: what `topk` and `sort` give."""
+    while indices.target in (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default):
+        if indices.meta["val"].dtype not in INTEGERS:
+            return False
+        indices = arguments(indices)[0]
+    if indices.target is not operator.getitem or arguments(indices)[1] != 1:
+        return False
+    source, rank = arguments(indices)[0], len(indices.meta["val"].shape)
+    if source.target is aten.topk.default:
+        along = arguments(source)[2] if len(arguments(source)) > 2 else source.kwargs.get("dim", -1)
+    elif source.target is aten.sort.default:
+        along = arguments(source)[1] if len(arguments(source)) > 1 else source.kwargs.get("dim", -1)
+    else:
+        return False
+    return bool(along % rank == dim)

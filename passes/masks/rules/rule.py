@@ -1,0 +1,56 @@
+"""What a rule is: the value of what one kind of op makes of its operands, at an index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import fx
+
+from ...nodes.shapes import size_of
+from ..positions import ALWAYS, NEVER, Affine, Index, Value, constant
+
+INTEGERS = (torch.int64, torch.int32)
+"""The dtypes whose elements are valued as positions."""
+
+
+class Values(Protocol):
+    """The values of the tensors of a graph."""
+
+    def __call__(self, node: fx.Node, index: Index, /) -> Value | None:
+        """The value of a node's element at an index; None if nothing is known of it."""
+
+    def operand(self, node: fx.Node, index: Index, what: Any, /) -> Value | None:
+        """The value of an operand of an elementwise node, broadcast to it."""
+
+
+Rule: TypeAlias = Callable[[Values, fx.Node, Index], Value | None]
+"""The value of a node's element at an index, or None where the operation says nothing of it."""
+
+
+class Rules(dict[Any, Rule]):
+    """Rules by their ops: `@RULES.of(op, ...)` adds one."""
+
+    def of(self, *targets: Any) -> Callable[[Rule], Rule]:
+        def register(rule: Rule) -> Rule:
+            self.update(dict.fromkeys(targets, rule))
+            return rule
+
+        return register
+
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """A number as a dtype has it."""
+    return float(torch.tensor(number, dtype=torch.float64).to(dtype))
+
+
+def number_of(number: Any, dtype: torch.dtype) -> Value | None:
+    """The value of a number in a tensor of a dtype."""
+    if isinstance(number, fx.Node):
+        return Affine(size_of(number)) if dtype in INTEGERS else None
+    if dtype == torch.bool:
+        return ALWAYS if number else NEVER
+    if dtype in INTEGERS:
+        return Affine(int(number))
+    return constant(rounded(float(number), dtype)) if dtype.is_floating_point else None
