@@ -15,12 +15,12 @@ from torch._inductor.graph import GraphLowering
 from mla_compile.passes.algebra.sizes import Unaligned
 from mla_compile.passes.attention.find import Attention, find
 from mla_compile.passes.masks.meaning import Meaning, understand
-from mla_compile.passes.masks.seen import Seen
 from mla_compile.passes.mla.prove import prove
 from mla_compile.passes.mla.site import Site
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.shapes import hint_of
 from mla_compile.passes.outcome import Outcome
+from mla_compile.passes.paths.carriers import named_keys
 from mla_compile.passes.trace.trace import Trace
 
 from ..backend import mla
@@ -129,6 +129,6 @@ def _numbered(site: Site, meaning: Meaning, environment: Any) -> Proved:
         expression = sympy.sympify(size)
         return int(expression.subs({symbol: hint_of(symbol, environment) for symbol in expression.free_symbols}))
 
-    named = Seen(site, meaning).named
-    topk = None if named is None else now(named.named.size)
-    return Proved(site, meaning, {name: now(size) for name, size in site.sizes.items()}, topk)
+    topk = named_keys(site, meaning)
+    sizes = {name: now(size) for name, size in site.sizes.items()}
+    return Proved(site, meaning, sizes, None if topk is None else now(topk))
