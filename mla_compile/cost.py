@@ -1,33 +1,30 @@
-"""FLOPs and bytes of each path of an MLA site, where they cross, and which one a device should take.
+"""FLOPs and bytes of an MLA site, the time that a device takes for them, and which of several paths is the fastest.
 
-Words and shapes are those of `ops`. Only what differs between the paths is counted: absorb or expand products, scores
-and values. Projections, rope, norms and the cache write are the same for all of them.
+What a path costs, it says itself: see `mla_compile.passes.paths`. Words and shapes are those of `ops`. Only what
+differs between the paths is counted: absorb or expand products, scores and values. Projections, rope, norms and the
+cache write are the same for all of them.
 
 A FLOP is half a multiply-add. A byte is counted once for each time the path cannot avoid moving it through memory:
 weights, latent cache, query, output, and the path's own workspace once written and once read. Scores are not counted;
 no path here has to store them.
 
 Masks: with `causal`, only the query-key pairs that a causal mask leaves are counted, `Sq T - Sq (Sq - 1) / 2`.
-`crossover_queries` and `choose` count all pairs, because most CPU attention computes them all and because it hardly
-moves the decision: for DeepSeek-V3's dims and a context of 1000 the crossover goes from 148.6 to 158.1 queries.
+Decisions count all pairs, because most CPU attention computes them all and because it hardly moves them: for
+DeepSeek-V3's dims and a context of 1000 the crossover goes from 148.6 to 158.1 queries.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import sympy
 from sympy.core.relational import Relational
 
 Size: TypeAlias = int | sympy.Expr
-Path: TypeAlias = Literal["absorbed", "chunked", "sparse"]
 Times: TypeAlias = tuple[sympy.Expr, sympy.Expr]
 """Seconds for the FLOPs and seconds for the bytes, exact."""
-
-QUERIES = sympy.Symbol("Sq", positive=True)
-"""The unknown of `crossover_queries`; its `T` may be written in terms of it."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,26 @@ class Dims:
     """Width of the rope key (`qk_rope_head_dim`)."""
     V: Size
     """Width of a head's value (`v_head_dim`)."""
+
+    @property
+    def weights(self) -> Size:
+        """Elements of the up-projections."""
+        return self.N * self.L * (self.P + self.V)
+
+    @property
+    def latent_cache(self) -> Size:
+        """Elements of latents and rope keys."""
+        return self.B * self.T * (self.L + self.R)
+
+    @property
+    def query(self) -> Size:
+        """Elements of the queries of all heads."""
+        return self.B * self.Sq * self.N * (self.P + self.R)
+
+    @property
+    def output(self) -> Size:
+        """Elements of the results of all heads."""
+        return self.B * self.Sq * self.N * self.V
 
 
 @dataclass(frozen=True)
@@ -84,86 +101,25 @@ class Device:
 class Decision:
     """The path a site should take, and for which other sizes that holds."""
 
-    path: Path
+    path: str
+    """Its name."""
     conditions: tuple[Relational, ...]
     """Inequalities `a >= b` or `a <= b` between polynomials with integer coefficients in the symbols of the dims.
     Wherever all of them hold, the path is the roofline's choice. Empty: it always is."""
 
 
-def _pairs(dims: Dims, causal: bool) -> sympy.Expr:
+def pairs(dims: Dims, causal: bool) -> sympy.Expr:
     """Query-key pairs of one head of one sequence; causal queries are the last `Sq` of the `T` tokens."""
     dense = sympy.sympify(dims.Sq * dims.T)
     return dense - sympy.Rational(1, 2) * dims.Sq * (dims.Sq - 1) if causal else dense
 
 
-def absorbed(dims: Dims, element_size: int, *, causal: bool = False) -> Cost:
-    """Cost of attending in latent space; `element_size` is the bytes of one element.
+def cost_of(multiply_adds: Size, elements: Size, element_size: int) -> Cost:
+    """The work of multiply-adds and of elements of `element_size` bytes.
 
-    Workspace: the absorbed query and the output in latent space, `[B, Sq, N, L]` each.
+    Raises:
+        ValueError: if an element has no byte.
     """
-    d = dims
-    multiply_adds = d.B * d.N * (d.Sq * d.L * (d.P + d.V) + _pairs(d, causal) * (2 * d.L + d.R))
-    weights = d.N * d.L * (d.P + d.V)
-    latent_cache = d.B * d.T * (d.L + d.R)
-    query_and_output = d.B * d.Sq * d.N * (d.P + d.R + d.V)
-    workspace = 2 * 2 * d.B * d.Sq * d.N * d.L
-    return _cost(multiply_adds, weights + latent_cache + query_and_output + workspace, element_size)
-
-
-def sparse(dims: Dims, element_size: int, topk: Size) -> Cost:
-    """Cost of attending in latent space to the `topk` keys that each query names.
-
-    Every query gathers its own keys, so that several queries read one key several times. An index takes 8 bytes.
-    Workspace: as for absorbed.
-    """
-    d = dims
-    multiply_adds = d.B * d.N * d.Sq * (d.L * (d.P + d.V) + topk * (2 * d.L + d.R))
-    weights = d.N * d.L * (d.P + d.V)
-    gathered = d.B * d.Sq * topk * (d.L + d.R)
-    query_and_output = d.B * d.Sq * d.N * (d.P + d.R + d.V)
-    workspace = 2 * 2 * d.B * d.Sq * d.N * d.L
-    cost = _cost(multiply_adds, weights + gathered + query_and_output + workspace, element_size)
-    return Cost(cost.flops, cost.bytes + 8 * d.B * d.Sq * topk)
-
-
-def expanded(dims: Dims, element_size: int, *, causal: bool = False) -> Cost:
-    """Cost of the naive code, which stores the keys `[B, N, T, P + R]` and values `[B, N, T, V]` of the whole cache."""
-    d = dims
-    weights = d.N * d.L * (d.P + d.V)
-    latent_cache = d.B * d.T * (d.L + d.R)
-    query_and_output = d.B * d.Sq * d.N * (d.P + d.R + d.V)
-    keys_and_values = 2 * d.B * d.T * d.N * (d.P + d.R + d.V)
-    return _cost(
-        _expanded_multiply_adds(d, causal), weights + latent_cache + query_and_output + keys_and_values, element_size
-    )
-
-
-def chunked(dims: Dims, element_size: int, workspace_tokens: int, *, causal: bool = False) -> Cost:
-    """Cost of expanding `workspace_tokens` tokens at a time, attending to them and merging the results.
-
-    The multiply-adds are the naive code's. Each token's `[N, P]` keys and `[N, V]` values pass through the workspace;
-    the rope key stays shared. Every chunk but the first reads weights and query again, writes an output of its own and
-    merges it (two read, one written). There are `ceil(T / workspace_tokens)` chunks, counted as
-    `1 + (T - 1) / workspace_tokens`: never less, equal at `k workspace_tokens + 1`, and a polynomial.
-    """
-    if workspace_tokens < 1:
-        raise ValueError(f"workspace_tokens must be at least 1, got {workspace_tokens}")
-    d = dims
-    weights = d.N * d.L * (d.P + d.V)
-    latent_cache = d.B * d.T * (d.L + d.R)
-    query = d.B * d.Sq * d.N * (d.P + d.R)
-    output = d.B * d.Sq * d.N * d.V
-    workspace = 2 * d.B * d.T * d.N * (d.P + d.V)
-    further_chunks = sympy.sympify(d.T - 1) / workspace_tokens
-    elements = weights + latent_cache + query + output + workspace + further_chunks * (weights + query + 4 * output)
-    return _cost(_expanded_multiply_adds(d, causal), elements, element_size)
-
-
-def _expanded_multiply_adds(d: Dims, causal: bool) -> sympy.Expr:
-    return d.B * d.N * (d.T * d.L * (d.P + d.V) + _pairs(d, causal) * (d.P + d.R + d.V))
-
-
-def _cost(multiply_adds: Size, elements: Size, element_size: int) -> Cost:
     if element_size < 1:
         raise ValueError(f"element_size must be at least 1 byte, got {element_size}")
     return Cost(sympy.sympify(2 * multiply_adds), sympy.sympify(element_size * elements))
@@ -174,48 +130,24 @@ def predicted_seconds(cost: Cost, device: Device) -> float:
     return max(float(cost.flops) / device.flops_per_s, float(cost.bytes) / device.bytes_per_s)
 
 
-def crossover_queries(T: Size, L: Size, P: Size, V: Size) -> sympy.Expr | None:
-    """Query tokens at which absorbing and expanding take equally many FLOPs; fewer favour absorbing.
-
-    `T` is the key tokens in all: a number, a symbol, `sympy.oo`, or an expression in `QUERIES` where the context and
-    not the total is given (`QUERIES + 1000`; with no context `QUERIES`). None: they are nowhere equal, for instance
-    with no context, where expanding always wins. `B`, `N` and `R` cancel.
-    """
-    total = sympy.Symbol("T", positive=True)
-    dims = Dims(B=1, Sq=QUERIES, T=total, N=1, L=L, P=P, R=0, V=V)
-    difference = absorbed(dims, 1).flops - expanded(dims, 1).flops
-    if T is sympy.oo:
-        solutions = [sympy.limit(s, total, sympy.oo) for s in sympy.solve(difference, QUERIES)]
-    else:
-        solutions = sympy.solve(difference.subs(total, T), QUERIES)
-    possible = [s for s in solutions if s.is_positive is not False and s.is_finite is not False]
-    return possible[0] if possible else None
+def times_of(cost: Cost, device: Device) -> Times:
+    """Seconds for the FLOPs and for the bytes; the roofline time is the larger one."""
+    return (
+        sympy.expand(cost.flops / sympy.Rational(device.flops_per_s)),
+        sympy.expand(cost.bytes / sympy.Rational(device.bytes_per_s)),
+    )
 
 
-def choose(
-    dims: Dims,
-    device: Device,
-    element_size: int,
-    workspace_tokens: int,
-    hints: Mapping[sympy.Symbol, int] = MappingProxyType({}),
-    *,
-    topk: Size | None = None,
-    paths: Sequence[Path] = ("absorbed", "chunked"),
-) -> Decision:
-    """Path with the smallest roofline time, the first of `paths` on a tie, decided where symbols have their `hints`.
-
-    With `topk`, the number of keys that each query names, `sparse` is a last path; not where all keys are named, nor
-    where `topk` is no polynomial in the symbols.
+def decide(times: Mapping[str, Times], hints: Mapping[sympy.Symbol, int] = MappingProxyType({})) -> Decision:
+    """Path with the smallest roofline time, the first one on a tie, decided where symbols have their `hints`.
 
     The conditions of the decision are exact (device rates enter as rationals) and are meant as guards of what was
     compiled for it. Symbols stand for integers of at least 1. A condition in one symbol comes as bounds on that
     symbol; one that every such integer fulfils, or that another implies term by term, is left out.
 
-    Raises ValueError where a symbol has no hint.
+    Raises:
+        ValueError: where a symbol has no hint.
     """
-    times = {path: times_of(path, dims, device, element_size, workspace_tokens) for path in paths}
-    if topk is not None and sympy.expand(topk - dims.T) != 0 and sympy.sympify(topk).is_polynomial():
-        times["sparse"] = _times(sparse(dims, element_size, topk), device)
     path = _fastest(times, hints)
     symbols = set[sympy.Symbol]().union(*(time.free_symbols for pair in times.values() for time in pair))
     if len(symbols) == 1:
@@ -225,19 +157,6 @@ def choose(
     return Decision(path, _inequalities(path, times, hints))
 
 
-def times_of(path: Path, dims: Dims, device: Device, element_size: int, workspace_tokens: int) -> Times:
-    """Seconds for the FLOPs and for the bytes of `absorbed` or `chunked`; the roofline time is the larger one."""
-    cost = absorbed(dims, element_size) if path == "absorbed" else chunked(dims, element_size, workspace_tokens)
-    return _times(cost, device)
-
-
-def _times(cost: Cost, device: Device) -> Times:
-    return (
-        sympy.expand(cost.flops / sympy.Rational(device.flops_per_s)),
-        sympy.expand(cost.bytes / sympy.Rational(device.bytes_per_s)),
-    )
-
-
 def _at(expression: sympy.Expr, hints: Mapping[sympy.Symbol, int]) -> sympy.Rational:
     missing = expression.free_symbols - set(hints)
     if missing:
@@ -245,11 +164,11 @@ def _at(expression: sympy.Expr, hints: Mapping[sympy.Symbol, int]) -> sympy.Rati
     return expression.subs(hints)
 
 
-def _fastest(times: Mapping[Path, Times], hints: Mapping[sympy.Symbol, int]) -> Path:
+def _fastest(times: Mapping[str, Times], hints: Mapping[sympy.Symbol, int]) -> str:
     return min(times, key=lambda path: max(_at(time, hints) for time in times[path]))
 
 
-def _bounds(path: Path, times: Mapping[Path, Times], symbol: sympy.Symbol, hint: int) -> tuple[Relational, ...]:
+def _bounds(path: str, times: Mapping[str, Times], symbol: sympy.Symbol, hint: int) -> tuple[Relational, ...]:
     """The widest range of the one symbol, `hint` in it, in which `path` is the fastest one at every integer.
 
     The choice can change only at a root of a difference `a - b`, so the integers next to the roots are all to look at.
@@ -267,7 +186,7 @@ def _bounds(path: Path, times: Mapping[Path, Times], symbol: sympy.Symbol, hint:
     return low + high
 
 
-def _inequalities(path: Path, times: Mapping[Path, Times], hints: Mapping[sympy.Symbol, int]) -> tuple[Relational, ...]:
+def _inequalities(path: str, times: Mapping[str, Times], hints: Mapping[sympy.Symbol, int]) -> tuple[Relational, ...]:
     """Polynomial inequalities, true at the hints, that together imply that `path` is the fastest one.
 
     max(a1, a2) <= max(b1, b2) if each a is <= some b; max(a1, a2) > max(b1, b2) if some a is > b1 and > b2.

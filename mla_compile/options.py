@@ -5,23 +5,27 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch._inductor
 import torch._inductor.config
 
+from mla_compile.passes.paths.all import AUTO, may_be_asked
+
 from .errors import OptionError
 
 PREFIX = "mla."
-Path = Literal["auto", "absorbed", "chunked", "off"]
+OFF = "off"
+"""The value of `mla.path` that leaves all to stock Inductor."""
 
 
 @dataclass(frozen=True)
 class Options:
     """What `mla.*` options say. Each field is an option of the same name."""
 
-    path: Path = "auto"
-    """What a site becomes: what the cost model says (`auto`), always one path, or `off`: stock Inductor."""
+    path: str = AUTO
+    """What a site becomes: what the cost model says (`auto`), always one path, of those that
+    may be asked for, or `off`: stock Inductor."""
 
     strict: bool = False
     """Raise `StrictError` if an attention of the graph is left unchanged."""
@@ -33,8 +37,9 @@ class Options:
     """Keys that the chunked path up-projects at a time: a bound of its workspace."""
 
     def __post_init__(self) -> None:
-        if self.path not in get_args(Path):
-            raise OptionError(f"mla.path: expected one of {', '.join(get_args(Path))}, found {self.path!r}")
+        known = (AUTO, *may_be_asked(), OFF)
+        if self.path not in known:
+            raise OptionError(f"mla.path: expected one of {', '.join(known)}, found {self.path!r}")
         for name in ("strict", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"mla.{name}: expected True or False, found {getattr(self, name)!r}")

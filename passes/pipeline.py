@@ -13,7 +13,6 @@ from mla_compile.cost import Device
 
 from .algebra.sizes import Unaligned
 from .attention.find import Attention, find
-from .caches.pages import kept_keys
 from .graph.guards import GuardNeeded, no_guards
 from .graph.in_place import write_in_place
 from .graph.rewriter import Rewriter
@@ -24,7 +23,8 @@ from .nodes.arguments import aten
 from .nodes.refusal import Refusal
 from .nodes.source import common_frame
 from .outcome import Outcome, rewritten, unchanged
-from .paths.decide import Ranges, decide
+from .paths.all import AUTO
+from .paths.choose import Chooser, Ranges
 from .trace.trace import Trace
 
 
@@ -35,8 +35,8 @@ class Pipeline:
     device: Device
     """Whose rates the cost model uses."""
 
-    path: str = "auto"
-    """`auto` asks the cost model; `absorbed` or `chunked` take that path at every site, `sparse` where it is one."""
+    path: str = AUTO
+    """`auto` asks the cost model; the word of a path takes that one at every site that it is a path of."""
 
     workspace_tokens: int = 1024
     """Keys that the chunked path up-projects at a time."""
@@ -62,11 +62,12 @@ class Pipeline:
     def _rewrite_all(self, module: fx.GraphModule, environment: ShapeEnv | None) -> list[Outcome]:
         graph = module.graph
         outcomes: list[Outcome] = []
+        choose = Chooser(self.path, self.device, self.workspace_tokens, environment, self.ranges)
         rewriter = Rewriter(graph, self.workspace_tokens, environment)
         trace = Trace(graph)
         for found in list(find(graph, trace)):
             try:
-                outcomes.append(self._rewrite(found, trace, rewriter, environment))
+                outcomes.append(self._rewrite(found, trace, choose, rewriter))
             except Refusal as refusal:
                 outcomes.append(unchanged(found.node, refusal))
             except Unaligned as error:
@@ -80,20 +81,17 @@ class Pipeline:
                 outcomes.append(unchanged(found.node, Refusal(found.node, reason)))
         return outcomes
 
-    def _rewrite(
-        self, found: Attention | Refusal, trace: Trace, rewriter: Rewriter, environment: ShapeEnv | None
-    ) -> Outcome:
+    def _rewrite(self, found: Attention | Refusal, trace: Trace, choose: Chooser, rewriter: Rewriter) -> Outcome:
         if isinstance(found, Refusal):
             raise found
         site = prove(found, trace)
         meaning = understand(site, trace)
-        choice = decide(site, meaning, self.path, self.device, self.workspace_tokens, environment, self.ranges)
+        choice = choose(site, meaning, trace)
         frame = common_frame(site.node, _sources(site))
-        kept, words = kept_keys(site, meaning, choice.path, trace)
-        output = rewriter(site, meaning, choice, kept)
+        output = rewriter(site, choice.form)
         output.meta["mla_site"] = site.node.name
         shapes = {name: str(size) for name, size in site.sizes.items()}
-        return rewritten(site.node, frame, choice.path, choice.reason + words, shapes, choice.guards, meaning.words)
+        return rewritten(site.node, frame, choice.word, choice.reason, shapes, choice.guards, meaning.words)
 
 
 def _sources(site: Site) -> list[fx.Node]:

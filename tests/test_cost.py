@@ -7,20 +7,16 @@ import pytest
 import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mla_compile.passes.paths.absorbed import Absorbed
+from mla_compile.passes.paths.absorbed import absorbed_cost as absorbed
+from mla_compile.passes.paths.as_written import QUERIES, crossover_queries
+from mla_compile.passes.paths.as_written import expanded_cost as expanded
+from mla_compile.passes.paths.chunked import chunked_cost as chunked
+from mla_compile.passes.paths.fastest import fastest as choose
+from mla_compile.passes.paths.sparse import Sparse
+from mla_compile.passes.paths.sparse import sparse_cost as sparse
 
-from mla_compile.cost import (
-    QUERIES,
-    Cost,
-    Device,
-    Dims,
-    absorbed,
-    choose,
-    chunked,
-    crossover_queries,
-    expanded,
-    predicted_seconds,
-    sparse,
-)
+from mla_compile.cost import Cost, Device, Dims, predicted_seconds
 
 V3 = {"N": 128, "L": 512, "P": 128, "R": 64, "V": 128}
 CPU = Device("cpu", 1.4e11, 1.3e10)
@@ -191,8 +187,8 @@ def test_a_sparse_decode_says_from_what_length_on():
 
 def test_attention_absorbed_by_hand_has_no_keys_to_expand():
     dims = Dims(B=1, Sq=4096, T=4096, **V3)
-    assert choose(dims, CPU, 4, 1024, paths=["absorbed"]).path == "absorbed"
-    assert choose(dims, CPU, 4, 1024, topk=64, paths=["absorbed"]).path == "sparse"
+    assert choose(dims, CPU, 4, 1024, paths=[Absorbed(), Sparse()]).path == "absorbed"
+    assert choose(dims, CPU, 4, 1024, topk=64, paths=[Absorbed(), Sparse()]).path == "sparse"
 
 
 sizes = st.integers(1, 5000)

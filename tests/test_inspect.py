@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
+from mla_compile.passes.paths.fastest import fastest
 from torch import nn
 
 from mla_compile import backend, cli, device
-from mla_compile.cost import Device, choose
+from mla_compile.cost import Device
 from mla_compile.inspect.card import lines_of, sketches
 from mla_compile.inspect.collect import AFTER, BEFORE, STAGES, compilations
 from mla_compile.inspect.costs import Model
@@ -241,7 +242,7 @@ def test_costs_are_those_that_decided(decode):
     costs = Model.of(proved, DEVICE, 1024).paths(outcome, proved.topk)
     assert [cost.path for cost in costs] == ["as written", "chunked", "absorbed"]
     assert [cost.path for cost in costs if cost.chosen] == ["absorbed"]
-    assert min(costs[1:], key=lambda cost: cost.seconds).path == choose(proved.dims, DEVICE, 4, 1024).path
+    assert min(costs[1:], key=lambda cost: cost.seconds).path == fastest(proved.dims, DEVICE, 4, 1024).path
 
 
 def test_curves_cross_where_the_choice_changes(decode):

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from mla_compile.bench.layers import Built, Layer
-from mla_compile.cost import Cost, Device, Dims, absorbed, expanded, predicted_seconds
+from mla_compile.cost import Cost, Device, Dims, predicted_seconds
+from mla_compile.passes.paths.absorbed import absorbed_cost
+from mla_compile.passes.paths.as_written import expanded_cost
 
 CacheKind = Literal["dynamic", "static"]
 ELEMENT_SIZE = 4
@@ -126,9 +128,9 @@ def limit(attention: nn.Module, layer: Layer, workload: Workload, device: Device
     """
     dims = workload.dims(layer)
     weights = sum(weight.numel() for weight in attention.parameters())
-    up_projection = layer.N * layer.L * (layer.P + layer.V)  # part of what `absorbed` and `expanded` count
+    up_projection = layer.N * layer.L * (layer.P + layer.V)  # part of what both costs count
     matrices = sum(weight.numel() for weight in attention.parameters() if weight.dim() == 2)
-    attending = min(cost(dims, ELEMENT_SIZE, causal=True).flops for cost in (absorbed, expanded))
+    attending = min(cost(dims, ELEMENT_SIZE, causal=True).flops for cost in (absorbed_cost, expanded_cost))
     flops = attending + 2 * workload.queries * (matrices - up_projection)
     elements = weights + workload.keys * (layer.L + layer.R) + 2 * workload.queries * layer.hidden
     return predicted_seconds(Cost(flops, ELEMENT_SIZE * elements), device)

@@ -14,7 +14,7 @@ from mla_compile.passes.outcome import Outcome
 
 from ..cost import Device
 from .collect import AFTER, BEFORE, Compilation, Proved
-from .costs import AS_WRITTEN, Model, PathCost
+from .costs import AS_WRITTEN, Model, PathCost, expands, style
 from .drawing import draw
 from .plot import draw_curves
 from .sketch import Sketch, entrances, rewritten_output, sketch
@@ -56,7 +56,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where the chunked path keeps expanded keys and values."""
+    """Where a path that expands them keeps keys and values."""
 
     bytes: int
     whole: bool
@@ -78,7 +78,7 @@ def card(group: Group, device: Device, workspace_tokens: int) -> str:
     chips += f"<li><b>mask</b> {escape(outcome.mask)}</li>" if outcome.mask else ""
     chips += "".join(f"<li><b>while</b> {escape(guard)}</li>" for guard in outcome.guards)
     parts = [
-        f'<div class="head"><span class="badge {outcome.path}">{outcome.path}</span><h3>{group.title}</h3>'
+        f'<div class="head"><span class="badge {style(outcome.path)}">{outcome.path}</span><h3>{group.title}</h3>'
         f'<span class="source">{escape("/".join(outcome.location.split("/")[-2:]))} <code>{escape(outcome.code)}</code>'
         f"</span></div>",
         f'<p class="reason">{escape(outcome.reason)}</p><ul class="chips">{chips}</ul>',
@@ -95,9 +95,7 @@ def card(group: Group, device: Device, workspace_tokens: int) -> str:
             _pair(group, before, after, Workspace.of(model)),
             "<h4>What each path would take</h4>",
             _costs(model.paths(outcome, group.proved.topk)),
-            "<h4>Where absorbed and chunked cross</h4>",
-            f'<div class="panels">{draw_curves(model.curves())}</div>',
-            _legend({"absorbed": "absorbed", "chunked": "chunked, dashed"}),
+            _crossings(model),
             _details("What was proved", _proof(group.proved)),
             _details("Code of this attention, before and after", _code(group, before, after)),
         ]
@@ -132,7 +130,7 @@ def _caption(drawn: Sketch, made: str, workspace: Workspace) -> str:
     if drawn.expanded_bytes:
         size = in_units(drawn.expanded_bytes)
         return f'Every head has keys and values of its own: <span class="loud">{size}</span> of them.'
-    if made == "chunked":
+    if expands(made):
         size = in_units(workspace.bytes)
         if workspace.whole:
             return f'Keys and values fit one workspace: <span class="calm">{size}</span> inside the operation.'
@@ -158,6 +156,16 @@ def _costs(costs: list[PathCost]) -> str:
     columns = {"path": "", "work": "n", "memory traffic": "n", "predicted": "n", "against written": "n"}
     head = "".join(f'<th class="{kind}">{title}</th>' for title, kind in columns.items()) + "<th></th>"
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _crossings(model: Model) -> str:
+    """Nothing where there is only one path."""
+    paths = model.drawn
+    if len(paths) == 1:
+        return ""
+    title = f"Where {' and '.join(path.word for path in paths)} cross"
+    legend = _legend({style(path.word): f"{path.word}{', dashed' * path.expands}" for path in paths})
+    return f'<h4>{title}</h4><div class="panels">{draw_curves(model.curves())}</div>{legend}'
 
 
 def _legend(entries: dict[str, str]) -> str:

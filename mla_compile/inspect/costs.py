@@ -1,4 +1,4 @@
-"""What the cost model says of an attention: each path's work and time, and where absorbed and chunked cross."""
+"""What the cost model says of an attention: each path's work and time, and where the paths cross."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from mla_compile.passes.outcome import Outcome
+from mla_compile.passes.paths import all as every
+from mla_compile.passes.paths.as_written import expanded_cost
+from mla_compile.passes.paths.path import Path
 
-from ..cost import Cost, Device, Dims, absorbed, chunked, expanded, predicted_seconds, sparse
+from ..cost import Cost, Device, Dims, predicted_seconds
 from .collect import Proved
 
 CONTEXTS = (1024, 8192, 65536)
@@ -33,13 +36,13 @@ class Point:
     """Predicted times where `queries` tokens meet the context and themselves."""
 
     queries: int
-    absorbed: float
-    chunked: float
+    seconds: dict[str, float]
+    """By the word of a path, in the order in which the cost model prefers them on a tie."""
 
     @property
     def faster(self) -> str:
-        """The path that the cost model takes; absorbed on a tie, as `choose` does."""
-        return "absorbed" if self.absorbed <= self.chunked else "chunked"
+        """The path that the cost model takes."""
+        return min(self.seconds, key=lambda word: self.seconds[word])
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Curve:
     context: int
     points: tuple[Point, ...]
     crossing: int | None
-    """The fewest queries for which chunked is faster, None if it is for none up to the last."""
+    """The fewest queries for which another path than the first is faster, None if it is for none up to the last."""
     here: Point | None
     """Where the attention itself stands, if this is its context."""
 
@@ -62,26 +65,29 @@ class Model:
     device: Device
     element_size: int
     workspace_tokens: int
+    candidates: tuple[Path, ...]
+    """The paths that come into question for it."""
 
     @staticmethod
     def of(proved: Proved, device: Device, workspace_tokens: int) -> Model:
         """The model that decided about an attention."""
         value: torch.Tensor = proved.site.node.meta["val"]
-        return Model(proved.dims, device, value.element_size(), workspace_tokens)
+        candidates = every.paths_of(proved.site, proved.meaning)
+        return Model(proved.dims, device, value.element_size(), workspace_tokens, candidates)
 
     def paths(self, outcome: Outcome, topk: int | None) -> list[PathCost]:
-        """Each path's cost, that of the code as it is written first."""
-        costs = {
-            AS_WRITTEN: expanded(self.dims, self.element_size),
-            "chunked": chunked(self.dims, self.element_size, self.workspace_tokens),
-            "absorbed": absorbed(self.dims, self.element_size),
-        }
-        if topk is not None:
-            costs["sparse"] = sparse(self.dims, self.element_size, topk)
-        return [
-            PathCost(path, int(cost.flops), int(cost.bytes), self._seconds(cost), path == outcome.path)
-            for path, cost in costs.items()
+        """Each path's cost, that of the code as it is written first, then the slowest."""
+        costs = {path.word: self._cost(path, self.dims, topk) for path in self.candidates}
+        found = [
+            PathCost(word, int(cost.flops), int(cost.bytes), self._seconds(cost), word == outcome.path)
+            for word, cost in {AS_WRITTEN: expanded_cost(self.dims, self.element_size), **costs}.items()
         ]
+        return found[:1] + sorted(found[1:], key=lambda path: -path.seconds)
+
+    @property
+    def drawn(self) -> tuple[Path, ...]:
+        """The paths whose times depend on no more than the sizes."""
+        return tuple(path for path in self.candidates if path.competes(self.dims, None))
 
     def curves(self) -> list[Curve]:
         """Times at the attention's own context, and at others."""
@@ -99,22 +105,32 @@ class Model:
         return Curve(context, points, self._crossing(context, points), here)
 
     def _crossing(self, context: int, points: tuple[Point, ...]) -> int | None:
-        above = next((i for i, point in enumerate(points) if point.faster == "chunked"), None)
+        first = self.drawn[0].word
+        above = next((i for i, point in enumerate(points) if point.faster != first), None)
         if above is None:
             return None
         low, high = (points[above - 1].queries if above else 0), points[above].queries
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._at(context, middle).faster == "chunked" else (middle, high)
+            low, high = (low, middle) if self._at(context, middle).faster != first else (middle, high)
         return high
 
     def _at(self, context: int, queries: int) -> Point:
         dims = replace(self.dims, Sq=queries, T=context + queries)
-        return Point(
-            queries,
-            self._seconds(absorbed(dims, self.element_size)),
-            self._seconds(chunked(dims, self.element_size, self.workspace_tokens)),
-        )
+        return Point(queries, {path.word: self._seconds(self._cost(path, dims, None)) for path in self.drawn})
+
+    def _cost(self, path: Path, dims: Dims, topk: int | None) -> Cost:
+        return path.cost(dims, self.element_size, self.workspace_tokens, topk)
 
     def _seconds(self, cost: Cost) -> float:
         return predicted_seconds(cost, self.device)
+
+
+def expands(word: str) -> bool:
+    """Whether a path makes keys and values of every head, by its word in a report."""
+    return any(path.expands for path in every.PATHS if path.word == word)
+
+
+def style(word: str) -> str:
+    """The style sheet's class for a path, by its word in a report."""
+    return "expands" if expands(word) else "absorbs" if any(path.word == word for path in every.PATHS) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -9,6 +10,8 @@ from importlib.resources import files
 from string import Template
 
 import torch
+
+from mla_compile.passes.paths.all import words
 
 from ..cost import Device
 from ..report import Report, merged
@@ -77,7 +80,7 @@ def groups_of(compilation: Compilation, first: int) -> list[Group]:
             site.reason,
             site.guards,
         )
-        if site.path == "unchanged":
+        if not site.rewritten:
             key += (site.node,)  # each has a reason of its own
         group = found.setdefault(key, Group(site, compilation.of(site), compilation, []))
         group.numbers.append(number)
@@ -94,11 +97,10 @@ def _with_first(shown: Sequence[tuple[int, Compilation]]) -> list[tuple[tuple[in
 
 def _lead(inspection: Inspection) -> str:
     report = inspection.report
-    paths = {path: sum(site.path == path for site in report.sites) for path in ("absorbed", "chunked", "sparse")}
-    rewritten = ", ".join(f"{count} {path}" for path, count in paths.items() if count)
-    words = f"<strong>{report.rewritten} of {len(report.sites)}</strong> attentions rewritten"
+    counts = Counter(site.path for site in report.sites if site.rewritten)
+    rewritten = ", ".join(f"{counts[path]} {path}" for path in words() if path in counts)
     return (
-        words
+        f"<strong>{report.rewritten} of {len(report.sites)}</strong> attentions rewritten"
         + (f": {rewritten}." if rewritten else ".")
         + (f" Other graphs: {escape(report.note)}." if report.note else "")
     )

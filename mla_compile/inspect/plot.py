@@ -1,4 +1,4 @@
-"""The crossover plot as SVG: times of absorbed and chunked over the number of queries, a panel for each context."""
+"""The crossover plot as SVG: times of the paths over the number of queries, a panel for each context."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from .costs import Curve
+from .costs import Curve, style
 from .words import in_seconds, in_tokens
 
 WIDTH, HEIGHT = 268.0, 196.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 26.0, 34.0
-PATHS = ("absorbed", "chunked")
 
 
 def draw_curves(curves: Sequence[Curve]) -> str:
     """A panel for each curve, on the same scales."""
-    times = [t for curve in curves for point in curve.points for t in (point.absorbed, point.chunked)]
+    times = [t for curve in curves for point in curve.points for t in point.seconds.values()]
     low, high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
     last = max(curve.points[-1].queries for curve in curves)
 
@@ -47,26 +46,28 @@ def _grid(decades: range, last: int, across: Callable[[float], float], up: Calla
 
 def _panel(curve: Curve, grid: str, across: Callable[[float], float], up: Callable[[float], float]) -> str:
     lines = []
-    for path in PATHS:
-        steps = " ".join(f"{across(p.queries):.1f},{up(getattr(p, path)):.1f}" for p in curve.points)
-        lines.append(f'<polyline class="line {path}" points="{steps}"/>')
+    first, *_ = paths = list(curve.points[0].seconds)
+    for path in paths:
+        steps = " ".join(f"{across(p.queries):.1f},{up(p.seconds[path]):.1f}" for p in curve.points)
+        lines.append(f'<polyline class="line {style(path)}" points="{steps}"/>')
     bottom = HEIGHT - BOTTOM
     if curve.crossing is not None:
-        x = across(max(curve.crossing, 1))
+        x = across(curve.crossing)
         anchor = ' class="note end"' if x > WIDTH * 0.6 else ' class="note"'
         shift = -5 if x > WIDTH * 0.6 else 5
-        words = "chunked for any" if curve.crossing <= 1 else f"chunked from {curve.crossing:,}"
+        faster = next(point.faster for point in curve.points if point.queries >= curve.crossing)
+        words = f"{faster} for any" if curve.crossing == 1 else f"{faster} from {curve.crossing:,}"
         lines.append(f'<line class="crossing" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP:g}" y2="{bottom:g}"/>')
         lines.append(f'<text{anchor} x="{x + shift:.1f}" y="{TOP + 10:g}">{words}</text>')
     else:
-        lines.append(f'<text class="note" x="{LEFT + 6:g}" y="{TOP + 10:g}">absorbed for all</text>')
+        lines.append(f'<text class="note" x="{LEFT + 6:g}" y="{TOP + 10:g}">{first} for all</text>')
     label = f"Predicted times at a context of {curve.context} tokens"
     if curve.here is not None:
         here = curve.here
-        seconds = getattr(here, here.faster)
+        seconds = here.seconds[here.faster]
         told = f"this attention: Sq={here.queries}, {here.faster}, {in_seconds(seconds)}"
         lines.append(
-            f'<circle class="here {here.faster}" cx="{across(here.queries):.1f}" cy="{up(seconds):.1f}" r="5.5">'
+            f'<circle class="here {style(here.faster)}" cx="{across(here.queries):.1f}" cy="{up(seconds):.1f}" r="5.5">'
             f"<title>{escape(told)}</title></circle>"
         )
         label += f"; {told}"

@@ -8,14 +8,20 @@ Attention to all keys, which reads them all, gets what Inductor's loop dequantis
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
+from torch import Tensor
+
+from mla_compile.fp8 import FP8
 
 from ..algebra.sizes import Unaligned
 from ..algebra.terms import Dim, Read
+from ..code.reading import Reader
 from ..mla.site import Site
 from ..trace.fp8 import dtype_of, groups_of, numbers_of
 from ..trace.trace import Trace
+from .scales import read_scales
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,12 @@ class Fp8Keys:
     batch, keys and its columns. `scales` of what is in FP8 run over `groups`, the slowest axes of the rank, and over
     batch and keys unless these share them; `factor` is a number besides. `layout` is batch and keys.
     """
+
+    words: ClassVar[str] = "reads keys in FP8"
+    otherwise: ClassVar[str] = ""
+    in_pages: ClassVar[bool] = False
+    may_be_cast: ClassVar[bool] = True
+    coded: ClassVar[torch.dtype | None] = FP8
 
     latent: Read
     rope: Read | None
@@ -36,6 +48,19 @@ class Fp8Keys:
     def reads(self) -> tuple[Read, ...]:
         """What attention reads for its keys."""
         return tuple(read for read in (self.latent, self.rope, self.scales) if read is not None)
+
+    @property
+    def ropes(self) -> tuple[Read, ...]:
+        """The rope key, if there is one."""
+        return () if self.rope is None else (self.rope,)
+
+    def read_scales(self, read: Reader, latent: Tensor) -> Tensor | None:
+        """Those of all keys."""
+        return read_scales(read, latent, self.scales, self.factor, self.layout, self.groups)
+
+    def read_table(self, read: Reader, site: Site, latent: Tensor, *, whole: bool) -> Tensor | None:
+        """None: there are no pages."""
+        return None
 
 
 def find_fp8_keys(site: Site, trace: Trace) -> Fp8Keys | None:

@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_compile.fp8 import FP8
 
 from ..algebra.gathers import Lookup
-from ..algebra.sizes import Unaligned, same
+from ..algebra.sizes import Unaligned, product, same
 from ..algebra.substitution import change_read
 from ..algebra.terms import Axis, Dim, Read
-from ..masks.meaning import Meaning
+from ..code.reading import Reader
 from ..mla.site import Site
-from ..paths.by_size import BY_SIZE
 from ..trace.fp8 import dtype_of, groups_of, is_fp8
 from ..trace.handler import lookup_of
 from ..trace.trace import Trace
-from .fp8 import Fp8Keys, find_fp8_keys
+from .scales import read_scales
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Pages:
     what is in FP8 run over `groups`, the slowest axes of the rank, and over `entry, row` unless all tokens share them;
     `factor` is a number besides, None where nothing is in FP8.
     """
+
+    words: ClassVar[str] = "reads the pages"
+    otherwise: ClassVar[str] = "what the pages hold is gathered first"
+    in_pages: ClassVar[bool] = True
+    may_be_cast: ClassVar[bool] = False
 
     latent: Read
     rope: Read | None
@@ -62,6 +68,37 @@ class Pages:
         """The pool's first dimensions: pages and rows."""
         return (self.entry,), () if self.row is None else (self.row,)
 
+    @property
+    def ropes(self) -> tuple[Read, ...]:
+        """The rope key, if there is one."""
+        return () if self.rope is None else (self.rope,)
+
+    @property
+    def coded(self) -> torch.dtype | None:
+        """FP8, where the pool is in that."""
+        return None if self.factor is None else FP8
+
+    def read_scales(self, read: Reader, latent: Tensor) -> Tensor | None:
+        """The scales of a pool in FP8."""
+        return (
+            None
+            if self.factor is None
+            else read_scales(read, latent, self.scales, self.factor, self.layout, self.groups)
+        )
+
+    def read_table(self, read: Reader, site: Site, latent: Tensor, *, whole: bool) -> Tensor | None:
+        """`[B, max_pages]`, or with as many entries as T keys take."""
+        table: Tensor = read(self.table, site.batch, (self.page,))
+        if self.wraps:  # a naive read counts negative pages from the end
+            table = torch.where(table < 0, table + latent.shape[0], table)
+        keys = site.sizes["T"]
+        if whole or same(product([self.page.size, 1 if self.row is None else self.row.size]), keys):
+            return table
+        # An index and no slice, which would be guarded on its size.
+        count: Any = read.realize(keys)
+        count = (count + latent.shape[1] - 1) // latent.shape[1]
+        return table.index_select(1, torch.arange(count, device=table.device))
+
 
 def find_pages(site: Site, trace: Trace) -> Pages | None:
     """The pages of a site; None if its keys are not provably read from pages as one kernel can read them."""
@@ -75,18 +112,6 @@ def find_pages(site: Site, trace: Trace) -> Pages | None:
     if latent is None or not site.ropes:
         return latent
     return None if rope is None else _together(latent, rope)
-
-
-def kept_keys(site: Site, meaning: Meaning, path: str, trace: Trace) -> tuple[Pages | Fp8Keys | None, str]:
-    """Where a path can read a site's keys as they are kept, and a word on that for the report."""
-    pages = find_pages(site, trace)
-    if pages is None:
-        keys = find_fp8_keys(site, trace) if path == "sparse" else None
-        return keys, "" if keys is None else "; reads keys in FP8"
-    named_in_a_row = path == "sparse" and len(site.attention.keys) == 1 and not meaning.uniform_when_empty
-    if path in ("absorbed", "chunked", BY_SIZE) or named_in_a_row:
-        return pages, "; reads the pages"
-    return None, "; what the pages hold is gathered first"
 
 
 def _pages_of(site: Site, read: Read, columns: Dim, trace: Trace) -> Pages | None:

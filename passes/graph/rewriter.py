@@ -8,15 +8,11 @@ from typing import Any
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ..caches.fp8 import Fp8Keys
-from ..caches.pages import Pages
 from ..code.splicing import graph_of, inline
-from ..masks.meaning import Meaning
 from ..mla.site import Site
-from ..paths.by_size import EmitBySize
-from ..paths.decide import Choice
-from ..paths.emit import Emit
-from ..paths.opaque import EmitOutput, EmitScores
+from ..paths.either import Either
+from ..paths.form import Form
+from ..paths.path import Code
 from .signature import signature
 
 
@@ -28,34 +24,31 @@ class Rewriter:
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._traced: dict[Hashable, fx.Graph] = {}
 
-    def __call__(self, site: Site, meaning: Meaning, choice: Choice, kept: Pages | Fp8Keys | None = None) -> fx.Node:
-        """Replace a site by the form that was chosen for it; returns the node that holds the new output.
-
-        With `kept` it reads the site's keys as they are there.
+    def __call__(self, site: Site, form: Form | Either) -> fx.Node:
+        """Replace a site by what it becomes; returns the node that holds the new output.
 
         Raises:
             Unaligned: if the graph does not tell the sizes that this takes; the graph is as it was.
         """
-        if site.attention.opaque is not None:
-            scores = site.attention.opaque.products[site.nope.of].source
-            assert isinstance(scores, fx.Node)
-            for place, part in ((scores, EmitScores(site)), (site.node, EmitOutput(site))):
-                output = self._put(place, graph_of(part, self._values(part.sources)), part.sources)
-            return output
-        paths = (choice.path,) if choice.by_size is None else ("absorbed", "chunked")
-        parts = [Emit(site, meaning, path, self.workspace_tokens, kept) for path in paths]
-        emit = parts[0] if choice.by_size is None else EmitBySize(parts[0], parts[1], choice.by_size)
+        for part in form.parts(site, self.workspace_tokens):
+            output = self._put(part.place, self._graph_of(site, part.code), part.code.sources)
+        return output
+
+    def _graph_of(self, site: Site, code: Code) -> fx.Graph:
+        """The graph of code, that of a site before if it is the same."""
+        if code.said is None:
+            return graph_of(code, self._values(code.sources))
         key = (
-            tuple((p.path, signature(site, p.seen, p.kind, emit.sources, self.environment, kept)) for p in parts),
-            tuple(source in self._replaced for source in emit.sources),
+            signature(site, code.said, code.sources, self.environment),
+            tuple(source in self._replaced for source in code.sources),
         )
         traced = self._traced.get(key)
         if traced is None:
             guards = self._guards()
-            traced = graph_of(emit, self._values(emit.sources))
+            traced = graph_of(code, self._values(code.sources))
             if self._guards() == guards:  # a new guard speaks of this site's symbols alone
                 self._traced[key] = traced
-        return self._put(site.node, traced, emit.sources)
+        return traced
 
     def _values(self, sources: Sequence[fx.Node]) -> list[Any]:
         return [self._replaced.get(node, node).meta["val"] for node in sources]

@@ -13,25 +13,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ..algebra.renaming import Renaming
 from ..algebra.terms import Axis
-from ..caches.fp8 import Fp8Keys
-from ..caches.pages import Pages
-from ..masks.carrier import Carrier
 from ..mla.site import Site
 from ..nodes.shapes import hint_of, size_of
 
 
-def signature(
-    site: Site,
-    seen: Carrier,
-    path: str,
-    sources: Sequence[fx.Node],
-    environment: ShapeEnv | None,
-    kept: Pages | Fp8Keys | None = None,
-) -> Hashable:
+def signature(site: Site, code_said: object, sources: Sequence[fx.Node], environment: ShapeEnv | None) -> Hashable:
     """Equal for two sites whose reads, layouts, scales and masks differ in nothing but what they name.
 
-    They name nodes, axes, and symbols of sizes of the same hint and range. `sources` are the nodes that the site reads,
-    in the order in which its code takes them; `kept` where its keys are as they are kept.
+    They name nodes, axes, and symbols of sizes of the same hint and range. `code_said` is all that the code of the site
+    depends on besides it, its keys and masks for instance; `sources` are the nodes that it reads, in the order in which
+    it takes them.
     """
     attention = site.attention
     sinks = [(s.term.read, s.keys, s.factor) for s in attention.sinks]
@@ -39,10 +30,10 @@ def signature(
     shifts = [(p.query.read, p.key.read, p.summed, p.scale) for p in site.shifts]
     said = (
         (site.batch, site.tokens, site.heads, site.rank, attention.keys, attention.columns, attention.dims),
-        (() if kept is not None else (site.latent, [p.key.read for p in site.ropes]), kept),
+        code_said,
         (site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces, shifts),
         site.biases,
-        (path, seen, seen.may_be_empty, sinks, attention.strict_rows),
+        (sinks, attention.strict_rows),
         [(source.meta["val"], source.op) for source in sources],
     )
     canonical = _Canonical({source: i for i, source in enumerate(sources)})
@@ -71,7 +62,7 @@ class _Canonical:
         if isinstance(what, list | tuple):
             return tuple(self(part) for part in what)
         if is_dataclass(what):
-            return (type(what), *(self(getattr(what, field.name)) for field in fields(what) if field.compare))
+            return (type(what).__name__, *(self(getattr(what, field.name)) for field in fields(what) if field.compare))
         assert isinstance(what, Hashable)
         return what
 

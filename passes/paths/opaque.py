@@ -12,13 +12,57 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from mla_compile.cost import Cost, Dims, Size
+
+from ..caches.stored import StoredKeys
 from ..code.reading import Reader, sources_of, write_as
+from ..masks.meaning import Meaning
 from ..mla.site import Site
+from ..nodes.refusal import Refusal
+from .absorbed import Absorbed, absorbed_cost
+from .carriers import Carrier
+from .path import Part, Path
 from .per_head import per_head
 
 
-class EmitScores:
+class Opaque(Path):
+    """Two products regrouped in the graph, and what is between them, masks too, as it is."""
+
+    name = "opaque"
+    why = Absorbed.why
+
+    @property
+    def word(self) -> str:
+        """It is absorbed attention too."""
+        return Absorbed.name
+
+    def takes(self, site: Site, meaning: Meaning) -> bool:
+        """Sites whose scores are more than a sum."""
+        return site.attention.opaque is not None
+
+    def refuse(self, site: Site, *, asked: bool) -> None:
+        """Refuse what is regrouped already."""
+        if site.w_uk is None:
+            raise Refusal(site.node, "expected an up-projection to take from the keys, found scores absorbed by hand")
+
+    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
+        """That of absorbed attention."""
+        return absorbed_cost(dims, element_size)
+
+    def ops(self, keys: StoredKeys) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
+        """One in the place of each product."""
+        scores = ScoresCode(site)
+        return [Part(scores.node, scores), Part(site.node, OutputCode(site))]
+
+
+class ScoresCode:
     """The torch code of the product of queries and keys, as a function of the tensors that it reads."""
+
+    said = None
 
     def __init__(self, site: Site) -> None:
         assert site.attention.opaque is not None
@@ -53,8 +97,10 @@ class EmitScores:
         return scores.to(self.node.meta["val"].dtype)
 
 
-class EmitOutput:
+class OutputCode:
     """The torch code of the product of weights and values, as a function of the tensors that it reads."""
+
+    said = None
 
     def __init__(self, site: Site) -> None:
         assert site.attention.opaque is not None

@@ -8,6 +8,7 @@ The same for the same graph on every machine: what is in it is a test's to compa
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any
 
 import torch
@@ -61,8 +62,7 @@ def _kind(value: Any) -> str:
 
 def _op(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
-        name = str(target).removeprefix("aten.").removesuffix(".default")
-        return name
+        return str(target).removeprefix("aten.").removesuffix(".default")
     if target is operator.getitem:
         return "item"
     return str(getattr(target, "__name__", target))
@@ -75,6 +75,8 @@ def _value(value: Any) -> str:
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, float):
         return f"{value:g}"
+    if value == sys.maxsize:
+        return "end"
     return _short(value)
 
 

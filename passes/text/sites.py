@@ -43,14 +43,14 @@ def _tensors(site: Site, names: Names) -> Iterator[tuple[str, str]]:
         own = "" if len(site.ropes) == 1 else str(number)
         yield line(f"q_rope{own}", rope.query.read, *rows, rope.summed)
         yield line(f"k_rope{own}", rope.key.read, site.batch, keys, rope.summed)
-    for bias in site.biases:
-        yield line("bias", bias, *rows, columns)
+    for added in site.biases:
+        yield line("bias", added, *rows, columns)
     for shift in site.shifts:
         yield line("q_shift", shift.query.read, *rows, shift.summed)
         yield line("k_shift", shift.key.read, *rows, shift.summed)
     for sink in site.attention.sinks:
-        text = read_text(sink.term.read, names)
-        yield f"sink{names.shape((*rows, sink.keys))}", text if sink.factor == 1 else f"{sink.factor:g} * {text}"
+        name, text = line("sink", sink.term.read, *rows, sink.keys)
+        yield name, text if sink.factor == 1 else f"{sink.factor:g} * {text}"
     yield f"score{names.shape((*rows, keys))}", _score(site, names)
     values = "latent" if site.w_uv is None else f"(sum_{_letters(site.rank, names)} latent w_uv)"
     bias = " + bias" * len(site.biases)

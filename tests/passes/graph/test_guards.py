@@ -4,7 +4,7 @@ import pytest
 import torch
 from mla_compile.passes.code.reading import write_as
 from mla_compile.passes.graph.guards import GuardNeeded, no_guards
-from mla_compile.passes.paths import emit
+from mla_compile.passes.paths import one_op
 from mla_compile.passes.pipeline import Pipeline
 from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -54,7 +54,7 @@ def test_an_attention_whose_code_needs_one_stays_unchanged(monkeypatch):
         assert all(realize(symbol) < 50 for symbol in ranges)
         return write_as(tensor, layout, dims, realize)
 
-    monkeypatch.setattr(emit, "write_as", only_short)
+    monkeypatch.setattr(one_op, "write_as", only_short)
     (site,) = Pipeline(DEVICE, "absorbed", ranges=ranges)(module)
     assert site.path == "unchanged"
     assert "expected code for all declared sizes, found some for" in site.reason

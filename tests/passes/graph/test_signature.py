@@ -29,7 +29,7 @@ def traced(monkeypatch):
     """The paths of the sites that were traced."""
     paths = []
     trace = rewrite.graph_of
-    monkeypatch.setattr(rewrite, "graph_of", lambda emit, values: paths.append(emit.path) or trace(emit, values))
+    monkeypatch.setattr(rewrite, "graph_of", lambda emit, values: paths.append(emit.path.name) or trace(emit, values))
     return paths
 
 

@@ -5,7 +5,7 @@ Prefill does so on any device, decoding on a GPU.
 
 import pytest
 import torch
-from mla_compile.passes.paths import emit
+from mla_compile.passes.paths import absorbed
 
 from tests.passes.caches.test_pages import OPS, PAGED, L, R, attend, inputs
 from tests.passes.graphs import capture, rewrite, run
@@ -17,7 +17,7 @@ CHUNKED = torch.ops.mla.expanded_attention.default
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(emit, "_LOOK_AT_MASKS", set())
+    monkeypatch.setattr(absorbed, "_LOOK_AT_MASKS", set())
 
 
 def rewritten(mask, queries, path="absorbed"):

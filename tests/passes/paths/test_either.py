@@ -3,7 +3,7 @@
 import pytest
 import sympy
 import torch
-from mla_compile.passes.paths.by_size import BySize
+from mla_compile.passes.paths.either import first_is_faster
 from torch.utils._sympy.functions import Max
 
 s, t = sympy.symbols("s t", integer=True, positive=True)
@@ -18,11 +18,10 @@ LONG = Max(0, s - 7)
     ],
 )
 def test_the_faster_path_is_taken(absorbed, chunked):
-    times = BySize(absorbed, chunked)
     taken = set()
     for sizes in ({s: 2, t: 3}, {s: 9, t: 100}, {s: 30, t: 1}):
         expected = max(e.subs(sizes) for e in absorbed) <= max(e.subs(sizes) for e in chunked)
-        found = times.absorbed_is_faster(lambda size, sizes=sizes: int(sympy.sympify(size).subs(sizes)))
+        found = first_is_faster(absorbed, chunked, lambda size, sizes=sizes: int(sympy.sympify(size).subs(sizes)))
         assert found.dtype == torch.bool
         assert bool(found) == bool(expected)
         taken.add(bool(found))

@@ -1,0 +1,63 @@
+"""Keys in tensors of all keys, in the dtype in which attention takes them: as the user's code has them.
+
+Where lengths say how many keys a sequence has, such a cache may be taken for pages, one a sequence: ops of pages know
+lengths and touch no key beyond them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..algebra.terms import Dim, Read
+from ..code.reading import Reader
+from ..mla.site import Site
+
+
+@dataclass(frozen=True)
+class DenseKeys:
+    """The latent and the rope keys of a site over its batch and keys."""
+
+    words: ClassVar[str] = ""
+    otherwise: ClassVar[str] = ""
+    in_pages: ClassVar[bool] = False
+    may_be_cast: ClassVar[bool] = True
+    coded: ClassVar[torch.dtype | None] = None
+
+    latent: Read
+    ropes: tuple[Read, ...]
+    layout: tuple[Dim, Dim]
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """What attention reads for its keys."""
+        return (self.latent, *self.ropes)
+
+    def read_scales(self, read: Reader, latent: Tensor) -> Tensor | None:
+        """None: there are no scales."""
+        return None
+
+    def read_table(self, read: Reader, site: Site, latent: Tensor, *, whole: bool) -> Tensor | None:
+        """None: there are no pages."""
+        return None
+
+
+@dataclass(frozen=True)
+class DenseKeysUpToLengths(DenseKeys):
+    """The same, each sequence a page of its own."""
+
+    words: ClassVar[str] = "reads the cache up to lengths, a page a sequence"
+    in_pages: ClassVar[bool] = True
+
+    def read_table(self, read: Reader, site: Site, latent: Tensor, *, whole: bool) -> Tensor | None:
+        """`[B, 1]`"""
+        return torch.arange(latent.shape[0], device=latent.device).unsqueeze(1)
+
+
+def dense_keys(site: Site, *, up_to_lengths: bool = False) -> DenseKeys:
+    """The keys of a site as its code has them."""
+    layout = DenseKeysUpToLengths if up_to_lengths else DenseKeys
+    return layout(site.latent, tuple(rope.key.read for rope in site.ropes), (site.batch, site.attention.keys))

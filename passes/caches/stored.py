@@ -1,0 +1,51 @@
+"""How a site's keys are stored: what attention reads of them, and in which form an op takes them."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ..algebra.terms import Dim, Read
+from ..code.reading import Reader
+from ..mla.site import Site
+
+
+class StoredKeys(Protocol):
+    """The keys of a site, where and as they are stored. What differs between two of a kind are fields."""
+
+    words: ClassVar[str]
+    """How attention reads them, for a report; empty where there is nothing to say."""
+    otherwise: ClassVar[str]
+    """What becomes of them under a path that cannot read them so; empty where there is nothing to say."""
+    in_pages: ClassVar[bool]
+    """Whether ops find them by a table of pages."""
+    may_be_cast: ClassVar[bool]
+    """Whether they may be cast to the dtype of the queries: a pool is much more than the keys of one site."""
+
+    @property
+    def latent(self) -> Read:
+        """Over `layout` and the site's rank."""
+
+    @property
+    def ropes(self) -> tuple[Read, ...]:
+        """Over `layout` and the columns of each of the site's rope keys."""
+
+    @property
+    def layout(self) -> tuple[Dim, Dim]:
+        """What takes the place of batch and keys."""
+
+    @property
+    def coded(self) -> torch.dtype | None:
+        """The dtype of numbers that ops make wider and multiply with scales; None where they are as they are."""
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """All that attention reads for them."""
+
+    def read_scales(self, read: Reader, latent: Tensor) -> Tensor | None:
+        """The scales of what is coded, as ops take them: float32, with a size of 1 for what shares them."""
+
+    def read_table(self, read: Reader, site: Site, latent: Tensor, *, whole: bool) -> Tensor | None:
+        """`[B, max_pages]`, or with no more entries than the keys need if not `whole`; None if not in pages."""

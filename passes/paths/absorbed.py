@@ -1,0 +1,83 @@
+"""Absorbed: queries attend to the latents.
+
+o = latent_attention(q_nope @ W_UK, q_rope, latent, k_rope) @ W_UV
+o = paged_latent_attention(q_nope @ W_UK, q_rope, pages, block_table) @ W_UV, of keys in pages
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mla_compile.cost import Cost, Dims, Size, cost_of, pairs
+
+from ..caches.stored import StoredKeys
+from ..masks.meaning import Meaning
+from ..mla.site import Site
+from .carriers import Lengths, MaskAndOffset
+from .one_op import OneOp
+from .operands import Operands
+
+_LOOK_AT_MASKS = {"cpu"}
+"""Devices whose kernels see in a mask which keys there are, and touch no others."""
+
+
+class Absorbed(OneOp):
+    """One attention over the latents for all heads, between two products a head."""
+
+    name = "absorbed"
+    why = "few queries meet many keys"
+    carriers = (Lengths, MaskAndOffset)
+    may_branch = True
+
+    def takes(self, site: Site, meaning: Meaning) -> bool:
+        """All sites whose scores are a sum."""
+        return site.attention.opaque is None
+
+    def as_written(self, site: Site) -> str:
+        """Where the code has no up-projections."""
+        return "attends to the latent already: absorbed by hand" if site.w_uk is None else ""
+
+    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
+        """See `absorbed_cost`."""
+        return absorbed_cost(dims, element_size)
+
+    def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
+        """Pages, and what is not coded."""
+        return keys.in_pages or keys.coded is None
+
+    def prefers_lengths(self, device: str) -> bool:
+        """A static cache under CUDA graphs: a mask over all that it has room for would be all that is known of it."""
+        return device not in _LOOK_AT_MASKS
+
+    def ops(self, keys: StoredKeys) -> tuple[str, ...]:
+        """One for each form of keys."""
+        return ("paged_latent_attention",) if keys.in_pages else ("latent_attention",)
+
+    def attend(self, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
+        """Attention between the products with `W_UK` and `W_UV`."""
+        o: Tensor
+        lse: Tensor
+        if x.keys.in_pages:
+            w_uk, w_uv = x.weights()
+            q_latent, table = x.q_latent(w_uk), x.table()
+            mask, causal, lengths, positions = x.lengths(table)
+            operands = q_latent, x.q_rope, x.latent, x.k_rope, table, lengths, causal, x.scale, x.scales
+            o, lse = torch.ops.mla.paged_latent_attention(*operands, mask=mask, first_positions=positions)
+        else:
+            mask, offset = x.mask()
+            w_uk, w_uv = x.weights()
+            q_latent = x.q_latent(w_uk)
+            o, lse = torch.ops.mla.latent_attention(q_latent, x.q_rope, x.latent, x.k_rope, mask, offset, x.scale)
+        return x.up_projected(o, w_uv), lse
+
+
+def absorbed_cost(dims: Dims, element_size: int, *, causal: bool = False) -> Cost:
+    """Cost of attending in latent space; `element_size` is the bytes of one element.
+
+    Workspace: the absorbed query and the output in latent space, `[B, Sq, N, L]` each.
+    """
+    d = dims
+    multiply_adds = d.B * d.N * (d.Sq * d.L * (d.P + d.V) + pairs(d, causal) * (2 * d.L + d.R))
+    workspace = 2 * 2 * d.B * d.Sq * d.N * d.L
+    return cost_of(multiply_adds, d.weights + d.latent_cache + d.query + d.output + workspace, element_size)

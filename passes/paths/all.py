@@ -1,0 +1,55 @@
+"""Every path: a new one is its own file and a line here."""
+
+from __future__ import annotations
+
+from ..masks.meaning import Meaning
+from ..mla.site import Site
+from .absorbed import Absorbed
+from .chunked import Chunked
+from .opaque import Opaque
+from .path import Path
+from .sparse import Sparse
+
+PATHS: tuple[Path, ...] = (Absorbed(), Opaque(), Chunked(), Sparse())
+"""In the order in which the cost model prefers them on a tie."""
+
+AUTO = "auto"
+"""What leaves the choice to the cost model."""
+
+
+def path_named(name: str) -> Path:
+    """The path of a name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for path in PATHS:
+        if path.name == name:
+            return path
+    raise ValueError(f"unknown path {name!r}: there are {', '.join(path.name for path in PATHS)}")
+
+
+def paths_of(site: Site, meaning: Meaning) -> tuple[Path, ...]:
+    """Those that come into question for a site, in order."""
+    return tuple(path for path in PATHS if path.takes(site, meaning))
+
+
+def words() -> tuple[str, ...]:
+    """What reports call them, in order."""
+    return tuple(dict.fromkeys(path.word for path in PATHS))
+
+
+def may_be_asked() -> tuple[str, ...]:
+    """The words of those that `mla.path` may ask for."""
+    return tuple(dict.fromkeys(path.word for path in PATHS if path.may_be_asked))
+
+
+def check_asked(word: str) -> None:
+    """Check that a word is that of a path, or leaves the choice to the cost model.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    known = (AUTO, *words())
+    if word not in known:
+        raise ValueError(f"unknown path {word!r}: there are {', '.join(known)}")

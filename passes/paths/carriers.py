@@ -1,0 +1,98 @@
+"""Each a way to tell an op which keys a query sees, by how the keys are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import sympy
+import torch
+from torch import Tensor
+
+from ..algebra.terms import Read
+from ..caches.stored import StoredKeys
+from ..code.reading import Reader
+from ..masks.bounds import Bounds
+from ..masks.carrier import Carrier as Told
+from ..masks.dense import Dense
+from ..masks.meaning import Meaning
+from ..masks.named_keys import NamedKeys
+from ..mla.site import Site
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """The masks of a site, told in one way."""
+
+    told: Told
+
+    @classmethod
+    def of(cls, site: Site, meaning: Meaning, keys: StoredKeys) -> Self | None:
+        """The masks of a site told so, None if ops do not take it of keys that are stored so, or it cannot be."""
+        raise NotImplementedError
+
+    @property
+    def reads(self) -> list[Read]:
+        """What it takes of the graph."""
+        return [*self.told.reads]
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """The symbols in sizes that are no tensor's."""
+        return self.told.symbols
+
+    @property
+    def said(self) -> tuple[object, ...]:
+        """All that its code depends on."""
+        return (type(self).__name__, type(self.told).__name__, self.told, self.may_be_empty)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a query may see no key, as far as can be told."""
+        return self.told.may_be_empty
+
+
+@dataclass(frozen=True)
+class MaskAndOffset(Carrier):
+    """A mask over all keys and the offset of a causal limit: of keys that are not in pages."""
+
+    told: Dense
+
+    @classmethod
+    def of(cls, site: Site, meaning: Meaning, keys: StoredKeys) -> Self | None:
+        """Any masks."""
+        return None if keys.in_pages else cls(Dense.of(site, meaning))
+
+    def emit(self, read: Reader) -> tuple[Tensor | None, int | torch.SymInt | None]:
+        """`[B|1, N|1, Sq|1, T|1]`, bool if all just reject, else a number to add; and the offset."""
+        return self.told.mask(read)
+
+
+@dataclass(frozen=True)
+class Lengths(Carrier):
+    """Lengths and first positions, and a mask if those are not all: of keys in pages."""
+
+    told: Bounds | Dense
+
+    @classmethod
+    def of(cls, site: Site, meaning: Meaning, keys: StoredKeys) -> Self | None:
+        """Any masks."""
+        return cls(Bounds.of(site, meaning) or Dense.of(site, meaning)) if keys.in_pages else None
+
+    def emit(self, read: Reader, table: Tensor) -> tuple[Tensor | None, bool, Tensor, Tensor | None]:
+        """A mask, if it takes one; whether there is a causal limit; lengths, and positions of the first queries if
+        those are not the last ones: `[B]`, int64, on the device of `table`."""
+        return self.told.in_pages(read, table)
+
+
+@dataclass(frozen=True)
+class Named(Carrier):
+    """The keys that each query names, and what limits them besides."""
+
+    told: NamedKeys
+
+    @classmethod
+    def of(cls, site: Site, meaning: Meaning, keys: StoredKeys) -> Self | None:
+        """Masks by which every query names its keys, for all heads alike."""
+        named = NamedKeys.of(site, meaning)
+        return None if named is None else cls(named)

@@ -1,0 +1,192 @@
+"""Choose what a site becomes: its path, by sizes and the cost model, how that reads the keys, and takes the masks.
+
+Sizes may be symbolic: the decision is made at their hints, and the inequalities that it rests on become guards of the
+compiled graph, so that other sizes either take the same path rightly or compile again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import sympy
+import torch
+from sympy.core.relational import Relational
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from mla_compile.cost import Decision, Device, Dims, times_of
+
+from ..algebra.renaming import Renaming
+from ..algebra.sizes import Size
+from ..caches.dense import dense_keys
+from ..caches.layouts import find_stored_keys
+from ..caches.stored import StoredKeys
+from ..masks.bounds import Bounds
+from ..masks.meaning import Meaning
+from ..masks.named_keys import NamedKeys
+from ..mla.site import Site
+from ..nodes.shapes import hints_of, unbacked_in
+from ..trace.trace import Trace
+from . import all as every
+from .either import Either
+from .fastest import fastest
+from .form import Form
+from .path import Path
+
+Ranges = Mapping[sympy.Symbol, ValueRanges]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a site becomes, why, and the guards that were added for it."""
+
+    form: Form | Either
+    why: str
+    guards: tuple[str, ...] = ()
+
+    @property
+    def word(self) -> str:
+        """What reports call the path."""
+        return self.form.word
+
+    @property
+    def reason(self) -> str:
+        """A sentence for the report: why this path, and how it reads the keys."""
+        return "; ".join(words for words in (self.why, self.form.words) if words)
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Chooses for the sites of one graph.
+
+    Raises:
+        ValueError: if no path is called as wanted.
+    """
+
+    wanted: str
+    """The word of a path, taken at every site that it is a path of, or `auto`."""
+    device: Device
+    workspace_tokens: int
+    environment: ShapeEnv | None
+    ranges: Ranges | None = None
+    """Those of all symbols: then there are no guards, and a choice that is not the same for all of the sizes is left to
+    the graph."""
+
+    def __post_init__(self) -> None:
+        every.check_asked(self.wanted)
+
+    def __call__(self, site: Site, meaning: Meaning, trace: Trace) -> Choice:
+        """The choice for a site.
+
+        Raises:
+            Refusal: if rewriting would gain nothing.
+        """
+        candidates = every.paths_of(site, meaning)
+        asked = next((path for path in candidates if path.word == self.wanted), None)
+        settled = asked or (candidates[0] if len(candidates) == 1 else None)
+        if settled is None:
+            return self._by_cost(site, meaning, trace, candidates)
+        settled.refuse(site, asked=asked is not None)
+        why = settled.as_written(site) or (settled.why if asked is None else "asked for by mla.path")
+        return Choice(form_of(settled, site, meaning, trace), why)
+
+    def _by_cost(self, site: Site, meaning: Meaning, trace: Trace, candidates: tuple[Path, ...]) -> Choice:
+        sizes, named = site.sizes, NamedKeys.of(site, meaning)
+        topk = None if named is None else named.count
+        element_size = site.node.meta["val"].element_size()
+        hint = hints_of((*sizes.values(), topk or 1), self.environment) if self.environment is not None else {}
+        topk, bounds = (None, ()) if topk is None else _least(topk, hint)
+        rename = Renaming()
+        renamed = tuple((name, rename(size)) for name, size in sizes.items())
+        renamed_topk = rename(topk) if topk is not None else None
+        hints = tuple((ours, hint[theirs]) for theirs, ours in rename.renamed.items())
+        known = renamed, renamed_topk, candidates, self.device, element_size, self.workspace_tokens, hints
+        decision = _fastest(*known)
+        path = every.path_named(decision.path)
+        conditions = (*map(rename.undo, decision.conditions), *bounds)
+        numbers = ", ".join(f"{name}={sizes[name]}" for name in ("Sq", "T"))
+        if topk is not None:
+            numbers += f", topk={topk}"
+        why = f"{path.why} ({numbers})"
+        if self.ranges is not None and all(_holds(condition, self.ranges) for condition in conditions):
+            if any(isinstance(size, sympy.Expr) for size in sizes.values()):
+                why = f"the fastest one at all declared sizes ({numbers})"
+        elif self.ranges is not None:
+            # torch.cond compares the strides of its branches: it cannot where only a run knows the output's sizes.
+            comparable = not (unbacked_in(sizes["B"]) or unbacked_in(sizes["Sq"]))
+            if len(candidates) == 2 and all(each.may_branch for each in candidates) and comparable:
+                costs = [each.cost(Dims(**sizes), element_size, self.workspace_tokens, topk) for each in candidates]
+                first, second = (form_of(each, site, meaning, trace) for each in candidates)
+                times = times_of(costs[0], self.device), times_of(costs[1], self.device)
+                return Choice(Either(first, second, times), f"the faster one at the sizes of each run ({numbers})")
+            why += " in the exported example, right for all sizes"
+        path.refuse(site, asked=False)
+        if self.ranges is not None:
+            return Choice(form_of(path, site, meaning, trace), why)
+        unbacked = set[sympy.Symbol]().union(*map(unbacked_in, conditions))
+        if unbacked:  # nothing can guard what only a run knows
+            why += f", taking {', '.join(f'{s} for {hint[s]}' for s in sorted(unbacked, key=str))}"
+            conditions = tuple(condition for condition in conditions if not condition.free_symbols & unbacked)
+        guards = tuple(map(str, conditions))
+        for condition in conditions:
+            assert self.environment is not None
+            holds = bool(torch.SymBool(_guarded(self.environment, condition)))
+            assert holds, f"the cost model's condition {condition} does not hold at its own hints"
+        return Choice(form_of(path, site, meaning, trace), why, guards)
+
+
+def form_of(path: Path, site: Site, meaning: Meaning, trace: Trace) -> Form:
+    """A path for a site: with its keys as they are stored, if it reads them so, and its masks in the first form that it
+    takes of such keys."""
+    keys, words = _keys(path, site, meaning, trace)
+    masks = (carrier.of(site, meaning, keys) for carrier in path.carriers)
+    return Form(path, keys, next((mask for mask in masks if mask is not None), None), words)
+
+
+def _keys(path: Path, site: Site, meaning: Meaning, trace: Trace) -> tuple[StoredKeys, str]:
+    stored = find_stored_keys(site, trace)
+    if stored is not None and path.can_read(stored, site, meaning):
+        return stored, stored.words
+    device = site.node.meta["val"].device.type
+    dense = dense_keys(site, up_to_lengths=path.prefers_lengths(device) and _has_lengths(site, meaning))
+    return dense, dense.words if stored is None else stored.otherwise or dense.words
+
+
+def _has_lengths(site: Site, meaning: Meaning) -> bool:
+    """Whether the masks of a site are numbers of keys, some of which only a run knows."""
+    bounds = Bounds.of(site, meaning)
+    return bounds is not None and bool(bounds.reads)
+
+
+def _holds(condition: Relational, ranges: Ranges) -> bool:
+    """Whether a condition `a >= b` or `a <= b` provably holds for all sizes of the ranges."""
+    sign = 1 if isinstance(condition, sympy.Ge) else -1
+    margin = sympy.expand(sign * (condition.lhs - condition.rhs))
+    return bool(bound_sympy(margin, dict(ranges)).lower >= 0)
+
+
+def _least(topk: Size, hints: dict[sympy.Symbol, int]) -> tuple[Size, tuple[Relational, ...]]:
+    """The number of named keys, and where that holds: of `min(k, T)` the one that it is at the hints."""
+    if isinstance(topk, int) or type(topk).__name__ != "Min":  # sympy's or torch's
+        return topk, ()
+    least, *others = sorted(topk.args, key=lambda size: size.subs(hints))
+    return least, tuple(sympy.Ge(other, least) for other in others)
+
+
+@lru_cache(maxsize=256)
+def _fastest(
+    sizes: tuple[tuple[str, Size], ...],
+    topk: Size | None,
+    paths: tuple[Path, ...],
+    device: Device,
+    element_size: int,
+    workspace_tokens: int,
+    hints: tuple[tuple[sympy.Symbol, int], ...],
+) -> Decision:
+    return fastest(Dims(**dict(sizes)), device, element_size, workspace_tokens, dict(hints), topk=topk, paths=paths)
+
+
+def _guarded(environment: ShapeEnv, condition: sympy.Basic) -> object:
+    return environment.create_symboolnode(condition).node

@@ -1,0 +1,36 @@
+"""Which path the cost model takes at sizes, and for which other sizes that holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import sympy
+
+from mla_compile.cost import Decision, Device, Dims, Size, decide, times_of
+
+from . import all as every
+from .path import Path
+
+
+def fastest(
+    dims: Dims,
+    device: Device,
+    element_size: int,
+    workspace_tokens: int,
+    hints: Mapping[sympy.Symbol, int] = MappingProxyType({}),
+    *,
+    topk: Size | None = None,
+    paths: Sequence[Path] | None = None,
+) -> Decision:
+    """The name of the path with the smallest roofline time, the first of `paths` on a tie, where symbols have their
+    `hints`; see `decide`.
+
+    `topk` is the number of keys that each query names; without `paths` all are compared.
+
+    Raises:
+        ValueError: where a symbol has no hint.
+    """
+    compared = [path for path in (every.PATHS if paths is None else paths) if path.competes(dims, topk)]
+    costs = {path.name: path.cost(dims, element_size, workspace_tokens, topk) for path in compared}
+    return decide({name: times_of(cost, device) for name, cost in costs.items()}, hints)

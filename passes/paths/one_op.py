@@ -1,0 +1,89 @@
+"""A path that is one attention op of ours: what such paths have in common.
+
+Before   k = cat(latent @ W_UK, k_rope), v = latent @ W_UV, o = softmax(q k^T) v
+After    o, lse = an op of the path, of queries, keys as they are stored, weights and what the masks say
+         o + biases, and of o the share that sinks leave
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from ..caches.stored import StoredKeys
+from ..code.reading import Reader, sources_of, write_as
+from ..mla.site import Site
+from .carriers import Carrier
+from .operands import Operands, operands_of
+from .path import Part, Path
+
+
+class OneOp(Path):
+    """A path with an op that gives the output and the log-sum-exp of the scores."""
+
+    @abstractmethod
+    def attend(self, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
+        """`o [B, Sq, N, V]` and `lse [B, Sq, N]`."""
+
+    def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
+        """All in the place of the attention."""
+        assert mask is not None
+        return [Part(site.node, OneOpCode(self, site, keys, mask, workspace_tokens))]
+
+
+class OneOpCode:
+    """The torch code of a rewritten site, as a function of the tensors that it reads."""
+
+    def __init__(self, path: OneOp, site: Site, keys: StoredKeys, carrier: Carrier, workspace_tokens: int) -> None:
+        self.path, self.site, self.keys, self.carrier = path, site, keys, carrier
+        self.workspace_tokens = workspace_tokens
+        reads = [*keys.reads, site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
+        reads += [rope.query.read for rope in site.ropes]
+        reads += [read for shift in site.shifts for read in (shift.query.read, shift.key.read)]
+        reads += carrier.reads
+        reads += [sink.term.read for sink in site.attention.sinks]
+        sizes = [site.sizes["T"], site.sizes["Sq"]] if keys.in_pages else []
+        symbols = carrier.symbols.union(*(sympy.sympify(size).free_symbols for size in sizes))
+        self.sources = sources_of(reads, site.node, site.attention.dims, symbols)
+
+    @property
+    def said(self) -> object:
+        """The path, the keys and the masks."""
+        return self.path.name, self.keys, self.carrier.said
+
+    def __call__(self, *values: Any) -> Tensor:
+        site, read = self.site, Reader(self.sources, values)
+        o, lse = self.path.attend(operands_of(site, self.keys, self.carrier, read), self.workspace_tokens)
+        rows, columns = (site.batch, site.tokens, site.heads), site.attention.columns
+        empty = lse.isneginf().unsqueeze(-1) if self.carrier.may_be_empty else None
+        for bias in site.biases:
+            addend = read(bias, *rows, columns)
+            o = o + (addend if empty is None else torch.where(empty, 0, addend))
+        if site.attention.sinks:
+            o = _share(site, read, o, lse)
+        elif site.attention.strict_rows and empty is not None:
+            o = torch.where(empty, math.nan, o)
+        output = write_as(o, (*rows, columns), site.attention.dims, read.realize)
+        return output.to(site.node.meta["val"].dtype)
+
+
+def _share(site: Site, read: Reader, o: Tensor, lse: Tensor) -> Tensor:
+    """The output where sinks take part in the softmax: `o exp(lse) / (exp(lse) + exp(sinks))`.
+
+    NaN where nothing takes part at all, keys or sinks, as in a plain softmax.
+    """
+    rows = site.batch, site.tokens, site.heads
+    taken = None
+    for sink in site.attention.sinks:
+        scores = read(sink.term.read, *rows, sink.keys).to(lse.dtype) * sink.factor
+        taken = scores.logsumexp(-1) if taken is None else torch.logaddexp(taken, scores.logsumexp(-1))
+    assert taken is not None
+    for shift in site.shifts:
+        q, k = (read(term.read, *rows, shift.summed).to(lse.dtype) for term in (shift.query, shift.key))
+        lse = lse + (q * k).sum(-1) * shift.scale
+    return o * torch.sigmoid(lse - taken).unsqueeze(-1).to(o.dtype)

@@ -1,0 +1,112 @@
+"""What the attention ops of a site take: queries, keys as they are stored, weights, and masks in the form of a path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from ..algebra.sizes import Unaligned
+from ..caches.stored import StoredKeys
+from ..code.reading import Reader
+from ..masks.named_keys import NamedKeys
+from ..mla.site import Site
+from .carriers import Carrier, Lengths, MaskAndOffset, Named
+from .per_head import per_head
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The operands of one site, in one dtype but for what is coded.
+
+    `q_nope [B, Sq, N, P]`, `q_rope [B, Sq, N, R]`; `latent` and `k_rope` over `keys.layout`, L and R.
+    """
+
+    site: Site
+    keys: StoredKeys
+    carrier: Carrier
+    read: Reader
+    q_nope: Tensor
+    q_rope: Tensor
+    latent: Tensor
+    k_rope: Tensor
+    scales: Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return self.site.nope.scale
+
+    def weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """`W_UK [N, P, L]` and `W_UV [N, V, L]`, None where absorbed by hand."""
+        site, read = self.site, self.read
+        w_uk, w_uv = (
+            None if weight is None else read(weight, site.heads, dim, site.rank).to(self.dtype)
+            for weight, dim in ((site.w_uk, site.nope.summed), (site.w_uv, site.attention.columns))
+        )
+        return w_uk, w_uv
+
+    def q_latent(self, w_uk: Tensor | None) -> Tensor:
+        """`[B, Sq, N, L]`: the queries where the keys are latents."""
+        return self.q_nope if w_uk is None else per_head(self.q_nope, w_uk, self.site.w_uk)
+
+    def up_projected(self, o: Tensor, w_uv: Tensor | None) -> Tensor:
+        """`[B, Sq, N, V]` of sums of latents `[B, Sq, N, L]`."""
+        return o if w_uv is None else per_head(o, w_uv.transpose(1, 2), self.site.w_uv)
+
+    def mask(self) -> tuple[Tensor | None, int | torch.SymInt | None]:
+        """A mask and a causal offset, of keys that are not in pages."""
+        assert isinstance(self.carrier, MaskAndOffset)
+        return self.carrier.emit(self.read)
+
+    def table(self, *, whole: bool = True) -> Tensor:
+        """`[B, max_pages]`, or with no more entries than the keys need if not `whole`."""
+        table = self.keys.read_table(self.read, self.site, self.latent, whole=whole)
+        assert table is not None
+        return table
+
+    def lengths(self, table: Tensor) -> tuple[Tensor | None, bool, Tensor, Tensor | None]:
+        """What hides keys in pages: see `Lengths`."""
+        assert isinstance(self.carrier, Lengths)
+        return self.carrier.emit(self.read, table)
+
+    def named(self) -> NamedKeys:
+        """What names keys one by one."""
+        assert isinstance(self.carrier, Named)
+        return self.carrier.told
+
+
+def operands_of(site: Site, keys: StoredKeys, carrier: Carrier, read: Reader) -> Operands:
+    """The operands of a site.
+
+    Raises:
+        Unaligned: if keys that may not be cast are in another dtype than the queries.
+    """
+    rows = site.batch, site.tokens, site.heads
+    q_nope = read(site.nope.query.read, *rows, site.nope.summed)
+    q_ropes = []
+    for piece in site.ropes:
+        q = read(piece.query.read, *rows, piece.summed)
+        q_ropes.append(q * (piece.scale / site.nope.scale) if piece.scale != site.nope.scale else q)
+    q_rope = _joined(q_ropes, q_nope, q_nope.dtype)
+    latent = read(keys.latent, *keys.layout, site.rank)
+    scales = keys.read_scales(read, latent)
+    k_ropes = [read(rope, *keys.layout, piece.summed) for rope, piece in zip(keys.ropes, site.ropes, strict=True)]
+    k_rope = _joined(k_ropes, latent, latent.dtype if keys.coded is None else q_nope.dtype)
+
+    tensors = q_nope, q_rope, latent, k_rope
+    dtype = reduce(torch.promote_types, (t.dtype for t in tensors if keys.coded is None or t.dtype != keys.coded))
+    if not keys.may_be_cast and any(t.dtype not in (dtype, keys.coded) for t in (latent, k_rope)):
+        raise Unaligned(f"{dtype} queries meet pages of {latent.dtype} and {k_rope.dtype}")
+    q_nope, q_rope, latent, k_rope = (t if t.dtype == keys.coded else t.to(dtype) for t in tensors)
+    return Operands(site, keys, carrier, read, q_nope, q_rope, latent, k_rope, scales, dtype)
+
+
+def _joined(parts: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Side by side; of no part a tensor without columns."""
+    if not parts:
+        return like.new_empty([*like.shape[:-1], 0], dtype=dtype)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

@@ -1,0 +1,101 @@
+"""A path: one of the things that a site may become."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor, fx
+
+from mla_compile.cost import Cost, Dims, Size
+
+from ..caches.stored import StoredKeys
+from ..masks.meaning import Meaning
+from ..mla.site import Site
+from .carriers import Carrier
+
+
+class Code(Protocol):
+    """Torch code, as a function of the tensors and sizes that it reads."""
+
+    sources: list[fx.Node]
+
+    @property
+    def said(self) -> object | None:
+        """All that it depends on besides its site and `sources`; None if it is not to be shared with other sites."""
+
+    def __call__(self, *values: Any) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """Code, and the node that it replaces."""
+
+    place: fx.Node
+    code: Code
+
+
+class Path(ABC):
+    """What a site becomes, without the site: one object for all."""
+
+    name: ClassVar[str]
+    """One word, its own."""
+    why: ClassVar[str]
+    """When the cost model takes it, in a few words for the report."""
+    carriers: ClassVar[tuple[type[Carrier], ...]] = ()
+    """The forms of masks that its code takes, the preferred first; none where masks stay what they are in the graph."""
+    may_be_asked: ClassVar[bool] = True
+    """Whether `mla.path` may ask for it: whether it is a path of any site."""
+    may_branch: ClassVar[bool] = False
+    """Whether its code may stand in a branch that a run takes or not."""
+    expands: ClassVar[bool] = False
+    """Whether heads get keys and values of their own, a workspace at a time, rather than attend to the latents."""
+
+    @property
+    def word(self) -> str:
+        """What reports and options call it."""
+        return self.name
+
+    @abstractmethod
+    def takes(self, site: Site, meaning: Meaning) -> bool:
+        """Whether it comes into question for a site."""
+
+    def refuse(self, site: Site, *, asked: bool) -> None:  # noqa: B027  most refuse nothing
+        """Refuse a site for which it was chosen, or `asked`.
+
+        Raises:
+            Refusal: if it cannot be, or would gain nothing and was not asked for.
+        """
+
+    def as_written(self, site: Site) -> str:
+        """If that is what the code does already, a sentence on it; else empty."""
+        return ""
+
+    @abstractmethod
+    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
+        """Its FLOPs and bytes; `topk` is how many keys each query names, None if they are not named."""
+
+    def competes(self, dims: Dims, topk: Size | None) -> bool:
+        """Whether the cost model may choose it at these sizes."""
+        return True
+
+    def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
+        """Whether its code reads keys that are stored so where they are."""
+        return not keys.in_pages and keys.coded is None
+
+    def prefers_lengths(self, device: str) -> bool:
+        """Whether, on a type of device, a dense cache is better read up to lengths than under a mask that says them."""
+        return False
+
+    @abstractmethod
+    def ops(self, keys: StoredKeys) -> tuple[str, ...]:
+        """The mla ops that its code attends with: none where attention stays operations of the graph."""
+
+    @abstractmethod
+    def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
+        """The code of a site, the last part in the place of its output.
+
+        Raises:
+            Unaligned: if the graph does not tell the sizes that this takes.
+        """
