@@ -34,7 +34,7 @@ DIMS = Dims(B=2, Sq=2, T=500, N=3, L=4, P=2, R=1, V=3)
     ids=["by name", "of the pipeline", "of the options"],
 )
 def test_an_unknown_path_is_refused_with_those_that_there_are(ask) -> None:
-    with pytest.raises(ValueError, match="absorbed, .*chunked") as raised:
+    with pytest.raises(ValueError, match=r"absorbed, .*chunked") as raised:
         ask("sparce")
     assert "'sparce'" in str(raised.value)
 
