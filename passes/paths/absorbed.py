@@ -6,7 +6,6 @@ o = paged_latent_attention(q_nope @ W_UK, q_rope, pages, block_table) @ W_UV, of
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mla_compile.cost import Cost, Dims, Size, cost_of, pairs
@@ -15,7 +14,7 @@ from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
 from ..mla.site import Site
 from .carriers import Lengths, MaskAndOffset
-from .one_op import OneOp
+from .one_op import OneOp, Op
 from .operands import Operands
 
 _LOOK_AT_MASKS = {"cpu"}
@@ -50,25 +49,23 @@ class Absorbed(OneOp):
         """A static cache under CUDA graphs: a mask over all that it has room for would be all that is known of it."""
         return device not in _LOOK_AT_MASKS
 
-    def ops(self, keys: StoredKeys) -> tuple[str, ...]:
+    def op(self, keys: StoredKeys) -> str:
         """One for each form of keys."""
-        return ("paged_latent_attention",) if keys.in_pages else ("latent_attention",)
+        return "paged_latent_attention" if keys.in_pages else "latent_attention"
 
-    def attend(self, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
+    def attend(self, op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
         """Attention between the products with `W_UK` and `W_UV`."""
-        o: Tensor
-        lse: Tensor
         if x.keys.in_pages:
             w_uk, w_uv = x.weights()
             q_latent, table = x.q_latent(w_uk), x.table()
             mask, causal, lengths, positions = x.lengths(table)
             operands = q_latent, x.q_rope, x.latent, x.k_rope, table, lengths, causal, x.scale, x.scales
-            o, lse = torch.ops.mla.paged_latent_attention(*operands, mask=mask, first_positions=positions)
+            o, lse = op(*operands, mask=mask, first_positions=positions)
         else:
             mask, offset = x.mask()
             w_uk, w_uv = x.weights()
             q_latent = x.q_latent(w_uk)
-            o, lse = torch.ops.mla.latent_attention(q_latent, x.q_rope, x.latent, x.k_rope, mask, offset, x.scale)
+            o, lse = op(q_latent, x.q_rope, x.latent, x.k_rope, mask, offset, x.scale)
         return x.up_projected(o, w_uv), lse
 
 

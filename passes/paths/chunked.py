@@ -19,7 +19,7 @@ from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from .as_written import expanded_multiply_adds
 from .carriers import Lengths, MaskAndOffset
-from .one_op import OneOp
+from .one_op import OneOp, Op
 from .operands import Operands
 
 _FORCE = "set options={'mla.path': 'absorbed'}"
@@ -74,19 +74,17 @@ class Chunked(OneOp):
         """
         return True
 
-    def ops(self, keys: StoredKeys) -> tuple[str, ...]:
+    def op(self, keys: StoredKeys) -> str:
         """One for each form of keys."""
-        return ("paged_expanded_attention",) if keys.in_pages else ("expanded_attention",)
+        return "paged_expanded_attention" if keys.in_pages else "expanded_attention"
 
-    def attend(self, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
+    def attend(self, op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
         """Attention to what the op makes of the latents."""
-        o: Tensor
-        lse: Tensor
         if x.keys.in_pages:
             w_uk, w_uv = x.weights()
             q, table = _queries(x), x.table(whole=False)  # chunks are laid over the whole of it
             mask, causal, lengths, positions = x.lengths(table)
-            o, lse = torch.ops.mla.paged_expanded_attention(
+            o, lse = op(
                 *(q, x.latent, x.k_rope, table, lengths, w_uk, w_uv, causal, x.scale, workspace_tokens),
                 latent_scales=x.scales,
                 mask=mask,
@@ -96,7 +94,7 @@ class Chunked(OneOp):
             mask, offset = x.mask()
             w_uk, w_uv = x.weights()
             operands = _queries(x), x.latent, x.k_rope, w_uk, w_uv, mask, offset, x.scale, workspace_tokens
-            o, lse = torch.ops.mla.expanded_attention(*operands)
+            o, lse = op(*operands)
         return o, lse
 
 

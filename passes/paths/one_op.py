@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -22,13 +23,19 @@ from .carriers import Carrier
 from .operands import Operands, operands_of
 from .path import Part, Path
 
+Op = Callable[..., tuple[Tensor, Tensor]]
+
 
 class OneOp(Path):
     """A path with an op that gives the output and the log-sum-exp of the scores."""
 
     @abstractmethod
-    def attend(self, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
-        """`o [B, Sq, N, V]` and `lse [B, Sq, N]`."""
+    def op(self, keys: StoredKeys) -> str:
+        """The mla op that attends to keys that are stored so."""
+
+    @abstractmethod
+    def attend(self, op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
+        """`o [B, Sq, N, V]` and `lse [B, Sq, N]`, by the op of the keys."""
 
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
         """All in the place of the attention."""
@@ -58,7 +65,8 @@ class OneOpCode:
 
     def __call__(self, *values: Any) -> Tensor:
         site, read = self.site, Reader(self.sources, values)
-        o, lse = self.path.attend(operands_of(site, self.keys, self.carrier, read), self.workspace_tokens)
+        op = getattr(torch.ops.mla, self.path.op(self.keys))
+        o, lse = self.path.attend(op, operands_of(site, self.keys, self.carrier, read), self.workspace_tokens)
         rows, columns = (site.batch, site.tokens, site.heads), site.attention.columns
         empty = lse.isneginf().unsqueeze(-1) if self.carrier.may_be_empty else None
         for bias in site.biases:

@@ -49,10 +49,6 @@ class Opaque(Path):
         """That of absorbed attention."""
         return absorbed_cost(dims, element_size)
 
-    def ops(self, keys: StoredKeys) -> tuple[str, ...]:
-        """None."""
-        return ()
-
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
         """One in the place of each product."""
         scores = ScoresCode(site)

@@ -88,9 +88,9 @@ class Path(ABC):
         """Whether, on a type of device, a dense cache is better read up to lengths than under a mask that says them."""
         return False
 
-    @abstractmethod
-    def ops(self, keys: StoredKeys) -> tuple[str, ...]:
-        """The mla ops that its code attends with: none where attention stays operations of the graph."""
+    def op(self, keys: StoredKeys) -> str | None:
+        """The mla op that attends to keys that are stored so; None where attention stays operations of the graph."""
+        return None
 
     @abstractmethod
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:

@@ -6,7 +6,6 @@ o = sparse_latent_attention(q_nope @ W_UK, q_rope, latent, k_rope, indices) @ W_
 from __future__ import annotations
 
 import sympy
-import torch
 from torch import Tensor
 
 from mla_compile.cost import Cost, Dims, Size, cost_of
@@ -16,7 +15,7 @@ from ..masks.meaning import Meaning
 from ..masks.named_keys import NamedKeys
 from ..mla.site import Site
 from .carriers import Named
-from .one_op import OneOp
+from .one_op import OneOp, Op
 from .operands import Operands
 
 
@@ -50,14 +49,12 @@ class Sparse(OneOp):
         """All, but pages only where an index is a place in the table and a query without keys attends to none."""
         return not keys.in_pages or (len(site.attention.keys) == 1 and not meaning.uniform_when_empty)
 
-    def ops(self, keys: StoredKeys) -> tuple[str, ...]:
+    def op(self, keys: StoredKeys) -> str:
         """The same for all."""
-        return ("sparse_latent_attention",)
+        return "sparse_latent_attention"
 
-    def attend(self, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
+    def attend(self, op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
         """Attention between the products with `W_UK` and `W_UV`."""
-        o: Tensor
-        lse: Tensor
         named = x.named()
         if x.keys.in_pages:  # every query for itself, over the rows of the whole pool as one sequence
             w_uk, w_uv = x.weights()
@@ -67,17 +64,13 @@ class Sparse(OneOp):
                 t.flatten(0, 1).unsqueeze(0) for t in (q_latent, x.q_rope, x.latent, x.k_rope, slots)
             )
             scales = None if x.scales is None else x.scales.flatten(0, 1).unsqueeze(0)
-            o, lse = torch.ops.mla.sparse_latent_attention(
-                q, q_rope, latent, k_rope, slots, None, None, x.scale, False, scales
-            )
+            o, lse = op(q, q_rope, latent, k_rope, slots, None, None, x.scale, False, scales)
             o, lse = o.view(*q_latent.shape), lse.view(*q_latent.shape[:3])
         else:
             indices, offset = named.indices(x.read)
             w_uk, w_uv = x.weights()
             q, alike = x.q_latent(w_uk), named.uniform_when_empty
-            o, lse = torch.ops.mla.sparse_latent_attention(
-                q, x.q_rope, x.latent, x.k_rope, indices, None, offset, x.scale, alike, x.scales
-            )
+            o, lse = op(q, x.q_rope, x.latent, x.k_rope, indices, None, offset, x.scale, alike, x.scales)
         return x.up_projected(o, w_uv), lse
 
 
