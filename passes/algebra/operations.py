@@ -1,4 +1,4 @@
-"""What layout operations, contractions and joins do to a `Form` (see `axes`).
+"""What layout operations, contractions and joins do to a `Form` (see `terms`).
 
 Pure Python. Each raises `Unaligned` when sizes do not factor over one another; the caller then knows no more of the
 result than its shape.
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from .sizes import Size, Unaligned, product, quotient, same, total
 from .substitution import Change, Pin, Slice, Split, change, change_term, overlapping, prune
-from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Segment, Sum, Term, Undefined, Unread, Zero
+from .terms import Axis, Digit, Dim, Form, Join, Lost, Product, Read, Segment, Sum, Term, Undefined, Unread, Zero
 
 
 def leaf(source: Hashable, shape: Sequence[Size]) -> Form:
@@ -258,7 +258,7 @@ def _sum(whole: Term, terms: Sequence[Term]) -> Term:
             start = total([start, segment.size])
         return replace(whole, parts=Join(joined.axis, tuple(segments)))
     if len(flat) > _MOST_TERMS:
-        return whole
+        return replace(whole, lost=Lost(f"a sum of more than {_MOST_TERMS} terms is taken for one"))
     return replace(whole, parts=Sum(tuple(flat)) if flat else Zero())
 
 

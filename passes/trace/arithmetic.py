@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from ..algebra import operations
+from ..algebra.sizes import Unaligned
 from ..algebra.terms import Form, Unread
 from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
 from ..nodes.shapes import shape_of, size_of
@@ -20,7 +21,7 @@ def _cast(trace: Forms, node: fx.Node) -> Form:
     source = arguments(node)[0]
     before, after = source.meta["val"].dtype, node.meta["val"].dtype
     if node.meta["val"].device != source.meta["val"].device:
-        return operations.leaf(node, shape_of(node))
+        raise Unaligned("a copy to another device")
     if before == after:
         return trace[source]
     if not (before.is_floating_point and after.is_floating_point):
@@ -43,7 +44,7 @@ def _addmm(trace: Forms, node: fx.Node) -> Form:
     bias, left, right = (trace[operand] for operand in arguments(node))
     alpha, beta = factor_of(node), factor_of(node, "beta")
     if alpha is None or not beta:  # a bias times 0 is nothing even if it is NaN
-        return operations.leaf(node, shape_of(node))
+        raise Unaligned("a bias times a number that is 0 or not known")
     product = _times(operations.contract(Unread(node), left, right, [], (1, 0)), alpha)
     return operations.add(node, [product, _times(bias, beta)], shape_of(node))
 
@@ -76,10 +77,10 @@ def _pad(trace: Forms, node: fx.Node) -> Form:
     before_after = list(zip(amounts[::2], amounts[1::2], strict=True))[::-1]
     padded = [len(form.dims) - len(before_after) + i for i, pair in enumerate(before_after) if pair != (0, 0)]
     if len(padded) != 1 or argument(node, 2, "value", 0) != 0:
-        return operations.leaf(node, shape_of(node))
+        raise Unaligned("padding of several dimensions, or with another number than 0")
     before, after = before_after[padded[0] - len(form.dims) + len(before_after)]
     if any(not isinstance(size, int) or size < 0 for size in (before, after)):
-        return operations.leaf(node, shape_of(node))
+        raise Unaligned("padding by a size that is negative or not known")
     return operations.pad(node, form, padded[0], before, after)
 
 

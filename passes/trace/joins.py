@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from ..algebra import operations
-from ..algebra.sizes import same, total
+from ..algebra.sizes import Unaligned, same, total
 from ..algebra.terms import Form, Term, Undefined
 from ..nodes.arguments import argument, arguments, aten
 from ..nodes.shapes import shape_of
@@ -20,7 +20,7 @@ def _cat(trace: Forms, node: fx.Node) -> Form:
     dim = argument(node, 1, "dim", 0) % len(shape_of(node))
     pieces = [trace[piece] for piece in arguments(node)[0] if len(shape_of(piece)) == len(shape_of(node))]
     if len(pieces) != len(arguments(node)[0]) or len({p.meta["val"].dtype for p in arguments(node)[0]}) > 1:
-        return operations.leaf(node, shape_of(node))
+        raise Unaligned("pieces of several ranks or dtypes")
     return pieces[0] if len(pieces) == 1 else operations.join(node, pieces, dim)
 
 
@@ -37,7 +37,7 @@ def _copy(trace: Forms, node: fx.Node) -> Form:
     if source.meta["val"].device != target.meta["val"].device or (
         before != after and not (before.is_floating_point and after.is_floating_point)
     ):
-        return operations.leaf(node, shape_of(node))
+        raise Unaligned("a copy to another device or kind of number")
     form = operations.expand(trace[source], shape_of(node))
     return form if before == after else operations.cast(form, after)
 
@@ -50,7 +50,7 @@ def _slice_scatter(trace: Forms, node: fx.Node) -> Form:
     size = source.shape[dim]
     start = start_of(argument(node, 3, "start"), argument(node, 4, "end"), whole[dim], size)
     if argument(node, 5, "step", 1) != 1:
-        return operations.leaf(node, whole)
+        raise Unaligned("a slice with a step that is written")
     after = total([whole[dim], -start, -size])
     pieces = [] if same(start, 0) else [operations.take(target, dim, 0, start)]
     pieces.append(source)

@@ -13,6 +13,7 @@ from ..algebra.sizes import Size, Unaligned, same, total
 from ..algebra.terms import Form
 from ..nodes.arguments import argument, arguments, aten
 from ..nodes.shapes import shape_of, size_of
+from ..nodes.source import where
 from .handler import Forms, Handlers
 
 HANDLERS = Handlers()
@@ -72,4 +73,4 @@ def _getitem(trace: Forms, node: fx.Node) -> Form:
         dim = argument(parent, 2, "dim", 0) % len(source.dims)
         sizes = [size_of(piece.shape[dim]) for piece in parent.meta["val"]]
         return operations.take(source, dim, sum(sizes[:index], 0), sizes[index])
-    return operations.leaf(node, shape_of(node))
+    raise Unaligned(f"a result of {where(parent)}")
