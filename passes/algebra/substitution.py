@@ -224,6 +224,6 @@ def prune(term: Term, depth: int) -> Term:
             return Term(term.read, Join(axis, tuple(replace(s, term=prune(s.term, depth - 1)) for s in segments)))
         case Sum(terms) if depth > 0:
             return Term(term.read, Sum(tuple(prune(addend, depth) for addend in terms)))
-        case Undefined() | Zero():
+        case Undefined() | Zero() | None:
             return term
-    return Term(term.read)
+    return Term(term.read, lost=Lost("products within products within products"))

@@ -144,6 +144,14 @@ class Scaled:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """A source that no graph has as a tensor: `pieces` along its first dimension, the others one for each of `axes`."""
+
+    pieces: tuple[Read, ...]
+    axes: Dim
+
+
+@dataclass(frozen=True)
 class Lost:
     """Why it is no longer known what an element is made of: `reason`, and the node that made it so, where one did."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
-from ..algebra.terms import Join, Product, Read, Sum, Term, Unread
+from ..algebra.terms import Join, Product, Read, Scaled, Stacked, Sum, Term, Unread
 from ..attention.find import Attention
 from ..nodes.arguments import aten, is_tensor, takes_tensors
 from ..nodes.refusal import Refusal
@@ -121,5 +121,11 @@ def describe(term: Term, trace: Trace) -> str:
 
 def name(read: Read) -> str:
     """The tensor that is read, in words."""
-    source = read.source.node if isinstance(read.source, Unread) else read.source
-    return where(source) if isinstance(source, fx.Node) else str(source)
+    match read.source:
+        case Unread(node) | (fx.Node() as node):
+            return where(node) if isinstance(node, fx.Node) else str(node)
+        case Scaled(of, _):
+            return name(of)
+        case Stacked(pieces):
+            return f"{name(pieces[0])} and {len(pieces) - 1} more"
+    return str(read.source)

@@ -12,9 +12,10 @@ from ..algebra import operations
 from ..algebra.gathers import Lookup, by_position, flatten, gather, look_up, within
 from ..algebra.sizes import Size, Unaligned, same
 from ..algebra.terms import Bits, Form
-from ..nodes.arguments import argument, arguments, aten
+from ..nodes.arguments import arguments, aten
 from ..nodes.shapes import shape_of
 from .handler import Forms, Handlers, lookup_of
+from .ranges import first_of
 
 HANDLERS = Handlers()
 
@@ -87,14 +88,10 @@ def _positions(node: Any, target: Any, divisor: Size) -> Size | None:
     positions, by = arguments(node)[:2]
     if by != divisor or len(node.meta["val"].shape) != 1 or not isinstance(positions, fx.Node):
         return None
-    first, step = argument(positions, 0, "start"), argument(positions, 2, "step", 1)
-    ranges = positions.target in (aten.arange.start, aten.arange.start_step) and first == 0 and step == 1
-    if not ranges and positions.target is not aten.arange.default:
-        return None
-    return shape_of(positions)[0]
+    return shape_of(positions)[0] if first_of(positions) == 0 else None
 
 
-@HANDLERS.of(aten.view.dtype)
+@HANDLERS.of(aten.view.dtype, aten.view_copy.dtype)
 def _view_dtype(trace: Forms, node: fx.Node) -> Form:
     """Bytes that were looked up are the numbers that they encode."""
     source, dtype = arguments(node)

@@ -16,13 +16,15 @@ from ..algebra.numbers import Numbers
 from ..algebra.sizes import Unaligned
 from ..algebra.terms import Form, Lost, Term
 from ..nodes.arguments import is_pointwise, is_tensor, takes_tensors
-from ..nodes.common_subexpressions import Twins
+from ..nodes.common_subexpressions import CommonSubexpressions
 from ..nodes.shapes import shape_of
 from ..nodes.source import where
-from . import arithmetic, joins, lookups, parts, views
+from . import arithmetic, joins, lookups, parts, slices, views
 from .handler import Handlers, pointwise
+from .unhandled import UNHANDLED
 
-HANDLERS = Handlers(views.HANDLERS | parts.HANDLERS | joins.HANDLERS | arithmetic.HANDLERS | lookups.HANDLERS)
+TABLES = (views.HANDLERS, parts.HANDLERS, slices.HANDLERS, joins.HANDLERS, arithmetic.HANDLERS, lookups.HANDLERS)
+HANDLERS = Handlers({op: handler for table in TABLES for op, handler in table.items()})
 """All of them: no op is in two tables."""
 
 
@@ -36,9 +38,9 @@ class Trace:
         self.numbers: dict[fx.Node, Numbers] = {}
         """Likewise of products of a tensor in FP8 and its scales."""
         self._stopped: dict[fx.Node, Lost] = {}
-        twins = Twins()
+        common = CommonSubexpressions()
         for node in graph.nodes:
-            first = twins.first(node)
+            first = common.first(node)
             if is_tensor(node):
                 self._forms[node] = self._describe(node) if first is node else self._forms[first]
 
@@ -66,7 +68,7 @@ class Trace:
             handler = HANDLERS.get(node.target, pointwise if is_pointwise(node.target) else None)
             try:
                 if handler is None:
-                    raise Unaligned("an op that no handler knows")
+                    raise Unaligned(UNHANDLED.get(node.target, "an op that no handler knows"))
                 return _placed(handler(self, node), node)
             except Unaligned as error:
                 if takes_tensors(node):
