@@ -25,7 +25,7 @@ from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
-from .scores import Keys, Mask, Sink, Summand, products_within, scores_of
+from .scores import KeyRange, Mask, Sink, Summand, products_within, scores_of
 from .softmax import Weights, late, weights_of
 
 
@@ -165,13 +165,13 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     assert isinstance(place, fx.Node)
     _refuse_other_uses(weights, place, trace)
     score_dims = tuple(tuple(d.axis for d in dim if d.axis is not None) for dim in probabilities.read.dims)
-    summands = scores_of(weights.scores, Keys(dim, *keys_read), trace)
+    summands = scores_of(weights.scores, KeyRange(dim, *keys_read), trace)
     products = [s for s in summands if isinstance(s.what, float)]
     masks = [s for s in summands if isinstance(s.what, Mask)]
     sinks = [s for s in summands if isinstance(s.what, Sink)]
-    opaque = not products or _tangled(products, masks, Keys(dim, *keys_read), trace)
+    opaque = not products or _tangled(products, masks, KeyRange(dim, *keys_read), trace)
     if opaque:
-        products, masks, sinks = products_within(weights.scores, Keys(dim, *keys_read), trace), [], []
+        products, masks, sinks = products_within(weights.scores, KeyRange(dim, *keys_read), trace), [], []
         if not products:
             reason = f"expected scores that are a sum of products, found {where(weights.scores)}"
             reason += trace.because(trace[weights.scores].term)
@@ -225,7 +225,7 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     )
 
 
-def _tangled(products: Sequence[Summand], masks: Sequence[Summand], keys: Keys, trace: Trace) -> bool:
+def _tangled(products: Sequence[Summand], masks: Sequence[Summand], keys: KeyRange, trace: Trace) -> bool:
     """Whether a mask is made of the products that it is a mask of."""
     own = {summand.form.term.read.source for summand in products}
     nodes = [mask.form.term.read.source for mask in masks]
