@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from mla_compile.passes.algebra.terms import Read, Scaled, Unread
+from mla_compile.passes.algebra.terms import Read, Scaled, Stacked, Unread
 from mla_compile.passes.nodes.arguments import is_tensor
-from mla_compile.passes.nodes.common_subexpressions import Twins
+from mla_compile.passes.nodes.common_subexpressions import CommonSubexpressions
 
 from .collect import Proved
 
@@ -99,6 +99,9 @@ def entrances(proved: Proved) -> dict[str, tuple[str, Kind]]:
         if isinstance(source, Scaled):  # a weight that is kept in few bits
             add(source.of, title, kind)
             add(source.by, f"scales of {title}", kind)
+        if isinstance(source, Stacked):  # a weight of each head
+            for piece in source.pieces:
+                add(piece, title, kind)
         if isinstance(source, fx.Node):
             titles, _ = found.setdefault(source.name, ([], kind))
             titles += [title] * (title not in titles)
@@ -121,8 +124,8 @@ def sketch(module: fx.GraphModule, output: str, inputs: Mapping[str, tuple[str, 
     node = next((n for n in module.graph.nodes if n.name == output), None)
     if node is None:
         return None
-    twins = Twins()  # what is computed twice is one entrance
-    drawer = _Drawer({n: inputs[first] for n in module.graph.nodes if (first := twins.first(n).name) in inputs})
+    common = CommonSubexpressions()  # what is computed twice is one entrance
+    drawer = _Drawer({n: inputs[first] for n in module.graph.nodes if (first := common.first(n).name) in inputs})
     end = drawer.box(node)
     if end is None or len(drawer.sketch.boxes) > WIDEST:
         return None

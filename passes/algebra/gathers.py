@@ -5,7 +5,7 @@
 
 The form of such a node is a leaf: what it is made of is kept beside, as a `Lookup` over the leaf's axes.
 
-Pure Python, like `layout`.
+Pure Python, like `operations`.
 """
 
 from __future__ import annotations

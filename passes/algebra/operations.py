@@ -1,4 +1,4 @@
-"""What layout operations, contractions and joins do to a `Form` (see `axes`).
+"""What layout operations, contractions and joins do to a `Form` (see `terms`).
 
 Pure Python. Each raises `Unaligned` when sizes do not factor over one another; the caller then knows no more of the
 result than its shape.
@@ -10,8 +10,24 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from .sizes import Size, Unaligned, product, quotient, same, total
-from .substitution import Change, Pin, Slice, Split, change, change_term, overlapping, prune
-from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Segment, Sum, Term, Undefined, Unread, Zero
+from .substitution import Change, Pin, Slice, Split, change, change_read, change_term, overlapping, prune
+from .terms import (
+    Axis,
+    Digit,
+    Dim,
+    Form,
+    Join,
+    Lost,
+    Product,
+    Read,
+    Segment,
+    Stacked,
+    Sum,
+    Term,
+    Undefined,
+    Unread,
+    Zero,
+)
 
 
 def leaf(source: Hashable, shape: Sequence[Size]) -> Form:
@@ -144,16 +160,23 @@ def unify(left: Form, right: Form, pairs: Sequence[tuple[int, int]]) -> tuple[Fo
 
 
 def contract(
-    source: Hashable, left: Form, right: Form, batch: Sequence[tuple[int, int]], summed: tuple[int, int], depth: int = 2
+    source: Hashable,
+    left: Form,
+    right: Form,
+    batch: Sequence[tuple[int, int]],
+    summed: tuple[int, int],
+    *,
+    scale: float = 1.0,
+    depth: int = 2,
 ) -> Form:
-    """A matrix product `source` of `left` and `right`: dims are the batch pairs, then what is left of each side."""
+    """A matrix product `source`, `scale * left @ right`: dims are the batch pairs, then what is left of each side."""
     left, right = unify(fresh(left), fresh(right), [*batch, summed])  # summed axes: free in no other form
     together = left.dims[summed[0]] or right.dims[summed[1]]
     batched = tuple(left.dims[i] or right.dims[j] for i, j in batch)
     rows = tuple(dim for i, dim in enumerate(left.dims) if i != summed[0] and i not in {i for i, _ in batch})
     columns = tuple(dim for j, dim in enumerate(right.dims) if j != summed[1] and j not in {j for _, j in batch})
     dims = (*batched, *rows, *columns)
-    parts = Product(prune(left.term, depth), prune(right.term, depth), together)
+    parts = Product(prune(left.term, depth), prune(right.term, depth), together, scale)
     return Form(dims, replace(read_of(source, dims, Term(read_of(source, dims).read, parts).axes), parts=parts))
 
 
@@ -176,7 +199,35 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
     term = read_of(source, dims, together | {along})
     if all(s.term.parts is None for s in segments) and all(axes == together for axes in depends):
         return Form(dims, term)
-    return Form(dims, replace(term, parts=Join(along, segments)))
+    return Form(dims, replace(term, parts=_stacked(along, segments) or Join(along, segments)))
+
+
+def _stacked(along: Axis, segments: Sequence[Segment]) -> Product | None:
+    """Products of one term with a matrix each, stacked: its product with the stack of matrices. None if they are not.
+
+    This is how heads come that have a projection each.
+    """
+    products = [s.term.parts for s in segments if isinstance(s.term.parts, Product) and not s.axes]
+    first = products[0] if len(products) == len(segments) else None
+    if first is None or any(p.scale != first.scale or len(p.summed) != len(first.summed) for p in products):
+        return None
+    alike = [
+        {axis: own for axis, own in zip(p.summed, first.summed, strict=True) if same(axis.size, own.size)}
+        for p in products
+    ]
+    sides = [(change_term(p.left, own), change_term(p.right, own)) for p, own in zip(products, alike, strict=True)]
+    for shared in (0, 1):
+        (term, *others), matrices = [s[shared] for s in sides], [s[1 - shared].read for s in sides]
+        over = matrices[0].axes
+        held = not any(isinstance(read.source, Unread) for read in matrices)
+        if held and all(o.read == term.read for o in others) and all(read.axes == over for read in matrices):
+            order = tuple(over)
+            own = tuple(Axis(axis.size) for axis in order)
+            source = Stacked(tuple(change_read(read, dict(zip(order, own, strict=True))) for read in matrices), own)
+            stack = read_of(source, [(along,), *((axis,) for axis in order)])
+            left, right = (term, stack) if shared == 0 else (stack, term)
+            return Product(left, right, first.summed, first.scale)
+    return None
 
 
 def align(forms: Sequence[Form], labels: Sequence[Sequence[Hashable]]) -> tuple[list[Form], dict[Hashable, Dim]]:
@@ -226,7 +277,7 @@ def add(source: Hashable, operands: Sequence[Form], shape: Sequence[Size]) -> Fo
     own = range(len(shape))
     aligned, axes = align([plain, *operands], [own, *(own[len(shape) - len(o.dims) :] for o in operands)])
     dims = tuple(axes[i] for i in own)
-    return Form(dims, _sum(aligned[0].term, [prune(o.term, 2) for o in aligned[1:]]))
+    return Form(dims, _sum(aligned[0].term, [prune(o.term, 3) for o in aligned[1:]]))  # a product keeps its factors
 
 
 _MOST_TERMS = 4
@@ -258,7 +309,7 @@ def _sum(whole: Term, terms: Sequence[Term]) -> Term:
             start = total([start, segment.size])
         return replace(whole, parts=Join(joined.axis, tuple(segments)))
     if len(flat) > _MOST_TERMS:
-        return whole
+        return replace(whole, lost=Lost(f"a sum of more than {_MOST_TERMS} terms is taken for one"))
     return replace(whole, parts=Sum(tuple(flat)) if flat else Zero())
 
 

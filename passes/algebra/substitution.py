@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .sizes import Size, Unaligned, known_at_most, quotient, same, total
-from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Segment, Sum, Term, Undefined, Zero
+from .terms import Axis, Digit, Dim, Form, Join, Lost, Product, Read, Segment, Sum, Term, Undefined, Zero
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,9 @@ def change_term(term: Term, changes: Changes) -> Term:
             case Join():
                 changed = _change_join(parts, changes)
                 return replace(changed, read=read) if isinstance(changed, Term) else Term(read, changed)
-    except Unaligned:
-        return Term(read)
-    return Term(read, parts)
+    except Unaligned as error:
+        return Term(read, lost=Lost(str(error)))
+    return replace(term, read=read)
 
 
 def change(form: Form, changes: Changes) -> Form:
@@ -224,6 +224,6 @@ def prune(term: Term, depth: int) -> Term:
             return Term(term.read, Join(axis, tuple(replace(s, term=prune(s.term, depth - 1)) for s in segments)))
         case Sum(terms) if depth > 0:
             return Term(term.read, Sum(tuple(prune(addend, depth) for addend in terms)))
-        case Undefined() | Zero():
+        case Undefined() | Zero() | None:
             return term
-    return Term(term.read)
+    return Term(term.read, lost=Lost("products within products within products"))

@@ -16,7 +16,7 @@ Pure Python: no torch, no graphs. Sizes are ints or sympy expressions over integ
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .sizes import Size, product, same
 
@@ -144,11 +144,31 @@ class Scaled:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """A source that no graph has as a tensor: `pieces` along its first dimension, the others one for each of `axes`."""
+
+    pieces: tuple[Read, ...]
+    axes: Dim
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Why it is no longer known what an element is made of: `reason`, and the node that made it so, where one did."""
+
+    reason: str
+    node: Hashable = None
+
+
+@dataclass(frozen=True)
 class Term:
-    """An element: how to read it from a tensor that exists, and, if known, what it is made of."""
+    """An element: how to read it from a tensor that exists, and, if known, what it is made of.
+
+    `lost` is why that is not known any more; two terms that differ in it alone are equal.
+    """
 
     read: Read
     parts: Product | Sum | Join | Undefined | Zero | None = None
+    lost: Lost | None = field(default=None, compare=False)
 
     @property
     def axes(self) -> frozenset[Axis]:

@@ -25,7 +25,7 @@ from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
-from .scores import Keys, Mask, Sink, Summand, products_within, scores_of
+from .scores import KeyRange, Mask, Sink, Summand, products_within, scores_of
 from .softmax import Weights, late, weights_of
 
 
@@ -152,7 +152,8 @@ def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
 def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trace: Trace) -> Attention:
     """Attention that ends in `node`, `output` being its product, perhaps before it is divided."""
     if not isinstance(output.term.parts, Product):
-        raise Refusal(node, "expected attention weights and values over common axes, found that they do not factor")
+        reason = "expected attention weights and values over common axes, found that they do not factor"
+        raise Refusal(node, reason + trace.because(output.term))
     probabilities = (output.term.parts.left, output.term.parts.right)[side]
     dim = weights.dim
     keys_read = _part(probabilities.read.dims[dim])
@@ -164,15 +165,16 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     assert isinstance(place, fx.Node)
     _refuse_other_uses(weights, place, trace)
     score_dims = tuple(tuple(d.axis for d in dim if d.axis is not None) for dim in probabilities.read.dims)
-    summands = scores_of(weights.scores, Keys(dim, *keys_read), trace)
+    summands = scores_of(weights.scores, KeyRange(dim, *keys_read), trace)
     products = [s for s in summands if isinstance(s.what, float)]
     masks = [s for s in summands if isinstance(s.what, Mask)]
     sinks = [s for s in summands if isinstance(s.what, Sink)]
-    opaque = not products or _tangled(products, masks, Keys(dim, *keys_read), trace)
+    opaque = not products or _tangled(products, masks, KeyRange(dim, *keys_read), trace)
     if opaque:
-        products, masks, sinks = products_within(weights.scores, Keys(dim, *keys_read), trace), [], []
+        products, masks, sinks = products_within(weights.scores, KeyRange(dim, *keys_read), trace), [], []
         if not products:
             reason = f"expected scores that are a sum of products, found {where(weights.scores)}"
+            reason += trace.because(trace[weights.scores].term)
             raise Refusal(node, reason, stopped=weights.scores)
         if place is not node:  # divided after: only the product changes
             return _from_weights(place, trace[place], side, weights, trace)
@@ -193,7 +195,7 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     scores = []
     for form, summand in zip(aligned[1:], products, strict=False):
         assert isinstance(summand.what, float)
-        scores.append(_score(node, form.term, keys, summand.what))
+        scores.append(_score(node, form.term, keys, summand.what, trace))
     found = []
     for form, summand in zip(aligned[1 + len(products) :], masks, strict=False):
         assert isinstance(summand.what, Mask)
@@ -223,7 +225,7 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     )
 
 
-def _tangled(products: Sequence[Summand], masks: Sequence[Summand], keys: Keys, trace: Trace) -> bool:
+def _tangled(products: Sequence[Summand], masks: Sequence[Summand], keys: KeyRange, trace: Trace) -> bool:
     """Whether a mask is made of the products that it is a mask of."""
     own = {summand.form.term.read.source for summand in products}
     nodes = [mask.form.term.read.source for mask in masks]
@@ -240,10 +242,11 @@ def _part(digits: Sequence[Digit]) -> tuple[Size, Size] | None:
     return digits[0].start, digits[0].axis.size if digits[0].axis is not None else 1
 
 
-def _score(node: fx.Node, term: Term, keys: Dim, scale: float) -> Score:
+def _score(node: fx.Node, term: Term, keys: Dim, scale: float, trace: Trace) -> Score:
     parts = term.parts
     if not isinstance(parts, Product):
-        raise Refusal(node, "expected the product of queries and keys to keep its axes, found that it does not factor")
+        reason = "expected the product of queries and keys to keep its axes, found that it does not factor"
+        raise Refusal(node, reason + trace.because(term))
     sides = parts.left, parts.right
     with_keys = [any(axis in side.axes for axis in keys) for side in sides]
     if with_keys == [False, False] and not keys:

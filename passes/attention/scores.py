@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..algebra.sizes import Size, same, total
-from ..algebra.terms import Axis, Dim, Form, Product, Term
+from ..algebra.terms import Axis, Dim, Form, Product, Sum, Term
 from ..nodes.arguments import arguments, aten, factor_of, is_elementwise, is_tensor
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
@@ -66,7 +66,7 @@ class Summand:
 
 
 @dataclass(frozen=True)
-class Keys:
+class KeyRange:
     """The keys of a score tensor that have values: `size` from `start` of dimension `dim`."""
 
     dim: int
@@ -74,7 +74,7 @@ class Keys:
     size: Size
 
 
-def scores_of(node: fx.Node, keys: Keys, trace: Trace) -> list[Summand]:
+def scores_of(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand]:
     """The summands of a score tensor; masks in the order in which they apply.
 
     What is no product is a mask that is added, whatever it is.
@@ -139,7 +139,7 @@ def _is_greatest(node: fx.Node, scores: Any, dim: int, trace: Trace) -> bool:
     return bool(keep) and [d % rank for d in dims] == [dim] and bool(trace[of] == trace[scores])
 
 
-def _joined(node: fx.Node, keys: Keys, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:
+def _joined(node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:
     """The summands of the scores with values, which are one piece of the join `node`; the other pieces are sinks."""
     pieces, dim = (*arguments(node), 0)[:2]
     start: Size = 0
@@ -159,7 +159,7 @@ def _joined(node: fx.Node, keys: Keys, labels: tuple[int, ...], factor: float, t
     return [*found, *sinks]
 
 
-def products_within(node: fx.Node, keys: Keys, trace: Trace) -> list[Summand]:
+def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand]:
     """The products of which a score tensor is some elementwise function, whatever it is, sinks aside."""
     found: dict[fx.Node, Summand] = {}
     pending: list[tuple[fx.Node, tuple[int, ...]]] = [(node, tuple(range(len(trace[node].dims))))]
@@ -201,6 +201,9 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
     bias = [Summand(form, labels, Mask(form.term, attends=False, factor=factor))]
     source = form.term.read.source
     through = _labels_through(form, labels)
+    added = isinstance(source, fx.Node) and source.target in (aten.add.Tensor, aten.sub.Tensor)
+    if isinstance(form.term.parts, Sum) and not (added and through is not None):
+        return [_term_of_sum(replace(form, term=term), labels, factor) for term in form.term.parts.terms]
     if not isinstance(source, fx.Node) or through is None or source.op != "call_function":
         return bias
     factor *= math.prod(step for step in form.term.read.then if isinstance(step, float))
@@ -242,6 +245,12 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
     form = trace[mask]
     rejected = Mask(form.term, attends=True, fill=fill * factor, inverted=inverted)
     return [*operand(scores, factor), Summand(form, through[len(through) - len(form.dims) :], rejected)]
+
+
+def _term_of_sum(form: Form, labels: tuple[int, ...], factor: float) -> Summand:
+    """A term of scores that one op multiplies and adds, as `baddbmm` does, or that were divided into heads after."""
+    product = isinstance(form.term.parts, Product)
+    return Summand(form, labels, factor if product else Mask(form.term, attends=False, factor=factor))
 
 
 def _sum(source: fx.Node, left: list[Summand], right: list[Summand]) -> list[Summand]:

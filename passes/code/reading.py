@@ -16,7 +16,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ..algebra.sizes import Size, Unaligned, product, same
-from ..algebra.terms import Axis, Bits, Digit, Dim, Read, Scaled
+from ..algebra.terms import Axis, Bits, Digit, Dim, Read, Scaled, Stacked
 from ..nodes.shapes import size_of
 
 Realize = Callable[[Size], "int | torch.SymInt"]
@@ -93,6 +93,8 @@ def nodes_of(read: Read) -> list[fx.Node]:
     """The nodes of the graph that hold what is read."""
     if isinstance(read.source, Scaled):
         return [*nodes_of(read.source.of), *nodes_of(read.source.by)]
+    if isinstance(read.source, Stacked):
+        return [node for piece in read.source.pieces for node in nodes_of(piece)]
     return [read.source] if isinstance(read.source, fx.Node) else []
 
 
@@ -111,6 +113,9 @@ class Reader:
         if isinstance(read.source, Scaled):
             dims = [(axis,) for axis in read.source.axes]
             return self(read.source.of, *dims) * self(read.source.by, *dims, broadcast=False)
+        if isinstance(read.source, Stacked):
+            dims = [(axis,) for axis in read.source.axes]
+            return torch.stack([self(piece, *dims) for piece in read.source.pieces])
         assert isinstance(read.source, fx.Node)
         tensor: Tensor = self._place[read.source]
         return tensor

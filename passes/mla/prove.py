@@ -79,7 +79,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
             latent, rank = piece.key.read, piece.summed
     if nope is None:
         found = value[0] if value is not None else None
-        raise stored_expanded(attention, trace) or no_up_projection(attention, [p.key for p in pieces], found)
+        raise stored_expanded(attention, trace) or no_up_projection(attention, [p.key for p in pieces], found, trace)
 
     if nope.scale == 0 or not math.isfinite(nope.scale):
         raise Refusal(node, f"expected scores times a number, found them times {nope.scale:g}")
@@ -91,7 +91,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
                 raise Refusal(
                     node,
                     f"expected {rope.width} columns of the keys to be shared by all heads or to come from the latent "
-                    f"of the values, found {describe(rope.key)}",
+                    f"of the values, found {describe(rope.key, trace)}",
                     _SHARE,
                 )
         raise Refusal(node, "expected a latent and an up-projection without a common axis but the rank, found another")
@@ -102,7 +102,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
     heads = rows - batch - tokens  # also those of the queries alone, which share their keys and values
     for rope in ropes:
         if not rope.key.axes <= batch | keys | set(rope.summed):
-            raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key)}", _SHARE)
+            raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", _SHARE)
     reads = [latent, w_uk, w_uv, nope.query.read, *biases]
     reads += [read for piece in (*ropes, *shifts) for read in (piece.query.read, piece.key.read)]
     for read in reads:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
-from ..algebra.terms import Join, Product, Read, Sum, Term, Unread
+from ..algebra.terms import Join, Product, Read, Scaled, Stacked, Sum, Term, Unread
 from ..attention.find import Attention
-from ..nodes.arguments import aten, is_tensor
+from ..nodes.arguments import aten, is_tensor, takes_tensors
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
@@ -34,7 +34,7 @@ def stored_expanded(attention: Attention, trace: Trace) -> Refusal | None:
     """The refusal if keys and values are up-projected from one latent, but before they are cached."""
     values = list(_leaves(attention.value, trace, set()))
     keys = [leaf for score in attention.scores for leaf in _leaves(score.key, trace, set())]
-    stored = [leaf.read for leaf in values if leaf.parts is None and isinstance(leaf.read.source, fx.Node)]
+    stored = [leaf.read for leaf in values if leaf.parts is None and _node(leaf.read) and trace.lost(leaf) is None]
     factors = [_factors(leaf) for leaf in values if isinstance(leaf.parts, Product)]
     latents = [source for source in _factors_of_all(keys) if any(source in pair for pair in factors)]
     if not stored or not latents:
@@ -48,12 +48,12 @@ def stored_expanded(attention: Attention, trace: Trace) -> Refusal | None:
     )
 
 
-def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | None) -> Refusal:
+def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | None, trace: Trace) -> Refusal:
     """The refusal if nothing in the keys is an up-projection of `latent`, or (None) the values are not one either."""
     node = attention.node
     if latent is None:
-        reason = f"expected values that are an up-projection of a latent, found {describe(attention.value)}"
-        return Refusal(node, reason, _LINEAR, _node(attention.value.read))
+        reason = f"expected values that are an up-projection of a latent, found {describe(attention.value, trace)}"
+        return Refusal(node, reason, _LINEAR, _stop(attention.value, trace))
     over = set(attention.keys)
     for term in keys:
         sides = (term.parts.left, term.parts.right) if isinstance(term.parts, Product) else ()
@@ -61,13 +61,19 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
         if len(running) == 1:
             reason = f"expected keys and values from one latent, found keys from {name(running[0])} and values from "
             return Refusal(node, reason + name(latent), "project both from the same tensor", _node(running[0]))
-    found = "; ".join(map(describe, keys))
+    found = "; ".join(describe(term, trace) for term in keys)
     reason = f"expected keys of which some columns are an up-projection of {name(latent)}, found {found}"
-    return Refusal(node, reason, _LINEAR, next(filter(None, (_node(term.read) for term in keys)), None))
+    return Refusal(node, reason, _LINEAR, next(filter(None, (_stop(term, trace) for term in keys)), None))
 
 
 def _node(read: Read) -> fx.Node | None:
     return read.source if isinstance(read.source, fx.Node) else None
+
+
+def _stop(term: Term, trace: Trace) -> fx.Node | None:
+    """The node at which the trace of a term ends."""
+    lost = trace.lost(term)
+    return lost.node if lost is not None and isinstance(lost.node, fx.Node) else _node(term.read)
 
 
 def _leaves(term: Term, trace: Trace, seen: set[fx.Node]) -> Iterator[Term]:
@@ -80,7 +86,8 @@ def _leaves(term: Term, trace: Trace, seen: set[fx.Node]) -> Iterator[Term]:
             yield from _leaves(segment.term, trace, seen)
     elif term.parts is None and isinstance(source, fx.Node) and source.target in _WRITES:
         for operand in source.all_input_nodes:
-            if is_tensor(operand) and operand not in seen:
+            filled = operand.op == "call_function" and not takes_tensors(operand) and trace.lost(term) is not None
+            if is_tensor(operand) and operand not in seen and not filled:  # a buffer that this graph fills is no cache
                 seen.add(operand)
                 yield from _leaves(trace[operand].term, trace, seen)
     else:
@@ -100,19 +107,25 @@ def _factors(leaf: Term) -> list[fx.Node]:
     return sorted((s for s in sources if isinstance(s, fx.Node)), key=lambda node: node.op == "placeholder")
 
 
-def describe(term: Term) -> str:
-    """What an element is, in words."""
+def describe(term: Term, trace: Trace) -> str:
+    """What an element is, in words, and why no more is known of it."""
     match term.parts:
         case Product(left, right):
             return f"a product of {name(left.read)} and {name(right.read)}"
         case Sum(terms):
-            return "a sum of " + " and ".join(describe(term) for term in terms)
+            return "a sum of " + " and ".join(describe(term, trace) for term in terms)
         case Join(_, segments):
-            return f"{len(segments)} pieces: " + ", ".join(describe(segment.term) for segment in segments)
-    return name(term.read)
+            return f"{len(segments)} pieces: " + ", ".join(describe(segment.term, trace) for segment in segments)
+    return name(term.read) + trace.because(term)
 
 
 def name(read: Read) -> str:
     """The tensor that is read, in words."""
-    source = read.source.node if isinstance(read.source, Unread) else read.source
-    return where(source) if isinstance(source, fx.Node) else str(source)
+    match read.source:
+        case Unread(node) | (fx.Node() as node):
+            return where(node) if isinstance(node, fx.Node) else str(node)
+        case Scaled(of, _):
+            return name(of)
+        case Stacked(pieces):
+            return f"{name(pieces[0])} and {len(pieces) - 1} more"
+    return str(read.source)

@@ -20,6 +20,11 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def takes_tensors(node: fx.Node) -> bool:
+    """Whether what a node computes depends on any tensor, and not on sizes alone."""
+    return any(not isinstance(operand.meta.get("val"), torch.SymInt | int) for operand in node.all_input_nodes)
+
+
 def is_elementwise(node: fx.Node) -> bool:
     """Whether a node is a function of each element of its broadcast operands by itself, casts included."""
     return is_pointwise(node.target) or node.target is aten._to_copy.default

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 
-class Twins:
+class CommonSubexpressions:
     """Nodes that compute the same: one op on the same arguments. Ask for the nodes of a graph in order."""
 
     def __init__(self) -> None:

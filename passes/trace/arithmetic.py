@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import fx
 
 from ..algebra import operations
+from ..algebra.sizes import Unaligned, known_at_most
 from ..algebra.terms import Form, Unread
 from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
 from ..nodes.shapes import shape_of, size_of
@@ -13,6 +16,14 @@ from .handler import Forms, Handlers, pointwise
 from .weights import dequantized
 
 HANDLERS = Handlers()
+HANDLERS.of(  # of each element by itself, which torch does not say of them
+    aten.complex.default,
+    aten.fill.Tensor,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+    aten.masked_fill.Tensor,
+    aten.polar.default,
+)(pointwise)
 
 
 @HANDLERS.of(aten._to_copy.default)
@@ -20,7 +31,7 @@ def _cast(trace: Forms, node: fx.Node) -> Form:
     source = arguments(node)[0]
     before, after = source.meta["val"].dtype, node.meta["val"].dtype
     if node.meta["val"].device != source.meta["val"].device:
-        return operations.leaf(node, shape_of(node))
+        raise Unaligned("a copy to another device")
     if before == after:
         return trace[source]
     if not (before.is_floating_point and after.is_floating_point):
@@ -38,19 +49,62 @@ def _bmm(trace: Forms, node: fx.Node) -> Form:
     return operations.contract(node, trace[arguments(node)[0]], trace[arguments(node)[1]], [(0, 0)], (2, 1))
 
 
-@HANDLERS.of(aten.addmm.default)
+@HANDLERS.of(aten.mv.default)
+def _mv(trace: Forms, node: fx.Node) -> Form:
+    return operations.contract(node, trace[arguments(node)[0]], trace[arguments(node)[1]], [], (1, 0))
+
+
+@HANDLERS.of(aten.dot.default)
+def _dot(trace: Forms, node: fx.Node) -> Form:
+    return operations.contract(node, trace[arguments(node)[0]], trace[arguments(node)[1]], [], (0, 0))
+
+
+@HANDLERS.of(aten.addmm.default, aten.addmv.default)
 def _addmm(trace: Forms, node: fx.Node) -> Form:
-    bias, left, right = (trace[operand] for operand in arguments(node))
+    _, left, right = (trace[operand] for operand in arguments(node))
+    return _affine(trace, node, left, right, [], (1, 0))
+
+
+@HANDLERS.of(aten.baddbmm.default)
+def _baddbmm(trace: Forms, node: fx.Node) -> Form:
+    _, left, right = (trace[operand] for operand in arguments(node))
+    return _affine(trace, node, left, right, [(0, 0)], (2, 1))
+
+
+@HANDLERS.of(aten.addbmm.default)
+def _addbmm(trace: Forms, node: fx.Node) -> Form:
+    """Products that are added up over the batch: one over batch and width."""
+    _, left, right = (trace[operand] for operand in arguments(node))
+    (batch, rows, width), columns = left.shape, right.shape[2]
+    left = operations.view(operations.permute(left, (1, 0, 2)), (rows, batch * width))
+    return _affine(trace, node, left, operations.view(right, (batch * width, columns)), [], (1, 0))
+
+
+@HANDLERS.of(aten.addr.default)
+def _addr(trace: Forms, node: fx.Node) -> Form:
+    _, left, right = (trace[operand] for operand in arguments(node))
+    rows, columns = Form((*left.dims, ()), left.term), Form(((), *right.dims), right.term)
+    return _affine(trace, node, rows, columns, [], (1, 0))
+
+
+def _affine(
+    trace: Forms, node: fx.Node, left: Form, right: Form, batch: list[tuple[int, int]], summed: tuple[int, int]
+) -> Form:
+    """`beta * addend + alpha * left @ right`, the addend being the node's first argument."""
     alpha, beta = factor_of(node), factor_of(node, "beta")
-    if alpha is None or not beta:  # a bias times 0 is nothing even if it is NaN
-        return operations.leaf(node, shape_of(node))
-    product = _times(operations.contract(Unread(node), left, right, [], (1, 0)), alpha)
-    return operations.add(node, [product, _times(bias, beta)], shape_of(node))
+    if alpha is None or beta is None:
+        raise Unaligned("a product times a number that is not known")
+    if beta == 0:  # an addend times 0 is nothing even if it is NaN
+        return operations.contract(node, left, right, batch, summed, scale=alpha)
+    product = _times(operations.contract(Unread(node), left, right, batch, summed), alpha)
+    return operations.add(node, [product, _times(trace[arguments(node)[0]], beta)], shape_of(node))
 
 
-@HANDLERS.of(aten.add.Tensor, aten.sub.Tensor)
+@HANDLERS.of(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor)
 def _add(trace: Forms, node: fx.Node) -> Form:
     a, b = arguments(node)[:2]
+    if node.target is aten.rsub.Tensor:
+        a, b = b, a
     factor = factor_of(node)
     known = is_tensor(a) and is_tensor(b) and any(trace[o].term.parts is not None for o in (a, b))
     if not known or factor is None or not node.meta["val"].dtype.is_floating_point:
@@ -76,10 +130,10 @@ def _pad(trace: Forms, node: fx.Node) -> Form:
     before_after = list(zip(amounts[::2], amounts[1::2], strict=True))[::-1]
     padded = [len(form.dims) - len(before_after) + i for i, pair in enumerate(before_after) if pair != (0, 0)]
     if len(padded) != 1 or argument(node, 2, "value", 0) != 0:
-        return operations.leaf(node, shape_of(node))
+        raise Unaligned("padding of several dimensions, or with another number than 0")
     before, after = before_after[padded[0] - len(form.dims) + len(before_after)]
-    if any(not isinstance(size, int) or size < 0 for size in (before, after)):
-        return operations.leaf(node, shape_of(node))
+    if not known_at_most(0, before) or not known_at_most(0, after):
+        raise Unaligned("padding by a size that is negative or not known")
     return operations.pad(node, form, padded[0], before, after)
 
 
@@ -91,7 +145,7 @@ def _scale(trace: Forms, node: fx.Node) -> Form:
         a, b = b, a
     number = isinstance(b, int | float) and not isinstance(b, bool) and not (division and b == 0)
     scalable = is_tensor(a) and (trace[a].term.parts is not None or in_fp8(trace, trace[a]))
-    if scalable and number and node.meta["val"].dtype.is_floating_point:
+    if scalable and number and math.isfinite(b) and node.meta["val"].dtype.is_floating_point:
         return operations.scaled(trace[a], 1 / b if division else float(b))
     known = None
     if not division and is_tensor(a) and is_tensor(b):

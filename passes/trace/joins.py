@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import fx
 
 from ..algebra import operations
-from ..algebra.sizes import same, total
-from ..algebra.terms import Form, Term, Undefined
+from ..algebra.sizes import Size, Unaligned, known_at_most, same, total
+from ..algebra.terms import Form, Term, Undefined, Zero
 from ..nodes.arguments import argument, arguments, aten
-from ..nodes.shapes import shape_of
+from ..nodes.shapes import shape_of, size_of
 from .handler import Forms, Handlers
-from .parts import start_of
+from .parts import index_of, start_of
+from .ranges import first_of
 
 HANDLERS = Handlers()
 
@@ -20,38 +21,137 @@ def _cat(trace: Forms, node: fx.Node) -> Form:
     dim = argument(node, 1, "dim", 0) % len(shape_of(node))
     pieces = [trace[piece] for piece in arguments(node)[0] if len(shape_of(piece)) == len(shape_of(node))]
     if len(pieces) != len(arguments(node)[0]) or len({p.meta["val"].dtype for p in arguments(node)[0]}) > 1:
-        return operations.leaf(node, shape_of(node))
+        raise Unaligned("pieces of several ranks or dtypes")
     return pieces[0] if len(pieces) == 1 else operations.join(node, pieces, dim)
 
 
-@HANDLERS.of(aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_permuted.default)
+@HANDLERS.of(aten.stack.default)
+def _stack(trace: Forms, node: fx.Node) -> Form:
+    dim = argument(node, 1, "dim", 0) % len(shape_of(node))
+    if len({p.meta["val"].dtype for p in arguments(node)[0]}) > 1:
+        raise Unaligned("pieces of several dtypes")
+    return operations.join(node, [_unsqueezed(trace[piece], dim) for piece in arguments(node)[0]], dim)
+
+
+@HANDLERS.of(
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_permuted.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
 def _empty(trace: Forms, node: fx.Node) -> Form:
     form = operations.leaf(node, shape_of(node))
     return Form(form.dims, Term(form.term.read, Undefined()))
 
 
+@HANDLERS.of(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default)
+def _zeros(trace: Forms, node: fx.Node) -> Form:
+    form = operations.leaf(node, shape_of(node))
+    return Form(form.dims, Term(form.term.read, Zero())) if node.meta["val"].dtype.is_floating_point else form
+
+
+@HANDLERS.of(aten.full.default, aten.full_like.default, aten.new_full.default, aten.fill.Scalar)
+def _full(trace: Forms, node: fx.Node) -> Form:
+    place = 2 if node.target is aten.new_full.default else 1
+    value = argument(node, place, "value" if node.target is aten.fill.Scalar else "fill_value")
+    return _zeros(trace, node) if value in (0, False) else operations.leaf(node, shape_of(node))
+
+
 @HANDLERS.of(aten.copy.default)
 def _copy(trace: Forms, node: fx.Node) -> Form:
     target, source = arguments(node)[:2]
-    before, after = source.meta["val"].dtype, target.meta["val"].dtype
-    if source.meta["val"].device != target.meta["val"].device or (
-        before != after and not (before.is_floating_point and after.is_floating_point)
-    ):
-        return operations.leaf(node, shape_of(node))
-    form = operations.expand(trace[source], shape_of(node))
-    return form if before == after else operations.cast(form, after)
+    return operations.expand(_as_held(trace, source, target), shape_of(node))
 
 
 @HANDLERS.of(aten.slice_scatter.default)
 def _slice_scatter(trace: Forms, node: fx.Node) -> Form:
-    target, source = trace[arguments(node)[0]], trace[arguments(node)[1]]
-    whole = shape_of(node)
-    dim = argument(node, 2, "dim", 0) % len(whole)
-    size = source.shape[dim]
-    start = start_of(argument(node, 3, "start"), argument(node, 4, "end"), whole[dim], size)
+    target, source = arguments(node)[:2]
+    dim = argument(node, 2, "dim", 0) % len(shape_of(node))
+    whole, size = shape_of(node)[dim], shape_of(source)[dim]
+    start = start_of(argument(node, 3, "start"), argument(node, 4, "end"), whole, size)
     if argument(node, 5, "step", 1) != 1:
-        return operations.leaf(node, whole)
-    after = total([whole[dim], -start, -size])
+        raise Unaligned("a slice with a step that is written")
+    return _written(node, trace[target], _as_held(trace, source, target), dim, start)
+
+
+@HANDLERS.of(aten.select_scatter.default)
+def _select_scatter(trace: Forms, node: fx.Node) -> Form:
+    target, source, dim, index = arguments(node)
+    dim %= len(shape_of(node))
+    start = index_of(size_of(index), shape_of(node)[dim])
+    return _written(node, trace[target], _unsqueezed(_as_held(trace, source, target), dim), dim, start)
+
+
+@HANDLERS.of(aten.index_copy.default)
+def _index_copy(trace: Forms, node: fx.Node) -> Form:
+    target, dim, index, source = arguments(node)
+    start = _first(trace[index], 0)
+    return _written(node, trace[target], _as_held(trace, source, target), dim % len(shape_of(node)), start)
+
+
+@HANDLERS.of(aten.index_put.default)
+def _index_put(trace: Forms, node: fx.Node) -> Form:
+    target, indices, source = arguments(node)[:3]
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or len(shape_of(given[0][1])) != 1 or argument(node, 3, "accumulate", False):
+        raise Unaligned("several indices that are written, or are added to")
+    ((dim, index),) = given
+    shape = (*shape_of(node)[:dim], shape_of(index)[0], *shape_of(node)[dim + 1 :])
+    source = operations.expand(_as_held(trace, source, target), shape)
+    return _written(node, trace[target], source, dim, _first(trace[index], 0))
+
+
+@HANDLERS.of(aten.scatter.src)
+def _scatter(trace: Forms, node: fx.Node) -> Form:
+    target, dim, index, source = arguments(node)[:4]
+    dim %= len(shape_of(node))
+    others = [(a, b) for i, (a, b) in enumerate(zip(shape_of(node), shape_of(index), strict=True)) if i != dim]
+    sizes = [*others, *zip(shape_of(index), shape_of(source), strict=True)]
+    if any(not same(a, b) for a, b in sizes):
+        raise Unaligned("a part of the rows that is written")
+    return _written(node, trace[target], _as_held(trace, source, target), dim, _first(trace[index], dim))
+
+
+def _as_held(trace: Forms, source: fx.Node, target: fx.Node) -> Form:
+    """What is written to `target`, in its dtype."""
+    before, after = source.meta["val"].dtype, target.meta["val"].dtype
+    if source.meta["val"].device != target.meta["val"].device or (
+        before != after and not (before.is_floating_point and after.is_floating_point)
+    ):
+        raise Unaligned("a copy to another device or kind of number")
+    return trace[source] if before == after else operations.cast(trace[source], after)
+
+
+def _unsqueezed(form: Form, dim: int) -> Form:
+    return Form((*form.dims[:dim], (), *form.dims[dim:]), form.term)
+
+
+def _first(index: Form, dim: int) -> Size:
+    """The first of the indices of a dimension `dim` that are written, one behind the other.
+
+    Raises: Unaligned, if they are not known to be such.
+    """
+    read, axes = index.term.read, index.dims[dim]
+    first = None if read.then else first_of(read.source)
+    if first is None:
+        raise Unaligned("places that only a run knows")
+    (digits,) = read.dims
+    if digits:
+        slowest = digits[0]
+        if len(digits) > 1 or slowest.step != 1 or axes != (() if slowest.axis is None else (slowest.axis,)):
+            raise Unaligned("places that are not one behind the other")
+        first = total([first, slowest.before, slowest.start])
+    if not known_at_most(0, first):
+        raise Unaligned(f"an index {first} that may count from the end")
+    return first
+
+
+def _written(node: fx.Node, target: Form, source: Form, dim: int, start: Size) -> Form:
+    """`target` with `source` from `start` of dimension `dim` on."""
+    whole, size = target.shape[dim], source.shape[dim]
+    after = total([whole, -start, -size])
     pieces = [] if same(start, 0) else [operations.take(target, dim, 0, start)]
     pieces.append(source)
     if not same(after, 0):

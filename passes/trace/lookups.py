@@ -1,4 +1,4 @@
-"""Handlers of the ops that read through a table: pages of a cache, or its slots (see `lookup`)."""
+"""Handlers of the ops that read through a table: pages of a cache, or its slots (see `algebra/gathers`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ..algebra import operations
 from ..algebra.gathers import Lookup, by_position, flatten, gather, look_up, within
 from ..algebra.sizes import Size, Unaligned, same
 from ..algebra.terms import Bits, Form
-from ..nodes.arguments import argument, arguments, aten
+from ..nodes.arguments import arguments, aten
 from ..nodes.shapes import shape_of
 from .handler import Forms, Handlers, lookup_of
+from .ranges import first_of
 
 HANDLERS = Handlers()
 
@@ -53,13 +54,13 @@ def _index_tensor(trace: Forms, node: fx.Node) -> Form:
     source, indices = arguments(node)
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if any(index.meta["val"].dtype not in (torch.int64, torch.int32) for _, index in given):
-        return operations.leaf(node, shape_of(node))
+        raise Unaligned("an index that is no whole number")
     if len(given) == 1:
         dim, index = given[0]
         return _looked_up(trace, node, look_up(node, _along(trace, source, dim), dim, trace[index], wraps=True))
     if [dim for dim, _ in given] == [0, 1]:
         return _index_by_position(trace, node, source, *(index for _, index in given))
-    return operations.leaf(node, shape_of(node))
+    raise Unaligned("several indices that are no page and its row")
 
 
 def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.Node, row: fx.Node) -> Form:
@@ -68,7 +69,7 @@ def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.No
     looked_up = form.term.read.source
     rows = trace[source].shape[1]
     if looked_up not in trace.lookups:
-        return operations.leaf(node, shape_of(node))
+        raise Unaligned("several indices that are no page and its row")
     lookup = within(trace.lookups[looked_up], trace[looked_up], form.term.read)
     quotient = lookup.table.source
     whole = all(digit.whole for dim in lookup.table.dims for digit in dim)
@@ -76,7 +77,7 @@ def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.No
     remainders = _positions(row, aten.remainder.Scalar, rows)
     alike = positions is not None and remainders is not None and same(positions, remainders)
     if not alike or lookup.table.axes != set(form.dims[-1]):
-        return operations.leaf(node, shape_of(node))
+        raise Unaligned("several indices that are no page and its row")
     return _looked_up(trace, node, by_position(node, trace[source], form, lookup))
 
 
@@ -87,14 +88,10 @@ def _positions(node: Any, target: Any, divisor: Size) -> Size | None:
     positions, by = arguments(node)[:2]
     if by != divisor or len(node.meta["val"].shape) != 1 or not isinstance(positions, fx.Node):
         return None
-    first, step = argument(positions, 0, "start"), argument(positions, 2, "step", 1)
-    ranges = positions.target in (aten.arange.start, aten.arange.start_step) and first == 0 and step == 1
-    if not ranges and positions.target is not aten.arange.default:
-        return None
-    return shape_of(positions)[0]
+    return shape_of(positions)[0] if first_of(positions) == 0 else None
 
 
-@HANDLERS.of(aten.view.dtype)
+@HANDLERS.of(aten.view.dtype, aten.view_copy.dtype)
 def _view_dtype(trace: Forms, node: fx.Node) -> Form:
     """Bytes that were looked up are the numbers that they encode."""
     source, dtype = arguments(node)
@@ -105,7 +102,7 @@ def _view_dtype(trace: Forms, node: fx.Node) -> Form:
         or lookup.then
         or source.meta["val"].dtype.itemsize != dtype.itemsize
     ):
-        return operations.leaf(node, shape_of(node))
+        raise Unaligned("bits that are taken for another dtype")
     dims = trace[source].dims
     pages = replace(lookup.pages, then=(*lookup.pages.then, Bits(dtype)))
     return _looked_up(trace, node, (Form(dims, operations.read_of(node, dims)), replace(lookup, pages=pages)))

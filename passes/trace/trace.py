@@ -1,10 +1,12 @@
 """Provenance: the `Form` of every tensor of a functional ATen graph.
 
 One walk over the graph in order, one handler for each kind of op. What no handler knows, or what does not factor
-into axes, is a leaf: nothing but a tensor of its shape.
+into axes, is a leaf: nothing but a tensor of its shape. Why it is one is kept, for who says why a site is unchanged.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import fx
 
@@ -12,14 +14,17 @@ from ..algebra import operations
 from ..algebra.gathers import Lookup
 from ..algebra.numbers import Numbers
 from ..algebra.sizes import Unaligned
-from ..algebra.terms import Form
-from ..nodes.arguments import is_pointwise, is_tensor
-from ..nodes.common_subexpressions import Twins
+from ..algebra.terms import Form, Lost, Term
+from ..nodes.arguments import is_pointwise, is_tensor, takes_tensors
+from ..nodes.common_subexpressions import CommonSubexpressions
 from ..nodes.shapes import shape_of
-from . import arithmetic, joins, lookups, parts, views
+from ..nodes.source import where
+from . import arithmetic, joins, lookups, parts, slices, views
 from .handler import Handlers, pointwise
+from .unhandled import UNHANDLED
 
-HANDLERS = Handlers(views.HANDLERS | parts.HANDLERS | joins.HANDLERS | arithmetic.HANDLERS | lookups.HANDLERS)
+TABLES = (views.HANDLERS, parts.HANDLERS, slices.HANDLERS, joins.HANDLERS, arithmetic.HANDLERS, lookups.HANDLERS)
+HANDLERS = Handlers({op: handler for table in TABLES for op, handler in table.items()})
 """All of them: no op is in two tables."""
 
 
@@ -32,23 +37,51 @@ class Trace:
         """What the nodes that read through a table are made of, over the axes of their forms."""
         self.numbers: dict[fx.Node, Numbers] = {}
         """Likewise of products of a tensor in FP8 and its scales."""
-        twins = Twins()
+        self._stopped: dict[fx.Node, Lost] = {}
+        common = CommonSubexpressions()
         for node in graph.nodes:
-            first = twins.first(node)
+            first = common.first(node)
             if is_tensor(node):
                 self._forms[node] = self._describe(node) if first is node else self._forms[first]
 
     def __getitem__(self, node: fx.Node) -> Form:
         return self._forms[node]
 
+    def lost(self, term: Term) -> Lost | None:
+        """Why no more is known of what a term is made of, and the node at which the trace stopped.
+
+        None where nothing was lost: the tensor that is read is an input, or a function of each element of others.
+        """
+        source = term.read.source
+        return term.lost or (self._stopped.get(source) if isinstance(source, fx.Node) else None)
+
+    def because(self, term: Term) -> str:
+        """The end of a sentence about a term of which something was lost; empty where nothing was."""
+        lost = self.lost(term)
+        if lost is None:
+            return ""
+        stop = lost.node if lost.node is not term.read.source else None
+        return f", where the trace stopped{f' in {where(stop)}' if isinstance(stop, fx.Node) else ''}: {lost.reason}"
+
     def _describe(self, node: fx.Node) -> Form:
         if node.op == "call_function":
-            handler = HANDLERS.get(node.target)
-            if handler is None and is_pointwise(node.target):
-                handler = pointwise
-            if handler is not None:
-                try:
-                    return handler(self, node)
-                except Unaligned:
-                    pass
+            handler = HANDLERS.get(node.target, pointwise if is_pointwise(node.target) else None)
+            try:
+                if handler is None:
+                    raise Unaligned(UNHANDLED.get(node.target, "an op that no handler knows"))
+                return _placed(handler(self, node), node)
+            except Unaligned as error:
+                if takes_tensors(node):
+                    self._stopped[node] = Lost(str(error), node)
         return operations.leaf(node, shape_of(node))
+
+
+def _placed(form: Form, node: fx.Node) -> Form:
+    """A form that a handler made for `node`, to which what was lost in it is put down."""
+
+    def place(term: Term) -> Term:
+        if term.lost is None or term.lost.node is not None:
+            return term
+        return replace(term, lost=replace(term.lost, node=node))
+
+    return operations.map_terms(form, place)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from ..algebra import operations
+from ..algebra.sizes import Size, Unaligned, quotient
 from ..algebra.terms import Form
 from ..nodes.arguments import arguments, aten
 from ..nodes.shapes import shape_of, size_of
@@ -16,9 +19,13 @@ HANDLERS = Handlers()
 
 @HANDLERS.of(
     aten.alias.default,
+    aten.alias_copy.default,
     aten.clone.default,
     aten.contiguous.default,
     aten.detach.default,
+    aten.detach_copy.default,
+    aten.lift.default,
+    aten.lift_fresh.default,
     aten.lift_fresh_copy.default,
 )
 def _same(trace: Forms, node: fx.Node) -> Form:
@@ -27,12 +34,19 @@ def _same(trace: Forms, node: fx.Node) -> Form:
 
 @HANDLERS.of(
     aten.view.default,
+    aten.view_copy.default,
     aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten._reshape_alias_copy.default,
     aten.reshape.default,
     aten.squeeze.default,
+    aten.squeeze_copy.default,
     aten.squeeze.dim,
+    aten.squeeze_copy.dim,
     aten.squeeze.dims,
+    aten.squeeze_copy.dims,
     aten.unsqueeze.default,
+    aten.unsqueeze_copy.default,
     aten.unflatten.int,
 )
 def _view(trace: Forms, node: fx.Node) -> Form:
@@ -40,12 +54,12 @@ def _view(trace: Forms, node: fx.Node) -> Form:
     return flattened(trace, node, form)
 
 
-@HANDLERS.of(aten.permute.default)
+@HANDLERS.of(aten.permute.default, aten.permute_copy.default)
 def _permute(trace: Forms, node: fx.Node) -> Form:
     return operations.permute(trace[arguments(node)[0]], [d % len(arguments(node)[1]) for d in arguments(node)[1]])
 
 
-@HANDLERS.of(aten.transpose.int)
+@HANDLERS.of(aten.transpose.int, aten.transpose_copy.int)
 def _transpose(trace: Forms, node: fx.Node) -> Form:
     source = trace[arguments(node)[0]]
     order = list(range(len(source.dims)))
@@ -54,13 +68,13 @@ def _transpose(trace: Forms, node: fx.Node) -> Form:
     return operations.permute(source, order)
 
 
-@HANDLERS.of(aten.t.default)
+@HANDLERS.of(aten.t.default, aten.t_copy.default)
 def _t(trace: Forms, node: fx.Node) -> Form:
     source = trace[arguments(node)[0]]
     return operations.permute(source, range(len(source.dims))[::-1])
 
 
-@HANDLERS.of(aten.expand.default)
+@HANDLERS.of(aten.expand.default, aten.expand_copy.default)
 def _expand(trace: Forms, node: fx.Node) -> Form:
     return operations.expand(trace[arguments(node)[0]], shape_of(node))
 
@@ -68,3 +82,38 @@ def _expand(trace: Forms, node: fx.Node) -> Form:
 @HANDLERS.of(aten.repeat.default)
 def _repeat(trace: Forms, node: fx.Node) -> Form:
     return operations.repeat(trace[arguments(node)[0]], [size_of(count) for count in arguments(node)[1]])
+
+
+@HANDLERS.of(aten.channel_shuffle.default)
+def _channel_shuffle(trace: Forms, node: fx.Node) -> Form:
+    source, groups = trace[arguments(node)[0]], arguments(node)[1]
+    batch, channels, *rest = source.shape
+    each = quotient(channels, groups)
+    if each is None:
+        raise Unaligned(f"{channels} channels in {groups} groups")
+    return _through(source, (batch, groups, each, *rest), (0, 2, 1, *range(3, len(rest) + 3)), shape_of(node))
+
+
+@HANDLERS.of(aten.pixel_shuffle.default)
+def _pixel_shuffle(trace: Forms, node: fx.Node) -> Form:
+    """`[..., C r r, H, W]` as `[..., C, H r, W r]`."""
+    source, factor = trace[arguments(node)[0]], arguments(node)[1]
+    *batch, _, height, width = source.shape
+    channels, n = shape_of(node)[-3], len(batch)
+    order = (*range(n), n, n + 3, n + 1, n + 4, n + 2)
+    return _through(source, (*batch, channels, factor, factor, height, width), order, shape_of(node))
+
+
+@HANDLERS.of(aten.pixel_unshuffle.default)
+def _pixel_unshuffle(trace: Forms, node: fx.Node) -> Form:
+    """`[..., C, H r, W r]` as `[..., C r r, H, W]`."""
+    source, factor = trace[arguments(node)[0]], arguments(node)[1]
+    *batch, channels, _, _ = source.shape
+    (height, width), n = shape_of(node)[-2:], len(batch)
+    order = (*range(n), n, n + 2, n + 4, n + 1, n + 3)
+    return _through(source, (*batch, channels, height, factor, width, factor), order, shape_of(node))
+
+
+def _through(form: Form, divided: Sequence[Size], order: Sequence[int], shape: Sequence[Size]) -> Form:
+    """The elements under a shape that divides dimensions, in another order, under the last shape."""
+    return operations.view(operations.permute(operations.view(form, divided), order), shape)

@@ -11,7 +11,20 @@ import sympy
 import torch
 from mla_compile.passes.algebra.gathers import Lookup
 from mla_compile.passes.algebra.sizes import Size, same
-from mla_compile.passes.algebra.terms import Axis, Bits, Form, Join, Product, Read, Scaled, Sum, Term, Undefined, Zero
+from mla_compile.passes.algebra.terms import (
+    Axis,
+    Bits,
+    Form,
+    Join,
+    Product,
+    Read,
+    Scaled,
+    Stacked,
+    Sum,
+    Term,
+    Undefined,
+    Zero,
+)
 from mla_compile.passes.nodes.arguments import is_tensor
 from mla_compile.passes.trace.trace import Trace
 from torch import Tensor, fx
@@ -60,7 +73,7 @@ class World:
 
     def read(self, read: Read, grids: Mapping[Axis, Grid]) -> np.ndarray:
         """The elements that a read names. Every index has to be one that the tensor has."""
-        tensor = self._scaled(read.source) if isinstance(read.source, Scaled) else self.tensors[read.source]
+        tensor = self._made(read.source) if isinstance(read.source, Scaled | Stacked) else self.tensors[read.source]
         assert len(read.dims) == tensor.ndim
         indices = []
         for dim, size in zip(read.dims, tensor.shape, strict=True):
@@ -83,10 +96,13 @@ class World:
                 elements = torch.from_numpy(elements.astype(np.uint8)).view(step.dtype).double().numpy()
         return elements
 
-    def _scaled(self, source: Scaled) -> np.ndarray:
+    def _made(self, source: Scaled | Stacked) -> np.ndarray:
         """A tensor that no graph has."""
-        whole = Form(tuple((axis,) for axis in source.axes), Term(source.of))
+        of, *_ = source.pieces if isinstance(source, Stacked) else (source.of,)
+        whole = Form(tuple((axis,) for axis in source.axes), Term(of))
         grids = self.grids(whole)
+        if isinstance(source, Stacked):
+            return np.stack([self.element(whole, self.read(piece, grids)) for piece in source.pieces])
         return self.element(whole, self.read(source.of, grids) * self.read(source.by, grids))
 
     def term(self, term: Term, grids: Mapping[Axis, Grid]) -> np.ndarray:

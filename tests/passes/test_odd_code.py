@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import einops
 import pytest
@@ -58,6 +59,54 @@ def heads_apart(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Te
     kv = torch.stack([latent @ w for w in w_kv.split(P + V, -1)], 1)
     k_nope, v = kv.split([P, V], -1)
     return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(k_rope)], -1), v)
+
+
+def weights_apart(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """One Linear a head for the keys, another for the values."""
+    w_uk, w_uv = (w.clone() for w in mla.weights(w_kv))
+    k = torch.stack([F.linear(latent, w_uk[n]) for n in range(N)], 1)
+    v = torch.stack([F.linear(latent, w_uv[n]) for n in range(N)], 2).transpose(1, 2)
+    return mla.softmax(mla.queries(x, w_q), torch.cat([k, mla.to_heads(k_rope)], -1), v)
+
+
+def scores_by_baddbmm(addend: Callable[[Tensor, Tensor], tuple[Tensor, float]]) -> Function:
+    """Batch and heads in one dimension, the scale and what is added in the product."""
+
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = (t.reshape(-1, t.shape[2], t.shape[3]) for t in mla.naive(*args))
+        added, beta = addend(q, k)
+        p = torch.baddbmm(added, q, k.transpose(1, 2), beta=beta, alpha=SCALE).softmax(-1)
+        return (p @ v).view(-1, N, q.shape[1], V)
+
+    return attention
+
+
+def scores_in_two_steps(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    q_nope, q_rope = (t.reshape(B * N, SQ, -1) for t in mla.queries(x, w_q).split([P, R], -1))
+    k_nope, v = (t.reshape(B * N, T, -1) for t in mla.up_projected(latent, w_kv))
+    scores = q_rope @ mla.to_heads(k_rope).reshape(B * N, T, R).mT
+    scores = torch.baddbmm(scores, q_nope, k_nope.mT, beta=0.5, alpha=2).view(B, N, SQ, T)
+    return scores.softmax(-1) @ v.view(B, N, T, V)
+
+
+def filled(make: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
+    """A buffer that is written whole."""
+    return make(v).index_copy(2, torch.arange(T), v)
+
+
+def token_by_token(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Latents and rope keys of new tokens, each written by its index."""
+    for i in range(SQ):
+        latent = torch.select_scatter(latent, x[:, i, :L], 1, T - SQ + i)
+        k_rope = torch.select_scatter(k_rope, x[:, i, :R], 1, T - SQ + i)
+    return mla.combined(x, latent, k_rope, w_q, w_kv)
+
+
+def complex_rope(k_rope: Tensor) -> Tensor:
+    """The rope key of every head turned as a complex number."""
+    pairs = torch.view_as_complex(mla.to_heads(k_rope).reshape(B, N, T, R // 2, 2))
+    turn = torch.polar(torch.ones(T, R // 2).double(), torch.arange(T).double()[:, None].expand(-1, R // 2))
+    return torch.view_as_real(pairs * turn).flatten(3)
 
 
 def time_first(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
@@ -124,7 +173,26 @@ ODD: dict[str, tuple[Function, str | None]] = {
     ),
     "a cache that is normed and turned at every step": (unnormed_cache, None),
     "rope key before latent in the cache": (swapped_cache, None),
-    "keys and values stacked from heads": (heads_apart, "found"),
+    "keys and values stacked from heads": (heads_apart, None),
+    "a weight a head in a list": (weights_apart, None),
+    "scores by baddbmm": (scores_by_baddbmm(lambda q, k: (q.new_empty(1, 1, 1), 0)), None),
+    "scores by baddbmm with a bias": (
+        scores_by_baddbmm(
+            lambda q, k: (torch.zeros(SQ, T).double().masked_fill(torch.ones(SQ, T).tril(3) == 0, -1e9), 1)
+        ),
+        None,
+    ),
+    "scores by baddbmm on those of the rope keys": (scores_in_two_steps, None),
+    "a buffer of zeros by index_copy": (
+        lambda *a: mla.softmax(*mla.naive(*a)[:2], filled(torch.zeros_like, mla.naive(*a)[2])),
+        None,
+    ),
+    "a cache that is written token by token": (token_by_token, None),
+    "rope as complex numbers after the heads": (lambda *a: joined(*a, complex_rope), None),
+    "rope by roll after the heads": (
+        lambda *a: joined(*a, lambda k: mla.to_heads(k) * 0.5 + mla.to_heads(k).roll(1, -1)),
+        None,
+    ),
     "all keys before all values": (rows_of_keys_first, None),
     "time first": (time_first, None),
     "einops": (rearranged, None),

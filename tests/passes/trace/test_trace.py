@@ -26,15 +26,26 @@ def whole(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
+aten = torch.ops.aten
+PRODUCTS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    aten.addmm.default: torch.matmul,
+    aten.addmv.default: torch.mv,
+    aten.addr.default: torch.outer,
+    aten.baddbmm.default: torch.bmm,
+    aten.addbmm.default: lambda left, right: torch.bmm(left, right).sum(0),
+}
+"""What an op multiplies before it adds."""
+
+
 def check_all(module: fx.GraphModule, *tensors: Tensor) -> Form:
     """Check the form of every tensor of a graph; returns that of the output."""
     trace = Trace(module.graph)
     results = values(module, *tensors)
     world = World({node: _array(value) for node, value in results.items() if is_tensor(node)})
     for node in results:
-        if node.target is torch.ops.aten.addmm.default:
+        if node.target in PRODUCTS:
             _, left, right = (results[operand] for operand in node.args)
-            world.tensors[Unread(node)] = _array(left @ right)
+            world.tensors[Unread(node)] = _array(PRODUCTS[node.target](left, right))
     output = next(iter(reversed(module.graph.nodes))).args[0]
     mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])
     symbols = {s for node in results if is_tensor(node) for size in trace[node].shape if (s := size) != 0}
@@ -108,6 +119,11 @@ def cache_written_in_place(x: Tensor, y: Tensor) -> Tensor:
     return x
 
 
+def put(x: Tensor, places: Tensor, what: Tensor, accumulate: bool = False) -> Tensor:
+    """`what` at places of the last dimension."""
+    return aten.index_put(x, [None, None, places], what, accumulate)
+
+
 LAYOUTS: dict[str, Callable[..., Tensor]] = {
     "clone": lambda x: x.clone(),
     "contiguous": lambda x: x.transpose(1, 2).contiguous(),
@@ -153,6 +169,19 @@ LAYOUTS: dict[str, Callable[..., Tensor]] = {
     "chunk": lambda x: x.chunk(2, dim=-1)[1],
     "unbind": lambda x: x.unbind(0)[1],
     "unbind from the end": lambda x: x.unbind(-1)[2],
+    "movedim": lambda x: x.movedim(2, 0),
+    "swapaxes": lambda x: x.swapaxes(0, 2),
+    "tile": lambda x: x.tile(2, 1),
+    "repeat_interleave": lambda x: x.repeat_interleave(2, 1),
+    "narrow_copy": lambda x: torch.narrow_copy(x, 2, 1, 2),
+    "copies of views": lambda x: torch.permute_copy(torch.select_copy(torch.unsqueeze_copy(x, 0), 3, 1), (1, 2, 0)),
+    "copies of parts": lambda x: torch.unbind_copy(torch.split_copy(x, 2, 2)[1], 0)[1],
+    "hsplit": lambda x: torch.hsplit(x.transpose(1, 2), 2)[1],
+    "unfold of pieces": lambda x: x.unfold(2, 2, 2),
+    "unfold of pieces apart": lambda x: x.unfold(2, 1, 2),
+    "channel_shuffle": lambda x: torch.channel_shuffle(x.transpose(1, 2), 2),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x.permute(2, 1, 0), 2),
+    "pixel_unshuffle": lambda x: F.pixel_unshuffle(x.permute(1, 0, 2), 2),
     "cast": lambda x: x.float(),
     "cast there and back": lambda x: x.bfloat16().transpose(0, 1).double(),
 }
@@ -177,7 +206,8 @@ PARTS: dict[str, tuple[Callable[..., Tensor], type | None]] = {
     "cat with one column selected": (lambda x, y: torch.cat([x, y[:1].expand(2, -1, -1)], -1)[..., 5], None),
     "cat of the same tensor twice": (lambda x, y: torch.cat([x, x], 1), None),
     "cat of a tensor and its transpose": (lambda x, y: torch.cat([x[..., :3], x[..., :3].mT], 1), None),
-    "stack": (lambda x, y: torch.stack([x, y[:1].expand(2, -1, -1)], 1), None),
+    "stack": (lambda x, y: torch.stack([x, y[:1].expand(2, -1, -1)], 1), Join),
+    "stack of tensors over the same axes": (lambda x, y: torch.stack([x, y], 1), None),
     "new_empty and slices": (buffer_by_slices, Join),
     "new_empty with a gap": (buffer_with_a_gap, Join),
     "a cache written in place": (cache_written_in_place, None),
@@ -227,7 +257,65 @@ PARTS: dict[str, tuple[Callable[..., Tensor], type | None]] = {
     "clamp": (lambda x, y: x.clamp(-1, 1), None),
     "addmm": (lambda x, y: torch.addmm(x[0, 0, :3], x[0], y[0].t()), Sum),
     "addmm with factors": (lambda x, y: torch.addmm(x[0, 0, :3], x[0], y[0].t(), beta=2, alpha=3), Sum),
-    "addmm without its bias": (lambda x, y: torch.addmm(x[0, 0, :3], x[0], y[0].t(), beta=0), None),
+    "addmm without its bias": (lambda x, y: torch.addmm(x[0, 0, :3], x[0], y[0].t(), beta=0, alpha=3), Product),
+    "addmv": (lambda x, y: torch.addmv(x[0, :, 0], x[0], y[0, 0], beta=2, alpha=3), Sum),
+    "mv": (lambda x, y: torch.mv(x[0], y[0, 0]), Product),
+    "dot": (lambda x, y: torch.dot(x[0, 0], y[0, 0]), Product),
+    "addr": (lambda x, y: torch.addr(x[0], y[0, :, 0], y[1, 1], alpha=3), Sum),
+    "baddbmm": (lambda x, y: torch.baddbmm(x[:, :, :3], x, y.mT), Sum),
+    "baddbmm of a product": (lambda x, y: torch.baddbmm(x @ y.mT, y, x.mT), Sum),
+    "baddbmm with factors": (lambda x, y: torch.baddbmm(x[:1, :1, :1], x, y.mT, beta=2, alpha=0.5), Sum),
+    "baddbmm into an empty buffer": (
+        lambda x, y: torch.baddbmm(torch.empty(2, 1, 1).double(), x, y.mT, beta=0, alpha=0.5)[..., 1:],
+        Product,
+    ),
+    "addbmm": (lambda x, y: torch.addbmm(x[0, :, :3], x, y.mT, beta=0), Product),
+    "addbmm with its addend": (lambda x, y: torch.addbmm(x[0, :, :3], x, y.mT, alpha=2), Sum),
+    "rsub": (lambda x, y: torch.rsub(x @ y.mT, y @ x.mT, alpha=2), Sum),
+    "a sum with zeros": (lambda x, y: torch.zeros(3, 3).double() + x @ y.mT, Product),
+    "a buffer of zeros, written": (lambda x, y: torch.zeros(2, x.shape[1], 6).double().slice_scatter(x, 2, 1, 5), Join),
+    "full of zeros": (lambda x, y: torch.cat([x @ y.mT, torch.full_like(x, 0)], -1), Join),
+    "full of ones": (lambda x, y: torch.full((2, 3), 1.0).double() * x[..., 0], None),
+    "stack of products": (lambda x, y: torch.stack([x @ y.mT, y @ x.mT], 1), Join),
+    "stack of products with a matrix each": (lambda x, y: torch.stack([x @ y[0].mT, x @ y[1].mT], 1), Product),
+    "stack of matrices times one": (lambda x, y: torch.stack([x[0] @ y[0].mT, x[1] @ y[0].mT], 1)[..., 1:], Product),
+    "stack at the end of products": (lambda x, y: torch.stack([x @ y[i % 2].mT for i in range(3)], -1), Product),
+    "stack of products with a scale each": (lambda x, y: torch.stack([x @ y[0].mT, x @ y[1].mT * 2], 1), Join),
+    "stack at the end": (lambda x, y: torch.stack([x, y[:1].expand(2, -1, -1), y], -1), Join),
+    "stack of one": (lambda x, y: torch.stack([x @ y.mT], 1), Product),
+    "stack of which one is taken": (lambda x, y: torch.stack([x, y @ y.mT @ y], 1)[:, 1], Product),
+    "a product written in one row": (lambda x, y: torch.select_scatter(x, (y @ y.mT @ y)[:, 0], 1, -2), Join),
+    "all rows written by select": (
+        lambda x, y: torch.empty(2, 2, 4).double().select_scatter(x[:, 0], 1, 0).select_scatter(y[:, 1], 1, 1),
+        None,
+    ),
+    "index_copy in a row": (lambda x, y: x.index_copy(2, torch.arange(1, 3), (y @ y.mT)[..., :2]), Join),
+    "index_copy of all": (lambda x, y: x.index_copy(2, torch.arange(4), y @ y.mT @ y), Product),
+    "index_copy of places one on": (lambda x, y: x.index_copy(2, torch.arange(2) + 1, (y @ y.mT)[..., :2]), Join),
+    "index_copy of one": (lambda x, y: x.index_copy(2, torch.arange(3)[1:2], (y @ y.mT)[..., :1]), Join),
+    "index_copy to places apart": (lambda x, y: x.index_copy(2, torch.arange(4)[::2], (y @ y.mT)[..., :2]), None),
+    "index_copy to places doubled": (lambda x, y: x.index_copy(2, torch.arange(2) * 2, (y @ y.mT)[..., :2]), None),
+    "index_put in a row": (lambda x, y: put(x, torch.arange(1, 3), (y @ y.mT)[..., :2]), Join),
+    "index_put of a broadcast": (lambda x, y: put(x, torch.arange(4), (y @ y.mT)[:1, :1, :1]), Product),
+    "index_put that adds": (lambda x, y: put(x, torch.arange(1, 3), (y @ y.mT)[..., :2], accumulate=True), None),
+    "index_put at two indices": (lambda x, y: x.index_put((torch.arange(2), torch.arange(2)), y[0, :2]), None),
+    "scatter in a row": (
+        lambda x, y: x.scatter(2, torch.arange(1, 3).expand(2, x.shape[1], 2), (y @ y.mT)[..., :2]),
+        Join,
+    ),
+    "scatter in some rows": (
+        lambda x, y: x.scatter(2, torch.arange(1, 3).expand(1, x.shape[1], 2), (y @ y.mT)[:1, :, :2]),
+        None,
+    ),
+    "flip of a broadcast": (lambda x, y: x[:1].expand(3, -1, -1).flip(1).view(3, -1), None),
+    "roll of a broadcast": (lambda x, y: x[:, None].expand(-1, 3, -1, -1).roll(1, -1), None),
+    "roll of all": (lambda x, y: x[:1].expand(3, -1, -1).roll(1), None),
+    "complex of a broadcast": (
+        lambda x, y: torch.view_as_real(
+            torch.view_as_complex(x[:, None].expand(-1, 3, -1, -1).reshape(2, 3, -1, 2, 2)) * (1 + 1j)
+        ).flatten(3),
+        None,
+    ),
     "linear with a bias": (lambda x, y: F.linear(x, y[1], x[0, 0, :3]), Sum),
     "rows before rows of another width": (
         lambda x, y: (x[0] @ torch.cat([y[0], y[1, :2]]).mT)[:, :4].view(-1, 2, 2),

@@ -1,0 +1,46 @@
+"""Handlers of ops that do the same to every slice of a tensor: where its slices repeat, so do those of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from ..algebra import operations
+from ..algebra.sizes import same
+from ..algebra.terms import Axis, Dim, Form
+from ..nodes.arguments import argument, arguments, aten
+from ..nodes.shapes import shape_of
+from .handler import Forms, Handlers
+
+HANDLERS = Handlers()
+
+
+@HANDLERS.of(aten.flip.default, aten.roll.default)
+def _moved(trace: Forms, node: fx.Node) -> Form:
+    """Elements that move to other indices of some dimensions; of all, where `roll` has none."""
+    place = 1 if node.target is aten.flip.default else 2
+    rank = len(shape_of(node))
+    along = argument(node, place, "dims", ()) or range(rank)
+    return _along(trace, node, {dim % rank for dim in along})
+
+
+@HANDLERS.of(
+    aten.view_as_complex.default,
+    aten.view_as_complex_copy.default,
+    aten.view_as_real.default,
+    aten.view_as_real_copy.default,
+)
+def _pairs(trace: Forms, node: fx.Node) -> Form:
+    """A last dimension of two numbers that goes into one complex number, or comes out of it."""
+    return _along(trace, node, {max(len(shape_of(node)), len(trace[arguments(node)[0]].dims)) - 1})
+
+
+def _along(trace: Forms, node: fx.Node, along: Collection[int]) -> Form:
+    """What is some function of the dimensions `along` of its operand, by itself at every index of the others."""
+    source, shape = trace[arguments(node)[0]], shape_of(node)
+    dims: list[Dim] = [
+        source.dims[i] if i not in along else () if same(size, 1) else (Axis(size),) for i, size in enumerate(shape)
+    ]
+    depends = source.term.axes.union(*(dims[i] for i in along if i < len(dims)))
+    return operations.pointwise(node, [Form(tuple(dims), operations.read_of(node, dims, depends))], shape)

@@ -1,0 +1,62 @@
+"""Ops that move elements, join them or write some beside others, and have no handler: why, for who says what stopped.
+
+What a form can say of a tensor is in `algebra/terms`: a read has one digit for each axis, counted upward; a join lays
+pieces along one axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..nodes.arguments import aten
+
+_DIAGONAL = "an axis that counts along two dimensions at once"
+_MEMORY = "strides, which say where in memory an element is and not which one it is"
+_PLACES = "places that only a run knows"
+_SEVERAL = "pieces along several dimensions at once"
+_COPIES = "elements that are read several times, not all of them equally often"
+
+UNHANDLED: dict[Any, str] = {
+    aten._conj.default: "numbers that change with how their bits are taken",
+    aten._conj_copy.default: "numbers that change with how their bits are taken",
+    aten._neg_view.default: "numbers that change with how their bits are taken",
+    aten._neg_view_copy.default: "numbers that change with how their bits are taken",
+    aten.as_strided.default: _MEMORY,
+    aten.as_strided_copy.default: _MEMORY,
+    aten.as_strided_scatter.default: _MEMORY,
+    aten.block_diag.default: _SEVERAL,
+    aten.col2im.default: _COPIES,
+    aten.diag_embed.default: _DIAGONAL,
+    aten.diagonal.default: _DIAGONAL,
+    aten.diagonal_copy.default: _DIAGONAL,
+    aten.diagonal_scatter.default: _DIAGONAL,
+    aten.im2col.default: _COPIES,
+    aten.index_add.default: _PLACES,
+    aten.index_fill.int_Scalar: _PLACES,
+    aten.index_fill.int_Tensor: _PLACES,
+    aten.masked_scatter.default: _PLACES,
+    aten.masked_select.default: _PLACES,
+    aten.put.default: _PLACES,
+    aten.reflection_pad1d.default: _COPIES,
+    aten.reflection_pad2d.default: _COPIES,
+    aten.reflection_pad3d.default: _COPIES,
+    aten.repeat_interleave.Tensor: _PLACES,
+    aten.replication_pad1d.default: _COPIES,
+    aten.replication_pad2d.default: _COPIES,
+    aten.replication_pad3d.default: _COPIES,
+    aten.rot90.default: "indices that count downward",
+    aten.scatter.reduce: _PLACES,
+    aten.scatter.value: _PLACES,
+    aten.scatter.value_reduce: _PLACES,
+    aten.scatter_add.default: _PLACES,
+    aten.scatter_reduce.two: _PLACES,
+    aten.slice_inverse.default: "a gradient",
+    aten.take.default: _PLACES,
+    aten.tril.default: _DIAGONAL,
+    aten.triu.default: _DIAGONAL,
+    aten.upsample_nearest1d.default: _COPIES,
+    aten.upsample_nearest2d.default: _COPIES,
+    aten.upsample_nearest2d.vec: _COPIES,
+    aten.upsample_nearest3d.default: _COPIES,
+}
+"""By op, what no form can say."""

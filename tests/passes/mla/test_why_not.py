@@ -1,0 +1,103 @@
+"""The sentence of what stays as it is names the op or the sizes at which the trace stopped, and the line of source."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import mla_compile
+from tests.passes import spellings as mla
+from tests.passes.graphs import capture, rewrite
+from tests.passes.spellings import SQ, B, Function, N, P, R, T, V
+
+NO_VALUES = "expected values that are an up-projection of a latent, found "
+NO_KEYS = "expected keys of which some columns are an up-projection of `arg1_1` (placeholder), found "
+STORED = "expected a cache of latents, found that this cache stores expanded keys and values: "
+
+
+def values(change: Function) -> Function:
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        return mla.sealed(q, k, change(v))
+
+    return attention
+
+
+def keys(change: Function) -> Function:
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        return mla.sealed(q, change(k), v)
+
+    return attention
+
+
+def written_at_places_of_a_run(v: Tensor) -> Tensor:
+    """A buffer of this step, no cache."""
+    return torch.zeros_like(v).index_copy(2, torch.randperm(T), v)
+
+
+def written_to_a_cache(*args: Tensor) -> Tensor:
+    q, k, v = mla.naive(*args[:5])
+    places = torch.arange(T)[torch.arange(T) >= 0]
+    return mla.sealed(q, args[5].index_copy(2, places, k), args[6].index_copy(2, places, v))
+
+
+def cut_at_other_borders(v: Tensor) -> Tensor:
+    """One row more, and every row cut off again that begins where none of the old ones did."""
+    joined = torch.cat([v, v.new_ones(*v.shape[:2], 1, V)], 2).reshape(B, N, V, T + 1)
+    return joined[:, :, :-1].reshape(B, N, T + 1, V - 1)[:, :, :T]
+
+
+def merged_in_two_orders(*args: Tensor) -> Tensor:
+    q, k, v = mla.naive(*args)
+    p = (q @ k.transpose(-1, -2)).softmax(-1).reshape(B * N, SQ, T)
+    return p @ v.transpose(0, 1).reshape(N * B, T, V)
+
+
+SENTENCES: dict[str, tuple[Function, str]] = {
+    "an op that no handler knows": (
+        values(written_at_places_of_a_run),
+        NO_VALUES + "`index_copy` (index_copy.default), where the trace stopped: an op that no handler knows",
+    ),
+    "a result of an op that no handler knows": (
+        keys(lambda k: k.sort(-1).values),
+        NO_KEYS + "`getitem_2` (getitem), where the trace stopped: a result of `sort` (sort.default)",
+    ),
+    "a function of each element": (values(torch.tanh), NO_VALUES + "`tanh` (tanh.default)"),
+    "a cache that holds keys and values": (
+        written_to_a_cache,
+        STORED + "`arg6_1` (placeholder) beside what is up-projected from `arg1_1` (placeholder) now",
+    ),
+    "rows that are cut at other borders": (
+        values(cut_at_other_borders),
+        NO_VALUES + "`view_5` (view.default), where the trace stopped: 5 and 12 do not divide one another",
+    ),
+    "dimensions merged in two orders": (
+        merged_in_two_orders,
+        "expected attention weights and values over common axes, found that they do not factor, where the trace "
+        "stopped: axes of 2 and 5 do not divide one another",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "sentence"), SENTENCES.values(), ids=SENTENCES)
+def test_the_sentence_says_where_the_trace_stopped(function: Function, sentence: str) -> None:
+    cache = torch.zeros(B, N, T, P + R).double(), torch.zeros(B, N, T, V).double()
+    tensors = (*mla.tensors(), *cache)[: 7 if function is written_to_a_cache else 5]
+    (outcome,) = rewrite(capture(function, *tensors))
+    assert outcome.path == "unchanged"
+    assert outcome.reason.rpartition(", at `")[0] == sentence
+
+
+def test_the_sentence_has_the_line_of_source() -> None:
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        v = v.cumsum(-1)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    torch.compile(attention, backend="mla", fullgraph=True)(*(t.float() for t in mla.tensors()))
+    (site,) = mla_compile.last_report().sites
+    line = attention.__code__.co_firstlineno + 2
+    found = f"`cumsum` (cumsum.default, {__file__}:{line}), where the trace stopped: an op that no handler knows"
+    assert site.reason.startswith(NO_VALUES + found + ", at `")
