@@ -15,7 +15,7 @@ from mla_compile.passes.masks import kinds, meaning
 from mla_compile.passes.masks.kind import Filled, Kind
 from mla_compile.passes.masks.pairs import Pairs
 from mla_compile.passes.outcome import Outcome
-from mla_compile.passes.paths import emit
+from mla_compile.passes.paths import absorbed
 from torch import Tensor, arange, fx
 
 from tests.errors import assert_as_close_as_eager
@@ -155,7 +155,7 @@ def rewritten(cache: Cache, mask: Masks) -> Iterator[tuple[fx.GraphModule, Outco
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a dense cache is read up to its lengths on every path."""
-    monkeypatch.setattr(emit, "_LOOK_AT_MASKS", set())
+    monkeypatch.setattr(absorbed, "_LOOK_AT_MASKS", set())
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
