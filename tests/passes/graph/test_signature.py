@@ -1,13 +1,24 @@
 """Layers that are the same code are traced once, also where torch gives each cache a length of its own."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
+from mla_compile.passes.attention.find import find
 from mla_compile.passes.graph import rewriter as rewrite
+from mla_compile.passes.graph.signature import signature
+from mla_compile.passes.masks.dense import Dense
+from mla_compile.passes.masks.kind import Kind
+from mla_compile.passes.masks.meaning import Meaning
+from mla_compile.passes.mla.prove import prove
+from mla_compile.passes.trace.trace import Trace
 from torch import nn
 from torch.fx.experimental import _config as symbolic_shapes_config
 
 import mla_compile
 from tests.models import HIDDEN, Combined, L, R
+from tests.passes import spellings as mla
+from tests.passes.graphs import capture
 
 
 class Stack(nn.Module):
@@ -54,3 +65,39 @@ def test_lengths_of_their_own(traced, lengths, times):
     for more in (lengths, tuple(length + 3 for length in lengths)):  # the same code serves other lengths
         given = caches(*more)
         torch.testing.assert_close(compiled(x, given)[0], model(x, given)[0])
+
+
+@dataclass(frozen=True)
+class First(Kind):
+    """The first keys are seen."""
+
+    count: int
+    reads = ()
+
+    def tensor(self, pairs):
+        return pairs.key < self.count
+
+
+@dataclass(frozen=True)
+class Behind(Kind):
+    """All keys but the first are seen: of the same fields."""
+
+    count: int
+    reads = ()
+
+    def tensor(self, pairs):
+        return pairs.key >= self.count
+
+
+def test_kinds_of_equal_fields_are_not_the_same_code():
+    module = capture(lambda *args: mla.sealed(*mla.naive(*args)), *mla.tensors())
+    trace = Trace(module.graph)
+    (found,) = find(module.graph, trace)
+    site = prove(found, trace)
+    sources = [node for node in module.graph.nodes if node.op != "output"]
+
+    def of(*kinds):
+        return signature(site, Dense.of(site, Meaning(kinds)), "absorbed", sources, None)
+
+    assert of(First(3)) == of(First(3))
+    assert len({of(First(3)), of(Behind(3)), of(First(4)), of(First(3), Behind(1))}) == 4
