@@ -89,6 +89,8 @@ class Pipeline:
         kept, words = kept_keys(site, meaning, choice.path, trace)
         output = rewriter(site, meaning, choice, kept)
         output.meta["mla_site"] = site.node.name
+        if site.w_uv is not None and isinstance(site.w_uv.source, fx.Node):
+            output.meta["mla_weight"] = site.w_uv.source.name
         shapes = {name: str(size) for name, size in site.sizes.items()}
         return rewritten(site.node, frame, choice.path, choice.reason + words, shapes, choice.guards, meaning.words)
 
