@@ -23,8 +23,8 @@ SHARED_OUT = tuple(name for name in FAMILIES if name not in LINEAR)
 PROJECTIONS = "q_proj", "q_b_proj", "q_gate_proj", "kv_b_proj", "o_proj"
 
 
-def case(family, plan="ours", experts=False):
-    return {"model": family, "family": family, "plan": plan, "experts": experts}
+def case(family, plan="ours", experts=False, prompts=()):
+    return {"family": family, "plan": plan, "experts": experts, "prompts": prompts}
 
 
 def run(folder, cases, models):
@@ -63,27 +63,28 @@ def assert_each_has_its_heads(model, ranks):
 
 
 def test_v3s_heads_are_shared_out_and_left_whole_by_transformers_own_plan(tmp_path):
+    """Under continuous batching, in which the first rank says what all write, too."""
     config = transformers.DeepseekV3Config(**families.PLAIN | families.EXPERTS | {"num_hidden_layers": 1})
     config.first_k_dense_replace = 0
     torch.manual_seed(0)
     model = transformers.DeepseekV3ForCausalLM(config).eval()
-    cases = [case("deepseek_v3", experts=True), case("deepseek_v3", "auto")]
-    ours, auto = run(tmp_path, cases, {"deepseek_v3": model})
+    prompts = [[5, 6, 7, 8, 9], [10, 11]], [[12, 13, 14], [15]]
+    cases = [case("deepseek_v3", experts=True), case("deepseek_v3", "auto"), case("deepseek_v3", prompts=prompts)]
+    ours, auto, served = run(tmp_path, cases, {"deepseek_v3": model})
     assert_each_has_its_heads(model, ours)
     for rank in auto:
         [(path, n, reason)] = rank["sites"]
         assert (path, n) == ("chunked", "4")
         assert reason.endswith("; N replicated over tp=2")
+    alone = [generate(model, torch.tensor([prompt]))[0][0, len(prompt) :].tolist() for prompt in prompts[0]]
+    assert list(served) == [alone] * RANKS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experts", [False, True], ids=["tp", "tp and ep"])
-def test_the_heads_of_every_family_are_shared_out(tmp_path, experts):
-    models = {name: families.build(FAMILIES[name], FAMILIES[name].attentions[0]) for name in SHARED_OUT}
-    if experts:
-        models = {name: m for name, m in models.items() if m.config.get_text_config().base_model_ep_plan}
-        assert len(models) == 11
-    found = run(tmp_path, [case(name, experts=experts) for name in models], models)
-    for (name, model), ranks in zip(models.items(), found, strict=True):
-        print(name)  # of which, where it fails
+@pytest.mark.parametrize("family", SHARED_OUT)
+def test_the_heads_of_every_family_are_shared_out(tmp_path, family):
+    """Where there are experts to share out whole, so too."""
+    model = families.build(FAMILIES[family], FAMILIES[family].attentions[0])
+    whole = [False, True] if model.config.get_text_config().base_model_ep_plan else [False]
+    for ranks in run(tmp_path, [case(family, experts=experts) for experts in whole], {family: model}):
         assert_each_has_its_heads(model, ranks)
