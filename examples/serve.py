@@ -1,8 +1,10 @@
 """An OpenAI-compatible server of a model with MLA: continuous batching over latents in pages, compiled decoding.
 
-Requests wait where the pool is too small; who disconnects is cancelled. Sampling is greedy.
+Requests wait where the pool is too small; who disconnects is cancelled. Sampling is greedy. Under torchrun the ranks
+share out the model's heads, and its experts; the first of them answers requests.
 
 Run: python examples/serve.py examples/tiny-deepseek-v3 --port 8000
+     torchrun --nproc-per-node 2 examples/serve.py examples/tiny-deepseek-v3 --port 8000
      curl localhost:8000/v1/completions -d '{"prompt": "def read_file(path):", "max_tokens": 40}'
 """
 
@@ -12,6 +14,8 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -24,6 +28,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     CompileConfig,
@@ -31,8 +36,9 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 
-from mla_compile import ContinuousModel
+from mla_compile import ContinuousModel, tp_plan
 
 DEFAULTS = {"temperature": 0, "n": 1, "best_of": 1, "echo": False, "logprobs": None, "stop": None, "suffix": None}
 """What a request may say but not change."""
@@ -43,7 +49,8 @@ class Engine:
 
     def __init__(self, folder: str, pages: int, page_size: int, eager: bool = False, dtype: str = "auto") -> None:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-        self.model = ContinuousModel(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), pages, page_size)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=_shared_out(folder))
+        self.model = ContinuousModel(model, pages, page_size)
         self.most = min(pages * page_size, self.model.config.max_position_embeddings)
         decode = None if eager else CompileConfig(backend="mla", mode="default", dynamic=True)
         eos = self.tokenizer.eos_token_id
@@ -80,6 +87,24 @@ class Engine:
             if not finished:
                 self.manager.cancel_request(name)
                 self.manager.output_router.result_handlers.pop(name, None)
+
+    def follow(self) -> None:
+        """Run what the first rank is asked for, until it stops."""
+        for number in (signal.SIGINT, signal.SIGTERM):  # which the first rank gets too, and ends what all run
+            signal.signal(number, signal.SIG_IGN)
+        self.manager.start()
+        while self.manager.is_running():
+            self.manager.get_result(timeout=1)  # the first rank answers with it
+
+
+def _shared_out(folder: str) -> DistributedConfig | None:
+    """Heads over all ranks, and whole experts where there are any."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks == 1:
+        return None
+    config = AutoConfig.from_pretrained(folder)
+    experts = ranks if config.get_text_config().base_model_ep_plan else 1
+    return DistributedConfig(tp_size=ranks, ep_size=experts, tp_plan=tp_plan(config))
 
 
 class Writing:
@@ -210,7 +235,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", help="of the model and its cache (as in its files)")
     chosen = parser.parse_args()
     engine = Engine(chosen.model, chosen.pages, chosen.page_size, chosen.eager, chosen.dtype)
-    uvicorn.run(application(engine, chosen.model), port=chosen.port)
+    if engine.manager.is_tp_driver:
+        uvicorn.run(application(engine, chosen.model), port=chosen.port)
+    else:
+        engine.follow()
 
 
 if __name__ == "__main__":

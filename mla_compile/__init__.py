@@ -19,6 +19,7 @@ from .errors import (
 from .options import Options
 from .passes.outcome import Outcome
 from .report import Report, explain, last_report, reports
+from .tensor_parallel import tp_plan
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ __all__ = [
     "lower",
     "reports",
     "rewrite",
+    "tp_plan",
 ]
 
 

@@ -37,6 +37,7 @@ from . import options as option_parser
 from .errors import StrictError
 from .one_row import mm_of_one_row
 from .options import Options
+from .replicated import with_replicated_heads
 from .report import Report, record
 from .seal import seal, unseal
 from .show import is_observed, show
@@ -169,7 +170,7 @@ class _Compilation:
         start = time.perf_counter()
         pipeline = Pipeline(self._rates(), self.options.path, self.options.workspace_tokens)
         before = copy.deepcopy(module) if self.options.verify else None
-        self.outcomes = pipeline(module)
+        self.outcomes = with_replicated_heads(pipeline(module), module, self.inputs)
         self.seconds["passes"] = time.perf_counter() - start
         if not any(outcome.rewritten for outcome in self.outcomes):
             raise _NothingToRewrite

@@ -32,7 +32,9 @@ class ReportStore:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], tag: str) -> None:
         values = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
         described = [
-            (tuple(map(str, v.shape)), str(v.dtype), str(v.device)) if isinstance(v, torch.Tensor) else str(v)
+            (tuple(map(str, v.shape)), str(v.dtype), str(v.device), *_shared_out(v))
+            if isinstance(v, torch.Tensor)
+            else str(v)
             for v in values
         ]
         config = repr((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")))
@@ -59,6 +61,11 @@ class ReportStore:
 
     def _holds(self, report: Report) -> bool:
         return all(_true(guard, self._hints) for guard in _guards(report))
+
+
+def _shared_out(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Over which ranks a DTensor is shared out, and how: its shape is that of the whole."""
+    return tuple(str(getattr(tensor, name, "")) for name in ("device_mesh", "placements"))
 
 
 def _guards(report: Report) -> set[str]:

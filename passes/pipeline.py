@@ -90,6 +90,8 @@ class Pipeline:
         frame = common_frame(site.node, _sources(site))
         output = rewriter(site, choice.form)
         output.meta["mla_site"] = site.node.name
+        if site.w_uv is not None and isinstance(site.w_uv.source, fx.Node):
+            output.meta["mla_weight"] = site.w_uv.source.name
         shapes = {name: str(size) for name, size in site.sizes.items()}
         return rewritten(site.node, frame, choice.word, choice.reason, shapes, choice.guards, meaning.words)
 

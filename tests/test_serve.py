@@ -1,8 +1,13 @@
 """`examples/serve.py`, asked by the client of OpenAI over localhost."""
 
 import asyncio
+import contextlib
 import importlib.util
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -181,3 +186,37 @@ def test_compiled_decoding_answers_the_same():
     requests = prompts(64)
     with Running(pages=32, page_size=8, eager=False) as running:
         assert asyncio.run(ask_all(running, requests, seconds_between=0.2)) == one_by_one(running.engine, requests)
+
+
+@pytest.mark.slow
+def test_under_torchrun_ranks_share_the_heads_and_the_first_answers(running, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = ["--port", str(port), "--pages", "32", "--page-size", "8", "--dtype", "float32", "--eager"]
+    command = [*launch, EXAMPLES / "serve.py", CHECKPOINT, *options]
+    requests = prompts(8)
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}) as ranks,
+    ):
+        try:
+            answers = [_answer(ranks, port, *request) for request in requests]
+        finally:
+            ranks.terminate()
+    written = (tmp_path / "log").read_text()
+    assert answers == one_by_one(running.engine, requests), written
+    assert "Application shutdown complete" in written
+    assert "forcefully" not in written  # as torchrun ends a rank that does not stop
+
+
+def _answer(ranks, port, prompt, count):
+    """What the server answers, once there is one."""
+    body = json.dumps({"prompt": prompt, "max_tokens": count}).encode()
+    asked = urllib.request.Request(f"http://localhost:{port}/v1/completions", body)
+    while ranks.poll() is None:
+        with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(asked, timeout=300) as answer:
+            return json.load(answer)["choices"][0]["text"]
+        time.sleep(0.5)
+    return None

@@ -30,7 +30,8 @@ class ContinuousModel(nn.Module, ContinuousMixin):
     A step in which every request adds one token runs as a batch that reads the pages, compiled as the
     `decode_compile_config` of the `ContinuousBatchingConfig` says; any other step as the one row of tokens that the
     engine makes of it, compiled as `varlen_compile_config` says. `pages` and `page_size` replace `num_blocks` and
-    `page_size` of that config.
+    `page_size` of that config. Where a model is shared out over ranks, each has the latents of all tokens, and all run
+    what the first of them is asked for.
 
     Args: model, under `sdpa` or `eager` attention; pages, page_size, dtype and scale, as of `PagedLatentCache.of`.
     Raises: CacheMismatchError, if the model's config does not tell its sizes, for another attention, dtype or scale.
@@ -54,6 +55,8 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         self.model, self.generation_config = inner, inner.generation_config
         self.device: torch.device = inner.device
         self.dtype: torch.dtype = inner.dtype
+        # Of tensor parallelism: without them each rank would schedule by itself what the group has to run together.
+        self._device_mesh, self.tp_plan = inner._device_mesh, inner.tp_plan
         self.config = copy.deepcopy(inner.config.get_text_config(decoder=True))
         self.config.num_key_value_heads, self.config.head_dim = 1, 1
         self.config._attn_implementation = "sdpa"  # has the engine make masks

@@ -1,5 +1,6 @@
-"""Heads shared out over processes by transformers' tensor parallelism: each rank's attention is rewritten."""
+"""Heads shared out over two processes by transformers' tensor parallelism: each rank's attention is rewritten."""
 
+import json
 import os
 import subprocess
 import sys
@@ -13,37 +14,77 @@ from tests.errors import assert_as_close_as_eager
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-WORKER = Path(__file__).with_name("tensor_parallel.py")
+from tests.hf import families  # noqa: E402
+from tests.hf.families import FAMILIES  # noqa: E402
+from tests.hf.tensor_parallel import RANKS, generate  # noqa: E402
+
+LINEAR = ("glm5_next", "kimi_linear", "bailing_hybrid")
+SHARED_OUT = tuple(name for name in FAMILIES if name not in LINEAR)
+PROJECTIONS = "q_proj", "q_b_proj", "q_gate_proj", "kv_b_proj", "o_proj"
 
 
-def test_each_rank_attends_with_its_own_heads(tmp_path):
-    config = transformers.DeepseekV2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=16,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        first_k_dense_replace=1,
-    )
-    model = transformers.DeepseekV2ForCausalLM(config).eval()
-    model.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", WORKER, tmp_path]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    exact_model = model.double()
+def case(family, plan="ours", experts=False, prompts=()):
+    return {"family": family, "plan": plan, "experts": experts, "prompts": prompts}
+
+
+def run(folder, cases, models):
+    """What each rank found of each case, having loaded the models from disk."""
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.hf.tensor_parallel", folder]
+    root = Path(__file__).parents[2]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [subprocess.Popen([*command, str(r)], cwd=root, env=environment, **pipes) for r in range(RANKS)]
+    outputs = [rank.communicate()[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(outputs)
+    return list(zip(*(torch.load(folder / f"{rank}.pt") for rank in range(RANKS)), strict=True))
+
+
+def assert_each_has_its_heads(model, ranks):
+    """Tokens as of one process, logits as close to float64 as eager's, N/k heads of 1/k of the bytes."""
+    ids = torch.arange(2, 102)[None] % 60
+    expected, _ = generate(model, ids)
+    whole = {name: p.nbytes for name, p in model.named_parameters()}
+    of_heads = [n for n in whole if "self_attn" in n and "indexer" not in n and n.split(".")[-2] in PROJECTIONS]
+    heads = model.config.get_text_config().num_attention_heads
+    exact = families.exact(model)
     for rank in ranks:
-        paths = ["chunked", "absorbed", "absorbed"]  # prefill, the second token, and all others
-        assert rank["sites"] == [(path, "2") for path in paths]
         (tokens, eager), (compiled_tokens, compiled) = rank["eager"], rank["compiled"]
-        assert torch.equal(compiled_tokens, tokens)
+        assert torch.equal(tokens, expected)
+        assert torch.equal(compiled_tokens, expected)
         with torch.no_grad():
-            exact = exact_model(tokens[:, :-1]).logits[:, -len(eager) :].transpose(0, 1)
-        assert_as_close_as_eager(compiled, eager, exact)
+            assert_as_close_as_eager(compiled, eager, exact(tokens[:, :-1]).logits[:, -len(eager) :].transpose(0, 1))
+        assert {(path, n) for path, n, _ in rank["sites"]} == {("chunked", f"{heads // RANKS}"), ("absorbed", "2")}
+        assert not any("replicated" in reason for *_, reason in rank["sites"])
+        assert of_heads
+        assert {name: rank["bytes"][name] * RANKS for name in of_heads} == {name: whole[name] for name in of_heads}
+
+
+def test_v3s_heads_are_shared_out_and_left_whole_by_transformers_own_plan(tmp_path):
+    """Under continuous batching, in which the first rank says what all write, too."""
+    config = transformers.DeepseekV3Config(**families.PLAIN | families.EXPERTS | {"num_hidden_layers": 1})
+    config.first_k_dense_replace = 0
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    prompts = [[5, 6, 7, 8, 9], [10, 11]], [[12, 13, 14], [15]]
+    cases = [case("deepseek_v3", experts=True), case("deepseek_v3", "auto"), case("deepseek_v3", prompts=prompts)]
+    ours, auto, served = run(tmp_path, cases, {"deepseek_v3": model})
+    assert_each_has_its_heads(model, ours)
+    for rank in auto:
+        [(path, n, reason)] = rank["sites"]
+        assert (path, n) == ("chunked", "4")
+        assert reason.endswith("; N replicated over tp=2")
+    alone = [generate(model, torch.tensor([prompt]))[0][0, len(prompt) :].tolist() for prompt in prompts[0]]
+    assert list(served) == [alone] * RANKS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SHARED_OUT)
+def test_the_heads_of_every_family_are_shared_out(tmp_path, family):
+    """Where there are experts to share out whole, so too."""
+    model = families.build(FAMILIES[family], FAMILIES[family].attentions[0])
+    whole = [False, True] if model.config.get_text_config().base_model_ep_plan else [False]
+    for ranks in run(tmp_path, [case(family, experts=experts) for experts in whole], {family: model}):
+        assert_each_has_its_heads(model, ranks)

@@ -1,0 +1,59 @@
+"""Sites whose heads are whole on every rank of a group that shares out the weights beside them: the report says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
+
+from mla_compile.passes.outcome import Outcome
+
+
+def with_replicated_heads(outcomes: list[Outcome], module: fx.GraphModule, inputs: Sequence[Any]) -> list[Outcome]:
+    """The outcomes of a rewritten ATen graph, those marked whose up-projection is whole while other weights of the
+    graph are shared out over a mesh called `tp` (or not called anything). `inputs` are those of the Dynamo graph.
+    """
+    size = max((_ranks(value) for value in inputs), default=1)
+    if size == 1:
+        return outcomes
+    nodes = {node.name: node for node in module.graph.nodes}
+    weights = {node.meta["mla_site"]: node.meta["mla_weight"] for node in nodes.values() if "mla_weight" in node.meta}
+    words = f"; N replicated over tp={size}"
+    return [
+        replace(outcome, reason=outcome.reason + words)
+        if outcome.node in weights and _is_whole(nodes[weights[outcome.node]], inputs)
+        else outcome
+        for outcome in outcomes
+    ]
+
+
+def _is_whole(weight: fx.Node, inputs: Sequence[Any]) -> bool:
+    return all(_ranks(value) == 1 for value in _made_of(weight, inputs))
+
+
+def _made_of(node: fx.Node, inputs: Sequence[Any]) -> Iterator[Any]:
+    """The inputs of the Dynamo graph that a node of the ATen graph is made of, DTensors where it has their parts."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        current = waiting.pop()
+        origin = current.meta.get("desc")
+        if isinstance(origin, SubclassGetAttrAOTInput):
+            origin = origin.base
+        if isinstance(origin, PlainAOTInput):
+            yield inputs[origin.idx]
+        more = [other for other in current.all_input_nodes if other not in seen]
+        seen.update(more)
+        waiting += more
+
+
+def _ranks(value: Any) -> int:
+    """Over how many ranks of tensor parallelism a tensor is shared out."""
+    mesh = getattr(value, "device_mesh", None)  # only a DTensor has one
+    if mesh is None:
+        return 1
+    names = mesh.mesh_dim_names or ("tp",) * mesh.ndim
+    sizes = [mesh.size(i) for i, p in enumerate(value.placements) if names[i] == "tp" and not p.is_replicate()]
+    return max(sizes, default=1)
