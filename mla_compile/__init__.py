@@ -16,9 +16,10 @@ from .errors import (
     StrictError,
     VerifyError,
 )
+from .explaining import explain
 from .options import Options
 from .passes.outcome import Outcome
-from .report import Report, explain, last_report, reports
+from .report import Report, last_report, reports
 from .version import __version__
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any, Literal
 
-from .report import Report, explain, merged
+from .explaining import explain
+from .report import Report, merged
 from .trial import load
 
 
