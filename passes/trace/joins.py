@@ -17,7 +17,7 @@ HANDLERS = Handlers()
 
 @HANDLERS.of(aten.cat.default)
 def _cat(trace: Forms, node: fx.Node) -> Form:
-    dim = argument(node, 1, "dim", 0) % len(shape_of(node))
+    dim = argument(node, "dim") % len(shape_of(node))
     pieces = [trace[piece] for piece in arguments(node)[0] if len(shape_of(piece)) == len(shape_of(node))]
     if len(pieces) != len(arguments(node)[0]) or len({p.meta["val"].dtype for p in arguments(node)[0]}) > 1:
         return operations.leaf(node, shape_of(node))
@@ -46,10 +46,10 @@ def _copy(trace: Forms, node: fx.Node) -> Form:
 def _slice_scatter(trace: Forms, node: fx.Node) -> Form:
     target, source = trace[arguments(node)[0]], trace[arguments(node)[1]]
     whole = shape_of(node)
-    dim = argument(node, 2, "dim", 0) % len(whole)
+    dim = argument(node, "dim") % len(whole)
     size = source.shape[dim]
-    start = start_of(argument(node, 3, "start"), argument(node, 4, "end"), whole[dim], size)
-    if argument(node, 5, "step", 1) != 1:
+    start = start_of(argument(node, "start"), argument(node, "end"), whole[dim], size)
+    if argument(node, "step") != 1:
         return operations.leaf(node, whole)
     after = total([whole[dim], -start, -size])
     pieces = [] if same(start, 0) else [operations.take(target, dim, 0, start)]

@@ -87,11 +87,16 @@ def _positions(node: Any, target: Any, divisor: Size) -> Size | None:
     positions, by = arguments(node)[:2]
     if by != divisor or len(node.meta["val"].shape) != 1 or not isinstance(positions, fx.Node):
         return None
-    first, step = argument(positions, 0, "start"), argument(positions, 2, "step", 1)
-    ranges = positions.target in (aten.arange.start, aten.arange.start_step) and first == 0 and step == 1
-    if not ranges and positions.target is not aten.arange.default:
-        return None
-    return shape_of(positions)[0]
+    match positions.target:
+        case aten.arange.default:
+            from_0 = True
+        case aten.arange.start:
+            from_0 = argument(positions, "start") == 0
+        case aten.arange.start_step:
+            from_0 = argument(positions, "start") == 0 and argument(positions, "step") == 1
+        case _:
+            from_0 = False
+    return shape_of(positions)[0] if from_0 else None
 
 
 @HANDLERS.of(aten.view.dtype)
