@@ -17,7 +17,7 @@ from .caches.pages import kept_keys
 from .graph.guards import GuardNeeded, no_guards
 from .graph.in_place import write_in_place
 from .graph.rewriter import Rewriter
-from .masks.meaning import understand
+from .masks.meaning import Meaning, understand
 from .mla.prove import prove
 from .mla.site import Site
 from .nodes.arguments import aten
@@ -26,6 +26,18 @@ from .nodes.source import common_frame
 from .outcome import Outcome, rewritten, unchanged
 from .paths.decide import Ranges, decide
 from .trace.trace import Trace
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one attention, and what was proved of it, also where it came no further than that."""
+
+    outcome: Outcome
+    site: Site | None
+    """Of the graph as it was."""
+    meaning: Meaning | None
+    environment: ShapeEnv | None
+    """Of the symbols of its sizes."""
 
 
 @dataclass(frozen=True)
@@ -44,49 +56,40 @@ class Pipeline:
     ranges: Ranges | None = None
     """Of an exported program: the sizes it is declared for, all of which its one graph has to serve without guards."""
 
-    def __call__(self, module: fx.GraphModule) -> list[Outcome]:
+    def __call__(self, module: fx.GraphModule) -> list[Result]:
         """Rewrite the MLA sites of a functional ATen graph in place. Every node has its fake value in `meta["val"]`."""
         graph = module.graph
         mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         environment = mode.shape_env if mode is not None else None
+        rewriter = Rewriter(graph, self.workspace_tokens, environment)
+        trace = Trace(graph)
         with nullcontext() if self.ranges is None else no_guards(environment):
-            outcomes = self._rewrite_all(module, environment)
-        if any(o.rewritten for o in outcomes):
+            results = [self._treat(found, trace, rewriter, environment) for found in list(find(graph, trace))]
+        if any(result.outcome.rewritten for result in results):
             write_in_place(graph)
             graph.eliminate_dead_code()
             _relax_views(graph)
             graph.lint()
             module.recompile()
-        return outcomes
+        return results
 
-    def _rewrite_all(self, module: fx.GraphModule, environment: ShapeEnv | None) -> list[Outcome]:
-        graph = module.graph
-        outcomes: list[Outcome] = []
-        rewriter = Rewriter(graph, self.workspace_tokens, environment)
-        trace = Trace(graph)
-        for found in list(find(graph, trace)):
-            try:
-                outcomes.append(self._rewrite(found, trace, rewriter, environment))
-            except Refusal as refusal:
-                outcomes.append(unchanged(found.node, refusal))
-            except Unaligned as error:
-                reason = f"expected sizes that factor into common axes, found that {error}"
-                outcomes.append(unchanged(found.node, Refusal(found.node, reason)))
-            except GuardNeeded as guard:
-                reason = f"expected code for all declared sizes, found some for {guard} alone"
-                outcomes.append(unchanged(found.node, Refusal(found.node, reason)))
-            except GuardOnDataDependentSymNode as error:
-                reason = f"expected sizes of which enough is known before a run, found {error.cond}"
-                outcomes.append(unchanged(found.node, Refusal(found.node, reason)))
-        return outcomes
+    def _treat(
+        self, found: Attention | Refusal, trace: Trace, rewriter: Rewriter, environment: ShapeEnv | None
+    ) -> Result:
+        site, meaning = None, None
+        try:
+            if isinstance(found, Refusal):
+                raise found
+            site = prove(found, trace)
+            meaning = understand(site, trace)
+            outcome = self._rewrite(site, meaning, trace, rewriter, environment)
+        except (Refusal, Unaligned, GuardNeeded, GuardOnDataDependentSymNode) as error:
+            outcome = unchanged(found.node, _refusal(found.node, error))
+        return Result(outcome, site, meaning, environment)
 
     def _rewrite(
-        self, found: Attention | Refusal, trace: Trace, rewriter: Rewriter, environment: ShapeEnv | None
+        self, site: Site, meaning: Meaning, trace: Trace, rewriter: Rewriter, environment: ShapeEnv | None
     ) -> Outcome:
-        if isinstance(found, Refusal):
-            raise found
-        site = prove(found, trace)
-        meaning = understand(site, trace)
         choice = decide(site, meaning, self.path, self.device, self.workspace_tokens, environment, self.ranges)
         frame = common_frame(site.node, _sources(site))
         kept, words = kept_keys(site, meaning, choice.path, trace)
@@ -94,6 +97,20 @@ class Pipeline:
         output.meta["mla_site"] = site.node.name
         shapes = {name: str(size) for name, size in site.sizes.items()}
         return rewritten(site.node, frame, choice.path, choice.reason + words, shapes, choice.guards, meaning.words)
+
+
+def _refusal(node: fx.Node, error: Exception) -> Refusal:
+    """Why the attention at `node` stays as it is."""
+    match error:
+        case Refusal():
+            return error
+        case Unaligned():
+            reason = f"expected sizes that factor into common axes, found that {error}"
+        case GuardNeeded():
+            reason = f"expected code for all declared sizes, found some for {error} alone"
+        case _:
+            reason = f"expected sizes of which enough is known before a run, found {getattr(error, 'cond', error)}"
+    return Refusal(node, reason)
 
 
 def _sources(site: Site) -> list[fx.Node]:
