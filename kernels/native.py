@@ -1,6 +1,8 @@
 """C++ kernels for CPU: compiled at their first use, the way Inductor compiles the ones it generates.
 
 That finds the compiler, the flags of this CPU and OpenMP, and keeps the library on disk under a hash of all of them.
+A machine plays one with AVX2 alone by three variables that torch and Inductor read: ATEN_CPU_CAPABILITY=avx2,
+TORCHINDUCTOR_CPP_MARCH=x86-64-v3 (either alone leaves AVX-512 to the compiler) and ONEDNN_MAX_CPU_ISA=AVX2.
 """
 
 from __future__ import annotations

@@ -15,6 +15,20 @@ def causal_mask(queries: int, keys: int, causal_offset: int | None, device: torc
     return torch.arange(keys, device=device) <= last
 
 
+def blanked(parts: tuple[Tensor, ...], mask: Tensor | None, causal: Tensor | None) -> tuple[Tensor, ...]:
+    """`[B, T, width]` with 0 for keys that a bool mask or a causal limit hides from every query.
+
+    They may hold anything, and 0 times NaN is NaN. mask `[B or 1, N or 1, Sq or 1, T or 1]`, causal `[Sq, T]`.
+    """
+    seen = None if mask is None or mask.dtype != torch.bool else mask.any(1)
+    if causal is not None:
+        seen = causal[None] if seen is None else seen & causal
+    if seen is None:
+        return parts
+    hidden = ~seen.any(1)[..., None]
+    return tuple(part.masked_fill(hidden, 0.0) for part in parts)
+
+
 def softmax_with_lse(scores: Tensor, mask: Tensor | None, causal: Tensor | None) -> tuple[Tensor, Tensor]:
     """Softmax over the last dim of `[B, N, Sq, T]`, and its log-sum-exp `[B, N, Sq]`, in the dtype of the scores.
 

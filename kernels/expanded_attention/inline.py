@@ -26,7 +26,7 @@ def expanded_attention_inline(
     """`mla::expanded_attention`, to be traced; see `mla_compile.ops` for shapes and dtypes.
 
     The keys and values of `workspace_tokens` tokens exist at a time, of all sequences and heads; on CPU no scores do,
-    elsewhere those of all queries with one chunk. Keys that a mask hides are multiplied by 0, as in naive code.
+    elsewhere those of all queries with one chunk.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
 
@@ -50,11 +50,13 @@ def attend_in_loop(
     workspace_tokens: int,
     tokens: int,
     lengths: Tensor | None = None,
+    padding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o `[B, Sq, N, V]` and lse `[B, Sq, N]` of queries `[B, Sq, N, P + R]`.
 
     `load` gets the positions of a chunk and the cache, and gives latents `[B, C, L]` and rope keys `[B, C, R]` in at
-    least float32; `tokens`, lengths and causal offset are those of `attend_over_chunks`.
+    least float32; `tokens`, lengths and causal offset are those of `attend_over_chunks`; padding, bool `[B, Sq]`, says
+    which queries do not count.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     q_heads, level = q.transpose(1, 2).to(dtype), None
@@ -64,15 +66,20 @@ def attend_in_loop(
     attend = _flash if q.is_cpu else _composed
 
     def attend_to_chunk(positions: Positions, bias: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
-        q_heads, cache, (w_uk, w_uv) = operands
-        here, rope_here = load(positions, cache)
+        q_heads, cache, (w_uk, w_uv), padding = operands
+        # What no query sees may be anything, and 0 times NaN is NaN.
+        hidden = (bias == -torch.inf).all(1)
+        if padding is not None:
+            hidden = hidden | padding[..., None]
+        hidden = hidden.all(1)[..., None]
+        here, rope_here = (part.masked_fill(hidden, 0.0) for part in load(positions, cache))
         k_nope, v = (torch.matmul(here[:, None], w.transpose(1, 2)) for w in (w_uk, w_uv))
         k = torch.cat([k_nope, rope_here[:, None].expand(-1, w_uk.shape[0], -1, -1)], dim=-1)
         return attend(q_heads, k, v, bias, scale)
 
     o, lse = attend_over_chunks(
         attend_to_chunk,
-        (q_heads, cache, tuple(w.to(dtype) for w in weights)),
+        (q_heads, cache, tuple(w.to(dtype) for w in weights), padding),
         mask,
         causal_offset,
         tokens,

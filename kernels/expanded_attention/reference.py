@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..scores import causal_mask, softmax_with_lse
+from ..scores import blanked, causal_mask, softmax_with_lse
 
 
 def expanded_attention_reference(
@@ -24,9 +24,10 @@ def expanded_attention_reference(
     bool or floating `[B, N, Sq, T]` (sizes of 1 broadcast), causal_offset, scale.
     Returns: o `[B, Sq, N, V]`, lse `[B, Sq, N]`.
     """
+    causal = causal_mask(q.shape[1], latent.shape[1], causal_offset, latent.device)
+    latent, k_rope = blanked((latent, k_rope), mask, causal)
     k_nope = torch.einsum("btl,npl->btnp", latent, w_uk)
     k = torch.cat([k_nope, k_rope[:, :, None].expand(-1, -1, w_uk.shape[0], -1)], dim=-1)
     v = torch.einsum("btl,nvl->btnv", latent, w_uv)
-    causal = causal_mask(q.shape[1], latent.shape[1], causal_offset, latent.device)
     weights, lse = softmax_with_lse(scale * torch.einsum("bsnd,btnd->bnst", q, k), mask, causal)
     return torch.einsum("bnst,btnv->bsnv", weights, v), lse.transpose(1, 2)

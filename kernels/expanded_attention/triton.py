@@ -140,11 +140,15 @@ def attend_in_chunks(
             part = slice(b, b + sequences), slice(head, head + group)
             for i, chunk in enumerate(chunks):
                 latent, k_rope = keys.take(part[0], chunk, copies)
+                seen = _part_of(mask, part, chunk)
+                lengths = None if keys.lengths is None else keys.lengths.of(part[0])
+                if seen is not None and seen.dtype == torch.bool:
+                    latent = latent.masked_fill(_hidden(seen, chunk, queries, keys, lengths)[..., None], 0.0)
                 k, v = _expand(latent, w_uk[part[1]], w_uv[part[1]], workspace)
                 _launch(
                     (q[part[0], :, part[1]], k, k_rope, v),
-                    _part_of(mask, part, chunk),
-                    None if keys.lengths is None else keys.lengths.of(part[0]),
+                    seen,
+                    lengths,
                     (o[part[0], :, part[1]], lse[part[0], :, part[1]]),
                     state,
                     chunk,
@@ -212,6 +216,25 @@ def _part_of(mask: Tensor | None, part: tuple[slice, slice], chunk: Chunk) -> Te
     taken = slice(chunk.start, chunk.stop)
     own = mask[part[0] if mask.shape[0] != 1 else slice(None), part[1] if mask.shape[1] != 1 else slice(None)]
     return own[..., taken] if mask.shape[3] != 1 else own
+
+
+def _hidden(mask: Tensor, chunk: Chunk, queries: int, keys: Keys, lengths: Lengths | None) -> Tensor:
+    """Keys of a chunk that no query sees, bool `[b or 1, C or 1]`: they may hold anything, so no product gets them.
+
+    The bool mask, `[b or 1, H or 1, Sq or 1, C or 1]`, and `lengths` are of the sequences, heads and keys at hand; a
+    mask may lack keys that no sequence has.
+    """
+    seen, count = mask.any(1), chunk.stop - chunk.start
+    known = count if mask.shape[3] == 1 else mask.shape[3]
+    query = torch.arange(queries, device=mask.device)[:, None]
+    if chunk.causal:
+        first: Tensor | int = keys.causal_offset or 0
+        if lengths is not None and lengths.starts is not None:
+            first = lengths.starts[:, None, None]
+        seen = seen & (torch.arange(chunk.start, chunk.start + known, device=mask.device) <= query + first)
+    if lengths is not None and lengths.queries is not None:
+        seen = seen & (query < lengths.queries[:, None, None])
+    return torch.nn.functional.pad(~seen.any(1), (0, count - known), value=True)
 
 
 def _launch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..scores import causal_mask, softmax_with_lse
+from ..scores import blanked, causal_mask, softmax_with_lse
 
 
 def latent_attention_reference(
@@ -23,7 +23,8 @@ def latent_attention_reference(
     floating `[B, N, Sq, T]` (sizes of 1 broadcast), causal_offset, scale.
     Returns: o `[B, Sq, N, L]`, lse `[B, Sq, N]`.
     """
-    scores = torch.einsum("bsnl,btl->bnst", q_latent, latent) + torch.einsum("bsnr,btr->bnst", q_rope, k_rope)
     causal = causal_mask(q_latent.shape[1], latent.shape[1], causal_offset, latent.device)
+    latent, k_rope = blanked((latent, k_rope), mask, causal)
+    scores = torch.einsum("bsnl,btl->bnst", q_latent, latent) + torch.einsum("bsnr,btr->bnst", q_rope, k_rope)
     weights, lse = softmax_with_lse(scale * scores, mask, causal)
     return torch.einsum("bnst,btl->bsnl", weights, latent), lse.transpose(1, 2)

@@ -50,8 +50,12 @@ def paged_expanded_attention_aten(
     attend = attend_on_cpu(q.dtype) if q.is_cpu else attend_by_flash
     o = q.new_zeros((batch, queries, heads, w_uv.shape[1]))
     lse = q.new_full((batch, queries, heads), -torch.inf, dtype=torch.float32)
-    if causal and not host:
-        pages = pages.before(starts + queries)  # what is behind the last query may be anything
+    padding = None
+    if query_lens is not None and not host:
+        padding = torch.arange(queries, device=q.device) >= query_lens[:, None]
+        q = q.masked_fill(padding[..., None, None], 0.0)
+    if causal and not host:  # what is behind the last query may be anything
+        pages = pages.before(starts + (queries if query_lens is None else query_lens))
     for b, (stop, count, offset) in enumerate(zip(pages.stops(), counts, offsets, strict=True)):
         if not stop or not count:
             continue
@@ -59,6 +63,8 @@ def paged_expanded_attention_aten(
         if not host:
             positions = torch.arange(stop, device=q.device)
             seen = both(pages.seen(b, positions, queries, starts[b] if causal else None), seen)
+            if padding is not None:
+                seen = both(~padding[b][:, None], seen)
         if seen is not None and seen.shape[2] != 1:
             seen = seen[:, :, :count]
 
@@ -79,8 +85,7 @@ def paged_expanded_attention_aten(
         )
         if level is not None:
             lse[b, :count] += level[0]
-    if query_lens is not None and not host:
-        padding = torch.arange(queries, device=q.device) >= query_lens[:, None]
+    if padding is not None:
         o, lse = o.masked_fill(padding[..., None, None], 0.0), lse.masked_fill(padding[..., None], -torch.inf)
     return o, lse
 

@@ -39,9 +39,12 @@ def paged_expanded_attention_inline(
     starts = first_positions
     if starts is None:
         starts = seq_lens - (queries if query_lens is None else query_lens)
-    lengths = seq_lens
+    lengths, padding = seq_lens, None
     if causal:  # what is behind the last query may be anything
-        lengths = torch.minimum(seq_lens, starts + queries).clamp_min(0)
+        lengths = torch.minimum(seq_lens, starts + (queries if query_lens is None else query_lens)).clamp_min(0)
+    if query_lens is not None:
+        padding = torch.arange(queries, device=q.device) >= query_lens[:, None]
+        q = q.masked_fill(padding[..., None, None], 0.0)
     in_use = torch.arange(block_table.shape[1], device=q.device) * page_size < lengths[:, None]
     table = block_table.masked_fill(~in_use, 0)
     rope = bytes_of(rope_pages)[table].flatten(1, 2)
@@ -52,20 +55,17 @@ def paged_expanded_attention_inline(
         mask = both((positions[: mask.shape[3]] < lengths[:, None])[:, None, None], mask)
 
     def load(chunk: Positions, cache: Operands) -> tuple[Tensor, Tensor]:
-        pages, table, rope, scales, lengths = cache
+        pages, table, rope, scales = cache
         page = table.index_select(1, chunk.inside // page_size)
         latent, k_rope = pages[page, chunk.inside % page_size], rope.index_select(1, chunk.inside)
         if scales is None:
-            latent, k_rope = latent.to(dtype), k_rope.to(dtype)
-        else:
-            latent, k_rope = dequantised(latent, k_rope, scales.index_select(1, chunk.inside), dtype)
-        behind = (chunk.wanted >= lengths[:, None])[..., None]
-        return latent.masked_fill(behind, 0.0), k_rope.masked_fill(behind, 0.0)
+            return latent.to(dtype), k_rope.to(dtype)
+        return dequantised(latent, k_rope, scales.index_select(1, chunk.inside), dtype)
 
     o, lse = attend_in_loop(
         q,
         load,
-        (bytes_of(latent_pages), table, rope, scales, lengths),
+        (bytes_of(latent_pages), table, rope, scales),
         (w_uk, w_uv),
         mask,
         starts if causal else None,
@@ -73,8 +73,8 @@ def paged_expanded_attention_inline(
         workspace_tokens,
         capacity,
         lengths,
+        padding,
     )
-    if query_lens is not None:
-        padding = torch.arange(queries, device=q.device) >= query_lens[:, None]
+    if padding is not None:
         o, lse = o.masked_fill(padding[..., None, None], 0.0), lse.masked_fill(padding[..., None], -torch.inf)
     return o, lse

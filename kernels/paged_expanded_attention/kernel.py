@@ -2,10 +2,11 @@
 
     latent, rope             [pages, page_size, L], [pages, page_size, R]     any strides but 1 in the last dim
     scales                   [pages, page_size, G], any strides, 0 where it broadcasts
-    table [B, max_pages], lengths [B]
+    table [B, max_pages], stops [B]
     latent_out, rope_out     [B, C, L], [B, C, R]                             contiguous
 
-A program takes a tile of positions of one sequence. Behind the sequence's last token nothing is read or written.
+A program takes a tile of positions of one sequence. From the sequence's stop on nothing is read, and what is written is
+0: a library's product is what reads it, and may have a row's numbers meet those of the next.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def gather_chunk(
     rope,
     scales,
     table,
-    lengths,
+    stops,
     latent_out,
     rope_out,
     begin,
@@ -54,7 +55,8 @@ def gather_chunk(
     b = (tl.program_id(0) // tiles).to(tl.int64)
     place = tl.program_id(0) % tiles * KEYS + tl.arange(0, KEYS)  # [KEYS], in the chunk
     position = begin + place
-    seen = (place < keys) & (position < tl.load(lengths + b).to(tl.int32))
+    exists = place < keys
+    seen = exists & (position < tl.load(stops + b).to(tl.int32))
     entries = table + b * table_stride_0 + (position // page_size).to(tl.int64) * table_stride_1
     page = tl.load(entries, mask=seen, other=0).to(tl.int64)
     row = (position % page_size).to(tl.int64)
@@ -67,27 +69,27 @@ def gather_chunk(
         *(latent, offsets, seen, scales, scale_offsets, scale_stride_2),
         *(dtype, 0, L, A, FP8, NATIVE, GROUP, SAME_A),
     )  # [KEYS, A]
-    store_rows(latent_out, out, latent_a, seen, 0, L, A)
+    store_rows(latent_out, out, latent_a, exists, 0, L, A)
     if B:
         latent_b = load_latents(
             *(latent, offsets, seen, scales, scale_offsets, scale_stride_2),
             *(dtype, A, L, B, FP8, NATIVE, GROUP, SAME_B),
         )  # [KEYS, B]
-        store_rows(latent_out, out, latent_b, seen, A, L, B)
+        store_rows(latent_out, out, latent_b, exists, A, L, B)
     if R:
         offsets = page * rope_stride_0 + row * rope_stride_1
         k_rope = load_latents(
             *(rope, offsets, seen, scales, scale_offsets, scale_stride_2),
             *(dtype, 0, R, ROPE, FP8_ROPE, NATIVE, R, ROPE),
         )  # [KEYS, ROPE]
-        store_rows(rope_out, out, k_rope, seen, 0, R, ROPE)
+        store_rows(rope_out, out, k_rope, exists, 0, R, ROPE)
 
 
 @triton.jit
-def store_rows(base, row, values, seen, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def store_rows(base, row, values, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Columns FIRST to WIDTH of contiguous rows of WIDTH, at any of them."""
     columns = FIRST + tl.arange(0, BLOCK)
-    mask = seen[:, None]
+    mask = exists[:, None]
     if FIRST + BLOCK > WIDTH:
         mask = mask & (columns < WIDTH)[None, :]
     tl.store(base + (row[:, None] * WIDTH + columns[None, :]), values, mask=mask)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
@@ -43,13 +44,15 @@ def paged_expanded_attention_triton(
 ) -> tuple[Tensor, Tensor]:
     """`mla::paged_expanded_attention` on a machine, with checked arguments."""
     rank, rope = pages.latent.shape[2], pages.rope.shape[2]
-    starts = None
+    starts, stops = None, pages.lengths
+    queries = q.shape[1] if query_lens is None else query_lens
     if causal and first_positions is None:
-        starts = pages.lengths - (q.shape[1] if query_lens is None else query_lens)
-    elif causal:
+        starts = pages.lengths - queries
+    elif causal and first_positions is not None:
         starts = first_positions
+        stops = torch.minimum(stops, starts + queries)  # what is behind the last query may be anything
     starts, counts = (t if t is None else t.contiguous() for t in (starts, query_lens))
-    lengths = Lengths(pages.lengths.contiguous(), starts, counts)
+    lengths, stops = Lengths(pages.lengths.contiguous(), starts, counts), stops.contiguous()
 
     def take(part: slice, chunk: Chunk, workspace: Tensor) -> tuple[Tensor, Tensor]:
         table, count = pages.table[part], chunk.stop - chunk.start
@@ -60,7 +63,7 @@ def paged_expanded_attention_triton(
             *(bytes_of(part) for part in (pages.latent, pages.rope)),
             workspace if pages.scales is None else pages.scales,
             table,
-            lengths.tokens[part],
+            stops[part],
             latent_out,
             rope_out,
             chunk.start,

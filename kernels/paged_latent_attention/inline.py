@@ -29,7 +29,11 @@ def paged_latent_attention_inline(
     """
     dtype = torch.promote_types(q_latent.dtype, torch.float32)
     page_size, pages = latent_pages.shape[1], block_table.shape[1]
-    in_use = torch.arange(pages, device=block_table.device) * page_size < seq_lens[:, None]
+    queries = q_latent.shape[1]
+    first, lengths = seq_lens - queries if first_positions is None else first_positions, seq_lens
+    if causal:  # what is behind the last query may be anything
+        lengths = torch.minimum(seq_lens, first + queries)
+    in_use = torch.arange(pages, device=block_table.device) * page_size < lengths[:, None]
     table = block_table.masked_fill(~in_use, 0)
     positions = torch.arange(pages * page_size, device=block_table.device)
     latent, k_rope = (bytes_of(part)[table].flatten(1, 2) for part in (latent_pages, rope_pages))
@@ -38,12 +42,10 @@ def paged_latent_attention_inline(
     else:
         scales = latent_scales.expand(*latent_pages.shape[:2], -1)[table].flatten(1, 2)
         latent, k_rope = dequantised(latent, k_rope, scales, dtype)
-    unused = (positions >= seq_lens[:, None])[..., None]
+    unused = (positions >= lengths[:, None])[..., None]
     latent, k_rope = (part.masked_fill(unused, 0.0) for part in (latent, k_rope))
-    seen = (positions < seq_lens[:, None])[:, None, None]
+    seen = (positions < lengths[:, None])[:, None, None]
     if causal:
-        queries = q_latent.shape[1]
-        first = seq_lens - queries if first_positions is None else first_positions
         last = first[:, None] + torch.arange(queries, device=first.device)
         seen = seen & (positions <= last[..., None])[:, None]
     if mask is not None:

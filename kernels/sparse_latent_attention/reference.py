@@ -36,12 +36,17 @@ def sparse_latent_attention_reference(
     key = indices.where(named, 0).long()
     sequence = torch.arange(batch, device=key.device)[:, None, None]
     keys, ropes = latent[sequence, key], k_rope[sequence, key]
-    scores = torch.einsum("bsnl,bskl->bnsk", q_latent, keys) + torch.einsum("bsnr,bskr->bnsk", q_rope, ropes)
     seen = named
     if causal_offset is not None:
         seen = seen & (key <= torch.arange(queries, device=key.device)[:, None] + causal_offset)
+    attended = seen
     if mask is not None:
         mask = mask.expand(batch, heads, queries, tokens).gather(3, key[:, None].expand(-1, heads, -1, -1))
+        if mask.dtype == torch.bool:
+            attended = seen & mask.any(1)
+    # What nothing attends to may be anything, and 0 times NaN is NaN.
+    keys, ropes = (part.masked_fill(~attended[..., None], 0.0) for part in (keys, ropes))
+    scores = torch.einsum("bsnl,bskl->bnsk", q_latent, keys) + torch.einsum("bsnr,bskr->bnsk", q_rope, ropes)
     weights, lse = softmax_with_lse(scale * scores, mask, seen[:, None])
     o = torch.einsum("bnsk,bskl->bsnl", weights, keys)
     if uniform_when_empty:

@@ -147,7 +147,7 @@ def compile_gather(arch: str, fp8: bool, rank: int = 512, rope: int = 64, page_s
     scales = torch.empty(1, page_size, rank // 128, device="meta") if fp8 else None
     number = torch.empty(1, dtype=torch.int32, device="meta")
     constants = gather_constants(machine_of(arch), Pages(row[..., :rank], row[..., rank:], number, number, scales))
-    types = dict.fromkeys(gather_chunk.arg_names, "i32") | dict.fromkeys(("table", "lengths"), "*i32")
+    types = dict.fromkeys(gather_chunk.arg_names, "i32") | dict.fromkeys(("table", "stops"), "*i32")
     types |= dict.fromkeys(("latent", "rope", "latent_out", "rope_out"), "*bf16") | {"scales": "*fp32"}
     if fp8:
         types["latent"] = "*u8"

@@ -4,24 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from ..poison import Poisoned
 from .where import INTERPRETED
 
 
 @pytest.fixture(autouse=True)
-def poisoned_outputs(monkeypatch):
-    """What a kernel does not write is NaN."""
-    empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
-
-    def poisoned(make):
-        def made(*args, **kwargs):
-            tensor = make(*args, **kwargs)
-            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
-
-        return made
-
-    monkeypatch.setattr(torch, "empty", poisoned(empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(new_empty))
+def poisoned_memory():
+    """What a kernel does not write is NaN, and no product of a library may be given it."""
+    with Poisoned(torch.nan):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,96 @@
+"""What is handed to products of a library is finite, whatever unwritten memory and unseen rows of a cache hold.
+
+Every way in which an op can be computed on CPU; the Triton kernels are in `triton/test_finite_products.py`.
+"""
+
+import sys
+
+import pytest
+import torch
+from mla_compile.kernels import inline, native
+from mla_compile.kernels.expanded_attention import native as expanded_attention
+from mla_compile.kernels.latent_attention import native as latent_attention
+
+from .poison import Poisoned, assert_the_same, values
+from .unseen import MAKE
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def values_are_not_read(monkeypatch):
+    """As on a device where looking at a value of a tensor would stall it."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mla_compile.kernels") and hasattr(module, "reads_values"):
+            monkeypatch.setattr(module, "reads_values", lambda tensor: False)
+
+
+@pytest.fixture(scope="module", params=["NAN", "INFINITY"])
+def poisoned_buffers(request, tmp_path_factory):
+    """The kernels in C++ with buffers that hold a number until they are written."""
+    header = tmp_path_factory.mktemp("poisoned") / "vector.h"
+    text = native.VECTOR.read_text()
+    constructor = "ALIGNMENT))) {}"
+    assert text.count(constructor) == 1
+    header.write_text(text.replace(constructor, f"ALIGNMENT))) {{ std::fill_n(data_, size, {request.param}); }}"))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (expanded_attention, latent_attention):
+            patch.setattr(module, "_SOURCES", (header, *module._SOURCES[1:]))
+            assert native.load(module._SOURCES, module._ARGUMENTS) is not None
+        yield
+
+
+def compute(problem):
+    return getattr(torch.ops.mla, problem.op).default(*problem.arguments, **problem.more)
+
+
+def compute_inline(problem):
+    op = getattr(torch.ops.mla, problem.op).default
+    return inline.decompositions()[op](*problem.arguments, **problem.more)
+
+
+def assert_finite(make, dtype, value, compute):
+    torch.manual_seed(0)
+    expected = compute(make(dtype, 0.0))
+    assert expected[0].isfinite().all()
+    torch.manual_seed(0)
+    problem = make(dtype, value)
+    with Poisoned(value) as poisoned:
+        actual = compute(problem)
+    assert_the_same(actual, expected)
+    return poisoned.products
+
+
+@values
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+@pytest.mark.usefixtures("implementation")
+def test_on_cpu(make, dtype, value):
+    assert_finite(make, dtype, value, compute)
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+@pytest.mark.usefixtures("poisoned_buffers")
+def test_buffers_of_the_kernels(make):
+    assert_finite(make, torch.float32, torch.nan, compute)
+
+
+@values
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+@pytest.mark.usefixtures("no_compiler", "values_are_not_read")
+def test_where_values_are_not_read(make, dtype, value):
+    assert assert_finite(make, dtype, value, compute)
+
+
+@values
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_inline(make, dtype, value):
+    assert assert_finite(make, dtype, value, compute_inline)
+
+
+@values
+def test_a_product_that_is_given_what_no_one_wrote_is_found(value):
+    with Poisoned(value), pytest.raises(AssertionError, match=r"operand 1 of aten.bmm.default, \[1, 3, 2\]"):
+        torch.bmm(torch.zeros(1, 2, 3), torch.empty(1, 3, 2))

@@ -1,0 +1,46 @@
+"""What is handed to products of a library is finite around the Triton kernels too; the problems are those of the CPU.
+
+Only chunked attention has such products: the other kernels multiply by themselves.
+"""
+
+import pytest
+import torch
+from mla_compile.kernels._common.tiles import Tiles
+from mla_compile.kernels.expanded_attention.triton import expanded_attention_triton
+from mla_compile.kernels.paged_expanded_attention.triton import paged_expanded_attention_triton
+from mla_compile.kernels.pages import Pages
+
+from ..poison import Poisoned, assert_the_same, values
+from ..unseen import MAKE
+from .where import ON_GPU, machine, to_device
+
+pytestmark = [*ON_GPU]
+
+TILES = Tiles(rows=16, keys=16, warps=4, stages=2)
+CHUNKED = {name: make for name, make in MAKE.items() if name.startswith(("expanded", "paged expanded"))}
+del CHUNKED["expanded, many queries"]  # minutes in the interpreter, and no other code than of few
+
+
+def compute(problem):
+    tensors = to_device([t if isinstance(t, torch.Tensor) else None for t in problem.arguments])
+    arguments = [given if t is None else t for t, given in zip(tensors, problem.arguments, strict=True)]
+    if problem.op == "expanded_attention":
+        return expanded_attention_triton(*arguments, machine(), TILES)
+    q, *cache, w_uk, w_uv = arguments[:7]
+    more = to_device([problem.more[name] for name in ("mask", "first_positions", "query_lens")])
+    pages = Pages(*cache, None)
+    return paged_expanded_attention_triton(q, pages, w_uk, w_uv, *arguments[7:], *more, machine(), TILES)
+
+
+@values
+@pytest.mark.parametrize("make", CHUNKED.values(), ids=CHUNKED)
+def test_chunks(make, value):
+    torch.manual_seed(0)
+    expected = compute(make(torch.bfloat16, 0.0))
+    torch.manual_seed(0)
+    problem = make(torch.bfloat16, value)
+    with Poisoned(value) as poisoned:
+        actual = compute(problem)
+    assert poisoned.products
+    assert expected[0].isfinite().all()
+    assert_the_same(actual, expected)
