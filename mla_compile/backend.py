@@ -33,7 +33,7 @@ from mla_compile.passes.outcome import Outcome
 
 from . import options as option_parser
 from .graph_log import is_observed, log_graph
-from .one_row import mm_of_one_row
+from .mm_of_one_row import mm_of_one_row
 from .options import Options
 from .report import Report, record
 from .rewriting import raise_strict, rewrite_graph

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from mla_compile.kernels.inline import decompositions
+from mla_compile.kernels.decompositions import decompositions
 
 from .device import rates_of
 from .errors import OptionError

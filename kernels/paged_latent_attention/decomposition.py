@@ -9,7 +9,7 @@ from ..fp8 import bytes_of, dequantised
 from ..latent_attention.reference import latent_attention_reference
 
 
-def paged_latent_attention_inline(
+def paged_latent_attention_decomposition(
     q_latent: Tensor,
     q_rope: Tensor,
     latent_pages: Tensor,
