@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from mla_compile.passes.graph import rewriter as rewrite
 from torch import nn
 from torch.fx.experimental import _config as symbolic_shapes_config
 
 import mla_compile
+from mla_compile.passes.graph import rewriter as rewrite
 from tests.models import HIDDEN, Combined, L, R
 
 

@@ -3,8 +3,9 @@
 import pytest
 import sympy
 import torch
-from mla_compile.passes.paths.by_size import BySize
 from torch.utils._sympy.functions import Max
+
+from mla_compile.passes.paths.by_size import BySize
 
 s, t = sympy.symbols("s t", integer=True, positive=True)
 LONG = Max(0, s - 7)
