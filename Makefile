@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types format clean
+.PHONY: demo test check types layers installed format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -12,15 +12,20 @@ demo: $(STAMP)
 test: $(STAMP) check
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
-check: $(STAMP) types
+check: $(STAMP) types layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+types: installed
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
+
+layers: installed
+	cd build/typed && PYTHONPATH=. ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
+
 # passes/ and kernels/ are subpackages only once installed: lay them out as an installation does.
-types: $(STAMP)
+installed: $(STAMP)
 	rm -rf build/typed && mkdir -p build/typed
 	cp -r mla_compile build/typed/ && cp -r passes kernels build/typed/mla_compile/
-	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,31 +17,37 @@ def check_shapes(op: str, dims: Mapping[str, int], **tensors: tuple[Tensor, str]
     Raises: KernelError naming the op, the tensor, and the expected and found shape.
     """
     for name, (tensor, spec) in tensors.items():
-        words = spec.split()
-        expected = [dims[word] for word in words]
-        if list(tensor.shape) != expected:
+        words = _words(spec)
+        shape, expected = tuple(tensor.shape), tuple([dims[word] for word in words])
+        if shape != expected:
             raise KernelError(
-                f"mla::{op}: expected {name} of shape [{', '.join(words)}] = {expected}, found {list(tensor.shape)}"
+                f"mla::{op}: expected {name} of shape [{', '.join(words)}] = {list(expected)}, found {list(shape)}"
             )
 
 
 def check_rank(op: str, name: str, tensor: Tensor, spec: str) -> None:
     """Check a tensor's rank, before its sizes are used to name dims. Raises: KernelError."""
-    if tensor.dim() != len(spec.split()):
+    if tensor.dim() != len(_words(spec)):
         raise KernelError(
-            f"mla::{op}: expected {name} of shape [{', '.join(spec.split())}], found {list(tensor.shape)}"
+            f"mla::{op}: expected {name} of shape [{', '.join(_words(spec))}], found {list(tensor.shape)}"
         )
+
+
+@cache
+def _words(spec: str) -> tuple[str, ...]:
+    return tuple(spec.split())
 
 
 def check_alike(op: str, **tensors: Tensor) -> None:
     """Check that all tensors share the first one's floating dtype and its device. Raises: KernelError."""
     first_name, first = next(iter(tensors.items()))
-    if not first.is_floating_point():
-        raise KernelError(f"mla::{op}: expected {first_name} of a floating dtype, found {first.dtype}")
+    dtype, device = first.dtype, first.device
+    if not dtype.is_floating_point:
+        raise KernelError(f"mla::{op}: expected {first_name} of a floating dtype, found {dtype}")
     for name, tensor in tensors.items():
-        if tensor.dtype != first.dtype or tensor.device != first.device:
+        if tensor is not first and (tensor.dtype != dtype or tensor.device != device):
             raise KernelError(
-                f"mla::{op}: expected {name} of {first_name}'s {first.dtype} on {first.device}, "
+                f"mla::{op}: expected {name} of {first_name}'s {dtype} on {device}, "
                 f"found {tensor.dtype} on {tensor.device}"
             )
 

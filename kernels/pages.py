@@ -13,6 +13,8 @@ from .checks import check_mask, check_shapes
 from .fp8 import bytes_of, check_fp8, dequantised
 from .visibility import reads_values
 
+_INTEGERS = (torch.int32, torch.int64)
+
 
 @dataclass(frozen=True)
 class Pages:
@@ -124,15 +126,16 @@ def check_pages(
         if count is not None:
             check_shapes(op, dims, **{name: (count, "B")})
             integers[name] = count
+    device = like.device
     for name, tensor in integers.items():
-        if tensor.dtype not in (torch.int32, torch.int64):
+        if tensor.dtype not in _INTEGERS:
             raise KernelError(f"mla::{op}: expected {name} of torch.int32 or torch.int64, found {tensor.dtype}")
-        if tensor.device != like.device:
-            raise KernelError(f"mla::{op}: expected {name} on {like.device}, found {tensor.device}")
+        if tensor.device != device:
+            raise KernelError(f"mla::{op}: expected {name} on {device}, found {tensor.device}")
     if pages.page_size < 1:
         raise KernelError(f"mla::{op}: expected a page_size of at least 1, found {pages.page_size}")
     if mask is not None:
-        check_mask(op, mask, (dims["B"], dims["N"], dims["Sq"], mask.shape[-1]), like.device)
+        check_mask(op, mask, (dims["B"], dims["N"], dims["Sq"], mask.shape[-1]), device)
     if pages.table.is_cpu:
         _check_values(op, pages, mask)
 

@@ -14,25 +14,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Keys = range | Tensor
+KeyPositions = range | Tensor
 
 _QUERIES_AT_A_TIME = 512  # bounds the bool intermediate of `keys`: 512 B a key and head that the mask tells apart
 
 
-def take(tensor: Tensor, keys: Keys, dim: int) -> Tensor:
+def take(tensor: Tensor, keys: KeyPositions, dim: int) -> Tensor:
     """The given positions of one dim: a view for a range, a copy for an index."""
     if isinstance(keys, range):
         return tensor.narrow(dim, keys.start, len(keys))
     return tensor.index_select(dim, keys)
 
 
-def split(keys: Keys, size: int) -> Iterator[Keys]:
+def split(keys: KeyPositions, size: int) -> Iterator[KeyPositions]:
     """The same positions in order, at most `size` at a time."""
     for start in range(0, len(keys), size):
         yield keys[start : start + size]
 
 
-def positions(seen: Tensor) -> Keys:
+def positions(seen: Tensor) -> KeyPositions:
     """Where a bool tensor `[T]` is True."""
     index = seen.nonzero().flatten()
     if not len(index):
@@ -63,20 +63,20 @@ class Visibility:
     """T."""
     device: torch.device
 
-    def keys(self, queries: range) -> Keys:
+    def keys(self, queries: range) -> KeyPositions:
         """The keys that at least one of the queries sees."""
         seen = range(causal_stop(self.causal_offset, queries, self.tokens))
         if self.mask is None or self.mask.dtype != torch.bool or not reads_values(self.mask):
             return seen
         return positions(~self._hidden_from_all(self.mask, queries, seen).all(0))
 
-    def blanks(self, queries: range, keys: Keys) -> Tensor | None:
+    def blanks(self, queries: range, keys: KeyPositions) -> Tensor | None:
         """Of the loaded keys those that no query sees, bool `[B or 1, keys]`; None where such keys are not loaded."""
         if self.mask is None or self.mask.dtype != torch.bool or reads_values(self.mask):
             return None
         return self._hidden_from_all(self.mask, queries, keys)
 
-    def bias(self, queries: range, keys: Keys, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, queries: range, keys: KeyPositions, dtype: torch.dtype) -> Tensor | None:
         """What to add to the scores, `[B or 1, N or 1, queries or 1, keys]`: -inf where hidden. None: nothing."""
         if self.mask is None:
             causal = self._causal(queries, keys)
@@ -88,12 +88,12 @@ class Visibility:
         causal = self._causal(queries, keys)
         return bias if causal is None else bias.masked_fill(~causal, -torch.inf)
 
-    def _mask(self, mask: Tensor, queries: range, keys: Keys) -> Tensor:
+    def _mask(self, mask: Tensor, queries: range, keys: KeyPositions) -> Tensor:
         if mask.shape[2] != 1:
             mask = mask.narrow(2, queries.start, len(queries))
         return take(mask.expand(-1, -1, -1, self.tokens), keys, 3)
 
-    def _causal(self, queries: range, keys: Keys) -> Tensor | None:
+    def _causal(self, queries: range, keys: KeyPositions) -> Tensor | None:
         """Bool `[1, 1, len(queries), keys]`, True = attend; None if the causal limit hides nothing here."""
         if self.causal_offset is None:
             return None
@@ -104,12 +104,12 @@ class Visibility:
         positions = torch.arange(keys.start, keys.stop, device=self.device) if isinstance(keys, range) else keys
         return (positions <= limits[:, None])[None, None]
 
-    def _allowed(self, mask: Tensor, queries: range, keys: Keys) -> Tensor:
+    def _allowed(self, mask: Tensor, queries: range, keys: KeyPositions) -> Tensor:
         causal = self._causal(queries, keys)
         allowed = self._mask(mask, queries, keys)
         return allowed if causal is None else allowed & causal
 
-    def _hidden_from_all(self, mask: Tensor, queries: range, keys: Keys) -> Tensor:
+    def _hidden_from_all(self, mask: Tensor, queries: range, keys: KeyPositions) -> Tensor:
         """Keys that the mask and the causal limit hide from every query, bool `[B or 1, keys]`."""
         hidden = mask.new_ones((mask.shape[0], len(keys)))
         for start in range(queries.start, queries.stop, _QUERIES_AT_A_TIME):

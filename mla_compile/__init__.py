@@ -16,9 +16,10 @@ from .errors import (
     StrictError,
     VerifyError,
 )
+from .explaining import explain
 from .options import Options
 from .passes.outcome import Outcome
-from .report import Report, explain, last_report, reports
+from .report import Report, last_report, reports
 from .tensor_parallel import tp_plan
 from .version import __version__
 

@@ -28,19 +28,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_compile.kernels.register
 from mla_compile import device as devices
-from mla_compile.cost import Device
 from mla_compile.kernels._common.tuning import tuning
 from mla_compile.passes.outcome import Outcome
-from mla_compile.passes.pipeline import Pipeline
 
 from . import options as option_parser
-from .errors import StrictError
-from .one_row import mm_of_one_row
+from .graph_log import is_observed, log_graph
+from .mm_of_one_row import mm_of_one_row
 from .options import Options
 from .replicated import with_replicated_heads
 from .report import Report, record
+from .rewriting import raise_strict, rewrite_graph
 from .seal import seal, unseal
-from .show import is_observed, show
 from .stored import ReportStore
 from .uncompiled import warn_of_generate
 from .verify import Verified
@@ -79,7 +77,7 @@ def mla(
         compilation = _Compilation(module, inputs, ours)
         compiled = compilation.run()
         seconds = compilation.seconds | {"compile": time.perf_counter() - start}
-        record(Report(tuple(compilation.outcomes), compilation.note, seconds))
+        record(Report(compilation.outcomes, compilation.note, seconds))
         return _tuning(compiled) if inductor.get("max_autotune") else compiled
 
 
@@ -101,7 +99,7 @@ class _Compilation:
 
     def __init__(self, module: fx.GraphModule, inputs: Inputs, options: Options) -> None:
         self.module, self.inputs, self.options = module, inputs, options
-        self.outcomes: list[Outcome] = []
+        self.outcomes: tuple[Outcome, ...] = ()
         self.note = ""
         self.seconds: dict[str, float] = {}
 
@@ -112,23 +110,23 @@ class _Compilation:
         sealed = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
         sealed.meta = dict(self.module.meta)
         seal(sealed)
-        tag = cache_tag(self.options, self._rates())
+        tag = cache_tag(self.options, devices.rates_of(self.inputs))
         store = ReportStore(sealed, self.inputs, tag)
         stored = None if is_observed() else store.load()
         if stored is not None and not stored.rewritten:
-            self.outcomes = list(stored.sites)
+            self.outcomes = stored.sites
             return self._stock("nothing to rewrite")
         try:
             compiled = self._compile(sealed, tag, use_cache=True)
             if not self.seconds and stored is None:  # an artifact from a cache, but not what had been decided for it
                 compiled = self._compile(sealed, tag, use_cache=False)
         except _NothingToRewrite:
-            store.save(Report(tuple(self.outcomes)))
+            store.save(Report(self.outcomes))
             return self._stock("nothing to rewrite")
         if self.seconds:
-            store.save(Report(tuple(self.outcomes)))
+            store.save(Report(self.outcomes))
         elif stored is not None:
-            self.outcomes = list(stored.sites)
+            self.outcomes = stored.sites
         return compiled
 
     def _compile(self, sealed: fx.GraphModule, tag: str, use_cache: bool) -> Callable[..., Any]:
@@ -162,37 +160,24 @@ class _Compilation:
             raise_strict(self.outcomes, note)
         return _compile_fx(self.module, self.inputs)
 
-    def _rates(self) -> Device:
-        return rates_of(self.inputs)
-
     def _inner(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
-        show("mla_before_passes", module)
-        start = time.perf_counter()
-        pipeline = Pipeline(self._rates(), self.options.path, self.options.workspace_tokens)
-        before = copy.deepcopy(module) if self.options.verify else None
-        self.outcomes = with_replicated_heads(pipeline(module), module, self.inputs)
-        self.seconds["passes"] = time.perf_counter() - start
+        rewriting = rewrite_graph(module, devices.rates_of(self.inputs), self.options)
+        self.outcomes = with_replicated_heads(rewriting.outcomes, module, self.inputs)
+        self.seconds["passes"] = rewriting.seconds
         if not any(outcome.rewritten for outcome in self.outcomes):
             raise _NothingToRewrite
-        show("mla_after_passes", module)
         if self.options.strict:
             raise_strict(self.outcomes, "")
         start = time.perf_counter()
         retraced = retrace(module)
         self.seconds["retrace"] = time.perf_counter() - start
-        show("mla_retraced", retraced)
+        log_graph("mla_retraced", retraced)
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
         compiled = compile_fx_inner(retraced, inputs, **kwargs)
-        return Verified(compiled, before, module, self.outcomes) if before is not None else compiled
-
-
-def rates_of(inputs: Inputs) -> Device:
-    """The rates of the device on which a graph runs, in the dtype of its first floating input of two bytes or more."""
-    tensors = [t for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point() and t.itemsize > 1]
-    if not tensors:
-        return devices.measured(torch.device("cpu"), torch.float32)
-    return devices.measured(tensors[0].device, tensors[0].dtype)
+        if rewriting.original is None:
+            return compiled
+        return Verified(compiled, rewriting.original, module, self.outcomes)
 
 
 def _compile_fx(module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Callable[..., Any]:
@@ -226,16 +211,6 @@ def _may_attend(module: fx.GraphModule) -> bool:
 
     graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
     return any(attends(node) for graph in graphs for node in graph.nodes if node.op.startswith("call_"))
-
-
-def raise_strict(outcomes: list[Outcome], note: str) -> None:
-    """Raise StrictError if an attention stays unchanged or there is none."""
-    unchanged = [o for o in outcomes if not o.rewritten]
-    if unchanged:
-        listed = "\n".join(f"  {o.location}: {o.reason}" for o in unchanged)
-        raise StrictError(f"mla.strict: {len(unchanged)} of {len(outcomes)} attentions stay unchanged:\n{listed}")
-    if not outcomes:
-        raise StrictError(f"mla.strict: expected a model with MLA attention, found none ({note})")
 
 
 @cache

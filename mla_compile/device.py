@@ -6,21 +6,19 @@ Delete `<inductor cache>/mla_compile/` to measure again.
 """
 
 import functools
-import json
-import os
 import platform
 import re
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils._filelock import FileLock
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mla_compile import cache_files
 from mla_compile.cost import Device
 
 COPY_BYTES = 128 * 2**20
@@ -45,14 +43,21 @@ def measured(device: torch.device, dtype: torch.dtype) -> Device:
         raise ValueError(f"expected a floating dtype of at least two bytes to measure the device with, got {dtype}")
     name = _name(device)
     path = _path(name, dtype)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
-        stored = _read(path)
+        stored = cache_files.read(path, _rates)
         if stored is not None and stored.name == name:
             return stored
         rates = measure(device, dtype)
-        _write(path, rates)
+        cache_files.write(path, asdict(rates))
         return rates
+
+
+def rates_of(inputs: Sequence[Any]) -> Device:
+    """The rates of the device on which a graph runs, in the dtype of its first floating input of two bytes or more."""
+    tensors = [t for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point() and t.itemsize > 1]
+    if not tensors:
+        return measured(torch.device("cpu"), torch.float32)
+    return measured(tensors[0].device, tensors[0].dtype)
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Device:
@@ -76,24 +81,11 @@ def _cpu_model() -> str:
 
 
 def _path(name: str, dtype: torch.dtype) -> Path:
-    key = re.sub(r"[^A-Za-z0-9.+]+", "-", f"{name}-{dtype}-torch-{torch.__version__}")
-    return Path(cache_dir()) / "mla_compile" / f"{key}.json"
+    return cache_files.path_of(re.sub(r"[^A-Za-z0-9.+]+", "-", f"{name}-{dtype}-torch-{torch.__version__}"))
 
 
-def _read(path: Path) -> Device | None:
-    """The stored rates; None where the file is missing or holds anything else."""
-    try:
-        stored = json.loads(path.read_text())
-        return Device(str(stored["name"]), float(stored["flops_per_s"]), float(stored["bytes_per_s"]))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _write(path: Path, device: Device) -> None:
-    """Write in one step: a reader finds the old file or the whole new one."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump(asdict(device), file)
-    os.replace(file.name, path)
+def _rates(stored: Any) -> Device:
+    return Device(str(stored["name"]), float(stored["flops_per_s"]), float(stored["bytes_per_s"]))
 
 
 def _two_digits(rate: float) -> float:

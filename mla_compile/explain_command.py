@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any, Literal
 
-from .report import Report, explain, merged
-from .trial import load
+from .explaining import explain
+from .report import Report, merged
+from .sample_run import load
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,5 +34,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def explain_model(name: str, tokens: int, cache_kind: Literal["dynamic", "static"]) -> Report:
     """The reports of a prefill of `tokens` random tokens and of a decode step after it."""
-    trial = load(name, tokens, "explain", cache_kind)
-    return merged([explain(trial.model, ids, **trial.arguments) for ids in (trial.prefill, trial.decode)])
+    sample = load(name, tokens, "explain", cache_kind)
+    return merged([explain(sample.model, ids, **sample.arguments) for ids in (sample.prefill, sample.decode)])

@@ -16,15 +16,14 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from mla_compile.kernels.inline import decompositions
-from mla_compile.passes.pipeline import Pipeline
+from mla_compile.kernels.decompositions import decompositions
 
-from .backend import raise_strict, rates_of
+from .device import rates_of
 from .errors import OptionError
 from .options import parse
 from .report import Report, record
+from .rewriting import raise_strict, rewrite_graph
 from .seal import seal_exported, unseal_exported
-from .show import show
 from .verify import check
 
 NOTE = "exported program"
@@ -55,24 +54,19 @@ def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = Non
     start = time.perf_counter()
     functional = _decomposed(program, _composite(), seal_exported)
     module = functional.graph_module
-    show("mla_before_passes", module)
     seconds = {"retrace": time.perf_counter() - start}
-    before = fx.GraphModule(module, copy.deepcopy(module.graph)) if ours.verify else None
-    start = time.perf_counter()
     tensors = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-    ranges = functional.range_constraints
-    outcomes = Pipeline(rates_of(tensors), ours.path, ours.workspace_tokens, ranges)(module)
-    seconds["passes"] = time.perf_counter() - start
-    record(Report(tuple(outcomes), NOTE, seconds))
+    rewriting = rewrite_graph(module, rates_of(tensors), ours, functional.range_constraints)
+    outcomes, original = rewriting.outcomes, rewriting.original
+    record(Report(outcomes, NOTE, seconds | {"passes": rewriting.seconds}))
     if ours.strict:
         raise_strict(outcomes, NOTE)
-    if before is not None:
-        check(before, module, outcomes, functional._graph_module_flat_inputs(*_example(program)))
+    if original is not None:
+        check(original, module, outcomes, functional._graph_module_flat_inputs(*_example(program)))
     unseal_exported(module.graph)
     module.recompile()
     _name_outputs(functional)
     functional.validate()
-    show("mla_after_passes", module)
     return functional
 
 

@@ -259,50 +259,9 @@ def _register_autocast(device_type: str) -> None:
     _LIBRARY.impl("sealed_attention", sealed_attention_under_autocast, key)
 
 
-def _latent_attention_fake(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    batch, queries, heads, _ = q_latent.shape
-    return q_latent.new_empty(q_latent.shape), q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
-
-
-def _paged_latent_attention_fake(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_pages: Tensor,
-    rope_pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    causal: bool,
-    scale: float,
-    latent_scales: Tensor | None = None,
-    split_tokens: int | None = None,
-    mask: Tensor | None = None,
-    first_positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    batch, queries, heads, _ = q_latent.shape
-    return q_latent.new_empty(q_latent.shape), q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
-
-
-def _sparse_latent_attention_fake(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    indices: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-    uniform_when_empty: bool,
-    latent_scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _latent_attention_fake(q_latent, q_rope, latent, k_rope, mask, causal_offset, scale)
+def _latent_attention_fake(q_latent: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """Of every attention over latents: its results have the shape of the query alone."""
+    return q_latent.new_empty(q_latent.shape), q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32)
 
 
 def _expanded_attention_fake(
@@ -344,9 +303,7 @@ def _merge_states_fake(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -
     return o_a.new_empty(o_a.shape), lse_a.new_empty(lse_a.shape)
 
 
-def _append_latents_fake(
-    latent: Tensor, k_rope: Tensor, slots: Tensor, rows: Tensor, scale: Tensor | None = None
-) -> None:
+def _append_latents_fake(*arguments: Any, **named: Any) -> None:
     return None
 
 
@@ -367,8 +324,8 @@ def _refuse_backward(name: str) -> None:
 _LIBRARY.impl("sealed_attention", _sealed_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("mla::sealed_attention", _sealed_attention, lib=_LIBRARY)
 torch.library.register_fake("mla::latent_attention", _latent_attention_fake, lib=_LIBRARY)
-torch.library.register_fake("mla::paged_latent_attention", _paged_latent_attention_fake, lib=_LIBRARY)
-torch.library.register_fake("mla::sparse_latent_attention", _sparse_latent_attention_fake, lib=_LIBRARY)
+torch.library.register_fake("mla::paged_latent_attention", _latent_attention_fake, lib=_LIBRARY)
+torch.library.register_fake("mla::sparse_latent_attention", _latent_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::expanded_attention", _expanded_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::paged_expanded_attention", _paged_expanded_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::merge_states", _merge_states_fake, lib=_LIBRARY)

@@ -12,7 +12,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGe
 from mla_compile.passes.outcome import Outcome
 
 
-def with_replicated_heads(outcomes: list[Outcome], module: fx.GraphModule, inputs: Sequence[Any]) -> list[Outcome]:
+def with_replicated_heads(outcomes: Sequence[Outcome], module: fx.GraphModule, inputs: Sequence[Any]) -> list[Outcome]:
     """The outcomes of a rewritten ATen graph, those marked whose up-projection is whole while other weights of the
     graph are shared out over a mesh called `tp` (or not called anything). `inputs` are those of the Dynamo graph.
     """
@@ -22,12 +22,12 @@ def with_replicated_heads(outcomes: list[Outcome], module: fx.GraphModule, input
     nodes = {node.name: node for node in module.graph.nodes}
     weights = {node.meta["mla_site"]: node.meta["mla_weight"] for node in nodes.values() if "mla_weight" in node.meta}
     words = f"; N replicated over tp={size}"
-    return [
+    return tuple(
         replace(outcome, reason=outcome.reason + words)
         if outcome.node in weights and _is_whole(nodes[weights[outcome.node]], inputs)
         else outcome
         for outcome in outcomes
-    ]
+    )
 
 
 def _is_whole(weight: fx.Node, inputs: Sequence[Any]) -> bool:

@@ -1,17 +1,19 @@
-"""What the backend did: reports of compilations, and `explain`."""
+"""What the backend did: reports of compilations."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mla_compile.passes.outcome import Outcome
+
+from .text_table import aligned
 
 _HISTORY: list[Report] = []
 _log = logging.getLogger(__name__)
@@ -46,11 +48,7 @@ class Report:
                 shapes = " ".join(f"{name}={size}" for name, size in site.shapes.items())
                 location, reason = _short(site.location), _with_guards(site)
                 rows.append((str(i), site.path, shapes or "-", site.mask or "-", location, reason))
-            widths = [max(len(row[k]) for row in rows) for k in range(5)]
-            for row in rows:
-                lines.append(
-                    "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]])
-                )
+            lines += aligned(rows, "<")
             lines += _nearest_misses(self.sites)
         return "\n".join(lines)
 
@@ -116,22 +114,3 @@ def merged(parts: Sequence[Report]) -> Report:
             seconds[name] = seconds.get(name, 0.0) + value
     notes = dict.fromkeys(part.note for part in parts if part.note)
     return Report(tuple(site for part in parts for site in part.sites), "; ".join(notes), seconds)
-
-
-def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
-    """Compile `model` afresh with `backend="mla"`, run it once on the arguments without gradients, and say what became
-    of its attentions.
-
-    What the model or the caches among the arguments keep from a run, they keep from this one too. `options` are those
-    of `torch.compile`.
-    """
-    from .backend import mla
-
-    def fresh(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        return mla(graph, inputs, options=options)
-
-    before = len(_HISTORY)
-    compiled = torch.compile(model, backend=fresh)
-    with torch.no_grad():
-        compiled(*args, **kwargs)
-    return merged(_HISTORY[before:])

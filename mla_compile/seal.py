@@ -13,17 +13,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from . import ops as ops  # defines the op
+from .passes.nodes.arguments import all_arguments
 
-_DEFAULTS: dict[str, Any] = {
-    "query": None,
-    "key": None,
-    "value": None,
-    "attn_mask": None,
-    "dropout_p": 0.0,
-    "is_causal": False,
-    "scale": None,
-    "enable_gqa": False,
-}
 _TENSORS = ("query", "key", "value", "attn_mask")
 
 
@@ -45,8 +36,8 @@ def _seal(graph: fx.Graph, attention: Callable[..., Any]) -> int:
     for node in graph.nodes:
         if node.op != "call_function" or node.target is not attention:
             continue
-        arguments = _DEFAULTS | dict(zip(_DEFAULTS, node.args, strict=False)) | node.kwargs
-        if any(isinstance(arguments[name], fx.Node) for name in _DEFAULTS if name not in _TENSORS):
+        arguments = all_arguments(node, torch.ops.aten.scaled_dot_product_attention.default)
+        if any(isinstance(value, fx.Node) for name, value in arguments.items() if name not in _TENSORS):
             continue  # a symbolic flag or scale: left to Inductor
         node.target = torch.ops.mla.sealed_attention.default
         node.args, node.kwargs = tuple(arguments.values()), {}

@@ -6,23 +6,18 @@ set of guards; the first whose guards hold for the present sizes is the one whos
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils._sympy import functions
 
 from mla_compile.passes.nodes.shapes import hint_of
 
+from . import cache_files
 from .report import Report
 
 
@@ -39,7 +34,7 @@ class ReportStore:
         ]
         config = repr((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")))
         text = module.code + repr(described) + config + tag
-        self._path = Path(cache_dir()) / "mla_compile" / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+        self._path = cache_files.path_of(hashlib.sha256(text.encode()).hexdigest())
         self._hints = _hints(inputs)
 
     def load(self) -> Report | None:
@@ -49,15 +44,10 @@ class ReportStore:
     def save(self, report: Report) -> None:
         """Keep a report for later processes."""
         kept = [r for r in self._read() if _guards(r) != _guards(report)]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self._path.parent, suffix=".tmp", delete=False) as file:
-            json.dump([r.to_json() for r in [report, *kept]], file)
-        os.replace(file.name, self._path)
+        cache_files.write(self._path, [r.to_json() for r in [report, *kept]])
 
     def _read(self) -> list[Report]:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return [Report.from_json(text) for text in json.loads(self._path.read_text())]
-        return []
+        return cache_files.read(self._path, lambda texts: [Report.from_json(text) for text in texts]) or []
 
     def _holds(self, report: Report) -> bool:
         return all(_true(guard, self._hints) for guard in _guards(report))

@@ -37,7 +37,7 @@ class Verified:
         compiled: Callable[[list[Any]], Any],
         before: fx.GraphModule,
         after: fx.GraphModule,
-        outcomes: list[Outcome],
+        outcomes: Sequence[Outcome],
     ) -> None:
         self.compiled, self.before, self.after, self.outcomes = compiled, before, after, outcomes
         self.checked = False
@@ -49,7 +49,7 @@ class Verified:
         return self.compiled(inputs)
 
 
-def check(before: fx.GraphModule, after: fx.GraphModule, outcomes: list[Outcome], inputs: Sequence[Any]) -> None:
+def check(before: fx.GraphModule, after: fx.GraphModule, outcomes: Sequence[Outcome], inputs: Sequence[Any]) -> None:
     """Run both graphs on the inputs. Raises VerifyError if a rewritten site differs from the original."""
     sites = {outcome.node: outcome for outcome in outcomes if outcome.rewritten}
     original = _outputs(before, inputs, {name: name for name in sites})

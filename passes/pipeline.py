@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -16,7 +16,7 @@ from .attention.find import Attention, find
 from .graph.guards import GuardNeeded, no_guards
 from .graph.in_place import write_in_place
 from .graph.rewriter import Rewriter
-from .masks.meaning import understand
+from .masks.meaning import Meaning, understand
 from .mla.prove import prove
 from .mla.site import Site
 from .nodes.arguments import aten
@@ -24,8 +24,22 @@ from .nodes.refusal import Refusal
 from .nodes.source import common_frame
 from .outcome import Outcome, rewritten, unchanged
 from .paths.all import AUTO
-from .paths.choose import Chooser, Ranges
+from .paths.choose import Choice, Chooser, Ranges
 from .trace.trace import Trace
+
+
+@dataclass
+class Result:
+    """What became of one attention, and what was proved of it, as far as that came."""
+
+    node: fx.Node
+    """Of the graph as it was."""
+    site: Site | None = None
+    meaning: Meaning | None = None
+    choice: Choice | None = None
+    outcome: Outcome = field(init=False)
+    environment: ShapeEnv | None = None
+    """Of the symbols of its sizes."""
 
 
 @dataclass(frozen=True)
@@ -44,56 +58,62 @@ class Pipeline:
     ranges: Ranges | None = None
     """Of an exported program: the sizes it is declared for, all of which its one graph has to serve without guards."""
 
-    def __call__(self, module: fx.GraphModule) -> list[Outcome]:
+    def __call__(self, module: fx.GraphModule) -> list[Result]:
         """Rewrite the MLA sites of a functional ATen graph in place. Every node has its fake value in `meta["val"]`."""
         graph = module.graph
         mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         environment = mode.shape_env if mode is not None else None
+        choose = Chooser(self.path, self.device, self.workspace_tokens, environment, self.ranges)
+        rewriter = Rewriter(graph, self.workspace_tokens, environment)
+        trace = Trace(graph)
         with nullcontext() if self.ranges is None else no_guards(environment):
-            outcomes = self._rewrite_all(module, environment)
-        if any(o.rewritten for o in outcomes):
+            results = [self._treat(found, trace, choose, rewriter) for found in list(find(graph, trace))]
+        if any(result.outcome.rewritten for result in results):
             write_in_place(graph)
             graph.eliminate_dead_code()
             _relax_views(graph)
             graph.lint()
             module.recompile()
-        return outcomes
+        return results
 
-    def _rewrite_all(self, module: fx.GraphModule, environment: ShapeEnv | None) -> list[Outcome]:
-        graph = module.graph
-        outcomes: list[Outcome] = []
-        choose = Chooser(self.path, self.device, self.workspace_tokens, environment, self.ranges)
-        rewriter = Rewriter(graph, self.workspace_tokens, environment)
-        trace = Trace(graph)
-        for found in list(find(graph, trace)):
-            try:
-                outcomes.append(self._rewrite(found, trace, choose, rewriter))
-            except Refusal as refusal:
-                outcomes.append(unchanged(found.node, refusal))
-            except Unaligned as error:
-                reason = f"expected sizes that factor into common axes, found that {error}"
-                outcomes.append(unchanged(found.node, Refusal(found.node, reason)))
-            except GuardNeeded as guard:
-                reason = f"expected code for all declared sizes, found some for {guard} alone"
-                outcomes.append(unchanged(found.node, Refusal(found.node, reason)))
-            except GuardOnDataDependentSymNode as error:
-                reason = f"expected sizes of which enough is known before a run, found {error.cond}"
-                outcomes.append(unchanged(found.node, Refusal(found.node, reason)))
-        return outcomes
+    def _treat(self, found: Attention | Refusal, trace: Trace, choose: Chooser, rewriter: Rewriter) -> Result:
+        result = Result(found.node, environment=choose.environment)
+        try:
+            if isinstance(found, Refusal):
+                raise found
+            result.site = prove(found, trace)
+            result.meaning = understand(result.site, trace)
+            result.choice = choose(result.site, result.meaning, trace)
+            output = rewriter(result.site, result.choice.form)
+        except (Refusal, Unaligned, GuardNeeded, GuardOnDataDependentSymNode) as error:
+            result.outcome = unchanged(found.node, _refusal(found.node, error))
+            return result
+        result.outcome = _rewritten(result.site, result.meaning, result.choice)
+        output.meta["mla_site"] = result.site.node.name
+        w_uv = result.site.w_uv
+        if w_uv is not None and isinstance(w_uv.source, fx.Node):
+            output.meta["mla_weight"] = w_uv.source.name
+        return result
 
-    def _rewrite(self, found: Attention | Refusal, trace: Trace, choose: Chooser, rewriter: Rewriter) -> Outcome:
-        if isinstance(found, Refusal):
-            raise found
-        site = prove(found, trace)
-        meaning = understand(site, trace)
-        choice = choose(site, meaning, trace)
-        frame = common_frame(site.node, _sources(site))
-        output = rewriter(site, choice.form)
-        output.meta["mla_site"] = site.node.name
-        if site.w_uv is not None and isinstance(site.w_uv.source, fx.Node):
-            output.meta["mla_weight"] = site.w_uv.source.name
-        shapes = {name: str(size) for name, size in site.sizes.items()}
-        return rewritten(site.node, frame, choice.word, choice.reason, shapes, choice.guards, meaning.words)
+
+def _rewritten(site: Site, meaning: Meaning, choice: Choice) -> Outcome:
+    frame = common_frame(site.node, _sources(site))
+    shapes = {name: str(size) for name, size in site.sizes.items()}
+    return rewritten(site.node, frame, choice.word, choice.reason, shapes, choice.guards, meaning.words)
+
+
+def _refusal(node: fx.Node, error: Exception) -> Refusal:
+    """Why the attention at `node` stays as it is."""
+    match error:
+        case Refusal():
+            return error
+        case Unaligned():
+            reason = f"expected sizes that factor into common axes, found that {error}"
+        case GuardNeeded():
+            reason = f"expected code for all declared sizes, found some for {error} alone"
+        case _:
+            reason = f"expected sizes of which enough is known before a run, found {getattr(error, 'cond', error)}"
+    return Refusal(node, reason)
 
 
 def _sources(site: Site) -> list[fx.Node]:

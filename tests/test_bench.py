@@ -9,7 +9,6 @@ from io import StringIO
 
 import pytest
 import torch
-from mla_compile.passes.outcome import Outcome
 
 from mla_compile.bench import check, memory, modes, run, table
 from mla_compile.bench.breakdown import break_down
@@ -20,6 +19,7 @@ from mla_compile.bench.plot import plot
 from mla_compile.bench.run import Benchmark
 from mla_compile.bench.workloads import ELEMENT_SIZE, Workload, limit, make_inputs
 from mla_compile.cost import Device
+from mla_compile.passes.outcome import Outcome
 from mla_compile.report import Report
 
 pytest.importorskip("transformers")

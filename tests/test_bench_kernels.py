@@ -6,14 +6,14 @@ from io import StringIO
 
 import pytest
 import torch
-from mla_compile.kernels.expanded_attention import native as expanded_attention
-from mla_compile.kernels.latent_attention import native as latent_attention
 
 from mla_compile.bench import kernel_peers, kernel_run
 from mla_compile.bench.kernel_cases import SCALE, Case, L, P, R, V, make_inputs
 from mla_compile.bench.kernel_run import Result, as_csv, as_text, grid, limits_of, rows
 from mla_compile.cli import main
 from mla_compile.cost import Device
+from mla_compile.kernels.expanded_attention import native as expanded_attention
+from mla_compile.kernels.latent_attention import native as latent_attention
 
 CPU = torch.device("cpu")
 DEVICE = Device("a GPU", 8e14, 4e12)

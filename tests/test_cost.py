@@ -7,6 +7,8 @@ import pytest
 import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from mla_compile.cost import Cost, Device, Dims, predicted_seconds
 from mla_compile.passes.paths.absorbed import Absorbed
 from mla_compile.passes.paths.absorbed import absorbed_cost as absorbed
 from mla_compile.passes.paths.as_written import QUERIES, crossover_queries
@@ -15,8 +17,6 @@ from mla_compile.passes.paths.chunked import chunked_cost as chunked
 from mla_compile.passes.paths.fastest import fastest as choose
 from mla_compile.passes.paths.sparse import Sparse
 from mla_compile.passes.paths.sparse import sparse_cost as sparse
-
-from mla_compile.cost import Cost, Device, Dims, predicted_seconds
 
 V3 = {"N": 128, "L": 512, "P": 128, "R": 64, "V": 128}
 CPU = Device("cpu", 1.4e11, 1.3e10)

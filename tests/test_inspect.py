@@ -14,18 +14,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from mla_compile.passes.paths.fastest import fastest
 from torch import nn
 
 from mla_compile import backend, cli, device
 from mla_compile.cost import Device
 from mla_compile.inspect.card import lines_of, sketches
-from mla_compile.inspect.collect import AFTER, BEFORE, STAGES, compilations
+from mla_compile.inspect.collect import STAGES, compilations
 from mla_compile.inspect.costs import Model
 from mla_compile.inspect.folder import read_report, write
 from mla_compile.inspect.layers import arrange
 from mla_compile.inspect.page import Inspection, groups_of
 from mla_compile.inspect.sketch import entrances
+from mla_compile.passes.paths.fastest import fastest
+from mla_compile.rewriting import AFTER, BEFORE
 from tests.hf.families import FAMILIES, build
 from tests.models import HIDDEN, Combined, L, N, P, R, Separate, V
 
@@ -397,4 +398,4 @@ def test_the_log_has_reports_at_info_and_graphs_at_debug(caplog):
     with caplog.at_level(logging.DEBUG, "mla_compile"):
         looked_into(Combined(), 1, 12)
     told = {r.name: r.levelname for r in caplog.records if r.name.startswith("mla_compile")}
-    assert told == {"mla_compile.report": "INFO", "mla_compile.show": "DEBUG"}
+    assert told == {"mla_compile.report": "INFO", "mla_compile.graph_log": "DEBUG"}

@@ -6,11 +6,11 @@ from argparse import ArgumentTypeError
 
 import pytest
 import torch
-from mla_compile.kernels.paged_latent_attention.arguments import check_arguments
 
 from mla_compile import cli
 from mla_compile.cache import FP8PagePool, PagePool
 from mla_compile.errors import ConfigError
+from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 from mla_compile.plan.command import in_bytes, tokens
 from mla_compile.plan.layouts import fp8_bytes, layouts
 from mla_compile.plan.plot import plot
@@ -86,7 +86,7 @@ def test_bytes_are_those_of_the_tensors_that_the_op_takes():
     scales = torch.ones(1, 1, 4)
     queries = (torch.zeros(1, 1, 2, width, dtype=torch.bfloat16) for width in (512, 64))
     table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    check_arguments(*queries, *pages, table, lengths, scales, None)
+    PagedLatentAttention(*queries, *pages, table, lengths, True, 1.0, scales).check()
     assert fp8_bytes(HEADS) == sum(tensor.nbytes for tensor in (*pages, scales))
 
 

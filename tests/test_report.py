@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mla_compile.passes.outcome import Outcome
 from torch import Tensor
 
 import mla_compile
+from mla_compile.passes.outcome import Outcome
 from mla_compile.report import Report
 
 N, L, P, V = 2, 4, 3, 3

@@ -32,7 +32,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ArchTiles:
     """An architecture's tiles."""
 
     few: Tiles
@@ -47,17 +47,17 @@ class Choice:
 
 
 _SMALL = Tiles(32, 32, 8, 2)
-_TABLE: dict[str, Choice] = {
-    "sm_80": Choice(Tiles(16, 32, 4, 3), Tiles(32, 32, 8, 3), Tiles(16, 32, 4, 3), _SMALL, Tiles(16, 32, 4, 3)),
-    "sm_90": Choice(
+_TABLE: dict[str, ArchTiles] = {
+    "sm_80": ArchTiles(Tiles(16, 32, 4, 3), Tiles(32, 32, 8, 3), Tiles(16, 32, 4, 3), _SMALL, Tiles(16, 32, 4, 3)),
+    "sm_90": ArchTiles(
         Tiles(16, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 3), Tiles(64, 32, 8, 3), Tiles(16, 64, 8, 3)
     ),
     # Tensor memory does not hold 64 x 512 sums beside the scores; 32 rows take no tensor memory.
-    "sm_100": Choice(
+    "sm_100": ArchTiles(
         Tiles(16, 64, 8, 3), Tiles(32, 32, 8, 3), Tiles(32, 16, 8, 3), Tiles(32, 16, 8, 3), Tiles(16, 64, 8, 2)
     ),
-    "sm_120": Choice(Tiles(16, 32, 4, 3), _SMALL, Tiles(32, 16, 8, 3), *[Tiles(16, 16, 8, 2)] * 2),
-    "gfx942": Choice(*[Tiles(16, 32, 4, 1)] * 5),
+    "sm_120": ArchTiles(Tiles(16, 32, 4, 3), _SMALL, Tiles(32, 16, 8, 3), *[Tiles(16, 16, 8, 2)] * 2),
+    "gfx942": ArchTiles(*[Tiles(16, 32, 4, 1)] * 5),
 }
 _FLOAT32 = Tiles(16, 16, 8, 2)
 """Products of float32 take no matrix unit, and twice the memory."""

@@ -11,17 +11,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ... import cache_files
 from .machine import Machine
 from .tiles import LEAST, Tiles
 
@@ -127,26 +126,20 @@ def _version() -> str:
 
 
 def _file(machine: Machine) -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "mla_compile" / f"tiles-{machine.arch}-{machine.processors}-{_version()}.json"
+    return cache_files.path_of(f"tiles-{machine.arch}-{machine.processors}-{_version()}")
 
 
 def _read(path: Path) -> dict[str, Tiles]:
-    """What was stored; nothing where the file is missing or holds anything else."""
-    try:
-        return {key: Tiles(*map(int, sizes)) for key, sizes in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
+    def parse(stored: Any) -> dict[str, Tiles]:
+        return {key: Tiles(*map(int, sizes)) for key, sizes in stored.items()}
+
+    return cache_files.read(path, parse) or {}
 
 
 def _write(path: Path, key: str, tiles: Tiles) -> None:
-    """Add an entry in one step: a reader finds the old file or the whole new one."""
+    """Add an entry."""
     from torch.utils._filelock import FileLock
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         entries = {known: astuple(sizes) for known, sizes in _read(path).items()} | {key: astuple(tiles)}
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(entries, file, indent=1)
-        os.replace(file.name, path)
+        cache_files.write(path, entries)

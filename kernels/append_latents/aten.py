@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 import mla_compile.ops  # noqa: F401  defines the op
 
 from ...fp8 import RowLayout, quantised, quantised_by
-from .arguments import check_arguments
+from ..bundles import checked
+from .arguments import AppendLatents
 
 
-def append_latents_aten(
-    latent: Tensor, k_rope: Tensor, slots: Tensor, rows: Tensor, scale: Tensor | None = None
-) -> None:
-    """`mla::append_latents`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    check_arguments(latent, k_rope, slots, rows, scale)
-    kept = slots >= 0
-    latent, k_rope, slots = latent[kept], k_rope[kept], slots[kept].long()
+def append(x: AppendLatents) -> None:
+    """Write to `x.rows`."""
+    kept, rows, scale = x.slots >= 0, x.rows, x.scale
+    latent, k_rope, slots = x.latent[kept], x.k_rope[kept], x.slots[kept].long()
     place = slots // rows.shape[1], slots % rows.shape[1]
     if scale is not None:
         rows.view(torch.uint8)[place] = quantised_by(torch.cat([latent, k_rope], dim=1), scale).view(torch.uint8)
@@ -29,4 +26,5 @@ def append_latents_aten(
     rope[place] = k_rope
 
 
+append_latents_aten = checked(AppendLatents, append)
 torch.library.impl("mla::append_latents", "CompositeExplicitAutograd")(append_latents_aten)

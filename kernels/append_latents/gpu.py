@@ -6,24 +6,22 @@ ATen operations take over for float64.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from .._common.suits import suits
-from .arguments import check_arguments
-from .aten import append_latents_aten
+from ..bundles import checked
+from .arguments import AppendLatents
+from .aten import append
 
 
-def append_latents_gpu(
-    latent: Tensor, k_rope: Tensor, slots: Tensor, rows: Tensor, scale: Tensor | None = None
-) -> None:
-    """`mla::append_latents`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    if not suits(latent):
-        return append_latents_aten(latent, k_rope, slots, rows, scale)
-    check_arguments(latent, k_rope, slots, rows, scale)
+def append_on_gpu(x: AppendLatents) -> None:
+    """Write to `x.rows`."""
+    if not suits(x.latent):
+        return append(x)
     from .triton import append_latents_triton
 
-    with torch.cuda.device(latent.device):
-        return append_latents_triton(latent, k_rope, slots, rows, scale)
+    with torch.cuda.device(x.latent.device):
+        return append_latents_triton(x)
 
 
+append_latents_gpu = checked(AppendLatents, append_on_gpu)
 torch.library.impl("mla::append_latents", "CUDA")(append_latents_gpu)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ...fp8 import RowLayout
 from .._common.tiles import power_of_two
+from .arguments import AppendLatents
 from .kernel import append
 
 
-def append_latents_triton(latent: Tensor, k_rope: Tensor, slots: Tensor, rows: Tensor, scale: Tensor | None) -> None:
-    """`mla::append_latents` with checked arguments."""
+def append_latents_triton(x: AppendLatents) -> None:
+    """Write to `x.rows`."""
+    latent, k_rope, rows, scale = x.latent, x.k_rope, x.rows, x.scale
     tokens, rank = latent.shape
     rope = k_rope.shape[1]
     layout = RowLayout(rank, rope, k_rope.dtype)
@@ -26,7 +27,7 @@ def append_latents_triton(latent: Tensor, k_rope: Tensor, slots: Tensor, rows: T
     append[(tokens, groups + (rope > 0))](
         latent,
         k_rope,
-        slots.contiguous(),
+        x.slots.contiguous(),
         numbers.view(torch.uint8),
         latent if scale is not None else scales,
         rope_out,

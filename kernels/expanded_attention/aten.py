@@ -11,7 +11,7 @@ import mla_compile.ops  # noqa: F401  defines the op
 
 from ..merge_states.aten import share_of_second
 from ..scores import causal_mask, softmax_with_lse
-from ..visibility import Keys, Visibility
+from ..visibility import KeyPositions, Visibility
 from .chunks import attend_in_chunks, masked_tiles
 
 _QUERIES = 1024
@@ -46,7 +46,7 @@ def attend_by_flash(
     k: Tensor,
     v: Tensor,
     visibility: Visibility,
-    chunk: Keys,
+    chunk: KeyPositions,
     scale: float,
     state: tuple[Tensor, Tensor],
 ) -> None:
@@ -60,7 +60,7 @@ def attend_by_flash(
         lse[:, rows] = torch.logaddexp(lse[:, rows], lse_part)
 
 
-def _pieces(visibility: Visibility, chunk: Keys, query_count: int, dtype: torch.dtype) -> Iterator[Piece]:
+def _pieces(visibility: Visibility, chunk: KeyPositions, query_count: int, dtype: torch.dtype) -> Iterator[Piece]:
     """What to compute for a chunk, in tiles of queries.
 
     Under a causal offset alone that is a triangle for flash attention's own causal flag, and a rectangle under it.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...errors import KernelError
 from ..checks import check_alike, check_mask, check_rank, check_shapes
-from ..visibility import Keys, Visibility, reads_values, split, take
+from ..visibility import KeyPositions, Visibility, reads_values, split, take
 
 _HEADS = 16
 """Heads at a time. Bounds the workspace of a model of 128 heads; the weights of 16 are a few MB in float32."""
@@ -34,7 +34,7 @@ _SPACING = 8.0
 """Where floats are this far apart, adding a score changes nothing that a softmax could show."""
 
 
-Load = Callable[[Keys, torch.dtype], tuple[Tensor, Tensor]]
+Load = Callable[[KeyPositions, torch.dtype], tuple[Tensor, Tensor]]
 """The latents `[C, L]` and rope keys `[C, R]` of a sequence at some positions, in a dtype."""
 
 
@@ -47,7 +47,7 @@ class Attend(Protocol):
         k: Tensor,
         v: Tensor,
         visibility: Visibility,
-        chunk: Keys,
+        chunk: KeyPositions,
         scale: float,
         state: tuple[Tensor, Tensor],
     ) -> None:
@@ -77,7 +77,7 @@ def attend_in_chunks(
     lse = q.new_empty((batch, query_count, heads), dtype=torch.float32)
     for b in range(batch):
 
-        def load(keys: Keys, dtype: torch.dtype, b: int = b) -> tuple[Tensor, Tensor]:
+        def load(keys: KeyPositions, dtype: torch.dtype, b: int = b) -> tuple[Tensor, Tensor]:
             return take(latent[b], keys, 0).to(dtype), take(k_rope[b], keys, 0).to(dtype)
 
         seen = mask if mask is None or mask.shape[0] == 1 else mask[b : b + 1]
@@ -126,7 +126,7 @@ def attend_sequence(
 
 
 def masked_tiles(
-    visibility: Visibility, chunk: Keys, query_count: int, dtype: torch.dtype
+    visibility: Visibility, chunk: KeyPositions, query_count: int, dtype: torch.dtype
 ) -> Iterator[tuple[range, Tensor | None]]:
     """Queries of which some see some of the chunk's keys, and what the mask adds to their scores (None: nothing)."""
     assert visibility.mask is not None
@@ -195,7 +195,7 @@ def _attend_heads(
     out[1].copy_(lse)
 
 
-def _chunks(visibility: Visibility, keys: Keys, size: int) -> Iterator[Keys]:
+def _chunks(visibility: Visibility, keys: KeyPositions, size: int) -> Iterator[KeyPositions]:
     """The keys, at most `size` at a time, cut where a causal limit alone starts to hide some."""
     cut = visibility.causal_offset if visibility.mask is None else None
     cut = 0 if cut is None else max(cut, 0)
@@ -208,7 +208,7 @@ def _expand(
     weights: tuple[Tensor, Tensor],
     visibility: Visibility,
     queries: range,
-    chunk: Keys,
+    chunk: KeyPositions,
     out: tuple[Tensor, Tensor],
 ) -> None:
     """Up-project a chunk into k `[H, C, P + R]` and v `[H, C, V]`."""

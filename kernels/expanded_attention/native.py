@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..native import ATTEND, VECTOR, load
-from ..visibility import Keys, Visibility
+from ..visibility import KeyPositions, Visibility
 from .aten import attend_by_flash
 from .chunks import Attend, attend_in_chunks, masked_tiles
 
@@ -47,7 +47,7 @@ def attend_natively(
     k: Tensor,
     v: Tensor,
     visibility: Visibility,
-    chunk: Keys,
+    chunk: KeyPositions,
     scale: float,
     state: tuple[Tensor, Tensor],
 ) -> None:

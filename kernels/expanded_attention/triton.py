@@ -55,7 +55,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Keys:
+class BatchKeys:
     """The keys of a batch."""
 
     tokens: int
@@ -94,13 +94,13 @@ def expanded_attention_triton(
         return latent[part, chunk.start : chunk.stop], k_rope[part, chunk.start : chunk.stop]
 
     tokens = causal_stop(causal_offset, range(q.shape[1]), latent.shape[1])
-    keys = Keys(tokens, k_rope.shape[2], take, causal_offset=causal_offset)
+    keys = BatchKeys(tokens, k_rope.shape[2], take, causal_offset=causal_offset)
     return attend_in_chunks(q, keys, w_uk, w_uv, mask, scale, workspace_tokens, machine, tiles)
 
 
 def attend_in_chunks(
     q: Tensor,
-    keys: Keys,
+    keys: BatchKeys,
     w_uk: Tensor,
     w_uv: Tensor,
     mask: Tensor | None,
@@ -174,7 +174,7 @@ def _tuned(machine: Machine, problem: tuple[Any, ...], run: Callable[[Tiles], ob
     )
 
 
-def chunks_of(keys: Keys, size: int, masked: bool) -> Iterator[Chunk]:
+def chunks_of(keys: BatchKeys, size: int, masked: bool) -> Iterator[Chunk]:
     """Chunks of at most `size` keys, cut where a causal limit alone starts to hide some, unless one holds them all."""
     cut = 0
     if keys.causal_offset is not None and not masked and keys.tokens > size:
@@ -218,7 +218,7 @@ def _part_of(mask: Tensor | None, part: tuple[slice, slice], chunk: Chunk) -> Te
     return own[..., taken] if mask.shape[3] != 1 else own
 
 
-def _hidden(mask: Tensor, chunk: Chunk, queries: int, keys: Keys, lengths: Lengths | None) -> Tensor:
+def _hidden(mask: Tensor, chunk: Chunk, queries: int, keys: BatchKeys, lengths: Lengths | None) -> Tensor:
     """Keys of a chunk that no query sees, bool `[b or 1, C or 1]`: they may hold anything, so no product gets them.
 
     The bool mask, `[b or 1, H or 1, Sq or 1, C or 1]`, and `lengths` are of the sequences, heads and keys at hand; a

@@ -22,7 +22,7 @@ from torch import Tensor
 import mla_compile.ops  # noqa: F401  defines the op
 
 from ..checks import check_alike, check_mask, check_rank, check_shapes
-from ..visibility import Keys, Visibility, split, take
+from ..visibility import KeyPositions, Visibility, split, take
 
 _CHUNK_ELEMENTS = 1 << 20
 """Elements of latent and rope key in a chunk: 4 MiB in float32, read for the scores and again for the output."""
@@ -118,7 +118,7 @@ def _attend(
     out[1].copy_(m.add_(total.log_()).view(b, s, n))
 
 
-def _load(part: Tensor, keys: Keys, visibility: Visibility, queries: range, dtype: torch.dtype) -> Tensor:
+def _load(part: Tensor, keys: KeyPositions, visibility: Visibility, queries: range, dtype: torch.dtype) -> Tensor:
     """Keys `[b, C, width]` in the dtype of the arithmetic: a view of the cache where that is possible."""
     loaded = take(part, keys, 1).to(dtype)
     blanks = visibility.blanks(queries, keys)

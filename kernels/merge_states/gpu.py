@@ -6,18 +6,20 @@ import torch
 from torch import Tensor
 
 from .._common.suits import suits
-from .aten import check_arguments, merge_states_aten
+from ..bundles import checked
+from .arguments import MergeStates
+from .aten import merge
 
 
-def merge_states_gpu(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """`mla::merge_states`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    if not suits(o_a) or o_a.shape[-1] == 0:
-        return merge_states_aten(o_a, lse_a, o_b, lse_b)
-    check_arguments(o_a, lse_a, o_b, lse_b)
+def merge_on_gpu(x: MergeStates) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    if not suits(x.o_a) or x.o_a.shape[-1] == 0:
+        return merge(x)
     from .triton import merge_states_triton
 
-    with torch.cuda.device(o_a.device):
-        return merge_states_triton(o_a, lse_a, o_b, lse_b)
+    with torch.cuda.device(x.o_a.device):
+        return merge_states_triton(x)
 
 
+merge_states_gpu = checked(MergeStates, merge_on_gpu)
 torch.library.impl("mla::merge_states", "CUDA")(merge_states_gpu)

@@ -7,15 +7,16 @@ import triton
 from torch import Tensor
 
 from .._common.tiles import power_of_two
+from .arguments import MergeStates
 from .kernel import merge
 
 _ELEMENTS = 4096
 """Numbers of an output that a program makes: 32 a thread."""
 
 
-def merge_states_triton(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """`mla::merge_states` with checked arguments."""
-    o_a, lse_a, o_b, lse_b = (t.contiguous() for t in (o_a, lse_a, o_b, lse_b))
+def merge_states_triton(x: MergeStates) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    o_a, lse_a, o_b, lse_b = (t.contiguous() for t in (x.o_a, x.lse_a, x.o_b, x.lse_b))
     o = torch.empty_like(o_a)
     lse = torch.empty_like(lse_a)
     if lse.numel():

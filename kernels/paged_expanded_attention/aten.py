@@ -17,7 +17,7 @@ from ..expanded_attention.aten import attend_by_flash
 from ..expanded_attention.chunks import attend_sequence, leveled
 from ..expanded_attention.native import attend_on_cpu
 from ..pages import Pages, both, mask_of
-from ..visibility import Keys, Visibility, reads_values
+from ..visibility import KeyPositions, Visibility, reads_values
 from .arguments import check_arguments
 
 
@@ -68,7 +68,7 @@ def paged_expanded_attention_aten(
         if seen is not None and seen.shape[2] != 1:
             seen = seen[:, :, :count]
 
-        def load(keys: Keys, dtype: torch.dtype, b: int = b) -> tuple[Tensor, Tensor]:
+        def load(keys: KeyPositions, dtype: torch.dtype, b: int = b) -> tuple[Tensor, Tensor]:
             places = keys if isinstance(keys, Tensor) else torch.arange(keys.start, keys.stop, device=q.device)
             return pages.load(b, places, dtype)
 

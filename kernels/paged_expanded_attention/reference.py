@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..expanded_attention.reference import expanded_attention_reference
 from ..paged_latent_attention.reference import keys
+from ..pages import Pages
 
 
 def paged_expanded_attention_reference(
@@ -31,10 +32,11 @@ def paged_expanded_attention_reference(
     batch, queries, heads, _ = q.shape
     o = q.new_zeros((batch, queries, heads, w_uv.shape[1]))
     lse = q.new_full((batch, queries, heads), -torch.inf)
+    pages = Pages(latent_pages, rope_pages, block_table, seq_lens, latent_scales)
     for b, length in enumerate(seq_lens.tolist()):
         count = queries if query_lens is None else int(query_lens[b])
         start = length - count if first_positions is None else int(first_positions[b])
-        latent, k_rope = keys(latent_pages, rope_pages, block_table[b], length, q.dtype, latent_scales)
+        latent, k_rope = keys(pages, b, length, q.dtype)
         own = None if mask is None else mask.expand(batch, -1, queries, -1)[b : b + 1, :, :count]
         if own is not None and own.shape[3] != 1:
             own = own[..., :length]

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._common.launch import fp8_constants, strides_of
 from .._common.machine import Machine
 from .._common.tiles import Tiles, columns, power_of_two
-from ..expanded_attention.triton import Chunk, Keys, Lengths, attend_in_chunks
+from ..expanded_attention.triton import BatchKeys, Chunk, Lengths, attend_in_chunks
 from ..fp8 import bytes_of
 from ..pages import Pages
 from .kernel import gather_chunk
@@ -78,7 +78,7 @@ def paged_expanded_attention_triton(
         )
         return latent_out, rope_out
 
-    keys = Keys(pages.capacity, rope, take, copied=rank + rope, lengths=lengths)
+    keys = BatchKeys(pages.capacity, rope, take, copied=rank + rope, lengths=lengths)
     return attend_in_chunks(q, keys, w_uk, w_uv, mask, scale, workspace_tokens, machine, tiles)
 
 

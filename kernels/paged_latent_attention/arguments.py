@@ -1,6 +1,8 @@
-"""What `mla::paged_latent_attention` takes, checked."""
+"""What `mla::paged_latent_attention` takes."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -11,28 +13,44 @@ from ..pages import Pages, check_pages
 OP = "paged_latent_attention"
 
 
-def check_arguments(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_pages: Tensor,
-    rope_pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    latent_scales: Tensor | None,
-    split_tokens: int | None,
-    mask: Tensor | None = None,
-    first_positions: Tensor | None = None,
-) -> None:
-    """Check shapes, dtypes and devices, and on CPU lengths and pages. Raises: KernelError."""
-    check_rank(OP, "q_latent", q_latent, "B Sq N L")
-    check_rank(OP, "q_rope", q_rope, "B Sq N R")
-    check_rank(OP, "latent_pages", latent_pages, "pages page_size L")
-    check_rank(OP, "block_table", block_table, "B max_pages")
-    dims = dict(zip(("B", "Sq", "N", "L"), q_latent.shape, strict=True)) | {"R": q_rope.shape[3]}
-    check_shapes(OP, dims, q_rope=(q_rope, "B Sq N R"))
-    cache = {} if latent_scales is not None else {"latent_pages": latent_pages, "rope_pages": rope_pages}
-    check_alike(OP, q_latent=q_latent, q_rope=q_rope, **cache)
-    pages = Pages(latent_pages, rope_pages, block_table, seq_lens, latent_scales)
-    check_pages(OP, dims, pages, q_latent, mask, first_positions=first_positions)
-    if split_tokens is not None and split_tokens < 1:
-        raise KernelError(f"mla::{OP}: expected split_tokens of at least 1, found {split_tokens}")
+@dataclass(frozen=True)
+class PagedLatentAttention:
+    """The arguments; see `mla_compile.ops` for shapes and dtypes."""
+
+    q_latent: Tensor
+    q_rope: Tensor
+    latent_pages: Tensor
+    rope_pages: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    causal: bool
+    scale: float
+    latent_scales: Tensor | None = None
+    split_tokens: int | None = None
+    mask: Tensor | None = None
+    first_positions: Tensor | None = None
+
+    @property
+    def pages(self) -> Pages:
+        """Where the keys are."""
+        return Pages(self.latent_pages, self.rope_pages, self.block_table, self.seq_lens, self.latent_scales)
+
+    @property
+    def starts(self) -> Tensor:
+        """The position of the first query of each sequence, `[B]`."""
+        return self.seq_lens - self.q_latent.shape[1] if self.first_positions is None else self.first_positions
+
+    def check(self) -> None:
+        """Check shapes, dtypes and devices, and on CPU lengths and pages. Raises: KernelError."""
+        check_rank(OP, "q_latent", self.q_latent, "B Sq N L")
+        check_rank(OP, "q_rope", self.q_rope, "B Sq N R")
+        check_rank(OP, "latent_pages", self.latent_pages, "pages page_size L")
+        check_rank(OP, "block_table", self.block_table, "B max_pages")
+        dims = dict(zip(("B", "Sq", "N", "L"), self.q_latent.shape, strict=True)) | {"R": self.q_rope.shape[3]}
+        check_shapes(OP, dims, q_rope=(self.q_rope, "B Sq N R"))
+        plain = {"latent_pages": self.latent_pages, "rope_pages": self.rope_pages}
+        cache = plain if self.latent_scales is None else {}
+        check_alike(OP, q_latent=self.q_latent, q_rope=self.q_rope, **cache)
+        check_pages(OP, dims, self.pages, self.q_latent, self.mask, first_positions=self.first_positions)
+        if self.split_tokens is not None and self.split_tokens < 1:
+            raise KernelError(f"mla::{OP}: expected split_tokens of at least 1, found {self.split_tokens}")

@@ -9,35 +9,21 @@ import torch
 from torch import Tensor
 
 from .._common.suits import suits
-from .arguments import check_arguments
-from .aten import paged_latent_attention_aten
+from ..bundles import checked
+from .arguments import PagedLatentAttention
+from .aten import attend
 
 
-def paged_latent_attention_gpu(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_pages: Tensor,
-    rope_pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    causal: bool,
-    scale: float,
-    latent_scales: Tensor | None = None,
-    split_tokens: int | None = None,
-    mask: Tensor | None = None,
-    first_positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`mla::paged_latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    tensors = q_latent, q_rope, latent_pages, rope_pages, block_table, seq_lens
-    rest = latent_scales, split_tokens, mask, first_positions
-    check_arguments(*tensors, *rest)
-    if not suits(q_latent, latent_pages, rope_pages):
-        return paged_latent_attention_aten(*tensors, causal, scale, *rest)
+def attend_on_gpu(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    if not suits(x.q_latent, x.latent_pages, x.rope_pages):
+        return attend(x)
     from .._common.machine import present
     from .triton import paged_latent_attention_triton
 
-    with torch.cuda.device(q_latent.device):
-        return paged_latent_attention_triton(*tensors, causal, scale, *rest, present(q_latent.device))
+    with torch.cuda.device(x.q_latent.device):
+        return paged_latent_attention_triton(x, present(x.q_latent.device))
 
 
+paged_latent_attention_gpu = checked(PagedLatentAttention, attend_on_gpu)
 torch.library.impl("mla::paged_latent_attention", "CUDA")(paged_latent_attention_gpu)

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._common.launch import Source, attend
 from .._common.machine import Machine
 from .._common.tiles import Tiles
+from .arguments import PagedLatentAttention
 
 ONE_PAGE = 1 << 30
 """The size of pages of which a sequence has one, whatever it is: the kernel is compiled once for all, and takes every
@@ -20,34 +21,21 @@ tile of keys as a run."""
 
 
 def paged_latent_attention_triton(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_pages: Tensor,
-    rope_pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    causal: bool,
-    scale: float,
-    latent_scales: Tensor | None,
-    split_tokens: int | None,
-    mask: Tensor | None,
-    first_positions: Tensor | None,
-    machine: Machine,
-    tiles: Tiles | None = None,
+    x: PagedLatentAttention, machine: Machine, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`mla::paged_latent_attention` on a machine, with checked arguments."""
-    page_size = latent_pages.shape[1]
+    """o and lse, on a machine."""
+    page_size = x.latent_pages.shape[1]
     source = Source(
         kind="pages",
-        latent=latent_pages,
-        rope=rope_pages,
-        tokens=block_table.shape[1] * page_size,
-        page_size=page_size if block_table.shape[1] > 1 else ONE_PAGE,
-        table=block_table,
-        lengths=seq_lens.contiguous(),
-        starts=None if first_positions is None else first_positions.contiguous(),
-        scales=latent_scales,
-        mask=mask,
-        causal=causal,
+        latent=x.latent_pages,
+        rope=x.rope_pages,
+        tokens=x.block_table.shape[1] * page_size,
+        page_size=page_size if x.block_table.shape[1] > 1 else ONE_PAGE,
+        table=x.block_table,
+        lengths=x.seq_lens.contiguous(),
+        starts=None if x.first_positions is None else x.first_positions.contiguous(),
+        scales=x.latent_scales,
+        mask=x.mask,
+        causal=x.causal,
     )
-    return attend(machine, q_latent, q_rope, source, scale, split_tokens, tiles)
+    return attend(machine, x.q_latent, x.q_rope, source, x.scale, x.split_tokens, tiles)

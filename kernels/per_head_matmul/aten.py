@@ -11,12 +11,13 @@ from torch import Tensor
 
 import mla_compile.ops  # noqa: F401  defines the op
 
-from ..checks import check_alike, check_rank, check_shapes
+from ..bundles import checked
+from .arguments import PerHeadMatmul
 
 
-def per_head_matmul_aten(x: Tensor, weight: Tensor) -> Tensor:
-    """`mla::per_head_matmul`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    check_arguments(x, weight)
+def multiply(operands: PerHeadMatmul) -> Tensor:
+    """`[B, Sq, N, O]`."""
+    x, weight = operands.x, operands.weight
     B, Sq, N, width = x.shape
     out = x.new_empty((B, Sq, N, weight.shape[2]))
     if B * Sq == 1:
@@ -27,13 +28,5 @@ def per_head_matmul_aten(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def check_arguments(x: Tensor, weight: Tensor) -> None:
-    op = "per_head_matmul"
-    check_rank(op, "x", x, "B Sq N I")
-    check_rank(op, "weight", weight, "N I O")
-    _, _, heads, width = x.shape
-    check_shapes(op, {"N": heads, "I": width, "O": weight.shape[2]}, weight=(weight, "N I O"))
-    check_alike(op, x=x, weight=weight)
-
-
+per_head_matmul_aten = checked(PerHeadMatmul, multiply)
 torch.library.impl("mla::per_head_matmul", "CompositeExplicitAutograd")(per_head_matmul_aten)

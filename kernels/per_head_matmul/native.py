@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..bundles import checked
 from ..native import VECTOR, load
-from .aten import check_arguments, per_head_matmul_aten
+from .arguments import PerHeadMatmul
+from .aten import multiply
 
 _MOST_ROWS = 4
 """Queries of all sequences up to which the weight's bytes and not the arithmetic take the time; `native.cpp` has one
@@ -21,12 +23,12 @@ _SOURCES = VECTOR, Path(__file__).with_name("native.cpp")
 _ARGUMENTS = ("const float*",) * 2 + ("float*",) + ("int64_t",) * 10
 
 
-def per_head_matmul_cpu(x: Tensor, weight: Tensor) -> Tensor:
-    """`mla::per_head_matmul`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    check_arguments(x, weight)
+def multiply_on_cpu(operands: PerHeadMatmul) -> Tensor:
+    """`[B, Sq, N, O]`."""
+    x, weight = operands.x, operands.weight
     kernel = load(_SOURCES, _ARGUMENTS) if _suits(x, weight) else None
     if kernel is None:
-        return per_head_matmul_aten(x, weight)
+        return multiply(operands)
     batch, query_count, heads, inner = x.shape
     rows = x.reshape(batch * query_count, heads, inner)
     if rows.stride(2) != 1:
@@ -42,4 +44,5 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
     return few and x.dtype == torch.float32 and 1 in weight.stride()[1:] and weight.numel() > 0
 
 
+per_head_matmul_cpu = checked(PerHeadMatmul, multiply_on_cpu)
 torch.library.impl("mla::per_head_matmul", "CPU")(per_head_matmul_cpu)

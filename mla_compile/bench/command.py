@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mla_compile.bench.layers import LAYERS
 from mla_compile.bench.modes import MODES
-from mla_compile.extras import require
+from mla_compile.optional_packages import require
 
 if TYPE_CHECKING:
     from mla_compile.cost import Device

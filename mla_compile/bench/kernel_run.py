@@ -25,6 +25,7 @@ from mla_compile.bench.modes import summary
 from mla_compile.cost import Device
 from mla_compile.fp8 import RowLayout
 from mla_compile.kernels.fp8 import dequantised
+from mla_compile.text_table import aligned
 
 Clock = Callable[[Callable[[], object]], float]
 """Seconds of a call, warm."""
@@ -264,6 +265,7 @@ def rows(device: Device, results: Sequence[Result], itemsize: int = 2) -> list[d
 def as_text(device: Device, results: Sequence[Result]) -> str:
     """The table, the limits above it."""
     head = ("case", "peer", "us", "GB/s", "TFLOP/s", "of limit", "bound", "error", "")
+    sides = "<" + ">" * (len(head) - 2) + "<"
     cells = [list(head)]
     for result, row in zip(results, rows(device, results), strict=True):
         numbers = [row[name] for name in ("us", "gb_per_s", "tflop_per_s", "of_limit")]
@@ -272,14 +274,9 @@ def as_text(device: Device, results: Sequence[Result]) -> str:
         error = "-" if result.error is None else f"{result.error:.0e}"
         note = "" if result.status == "ok" else f"{result.status}: {result.note}"
         cells.append([str(result.case), result.peer, *shown, row["bound"], error, note])
-    widths = [max(len(line[k]) for line in cells) for k in range(len(head))]
-    lines = [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:-1], widths[1:-1]), line[-1]]).rstrip()
-        for line in cells
-    ]
     versions = ", ".join(dict.fromkeys(version(result.peer) for result in results))
     rates = f"copy {device.bytes_per_s / 1e9:.0f} GB/s, matmul {device.flops_per_s / 1e12:.1f} TFLOP/s"
-    return "\n".join([f"{device.name}: {rates}, measured in this run; {versions}", *lines])
+    return "\n".join([f"{device.name}: {rates}, measured in this run; {versions}", *aligned(cells, sides)])
 
 
 def as_csv(device: Device, results: Sequence[Result]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mla_compile.extras import require
+from mla_compile.optional_packages import require
 
 
 @dataclass(frozen=True)

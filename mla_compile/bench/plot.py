@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_compile.extras import require
+from mla_compile.optional_packages import require
 
 if TYPE_CHECKING:
     from mla_compile.bench.kernel_run import Result

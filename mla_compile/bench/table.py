@@ -12,6 +12,7 @@ from mla_compile.bench.measure import Result
 from mla_compile.bench.modes import DESCRIPTIONS
 from mla_compile.bench.run import Benchmark
 from mla_compile.bench.workloads import Workload
+from mla_compile.text_table import aligned
 
 LEGEND = """\
 ms       median wall time of a call, compiled and warm, modes in turn; in brackets the quartiles
@@ -120,7 +121,7 @@ def _workload_table(chosen: Sequence[dict[str, Any]]) -> list[str]:
                 row["note"],
             ]
         )
-    return _aligned(cells)
+    return aligned(cells, "<>")
 
 
 def _number(value: float | None, format_spec: str) -> str:
@@ -136,10 +137,4 @@ def _breakdown_table(breakdowns: Sequence[Breakdown]) -> list[str]:
         cells.append([stage, *(f"{1000 * b.stages[stage]:.3g}" for b in breakdowns)])
     cells.append(["sum of the stages", *(f"{1000 * sum(b.stages.values()):.3g}" for b in breakdowns)])
     cells.append(["the layer", *(f"{1000 * b.whole:.3g}" for b in breakdowns)])
-    return ["where the time goes: stages of the layer absorbed by hand, each alone, median ms", *_aligned(cells)]
-
-
-def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """First and last-but-numeric columns left, numbers right."""
-    widths = [max(len(line[k]) for line in cells) for k in range(len(cells[0]))]
-    return ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
+    return ["where the time goes: stages of the layer absorbed by hand, each alone, median ms", *aligned(cells, "<>")]

@@ -13,7 +13,8 @@ from mla_compile.passes.mla.why_not import name
 from mla_compile.passes.outcome import Outcome
 
 from ..cost import Device
-from .collect import AFTER, BEFORE, Compilation, Proved
+from ..rewriting import AFTER, BEFORE
+from .collect import Compilation, Proved
 from .costs import AS_WRITTEN, Model, PathCost, expands, style
 from .drawing import draw
 from .plot import draw_curves

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -12,23 +12,19 @@ import torch
 from torch import fx
 from torch._inductor.graph import GraphLowering
 
-from mla_compile.passes.algebra.sizes import Unaligned
-from mla_compile.passes.attention.find import Attention, find
-from mla_compile.passes.masks.meaning import Meaning, understand
+from mla_compile.passes.masks.meaning import Meaning
 from mla_compile.passes.masks.named_keys import NamedKeys
-from mla_compile.passes.mla.prove import prove
 from mla_compile.passes.mla.site import Site
-from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.shapes import hint_of
 from mla_compile.passes.outcome import Outcome
-from mla_compile.passes.trace.trace import Trace
+from mla_compile.passes.pipeline import Result
 
 from ..backend import mla
 from ..cost import Dims
+from ..graph_log import observed, snapshot
 from ..report import Report, last_report
-from ..show import observed, snapshot
+from ..rewriting import AFTER, BEFORE
 
-BEFORE, AFTER = "mla_before_passes", "mla_after_passes"
 STAGES = {
     "dynamo": "what Dynamo captured, at the level of torch functions",
     BEFORE: "functional ATen operations, attention sealed: what the passes are given",
@@ -76,6 +72,18 @@ class Compilation:
         """Step and part."""
         return f"{self.step}, {self.part}" if self.part else self.step
 
+    def on_graph(self, name: str, module: fx.GraphModule) -> None:
+        """Keep a copy: the passes change their graph in place."""
+        self.graphs[name] = snapshot(module)
+
+    def on_results(self, results: Sequence[Result]) -> None:
+        """Keep what was proved."""
+        self.proved = {
+            result.outcome.node: _numbered(result.site, result.meaning, result.environment)
+            for result in results
+            if result.site is not None and result.meaning is not None
+        }
+
     def of(self, outcome: Outcome) -> Proved | None:
         """What was proved of an attention, None if it stays unchanged."""
         return self.proved.get(outcome.node) if outcome.rewritten else None
@@ -87,13 +95,7 @@ def compilations(model: Callable[..., Any], step: str, *args: Any, **kwargs: Any
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         compilation = Compilation(step, graphs={"dynamo": snapshot(module)})
-
-        def keep(name: str, shown: fx.GraphModule) -> None:
-            compilation.graphs[name] = snapshot(shown)
-            if name == BEFORE:
-                compilation.proved = _prove_all(compilation.graphs[name])
-
-        with observed(keep), mock.patch.object(GraphLowering, "save_output_code", compilation.code.append):
+        with observed(compilation), mock.patch.object(GraphLowering, "save_output_code", compilation.code.append):
             compiled = mla(module, inputs)
         report = last_report()
         assert report is not None
@@ -106,20 +108,6 @@ def compilations(model: Callable[..., Any], step: str, *args: Any, **kwargs: Any
     for number, compilation in enumerate(found, 1):
         compilation.part = f"graph {number} of {len(found)}" if len(found) > 1 else ""
     return found
-
-
-def _prove_all(module: fx.GraphModule) -> dict[str, Proved]:
-    trace = Trace(module.graph)
-    mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])
-    proved: dict[str, Proved] = {}
-    for found in find(module.graph, trace):
-        if isinstance(found, Attention):
-            try:
-                site = prove(found, trace)
-            except (Refusal, Unaligned):
-                continue
-            proved[found.node.name] = _numbered(site, understand(site, trace), mode.shape_env if mode else None)
-    return proved
 
 
 def _numbered(site: Site, meaning: Meaning, environment: Any) -> Proved:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import device as devices
-from ..extras import require
+from ..optional_packages import require
 from ..options import Options
-from ..trial import load
+from ..sample_run import load
 
 
 def add_parser(subparsers: Any) -> None:
@@ -49,10 +49,10 @@ def _compile(name: str, tokens: int) -> tuple[Any, list[Any]]:
     """The model, and the compilations of a prefill of `tokens` random tokens and of a decode step after it."""
     from .collect import compilations
 
-    trial = load(name, tokens, "inspect")
-    steps = {f"Prefill of {tokens} tokens": trial.prefill, f"Decode after {tokens} tokens": trial.decode}
-    found = [c for step, ids in steps.items() for c in compilations(trial.model, step, ids, **trial.arguments)]
-    return trial.model, found
+    sample = load(name, tokens, "inspect")
+    steps = {f"Prefill of {tokens} tokens": sample.prefill, f"Decode after {tokens} tokens": sample.decode}
+    found = [c for step, ids in steps.items() for c in compilations(sample.model, step, ids, **sample.arguments)]
+    return sample.model, found
 
 
 def _depyf(folder: Path) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ..graph_log import readable
 from ..report import Report
-from ..show import readable
 from .card import proof
 from .collect import STAGES, Compilation
 from .page import Inspection, page

@@ -14,11 +14,12 @@ import torch
 from mla_compile.passes.paths.all import words
 
 from ..cost import Device
+from ..graph_log import readable
 from ..report import Report, merged
-from ..show import readable
+from ..rewriting import AFTER, BEFORE
 from ..version import __version__
 from .card import Group, card
-from .collect import AFTER, BEFORE, STAGES, Compilation
+from .collect import STAGES, Compilation
 from .words import in_seconds, span
 
 LONGEST = 400_000

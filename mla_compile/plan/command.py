@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..extras import require
+from ..optional_packages import require
 from .layouts import CACHE_DTYPES
 from .plot import plot
 from .sizes import read_sizes

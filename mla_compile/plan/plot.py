@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..extras import require
+from ..optional_packages import require
 from .table import Plan, in_units
 
 FEWEST_TOKENS = 1024

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..text_table import aligned
 from .layouts import ELEMENT_SIZE, CacheDtype, Layout, layouts
 from .sizes import ModelSizes
 
@@ -82,19 +83,12 @@ def as_text(plan: Plan) -> str:
         line = [row["layout"], row["holds"], f"{row['layer_bytes']:,}", f"{row['token_bytes']:,}"]
         line += [in_units(row["bytes"]), f"{row['times_latent']:.3g}"]
         cells.append(line + ([] if plan.memory is None else [f"{row['largest_batch']:,}"]))
-    widths = [max(len(line[k]) for line in cells) for k in range(len(header))]
-    table = [
-        "  ".join(
-            [*map(str.ljust, line[:2], widths[:2]), *map(str.rjust, line[2:], widths[2:])],
-        ).rstrip()
-        for line in cells
-    ]
     heading = [
         f"{model.name}: {kinds}{others}",
         f"{plan.sequences} of {plan.context:,} tokens, {plan.dtype}",
         "",
     ]
-    return "\n".join([*heading, *table, "", *_notes(plan)])
+    return "\n".join([*heading, *aligned(cells, "<<>"), "", *_notes(plan)])
 
 
 def _notes(plan: Plan) -> list[str]:

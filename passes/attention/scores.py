@@ -17,9 +17,10 @@ from torch import fx
 
 from ..algebra.sizes import Size, same, total
 from ..algebra.terms import Axis, Dim, Form, Product, Sum, Term
-from ..nodes.arguments import arguments, aten, factor_of, is_elementwise, is_tensor
+from ..nodes.arguments import argument, arguments, aten, factor_of, is_elementwise, is_tensor
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
+from .copies import original_of
 
 SPACING = 8.0
 """Scores that are replaced by a number are scores to which it is added, where the spacing of floats at that number is
@@ -116,12 +117,10 @@ def _without_shift(node: fx.Node, dim: int, trace: Trace) -> tuple[fx.Node, floa
 
 def _whole_source(node: fx.Node, trace: Trace) -> tuple[fx.Node | None, float]:
     """The tensor whose elements `node` holds, dimension by dimension, and the positive factor between the two."""
-    form = trace[node]
-    source, dims = form.term.read.source, tuple(range(len(form.dims)))
-    factors = [step for step in form.term.read.then if isinstance(step, float)]
-    if not isinstance(source, fx.Node) or _labels_through(form, dims) != dims or any(f <= 0 for f in factors):
+    original = original_of(node, trace)
+    if original is None or any(factor <= 0 for factor in original.factors):
         return None, 1.0
-    return source, math.prod(factors)
+    return original.node, math.prod(original.factors)
 
 
 def _is_greatest(node: fx.Node, scores: Any, dim: int, trace: Trace) -> bool:
@@ -141,7 +140,7 @@ def _is_greatest(node: fx.Node, scores: Any, dim: int, trace: Trace) -> bool:
 
 def _joined(node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:
     """The summands of the scores with values, which are one piece of the join `node`; the other pieces are sinks."""
-    pieces, dim = (*arguments(node), 0)[:2]
+    pieces, dim = arguments(node)[0], argument(node, "dim")
     start: Size = 0
     found: list[Summand] = []
     sinks: list[Summand] = []
@@ -183,15 +182,10 @@ def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand
             if is_tensor(operand):
                 pending.append((operand, through[len(through) - len(trace[operand].dims) :]))
         along = through.index(keys.dim) if keys.dim in through else None
-        if source.target is aten.cat.default and _argument_dim(source, len(through)) == along:
+        if along is not None and source.target is aten.cat.default and argument(source, "dim") % len(through) == along:
             values = [p for p in arguments(source)[0] if same(trace[p].shape[along], keys.size)]
             pending += [(piece, through) for piece in values[:1]]
     return list(found.values())
-
-
-def _argument_dim(node: fx.Node, rank: int) -> int:
-    dim: int = (*arguments(node), 0)[1]
-    return dim % rank
 
 
 def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:

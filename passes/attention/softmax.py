@@ -18,6 +18,7 @@ from ..algebra import operations
 from ..algebra.terms import Dim, Form, Product, Read
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..trace.trace import Trace
+from .copies import original_of
 
 
 @dataclass(frozen=True)
@@ -142,16 +143,5 @@ def _runs_over(read: Read, dims: tuple[Dim, ...], but: int) -> bool:
 
 def _whole(node: Any, trace: Trace) -> fx.Node | None:
     """The tensor that `node` is a copy of, perhaps in another dtype."""
-    if not is_tensor(node):
-        return None
-    form = trace[node]
-    source = form.term.read.source
-    if not isinstance(source, fx.Node) or not is_tensor(source):
-        return None
-    read = form.term.read
-    if any(isinstance(step, float) for step in read.then) or len(read.dims) != len(form.dims):
-        return None
-    for digits, axes in zip(read.dims, form.dims, strict=True):
-        if tuple(d.axis for d in digits) != axes or not all(d.whole for d in digits):
-            return None
-    return source
+    original = original_of(node, trace) if is_tensor(node) else None
+    return None if original is None or original.factors or not is_tensor(original.node) else original.node

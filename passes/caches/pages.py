@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mla_compile.fp8 import FP8
 
-from ..algebra.gathers import Lookup
+from ..algebra.gathers import Lookup, together
 from ..algebra.sizes import Unaligned, product, same
 from ..algebra.substitution import change_read
 from ..algebra.terms import Axis, Dim, Read
@@ -110,11 +110,12 @@ def find_pages(site: Site, trace: Trace) -> Pages | None:
     except Unaligned:
         return None
     if latent is None or not site.ropes:
-        return latent
-    return None if rope is None else _together(latent, rope)
+        return None if latent is None else latent[1]
+    return None if rope is None else _with_rope(*latent, *rope)
 
 
-def _pages_of(site: Site, read: Read, columns: Dim, trace: Trace) -> Pages | None:
+def _pages_of(site: Site, read: Read, columns: Dim, trace: Trace) -> tuple[Lookup, Pages] | None:
+    """A read as a lookup, and the pages in which that is."""
     lookup = lookup_of(trace, read)
     if lookup is None:
         return None
@@ -134,7 +135,8 @@ def _pages_of(site: Site, read: Read, columns: Dim, trace: Trace) -> Pages | Non
     if not one_pool or pages & set(site.batch) or not table <= {*site.batch, page} or lookup.entry not in pages:
         return None
     found = Pages(lookup.pages, None, lookup.table, lookup.entry, page, row, lookup.wraps)
-    return _scaled(found, lookup, columns) if fp8 else found
+    scaled = _scaled(found, lookup, columns) if fp8 else found
+    return None if scaled is None else (lookup, scaled)
 
 
 def _scaled(pages: Pages, lookup: Lookup, columns: Dim) -> Pages | None:
@@ -150,17 +152,10 @@ def _scaled(pages: Pages, lookup: Lookup, columns: Dim) -> Pages | None:
     return replace(pages, scales=scales, groups=groups, factor=factor)
 
 
-def _together(latent: Pages, rope: Pages) -> Pages | None:
-    """Both in one, if the rope keys are in the same rows of the same entries of the same table."""
-    if (latent.row is None) != (rope.row is None) or latent.wraps != rope.wraps:
-        return None
-    pairs = [(latent.entry, rope.entry), (latent.page, rope.page)]
-    if latent.row is not None and rope.row is not None:
-        pairs.append((latent.row, rope.row))
-    if not all(same(a.size, b.size) for a, b in pairs):
-        return None
-    changes = {b: a for a, b in pairs}
-    if change_read(rope.table, changes) != latent.table:
+def _with_rope(latent_lookup: Lookup, latent: Pages, rope_lookup: Lookup, rope: Pages) -> Pages | None:
+    """Both in one, if the rope keys are in the same rows of the same entries of one table, under the same scales."""
+    changes = together(latent_lookup, rope_lookup)
+    if changes is None:
         return None
     own = None if rope.scales is None else change_read(rope.scales, changes)
     if rope.factor is not None and (latent.groups or (own, rope.factor) != (latent.scales, latent.factor)):

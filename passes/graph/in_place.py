@@ -111,13 +111,13 @@ class _Write:
             now, write = arguments(inner)[0], inner
         match write.target:
             case aten.slice_scatter.default:
-                dim, start = argument(write, 2, "dim", 0), argument(write, 3, "start") or 0
-                if argument(write, 5, "step", 1) == 1 and _from_the_front(start):
+                dim, start = argument(write, "dim"), argument(write, "start") or 0
+                if argument(write, "step") == 1 and _from_the_front(start):
                     dim %= now.meta["val"].dim()
                     return cls(arguments(write)[1], merged, tuple(selected), dim, start)
             case aten.index_put.default:
                 indices, values = arguments(write)[1:3]
-                if all(map(_is_index, indices)) and not argument(write, 3, "accumulate", False):
+                if all(map(_is_index, indices)) and not argument(write, "accumulate"):
                     return cls(values, merged, tuple(selected), indices=tuple(indices))
             case aten.index_copy.default:
                 dim, index, values = arguments(write)[1:4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,11 +37,29 @@ def is_pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
 
 
-def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    return arguments(node)[index] if len(arguments(node)) > index else node.kwargs.get(name, default)
+def argument(node: fx.Node, name: str) -> Any:
+    """An argument by its name in the op's schema, given by position or keyword; its default where it is not given."""
+    place, default = _parameters(node.target)[name]
+    if place < len(node.args):
+        return node.args[place]
+    return node.kwargs.get(name, default)
+
+
+def all_arguments(node: fx.Node, op: torch._ops.OpOverload) -> dict[str, Any]:
+    """Every argument by its name in the schema of `op`, whose parameters the function that a node calls has too."""
+    parameters = _parameters(op)
+    return {name: default for name, (_, default) in parameters.items()} | (
+        dict(zip(parameters, node.args, strict=False)) | node.kwargs
+    )
+
+
+@cache
+def _parameters(op: Any) -> dict[str, tuple[int, Any]]:
+    """Place and default of each; torch's own `normalize_function` binds all of them at each call."""
+    return {p.name: (i, p.default_value) for i, p in enumerate(op._schema.arguments)}
 
 
 def factor_of(node: fx.Node, name: str = "alpha") -> float | None:
     """The number that an op multiplies an operand by on the side, None if the graph does not say it."""
-    factor: Any = node.kwargs.get(name, 1)
+    factor = argument(node, name)
     return float(factor) if isinstance(factor, int | float) else None

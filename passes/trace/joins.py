@@ -18,7 +18,7 @@ HANDLERS = Handlers()
 
 @HANDLERS.of(aten.cat.default)
 def _cat(trace: Forms, node: fx.Node) -> Form:
-    dim = argument(node, 1, "dim", 0) % len(shape_of(node))
+    dim = argument(node, "dim") % len(shape_of(node))
     pieces = [trace[piece] for piece in arguments(node)[0] if len(shape_of(piece)) == len(shape_of(node))]
     if len(pieces) != len(arguments(node)[0]) or len({p.meta["val"].dtype for p in arguments(node)[0]}) > 1:
         raise Unaligned("pieces of several ranks or dtypes")
@@ -27,7 +27,7 @@ def _cat(trace: Forms, node: fx.Node) -> Form:
 
 @HANDLERS.of(aten.stack.default)
 def _stack(trace: Forms, node: fx.Node) -> Form:
-    dim = argument(node, 1, "dim", 0) % len(shape_of(node))
+    dim = argument(node, "dim") % len(shape_of(node))
     if len({p.meta["val"].dtype for p in arguments(node)[0]}) > 1:
         raise Unaligned("pieces of several dtypes")
     return operations.join(node, [_unsqueezed(trace[piece], dim) for piece in arguments(node)[0]], dim)
@@ -54,8 +54,7 @@ def _zeros(trace: Forms, node: fx.Node) -> Form:
 
 @HANDLERS.of(aten.full.default, aten.full_like.default, aten.new_full.default, aten.fill.Scalar)
 def _full(trace: Forms, node: fx.Node) -> Form:
-    place = 2 if node.target is aten.new_full.default else 1
-    value = argument(node, place, "value" if node.target is aten.fill.Scalar else "fill_value")
+    value = argument(node, "value" if node.target is aten.fill.Scalar else "fill_value")
     return _zeros(trace, node) if value in (0, False) else operations.leaf(node, shape_of(node))
 
 
@@ -68,10 +67,10 @@ def _copy(trace: Forms, node: fx.Node) -> Form:
 @HANDLERS.of(aten.slice_scatter.default)
 def _slice_scatter(trace: Forms, node: fx.Node) -> Form:
     target, source = arguments(node)[:2]
-    dim = argument(node, 2, "dim", 0) % len(shape_of(node))
+    dim = argument(node, "dim") % len(shape_of(node))
     whole, size = shape_of(node)[dim], shape_of(source)[dim]
-    start = start_of(argument(node, 3, "start"), argument(node, 4, "end"), whole, size)
-    if argument(node, 5, "step", 1) != 1:
+    start = start_of(argument(node, "start"), argument(node, "end"), whole, size)
+    if argument(node, "step") != 1:
         raise Unaligned("a slice with a step that is written")
     return _written(node, trace[target], _as_held(trace, source, target), dim, start)
 
@@ -95,7 +94,7 @@ def _index_copy(trace: Forms, node: fx.Node) -> Form:
 def _index_put(trace: Forms, node: fx.Node) -> Form:
     target, indices, source = arguments(node)[:3]
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or len(shape_of(given[0][1])) != 1 or argument(node, 3, "accumulate", False):
+    if len(given) != 1 or len(shape_of(given[0][1])) != 1 or argument(node, "accumulate"):
         raise Unaligned("several indices that are written, or are added to")
     ((dim, index),) = given
     shape = (*shape_of(node)[:dim], shape_of(index)[0], *shape_of(node)[dim + 1 :])

@@ -46,10 +46,10 @@ def index_of(index: Size, whole: Size, clamp: bool = False) -> Size:
 @HANDLERS.of(aten.slice.Tensor, aten.slice_copy.Tensor)
 def _slice(trace: Forms, node: fx.Node) -> Form:
     source = trace[arguments(node)[0]]
-    dim = argument(node, 1, "dim", 0) % len(source.dims)
-    whole, size, step = source.shape[dim], shape_of(node)[dim], argument(node, 4, "step", 1)
-    end = argument(node, 3, "end") if step == 1 else 0
-    start = start_of(argument(node, 2, "start"), end, whole, size)
+    dim = argument(node, "dim") % len(source.dims)
+    whole, size, step = source.shape[dim], shape_of(node)[dim], argument(node, "step")
+    end = argument(node, "end") if step == 1 else 0
+    start = start_of(argument(node, "start"), end, whole, size)
     return operations.take(source, dim, start, size, step)
 
 
@@ -101,10 +101,10 @@ def _getitem(trace: Forms, node: fx.Node) -> Form:
     parent, index = arguments(node)
     if parent.target in UNBINDS:
         source = trace[arguments(parent)[0]]
-        return operations.select(source, argument(parent, 1, "dim", 0) % len(source.dims), index)
+        return operations.select(source, argument(parent, "dim") % len(source.dims), index)
     if parent.target in SPLITS:
         source = trace[arguments(parent)[0]]
-        dim = argument(parent, 2, "dim", 0) % len(source.dims)
+        dim = argument(parent, "dim") % len(source.dims)
         sizes = [size_of(piece.shape[dim]) for piece in parent.meta["val"]]
         return operations.take(source, dim, sum(sizes[:index], 0), sizes[index])
     raise Unaligned(f"a result of {where(parent)}")

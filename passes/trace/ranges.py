@@ -18,7 +18,9 @@ def first_of(node: Any) -> Size | None:
     match node.target:
         case aten.arange.default:
             return 0
-        case aten.arange.start | aten.arange.start_step if argument(node, 2, "step", 1) == 1:
+        case aten.arange.start:
+            return _whole(arguments(node)[0])
+        case aten.arange.start_step if argument(node, "step") == 1:
             return _whole(arguments(node)[0])
         case aten.add.Tensor if factor_of(node) == 1:
             a, b = arguments(node)[:2]

@@ -19,9 +19,8 @@ HANDLERS = Handlers()
 @HANDLERS.of(aten.flip.default, aten.roll.default)
 def _moved(trace: Forms, node: fx.Node) -> Form:
     """Elements that move to other indices of some dimensions; of all, where `roll` has none."""
-    place = 1 if node.target is aten.flip.default else 2
     rank = len(shape_of(node))
-    along = argument(node, place, "dims", ()) or range(rank)
+    along = argument(node, "dims") or range(rank)
     return _along(trace, node, {dim % rank for dim in along})
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import mla_compile.kernels.register  # what `append_latents` does
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import mla_compile
-from mla_compile.backend import rates_of
+import mla_compile.kernels.register  # what `append_latents` does
+from mla_compile.device import rates_of
 from mla_compile.fp8 import RowLayout
 from tests.errors import assert_as_close_as_eager
 

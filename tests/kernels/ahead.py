@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
 from mla_compile.kernels._common import combine as combining
 from mla_compile.kernels._common.kernel import attend_latents
 from mla_compile.kernels._common.launch import LEAST_TILES, Source, constants_of, mask_kind
@@ -27,8 +30,6 @@ from mla_compile.kernels.paged_expanded_attention.kernel import gather_chunk
 from mla_compile.kernels.paged_expanded_attention.triton import WARPS
 from mla_compile.kernels.paged_expanded_attention.triton import constants_of as gather_constants
 from mla_compile.kernels.pages import Pages
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}

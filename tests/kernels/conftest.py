@@ -2,9 +2,10 @@
 
 import contextlib
 
-import mla_compile.kernels.register  # noqa: F401  the ops under test
 import pytest
 import torch
+
+import mla_compile.kernels.register  # noqa: F401  the ops under test
 from mla_compile.kernels.expanded_attention import native as expanded_attention
 from mla_compile.kernels.latent_attention import native as latent_attention
 from mla_compile.kernels.per_head_matmul import native as per_head_matmul

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from mla_compile.kernels.expanded_attention.native import expanded_attention_cpu
 from mla_compile.kernels.latent_attention.native import latent_attention_cpu
 from mla_compile.kernels.merge_states import merge_states_aten
@@ -16,7 +18,6 @@ from mla_compile.kernels.paged_expanded_attention import paged_expanded_attentio
 from mla_compile.kernels.paged_latent_attention import paged_latent_attention_aten
 from mla_compile.kernels.per_head_matmul.native import per_head_matmul_cpu
 from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_aten
-from torch.utils._python_dispatch import TorchDispatchMode
 
 VALUES = (torch.nan, torch.inf)
 

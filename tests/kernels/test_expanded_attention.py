@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from mla_compile.kernels import visibility
-from mla_compile.kernels.expanded_attention import aten, chunks, expanded_attention_reference, native
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_compile.errors import KernelError
+from mla_compile.kernels import visibility
+from mla_compile.kernels.expanded_attention import aten, chunks, expanded_attention_reference, native
 
 from .errors import assert_as_close_as
 from .naive import make_inputs, masks, naive_mla

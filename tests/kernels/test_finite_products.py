@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from mla_compile.kernels import inline, native
+
+from mla_compile.kernels import decompositions, native
 from mla_compile.kernels.expanded_attention import native as expanded_attention
 from mla_compile.kernels.latent_attention import native as latent_attention
 
@@ -44,9 +45,9 @@ def compute(problem):
     return getattr(torch.ops.mla, problem.op).default(*problem.arguments, **problem.more)
 
 
-def compute_inline(problem):
+def compute_decomposed(problem):
     op = getattr(torch.ops.mla, problem.op).default
-    return inline.decompositions()[op](*problem.arguments, **problem.more)
+    return decompositions.decompositions()[op](*problem.arguments, **problem.more)
 
 
 def assert_finite(make, dtype, value, compute):
@@ -86,8 +87,8 @@ def test_where_values_are_not_read(make, dtype, value):
 @values
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
-def test_inline(make, dtype, value):
-    assert assert_finite(make, dtype, value, compute_inline)
+def test_decompositions(make, dtype, value):
+    assert assert_finite(make, dtype, value, compute_decomposed)
 
 
 @values

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from mla_compile.kernels import visibility
-from mla_compile.kernels.latent_attention import aten, latent_attention_reference, native
 
 from mla_compile.errors import KernelError
+from mla_compile.kernels import visibility
+from mla_compile.kernels.latent_attention import aten, latent_attention_reference, native
 
 from .errors import assert_as_close_as, worse
 from .naive import Inputs, make_inputs, masks, naive_mla

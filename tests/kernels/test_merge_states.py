@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from mla_compile.kernels.merge_states import merge_states_reference
 
 from mla_compile.errors import KernelError
+from mla_compile.kernels.merge_states import merge_states_reference
 
 from .errors import assert_as_close_as
 

@@ -1,6 +1,7 @@
 """Building C++ kernels: what happens where that is impossible."""
 
 import torch
+
 from mla_compile.kernels import native
 
 

@@ -8,12 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from mla_compile.fp8 import RowLayout
 from mla_compile.kernels import append_latents, expanded_attention, latent_attention, merge_states
 from mla_compile.kernels import paged_expanded_attention as prefill
 from mla_compile.kernels import paged_latent_attention as paged
 from mla_compile.kernels import sparse_latent_attention as sparse
-
-from mla_compile.fp8 import RowLayout
 
 FP8 = torch.float8_e4m3fn
 

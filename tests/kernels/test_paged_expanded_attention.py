@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from mla_compile.kernels import pages, visibility
-from mla_compile.kernels.expanded_attention import chunks
-from mla_compile.kernels.paged_expanded_attention import aten, paged_expanded_attention_reference
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mla_compile.errors import KernelError
+from mla_compile.kernels import pages, visibility
+from mla_compile.kernels.expanded_attention import chunks
+from mla_compile.kernels.paged_expanded_attention import aten, paged_expanded_attention_reference
 
 from .errors import assert_as_close_as
 from .naive import Inputs, naive_mla

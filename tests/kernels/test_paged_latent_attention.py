@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from mla_compile.kernels.latent_attention import latent_attention_reference
-from mla_compile.kernels.paged_latent_attention import aten, paged_latent_attention_reference
 
 from mla_compile.errors import KernelError
+from mla_compile.kernels.latent_attention import latent_attention_reference
+from mla_compile.kernels.paged_latent_attention import aten, paged_latent_attention_reference
 
 from .errors import assert_as_close_as
 from .paged import make_paged, quantised

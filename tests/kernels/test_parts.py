@@ -1,6 +1,7 @@
 """In how many parts keys are attended to, and in which tiles."""
 
 import pytest
+
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels._common.parts import number_of_parts
 from mla_compile.kernels._common.tiles import choose, columns, family

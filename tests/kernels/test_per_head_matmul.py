@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from mla_compile.kernels.per_head_matmul import native, per_head_matmul_reference
 
 from mla_compile.errors import KernelError
+from mla_compile.kernels.per_head_matmul import native, per_head_matmul_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -29,7 +29,7 @@ SIZES = [(1, 1, 1), (2, 3, 5), (1, 37, 67), (9, 66, 33), (3, 128, 64)]
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize(("heads", "inner", "outer"), SIZES)
 def test_the_native_kernel(monkeypatch, heads, inner, outer, rows, threads, inner_is_contiguous):
-    monkeypatch.setattr(native, "per_head_matmul_aten", None)
+    monkeypatch.setattr(native, "multiply", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x = torch.randn(1, rows, heads, inner + 3)[..., 3:]
     weight = torch.randn(heads, inner + 2, outer + 1)[:, 2:, 1:]

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from mla_compile.kernels.latent_attention import latent_attention_reference
-from mla_compile.kernels.sparse_latent_attention import aten, sparse_latent_attention_reference
 
 from mla_compile.errors import KernelError
 from mla_compile.fp8 import RowLayout
+from mla_compile.kernels.latent_attention import latent_attention_reference
+from mla_compile.kernels.sparse_latent_attention import aten, sparse_latent_attention_reference
 
 from .errors import assert_as_close_as, worse
 from .naive import make_inputs, masks

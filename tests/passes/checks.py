@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from mla_compile.passes.outcome import Outcome
 from torch import Tensor, fx
 
+from mla_compile.passes.outcome import Outcome
 from tests.passes.graphs import capture, rewrite, run
 from tests.passes.spellings import HIDDEN, Function, L, N, P, R, T
 

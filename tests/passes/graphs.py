@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from mla_compile.passes.outcome import Outcome
-from mla_compile.passes.pipeline import Pipeline
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
@@ -16,6 +14,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from mla_compile import ops as ops  # defines the ops
 from mla_compile.cost import Device
+from mla_compile.passes.outcome import Outcome
+from mla_compile.passes.pipeline import Pipeline
 
 DEVICE = Device("of the tests", 1e12, 1e11)
 
@@ -181,4 +181,4 @@ def values(module: fx.GraphModule, *tensors: Tensor) -> dict[fx.Node, Any]:
 
 def rewrite(module: fx.GraphModule, path: str = "absorbed", workspace_tokens: int = 4) -> list[Outcome]:
     """Run the passes over a graph in place."""
-    return Pipeline(DEVICE, path, workspace_tokens)(module)
+    return [result.outcome for result in Pipeline(DEVICE, path, workspace_tokens)(module)]

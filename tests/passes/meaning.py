@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import sympy
 import torch
+from torch import Tensor, fx
+
 from mla_compile.passes.algebra.gathers import Lookup
 from mla_compile.passes.algebra.sizes import Size, same
 from mla_compile.passes.algebra.terms import (
@@ -27,8 +29,6 @@ from mla_compile.passes.algebra.terms import (
 )
 from mla_compile.passes.nodes.arguments import is_tensor
 from mla_compile.passes.trace.trace import Trace
-from torch import Tensor, fx
-
 from tests.passes.graphs import values
 
 Grid = np.ndarray

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mla_compile.passes.attention.find import find
-from mla_compile.passes.trace.trace import Trace
 from torch import Tensor, fx
 
+from mla_compile.passes.attention.find import find
+from mla_compile.passes.trace.trace import Trace
 from tests.passes import spellings as mla
 from tests.passes.checks import check_right
 from tests.passes.graphs import capture, rewrite, run

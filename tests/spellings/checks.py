@@ -6,13 +6,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import mla_compile.kernels.register  # noqa: F401  what the ops compute
 import torch
 import torch.nn.functional as F
-from mla_compile.passes.outcome import Outcome
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
+import mla_compile.kernels.register  # noqa: F401  what the ops compute
+from mla_compile.passes.outcome import Outcome
 from tests.errors import assert_as_close_as_eager
 from tests.passes.graphs import capture, rewrite
 

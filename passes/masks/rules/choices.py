@@ -9,7 +9,7 @@ from torch import fx
 from ...algebra.sizes import known_at_most, same
 from ...algebra.terms import Axis
 from ...attention.scores import constant_of
-from ...nodes.arguments import arguments, aten, is_tensor
+from ...nodes.arguments import argument, arguments, aten, is_tensor
 from ...nodes.shapes import shape_of, size_of
 from ..positions import NEVER, Affine, AtMost, Choice, Index, Named, Truth, Value, at, conjunction, negation
 from .rule import INTEGERS, Rules, Values, number_of
@@ -60,7 +60,7 @@ def _select(condition: Value | None, a: Value | None, b: Value | None) -> Value 
 @RULES.of(aten.tril.default, aten.triu.default)
 def _triangle(values: Values, node: fx.Node, index: Index) -> Value | None:
     source = arguments(node)[0]
-    diagonal = arguments(node)[1] if len(arguments(node)) > 1 else node.kwargs.get("diagonal", 0)
+    diagonal = argument(node, "diagonal")
     above = index[-1] - index[-2] - Affine(size_of(diagonal))  # columns right of the diagonal
     kept = Truth((AtMost(above if node.target is aten.tril.default else above * -1),))
     value = values(source, index)
@@ -119,10 +119,8 @@ def _distinct(indices: fx.Node, dim: int) -> bool:
     if indices.target is not operator.getitem or arguments(indices)[1] != 1:
         return False
     source, rank = arguments(indices)[0], len(indices.meta["val"].shape)
-    if source.target is aten.topk.default:
-        along = arguments(source)[2] if len(arguments(source)) > 2 else source.kwargs.get("dim", -1)
-    elif source.target is aten.sort.default:
-        along = arguments(source)[1] if len(arguments(source)) > 1 else source.kwargs.get("dim", -1)
+    if source.target is aten.topk.default or source.target is aten.sort.default:
+        along = argument(source, "dim")
     else:
         return False
     return bool(along % rank == dim)

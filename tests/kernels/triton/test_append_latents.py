@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from mla_compile.kernels.append_latents import append_latents_reference
-from mla_compile.kernels.append_latents.triton import append_latents_triton
 
 from mla_compile.fp8 import FP8
+from mla_compile.kernels.append_latents import append_latents_reference
+from mla_compile.kernels.append_latents.arguments import AppendLatents
+from mla_compile.kernels.append_latents.triton import append_latents_triton
 
 from ..test_append_latents import SIZES, appended, make
 from .where import ON_GPU, to_device
@@ -15,7 +16,7 @@ pytestmark = [*ON_GPU]
 
 def run(given):
     tensors = to_device(given)
-    append_latents_triton(*tensors)
+    append_latents_triton(AppendLatents(*tensors))
     return tensors[3].cpu().view(torch.uint8)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+
 from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.expanded_attention import expanded_attention_reference
 from mla_compile.kernels.expanded_attention import triton as launcher

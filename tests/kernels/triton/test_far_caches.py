@@ -4,7 +4,9 @@ import importlib
 
 import pytest
 import torch
+
 from mla_compile.kernels._common.tiles import Tiles
+from mla_compile.kernels.append_latents.arguments import AppendLatents
 from mla_compile.kernels.append_latents.triton import append_latents_triton
 
 from ..far import CASES, append_case, attention_case
@@ -37,6 +39,6 @@ def test_attention(op, dim):
 def test_append(one_scale):
     near, far = (on_device(arguments) for arguments in append_case(one_scale))
     for arguments in (near, far):
-        append_latents_triton(*arguments)
+        append_latents_triton(AppendLatents(*arguments))
     assert near[3].view(torch.uint8).any()
     assert torch.equal(near[3].view(torch.uint8), far[3].view(torch.uint8))

@@ -5,6 +5,7 @@ Only chunked attention has such products: the other kernels multiply by themselv
 
 import pytest
 import torch
+
 from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.expanded_attention.triton import expanded_attention_triton
 from mla_compile.kernels.paged_expanded_attention.triton import paged_expanded_attention_triton

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+
 from mla_compile.kernels.merge_states import merge_states_reference
+from mla_compile.kernels.merge_states.arguments import MergeStates
 from mla_compile.kernels.merge_states.triton import merge_states_triton
 
 from ..errors import assert_as_close_as
@@ -12,7 +14,7 @@ pytestmark = [*ON_GPU]
 
 
 def run(*tensors):
-    return [t.cpu() for t in merge_states_triton(*to_device(tensors))]
+    return [t.cpu() for t in merge_states_triton(MergeStates(*to_device(tensors)))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

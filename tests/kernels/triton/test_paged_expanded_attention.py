@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+
 from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.expanded_attention import triton as launcher
 from mla_compile.kernels.paged_expanded_attention.triton import paged_expanded_attention_triton

@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+
 from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.paged_latent_attention import paged_latent_attention_reference
+from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 from mla_compile.kernels.paged_latent_attention.triton import paged_latent_attention_triton
 
 from ..errors import assert_as_close_as
@@ -34,9 +36,8 @@ SIZES = {
 
 def run(arguments, causal, scale, scales=None, split_tokens=None, tiles=TILES, mask=None, first=None):
     mask, first, scales = to_device([mask, first, scales])
-    result = paged_latent_attention_triton(
-        *to_device(arguments), causal, scale, scales, split_tokens, mask, first, machine(), tiles
-    )
+    bundle = PagedLatentAttention(*to_device(arguments), causal, scale, scales, split_tokens, mask, first)
+    result = paged_latent_attention_triton(bundle, machine(), tiles)
     return [t.cpu() for t in result]
 
 
@@ -169,9 +170,8 @@ def only_key(latent, in_hardware):
     table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     arguments = to_device([q, rope, latent, rope[0], table, lengths])
     on = machine() if in_hardware else dataclasses.replace(machine(), arch="sm_80")
-    o, _ = paged_latent_attention_triton(
-        *arguments, True, 1.0, *to_device([torch.ones(1, 1, 1)]), None, None, None, on, TILES
-    )
+    bundle = PagedLatentAttention(*arguments, True, 1.0, *to_device([torch.ones(1, 1, 1)]))
+    o, _ = paged_latent_attention_triton(bundle, on, TILES)
     return o.cpu()[0]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_reference
 from mla_compile.kernels.sparse_latent_attention.triton import sparse_latent_attention_triton

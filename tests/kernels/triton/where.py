@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+
 from mla_compile.kernels._common.machine import Machine, present
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

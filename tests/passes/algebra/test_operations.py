@@ -9,10 +9,10 @@ import pytest
 import sympy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from mla_compile.passes.algebra import operations
 from mla_compile.passes.algebra.sizes import Size, Unaligned, quotient, same
 from mla_compile.passes.algebra.terms import Form, Join, Product, Term, Undefined
-
 from tests.passes.meaning import World
 
 S = sympy.symbols("s0 s1 s2", positive=True, integer=True)

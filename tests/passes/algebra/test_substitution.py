@@ -7,10 +7,10 @@ import pytest
 import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mla_compile.passes.algebra.sizes import Size, Unaligned, product, quotient, same, total
 from mla_compile.passes.algebra.substitution import Pin, Slice, Split, change, change_read, overlapping, prune
 from mla_compile.passes.algebra.terms import Axis, Digit, Form, Join, Product, Read, Segment, Term
-
 from tests.passes.meaning import World
 
 s, t = sympy.symbols("s t", positive=True, integer=True)

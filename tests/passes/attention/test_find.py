@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from mla_compile.passes.algebra.sizes import product
 from mla_compile.passes.attention.find import Attention, find
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.trace.trace import Trace
-from torch import Tensor
-
 from tests.passes.graphs import capture
 from tests.passes.spellings import Function, sealed
 

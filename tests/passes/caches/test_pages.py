@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from mla_compile.passes.nodes.arguments import aten
 
+from mla_compile.passes.nodes.arguments import aten
 from tests.errors import assert_as_close_as_eager
 from tests.passes.graphs import capture, rewrite, run, value_of
 from tests.passes.meaning import check_lookups

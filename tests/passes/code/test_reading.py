@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mla_compile.passes.algebra.sizes import Unaligned
-from mla_compile.passes.code.reading import realizer, tellers
 from torch import SymInt, Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from mla_compile.passes.algebra.sizes import Unaligned
+from mla_compile.passes.code.reading import realizer, tellers
 
 
 @pytest.fixture

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+
 from mla_compile.passes.attention.find import Attention, find
+from mla_compile.passes.masks.meaning import understand
 from mla_compile.passes.mla.prove import prove
 from mla_compile.passes.pipeline import Pipeline
 from mla_compile.passes.text.graphs import graph_text
+from mla_compile.passes.text.masks import mask_text
+from mla_compile.passes.text.proofs import choice_text
 from mla_compile.passes.text.sites import site_text
 from mla_compile.passes.trace.trace import Trace
-
 from tests.passes.golden.cases import CASES, Case
 from tests.passes.graphs import DEVICE, capture
 
@@ -30,15 +33,17 @@ def text_of(case: Case) -> str:
     trace = Trace(module.graph)
     (attention,) = find(module.graph, trace)
     assert isinstance(attention, Attention)
-    site = site_text(prove(attention, trace))
+    proved = prove(attention, trace)
+    site = site_text(proved)
+    mask = mask_text(proved, understand(proved, trace))
     mode = torch._guards.detect_fake_mode([node.meta["val"] for node in module.graph.nodes if "val" in node.meta])
     assert mode is not None
     assert mode.shape_env is not None
     ranges = dict(mode.shape_env.var_to_range) if case.exported else None
-    (outcome,) = Pipeline(DEVICE, case.path, 4, ranges)(module)
-    choice = f"{outcome.path}: {outcome.reason}\nmask: {outcome.mask}\n"
-    choice += "".join(f"while {guard}\n" for guard in outcome.guards)
-    sections = {"site": site, "choice": choice, "before": before, "after": graph_text(module.graph)}
+    (result,) = Pipeline(DEVICE, case.path, 4, ranges)(module)
+    outcome = result.outcome
+    choice = f"{outcome.path}: {outcome.reason}\n" if result.choice is None else choice_text(result.choice)
+    sections = {"site": site, "mask": mask, "choice": choice, "before": before, "after": graph_text(module.graph)}
     return "\n".join(f"# {title}\n{text}" for title, text in sections.items())
 
 

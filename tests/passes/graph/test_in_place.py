@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+
 from mla_compile.passes.graph.in_place import write_in_place
 from mla_compile.passes.nodes.arguments import aten
-
 from tests.passes.graphs import capture, run
 
 PAGES, SIZE, WIDTH = 6, 4, 3

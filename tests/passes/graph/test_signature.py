@@ -4,6 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
+from torch.fx.experimental import _config as symbolic_shapes_config
+
+import mla_compile
 from mla_compile.passes.attention.find import find
 from mla_compile.passes.graph import rewriter as rewrite
 from mla_compile.passes.graph.signature import signature
@@ -12,10 +16,6 @@ from mla_compile.passes.masks.kind import Kind
 from mla_compile.passes.masks.meaning import Meaning
 from mla_compile.passes.mla.prove import prove
 from mla_compile.passes.trace.trace import Trace
-from torch import nn
-from torch.fx.experimental import _config as symbolic_shapes_config
-
-import mla_compile
 from tests.models import HIDDEN, Combined, L, R
 from tests.passes import spellings as mla
 from tests.passes.graphs import capture

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, arange, fx
+
 from mla_compile.passes.algebra.terms import Read
 from mla_compile.passes.masks import kinds, meaning
 from mla_compile.passes.masks.kind import Filled, Kind
 from mla_compile.passes.masks.pairs import Pairs
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.paths import absorbed
-from torch import Tensor, arange, fx
-
 from tests.errors import assert_as_close_as_eager
 from tests.passes import spellings as mla
 from tests.passes.caches import test_fp8_pages as fp8

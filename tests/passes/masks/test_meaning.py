@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, arange, fx
+
 from mla_compile.passes.algebra.terms import Read
 from mla_compile.passes.attention.find import Attention, find
 from mla_compile.passes.masks.causal import Causal
@@ -19,8 +21,6 @@ from mla_compile.passes.masks.top_k import TopK
 from mla_compile.passes.mla.prove import prove
 from mla_compile.passes.mla.site import Site
 from mla_compile.passes.trace.trace import Trace
-from torch import Tensor, arange, fx
-
 from tests.passes import spellings as mla
 from tests.passes.checks import compiled
 from tests.passes.graphs import capture, rewrite, values

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from mla_compile.passes.algebra.sizes import product
 from mla_compile.passes.algebra.terms import Dim
 from mla_compile.passes.attention.find import Attention, find
@@ -11,8 +13,6 @@ from mla_compile.passes.mla.prove import prove
 from mla_compile.passes.mla.site import Site
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.trace.trace import Trace
-from torch import Tensor
-
 from tests.passes import spellings as mla
 from tests.passes.graphs import capture
 from tests.passes.spellings import SCALE, SPELLINGS, SQ, UNKNOWN, B, Function, L, N, P, R, T, V

@@ -3,11 +3,11 @@
 import pytest
 import sympy
 import torch
-from mla_compile.passes.algebra.sizes import same
-from mla_compile.passes.nodes.shapes import size_of
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from mla_compile.passes.algebra.sizes import same
+from mla_compile.passes.nodes.shapes import size_of
 from tests.passes.graphs import capture, rewrite
 from tests.passes.spellings import L, N, P, R, V
 

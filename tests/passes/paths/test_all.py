@@ -6,17 +6,17 @@ import copy
 
 import pytest
 import sympy
+from torch import fx
+
+from mla_compile.cost import Cost, Dims
+from mla_compile.inspect.costs import style
+from mla_compile.options import Options
 from mla_compile.passes.paths import all as every
 from mla_compile.passes.paths.absorbed import Absorbed, absorbed_cost
 from mla_compile.passes.paths.chunked import chunked_cost
 from mla_compile.passes.paths.fastest import fastest
 from mla_compile.passes.paths.sparse import sparse_cost
 from mla_compile.passes.pipeline import Pipeline
-from torch import fx
-
-from mla_compile.cost import Cost, Dims
-from mla_compile.inspect.costs import style
-from mla_compile.options import Options
 from tests.passes.checks import check_right
 from tests.passes.graphs import DEVICE, capture, rewrite, run
 from tests.passes.spellings import naive, softmax, tensors

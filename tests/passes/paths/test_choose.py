@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from mla_compile.passes.paths import absorbed
-from mla_compile.passes.paths.choose import Chooser
-from mla_compile.passes.paths.either import Either
-from mla_compile.passes.pipeline import Pipeline
 from torch import Tensor, fx
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from mla_compile.cost import Device
+from mla_compile.passes.paths import absorbed
+from mla_compile.passes.paths.choose import Chooser
+from mla_compile.passes.paths.either import Either
+from mla_compile.passes.pipeline import Pipeline
 from tests.passes.caches import test_fp8_pages as fp8_pages
 from tests.passes.caches.test_fp8 import a_buffer
 from tests.passes.caches.test_fp8 import inputs as fp8_inputs

@@ -5,8 +5,8 @@ Prefill does so on any device, decoding on a GPU.
 
 import pytest
 import torch
-from mla_compile.passes.paths import absorbed
 
+from mla_compile.passes.paths import absorbed
 from tests.passes.caches.test_pages import OPS, PAGED, L, R, attend, inputs
 from tests.passes.graphs import capture, rewrite, run
 from tests.passes.masks.test_bounds import LENGTHS, NEAR_MISSES, SPELLINGS, T

@@ -3,8 +3,9 @@
 import pytest
 import sympy
 import torch
-from mla_compile.passes.paths.either import first_is_faster
 from torch.utils._sympy.functions import Max
+
+from mla_compile.passes.paths.either import first_is_faster
 
 s, t = sympy.symbols("s t", integer=True, positive=True)
 LONG = Max(0, s - 7)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch._ops import OpOverload
+
 from mla_compile.passes.trace.parts import SPLITS, UNBINDS
 from mla_compile.passes.trace.trace import HANDLERS, TABLES
 from mla_compile.passes.trace.unhandled import UNHANDLED
-from torch._ops import OpOverload
 
 aten = torch.ops.aten
 

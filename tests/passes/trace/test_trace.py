@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor, fx
+
 from mla_compile.passes.algebra.terms import Form, Join, Product, Scaled, Sum, Unread
 from mla_compile.passes.nodes.arguments import is_tensor
 from mla_compile.passes.nodes.shapes import hint_of
 from mla_compile.passes.trace.trace import Trace
-from torch import Tensor, fx
-
 from tests.passes.graphs import capture, values
 from tests.passes.meaning import World
 

@@ -12,7 +12,7 @@ from ..scores import softmax_with_lse
 from .chunks import lost_rows
 
 
-def expanded_attention_inline(
+def expanded_attention_decomposition(
     q: Tensor,
     latent: Tensor,
     k_rope: Tensor,

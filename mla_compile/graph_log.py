@@ -1,4 +1,4 @@
-"""Let the graphs be seen.
+"""A log of graphs, and of what the passes make of them.
 
 depyf writes what goes through here into its folder, tlparse finds it in torch's trace (`TORCH_TRACE=folder`),
 `TORCH_LOGS=+mla_compile` prints it, `TORCH_COMPILE_DEBUG=1` writes it beside Inductor's files, and whoever is inside
@@ -10,25 +10,38 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 from torch._dynamo import utils as dynamo_utils
 from torch._inductor import config as inductor_config
 
-Observer = Callable[[str, fx.GraphModule], None]
+from mla_compile.passes.pipeline import Result
+from mla_compile.passes.text.proofs import proof_text
 
 _dynamo_utils: Any = dynamo_utils  # what is used of these two is not in their stubs
 _logging: Any = torch._logging
 _log = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Who looks on."""
+
+    def on_graph(self, name: str, module: fx.GraphModule) -> None:
+        """Told of each graph under a name; the module may change later."""
+
+    def on_results(self, results: Sequence[Result]) -> None:
+        """Told what became of the attentions of the graph before the passes, also where nothing did."""
+
+
 _observers: list[Observer] = []
 
 
-def show(name: str, module: fx.GraphModule) -> None:
-    """Offer a graph under a name. Observers get the module itself, which may change later."""
+def log_graph(name: str, module: fx.GraphModule) -> None:
+    """Offer a graph under a name to whoever wants to see it."""
     _log.debug("%s", _dynamo_utils.lazy_format_graph_code(name, module))
     _logging.trace_structured(
         "artifact",
@@ -40,7 +53,26 @@ def show(name: str, module: fx.GraphModule) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{len(list(folder.iterdir())):03}_{name}.py").write_text(readable(module))
     for observer in _observers:
-        observer(name, module)
+        observer.on_graph(name, module)
+
+
+def log_results(results: Sequence[Result]) -> None:
+    """Offer what was proved of the attentions, as text, and the results themselves to observers."""
+    texts = [proof_text(r.site, r.meaning, r.choice) for r in results if r.site is not None] if _is_read() else []
+    if texts:
+        _log.debug("What was proved\n%s", "\n".join(texts))
+        _logging.trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": "mla_proofs", "encoding": "string"},
+            payload_fn=lambda: "\n".join(texts),
+        )
+    for observer in _observers:
+        observer.on_results(results)
+
+
+def _is_read() -> bool:
+    """Whether a text would reach anybody."""
+    return _log.isEnabledFor(logging.DEBUG) or _logging._internal.trace_log.handlers != []
 
 
 def readable(module: fx.GraphModule) -> str:
@@ -55,7 +87,7 @@ def snapshot(module: fx.GraphModule) -> fx.GraphModule:
 
 @contextlib.contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Give every graph that is shown to `observer`; no cache keeps the passes from running meanwhile."""
+    """Tell `observer` of every graph and result; no cache keeps the passes from running meanwhile."""
     _observers.append(observer)
     try:
         yield

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..expanded_attention.inline import attend_in_loop
+from ..expanded_attention.decomposition import attend_in_loop
 from ..fp8 import bytes_of, dequantised
 from ..loop import Operands, Positions
 from ..pages import both
 
 
-def paged_expanded_attention_inline(
+def paged_expanded_attention_decomposition(
     q: Tensor,
     latent_pages: Tensor,
     rope_pages: Tensor,

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .expanded_attention.inline import expanded_attention_inline
+from .expanded_attention.decomposition import expanded_attention_decomposition
 from .latent_attention.reference import latent_attention_reference
 from .merge_states.reference import merge_states_reference
-from .paged_expanded_attention.inline import paged_expanded_attention_inline
-from .paged_latent_attention.inline import paged_latent_attention_inline
+from .paged_expanded_attention.decomposition import paged_expanded_attention_decomposition
+from .paged_latent_attention.decomposition import paged_latent_attention_decomposition
 from .per_head_matmul.reference import per_head_matmul_reference
 from .sparse_latent_attention.reference import sparse_latent_attention_reference
 
@@ -31,16 +31,16 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     mla = torch.ops.mla
     return {
         mla.latent_attention.default: _as_the_op(latent_attention_reference),
-        mla.paged_latent_attention.default: _as_the_op(paged_latent_attention_inline),
+        mla.paged_latent_attention.default: _as_the_op(paged_latent_attention_decomposition),
         mla.sparse_latent_attention.default: _as_the_op(sparse_latent_attention_reference),
-        mla.expanded_attention.default: expanded_attention_inline,
-        mla.paged_expanded_attention.default: paged_expanded_attention_inline,
+        mla.expanded_attention.default: expanded_attention_decomposition,
+        mla.paged_expanded_attention.default: paged_expanded_attention_decomposition,
         mla.merge_states.default: _as_the_op(merge_states_reference),
-        mla.per_head_matmul.default: per_head_matmul_inline,
+        mla.per_head_matmul.default: per_head_matmul_decomposition,
     }
 
 
-def per_head_matmul_inline(x: Tensor, weight: Tensor) -> Tensor:
+def per_head_matmul_decomposition(x: Tensor, weight: Tensor) -> Tensor:
     """`mla::per_head_matmul`, to be traced: rounded once, as the op rounds."""
     return per_head_matmul_reference(x, weight).contiguous()
 

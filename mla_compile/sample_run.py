@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .extras import require
+from .optional_packages import require
 
 
 @dataclass(frozen=True)
-class Trial:
+class SampleRun:
     """A causal language model with a cache and its two calls."""
 
     model: Any
@@ -28,7 +28,7 @@ class Trial:
         return {"past_key_values": self.cache, "use_cache": True}
 
 
-def load(name: str, tokens: int, user: str, cache_kind: Literal["dynamic", "static"] = "dynamic") -> Trial:
+def load(name: str, tokens: int, user: str, cache_kind: Literal["dynamic", "static"] = "dynamic") -> SampleRun:
     """A model that AutoModelForCausalLM can load, and a prompt of `tokens` random tokens.
 
     Raises: ImportError, naming the extra and the `user`, without transformers.
@@ -44,4 +44,4 @@ def load(name: str, tokens: int, user: str, cache_kind: Literal["dynamic", "stat
         if cache_kind == "dynamic"
         else transformers.StaticCache(config=config, max_cache_len=tokens + 1)
     )
-    return Trial(model, cache, ids[:, :tokens], ids[:, tokens:])
+    return SampleRun(model, cache, ids[:, :tokens], ids[:, tokens:])

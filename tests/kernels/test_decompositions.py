@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from mla_compile.kernels import inline
+
+from mla_compile.kernels import decompositions
+from mla_compile.kernels.expanded_attention import decomposition as expanded
 from mla_compile.kernels.expanded_attention import expanded_attention_reference
-from mla_compile.kernels.expanded_attention import inline as expanded
 from mla_compile.kernels.latent_attention import latent_attention_reference
 from mla_compile.kernels.merge_states import merge_states_reference
 from mla_compile.kernels.paged_expanded_attention import paged_expanded_attention_reference
@@ -22,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def decomposed(op, *arguments, **more):
-    return inline.decompositions()[op.default](*arguments, **more)
+    return decompositions.decompositions()[op.default](*arguments, **more)
 
 
 def double(*arguments):
@@ -53,7 +54,7 @@ def assert_right(result, reference, arguments):
 
 def test_every_op_has_one():
     own = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("mla::")}
-    assert {op._schema.name.split("::")[1] for op in inline.decompositions()} == own - {
+    assert {op._schema.name.split("::")[1] for op in decompositions.decompositions()} == own - {
         "sealed_attention",
         "append_latents",
     }

@@ -1,0 +1,55 @@
+"""The passes over one graph, as `torch.compile` and exported programs have them: logged, timed, kept to be verified."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from .cost import Device
+from .errors import StrictError
+from .graph_log import log_graph, log_results, snapshot
+from .options import Options
+from .passes.outcome import Outcome
+from .passes.paths.choose import Ranges
+from .passes.pipeline import Pipeline
+
+BEFORE, AFTER = "mla_before_passes", "mla_after_passes"
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """What the passes did to a graph."""
+
+    outcomes: tuple[Outcome, ...]
+    """Of every attention, in order."""
+    original: fx.GraphModule | None
+    """The graph as it was, with `mla.verify`."""
+    seconds: float
+    """Wall time of the passes."""
+
+
+def rewrite_graph(module: fx.GraphModule, device: Device, options: Options, ranges: Ranges | None = None) -> Rewriting:
+    """Rewrite the attentions of a functional ATen graph in place; args as those of `Pipeline`."""
+    log_graph(BEFORE, module)
+    original = snapshot(module) if options.verify else None
+    start = time.perf_counter()
+    results = Pipeline(device, options.path, options.workspace_tokens, ranges)(module)
+    seconds = time.perf_counter() - start
+    log_results(results)
+    outcomes = tuple(result.outcome for result in results)
+    if any(outcome.rewritten for outcome in outcomes):
+        log_graph(AFTER, module)
+    return Rewriting(outcomes, original, seconds)
+
+
+def raise_strict(outcomes: Sequence[Outcome], note: str) -> None:
+    """Raise StrictError if an attention stays unchanged or there is none."""
+    unchanged = [o for o in outcomes if not o.rewritten]
+    if unchanged:
+        listed = "\n".join(f"  {o.location}: {o.reason}" for o in unchanged)
+        raise StrictError(f"mla.strict: {len(unchanged)} of {len(outcomes)} attentions stay unchanged:\n{listed}")
+    if not outcomes:
+        raise StrictError(f"mla.strict: expected a model with MLA attention, found none ({note})")

@@ -1,0 +1,29 @@
+"""Whose copy a tensor is: the same elements in the same places, perhaps in another dtype or multiplied by numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..trace.trace import Trace
+
+
+@dataclass(frozen=True)
+class Original:
+    """The tensor that another is a copy of, and the numbers that this was multiplied by, in order."""
+
+    node: fx.Node
+    factors: tuple[float, ...]
+
+
+def original_of(node: fx.Node, trace: Trace) -> Original | None:
+    """The original of a tensor, itself if nothing else; None if it is put together from several, or from a part."""
+    form = trace[node]
+    read = form.term.read
+    if not isinstance(read.source, fx.Node) or len(read.dims) != len(form.dims):
+        return None
+    for digits, axes in zip(read.dims, form.dims, strict=True):
+        if tuple(digit.axis for digit in digits) != axes or not all(digit.whole for digit in digits):
+            return None
+    return Original(read.source, tuple(step for step in read.then if isinstance(step, float)))
