@@ -21,6 +21,7 @@ from mla_compile.passes.pipeline import Pipeline
 
 from .backend import raise_strict, rates_of
 from .errors import OptionError
+from .loop_operands import straighten_loop_operands
 from .options import parse
 from .report import Report, record
 from .seal import seal_exported, unseal_exported
@@ -28,6 +29,9 @@ from .show import show
 from .verify import check
 
 NOTE = "exported program"
+_ASSERTIONS = {torch.ops.aten._assert_tensor_metadata.default: lambda *_, **__: None}
+"""What `torch.export` adds at every `.to(dtype)`. The dtypes of a program are those of its inputs and weights, so it
+always holds; but to the passes it would be a second reader of what is cast."""
 
 
 def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = None) -> ExportedProgram:
@@ -53,7 +57,7 @@ def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = Non
         record(Report((), f"{NOTE}, mla.path is off"))
         return program
     start = time.perf_counter()
-    functional = _decomposed(program, _composite(), seal_exported)
+    functional = _decomposed(program, _composite() | _ASSERTIONS, seal_exported)
     module = functional.graph_module
     show("mla_before_passes", module)
     seconds = {"retrace": time.perf_counter() - start}
@@ -82,7 +86,9 @@ def lower(program: ExportedProgram) -> ExportedProgram:
     That is what `torch._inductor.aoti_compile_and_package` wants, whose packages run without Python. Dynamic shapes
     stay; the chunked path is a `torch.while_loop`, whose workspace is what the path says.
     """
-    return _decomposed(program, _composite() | decompositions())
+    lowered = _decomposed(program, _composite() | decompositions())
+    straighten_loop_operands(lowered.graph_module)
+    return lowered
 
 
 def _decomposed(
