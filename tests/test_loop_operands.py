@@ -21,7 +21,7 @@ def loop(*operands: Tensor) -> tuple[Tensor, ...]:
     """One turn that adds up the operands, each a matrix of three rows."""
 
     def turn(start: Tensor, total: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
-        return start + 1, total + sum(row.sum() for row in rows)
+        return start + 1, total + sum(row.sum(dtype=torch.float32) for row in rows)
 
     start, total = torch.zeros((), dtype=torch.int64), torch.zeros(())
     return while_loop(lambda start, *_: start < 2, turn, (start, total), operands)
@@ -29,7 +29,11 @@ def loop(*operands: Tensor) -> tuple[Tensor, ...]:
 
 def operands_of(function: Callable[..., object], *arguments: Tensor) -> list[str]:
     """The targets of the nodes that a loop of the program gets, straightened."""
+    (node,) = straightened(function, *arguments).graph.find_nodes(op="call_function", target=while_loop)
+    return [operand.name if operand.op == "placeholder" else str(operand.target) for operand in node.args[3]]
 
+
+def straightened(function: Callable[..., object], *arguments: Tensor) -> fx.GraphModule:
     class Module(torch.nn.Module):
         def forward(self, *given: Tensor) -> object:
             return function(*given)
@@ -37,8 +41,7 @@ def operands_of(function: Callable[..., object], *arguments: Tensor) -> list[str
     module = torch.export.export(Module(), arguments).run_decompositions({}).graph_module
     straighten_loop_operands(module)
     module.graph.lint()
-    (node,) = module.graph.find_nodes(op="call_function", target=while_loop)
-    return [operand.name if operand.op == "placeholder" else str(operand.target) for operand in node.args[3]]
+    return module
 
 
 def test_views_that_end_where_they_began() -> None:
@@ -52,6 +55,17 @@ def test_views_that_end_elsewhere_stay() -> None:
     assert operands_of(lambda x: loop(x.squeeze(0)), x) == ["aten.squeeze.dim"]
     assert operands_of(lambda x: loop(x.mT), x) == ["aten.transpose.int"]
     assert operands_of(lambda x: loop(x[:, 1:][:, :1]), x) == ["aten.slice.Tensor"]
+
+
+def test_views_of_another_dtype_are_taken_inside() -> None:
+    x = torch.randint(100, (2, 3, 4), dtype=torch.uint8)
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return loop(x.view(torch.int8) + 0.0, x.view(torch.int8))
+
+    assert operands_of(function, x)[1] == "given_0"
+    (_, total), (_, expected) = straightened(function, x)(x), function(x)
+    assert total == expected == 4 * x.sum()
 
 
 def test_copies_that_inductor_leaves_out() -> None:

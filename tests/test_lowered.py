@@ -22,6 +22,13 @@ ONE_SEQUENCE = Program(
 )
 """Its latents are views that end where they began, which AOTInductor reads after they are freed if a loop gets them."""
 
+PAGES_IN_FP8 = Program(
+    *(0, "chunked", "fp8 pages", "causal lengths", "together", "sdpa", 1, torch.float32),
+    *(2, 8, 4, 8, 8, 16),
+    *((2, 2), (1, 9), (2, 16)),
+)
+"""Its pages are handed on as bytes, a view of another dtype."""
+
 
 def wrong(*programs: Program) -> list[str]:
     return [f"{program}: {trouble}" for program, trouble in outcomes(programs, 2) if trouble]
@@ -29,6 +36,10 @@ def wrong(*programs: Program) -> list[str]:
 
 def test_a_loop_over_the_keys_of_one_sequence() -> None:
     assert not wrong(ONE_SEQUENCE)
+
+
+def test_a_loop_over_pages_in_fp8() -> None:
+    assert not wrong(PAGES_IN_FP8)
 
 
 @pytest.mark.slow

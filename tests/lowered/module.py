@@ -32,12 +32,12 @@ class Layer(nn.Module):
             self.w_uv = nn.Parameter(torch.randn(p.heads, p.value, p.rank) / p.rank**0.5)
         self.o_proj = nn.Linear(p.heads * p.value, HIDDEN, bias=False)
 
-    def forward(self, x: Tensor, cache: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Hidden states and the cache `[B, T, L + R]` of all tokens."""
+    def forward(self, x: Tensor, cache: tuple[Tensor, ...], mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Hidden states and the cache of all tokens, which is given as `[B, T, L + R]` or in its two parts."""
         p = self.p
         if p.cache == "grown":
-            cache = torch.cat([cache, self.kv_a_proj(x)], dim=1)
-        latent, k_rope = cache.split([p.rank, p.rope], dim=-1)
+            cache = (torch.cat([cache[0], self.kv_a_proj(x)], dim=1),)
+        latent, k_rope = cache if len(cache) == 2 else cache[0].split([p.rank, p.rope], dim=-1)
         q = self.q_proj(x).unflatten(2, (p.heads, -1)).transpose(1, 2)
         if p.weights == "together":
             heads = self.kv_b_proj(latent).unflatten(2, (p.heads, -1)).transpose(1, 2)
@@ -58,7 +58,7 @@ class Layer(nn.Module):
             elif mask is not None:
                 scores = scores + mask
             o = scores.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype) @ v
-        return self.o_proj(o.transpose(1, 2).flatten(2)), cache
+        return self.o_proj(o.transpose(1, 2).flatten(2)), cache[0]
 
     def seen(self, queries: int, tokens: int) -> Tensor | None:
         if self.p.mask not in ("causal", "window"):
@@ -80,23 +80,23 @@ class Model(nn.Module):
     def forward(self, x: Tensor, cache: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         outputs = []
         keys, lengths = self.read(cache)
-        mask = self.mask(x, keys, lengths, more)
+        mask = self.mask(x, keys[0], lengths, more)
         for layer in self.layers:
             x, grown = layer(x, keys, mask)
             if self.p.cache == "grown":
                 outputs.append(grown)
         return x, *outputs
 
-    def read(self, cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-        """Keys `[B, T, L + R]`, and how many of them each sequence has."""
+    def read(self, cache: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """What a `Layer` takes as its cache, and how many keys each sequence has."""
         if "pages" not in self.p.cache:
-            return cache[0], None
+            return cache, None
         *pools, table, lengths = cache
         if self.p.cache == "pages":
-            return pools[0][table].flatten(1, 2), lengths
-        pages, scales, rope = (part[table].flatten(1, 2) for part in pools)
-        latent = (pages.to(scales.dtype) * scales).to(rope.dtype)
-        return torch.cat([latent, rope], dim=-1), lengths
+            return (pools[0][table].flatten(1, 2),), lengths
+        pages, scales, rope = pools
+        latent = pages[table].to(scales.dtype) * scales[table]
+        return (latent.flatten(1, 2).to(rope.dtype), rope[table].flatten(1, 2)), lengths
 
     def mask(self, x: Tensor, keys: Tensor, lengths: Tensor | None, more: tuple[Tensor, ...]) -> Tensor | None:
         positions = torch.arange(keys.shape[1])
