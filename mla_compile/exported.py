@@ -20,6 +20,7 @@ from mla_compile.kernels.decompositions import decompositions
 
 from .device import rates_of
 from .errors import OptionError
+from .loop_operands import straighten_loop_operands
 from .options import parse
 from .report import Report, record
 from .rewriting import raise_strict, rewrite_graph
@@ -27,6 +28,9 @@ from .seal import seal_exported, unseal_exported
 from .verify import check
 
 NOTE = "exported program"
+_ASSERTIONS = {torch.ops.aten._assert_tensor_metadata.default: lambda *_, **__: None}
+"""What `torch.export` adds at every `.to(dtype)`. The dtypes of a program are those of its inputs and weights, so it
+always holds; but to the passes it would be a second reader of what is cast."""
 
 
 def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = None) -> ExportedProgram:
@@ -52,7 +56,7 @@ def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = Non
         record(Report((), f"{NOTE}, mla.path is off"))
         return program
     start = time.perf_counter()
-    functional = _decomposed(program, _composite(), seal_exported)
+    functional = _decomposed(program, _composite() | _ASSERTIONS, seal_exported)
     module = functional.graph_module
     seconds = {"retrace": time.perf_counter() - start}
     tensors = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
@@ -76,7 +80,9 @@ def lower(program: ExportedProgram) -> ExportedProgram:
     That is what `torch._inductor.aoti_compile_and_package` wants, whose packages run without Python. Dynamic shapes
     stay; the chunked path is a `torch.while_loop`, whose workspace is what the path says.
     """
-    return _decomposed(program, _composite() | decompositions())
+    lowered = _decomposed(program, _composite() | decompositions())
+    straighten_loop_operands(lowered.graph_module)
+    return lowered
 
 
 def _decomposed(

@@ -144,7 +144,7 @@ def leveled(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tens
     At -1e30 nothing is left of a score, so the queries may be 0, and nothing of how many keys a chunk had in its lse,
     which is what chunks are merged by.
     """
-    if mask is None or mask.dtype == torch.bool:
+    if mask is None or mask.dtype == torch.bool or mask.shape[3] == 0:
         return q, mask, None
     lost, level = lost_rows(q.dtype, mask)
     if reads_values(lost) and not lost.any():

@@ -168,6 +168,25 @@ def test_a_cache_in_buffers_is_written():
     assert run.length == 11
 
 
+class ByHand(nn.Module):
+    """Scores and softmax by hand, in float32, as DeepSeek's own code has them."""
+
+    def forward(self, q, latent, w_uk, w_uv):
+        scores = q @ (latent @ w_uk.mT).mT
+        weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        return weights @ (latent @ w_uv.mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_softmax_in_float32_and_a_cast(dtype):
+    """`torch.export` asserts the dtype of what is cast: a reader that is none."""
+    q, latent = torch.randn(2, 4, 3, 8, dtype=dtype), torch.randn(2, 1, 40, 16, dtype=dtype)
+    arguments = q, latent, *(torch.randn(2, 4, 8, 16) / 4).to(dtype)
+    program = mla_compile.rewrite(torch.export.export(ByHand(), arguments), options={"mla.strict": True})
+    exact = ByHand()(*(t.double() for t in arguments))
+    assert_as_close_as_eager(program.module()(*arguments), ByHand()(*arguments), exact)
+
+
 def test_the_given_program_stays_as_it_is(step):
     _, program = step
     before = str(program.graph)

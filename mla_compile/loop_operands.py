@@ -1,0 +1,109 @@
+"""Operands of loops that are tensors themselves where they can be, and no views of another dtype.
+
+Before   b = squeeze(a, 0), c = unsqueeze(b, 0), e = view(d, uint8), while_loop(..., (c, e))
+After    while_loop(..., (a, d)), whose graphs view d as uint8
+
+AOTInductor of torch 2.13 makes one handle before the loop for a view with the layout of what it views, and for one of
+another dtype. Each graph that reads it frees it: the second reads freed memory. Other views get one at each reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+aten = torch.ops.aten
+_COPIES = (aten.clone.default, aten._unsafe_view.default, aten._to_copy.default)
+"""Copies that Inductor leaves out where they change neither dtype nor strides."""
+_torch_c: Any = torch._C  # `_is_alias_of` is not in its stubs
+
+
+def straighten_loop_operands(module: fx.GraphModule) -> None:
+    """Hand every `while_loop`, at any depth, the tensor that its operand is: same values, sizes and strides.
+
+    An operand that is a tensor viewed as another dtype is viewed so by the graphs of the loop.
+    """
+    for part in list(module.modules()):
+        if not isinstance(part, fx.GraphModule):
+            continue
+        loops = part.graph.find_nodes(op="call_function", target=torch.ops.higher_order.while_loop)
+        for loop in loops:
+            _straighten(loop)
+            _view_inside(part, loop)
+            _straighten(loop)
+        if loops:
+            part.graph.eliminate_dead_code()
+            part.recompile()
+
+
+def _straighten(loop: fx.Node) -> None:
+    *first, operands = loop.args
+    assert isinstance(operands, list | tuple)
+    loop.args = (*first, tuple(_straight(operand, operands) for operand in operands))
+
+
+def _view_inside(module: fx.GraphModule, loop: fx.Node) -> None:
+    """Let the graphs of a loop view as another dtype what it is handed, instead of handing them the view."""
+    *graphs, carried, operands = loop.args
+    assert isinstance(carried, list | tuple)
+    assert isinstance(operands, list | tuple)
+    for i, view in enumerate(operands):
+        if not isinstance(view, fx.Node) or view.target != aten.view.dtype:
+            continue
+        viewed = view.all_input_nodes[0]
+        for graph in graphs:
+            assert isinstance(graph, fx.Node)
+            turn = module.get_submodule(str(graph.target))
+            assert isinstance(turn, fx.GraphModule)
+            placeholder = turn.graph.find_nodes(op="placeholder")[len(carried) + i]
+            if placeholder.users:
+                first = next(node for node in turn.graph.nodes if node.op != "placeholder")
+                with turn.graph.inserting_before(first):
+                    inside = turn.graph.call_function(aten.view.dtype, (placeholder, view.args[1]))
+                inside.meta = dict(placeholder.meta)
+                placeholder.replace_all_uses_with(inside, delete_user_cb=lambda user, kept=inside: user is not kept)
+                turn.recompile()
+            placeholder.meta = placeholder.meta | {"val": viewed.meta["val"]}
+        operands = (*operands[:i], viewed, *operands[i + 1 :])
+    loop.args = (*graphs, carried, operands)
+
+
+def _straight(operand: Any, operands: Sequence[Any]) -> Any:
+    """The furthest tensor that the operand is, unless it shares memory with another operand: a loop takes none such."""
+    if not isinstance(operand, fx.Node) or not isinstance(operand.meta["val"], Tensor):
+        return operand
+    others = [n.meta["val"] for n in operands if isinstance(n, fx.Node) and n is not operand]
+    others = [value for value in others if isinstance(value, Tensor)]
+    straight = operand
+    for origin in _origins(operand):
+        value = origin.meta["val"]
+        if _same_layout(operand.meta["val"], value) and not any(_torch_c._is_alias_of(value, o) for o in others):
+            straight = origin
+    return straight
+
+
+def _origins(node: fx.Node) -> Iterator[fx.Node]:
+    """What a node is a view or a copy of, nearest first."""
+    while isinstance(node.target, torch._ops.OpOverload) and (node.target in _COPIES or _is_view(node.target)):
+        (node,) = node.all_input_nodes[:1]
+        yield node
+
+
+def _is_view(op: torch._ops.OpOverload) -> bool:
+    first = op._schema.arguments[0].alias_info if op._schema.arguments else None
+    return first is not None and not first.is_write
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of the same values are the same to code that was generated for one of them."""
+    if (a.dtype, a.dim()) != (b.dtype, b.dim()) or not statically_known_true(a.storage_offset() == b.storage_offset()):
+        return False
+    axes = zip(a.shape, a.stride(), b.shape, b.stride(), strict=True)
+    return all(
+        statically_known_true(size == n) and (statically_known_true(size == 1) or statically_known_true(stride == m))
+        for size, stride, n, m in axes
+    )
