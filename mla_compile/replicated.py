@@ -12,7 +12,9 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGe
 from mla_compile.passes.outcome import Outcome
 
 
-def with_replicated_heads(outcomes: Sequence[Outcome], module: fx.GraphModule, inputs: Sequence[Any]) -> list[Outcome]:
+def with_replicated_heads(
+    outcomes: tuple[Outcome, ...], module: fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[Outcome, ...]:
     """The outcomes of a rewritten ATen graph, those marked whose up-projection is whole while other weights of the
     graph are shared out over a mesh called `tp` (or not called anything). `inputs` are those of the Dynamo graph.
     """

@@ -9,6 +9,8 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
+
 from mla_compile.kernels.expanded_attention import expanded_attention_reference
 from mla_compile.kernels.expanded_attention import native as expanded
 from mla_compile.kernels.latent_attention import latent_attention_reference
@@ -16,7 +18,6 @@ from mla_compile.kernels.latent_attention import native as latent
 from mla_compile.kernels.native import load
 from mla_compile.kernels.per_head_matmul import native as per_head
 from mla_compile.kernels.per_head_matmul import per_head_matmul_reference
-from torch import Tensor
 
 from .errors import assert_as_close_as
 
