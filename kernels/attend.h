@@ -62,7 +62,7 @@ struct Tile {
 };
 
 // Scores of one panel and `count` keys, given in two parts of `width` and `rope` numbers. The last tile repeats the
-// last key in place of those that are missing, so there is to be room for a multiple of KEYS. The keys and ropes `ahead`,
+// last key in place of those that are missing, so there is to be room for a multiple of KEYS. Keys and ropes `ahead`,
 // null or as many, are on their way when this returns.
 template <int64_t KEYS, int64_t VECTORS, int64_t TERMS, typename Rows>
 void score_panel(Rows keys, int64_t width, Rows ropes, int64_t rope, int64_t count, const float* panel,
@@ -76,7 +76,8 @@ void score_panel(Rows keys, int64_t width, Rows ropes, int64_t rope, int64_t cou
     }
     Tile<KEYS, VECTORS> tile;
     tile.template add<TERMS>(of_key, panel, width, ahead ? ahead + first : nullptr);
-    tile.template add<TERMS>(of_rope, panel + width * VECTORS * WIDTH, rope, ahead ? ropes_ahead + first : nullptr);
+    tile.template add<TERMS>(of_rope, panel + width * VECTORS * WIDTH, rope,
+                             ahead ? ropes_ahead + first : nullptr);
     for (int64_t k = 0; k < KEYS; ++k)
       for (int64_t v = 0; v < VECTORS; ++v) store(scores + (first + k) * stride + v * WIDTH, tile.sum[k][v]);
   }

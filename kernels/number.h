@@ -1,6 +1,6 @@
 // Numbers narrower than a float: what a cache holds, as vectors of floats and back.
 
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -18,12 +18,25 @@ inline To as(From value) {
   return to;
 }
 
+// WIDTH integers of 8 or 16 bits. Compilers make of the generic way one instruction a number.
 template <typename Bits>
 inline ivec load_bits(const void* from) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(Bits) == 1)
+    return as<ivec>(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+  else
+    return as<ivec>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from))));
+#elif defined(__AVX2__)
+  if constexpr (sizeof(Bits) == 1)
+    return as<ivec>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
+  else
+    return as<ivec>(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+#else
   typedef Bits bits_vec __attribute__((vector_size(sizeof(Bits) * WIDTH)));
   bits_vec bits;
   std::memcpy(&bits, from, sizeof(bits_vec));
   return __builtin_convertvector(bits, ivec);
+#endif
 }
 
 // Sign, exponent and fraction of a narrower format, where a float has them. The exponent is `bias` too small, and one
@@ -106,5 +119,25 @@ inline void convert(const From* from, int64_t size, float scale, To* to) {
   narrow(widened(rest) * scale, narrowed);
   std::copy_n(narrowed, size - i, to + i);
 }
+
+#if defined(__AVX512BF16__)
+// The same by way of float16, to which e4m3 is 2^8 times as much with the same bits moved up: half the instructions.
+inline void convert(const e4m3* from, int64_t size, float scale, bf16* to) {
+  const __m512i special = _mm512_set1_epi16(0x3f80), nan = _mm512_set1_epi16(0x7e00);
+  const __m512 by_format = _mm512_set1_ps(256.0f), by_scale = _mm512_set1_ps(scale);
+  for (int64_t i = 0; i < size; i += 32) {
+    const __mmask32 given = size - i >= 32 ? ~__mmask32{0} : (__mmask32{1} << (size - i)) - 1;
+    const __m512i bits = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(given, from + i));
+    const __m512i magnitude = _mm512_and_si512(_mm512_slli_epi16(bits, 7), special);
+    const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(bits, 8), _mm512_set1_epi16(-0x8000));
+    const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, special);
+    const __m512i half = _mm512_mask_mov_epi16(_mm512_or_si512(sign, magnitude), is_nan, nan);
+    const __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(half));
+    const __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
+    const auto scaled = [&](__m512 value) { return _mm512_mul_ps(_mm512_mul_ps(value, by_format), by_scale); };
+    _mm512_mask_storeu_epi16(to + i, given, as<__m512i>(_mm512_cvtne2ps_pbh(scaled(high), scaled(low))));
+  }
+}
+#endif
 
 }  // namespace

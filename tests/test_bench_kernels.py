@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 import torch
 from mla_compile.kernels.expanded_attention import native as expanded_attention
-from mla_compile.kernels.latent_attention import native as latent_attention
+from mla_compile.kernels.latent_attention import cached as latent_attention
 
 from mla_compile.bench import kernel_peers, kernel_run
 from mla_compile.bench.kernel_cases import SCALE, Case, L, P, R, V, make_inputs

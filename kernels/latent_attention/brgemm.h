@@ -1,9 +1,9 @@
 // Products of a block of keys by oneDNN's brgemm, which ships in torch: AMX tiles where the CPU has them.
 //
-// A block times the packed query is its scores, [keys, rows]: keys are read where they are. For the values pairs of keys
-// are interleaved, [keys / 2, columns, 2], as tiles want their second operand. Every product has the sizes of a whole
-// block, with zeros for what is missing: brgemm generates code for each combination of sizes it meets. Inner sizes are
-// multiples of TERMS: past one an element of the next row would be read, and NaN times 0 is NaN.
+// A block times the packed query is its scores, [keys, rows]: keys are read where they are. For the values pairs of
+// keys are interleaved, [keys / 2, columns, 2], as tiles want their second operand. Every product has the sizes of a
+// whole block, with zeros for what is missing: brgemm generates code for each combination of sizes it meets. Inner
+// sizes are multiples of TERMS: past one an element of the next row would be read, and NaN times 0 is NaN.
 
 #if defined(BRGEMM) && defined(__AVX512BF16__)
 
@@ -72,10 +72,11 @@ struct Tiles {
     pair_t* by_row = reinterpret_cast<pair_t*>(weight_rows.data());
     const int64_t given = (keys.count + 1) / 2;
     for (int64_t row = 0; row < s.rows; ++row)
-      for (int64_t i = 0; i < BLOCK / 2; ++i) by_row[row * BLOCK / 2 + i] = i < given ? pairs[i * padded_rows + row] : 0;
+      for (int64_t i = 0; i < BLOCK / 2; ++i)
+        by_row[row * BLOCK / 2 + i] = i < given ? pairs[i * padded_rows + row] : 0;
     interleave(keys, given);
-    at::native::cpublas::brgemm(s.rows, columns, BLOCK, BLOCK, columns, columns, true, torch_numbers(numbers(weight_rows)),
-                                torch_numbers(numbers(values)), o);
+    at::native::cpublas::brgemm(s.rows, columns, BLOCK, BLOCK, columns, columns, true,
+                                torch_numbers(numbers(weight_rows)), torch_numbers(numbers(values)), o);
   }
 
   void end(float* o) const {

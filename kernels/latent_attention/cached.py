@@ -9,21 +9,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import native
+from ..native import ATTEND, NUMBER, TYPES, VECTOR, load
 
 _HERE = Path(__file__).parent
-_SOURCES = (native.VECTOR, native.ATTEND, native.NUMBER) + tuple(
-    _HERE / name for name in ("keys.h", "floats.h", "dots.h", "brgemm.h", "native.cpp")
-)
+_OWN = (_HERE / name for name in ("keys.h", "floats.h", "dots.h", "brgemm.h", "native.cpp"))
+_SOURCES = (VECTOR, ATTEND, NUMBER, *_OWN)
 _ARGUMENTS = ("const void*",) * 4 + ("void*",) * 2 + ("uintptr_t",) * 5 + ("int64_t",) * 23 + ("float", "int64_t")
+MOST_ROWS = 256
+"""Queries times heads up to which this is faster than matrix products."""
 TILES = "BRGEMM Tiles::present()"
 """Includes oneDNN's products, which are taken where oneDNN finds AMX."""
 
 
 @dataclass(frozen=True)
 class Cached:
-    """Keys of sequences: latent `[batches, pages, page_size, L]`, k_rope `[batches, pages, page_size, R]`, scales None or
-    `[batches, pages, page_size, G]`, of any strides but 1 in the last dim of the first two.
+    """Keys of sequences: latent `[batches, pages, page_size, L]` and k_rope `[batches, pages, page_size, R]`, of any
+    strides but 1 in the last dim; scales None or `[batches, pages, page_size, G]`, of any.
 
     Key j of sequence s is `[s // queries, table[s, j // page_size], j % page_size]`; table `[sequences, columns]` is
     int64, or None for page 0.
@@ -35,20 +36,19 @@ class Cached:
     table: Tensor | None = None
     queries: int = 1
 
-    def dense(self) -> bool:
-        """Whether the last dims are as the kernel reads them."""
+    def readable(self) -> bool:
+        """Whether the last dims are as the kernel wants them."""
         return all(part.shape[3] < 2 or part.stride(3) == 1 for part in (self.latent, self.k_rope))
 
 
 def kernel_for(number: torch.dtype, latent: torch.dtype, k_rope: torch.dtype) -> Callable[..., None] | None:
     """The kernel for queries and keys of some dtypes; None if there is none, or no compiler."""
-    types = native.TYPES
-    if number not in types or latent not in types or k_rope not in types:
+    if number not in TYPES:
         return None
-    defines = f"NUMBER {types[number]}", f"LATENT {types[latent]}", f"ROPE {types[k_rope]}"
+    defines: tuple[str, ...] = f"NUMBER {TYPES[number]}", f"LATENT {TYPES[latent]}", f"ROPE {TYPES[k_rope]}"
     if number == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         defines = (*defines, TILES)
-    return native.load(_SOURCES, _ARGUMENTS, defines)
+    return load(_SOURCES, _ARGUMENTS, defines)
 
 
 def attend(

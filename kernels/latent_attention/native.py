@@ -1,7 +1,7 @@
 """Absorbed MLA in C++ (`native.cpp`) for the few rows of a decode step; what CPU tensors get.
 
 The matrix products that `aten.py` is made of are thin then, with 16 or 128 rows, and far from what a core can do.
-Everything else goes to `aten.py`: other dtypes than float32, many rows, keys that are no range, no C++ compiler.
+Everything else goes to `aten.py`: float64, many rows, keys that are no range, no C++ compiler.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from torch import Tensor
 
 from ..visibility import Visibility, positions, take
 from .aten import check_arguments, latent_attention_aten
-from .cached import Cached, attend, kernel_for
-
-_MOST_ROWS = 256
-"""Queries times heads up to which this is faster than matrix products."""
+from .cached import MOST_ROWS, Cached, attend, kernel_for
 
 Span = tuple[range, Visibility, range]
 """Sequences, what their queries see, and the keys to load for that."""
@@ -31,8 +28,9 @@ def latent_attention_cpu(
 ) -> tuple[Tensor, Tensor]:
     """`mla::latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
     check_arguments(q_latent, q_rope, latent, k_rope, mask)
-    dtype = q_latent.dtype
-    kernel = kernel_for(dtype, dtype, dtype) if _suits(q_latent, latent, k_rope) else None
+    kernel = None
+    if 0 < q_latent.shape[1] * q_latent.shape[2] <= MOST_ROWS and _cached(latent, k_rope).readable():
+        kernel = kernel_for(q_latent.dtype, latent.dtype, k_rope.dtype)
     spans = _spans(q_latent, latent, mask, causal_offset) if kernel else None
     if kernel is None or spans is None:
         return latent_attention_aten(q_latent, q_rope, latent, k_rope, mask, causal_offset, scale)
@@ -42,14 +40,9 @@ def latent_attention_cpu(
     for sequences, visibility, keys in spans:
         b = slice(sequences.start, sequences.stop)
         bias = visibility.bias(range(q_latent.shape[1]), keys, torch.float32)
-        cached = _keys(latent[b], k_rope[b], keys)
+        cached = _cached(take(latent[b], keys, 1), take(k_rope[b], keys, 1))
         attend(kernel, q[0][b], q[1][b], cached, len(keys), bias, scale, o[b], lse[b])
     return o, lse
-
-
-def _suits(q_latent: Tensor, latent: Tensor, k_rope: Tensor) -> bool:
-    dense = all(part.shape[2] < 2 or part.stride(2) == 1 for part in (latent, k_rope))
-    return 0 < q_latent.shape[1] * q_latent.shape[2] <= _MOST_ROWS and dense
 
 
 def _spans(q_latent: Tensor, latent: Tensor, mask: Tensor | None, causal_offset: int | None) -> list[Span] | None:
@@ -74,9 +67,8 @@ def _spans(q_latent: Tensor, latent: Tensor, mask: Tensor | None, causal_offset:
     return spans
 
 
-def _keys(latent: Tensor, k_rope: Tensor, keys: range) -> Cached:
-    if len(keys) != latent.shape[1]:
-        latent, k_rope = take(latent, keys, 1), take(k_rope, keys, 1)
+def _cached(latent: Tensor, k_rope: Tensor) -> Cached:
+    """Latents `[b, T, L]` and rope keys `[b, T, R]`: one page of each sequence."""
     return Cached(latent[:, None], k_rope[:, None])
 
 
