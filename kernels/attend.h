@@ -23,6 +23,16 @@ struct Lines {
   int64_t stride;
 
   const float* operator[](int64_t i) const { return data + i * stride; }
+  Lines from(int64_t column) const { return {data + column, stride}; }
+};
+
+// Rows of numbers, each anywhere.
+struct Scattered {
+  const float* const* rows;
+  int64_t column = 0;
+
+  const float* operator[](int64_t i) const { return rows[i] + column; }
+  Scattered from(int64_t later) const { return {rows, column + later}; }
 };
 
 template <int64_t KEYS, int64_t VECTORS>
@@ -30,14 +40,14 @@ struct Tile {
   vec sum[KEYS][VECTORS] = {};
 
   // Adds the products of KEYS keys [width] and a panel of rows [width, PANEL], TERMS of them in one sum. Meanwhile
-  // loads what lies `ahead` of the keys into the second-level cache.
+  // loads KEYS other keys, if any, into the second-level cache.
   template <int64_t TERMS>
-  void add(const float* const (&keys)[KEYS], const float* panel, int64_t width, int64_t ahead) {
+  void add(const float* const (&keys)[KEYS], const float* panel, int64_t width, const float* const* ahead) {
     for (int64_t begin = 0; begin < width; begin += TERMS) {
       const int64_t end = std::min(begin + TERMS, width);
       if (ahead)
         for (int64_t k = 0; k < KEYS; ++k)
-          for (int64_t line = begin; line < end; line += LINE) __builtin_prefetch(keys[k] + ahead + line, 0, 2);
+          for (int64_t line = begin; line < end; line += LINE) __builtin_prefetch(ahead[k] + line, 0, 2);
       vec some[KEYS][VECTORS] = {};
       for (int64_t i = begin; i < end; ++i) {
         vec q[VECTORS];
@@ -52,11 +62,12 @@ struct Tile {
 };
 
 // Scores of one panel and `count` keys, given in two parts of `width` and `rope` numbers. The last tile repeats the
-// last key in place of those that are missing, so there is to be room for a multiple of KEYS. Keys that come `ahead`
-// keys later are on their way when this returns; 0 for none.
-template <int64_t KEYS, int64_t VECTORS, int64_t TERMS>
-void score_panel(Lines keys, int64_t width, Lines ropes, int64_t rope, int64_t count, const float* panel,
-                 float* scores, int64_t stride, int64_t ahead) {
+// last key in place of those that are missing, so there is to be room for a multiple of KEYS. Keys and ropes `ahead`,
+// null or as many, are on their way when this returns.
+template <int64_t KEYS, int64_t VECTORS, int64_t TERMS, typename Rows>
+void score_panel(Rows keys, int64_t width, Rows ropes, int64_t rope, int64_t count, const float* panel,
+                 float* scores, int64_t stride, const float* const* ahead = nullptr,
+                 const float* const* ropes_ahead = nullptr) {
   for (int64_t first = 0; first < count; first += KEYS) {
     const float *of_key[KEYS], *of_rope[KEYS];
     for (int64_t k = 0; k < KEYS; ++k) {
@@ -64,8 +75,9 @@ void score_panel(Lines keys, int64_t width, Lines ropes, int64_t rope, int64_t c
       of_rope[k] = ropes[std::min(first + k, count - 1)];
     }
     Tile<KEYS, VECTORS> tile;
-    tile.template add<TERMS>(of_key, panel, width, ahead * keys.stride);
-    tile.template add<TERMS>(of_rope, panel + width * VECTORS * WIDTH, rope, ahead * ropes.stride);
+    tile.template add<TERMS>(of_key, panel, width, ahead ? ahead + first : nullptr);
+    tile.template add<TERMS>(of_rope, panel + width * VECTORS * WIDTH, rope,
+                             ahead ? ropes_ahead + first : nullptr);
     for (int64_t k = 0; k < KEYS; ++k)
       for (int64_t v = 0; v < VECTORS; ++v) store(scores + (first + k) * stride + v * WIDTH, tile.sum[k][v]);
   }
@@ -92,9 +104,9 @@ void soften(float* scores, int64_t stride, int64_t rows, int64_t count, float* m
 }
 
 // o [R, V vectors] = o * decay + weights [count, R] values [count, V vectors]
-template <int64_t R, int64_t V>
+template <int64_t R, int64_t V, typename Rows>
 inline void value_tile(float* o, int64_t o_stride, const float* decay, const float* weights, int64_t stride,
-                       Lines values, int64_t count) {
+                       Rows values, int64_t count) {
   vec sum[R][V] = {};
   for (int64_t k = 0; k < count; ++k) {
     vec value[V];
@@ -116,7 +128,8 @@ struct Values {
   const float *decay, *weights;
   int64_t stride;
 
-  void add(Lines values, int64_t count) const {
+  template <typename Rows>
+  void add(Rows values, int64_t count) const {
     int64_t column = 0;
     for (; column + COLUMNS * WIDTH <= columns; column += COLUMNS * WIDTH) add_vectors<COLUMNS>(values, column, count);
     for (; column + WIDTH <= columns; column += WIDTH) add_vectors<1>(values, column, count);
@@ -124,9 +137,9 @@ struct Values {
   }
 
  private:
-  template <int64_t V>
-  void add_vectors(Lines values, int64_t column, int64_t count) const {
-    const Lines from{values.data + column, values.stride};
+  template <int64_t V, typename Rows>
+  void add_vectors(Rows values, int64_t column, int64_t count) const {
+    const Rows from = values.from(column);
     int64_t row = 0;
     for (; row + ROWS <= rows; row += ROWS)
       value_tile<ROWS, V>(o + row * o_stride + column, o_stride, decay + row, weights + row, stride, from, count);
@@ -134,7 +147,8 @@ struct Values {
       value_tile<1, V>(o + row * o_stride + column, o_stride, decay + row, weights + row, stride, from, count);
   }
 
-  void add_column(Lines values, int64_t column, int64_t count) const {
+  template <typename Rows>
+  void add_column(Rows values, int64_t column, int64_t count) const {
     for (int64_t row = 0; row < rows; ++row) {
       float sum = 0.0f;
       for (int64_t k = 0; k < count; ++k) sum += weights[k * stride + row] * values[k][column];

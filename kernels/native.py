@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import torch
+
 _log = logging.getLogger(__name__)
 
 
@@ -23,21 +25,26 @@ _CONFIG = {
 }
 
 
-VECTOR, ATTEND = (Path(__file__).with_name(name) for name in ("vector.h", "attend.h"))
+VECTOR, ATTEND, NUMBER = (Path(__file__).with_name(name) for name in ("vector.h", "attend.h", "number.h"))
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3"}
+"""What `number.h` calls a dtype."""
 
 
 @cache
-def load(sources: tuple[Path, ...], argtypes: tuple[str, ...]) -> Callable[..., None] | None:
+def load(
+    sources: tuple[Path, ...], argtypes: tuple[str, ...], defines: tuple[str, ...] = ()
+) -> Callable[..., None] | None:
     """The function `kernel` of C++ files taken as one, headers first: pointers take tensors, the rest numbers.
 
-    None where it cannot be built.
+    `defines` are macros, a name and what it stands for. None where it cannot be built.
     """
     from torch._inductor import config
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     try:
         with config.patch(_CONFIG):
-            text = "\n".join(source.read_text() for source in sources)
+            macros = [f"#define {define}" for define in defines]
+            text = "\n".join([*macros, *(source.read_text() for source in sources)])
             return CppPythonBindingsCodeCache.load_pybinding(list(argtypes), text)
     except Exception as error:  # a compiler that is missing, old or broken: there is another way to the same result
         _log.info("no native kernel from %s: %s", sources[-1], error)

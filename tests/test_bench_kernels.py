@@ -13,7 +13,7 @@ from mla_compile.bench.kernel_run import Result, as_csv, as_text, grid, limits_o
 from mla_compile.cli import main
 from mla_compile.cost import Device
 from mla_compile.kernels.expanded_attention import native as expanded_attention
-from mla_compile.kernels.latent_attention import native as latent_attention
+from mla_compile.kernels.latent_attention import cached as latent_attention
 
 CPU = torch.device("cpu")
 DEVICE = Device("a GPU", 8e14, 4e12)

@@ -86,7 +86,7 @@ void attend(const Problem& p, int64_t head, int64_t first, const Workspace& w) {
   for (int64_t key = 0; key < seen; key += BLOCK) {
     const int64_t count = std::min(BLOCK, seen - key);
     const Lines keys{p.k + head * p.k_head + key * p.k_key, p.k_key};
-    score_panel<KEYS, VECTORS, TERMS>(keys, p.width, keys, 0, count, w.query.data(), w.scores.data(), PANEL, 0);
+    score_panel<KEYS, VECTORS, TERMS>(keys, p.width, keys, 0, count, w.query.data(), w.scores.data(), PANEL);
     if (p.bias) add_bias(p, head, first, rows, key, count, w.scores.data());
     if (key + count - 1 > first + p.offset) hide_later_keys(p, first, key, count, w.scores.data());
     soften(w.scores.data(), PANEL, PANEL, count, w.m.data(), w.total.data(), w.decay.data());

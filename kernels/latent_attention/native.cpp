@@ -1,162 +1,273 @@
-// Absorbed MLA for a few rows over a range of cached keys, float32: flash-decoding (Dao et al., 2023) on CPU cores.
+// Absorbed MLA for a few rows over cached keys: flash-decoding (Dao et al., 2023) on CPU cores. Sums and softmax in
+// float32, products as `Products` has them.
 //
-//     q_latent [batch, rows, L], q_rope [batch, rows, R]      contiguous; row = query * heads + head
-//     latent   [batch, keys, L], k_rope [batch, keys, R]      any strides of batch and keys, 1 of the last dim
-//     bias     [queries, heads, keys] or null                 any strides, shared by the batch, -inf hides
-//     o        [batch, rows, L], lse [batch, rows]            contiguous
+//     q_latent [sequences, rows, L], q_rope [sequences, rows, R]  contiguous; row = query * heads + head
+//     latent, k_rope   keys where `Cache` finds them, 1 the stride of the last dim
+//     lengths  [sequences] or null            keys of each sequence, null for `keys` of all
+//     offsets  [sequences] or null            query i sees keys up to i + offset
+//     bias     [queries, heads, keys] or null any strides, shared by the sequences, -inf hides
+//     o        [sequences, rows, L], lse [sequences, rows]        contiguous
 //
-// The blocks of BLOCK keys of all sequences, in order, are cut into one contiguous piece a thread. A thread keeps, for
-// each sequence it meets, an unnormalised output, the rows' maximum and the sum of their weights; the pieces of a
-// sequence are merged by their log-sum-exp at the end. A block is read from memory for its scores and is still in the
-// core's cache for its values, so the cache of latents is read once.
+// NUMBER is the type of queries and output, LATENT and ROPE those of the keys.
+//
+// The blocks of keys of all sequences, in order, are cut into one contiguous piece a thread. A thread keeps, for each
+// sequence it meets, an unnormalised output, the rows' maximum and the sum of their weights; the pieces of a sequence
+// are merged by their log-sum-exp at the end. A block is read from memory for its scores and is still in the core's
+// cache for its values, so the cache of latents is read once. Keys of another type than the products take are converted
+// into the thread's own block first.
+
+#include <vector>
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int64_t KEYS = 16;  // of a tile of scores: 16 of 32 registers accumulate
-#elif defined(__AVX__)
-constexpr int64_t KEYS = 6;   // 12 of 16
-#else
-constexpr int64_t KEYS = 4;   // 16 of 32
-#endif
-constexpr int64_t PANEL = 16;         // rows of a panel of the packed query
-constexpr int64_t TERMS = 16;         // of a score in one sum: errors grow with sqrt(TERMS + L / TERMS), not sqrt(L)
-constexpr int64_t BLOCK = 64 / KEYS * KEYS;  // 64 keys of 576 numbers are 144 KiB: within a second-level cache
+typedef NUMBER Number;
+typedef LATENT Latent;
+typedef ROPE Rope;
+typedef Block<Latent, Rope> Raw;
 
 struct Problem {
-  const float *q_latent, *q_rope, *latent, *k_rope, *bias;
-  float *o, *lse;
-  int64_t batch, heads, rows, keys, rank, rope;
-  int64_t latent_batch, latent_key, rope_batch, rope_key, bias_query, bias_head, bias_key;
-  float scale;
+  const Number *q_latent, *q_rope;
+  Cache<Latent, Rope> cache;
+  const int64_t *lengths, *offsets;
+  const float* bias;
+  Number* o;
+  float* lse;
+  int64_t sequences, heads, keys, bias_query, bias_head, bias_key;
+  Sizes sizes;
 
-  int64_t width() const { return rank + rope; }
-  int64_t padded_rows() const { return round_up(rows, PANEL); }
-  int64_t blocks() const { return (keys + BLOCK - 1) / BLOCK; }
+  int64_t rows() const { return sizes.rows; }
+  int64_t padded_rows() const { return round_up(sizes.rows, 16); }
+  int64_t length(int64_t sequence) const { return lengths ? lengths[sequence] : keys; }
 };
 
-// What a thread has of a sequence: o [rows, rank] unnormalised, m and total [padded rows].
+// What a thread has of a sequence: o unnormalised, m and total [padded rows].
+template <typename Products>
 struct Partial {
   float *o, *m, *total;
 
-  static int64_t size(const Problem& p) { return round_up(p.rows * p.rank + 2 * p.padded_rows(), PANEL); }
+  static int64_t o_size(const Sizes& s) { return Products::o_rows(s) * Products::o_stride(s); }
+  static int64_t size(const Problem& p) { return round_up(o_size(p.sizes) + 2 * p.padded_rows(), LINE); }
   Partial(const Problem& p, float* at) : o(at + 2 * p.padded_rows()), m(at), total(at + p.padded_rows()) {}
 };
 
-// Buffers of one thread: the packed query of a sequence [panel, L + R, PANEL], scores [BLOCK, padded rows].
-struct Workspace {
-  Buffer query, scores, decay;
+// A block of keys as the products take it: where it is, or converted.
+template <typename Key>
+class Loader {
+ public:
+  static constexpr bool CONVERTS = !std::is_same_v<Latent, Key> || !std::is_same_v<Rope, Key>;
 
-  explicit Workspace(const Problem& p)
-      : query(p.padded_rows() * p.width()), scores(BLOCK * p.padded_rows()), decay(p.padded_rows()) {}
+  Loader(const Sizes& sizes, int64_t block)
+      : s(sizes), room(block), converted(CONVERTS ? block * sizes.width() * sizeof(Key) / sizeof(float) + 1 : 1) {}
+
+  // The block to multiply with, and in `ahead` the one after it if that need not be converted.
+  const Block<Key>& load(const Problem& p, int64_t sequence, int64_t first, bool has_next, const Block<Key>** ahead) {
+    *ahead = nullptr;
+    if constexpr (CONVERTS) {
+      locate(p, sequence, first, raw[0]);
+      convert_all(p.cache);
+      return block;
+    } else {
+      if (!located) locate(p, sequence, first, raw[current]);
+      const Block<Key>& found = raw[current];
+      located = has_next;
+      current = 1 - current;
+      if (has_next) {
+        locate(p, sequence, first + room, raw[current]);
+        *ahead = &raw[current];
+      }
+      return found;
+    }
+  }
+
+ private:
+  void locate(const Problem& p, int64_t sequence, int64_t first, Raw& to) {
+    p.cache.locate(sequence, first, std::min(room, p.length(sequence) - first), room, to, scales);
+  }
+
+  void convert_all(const Cache<Latent, Rope>& cache) {
+    block.count = raw[0].count;
+    Key* to = reinterpret_cast<Key*>(converted.data());
+    for (int64_t k = 0; k < room; ++k) {
+      const int64_t from = std::min(k, block.count - 1);
+      block.latent[k] = to + from * s.width();
+      block.rope[k] = block.latent[k] + s.rank;
+    }
+    for (int64_t k = 0; k < block.count; ++k, to += s.width()) {
+      const int64_t group = s.rank / cache.groups;
+      for (int64_t g = 0; g < cache.groups; ++g)
+        convert(raw[0].latent[k] + g * group, group, scale(cache, k, g), to + g * group);
+      convert(raw[0].rope[k], s.rope, std::is_same_v<Rope, e4m3> ? scale(cache, k, 0) : 1.0f, to + s.rank);
+    }
+  }
+
+  float scale(const Cache<Latent, Rope>& cache, int64_t k, int64_t group) const {
+    return cache.scales ? scales[k][group * cache.scales_group] : 1.0f;
+  }
+
+  Sizes s;
+  int64_t room;
+  Raw raw[2];
+  const float* scales[Raw::MOST];
+  bool located = false;
+  int current = 0;
+  Block<Key> block;
+  Buffer converted;
 };
 
-void pack_query(const Problem& p, int64_t sequence, float* packed) {
-  for (int64_t row = 0; row < p.padded_rows(); ++row) {
-    float* to = packed + row / PANEL * PANEL * p.width() + row % PANEL;
-    const bool real = row < p.rows;
-    const float* q_latent = p.q_latent + (sequence * p.rows + row) * p.rank;
-    const float* q_rope = p.q_rope + (sequence * p.rows + row) * p.rope;
-    for (int64_t i = 0; i < p.rank; ++i) to[i * PANEL] = real ? q_latent[i] * p.scale : 0.0f;
-    for (int64_t i = 0; i < p.rope; ++i) to[(p.rank + i) * PANEL] = real ? q_rope[i] * p.scale : 0.0f;
-  }
-}
+// Buffers of one thread: scores [BLOCK, padded rows].
+template <typename Products>
+struct Workspace {
+  Products products;
+  Loader<typename Products::Key> loader;
+  Buffer scores, decay;
+
+  explicit Workspace(const Problem& p)
+      : products(p.sizes), loader(p.sizes, Products::BLOCK), scores(Products::BLOCK * p.padded_rows()),
+        decay(p.padded_rows()) {}
+};
 
 void add_bias(const Problem& p, int64_t first, int64_t count, float* scores) {
   const int64_t stride = p.padded_rows();
-  for (int64_t row = 0; row < p.rows; ++row) {
+  for (int64_t row = 0; row < p.rows(); ++row) {
     const float* bias = p.bias + row / p.heads * p.bias_query + row % p.heads * p.bias_head + first * p.bias_key;
     for (int64_t k = 0; k < count; ++k) scores[k * stride + row] += bias[k * p.bias_key];
   }
 }
 
+void hide_later_keys(const Problem& p, int64_t offset, int64_t first, int64_t count, float* scores) {
+  const int64_t stride = p.padded_rows();
+  for (int64_t k = std::max(offset + 1 - first, int64_t{0}); k < count; ++k) {
+    const int64_t hidden = (first + k - offset) * p.heads;  // rows of the queries before the one at this key
+    std::fill_n(scores + k * stride, std::min(hidden, p.rows()), -INFINITY);
+  }
+}
+
 // Blocks [begin, end) of one sequence.
-void attend(const Problem& p, int64_t sequence, int64_t begin, int64_t end, const Partial& partial,
-            const Workspace& w) {
+template <typename Products>
+void attend(const Problem& p, int64_t sequence, int64_t begin, int64_t end, const Partial<Products>& partial,
+            Workspace<Products>& w) {
   // The lowest finite number and not -inf: a row whose scores are all -inf then gets exp(-inf) and not a NaN.
   std::fill_n(partial.m, p.padded_rows(), -FLT_MAX);
   std::fill_n(partial.total, p.padded_rows(), 0.0f);
-  std::fill_n(partial.o, p.rows * p.rank, 0.0f);
-  pack_query(p, sequence, w.query.data());
+  std::fill_n(partial.o, Partial<Products>::o_size(p.sizes), 0.0f);
+  w.products.begin(p.q_latent + sequence * p.rows() * p.sizes.rank, p.q_rope + sequence * p.rows() * p.sizes.rope);
   const int64_t stride = p.padded_rows();
-  const Values values{partial.o, p.rank, p.rows, p.rank, w.decay.data(), w.scores.data(), stride};
+  float* scores = w.scores.data();
   for (int64_t block = begin; block < end; ++block) {
-    const int64_t first = block * BLOCK, count = std::min(BLOCK, p.keys - first);
-    const Lines latents{p.latent + sequence * p.latent_batch + first * p.latent_key, p.latent_key};
-    const Lines ropes{p.k_rope + sequence * p.rope_batch + first * p.rope_key, p.rope_key};
-    for (int64_t row = 0; row < stride; row += PANEL)
-      score_panel<KEYS, PANEL / WIDTH, TERMS>(latents, p.rank, ropes, p.rope, count, w.query.data() + row * p.width(),
-                                              w.scores.data() + row, stride, row == 0 && block + 1 < end ? BLOCK : 0);
-    if (p.bias) add_bias(p, first, count, w.scores.data());
-    soften(w.scores.data(), stride, stride, count, partial.m, partial.total, w.decay.data());
-    values.add(latents, count);
+    const int64_t first = block * Products::BLOCK;
+    const Block<typename Products::Key>* ahead;
+    const auto& keys = w.loader.load(p, sequence, first, block + 1 < end, &ahead);
+    w.products.score(keys, ahead, scores);
+    if (p.bias) add_bias(p, first, keys.count, scores);
+    if (p.offsets && first + keys.count - 1 > p.offsets[sequence])
+      hide_later_keys(p, p.offsets[sequence], first, keys.count, scores);
+    soften(scores, stride, stride, keys.count, partial.m, partial.total, w.decay.data());
+    w.products.add(keys, scores, w.decay.data(), partial.o);
   }
+  w.products.end(partial.o);
 }
 
 // How the blocks of all sequences are cut into one piece a thread.
 struct Pieces {
-  int64_t blocks, total, threads;  // blocks of a sequence, of all sequences
+  std::vector<int64_t> starts;  // of each sequence, in blocks of all
+  int64_t threads = 1;
 
-  int64_t begin(int64_t thread, int64_t sequence) const { return clamp(total * thread / threads, sequence); }
-  int64_t end(int64_t thread, int64_t sequence) const { return clamp(total * (thread + 1) / threads, sequence); }
+  Pieces(const Problem& p, int64_t block) : starts(1) {
+    for (int64_t sequence = 0; sequence < p.sequences; ++sequence)
+      starts.push_back(starts.back() + (p.length(sequence) + block - 1) / block);
+  }
+
+  int64_t begin(int64_t thread, int64_t sequence) const { return clamp(starts.back() * thread / threads, sequence); }
+  int64_t end(int64_t thread, int64_t sequence) const { return begin(thread + 1, sequence); }
 
  private:
   int64_t clamp(int64_t block, int64_t sequence) const {
-    return std::min(std::max(block - sequence * blocks, int64_t{0}), blocks);
+    return std::min(std::max(block, starts[sequence]), starts[sequence + 1]) - starts[sequence];
   }
 };
 
-// One row from the partial results of the threads that met its sequence.
-void merge_row(const Problem& p, const Pieces& pieces, float* partials, int64_t sequence, int64_t row) {
-  float* o = p.o + (sequence * p.rows + row) * p.rank;
-  std::fill_n(o, p.rank, 0.0f);
+// One row from the partial results of the threads that met its sequence; `o` has room for one.
+template <typename Products>
+void merge_row(const Problem& p, const Pieces& pieces, float* partials, int64_t sequence, int64_t row, float* o) {
+  const int64_t rank = p.sizes.rank;
+  std::fill_n(o, rank, 0.0f);
   float m = -FLT_MAX, total = 0.0f;
   for (int64_t thread = 0; thread < pieces.threads; ++thread) {
     if (pieces.begin(thread, sequence) == pieces.end(thread, sequence)) continue;
-    const Partial partial(p, partials + (thread + sequence) * Partial::size(p));
+    const Partial<Products> partial(p, partials + (thread + sequence) * Partial<Products>::size(p));
     const float m_new = std::max(partial.m[row], m);
     const float decay = std::exp(m - m_new), weight = std::exp(partial.m[row] - m_new);
     m = m_new;
     total = total * decay + partial.total[row] * weight;
-    for (int64_t c = 0; c < p.rank; ++c) o[c] = o[c] * decay + partial.o[row * p.rank + c] * weight;
+    const float* from = partial.o + row * Products::o_stride(p.sizes);
+    for (int64_t c = 0; c < rank; ++c) o[c] = o[c] * decay + from[c] * weight;
   }
   // The greatest score adds exp(0) = 1 to total, so only a row that saw no key is below 1.
   const float divisor = total < 1.0f ? 1.0f : total;
-  for (int64_t c = 0; c < p.rank; ++c) o[c] /= divisor;
-  p.lse[sequence * p.rows + row] = m + std::log(total);
+  for (int64_t c = 0; c < rank; ++c) o[c] /= divisor;
+  convert(o, rank, 1.0f, p.o + (sequence * p.rows() + row) * rank);
+  p.lse[sequence * p.rows() + row] = m + std::log(total);
 }
 
 // Threads that have at least this many products each, about 10 us: waking one takes as long.
 constexpr int64_t PRODUCTS_OF_A_THREAD = 1 << 20;
 
+template <typename Products>
 void run(const Problem& p, int64_t most_threads) {
-  const int64_t products = p.batch * p.rows * p.keys * (p.rank + p.width());
-  const int64_t threads = std::min(most_threads, products / PRODUCTS_OF_A_THREAD + 1);
-  const Pieces pieces{p.blocks(), p.blocks() * p.batch, threads};
+  Pieces pieces(p, Products::BLOCK);
+  const int64_t products = pieces.starts.back() * Products::BLOCK * p.rows() * (p.sizes.rank + p.sizes.width());
+  const int64_t threads = pieces.threads = std::min(most_threads, products / PRODUCTS_OF_A_THREAD + 1);
   // Going on to the next thread or the next sequence is going on to the next partial result.
-  const Buffer partials((threads + p.batch) * Partial::size(p));
+  const Buffer partials((threads + p.sequences) * Partial<Products>::size(p));
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
   for (int64_t thread = 0; thread < threads; ++thread) {
-    const Workspace workspace(p);
-    for (int64_t sequence = 0; sequence < p.batch; ++sequence) {
+    Workspace<Products> workspace(p);
+    for (int64_t sequence = 0; sequence < p.sequences; ++sequence) {
       const int64_t begin = pieces.begin(thread, sequence), end = pieces.end(thread, sequence);
       if (begin == end) continue;
-      attend(p, sequence, begin, end, Partial(p, partials.data() + (thread + sequence) * Partial::size(p)), workspace);
+      float* at = partials.data() + (thread + sequence) * Partial<Products>::size(p);
+      attend<Products>(p, sequence, begin, end, Partial<Products>(p, at), workspace);
     }
   }
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < p.batch * p.rows; ++row)
-    merge_row(p, pieces, partials.data(), row / p.rows, row % p.rows);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    const Buffer o(p.sizes.rank);
+#pragma omp for
+    for (int64_t row = 0; row < p.sequences * p.rows(); ++row)
+      merge_row<Products>(p, pieces, partials.data(), row / p.rows(), row % p.rows(), o.data());
+  }
+}
+
+void run_best(const Problem& p, int64_t threads) {
+#if defined(__AVX512BF16__) && !defined(NO_DOTS)
+  if constexpr (std::is_same_v<Number, bf16>) {
+#if defined(BRGEMM)
+    if (BRGEMM) return run<Tiles>(p, threads);
+#endif
+    return run<Dots>(p, threads);
+  }
+#endif
+  run<Floats>(p, threads);
 }
 
 }  // namespace
 
-extern "C" void kernel(const float* q_latent, const float* q_rope, const float* latent, const float* k_rope,
-                       const float* bias, float* o, float* lse, int64_t batch, int64_t heads, int64_t rows,
-                       int64_t keys, int64_t rank, int64_t rope, int64_t latent_batch, int64_t latent_key,
-                       int64_t rope_batch, int64_t rope_key, int64_t bias_query, int64_t bias_head,
-                       int64_t bias_key, int64_t has_bias, float scale, int64_t threads) {
-  run(Problem{q_latent, q_rope, latent, k_rope, has_bias ? bias : nullptr, o, lse, batch, heads, rows, keys, rank,
-              rope, latent_batch, latent_key, rope_batch, rope_key, bias_query, bias_head, bias_key, scale},
-      threads);
+extern "C" void kernel(const void* q_latent, const void* q_rope, const void* latent, const void* k_rope, void* o,
+                       void* lse, uintptr_t scales, uintptr_t table, uintptr_t lengths, uintptr_t offsets,
+                       uintptr_t bias, int64_t sequences, int64_t heads, int64_t rows, int64_t keys, int64_t rank,
+                       int64_t rope, int64_t queries, int64_t page_size, int64_t table_row, int64_t groups,
+                       int64_t latent_batch, int64_t latent_page, int64_t latent_key, int64_t rope_batch,
+                       int64_t rope_page, int64_t rope_key, int64_t scales_batch, int64_t scales_page,
+                       int64_t scales_key, int64_t scales_group, int64_t bias_query, int64_t bias_head,
+                       int64_t bias_key, float scale, int64_t threads) {
+  const Cache<Latent, Rope> cache{static_cast<const Latent*>(latent), static_cast<const Rope*>(k_rope),
+                                  reinterpret_cast<const float*>(scales), reinterpret_cast<const int64_t*>(table),
+                                  queries, page_size, table_row, groups,
+                                  latent_batch, latent_page, latent_key, rope_batch, rope_page, rope_key,
+                                  scales_batch, scales_page, scales_key, scales_group};
+  run_best({static_cast<const Number*>(q_latent), static_cast<const Number*>(q_rope), cache,
+            reinterpret_cast<const int64_t*>(lengths), reinterpret_cast<const int64_t*>(offsets),
+            reinterpret_cast<const float*>(bias), static_cast<Number*>(o), static_cast<float*>(lse), sequences, heads,
+            keys, bias_query, bias_head, bias_key, {rows, rank, rope, scale}},
+           threads);
 }

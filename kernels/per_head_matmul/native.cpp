@@ -1,47 +1,52 @@
-// A matrix a head for one to four rows, float32: the weight is streamed from memory once, by all cores.
+// A matrix a head for one to four rows: the weight is streamed from memory once, by all cores. Sums are float32.
 //
 //     x      [rows, heads, inner]     any strides of rows and heads, 1 of the last dim
 //     weight [heads, inner, outer]    any strides, but 1 of the inner or of the outer dim
 //     out    [rows, heads, outer]     contiguous
 //
-// A task is a head's slice of outer columns. Where those are contiguous, STREAMS lines of the weight are added to the
-// output at a time; where the inner dim is contiguous, each output is a dot product with one line.
+// NUMBER is the type of all three. A task is a head's slice of outer columns. Where those are contiguous, STREAMS lines
+// of the weight are added to the output at a time; where the inner dim is contiguous, each output is a dot product with
+// one line.
 
 namespace {
 
-constexpr int64_t NUMBERS_OF_A_THREAD = 1 << 16;  // of the weight: waking a thread takes as long as reading 256 KiB
+typedef NUMBER Number;
+
+// Of the weight: waking a thread takes as long as reading 256 KiB.
+constexpr int64_t NUMBERS_OF_A_THREAD = (1 << 18) / sizeof(Number);
 constexpr int64_t STREAMS = 4;  // lines read side by side: outputs are loaded and stored once for so many products
 
-// One head and `columns` of its outputs.
+// One head and `columns` of its outputs: x [rows, inner] and out [rows, columns] contiguous.
 struct Task {
-  const float *x, *weight;
+  const float* x;
+  const Number* weight;
   float* out;
-  int64_t x_row, out_row, line, inner, columns;  // line: the stride of the weight's dim that is not contiguous
+  int64_t line, inner, columns;  // line: the stride of the weight's dim that is not contiguous
 };
 
 // out [ROWS, columns] += x [ROWS, S] weight [S, columns]
 template <int64_t ROWS, int64_t S>
 inline void add_lines(const Task& t, int64_t i) {
-  const float* weight = t.weight + i * t.line;
+  const Number* weight = t.weight + i * t.line;
   int64_t c = 0;
   for (; c + WIDTH <= t.columns; c += WIDTH) {
     vec lines[S];
-    for (int64_t s = 0; s < S; ++s) lines[s] = load(weight + s * t.line + c);
+    for (int64_t s = 0; s < S; ++s) lines[s] = widened(weight + s * t.line + c);
     for (int64_t row = 0; row < ROWS; ++row) {
-      vec sum = load(t.out + row * t.out_row + c);
-      for (int64_t s = 0; s < S; ++s) sum += t.x[row * t.x_row + i + s] * lines[s];
-      store(t.out + row * t.out_row + c, sum);
+      vec sum = load(t.out + row * t.columns + c);
+      for (int64_t s = 0; s < S; ++s) sum += t.x[row * t.inner + i + s] * lines[s];
+      store(t.out + row * t.columns + c, sum);
     }
   }
   for (; c < t.columns; ++c)
     for (int64_t row = 0; row < ROWS; ++row)
       for (int64_t s = 0; s < S; ++s)
-        t.out[row * t.out_row + c] += t.x[row * t.x_row + i + s] * weight[s * t.line + c];
+        t.out[row * t.columns + c] += t.x[row * t.inner + i + s] * widened_one(weight[s * t.line + c]);
 }
 
 template <int64_t ROWS>
 void sum_lines(const Task& t) {
-  for (int64_t row = 0; row < ROWS; ++row) std::fill_n(t.out + row * t.out_row, t.columns, 0.0f);
+  for (int64_t row = 0; row < ROWS; ++row) std::fill_n(t.out + row * t.columns, t.columns, 0.0f);
   int64_t i = 0;
   for (; i + STREAMS <= t.inner; i += STREAMS) add_lines<ROWS, STREAMS>(t, i);
   for (; i < t.inner; ++i) add_lines<ROWS, 1>(t, i);
@@ -51,21 +56,21 @@ template <int64_t ROWS>
 void dot_lines(const Task& t) {
   constexpr int64_t CHAINS = 2;  // of additions that don't wait for each other, a row
   for (int64_t c = 0; c < t.columns; ++c) {
-    const float* weight = t.weight + c * t.line;
+    const Number* weight = t.weight + c * t.line;
     vec sums[ROWS][CHAINS] = {};
     int64_t i = 0;
     for (; i + CHAINS * WIDTH <= t.inner; i += CHAINS * WIDTH)
       for (int64_t chain = 0; chain < CHAINS; ++chain) {
-        const vec line = load(weight + i + chain * WIDTH);
+        const vec line = widened(weight + i + chain * WIDTH);
         for (int64_t row = 0; row < ROWS; ++row)
-          sums[row][chain] += load(t.x + row * t.x_row + i + chain * WIDTH) * line;
+          sums[row][chain] += load(t.x + row * t.inner + i + chain * WIDTH) * line;
       }
     for (int64_t row = 0; row < ROWS; ++row) {
       const vec sum = sums[row][0] + sums[row][1];
       float dot = 0.0f;
       for (int64_t lane = 0; lane < WIDTH; ++lane) dot += sum[lane];
-      for (int64_t rest = i; rest < t.inner; ++rest) dot += t.x[row * t.x_row + rest] * weight[rest];
-      t.out[row * t.out_row + c] = dot;
+      for (int64_t rest = i; rest < t.inner; ++rest) dot += t.x[row * t.inner + rest] * widened_one(weight[rest]);
+      t.out[row * t.columns + c] = dot;
     }
   }
 }
@@ -77,29 +82,37 @@ void run_task(const Task& task, bool inner_is_contiguous) {
 
 }  // namespace
 
-extern "C" void kernel(const float* x, const float* weight, float* out, int64_t rows, int64_t heads, int64_t inner,
+extern "C" void kernel(const void* x, const void* weight, void* out, int64_t rows, int64_t heads, int64_t inner,
                        int64_t outer, int64_t x_row, int64_t x_head, int64_t weight_head, int64_t weight_inner,
                        int64_t weight_outer, int64_t most_threads) {
   const int64_t threads = std::min(most_threads, heads * inner * outer / NUMBERS_OF_A_THREAD + 1);
   const bool inner_is_contiguous = weight_outer != 1;
   const int64_t slices = std::max((threads + heads - 1) / heads, int64_t{1});
   const int64_t slice = (outer + slices - 1) / slices;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (int64_t index = 0; index < heads * slices; ++index) {
-    const int64_t head = index / slices, begin = std::min(index % slices * slice, outer);
-    const Task task{x + head * x_head,
-                    weight + head * weight_head + begin * weight_outer,
-                    out + head * outer + begin,
-                    x_row,
-                    heads * outer,
-                    inner_is_contiguous ? weight_outer : weight_inner,
-                    inner,
-                    std::min(slice, outer - begin)};
-    switch (rows) {
-      case 1: run_task<1>(task, inner_is_contiguous); break;
-      case 2: run_task<2>(task, inner_is_contiguous); break;
-      case 3: run_task<3>(task, inner_is_contiguous); break;
-      case 4: run_task<4>(task, inner_is_contiguous); break;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    const Buffer x_of_head(rows * inner), sums(rows * slice);
+#pragma omp for schedule(static)
+    for (int64_t index = 0; index < heads * slices; ++index) {
+      const int64_t head = index / slices, begin = std::min(index % slices * slice, outer);
+      const Task task{x_of_head.data(),
+                      static_cast<const Number*>(weight) + head * weight_head + begin * weight_outer,
+                      sums.data(),
+                      inner_is_contiguous ? weight_outer : weight_inner,
+                      inner,
+                      std::min(slice, outer - begin)};
+      for (int64_t row = 0; row < rows; ++row)
+        convert(static_cast<const Number*>(x) + row * x_row + head * x_head, inner, 1.0f,
+                x_of_head.data() + row * inner);
+      switch (rows) {
+        case 1: run_task<1>(task, inner_is_contiguous); break;
+        case 2: run_task<2>(task, inner_is_contiguous); break;
+        case 3: run_task<3>(task, inner_is_contiguous); break;
+        case 4: run_task<4>(task, inner_is_contiguous); break;
+      }
+      for (int64_t row = 0; row < rows; ++row)
+        convert(sums.data() + row * task.columns, task.columns, 1.0f,
+                static_cast<Number*>(out) + (row * heads + head) * outer + begin);
     }
   }
 }

@@ -1,7 +1,7 @@
 """A matrix a head in C++ (`native.cpp`) for the few rows of a decode step; what CPU tensors get.
 
 Such a product is as fast as its weight is read, which `torch.bmm` of one row is not. Everything else goes to `aten.py`:
-other dtypes than float32, more rows, a weight contiguous in neither dim, no C++ compiler.
+float64, more rows, a weight contiguous in neither dim, no C++ compiler.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from ..bundles import checked
-from ..native import VECTOR, load
+from ..native import NUMBER, TYPES, VECTOR, load
 from .arguments import PerHeadMatmul
 from .aten import multiply
 
 _MOST_ROWS = 4
 """Queries of all sequences up to which the weight's bytes and not the arithmetic take the time; `native.cpp` has one
 instance for each number."""
-_SOURCES = VECTOR, Path(__file__).with_name("native.cpp")
-_ARGUMENTS = ("const float*",) * 2 + ("float*",) + ("int64_t",) * 10
+_SOURCES = VECTOR, NUMBER, Path(__file__).with_name("native.cpp")
+_ARGUMENTS = ("const void*",) * 2 + ("void*",) + ("int64_t",) * 10
 
 
 def multiply_on_cpu(operands: PerHeadMatmul) -> Tensor:
     """`[B, Sq, N, O]`."""
     x, weight = operands.x, operands.weight
-    kernel = load(_SOURCES, _ARGUMENTS) if _suits(x, weight) else None
+    kernel = load(_SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[x.dtype]}",)) if _suits(x, weight) else None
     if kernel is None:
         return multiply(operands)
     batch, query_count, heads, inner = x.shape
@@ -41,7 +41,7 @@ def multiply_on_cpu(operands: PerHeadMatmul) -> Tensor:
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
     few = 0 < x.shape[0] * x.shape[1] <= _MOST_ROWS
-    return few and x.dtype == torch.float32 and 1 in weight.stride()[1:] and weight.numel() > 0
+    return few and x.dtype in TYPES and 1 in weight.stride()[1:] and weight.numel() > 0
 
 
 per_head_matmul_cpu = checked(PerHeadMatmul, multiply_on_cpu)

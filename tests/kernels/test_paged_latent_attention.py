@@ -5,7 +5,7 @@ import torch
 
 from mla_compile.errors import KernelError
 from mla_compile.kernels.latent_attention import latent_attention_reference
-from mla_compile.kernels.paged_latent_attention import aten, paged_latent_attention_reference
+from mla_compile.kernels.paged_latent_attention import aten, native, paged_latent_attention_reference
 
 from .errors import assert_as_close_as
 from .paged import make_paged, quantised
@@ -68,16 +68,24 @@ def assert_right(x, causal, *rest, op=paged_latent_attention):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", SIZES.values(), ids=SIZES)
-def test_against_float64(monkeypatch, case, dtype, causal, chunk):
+def test_chunks(monkeypatch, no_compiler, case, dtype, causal, chunk):
     monkeypatch.setattr(aten, "_CHUNK_ELEMENTS", chunk * (case[1][2] + case[1][3]))
     assert_right(make_paged(*case, dtype=dtype), causal)
 
 
-def test_int64_tables():
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", SIZES.values(), ids=SIZES)
+def test_the_native_kernel(monkeypatch, case, dtype, causal):
+    monkeypatch.setattr(native, "attend_with_aten", None)
+    assert_right(make_paged(*case, dtype=dtype), causal)
+
+
+def test_int64_tables(implementation):
     assert_right(make_paged(*SIZES["decode"], index=torch.int64), True)
 
 
-def test_any_strides():
+def test_any_strides(implementation):
     x = make_paged(*SIZES["several tokens"])
     arguments = [t.transpose(0, -1).contiguous().transpose(0, -1) for t in x.arguments]
     expected = paged_latent_attention(*x.arguments, True, x.scale)
@@ -87,7 +95,7 @@ def test_any_strides():
 
 @pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, False), (1, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fp8(dtype, groups, rope_too):
+def test_fp8(implementation, dtype, groups, rope_too):
     x = make_paged([70, 0, 33], (2, 3, 24, 8), 16, dtype)
     arguments, scales = quantised(x, groups, rope_too)
     o, lse = paged_latent_attention(*arguments, True, x.scale, scales)
@@ -103,7 +111,7 @@ def test_fp8(dtype, groups, rope_too):
     assert (o.double() - unquantised.double()).abs().max() < 2 * x.pool.nan_to_num().abs().max() / 16
 
 
-def test_the_result_of_a_sequence_does_not_depend_on_the_batch():
+def test_the_result_of_a_sequence_does_not_depend_on_the_batch(implementation):
     x = make_paged([70, 64, 3], (1, 4, 24, 8), 16)
     o, lse = paged_latent_attention(*x.arguments, True, x.scale, None, 32)
     for b in range(3):
@@ -117,7 +125,7 @@ def test_the_result_of_a_sequence_does_not_depend_on_the_batch():
 
 
 @pytest.mark.parametrize("starts", [[3, 9, -2], [0, 200, 2]])
-def test_queries_that_are_not_the_last(starts):
+def test_queries_that_are_not_the_last(implementation, starts):
     x = make_paged([37, 16, 3], (3, 4, 24, 8), 16)
     first = torch.tensor(starts, dtype=torch.int32)
     o, lse = paged_latent_attention(*x.arguments, True, x.scale, first_positions=first)

@@ -24,22 +24,26 @@ def test_as_close_to_float64_as_a_product_in_its_dtype(implementation, batch, qu
 SIZES = [(1, 1, 1), (2, 3, 5), (1, 37, 67), (9, 66, 33), (3, 128, 64)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("inner_is_contiguous", [True, False])
 @pytest.mark.parametrize("threads", [1, 2, 7])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize(("heads", "inner", "outer"), SIZES)
-def test_the_native_kernel(monkeypatch, heads, inner, outer, rows, threads, inner_is_contiguous):
+def test_the_native_kernel(monkeypatch, heads, inner, outer, rows, threads, inner_is_contiguous, dtype):
     monkeypatch.setattr(native, "multiply", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    x = torch.randn(1, rows, heads, inner + 3)[..., 3:]
-    weight = torch.randn(heads, inner + 2, outer + 1)[:, 2:, 1:]
+    x = torch.randn(1, rows, heads, inner + 3, dtype=dtype)[..., 3:]
+    weight = torch.randn(heads, inner + 2, outer + 1, dtype=dtype)[:, 2:, 1:]
     if inner_is_contiguous:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
     exact = per_head_matmul_reference(x.double(), weight.double())
     out = torch.ops.mla.per_head_matmul(x, weight)
-    # Each of `inner` products and sums is rounded once, by half an eps of the sum of the products' sizes.
+    # Each of `inner` products and sums is rounded once, by half an eps of the sum of the products' sizes, and the
+    # result once more in its own dtype, or by half the least number of that.
     sizes = per_head_matmul_reference(x.double().abs(), weight.double().abs())
-    assert ((out.double() - exact).abs() <= inner * torch.finfo(torch.float32).eps / 2 * sizes).all()
+    rounded = torch.finfo(dtype).eps / 2 * exact.abs() + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    allowed = inner * torch.finfo(torch.float32).eps / 2 * sizes + (0 if dtype == torch.float32 else rounded)
+    assert ((out.double() - exact).abs() <= allowed * (1 + torch.finfo(dtype).eps)).all()
 
 
 @pytest.mark.parametrize(("batch", "queries"), [(0, 2), (2, 0)])

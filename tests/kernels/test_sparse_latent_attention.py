@@ -6,7 +6,7 @@ import torch
 from mla_compile.errors import KernelError
 from mla_compile.fp8 import RowLayout
 from mla_compile.kernels.latent_attention import latent_attention_reference
-from mla_compile.kernels.sparse_latent_attention import aten, sparse_latent_attention_reference
+from mla_compile.kernels.sparse_latent_attention import aten, native, sparse_latent_attention_reference
 
 from .errors import assert_as_close_as, worse
 from .naive import make_inputs, masks
@@ -74,13 +74,13 @@ def test_reference_is_latent_attention_under_a_mask(sizes, named, mask):
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("sizes", "named"), SIZES.values(), ids=SIZES)
-def test_float32(sizes, named, mask, uniform):
+def test_float32(implementation, sizes, named, mask, uniform):
     arguments, indices, scale = make(sizes, named)
     assert_right(arguments, indices, masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], scale, uniform)
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "bias of -inf"])
-def test_blocks_of_queries(monkeypatch, mask):
+def test_blocks_of_queries(monkeypatch, no_compiler, mask):
     monkeypatch.setattr(aten, "_BLOCK_ELEMENTS", 3 * 32 * 9)
     sizes = (2, 7, 40, 4, 24, 8, 8, 8)
     arguments, indices, scale = make(sizes, 9)
@@ -89,7 +89,7 @@ def test_blocks_of_queries(monkeypatch, mask):
 
 @pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "bias"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(dtype, mask):
+def test_half_precision(implementation, dtype, mask):
     sizes = (2, 3, 60, 4, 64, 16, 8, 16)
     arguments, indices, scale = make(sizes, 20, dtype)
     tensor, causal_offset = masks(2, 4, 3, 60)[mask]
@@ -97,8 +97,17 @@ def test_half_precision(dtype, mask):
     assert_right(arguments, indices, (tensor, causal_offset), scale)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_decoding_takes_the_native_kernel(monkeypatch, dtype):
+    monkeypatch.setattr(native, "sparse_latent_attention_aten", None)
+    arguments, indices, scale = make((2, 3, 60, 4, 64, 16, 8, 16), 20, dtype)
+    seen = torch.rand(2, 1, 3, 60) < 0.7
+    for case in ((None, None), (None, 57), (seen, 57)):
+        assert_right(arguments, indices, case, scale)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_indices_that_name_no_key_are_skipped(dtype):
+def test_indices_that_name_no_key_are_skipped(implementation, dtype):
     sizes = (2, 3, 20, 4, 24, 8, 8, 8)
     arguments, indices, scale = make(sizes, 8)
     without, _ = sparse_latent_attention(*arguments, indices[..., :5], None, None, scale, False)
@@ -123,7 +132,7 @@ def test_an_index_that_is_named_twice_counts_twice():
 
 
 @pytest.mark.parametrize("uniform", [False, True])
-def test_rows_without_a_key(uniform):
+def test_rows_without_a_key(implementation, uniform):
     arguments, indices, scale = make((2, 4, 30, 4, 24, 8, 8, 8), 6)
     indices[0, 1] = -1
     mask = torch.ones(2, 1, 4, 30, dtype=torch.bool)
@@ -137,7 +146,7 @@ def test_rows_without_a_key(uniform):
     assert_right(arguments, indices, (mask, None), scale, uniform)
 
 
-def test_what_nothing_attends_to_may_be_nan():
+def test_what_nothing_attends_to_may_be_nan(implementation):
     arguments, indices, scale = make((1, 3, 30, 4, 24, 8, 8, 8), 12)
     expected = sparse_latent_attention(*arguments, indices, None, 20, scale, False)
     arguments[2][:, 23:] = torch.nan
@@ -183,7 +192,7 @@ def check_fp8(op, dtype, one_scale, uniform):
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("one_scale", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fp8(dtype, one_scale, uniform):
+def test_fp8(implementation, dtype, one_scale, uniform):
     check_fp8(sparse_latent_attention, dtype, one_scale, uniform)
 
 
@@ -196,7 +205,7 @@ def test_fp8_wants_scales_of_the_cache():
         sparse_latent_attention(*arguments, indices, None, None, scale, False, scales)
 
 
-def test_no_keys_and_no_queries():
+def test_no_keys_and_no_queries(implementation):
     arguments, indices, scale = make((2, 3, 7, 4, 24, 8, 8, 8), 0)
     for uniform in (False, True):
         o, lse = sparse_latent_attention(*arguments, indices, None, None, scale, uniform)

@@ -1,0 +1,137 @@
+// Products of a block of keys by oneDNN's brgemm, which ships in torch: AMX tiles where the CPU has them.
+//
+// A block times the packed query is its scores, [keys, rows]: keys are read where they are. For the values pairs of
+// keys are interleaved, [keys / 2, columns, 2], as tiles want their second operand. Every product has the sizes of a
+// whole block, with zeros for what is missing: brgemm generates code for each combination of sizes it meets. Inner
+// sizes are multiples of TERMS: past one an element of the next row would be read, and NaN times 0 is NaN.
+
+#if defined(BRGEMM) && defined(__AVX512BF16__)
+
+#include <ATen/native/CPUBlas.h>
+
+namespace {
+
+struct Tiles {
+  typedef bf16 Key;
+  static constexpr int64_t PANEL = 16;
+  static constexpr int64_t BLOCK = 128;  // 128 keys of 576 numbers and their values interleaved are 272 KiB
+  static constexpr int64_t TERMS = 32;   // of a row of a tile
+
+  static int64_t o_stride(const Sizes& s) { return round_up(s.rank, Interleaved::COLUMNS); }
+  static int64_t o_rows(const Sizes& s) { return s.rows; }
+
+  // Whether oneDNN has tiles on this CPU, and may use them.
+  static bool present() { return at::native::cpublas::could_pack(at::kBFloat16); }
+
+  explicit Tiles(const Sizes& sizes)
+      : s(sizes),
+        padded_rows(round_up(sizes.rows, PANEL)),
+        rank(round_up(sizes.rank, TERMS)),
+        rope(round_up(sizes.rope, TERMS)),
+        query(padded_rows * (rank + rope) / 2),
+        copies(BLOCK * (rank + rope) / 2),
+        values(BLOCK * o_stride(sizes) / 2),
+        weight_pairs(BLOCK / 2 * padded_rows),
+        weight_rows(BLOCK / 2 * sizes.rows) {}
+  ~Tiles() { at::native::cpublas::brgemm_release(); }
+
+  // Packs the query of a sequence, [(L + R) / 2, padded rows] pairs.
+  void begin(const bf16* q_latent, const bf16* q_rope) {
+    std::memset(query.data(), 0, padded_rows * (rank + rope) * sizeof(bf16));
+    for (int64_t row = 0; row < s.rows; ++row) {
+      pack_row(q_latent + row * s.rank, s.rank, row, 0);
+      pack_row(q_rope + row * s.rope, s.rope, row, rank / 2);
+    }
+  }
+
+  void score(const Block<bf16>& keys, const Block<bf16>*, float* scores) {
+    const int64_t latent_stride = stride_of(keys.latent, keys.count), rope_stride = stride_of(keys.rope, keys.count);
+    const bool whole = keys.count == BLOCK && rank == s.rank && rope == s.rope;
+    if (whole && latent_stride >= rank && rope_stride >= rope) {
+      multiply(keys.latent[0], latent_stride, rank, 0, false, scores);
+      if (rope) multiply(keys.rope[0], rope_stride, rope, rank / 2, true, scores);
+    } else {
+      for (int64_t k = 0; k < BLOCK; ++k) {
+        bf16* to = numbers(copies) + k * (rank + rope);
+        copy_padded(k < keys.count ? keys.latent[k] : nullptr, s.rank, rank, to);
+        copy_padded(k < keys.count ? keys.rope[k] : nullptr, s.rope, rope, to + rank);
+      }
+      multiply(numbers(copies), rank + rope, rank + rope, 0, false, scores);
+    }
+    for (int64_t i = 0; i < keys.count * padded_rows; i += WIDTH) store(scores + i, load(scores + i) * s.scale);
+  }
+
+  void add(const Block<bf16>& keys, const float* weights, const float* decay, float* o) {
+    const int64_t columns = o_stride(s);
+    for (int64_t row = 0; row < s.rows; ++row)
+      if (decay[row] != 1.0f)
+        for (int64_t i = 0; i < columns; i += WIDTH)
+          store(o + row * columns + i, load(o + row * columns + i) * decay[row]);
+    pair_t* pairs = reinterpret_cast<pair_t*>(weight_pairs.data());
+    pair_weights(weights, keys.count, padded_rows, pairs);
+    pair_t* by_row = reinterpret_cast<pair_t*>(weight_rows.data());
+    const int64_t given = (keys.count + 1) / 2;
+    for (int64_t row = 0; row < s.rows; ++row)
+      for (int64_t i = 0; i < BLOCK / 2; ++i)
+        by_row[row * BLOCK / 2 + i] = i < given ? pairs[i * padded_rows + row] : 0;
+    interleave(keys, given);
+    at::native::cpublas::brgemm(s.rows, columns, BLOCK, BLOCK, columns, columns, true,
+                                torch_numbers(numbers(weight_rows)), torch_numbers(numbers(values)), o);
+  }
+
+  void end(float* o) const {
+    for (int64_t i = 0; i < s.rows * o_stride(s); i += Interleaved::COLUMNS) Interleaved::undo(o + i);
+  }
+
+ private:
+  static const at::BFloat16* torch_numbers(const bf16* from) {
+    return reinterpret_cast<const at::BFloat16*>(from);
+  }
+  static bf16* numbers(const Buffer& buffer) { return reinterpret_cast<bf16*>(buffer.data()); }
+
+  void pack_row(const bf16* from, int64_t width, int64_t row, int64_t first_pair) {
+    pair_t* to = reinterpret_cast<pair_t*>(query.data()) + first_pair * padded_rows + row;
+    for (int64_t i = 0; i < width; ++i) to[i / 2 * padded_rows] |= pair_t{from[i].bits} << i % 2 * 16;
+  }
+
+  // How far apart keys lie, 0 if they do not lie evenly.
+  static int64_t stride_of(const bf16* const* keys, int64_t count) {
+    const int64_t stride = count > 1 ? keys[1] - keys[0] : 0;
+    for (int64_t k = 1; k < count; ++k)
+      if (keys[k] - keys[k - 1] != stride) return 0;
+    return stride;
+  }
+
+  static void copy_padded(const bf16* from, int64_t size, int64_t padded, bf16* to) {
+    const int64_t given = from ? size : 0;
+    std::copy_n(from, given, to);
+    std::fill_n(to + given, padded - given, bf16{0});
+  }
+
+  // scores [BLOCK, padded rows] = keys [BLOCK, width] times the packed query from `first_pair` on
+  void multiply(const bf16* keys, int64_t stride, int64_t width, int64_t first_pair, bool adds, float* scores) const {
+    at::native::cpublas::brgemm(BLOCK, padded_rows, width, stride, padded_rows, padded_rows, adds, torch_numbers(keys),
+                                torch_numbers(numbers(query) + 2 * first_pair * padded_rows), scores);
+  }
+
+  void interleave(const Block<bf16>& keys, int64_t given) {
+    const int64_t columns = o_stride(s);
+    pair_t* to = reinterpret_cast<pair_t*>(values.data());
+    for (int64_t i = 0; i < given; ++i, to += columns)
+      for (int64_t column = 0; column < columns; column += Interleaved::COLUMNS) {
+        const Interleaved some(keys.latent[2 * i] + column, keys.latent[2 * i + 1] + column,
+                               Interleaved::mask(s.rank - column));
+        _mm512_storeu_si512(to + column, some.low);
+        _mm512_storeu_si512(to + column + 16, some.high);
+      }
+    std::memset(to, 0, (BLOCK / 2 - given) * columns * sizeof(pair_t));
+  }
+
+  Sizes s;
+  int64_t padded_rows, rank, rope;
+  Buffer query, copies, values, weight_pairs, weight_rows;
+};
+
+}  // namespace
+
+#endif

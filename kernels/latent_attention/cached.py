@@ -1,0 +1,89 @@
+"""The C++ kernel of attention over cached keys (`native.cpp`): which one, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..native import ATTEND, NUMBER, TYPES, VECTOR, load
+
+_HERE = Path(__file__).parent
+_OWN = (_HERE / name for name in ("keys.h", "floats.h", "dots.h", "brgemm.h", "native.cpp"))
+_SOURCES = (VECTOR, ATTEND, NUMBER, *_OWN)
+_ARGUMENTS = ("const void*",) * 4 + ("void*",) * 2 + ("uintptr_t",) * 5 + ("int64_t",) * 23 + ("float", "int64_t")
+MOST_ROWS = 256
+"""Queries times heads up to which this is faster than matrix products."""
+TILES = "BRGEMM Tiles::present()"
+"""Includes oneDNN's products, which are taken where oneDNN finds AMX."""
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Keys of sequences: latent `[batches, pages, page_size, L]` and k_rope `[batches, pages, page_size, R]`, of any
+    strides but 1 in the last dim; scales None or `[batches, pages, page_size, G]`, of any.
+
+    Key j of sequence s is `[s // queries, table[s, j // page_size], j % page_size]`; table `[sequences, columns]` is
+    int64, or None for page 0.
+    """
+
+    latent: Tensor
+    k_rope: Tensor
+    scales: Tensor | None = None
+    table: Tensor | None = None
+    queries: int = 1
+
+    def readable(self) -> bool:
+        """Whether the last dims are as the kernel wants them."""
+        return all(part.shape[3] < 2 or part.stride(3) == 1 for part in (self.latent, self.k_rope))
+
+
+def kernel_for(number: torch.dtype, latent: torch.dtype, k_rope: torch.dtype) -> Callable[..., None] | None:
+    """The kernel for queries and keys of some dtypes; None if there is none, or no compiler."""
+    if number not in TYPES:
+        return None
+    defines: tuple[str, ...] = f"NUMBER {TYPES[number]}", f"LATENT {TYPES[latent]}", f"ROPE {TYPES[k_rope]}"
+    if number == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        defines = (*defines, TILES)
+    return load(_SOURCES, _ARGUMENTS, defines)
+
+
+def attend(
+    kernel: Callable[..., None],
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cached: Cached,
+    keys: int,
+    bias: Tensor | None,
+    scale: float,
+    o: Tensor,
+    lse: Tensor,
+    lengths: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> None:
+    """q `[sequences, Sq, N, L]`, `[sequences, Sq, N, R]`; bias float32 `[1, N or 1, Sq or 1, keys]`; out o as q_latent,
+    lse `[sequences, Sq, N]`, all four contiguous. lengths and offsets `[sequences]`, int64, contiguous: how many keys a
+    sequence has instead of `keys`, and that query i sees those up to i + offset.
+    """
+    sequences, query_count, heads, rank = q_latent.shape
+    bias_strides = (0, 0, 0)
+    if bias is not None:
+        _, by_head, by_query, by_key = bias.expand(1, heads, query_count, keys).stride()
+        bias_strides = (by_query, by_head, by_key)
+    scales, table = cached.scales, cached.table
+    kernel(
+        *(q_latent, q_rope, cached.latent, cached.k_rope, o, lse),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in (scales, table, lengths, offsets, bias)),
+        *(sequences, heads, query_count * heads, keys, rank, cached.k_rope.shape[3]),
+        *(cached.queries, max(cached.latent.shape[2], 1), 0 if table is None else table.stride(0)),
+        1 if scales is None else scales.shape[3],
+        *cached.latent.stride()[:3],
+        *cached.k_rope.stride()[:3],
+        *((0, 0, 0, 0) if scales is None else scales.stride()),
+        *bias_strides,
+        scale,
+        torch.get_num_threads(),
+    )

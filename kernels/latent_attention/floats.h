@@ -1,0 +1,62 @@
+// Products of a block of keys in float32: what any CPU has.
+
+namespace {
+
+struct Floats {
+  typedef float Key;
+#if defined(__AVX512F__)
+  static constexpr int64_t KEYS = 16;  // of a tile of scores: 16 of 32 registers accumulate
+#elif defined(__AVX__)
+  static constexpr int64_t KEYS = 6;   // 12 of 16
+#else
+  static constexpr int64_t KEYS = 4;   // 16 of 32
+#endif
+  static constexpr int64_t PANEL = 16;         // rows of a panel of the packed query
+  static constexpr int64_t TERMS = 16;  // of a score in one sum: errors grow with sqrt(TERMS + L / TERMS), not sqrt(L)
+  static constexpr int64_t BLOCK = 64 / KEYS * KEYS;  // 64 keys of 576 floats are 144 KiB: within a second-level cache
+
+  static int64_t o_stride(const Sizes& s) { return s.rank; }
+  static int64_t o_rows(const Sizes& s) { return s.rows; }
+
+  explicit Floats(const Sizes& sizes)
+      : s(sizes), padded_rows(round_up(sizes.rows, PANEL)), query(padded_rows * sizes.width()) {}
+
+  // Packs the scaled query of a sequence, [panel, L + R, PANEL].
+  template <typename Number>
+  void begin(const Number* q_latent, const Number* q_rope) {
+    for (int64_t row = 0; row < padded_rows; ++row) {
+      float* to = query.data() + row / PANEL * PANEL * s.width() + row % PANEL;
+      const bool real = row < s.rows;
+      for (int64_t i = 0; i < s.rank; ++i) to[i * PANEL] = real ? one(q_latent[row * s.rank + i]) : 0.0f;
+      for (int64_t i = 0; i < s.rope; ++i) to[(s.rank + i) * PANEL] = real ? one(q_rope[row * s.rope + i]) : 0.0f;
+    }
+  }
+
+  // scores [BLOCK, padded rows]
+  void score(const Block<float>& keys, const Block<float>* ahead, float* scores) const {
+    for (int64_t row = 0; row < padded_rows; row += PANEL) {
+      const Block<float>* to_load = row == 0 ? ahead : nullptr;
+      score_panel<KEYS, PANEL / WIDTH, TERMS>(
+          Scattered{keys.latent}, s.rank, Scattered{keys.rope}, s.rope, keys.count, query.data() + row * s.width(),
+          scores + row, padded_rows, to_load ? to_load->latent : nullptr, to_load ? to_load->rope : nullptr);
+    }
+  }
+
+  // o [rows, L] = o * decay + weights [BLOCK, padded rows] latents
+  void add(const Block<float>& keys, const float* weights, const float* decay, float* o) const {
+    const Values values{o, s.rank, s.rows, s.rank, decay, weights, padded_rows};
+    values.add(Scattered{keys.latent}, keys.count);
+  }
+
+  void end(float*) const {}
+
+ private:
+  template <typename Number>
+  float one(Number number) const { return widened_one(number) * s.scale; }
+
+  Sizes s;
+  int64_t padded_rows;
+  Buffer query;
+};
+
+}  // namespace

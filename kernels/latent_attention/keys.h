@@ -1,0 +1,50 @@
+// The keys of a sequence, wherever they lie, a block at a time.
+
+namespace {
+
+// What every way to multiply has to know: `rows` queries times heads, of `rank` and `rope` numbers.
+struct Sizes {
+  int64_t rows, rank, rope;
+  float scale;
+
+  int64_t width() const { return rank + rope; }
+};
+
+// Up to MOST keys in two parts. Those that are missing are the last one again.
+template <typename Latent, typename Rope = Latent>
+struct Block {
+  static constexpr int64_t MOST = 128;
+  const Latent* latent[MOST];
+  const Rope* rope[MOST];
+  int64_t count;
+};
+
+// Key j of a sequence is in row j % page_size of page table[j / page_size]; without a table that is page 0. `queries`
+// sequences that follow each other share what `batch` strides lead to. Latents in FP8 have a scale for each of `groups`
+// groups of columns, and so have ropes in FP8, of one group.
+template <typename Latent, typename Rope>
+struct Cache {
+  const Latent* latent;
+  const Rope* rope;
+  const float* scales;
+  const int64_t* table;
+  int64_t queries, page_size, table_row, groups;
+  int64_t latent_batch, latent_page, latent_key, rope_batch, rope_page, rope_key;
+  int64_t scales_batch, scales_page, scales_key, scales_group;
+
+  // The `count` keys from `first` on, and their scales.
+  void locate(int64_t sequence, int64_t first, int64_t count, int64_t room, Block<Latent, Rope>& block,
+              const float** block_scales) const {
+    const int64_t batch = sequence / queries;
+    block.count = count;
+    for (int64_t k = 0; k < room; ++k) {
+      const int64_t j = first + std::min(k, count - 1), row = j % page_size;
+      const int64_t page = table ? table[sequence * table_row + j / page_size] : 0;
+      block.latent[k] = latent + batch * latent_batch + page * latent_page + row * latent_key;
+      block.rope[k] = rope + batch * rope_batch + page * rope_page + row * rope_key;
+      if (scales) block_scales[k] = scales + batch * scales_batch + page * scales_page + row * scales_key;
+    }
+  }
+};
+
+}  // namespace

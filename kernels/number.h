@@ -1,0 +1,143 @@
+// Numbers narrower than a float: what a cache holds, as vectors of floats and back.
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
+struct e4m3 { uint8_t bits; };  // float8_e4m3fn: no infinity, all ones is NaN
+
+template <typename To, typename From>
+inline To as(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &value, sizeof(To));
+  return to;
+}
+
+// WIDTH integers of 8 or 16 bits. Compilers make of the generic way one instruction a number.
+template <typename Bits>
+inline ivec load_bits(const void* from) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(Bits) == 1)
+    return as<ivec>(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+  else
+    return as<ivec>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from))));
+#elif defined(__AVX2__)
+  if constexpr (sizeof(Bits) == 1)
+    return as<ivec>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
+  else
+    return as<ivec>(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+#else
+  typedef Bits bits_vec __attribute__((vector_size(sizeof(Bits) * WIDTH)));
+  bits_vec bits;
+  std::memcpy(&bits, from, sizeof(bits_vec));
+  return __builtin_convertvector(bits, ivec);
+#endif
+}
+
+// Sign, exponent and fraction of a narrower format, where a float has them. The exponent is `bias` too small, and one
+// of 0 stands for 1 without the leading bit.
+inline vec rebiased(ivec sign, ivec magnitude, int32_t bias) {
+  const vec normal = as<vec>(magnitude + (bias << 23));
+  const vec small = as<vec>(magnitude + ((bias + 1) << 23)) - as<float>((bias + 1) << 23);
+  return as<vec>(as<ivec>(magnitude < (1 << 23) ? small : normal) | sign);
+}
+
+inline vec widened(const float* from) { return load(from); }
+inline vec widened(const bf16* from) { return as<vec>(load_bits<uint16_t>(from) << 16); }
+
+inline vec widened(const fp16* from) {
+#if defined(__AVX512F__)
+  return as<vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__F16C__)
+  return as<vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+  const ivec bits = load_bits<uint16_t>(from), magnitude = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
+  const vec special = as<vec>(magnitude | sign | 0x7f800000);  // infinite, or NaN
+  return magnitude >= 0x7c00 << 13 ? special : rebiased(sign, magnitude, 127 - 15);
+#endif
+}
+
+inline vec widened(const e4m3* from) {
+  const ivec bits = load_bits<uint8_t>(from), magnitude = (bits & 0x7f) << 20;
+  const vec number = rebiased((bits & 0x80) << 24, magnitude, 127 - 7);
+  return magnitude == 0x7f << 20 ? broadcast(NAN) : number;
+}
+
+template <typename Number>
+inline float widened_one(Number number) {
+  Number some[WIDTH] = {number};
+  return widened(some)[0];
+}
+
+// Rounded to nearest, ties to even; NaN stays NaN.
+inline void narrow(vec value, float* to) { store(to, value); }
+
+inline void narrow(vec value, bf16* to) {
+  typedef uint16_t bits_vec __attribute__((vector_size(2 * WIDTH)));
+#if defined(__AVX512BF16__)
+  const bits_vec narrowed = as<bits_vec>(_mm512_cvtneps_pbh(as<__m512>(value)));
+#else
+  const ivec bits = as<ivec>(value), kept = (bits >> 16) & 0xffff;
+  const ivec rounded = ((bits + 0x7fff + (kept & 1)) >> 16) & 0xffff;
+  const bits_vec narrowed = __builtin_convertvector(value == value ? rounded : kept | 0x40, bits_vec);
+#endif
+  std::memcpy(to, &narrowed, sizeof(narrowed));
+}
+
+inline void narrow(vec value, fp16* to) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(as<__m512>(value), 0));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(as<__m256>(value), 0));
+#else
+  typedef uint16_t bits_vec __attribute__((vector_size(2 * WIDTH)));
+  const ivec bits = as<ivec>(value), magnitude = bits & 0x7fffffff, kept = magnitude >> 13;
+  const ivec normal = ((magnitude + 0xfff + (kept & 1)) >> 13) - ((127 - 15) << 10);
+  // Adding 0.5 leaves a number below 2^-14 in units of 2^-24 in the low bits, rounded.
+  const ivec small = as<ivec>(as<vec>(magnitude) + 0.5f) - as<int32_t>(0.5f);
+  const ivec finite = magnitude < (127 - 14) << 23 ? small : magnitude >= 0x477ff000 ? ivec{} + 0x7c00 : normal;
+  const ivec rounded = magnitude > 0x7f800000 ? ivec{} + 0x7e00 : finite;
+  const bits_vec narrowed = __builtin_convertvector(rounded | ((bits >> 16) & 0x8000), bits_vec);
+  std::memcpy(to, &narrowed, sizeof(narrowed));
+#endif
+}
+
+// to [size] = from [size] * scale, rounded once
+template <typename From, typename To>
+inline void convert(const From* from, int64_t size, float scale, To* to) {
+  int64_t i = 0;
+  for (; i + WIDTH <= size; i += WIDTH) narrow(widened(from + i) * scale, to + i);
+  if (i == size) return;
+  From rest[WIDTH] = {};
+  To narrowed[WIDTH];
+  std::copy(from + i, from + size, rest);
+  narrow(widened(rest) * scale, narrowed);
+  std::copy_n(narrowed, size - i, to + i);
+}
+
+#if defined(__AVX512BF16__)
+// The same by way of float16, to which e4m3 is 2^8 times as much with the same bits moved up: half the instructions.
+inline void convert(const e4m3* from, int64_t size, float scale, bf16* to) {
+  const __m512i special = _mm512_set1_epi16(0x3f80), nan = _mm512_set1_epi16(0x7e00);
+  const __m512 by_format = _mm512_set1_ps(256.0f), by_scale = _mm512_set1_ps(scale);
+  for (int64_t i = 0; i < size; i += 32) {
+    const __mmask32 given = size - i >= 32 ? ~__mmask32{0} : (__mmask32{1} << (size - i)) - 1;
+    const __m512i bits = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(given, from + i));
+    const __m512i magnitude = _mm512_and_si512(_mm512_slli_epi16(bits, 7), special);
+    const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(bits, 8), _mm512_set1_epi16(-0x8000));
+    const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, special);
+    const __m512i half = _mm512_mask_mov_epi16(_mm512_or_si512(sign, magnitude), is_nan, nan);
+    const __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(half));
+    const __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
+    const auto scaled = [&](__m512 value) { return _mm512_mul_ps(_mm512_mul_ps(value, by_format), by_scale); };
+    _mm512_mask_storeu_epi16(to + i, given, as<__m512i>(_mm512_cvtne2ps_pbh(scaled(high), scaled(low))));
+  }
+}
+#endif
+
+}  // namespace

@@ -1,0 +1,149 @@
+"""The C++ kernels as lesser CPUs, and those with more, run them: every way to multiply that this CPU can play."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import config
+
+from mla_compile.kernels import native
+from mla_compile.kernels.latent_attention import cached, latent_attention_reference
+from mla_compile.kernels.latent_attention import native as latent_native
+from mla_compile.kernels.paged_latent_attention import native as paged_native
+from mla_compile.kernels.paged_latent_attention import paged_latent_attention_reference
+
+from .errors import assert_as_close_as
+from .naive import make_inputs, masks
+from .paged import make_paged, quantised
+
+TILES = "oneDNN's products"
+SETS = {
+    TILES: ({}, ("BRGEMM true",), torch.cpu._is_avx512_bf16_supported),
+    "AVX-512": ({"cpp.march": "x86-64-v4", "cpp.simdlen": 512}, (), torch.cpu._is_avx512_supported),
+    "AVX2": ({"cpp.march": "x86-64-v3", "cpp.simdlen": 256}, (), torch.cpu._is_avx2_supported),
+    "SSE2": ({"cpp.march": "x86-64", "cpp.simdlen": 1}, (), torch.cpu._is_avx2_supported),
+}
+"""Inductor's settings, macros, and what tells whether this CPU has it."""
+
+
+@cache
+def built(name: str, sources: tuple[Path, ...], argtypes: tuple[str, ...], defines: tuple[str, ...]):
+    settings, more, _ = SETS[name]
+    kept = tuple(define for define in defines if define != cached.TILES)
+    with config.patch(settings):
+        return native.load.__wrapped__(sources, argtypes, (*kept, *more))
+
+
+@pytest.fixture(params=SETS)
+def instruction_set(request, monkeypatch):
+    """Kernels are compiled for another CPU, and nothing else may compute."""
+    name = request.param
+    if not SETS[name][2]():
+        pytest.skip(f"this CPU has no {name}")
+    monkeypatch.setattr(cached, "load", lambda *arguments: built(name, *arguments))
+    monkeypatch.setattr(latent_native, "latent_attention_aten", None)
+    monkeypatch.setattr(paged_native, "paged_latent_attention_aten", None)
+    return name
+
+
+# B, Sq, T, N, L, P, R, V
+SIZES = {
+    "one of everything": (1, 1, 1, 1, 1, 1, 1, 1),
+    "whole tiles": (1, 1, 384, 16, 64, 8, 32, 8),
+    "whole tiles and a few keys": (2, 1, 131, 16, 64, 8, 32, 8),
+    "odd widths": (2, 3, 267, 7, 33, 5, 7, 9),
+    "no rope": (3, 4, 70, 5, 48, 8, 0, 8),
+    "many rows": (1, 3, 129, 37, 24, 8, 8, 8),
+}
+MASKS = ("none", "causal", "causal, first queries see nothing", "right padding", "bias of -inf")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_latent_attention(instruction_set, monkeypatch, dtype, sizes, threads, mask):
+    if instruction_set == TILES and dtype != torch.bfloat16:
+        pytest.skip("only bfloat16 has oneDNN's products")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x = make_inputs(sizes, dtype)
+    # Rows of the cache are parts of rows of a wider one, whose rest and whose next rows hold NaN.
+    batch, _, tokens, _, rank, _, rope, _ = sizes
+    cache = torch.full((batch, tokens + 5, rank + rope + 3), torch.nan, dtype=dtype)
+    cache[:, :tokens, 1 : rank + 1], cache[:, :tokens, rank + 1 : -2] = x.latent, x.k_rope
+    keys = cache[:, :tokens, 1 : rank + 1], cache[:, :tokens, rank + 1 : -2]
+    q_nope, q_rope = x.q.split([x.w_uk.shape[1], rope], dim=-1)
+    q = torch.einsum("bsnp,npl->bsnl", q_nope, x.w_uk), q_rope
+    tensor, causal_offset = masks(batch, sizes[3], sizes[1], tokens)[mask]
+    case = tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor, causal_offset
+    o, lse = torch.ops.mla.latent_attention(*q, *keys, *case, x.scale)
+    exact = latent_attention_reference(*(t.double() for t in (*q, *keys)), *case, x.scale)
+    measure = latent_attention_reference(*q, *keys, *case, x.scale)
+    assert_as_close_as(measure[0], o, exact[0].nan_to_num())
+    assert_as_close_as(measure[1].float(), lse, exact[1])
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 160])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pages(instruction_set, dtype, causal, page_size):
+    if instruction_set == TILES and dtype != torch.bfloat16:
+        pytest.skip("only bfloat16 has oneDNN's products")
+    x = make_paged([290, 0, 33, 2], (3, 4, 64, 32), page_size, dtype)
+    o, lse = torch.ops.mla.paged_latent_attention(*x.arguments, causal, x.scale)
+    exact = paged_latent_attention_reference(*x.double().arguments, causal, x.scale)
+    measure = paged_latent_attention_reference(*x.arguments, causal, x.scale)
+    assert_as_close_as(measure[0], o, exact[0])
+    assert_as_close_as(measure[1].float(), lse, exact[1])
+
+
+@pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, True)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fp8(instruction_set, dtype, groups, rope_too):
+    if instruction_set == TILES and dtype != torch.bfloat16:
+        pytest.skip("only bfloat16 has oneDNN's products")
+    x = make_paged([150, 0, 33], (2, 3, 72, 8), 16, dtype)
+    arguments, scales = quantised(x, groups, rope_too)
+    o, lse = torch.ops.mla.paged_latent_attention(*arguments, True, x.scale, scales)
+    doubled = [t.double() if t.dtype == dtype else t for t in arguments]
+    exact = paged_latent_attention_reference(*doubled, True, x.scale, scales)
+    measure = paged_latent_attention_reference(*arguments, True, x.scale, scales)
+    assert_as_close_as(measure[0], o, exact[0])
+    assert_as_close_as(measure[1].float(), lse, exact[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_is_read_as_it_is_and_written_rounded(instruction_set, dtype):
+    """Attention to one key is that key: all bit patterns of the cache's dtype, infinities and NaN excepted."""
+    if instruction_set == TILES and dtype != torch.bfloat16:
+        pytest.skip("only bfloat16 has oneDNN's products")
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    numbers = numbers[numbers.isfinite()]
+    if dtype == torch.bfloat16:
+        numbers = numbers[(numbers == 0) | (numbers.abs() >= torch.finfo(dtype).tiny)]  # dot products take less as 0
+    q = torch.zeros(1, 1, 1, len(numbers), dtype=dtype)
+    none = torch.zeros(1, 1, 0, dtype=dtype)
+    o, _ = torch.ops.mla.latent_attention(q, none[:, None], numbers[None, None], none, None, None, 1.0)
+    assert torch.equal(o.flatten(), numbers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_number_of_fp8(instruction_set, dtype):
+    if instruction_set == TILES and dtype != torch.bfloat16:
+        pytest.skip("only bfloat16 has oneDNN's products")
+    bits = torch.arange(256, dtype=torch.uint8)
+    numbers = bits[bits % 128 != 127].view(torch.float8_e4m3fn)
+    q = torch.zeros(1, 1, 1, len(numbers), dtype=dtype)
+    table, lengths, scales = (
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.ones(1, dtype=torch.int32),
+        torch.full((1, 1, 1), 0.5),
+    )
+    o, _ = torch.ops.mla.paged_latent_attention(
+        q, q[..., :0], numbers[None, None], q[0, ..., :0], table, lengths, False, 1.0, scales
+    )
+    assert torch.equal(o.flatten(), numbers.to(dtype) * 0.5)
