@@ -57,8 +57,17 @@ def merged_in_two_orders(*args: Tensor) -> Tensor:
 
 SENTENCES: dict[str, tuple[Function, str]] = {
     "an op that no handler knows": (
+        values(lambda v: v.cumsum(2)),
+        NO_VALUES + "`cumsum` (cumsum.default), where the trace stopped: an op that no handler knows",
+    ),
+    "an op of which no form can say what it does": (
+        values(lambda v: v.new_zeros(B, N, T, V).diagonal_scatter(v.diagonal(0, 2, 3), 0, 2, 3)),
+        NO_VALUES + "`diagonal_scatter` (diagonal_scatter.default), where the trace stopped: an axis that counts along "
+        "two dimensions at once",
+    ),
+    "rows of a buffer that are not known": (
         values(written_at_places_of_a_run),
-        NO_VALUES + "`index_copy` (index_copy.default), where the trace stopped: an op that no handler knows",
+        NO_VALUES + "`index_copy` (index_copy.default), where the trace stopped: places that only a run knows",
     ),
     "a result of an op that no handler knows": (
         keys(lambda k: k.sort(-1).values),
