@@ -37,16 +37,26 @@ def built(name: str, sources: tuple[Path, ...], argtypes: tuple[str, ...], defin
         return native.load.__wrapped__(sources, argtypes, (*kept, *more))
 
 
-@pytest.fixture(params=SETS)
-def instruction_set(request, monkeypatch):
-    """Kernels are compiled for another CPU, and nothing else may compute."""
-    name = request.param
+BF16, HALF = torch.bfloat16, (torch.bfloat16, torch.float16)
+ALL = [(name, t) for name in SETS for t in (*HALF, torch.float32) if name != TILES or t == BF16]
+"""Instruction sets and dtypes; only bfloat16 has oneDNN's products."""
+
+
+@pytest.fixture
+def dtype(request, monkeypatch):
+    """Kernels for this dtype are compiled for another CPU, and nothing else may compute."""
+    name, dtype = request.param
     if not SETS[name][2]():
         pytest.skip(f"this CPU has no {name}")
     monkeypatch.setattr(cached, "load", lambda *arguments: built(name, *arguments))
     monkeypatch.setattr(latent_native, "latent_attention_aten", None)
     monkeypatch.setattr(paged_native, "paged_latent_attention_aten", None)
-    return name
+    return dtype
+
+
+def of(pairs):
+    ids = [f"{name}-{str(dtype).removeprefix('torch.')}" for name, dtype in pairs]
+    return pytest.mark.parametrize("dtype", pairs, ids=ids, indirect=True)
 
 
 # B, Sq, T, N, L, P, R, V
@@ -59,16 +69,13 @@ SIZES = {
     "many rows": (1, 3, 129, 37, 24, 8, 8, 8),
 }
 MASKS = ("none", "causal", "causal, first queries see nothing", "right padding", "bias of -inf")
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_latent_attention(instruction_set, monkeypatch, dtype, sizes, threads, mask):
-    if instruction_set == TILES and dtype != torch.bfloat16:
-        pytest.skip("only bfloat16 has oneDNN's products")
+@of(ALL)
+def test_latent_attention(monkeypatch, dtype, sizes, threads, mask):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x = make_inputs(sizes, dtype)
     # Rows of the cache are parts of rows of a wider one, whose rest and whose next rows hold NaN.
@@ -89,10 +96,8 @@ def test_latent_attention(instruction_set, monkeypatch, dtype, sizes, threads, m
 
 @pytest.mark.parametrize("page_size", [1, 16, 160])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_pages(instruction_set, dtype, causal, page_size):
-    if instruction_set == TILES and dtype != torch.bfloat16:
-        pytest.skip("only bfloat16 has oneDNN's products")
+@of(ALL)
+def test_pages(dtype, causal, page_size):
     x = make_paged([290, 0, 33, 2], (3, 4, 64, 32), page_size, dtype)
     o, lse = torch.ops.mla.paged_latent_attention(*x.arguments, causal, x.scale)
     exact = paged_latent_attention_reference(*x.double().arguments, causal, x.scale)
@@ -102,10 +107,8 @@ def test_pages(instruction_set, dtype, causal, page_size):
 
 
 @pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, True)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_fp8(instruction_set, dtype, groups, rope_too):
-    if instruction_set == TILES and dtype != torch.bfloat16:
-        pytest.skip("only bfloat16 has oneDNN's products")
+@of([(name, BF16) for name in SETS])
+def test_fp8(dtype, groups, rope_too):
     x = make_paged([150, 0, 33], (2, 3, 72, 8), 16, dtype)
     arguments, scales = quantised(x, groups, rope_too)
     o, lse = torch.ops.mla.paged_latent_attention(*arguments, True, x.scale, scales)
@@ -116,11 +119,9 @@ def test_fp8(instruction_set, dtype, groups, rope_too):
     assert_as_close_as(measure[1].float(), lse, exact[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_number_is_read_as_it_is_and_written_rounded(instruction_set, dtype):
+@of([(name, t) for name, t in ALL if t in HALF])
+def test_every_number_is_read_as_it_is_and_written_rounded(dtype):
     """Attention to one key is that key: all bit patterns of the cache's dtype, infinities and NaN excepted."""
-    if instruction_set == TILES and dtype != torch.bfloat16:
-        pytest.skip("only bfloat16 has oneDNN's products")
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     numbers = numbers[numbers.isfinite()]
     if dtype == torch.bfloat16:
@@ -131,10 +132,8 @@ def test_every_number_is_read_as_it_is_and_written_rounded(instruction_set, dtyp
     assert torch.equal(o.flatten(), numbers)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_number_of_fp8(instruction_set, dtype):
-    if instruction_set == TILES and dtype != torch.bfloat16:
-        pytest.skip("only bfloat16 has oneDNN's products")
+@of([(name, BF16) for name in SETS])
+def test_every_number_of_fp8(dtype):
     bits = torch.arange(256, dtype=torch.uint8)
     numbers = bits[bits % 128 != 127].view(torch.float8_e4m3fn)
     q = torch.zeros(1, 1, 1, len(numbers), dtype=dtype)
