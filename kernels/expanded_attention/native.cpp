@@ -90,7 +90,7 @@ void attend(const Problem& p, int64_t head, int64_t first, const Workspace& w) {
     if (p.bias) add_bias(p, head, first, rows, key, count, w.scores.data());
     if (key + count - 1 > first + p.offset) hide_later_keys(p, first, key, count, w.scores.data());
     soften(w.scores.data(), PANEL, PANEL, count, w.m.data(), w.total.data(), w.decay.data());
-    values.add({p.v + head * p.v_head + key * p.v_key, p.v_key}, count);
+    values.add(Lines{p.v + head * p.v_head + key * p.v_key, p.v_key}, count);
   }
   store_panel(p, head, first, rows, w);
 }

@@ -15,9 +15,9 @@ from mla_compile.kernels.expanded_attention.native import expanded_attention_cpu
 from mla_compile.kernels.latent_attention.native import latent_attention_cpu
 from mla_compile.kernels.merge_states import merge_states_aten
 from mla_compile.kernels.paged_expanded_attention import paged_expanded_attention_aten
-from mla_compile.kernels.paged_latent_attention import paged_latent_attention_aten
+from mla_compile.kernels.paged_latent_attention.native import paged_latent_attention_cpu
 from mla_compile.kernels.per_head_matmul.native import per_head_matmul_cpu
-from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_aten
+from mla_compile.kernels.sparse_latent_attention.native import sparse_latent_attention_cpu
 
 VALUES = (torch.nan, torch.inf)
 
@@ -29,9 +29,9 @@ _ON_CPU = {
     torch.ops.mla.latent_attention.default: latent_attention_cpu,
     torch.ops.mla.merge_states.default: merge_states_aten,
     torch.ops.mla.paged_expanded_attention.default: paged_expanded_attention_aten,
-    torch.ops.mla.paged_latent_attention.default: paged_latent_attention_aten,
+    torch.ops.mla.paged_latent_attention.default: paged_latent_attention_cpu,
     torch.ops.mla.per_head_matmul.default: per_head_matmul_cpu,
-    torch.ops.mla.sparse_latent_attention.default: sparse_latent_attention_aten,
+    torch.ops.mla.sparse_latent_attention.default: sparse_latent_attention_cpu,
 }
 """What is registered: torch does not hand the mode on to the code behind an op."""
 

@@ -10,7 +10,7 @@ import torch
 
 from mla_compile.kernels import decompositions, native
 from mla_compile.kernels.expanded_attention import native as expanded_attention
-from mla_compile.kernels.latent_attention import native as latent_attention
+from mla_compile.kernels.latent_attention import cached
 
 from .poison import Poisoned, assert_the_same, values
 from .unseen import MAKE
@@ -35,9 +35,10 @@ def poisoned_buffers(request, tmp_path_factory):
     assert text.count(constructor) == 1
     header.write_text(text.replace(constructor, f"ALIGNMENT))) {{ std::fill_n(data_, size, {request.param}); }}"))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (expanded_attention, latent_attention):
+        for module in (expanded_attention, cached):
             patch.setattr(module, "_SOURCES", (header, *module._SOURCES[1:]))
-            assert native.load(module._SOURCES, module._ARGUMENTS) is not None
+        assert native.load(expanded_attention._SOURCES, expanded_attention._ARGUMENTS) is not None
+        assert all(cached.kernel_for(dtype, dtype, dtype) is not None for dtype in DTYPES)
         yield
 
 
@@ -70,10 +71,11 @@ def test_on_cpu(make, dtype, value):
     assert_finite(make, dtype, value, compute)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 @pytest.mark.usefixtures("poisoned_buffers")
-def test_buffers_of_the_kernels(make):
-    assert_finite(make, torch.float32, torch.nan, compute)
+def test_buffers_of_the_kernels(make, dtype):
+    assert_finite(make, dtype, torch.nan, compute)
 
 
 @values

@@ -1,8 +1,12 @@
-"""Building C++ kernels: what happens where that is impossible."""
+"""Building C++ kernels: each is built here, and what happens where that is impossible."""
 
+import pytest
 import torch
 
 from mla_compile.kernels import native
+from mla_compile.kernels.expanded_attention import native as expanded_attention
+from mla_compile.kernels.latent_attention import cached
+from mla_compile.kernels.per_head_matmul import native as per_head_matmul
 
 
 def test_code_that_does_not_compile_is_no_kernel(tmp_path):
@@ -24,3 +28,18 @@ def test_a_kernel_takes_tensors_and_numbers(tmp_path):
     out = torch.zeros(3)
     native.load((source,), ("float*", "int64_t", "float"))(out, 2, 0.5)
     assert out.tolist() == [0.5, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attention_over_latents_is_built(dtype):
+    assert cached.kernel_for(dtype, dtype, dtype) is not None
+
+
+def test_attention_over_chunks_is_built():
+    assert native.load(expanded_attention._SOURCES, expanded_attention._ARGUMENTS) is not None
+
+
+@pytest.mark.parametrize("number", native.TYPES.values())
+def test_products_per_head_are_built(number):
+    defines = (f"NUMBER {number}",)
+    assert native.load(per_head_matmul._SOURCES, per_head_matmul._ARGUMENTS, defines) is not None
