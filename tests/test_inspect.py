@@ -114,6 +114,7 @@ def test_the_folder_has_every_graph_and_the_report(folder):
 def test_proofs_name_the_latent(folder):
     text = (folder / "01-decode-after-24-tokens" / "proofs.txt").read_text()
     assert re.search(r"latent +`\w+` \(cat", text)
+    assert re.search(r"latent\[\w+, t, l\] += ", text)
     assert re.search(r"W_UK +`\w+` \(placeholder\)", text)
 
 

@@ -198,7 +198,7 @@ def _proof(proved: Proved) -> str:
         f'<tr><td>{escape(k)}</td><td class="wrap"><code>{escape(SHORTENED.sub("", v))}</code></td></tr>'
         for k, v in proof(proved)
     )
-    return f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>'
+    return f'<div class="scroll"><table><tbody>{rows}</tbody></table></div><pre>{escape(proved.text)}</pre>'
 
 
 def _code(group: Group, before: Sketch | None, after: Sketch | None) -> str:

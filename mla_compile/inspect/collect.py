@@ -18,6 +18,7 @@ from mla_compile.passes.mla.site import Site
 from mla_compile.passes.nodes.shapes import hint_of
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.pipeline import Result
+from mla_compile.passes.text.proofs import proof_text
 
 from ..backend import mla
 from ..cost import Dims
@@ -44,6 +45,8 @@ class Proved:
     """`B, Sq, T, N, L, P, R, V` as they are now, also where the graph holds them as symbols."""
     topk: int | None
     """Keys that each query names, where the path may be sparse."""
+    text: str
+    """The proof and the choice, as the algebra has them."""
 
     @property
     def dims(self) -> Dims:
@@ -79,7 +82,7 @@ class Compilation:
     def on_results(self, results: Sequence[Result]) -> None:
         """Keep what was proved."""
         self.proved = {
-            result.outcome.node: _numbered(result.site, result.meaning, result.environment)
+            result.outcome.node: _numbered(result, result.site, result.meaning)
             for result in results
             if result.site is not None and result.meaning is not None
         }
@@ -110,13 +113,14 @@ def compilations(model: Callable[..., Any], step: str, *args: Any, **kwargs: Any
     return found
 
 
-def _numbered(site: Site, meaning: Meaning, environment: Any) -> Proved:
+def _numbered(result: Result, site: Site, meaning: Meaning) -> Proved:
     """With sizes as numbers."""
 
     def now(size: Any) -> int:
         expression = sympy.sympify(size)
-        return int(expression.subs({symbol: hint_of(symbol, environment) for symbol in expression.free_symbols}))
+        return int(expression.subs({symbol: hint_of(symbol, result.environment) for symbol in expression.free_symbols}))
 
     named = NamedKeys.of(site, meaning)
     topk = None if named is None else now(named.count)
-    return Proved(site, meaning, {name: now(size) for name, size in site.sizes.items()}, topk)
+    sizes = {name: now(size) for name, size in site.sizes.items()}
+    return Proved(site, meaning, sizes, topk, proof_text(site, meaning, result.choice))

@@ -51,7 +51,9 @@ def _proofs(compilation: Compilation) -> str:
     for number, outcome in enumerate(compilation.report.sites):
         lines.append(f"{number}  {outcome.path}: {outcome.reason}")
         proved = compilation.proved.get(outcome.node)
-        lines += [] if proved is None else [f"   {name:<20} {value}" for name, value in proof(proved)]
+        if proved is not None:
+            lines += [f"   {name:<20} {value}" for name, value in proof(proved)]
+            lines += ["", *(f"   {line}" for line in proved.text.splitlines()), ""]
     return "\n".join([*lines, ""])
 
 
