@@ -386,7 +386,7 @@ def test_torchs_own_tools_find_our_graphs(tmp_path):
     assert written == [f"00{i}_{name}.py" for i, name in enumerate([BEFORE, AFTER, "mla_retraced"])]
     (trace,) = (tmp_path / "trace").glob("*.log")
     artifacts = re.findall(r'"artifact": \{"name": "(mla_\w+)".*\n((?:\t.*\n)+)', trace.read_text())
-    assert [name for name, _ in artifacts] == [BEFORE, AFTER, "mla_retraced", "mla_report"]
+    assert [name for name, _ in artifacts] == [BEFORE, "mla_proofs", AFTER, "mla_retraced", "mla_report"]
     assert "torch.ops.mla.sealed_attention" in artifacts[0][1]
     report = json.loads(artifacts[-1][1].replace("\t", ""))
     assert [site["path"] for site in report["sites"]] == ["chunked"]

@@ -38,6 +38,7 @@ def test_a_loop_over_the_keys_of_one_sequence() -> None:
     assert not wrong(ONE_SEQUENCE)
 
 
+@pytest.mark.slow
 def test_a_loop_over_pages_in_fp8() -> None:
     assert not wrong(PAGES_IN_FP8)
 

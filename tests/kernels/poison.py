@@ -54,7 +54,7 @@ class Poisoned(TorchDispatchMode):
         if func is torch.ops.higher_order.while_loop:
             with self:
                 return _loop(*args)
-        if func.namespace == "mla":
+        if func in _ON_CPU:
             with self:
                 return _ON_CPU[func](*args, **kwargs)
         name = func._schema.name.partition("::")[2].rstrip("_")

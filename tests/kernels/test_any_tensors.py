@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.kernels.expanded_attention import expanded_attention_reference
-from mla_compile.kernels.expanded_attention import native as expanded
 from mla_compile.kernels.latent_attention import latent_attention_reference
-from mla_compile.kernels.latent_attention import native as latent
-from mla_compile.kernels.native import load
-from mla_compile.kernels.per_head_matmul import native as per_head
 from mla_compile.kernels.per_head_matmul import per_head_matmul_reference
 
 from .errors import assert_as_close_as
@@ -24,11 +20,6 @@ from .errors import assert_as_close_as
 mla = torch.ops.mla
 SEEDS = range(60)
 DTYPES = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16]
-needs_a_compiler = pytest.mark.skipif(
-    any(load(module._SOURCES, module._ARGUMENTS) is None for module in (expanded, latent, per_head)),
-    reason="needs a C++ compiler",
-)
-pytestmark = needs_a_compiler
 
 
 class Draw:

@@ -50,7 +50,7 @@ def dtype(request, monkeypatch):
         pytest.skip(f"this CPU has no {name}")
     monkeypatch.setattr(cached, "load", lambda *arguments: built(name, *arguments))
     monkeypatch.setattr(latent_native, "latent_attention_aten", None)
-    monkeypatch.setattr(paged_native, "paged_latent_attention_aten", None)
+    monkeypatch.setattr(paged_native, "attend_with_aten", None)
     return dtype
 
 

@@ -8,6 +8,7 @@ import torch
 from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.append_latents.arguments import AppendLatents
 from mla_compile.kernels.append_latents.triton import append_latents_triton
+from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 
 from ..far import CASES, append_case, attention_case
 from .where import ON_GPU, machine, to_device
@@ -15,7 +16,8 @@ from .where import ON_GPU, machine, to_device
 pytestmark = [*ON_GPU]
 
 TILES = Tiles(rows=16, keys=16, warps=4, stages=2)
-DEFAULTS = {"paged_latent_attention": (None,) * 4, "sparse_latent_attention": (None,)}
+BUNDLES = {"paged_latent_attention": PagedLatentAttention}
+DEFAULTS = {"sparse_latent_attention": (None,)}
 """What a schema leaves out, and a launcher wants."""
 
 
@@ -26,10 +28,11 @@ def on_device(arguments):
 @pytest.mark.parametrize(("op", "dim"), CASES)
 def test_attention(op, dim):
     launch = getattr(importlib.import_module(f"mla_compile.kernels.{op}.triton"), f"{op}_triton")
-    near, far = (
-        launch(*on_device(arguments), *DEFAULTS.get(op, ()), machine(), TILES)
-        for arguments in attention_case(op, dim, torch.float16)
-    )
+    given = [on_device(arguments) for arguments in attention_case(op, dim, torch.float16)]
+    if op in BUNDLES:
+        near, far = (launch(BUNDLES[op](*arguments), machine(), TILES) for arguments in given)
+    else:
+        near, far = (launch(*arguments, *DEFAULTS.get(op, ()), machine(), TILES) for arguments in given)
     for a, b in zip(near, far, strict=True):
         assert not a.isnan().any()
         assert torch.equal(a, b)

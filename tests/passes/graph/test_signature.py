@@ -97,7 +97,7 @@ def test_kinds_of_equal_fields_are_not_the_same_code():
     sources = [node for node in module.graph.nodes if node.op != "output"]
 
     def of(*kinds):
-        return signature(site, Dense.of(site, Meaning(kinds)), "absorbed", sources, None)
+        return signature(site, Dense.of(site, Meaning(kinds)), sources, None)
 
     assert of(First(3)) == of(First(3))
     assert len({of(First(3)), of(Behind(3)), of(First(4)), of(First(3), Behind(1))}) == 4

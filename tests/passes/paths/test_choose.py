@@ -169,7 +169,8 @@ def test_the_report_says_what_runs(case: Case, choices: list, monkeypatch: pytes
     module = capture(case.function, *case.tensors, symbolic=case.ranged)
     environment = torch._guards.detect_fake_mode([node.meta.get("val") for node in module.graph.nodes]).shape_env
     ranges = {symbol: ValueRanges(2, 500) for symbol in environment.var_to_range} if case.ranged else None
-    (outcome,) = Pipeline(COUNTING, case.path, 4, ranges)(module)
+    (result,) = Pipeline(COUNTING, case.path, 4, ranges)(module)
+    outcome = result.outcome
     (choice,) = choices
     forms = (choice.form.first, choice.form.second) if isinstance(choice.form, Either) else (choice.form,)
     assert sorted(attention_ops(module)) == sorted(case.ops)
