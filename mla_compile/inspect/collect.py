@@ -115,10 +115,11 @@ def compilations(model: Callable[..., Any], step: str, *args: Any, **kwargs: Any
 
 def _numbered(result: Result, site: Site, meaning: Meaning) -> Proved:
     """With sizes as numbers."""
+    environment: Any = result.environment  # there where sizes are symbols
 
     def now(size: Any) -> int:
         expression = sympy.sympify(size)
-        return int(expression.subs({symbol: hint_of(symbol, result.environment) for symbol in expression.free_symbols}))
+        return int(expression.subs({symbol: hint_of(symbol, environment) for symbol in expression.free_symbols}))
 
     named = NamedKeys.of(site, meaning)
     topk = None if named is None else now(named.count)
