@@ -1,9 +1,16 @@
-"""The log says what was proved, in the words of the algebra, to whoever reads it."""
+"""The log of graphs and proofs: to loggers, to torch's own tools, in the words of the algebra."""
 
+import json
 import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 
+from mla_compile.rewriting import AFTER, BEFORE
 from tests.models import HIDDEN, Combined, L, R
 
 
@@ -18,3 +25,51 @@ def test_the_proof_of_each_attention_is_logged(caplog, without_codegen):
     assert "score[b, s, n, t]" in text
     assert "causal: t <= s" in text
     assert "absorbed: " in text or "chunked: " in text
+
+
+SHOWN = """
+import sys; sys.path.insert(0, {root!r})
+import torch
+from functorch.compile import make_boxed_func
+from mla_compile import backend
+from tests.models import HIDDEN, Combined
+backend.compile_fx_inner = lambda module, inputs, **kwargs: make_boxed_func(module.forward)
+with torch.no_grad():
+    torch.compile(Combined(), backend="mla")(torch.randn(1, 3, HIDDEN), Combined.empty_cache(1))
+"""
+
+
+def test_torchs_own_tools_find_our_graphs(tmp_path):
+    """What the docs say of TORCH_LOGS, TORCH_TRACE (which tlparse reads) and TORCH_COMPILE_DEBUG."""
+    asked = {"TORCH_LOGS": "+mla_compile", "TORCH_TRACE": str(tmp_path / "trace"), "TORCH_COMPILE_DEBUG": "1"}
+    settings = os.environ | asked
+    code = SHOWN.format(root=str(Path(__file__).parents[2]))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | settings,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 attentions rewritten" in done.stderr
+    assert BEFORE in done.stderr
+    written = sorted(path.name for path in tmp_path.glob("torch_compile_debug/run_*/mla_compile/*"))
+    assert written == [f"00{i}_{name}.py" for i, name in enumerate([BEFORE, AFTER, "mla_retraced"])]
+    (trace,) = (tmp_path / "trace").glob("*.log")
+    artifacts = re.findall(r'"artifact": \{"name": "(mla_\w+)".*\n((?:\t.*\n)+)', trace.read_text())
+    assert [name for name, _ in artifacts] == [BEFORE, "mla_proofs", AFTER, "mla_retraced", "mla_report"]
+    assert "torch.ops.mla.sealed_attention" in artifacts[0][1]
+    report = json.loads(artifacts[-1][1].replace("\t", ""))
+    assert [site["path"] for site in report["sites"]] == ["chunked"]
+    tlparse = Path(sys.executable).with_name("tlparse")
+    subprocess.run([tlparse, trace, "-o", tmp_path / "page", "--no-browser"], check=True, capture_output=True)
+    assert {re.sub(r"_\d+$", "", path.stem) for path in tmp_path.glob("page/*/mla_*")} == {n for n, _ in artifacts}
+
+
+def test_the_log_has_reports_at_info_and_graphs_at_debug(caplog, without_codegen):
+    with caplog.at_level(logging.DEBUG, "mla_compile"):
+        torch.compile(Combined(), backend="mla")(torch.randn(1, 3, HIDDEN), Combined.empty_cache(1))
+    told = {r.name: r.levelname for r in caplog.records if r.name.startswith("mla_compile")}
+    assert told == {"mla_compile.report": "INFO", "mla_compile.graph_log": "DEBUG"}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from mla_compile.passes.algebra.terms import Form, Join, Product, Scaled, Sum, Unread
@@ -373,44 +371,3 @@ def test_an_attention_is_a_product_of_products(symbolic: bool) -> None:
     scores = form.term.parts.left
     assert isinstance(scores.parts, Product)
     assert isinstance(scores.parts.right.parts, Join)
-
-
-STEPS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
-    "transpose": lambda x, y, n: x.transpose(n % 3, (n + 1) % 3),
-    "merge and split": lambda x, y, n: x.reshape(-1, x.shape[2]).view(x.shape),
-    "slice": lambda x, y, n: x[:, : max(n, 1)] if n % 2 else x[..., n // 2 :],
-    "cat": lambda x, y, n: torch.cat([x, y if y.shape[1:] == x.shape[1:] else x], 0),
-    "cat of a broadcast": lambda x, y, n: torch.cat([x, x[:1].expand(x.shape)], n % 3),
-    "select and expand": lambda x, y, n: x.select(n % 3, 0).unsqueeze(n % 3).expand(x.shape),
-    "gram": lambda x, y, n: x @ x.transpose(1, 2),
-    "project": lambda x, y, n: x @ x[0].transpose(0, 1),
-    "product": lambda x, y, n: x @ y.transpose(1, 2) if x.shape[::2] == y.shape[::2] else x @ x.mT,
-    "add": lambda x, y, n: x + y[:, :1, :1] if x.shape[0] == y.shape[0] else x + x[:1],
-    "bias": lambda x, y, n: x @ x.mT + x[:1, :1, :1] * n,
-    "pad": lambda x, y, n: F.pad(x, (0, 2)) + F.pad(x[..., :1], (n % 2, x.shape[2] + 1 - n % 2)),
-    "scale": lambda x, y, n: x * 0.5,
-    "write": lambda x, y, n: torch.slice_scatter(x, x[:, :1].neg(), 1, 1, 2) if x.shape[1] > 1 else x,
-    "buffer": lambda x, y, n: buffer_of(x, x[:1].expand(x.shape)),
-}
-
-
-def buffer_of(a: Tensor, b: Tensor) -> Tensor:
-    buffer = a.new_empty(a.shape[0], a.shape[1], a.shape[2] + b.shape[2])
-    buffer[..., : a.shape[2]] = a
-    buffer[..., a.shape[2] :] = b
-    return buffer
-
-
-@pytest.mark.parametrize("symbolic", [(), (0, 1), (0, 1, 2)], ids=["known", "tokens", "all"])
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
-@given(steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 5)), min_size=1, max_size=6))
-def test_the_forms_of_any_graph_are_right(symbolic: Sequence[int], steps: list[tuple[str, int]]) -> None:
-    def program(x: Tensor, y: Tensor) -> Any:
-        for name, n in steps:
-            x, y = STEPS[name](x, y, n), x
-            if x.numel() > 400:
-                break
-        return x
-
-    tensors = whole(2, 3, 4), whole(2, 3, 4, seed=1)
-    check_all(capture(program, *tensors, symbolic=[symbolic] * 2), *tensors)
