@@ -83,7 +83,7 @@ class Pipeline:
                 raise found
             result.site = prove(found, trace)
             result.meaning = understand(result.site, trace)
-            result.choice = choose(result.site, result.meaning, trace)
+            result.choice = choose(result.site, result.meaning)
             output = rewriter(result.site, result.choice.form)
         except (Refusal, Unaligned, GuardNeeded, GuardOnDataDependentSymNode) as error:
             result.outcome = unchanged(found.node, _refusal(found.node, error))
@@ -118,7 +118,7 @@ def _refusal(node: fx.Node, error: Exception) -> Refusal:
 
 def _sources(site: Site) -> list[fx.Node]:
     """The nodes of a site that stand in the user's module rather than in what it calls."""
-    reads = [site.latent, *(rope.key.read for rope in site.ropes)]
+    reads = [site.latent.read, *(rope.key.read for rope in site.ropes)]
     return [read.source for read in reads if isinstance(read.source, fx.Node)]
 
 

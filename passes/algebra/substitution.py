@@ -9,7 +9,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .sizes import Size, Unaligned, known_at_most, quotient, same, total
-from .terms import Axis, Digit, Dim, Form, Join, Lost, Product, Read, Segment, Sum, Term, Undefined, Zero
+from .terms import (
+    Axis,
+    Digit,
+    Dim,
+    Flat,
+    Form,
+    Join,
+    Lookup,
+    Lost,
+    Numbers,
+    Product,
+    Read,
+    Segment,
+    Sum,
+    Term,
+    Undefined,
+    Zero,
+)
 
 
 @dataclass(frozen=True)
@@ -202,7 +219,34 @@ def change_term(term: Term, changes: Changes) -> Term:
                 return replace(changed, read=read) if isinstance(changed, Term) else Term(read, changed)
     except Unaligned as error:
         return Term(read, lost=Lost(str(error)))
-    return replace(term, read=read)
+    return replace(term, read=read, stored=_change_stored(term.stored, changes))
+
+
+def _change_stored(stored: Lookup | Numbers | None, changes: Changes) -> Lookup | Numbers | None:
+    """How an element is stored after changes; None, that is not known, where they cannot be expressed."""
+    try:
+        match stored:
+            case Lookup(pages, _, table, _, flat, scales):
+                if flat is not None:
+                    flat = _change_flat(flat, changes)
+                pages, table = change_read(pages, changes), change_read(table, changes)
+                scales = None if scales is None else change_read(scales, changes)
+                return replace(stored, pages=pages, table=table, flat=flat, scales=scales)
+            case Numbers(of, by):
+                by = None if by is None else change_read(by, changes)
+                return replace(stored, of=change_read(of, changes), by=by)
+    except Unaligned:
+        pass
+    return None
+
+
+def _change_flat(flat: Flat, changes: Changes) -> Flat:
+    match changes.get(flat.keys, flat.keys):
+        case Axis() as keys:
+            return replace(flat, keys=keys)
+        case Slice(keys, start, 1) if same(start, 0):
+            return replace(flat, keys=keys)
+    raise Unaligned("keys from the middle of pages")
 
 
 def change(form: Form, changes: Changes) -> Form:

@@ -19,7 +19,7 @@ from torch import fx
 
 from ..algebra.operations import piece_of
 from ..algebra.sizes import Size, same
-from ..algebra.substitution import change_read
+from ..algebra.substitution import change_read, change_term
 from ..algebra.terms import Axis, Dim, Join, Product, Read, Sum, Term, Undefined, Unread, Zero
 from ..attention.find import Attention, Score
 from ..nodes.refusal import Refusal
@@ -49,7 +49,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
             reason = f"expected values without a scale, found {value_scale:g} times a product"
             raise Refusal(node, reason, "scale what the attention returns")
     else:
-        latent, rank = attention.value.read, attention.columns
+        latent, rank = attention.value, attention.columns
 
     nope: Piece | None = None
     ropes: list[Piece] = []
@@ -72,19 +72,19 @@ def prove(attention: Attention, trace: Trace) -> Site:
         if factors is not None:
             _, w_uk, summed, scale = factors
             nope = replace(piece, scale=piece.scale * scale)
-            latent = change_read(latent, dict(zip(rank, summed, strict=True)))
+            latent = change_term(latent, dict(zip(rank, summed, strict=True)))
             w_uv = change_read(w_uv, dict(zip(rank, summed, strict=True))) if w_uv is not None else None
             rank = summed
         else:
-            latent, rank = piece.key.read, piece.summed
+            latent, rank = piece.key, piece.summed
     if nope is None:
-        found = value[0] if value is not None else None
+        found = value[0].read if value is not None else None
         raise stored_expanded(attention, trace) or no_up_projection(attention, [p.key for p in pieces], found, trace)
 
     if nope.scale == 0 or not math.isfinite(nope.scale):
         raise Refusal(node, f"expected scores times a number, found them times {nope.scale:g}")
     heads = {axis for weight in (w_uk, w_uv) if weight is not None for axis in weight.axes} & rows
-    batch = {axis for read in (latent, *(rope.key.read for rope in ropes)) for axis in read.axes} & rows
+    batch = {axis for read in (latent.read, *(rope.key.read for rope in ropes)) for axis in read.axes} & rows
     if heads & batch:
         for rope in ropes:
             if rope.key.axes & heads:
@@ -103,7 +103,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
     for rope in ropes:
         if not rope.key.axes <= batch | keys | set(rope.summed):
             raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", _SHARE)
-    reads = [latent, w_uk, w_uv, nope.query.read, *biases]
+    reads = [latent.read, w_uk, w_uv, nope.query.read, *biases]
     reads += [read for piece in (*ropes, *shifts) for read in (piece.query.read, piece.key.read)]
     for read in reads:
         if read is not None and isinstance(read.source, Unread):
@@ -135,7 +135,7 @@ def _apart(value: Term, keys: set[Axis]) -> tuple[Term, tuple[Read, ...]]:
     return value, ()
 
 
-def _split(term: Term, keys: set[Axis]) -> tuple[Read, Read, Dim, float] | None:
+def _split(term: Term, keys: set[Axis]) -> tuple[Term, Read, Dim, float] | None:
     """`latent, weight, summed, scale` of a product of which exactly one factor runs over the keys."""
     if not isinstance(term.parts, Product):
         return None
@@ -143,15 +143,15 @@ def _split(term: Term, keys: set[Axis]) -> tuple[Read, Read, Dim, float] | None:
     if bool(left.axes & keys) == bool(right.axes & keys):
         return None
     latent, weight = (left, right) if left.axes & keys else (right, left)
-    return latent.read, weight.read, term.parts.summed, term.parts.scale
+    return latent, weight.read, term.parts.summed, term.parts.scale
 
 
-def _up_projected(piece: Piece, keys: set[Axis], latent: Read, rank: Dim) -> tuple[Read, Read, Dim, float] | None:
+def _up_projected(piece: Piece, keys: set[Axis], latent: Term, rank: Dim) -> tuple[Term, Read, Dim, float] | None:
     """`latent, W_UK, rank, scale` if a piece of the keys is an up-projection of the latent of the values."""
     factors = _split(piece.key, keys)
     if factors is None or not _alike(factors[2], rank):
         return None
-    return factors if change_read(latent, dict(zip(rank, factors[2], strict=True))) == factors[0] else None
+    return factors if change_read(latent.read, dict(zip(rank, factors[2], strict=True))) == factors[0].read else None
 
 
 def _alike(a: Dim, b: Dim) -> bool:
@@ -159,11 +159,11 @@ def _alike(a: Dim, b: Dim) -> bool:
     return len(a) == len(b) and all(same(x.size, y.size) for x, y in zip(a, b, strict=True))
 
 
-def _absorbed(piece: Piece, value: Read, columns: Dim) -> bool:
+def _absorbed(piece: Piece, value: Term, columns: Dim) -> bool:
     """Whether a piece of the keys is the value itself: attention in latent space, absorbed by hand."""
     if not _alike(piece.summed, columns):
         return False
-    return change_read(value, dict(zip(columns, piece.summed, strict=True))) == piece.key.read
+    return change_read(value.read, dict(zip(columns, piece.summed, strict=True))) == piece.key.read
 
 
 def _pieces(node: fx.Node, score: Score, heads: set[Axis]) -> Iterator[Piece]:

@@ -68,7 +68,7 @@ class ScoresCode:
         product = site.attention.opaque.products[site.nope.of]
         assert isinstance(product.source, fx.Node)
         self.node = product.source
-        reads = [site.latent, site.w_uk, site.nope.query.read]
+        reads = [site.latent.read, site.w_uk, site.nope.query.read]
         reads += [read for piece in (*self.ropes, *self.shifts) for read in (piece.query.read, piece.key.read)]
         self.dims = tuple(tuple(d.axis for d in digits if d.axis is not None) for digits in product.dims)
         self.sources = sources_of(reads, self.node, self.dims)
@@ -78,7 +78,7 @@ class ScoresCode:
         rows = site.batch, site.tokens, site.heads
         assert site.w_uk is not None
 
-        latent = read(site.latent, site.batch, site.attention.keys, site.rank)
+        latent = read(site.latent.read, site.batch, site.attention.keys, site.rank)
         q_nope = read(site.nope.query.read, *rows, site.nope.summed)
         w_uk = read(site.w_uk, site.heads, site.nope.summed, site.rank)
         scores = _per_key(per_head(q_nope, w_uk, site.w_uk), latent) * site.nope.scale
@@ -101,7 +101,8 @@ class OutputCode:
     def __init__(self, site: Site) -> None:
         assert site.attention.opaque is not None
         self.site, self.weights = site, site.attention.opaque.weights
-        self.sources = sources_of([self.weights, site.latent, site.w_uv, *site.biases], site.node, site.attention.dims)
+        reads = [self.weights, site.latent.read, site.w_uv, *site.biases]
+        self.sources = sources_of(reads, site.node, site.attention.dims)
 
     def __call__(self, *values: Any) -> Tensor:
         site, read = self.site, Reader(self.sources, values)
@@ -109,7 +110,7 @@ class OutputCode:
         assert site.w_uv is not None
 
         weights = read(self.weights, *rows, site.attention.keys)
-        latent = read(site.latent, site.batch, site.attention.keys, site.rank)
+        latent = read(site.latent.read, site.batch, site.attention.keys, site.rank)
         w_uv = read(site.w_uv, site.heads, site.attention.columns, site.rank)
         o = per_head(_per_key(weights, latent.transpose(1, 2)), w_uv.transpose(1, 2), site.w_uv)
         for bias in site.biases:
