@@ -1,4 +1,4 @@
-"""The passes in order: find, prove, decide, rewrite. Graph in, graph out, and what became of each attention."""
+"""The passes in order, the `STEPS`. Graph in, graph out, and what became of each attention."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ from .paths.all import AUTO
 from .paths.choose import Choice, Chooser, Ranges
 from .trace.trace import Trace
 
+STEPS = ("find", "prove", "understand", "choose", "rewrite")
+"""What an attention goes through: the products and the softmax, the latent, the masks, the path, and its code."""
+
 
 @dataclass
 class Result:
@@ -34,12 +37,21 @@ class Result:
 
     node: fx.Node
     """Of the graph as it was."""
+    found: Attention | None = None
     site: Site | None = None
     meaning: Meaning | None = None
     choice: Choice | None = None
     outcome: Outcome = field(init=False)
     environment: ShapeEnv | None = None
     """Of the symbols of its sizes."""
+
+    @property
+    def stopped(self) -> str | None:
+        """The step that refused the attention; None if it is rewritten."""
+        if self.outcome.rewritten:
+            return None
+        known = (self.found, self.site, self.meaning, self.choice)
+        return STEPS[next((i for i, what in enumerate(known) if what is None), len(known))]
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,7 @@ class Pipeline:
         try:
             if isinstance(found, Refusal):
                 raise found
+            result.found = found
             result.site = prove(found, trace)
             result.meaning = understand(result.site, trace)
             result.choice = choose(result.site, result.meaning)
