@@ -265,19 +265,9 @@ def _latent_attention_fake(q_latent: Tensor, *others: Any, **named: Any) -> tupl
 
 
 def _expanded_attention_fake(
-    q: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-    workspace_tokens: int,
+    q: Tensor, latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, *others: Any, **named: Any
 ) -> tuple[Tensor, Tensor]:
-    batch, queries, heads, _ = q.shape
-    o = q.new_empty((batch, queries, heads, w_uv.shape[1]))
-    return o, q.new_empty((batch, queries, heads), dtype=torch.float32)
+    return q.new_empty((*q.shape[:3], w_uv.shape[1])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _paged_expanded_attention_fake(
@@ -288,15 +278,10 @@ def _paged_expanded_attention_fake(
     seq_lens: Tensor,
     w_uk: Tensor,
     w_uv: Tensor,
-    causal: bool,
-    scale: float,
-    workspace_tokens: int,
-    latent_scales: Tensor | None = None,
-    mask: Tensor | None = None,
-    first_positions: Tensor | None = None,
-    query_lens: Tensor | None = None,
+    *others: Any,
+    **named: Any,
 ) -> tuple[Tensor, Tensor]:
-    return _expanded_attention_fake(q, latent_pages, rope_pages, w_uk, w_uv, mask, None, scale, workspace_tokens)
+    return _expanded_attention_fake(q, latent_pages, rope_pages, w_uk, w_uv)
 
 
 def _merge_states_fake(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
