@@ -29,7 +29,7 @@ class Spelling:
     groups: str = "none"
     """How key heads serve two query heads each: `none`, `repeat_interleave`, `expand`, `repeat`, `grouped`."""
     softmax: str = "sdpa"
-    """`sdpa`, `plain`, `wide` (in float32), `by hand`, or `late` (values first, then the division)."""
+    """`sdpa`, `plain`, `wide` (in float32), `by hand`, `reciprocal`, or `late` (values first, then the division)."""
     mask: str = "none"
     """`none`, `causal`, `triu` of -inf, `bool`, `additive`, `window`, `least` (the least finite number)."""
     softcap: bool = False
@@ -74,7 +74,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "keys": ("cat", "buffer", "pad", "two scores"),
     "scale": ("query", "key", "scores", "weight", "attention"),
     "groups": ("none", "none", "repeat_interleave", "expand", "repeat", "grouped"),
-    "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "late"),
+    "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "reciprocal", "late"),
     "mask": ("none", "causal", "triu", "bool", "additive", "window", "least"),
     "softcap": (False,) * 7 + (True,),
     "sink": (False,) * 7 + (True,),

@@ -370,10 +370,12 @@ class Attention(nn.Module):
             column = self.sink.view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
             scores = torch.cat([scores, column], dim=-1)
         wide = torch.promote_types(dtype, torch.float32)
-        if s.softmax in ("by hand", "late"):
+        if s.softmax in ("by hand", "reciprocal", "late"):
             grown = torch.exp(scores - scores.amax(-1, keepdim=True))
             total = grown.sum(-1, keepdim=True)
-            weights = grown if s.softmax == "late" else grown / total
+            weights = grown
+            if s.softmax != "late":
+                weights = grown / total if s.softmax == "by hand" else grown * total.reciprocal()
         else:
             weights = scores.softmax(-1, dtype=wide if s.softmax == "wide" else None).to(dtype)
         if self.sink is not None:

@@ -50,6 +50,8 @@ BY_HAND: dict[str, Function] = {
     "keys first": lambda q, k, v: (k @ q.transpose(-1, -2)).softmax(-2).mT @ v,
     "values first": lambda q, k, v: v.mT @ (q @ k.transpose(-1, -2)).softmax(-1).mT,
     "cast": lambda q, k, v: (q @ k.mT).softmax(-1, dtype=torch.float64).to(q.dtype) @ v,
+    "exponential over its sum": lambda q, k, v: torch.exp(q @ k.mT) / torch.exp(q @ k.mT).sum(-1, keepdim=True) @ v,
+    "times the reciprocal": lambda q, k, v: torch.exp(q @ k.mT) * (1 / torch.exp(q @ k.mT).sum(-1, keepdim=True)) @ v,
 }
 
 
