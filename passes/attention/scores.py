@@ -27,6 +27,15 @@ SPACING = 8.0
 at least this much: what is left of any usual score is nothing, also in rows that are masked everywhere."""
 
 
+HIDES = -1e4
+"""The number that code after BERT puts in the place of scores. In a row with another score, unless that is no usual one
+either, those have no weight; what is left of them counts in a row that has no other (see `_hidden_alike`)."""
+_VANISHES = -300.0
+"""And `exp` of it, times a scale that is applied after, is far less than any rounding of the weights."""
+ALL_ALIKE = -1e30
+"""Added to any score this leaves the number itself: its neighbours are 7e22 apart in float32, 1e14 in float64."""
+
+
 @dataclass(frozen=True)
 class Mask:
     """A tensor over some of the scores' axes.
@@ -86,7 +95,7 @@ def scores_of(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand]:
     node, factor = _without_shift(node, keys.dim, trace)
     labels = tuple(range(len(trace[node].dims)))
     if same(keys.size, trace[node].shape[keys.dim]):
-        return _summands(node, labels, factor, trace)
+        return _whole_summands(node, labels, factor, trace)
     source, scale = _whole_source(node, trace)
     if source is None or source.target is not aten.cat.default:
         reason = "expected the whole of the attention weights to meet the values, found a part of them"
@@ -148,7 +157,7 @@ def _joined(node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: floa
         form = trace[piece]
         size = form.shape[keys.dim]
         if same(start, keys.start) and same(size, keys.size):
-            found = _summands(piece, labels, factor, trace)
+            found = _whole_summands(piece, labels, factor, trace)
         else:
             own = tuple(("sink", k) if label == keys.dim else label for label in labels)
             sinks.append(Summand(form, own, Sink(form.term, factor)))
@@ -186,6 +195,32 @@ def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand
             values = [p for p in arguments(source)[0] if same(trace[p].shape[along], keys.size)]
             pending += [(piece, through) for piece in values[:1]]
     return list(found.values())
+
+
+def _whole_summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:
+    """The summands of all scores with values; one that is no product where it takes more than a sum to say them."""
+    found = _hidden_alike(_summands(node, labels, factor, trace), highest_fill(node))
+    return found or [Summand(trace[node], labels, Mask(trace[node].term, attends=False, factor=factor))]
+
+
+def _hidden_alike(summands: list[Summand], highest: float) -> list[Summand]:
+    """Summands in which all numbers that take the place of scores leave nothing of any; empty where that is not so.
+
+    A number like -10,000 is not low enough to be added instead: in a row that is hidden everywhere all keys would not
+    weigh the same. If it is the only one, and nothing is added to scores, a far lower one does what it does.
+    """
+    masks = [s.what for s in summands if isinstance(s.what, Mask)]
+    fills = {mask.fill for mask in masks if mask.attends and not math.isinf(mask.fill)}
+    if all(fill <= highest for fill in fills):
+        return summands
+    if len(fills) > 1 or not all(mask.attends for mask in masks):
+        return []
+    return [
+        replace(s, what=replace(s.what, fill=min(s.what.fill, ALL_ALIKE)))
+        if isinstance(s.what, Mask) and not math.isinf(s.what.fill)
+        else s
+        for s in summands
+    ]
 
 
 def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:
@@ -234,7 +269,7 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
             scores, mask, fill, inverted = c, a, constant_of(b), True
         case _:
             return bias
-    if fill is None or not is_tensor(scores) or fill * factor > highest_fill(source) or factor <= 0:
+    if fill is None or not is_tensor(scores) or factor <= 0 or fill > HIDES or fill * factor > _VANISHES:
         return bias
     form = trace[mask]
     rejected = Mask(form.term, attends=True, fill=fill * factor, inverted=inverted)

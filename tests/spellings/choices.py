@@ -31,7 +31,8 @@ class Spelling:
     softmax: str = "sdpa"
     """`sdpa`, `plain`, `wide` (in float32), `by hand`, `reciprocal`, or `late` (values first, then the division)."""
     mask: str = "none"
-    """`none`, `causal`, `triu` of -inf, `bool`, `additive`, `window`, `least` (the least finite number)."""
+    """`none`, `causal`, `triu` of -inf, `bool`, `additive`, `window`, `least` (the least finite number is added), `low`
+    (-1e4 takes the place of scores)."""
     softcap: bool = False
     sink: bool = False
     cache: str = "none"
@@ -75,7 +76,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "scale": ("query", "key", "scores", "weight", "attention"),
     "groups": ("none", "none", "repeat_interleave", "expand", "repeat", "grouped"),
     "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "reciprocal", "late"),
-    "mask": ("none", "causal", "triu", "bool", "additive", "window", "least"),
+    "mask": ("none", "causal", "triu", "bool", "additive", "window", "least", "low"),
     "softcap": (False,) * 7 + (True,),
     "sink": (False,) * 7 + (True,),
     "cache": ("none", "cat", "slices", "index_copy", "pages"),
@@ -112,6 +113,8 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
         s = replace(s, softmax="plain")  # a sink is a column of the weights that is dropped
     if s.groups == "grouped" and s.softmax != "sdpa":
         s = replace(s, groups="expand")
+    if s.mask == "low" and s.softmax == "sdpa":
+        s = replace(s, mask="bool")
     if s.mask == "causal" and s.softmax != "sdpa":
         s = replace(s, mask="triu")
     if s.cache == "none" and s.queries == 1:

@@ -14,6 +14,7 @@ HIDDEN = 10
 PAGE = 2
 SOFTCAP = 3.0
 WINDOW = 4
+LOW = -1e4
 LETTERS = {"heads first": "bn{}", "tokens first": "b{}n", "time first": "{}bn"}
 """A tensor's dimensions but the last, `{}` its tokens, in each order."""
 
@@ -334,7 +335,7 @@ class Attention(nn.Module):
                 return None
             case "additive":
                 return bias
-            case "bool" | "window":
+            case "bool" | "window" | "low":
                 return self.seen()
             case "triu":
                 s = self.spelling
@@ -365,7 +366,8 @@ class Attention(nn.Module):
             scores = SOFTCAP * torch.tanh(scores / SOFTCAP)
         mask = self.mask(dtype, bias)
         if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+            fill = LOW if s.mask == "low" else -math.inf
+            scores = scores.masked_fill(~mask, fill) if mask.dtype == torch.bool else scores + mask
         if self.sink is not None:
             column = self.sink.view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
             scores = torch.cat([scores, column], dim=-1)

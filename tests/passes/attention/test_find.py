@@ -133,7 +133,7 @@ def test_heads_that_share_keys_by_grouped_sdpa_are_two_axes() -> None:
     assert sizes(a.value.axes) == [B, N, T, V]
 
 
-@pytest.mark.parametrize(("fill", "opaque"), [(-1e4, True), (-1e9, False)])
+@pytest.mark.parametrize(("fill", "opaque"), [(-100.0, True), (-1e4, False), (-1e9, False)])
 def test_scores_of_which_a_mask_leaves_something_stay_as_they_are_between_the_products(
     fill: float, opaque: bool
 ) -> None:
