@@ -20,6 +20,7 @@ from .terms import (
     Lost,
     Product,
     Read,
+    Scaled,
     Segment,
     Stacked,
     Sum,
@@ -342,6 +343,13 @@ def scaled(form: Form, factor: float) -> Form:
         return term
 
     return map_terms(form, lambda term: scale(replace(term, read=_then(term.read, factor))))
+
+
+def multiplied(of: Read, by: Read, *, divides: bool = False) -> Read:
+    """`of * by`, or `of / by`, over the axes of both: no graph has it as a tensor."""
+    own = {d.axis: Axis(d.axis.size) for read in (of, by) for dim in read.dims for d in dim if d.axis is not None}
+    source = Scaled(change_read(of, own), change_read(by, own), tuple(own.values()), divides)
+    return read_of(source, [(axis,) for axis in own]).read
 
 
 def cast(form: Form, dtype: Hashable) -> Form:

@@ -136,11 +136,13 @@ class Unread:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A source that no graph has as a tensor: `of * by`, with a dimension for each of `axes`."""
+    """A source that no graph has as a tensor: `of * by`, or `of / by` if it `divides`, with a dimension for each of
+    `axes`."""
 
     of: Read
     by: Read
     axes: Dim
+    divides: bool = False
 
 
 @dataclass(frozen=True)

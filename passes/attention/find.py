@@ -25,7 +25,7 @@ from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
-from .scores import KeyRange, Mask, Sink, Summand, products_within, scores_of
+from .scores import Factor, KeyRange, Mask, Sink, Summand, products_within, scores_of
 from .softmax import Weights, late, weights_of
 
 
@@ -180,10 +180,13 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
             return _from_weights(place, trace[place], side, weights, trace)
     own = [("out", i) for i in range(len(output.dims))]
     exposed = Form((*output.dims, *score_dims), output.term)
+    factors = [factor for summand in products for factor in summand.factors]
+    operands: list[Summand | Factor] = [*products, *masks, *sinks, *factors]
     aligned, axes = operations.align(
-        [exposed, *(s.form for s in (*products, *masks, *sinks))],
-        [[*own, *range(len(score_dims))], *(s.labels for s in (*products, *masks, *sinks))],
+        [exposed, *(operand.form for operand in operands)],
+        [[*own, *range(len(score_dims))], *(operand.labels for operand in operands)],
     )
+    factor_terms = [form.term for form in aligned[len(aligned) - len(factors) :]]
     parts = aligned[0].term.parts
     assert isinstance(parts, Product)
     keys = axes[dim]
@@ -195,13 +198,16 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     scores = []
     for form, summand in zip(aligned[1:], products, strict=False):
         assert isinstance(summand.what, float)
-        scores.append(_score(node, form.term, keys, summand.what, trace))
+        score = _score(node, form.term, keys, summand.what, trace)
+        for factor in summand.factors:
+            score = replace(score, query=_times(score.query, factor_terms.pop(0), factor))
+        scores.append(score)
     found = []
     for form, summand in zip(aligned[1 + len(products) :], masks, strict=False):
         assert isinstance(summand.what, Mask)
         found.append(replace(summand.what, term=form.term))
     takers = []
-    for form, summand in zip(aligned[1 + len(products) + len(masks) :], sinks, strict=True):
+    for form, summand in zip(aligned[1 + len(products) + len(masks) :], sinks, strict=False):
         assert isinstance(summand.what, Sink)
         takers.append(replace(summand.what, term=form.term, keys=form.dims[dim]))
     dims = aligned[0].dims[: len(output.dims)]
@@ -256,6 +262,13 @@ def _score(node: fx.Node, term: Term, keys: Dim, scale: float, trace: Trace) -> 
     elif with_keys != [False, True]:
         raise Refusal(node, "expected one operand of the scores to run over the keys, found both or none")
     return Score(sides[0], sides[1], parts.summed, parts.scale * scale)
+
+
+def _times(query: Term, by: Term, factor: Factor) -> Term:
+    """A query, in its own dtype, times what all of its scores are multiplied by."""
+    source, casts = query.read.source, [step for step in query.read.then if isinstance(step, torch.dtype)]
+    own = casts[-1:] or ([source.meta["val"].dtype] if isinstance(source, fx.Node) else [])
+    return Term(replace(operations.multiplied(query.read, by.read, divides=factor.divides), then=tuple(own)))
 
 
 def _refuse_other_uses(weights: Weights, output: fx.Node, trace: Trace) -> None:

@@ -64,6 +64,18 @@ class Sink:
 
 
 @dataclass(frozen=True)
+class Factor:
+    """A tensor by which a product of the scores is multiplied, or divided if it `divides`; `labels` as a `Summand` has.
+
+    No key has one of its own.
+    """
+
+    form: Form
+    labels: tuple[Hashable, ...]
+    divides: bool
+
+
+@dataclass(frozen=True)
 class Summand:
     """A part of the scores: a product, `what` being its scale, a mask or a sink.
 
@@ -73,6 +85,8 @@ class Summand:
     form: Form
     labels: tuple[Hashable, ...]
     what: float | Mask | Sink
+    factors: tuple[Factor, ...] = ()
+    """Of a product, besides its scale."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,7 @@ def scores_of(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand]:
     node, factor = _without_shift(node, keys.dim, trace)
     labels = tuple(range(len(trace[node].dims)))
     if same(keys.size, trace[node].shape[keys.dim]):
-        return _whole_summands(node, labels, factor, trace)
+        return _whole_summands(node, labels, factor, keys.dim, trace)
     source, scale = _whole_source(node, trace)
     if source is None or source.target is not aten.cat.default:
         reason = "expected the whole of the attention weights to meet the values, found a part of them"
@@ -157,7 +171,7 @@ def _joined(node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: floa
         form = trace[piece]
         size = form.shape[keys.dim]
         if same(start, keys.start) and same(size, keys.size):
-            found = _whole_summands(piece, labels, factor, trace)
+            found = _whole_summands(piece, labels, factor, keys.dim, trace)
         else:
             own = tuple(("sink", k) if label == keys.dim else label for label in labels)
             sinks.append(Summand(form, own, Sink(form.term, factor)))
@@ -197,9 +211,9 @@ def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand
     return list(found.values())
 
 
-def _whole_summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:
+def _whole_summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, trace: Trace) -> list[Summand]:
     """The summands of all scores with values; one that is no product where it takes more than a sum to say them."""
-    found = _hidden_alike(_summands(node, labels, factor, trace), highest_fill(node))
+    found = _hidden_alike(_summands(node, labels, factor, key, trace), highest_fill(node))
     return found or [Summand(trace[node], labels, Mask(trace[node].term, attends=False, factor=factor))]
 
 
@@ -223,7 +237,8 @@ def _hidden_alike(summands: list[Summand], highest: float) -> list[Summand]:
     ]
 
 
-def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:
+def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, trace: Trace) -> list[Summand]:
+    """Those of scores with dims `labels`, of which `key` is that of the keys, times `factor`."""
     form = trace[node]
     if isinstance(form.term.parts, Product):
         return [Summand(form, labels, factor)]
@@ -238,7 +253,7 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
     factor *= math.prod(step for step in form.term.read.then if isinstance(step, float))
 
     def operand(node: fx.Node, factor: float) -> list[Summand]:
-        return _summands(node, through[len(through) - len(trace[node].dims) :], factor, trace)
+        return _summands(node, through[len(through) - len(trace[node].dims) :], factor, key, trace)
 
     def addend(node: fx.Node, factor: float) -> list[Summand]:
         """An operand of a sum. One without products is one mask: what it rejects it rejects by what is added."""
@@ -248,6 +263,16 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
         form = trace[node]
         mask = Mask(form.term, attends=False, factor=factor)
         return [Summand(form, through[len(through) - len(form.dims) :], mask)]
+
+    def times(node: fx.Node, by: fx.Node) -> list[Summand]:
+        """Products times a tensor that no key has one of its own of, whatever numbers were applied to that."""
+        summands, form = operand(node, factor), trace[by]
+        own = through[len(through) - len(form.dims) :]
+        of_keys = key in own and not form.term.axes.isdisjoint(form.dims[own.index(key)])
+        if of_keys or not all(isinstance(s.what, float) for s in summands):
+            return []
+        by_tensor = Factor(form, own, divides=source.target is aten.div.Tensor)
+        return [replace(s, factors=(*s.factors, by_tensor)) for s in summands]
 
     a, b, c = (*arguments(source), None, None, None)[:3]
     match source.target:
@@ -261,6 +286,8 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
             return operand(a, factor * b)
         case aten.div.Tensor | aten.div.Scalar if isinstance(b, int | float) and b != 0:
             return operand(a, factor / b)
+        case aten.mul.Tensor | aten.div.Tensor if is_tensor(a) and is_tensor(b):
+            return times(a, b) or (times(b, a) if source.target is aten.mul.Tensor else []) or bias
         case aten.masked_fill.Scalar | aten.masked_fill.Tensor:
             scores, mask, fill, inverted = a, b, constant_of(c), True
         case aten.where.self if is_tensor(b) and constant_of(c) is not None:

@@ -20,7 +20,7 @@ from torch import fx
 from ..algebra.operations import piece_of
 from ..algebra.sizes import Size, same
 from ..algebra.substitution import change_read
-from ..algebra.terms import Axis, Dim, Join, Product, Read, Sum, Term, Undefined, Unread, Zero
+from ..algebra.terms import Axis, Dim, Join, Product, Read, Scaled, Stacked, Sum, Term, Undefined, Unread, Zero
 from ..attention.find import Attention, Score
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
@@ -106,7 +106,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
     reads = [latent, w_uk, w_uv, nope.query.read, *biases]
     reads += [read for piece in (*ropes, *shifts) for read in (piece.query.read, piece.key.read)]
     for read in reads:
-        if read is not None and isinstance(read.source, Unread):
+        if read is not None and not _is_held(read):
             raise Refusal(node, f"expected operands that the graph holds, found a part of {name(read)}")
     if attention.sinks and node.meta["val"].dtype == torch.float64:
         raise Refusal(node, "expected at most float32 where scores without values share in the weights, found float64")
@@ -124,6 +124,16 @@ def prove(attention: Attention, trace: Trace) -> Site:
         biases=biases,
         shifts=tuple(shifts) if attention.sinks or attention.opaque else (),
     )
+
+
+def _is_held(read: Read) -> bool:
+    """Whether all that is read is in tensors of the graph."""
+    match read.source:
+        case Scaled(of, by):
+            return _is_held(of) and _is_held(by)
+        case Stacked(pieces):
+            return all(map(_is_held, pieces))
+    return not isinstance(read.source, Unread)
 
 
 def _apart(value: Term, keys: set[Axis]) -> tuple[Term, tuple[Read, ...]]:

@@ -25,7 +25,9 @@ class Spelling:
     keys: str = "cat"
     """How the columns meet: `cat`, `buffer` (`new_empty`, then written), `pad` and add, or `two scores`."""
     scale: str = "attention"
-    """Where the scale is: `query`, `key`, `scores`, `weight` (of the queries) or an argument of the `attention`."""
+    """Where the scale is: `query`, `key`, `scores`, `weight` (of the queries) or an argument of the `attention`; or a
+    tensor that scores are multiplied by, `number` (of no dimension) or `head`, or divided by, `position` (of the
+    query)."""
     groups: str = "none"
     """How key heads serve two query heads each: `none`, `repeat_interleave`, `expand`, `repeat`, `grouped`."""
     softmax: str = "sdpa"
@@ -61,6 +63,9 @@ class Spelling:
     """What makes it no MLA after all, see `SPOILERS`."""
 
 
+TENSORS = ("number", "head", "position")
+"""Scales that are tensors."""
+
 SPOILERS = ("tanh", "norm", "gate", "rope a head", "two latents", "shifted")
 """On the keys a nonlinearity, a norm a head, a factor that differs between tokens, a rope key a head; values from
 another latent, or from the token before."""
@@ -73,7 +78,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "rope": ("last", "first", "last", "first", "none"),
     "rotation": ("half", "interleaved", "complex"),
     "keys": ("cat", "buffer", "pad", "two scores"),
-    "scale": ("query", "key", "scores", "weight", "attention"),
+    "scale": ("query", "key", "scores", "weight", "attention", "number", "head", "position"),
     "groups": ("none", "none", "repeat_interleave", "expand", "repeat", "grouped"),
     "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "reciprocal", "late"),
     "mask": ("none", "causal", "triu", "bool", "additive", "window", "least", "low"),
@@ -113,6 +118,8 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
         s = replace(s, softmax="plain")  # a sink is a column of the weights that is dropped
     if s.groups == "grouped" and s.softmax != "sdpa":
         s = replace(s, groups="expand")
+    if s.scale in TENSORS and s.softmax == "sdpa":
+        s = replace(s, scale="attention")
     if s.mask == "low" and s.softmax == "sdpa":
         s = replace(s, mask="bool")
     if s.mask == "causal" and s.softmax != "sdpa":

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .choices import Spelling
+from .choices import TENSORS, Spelling
 
 HIDDEN = 10
 PAGE = 2
@@ -39,6 +39,11 @@ class Attention(nn.Module):
         rows = [s.heads * (s.nope + s.value)] if s.weights != "apart" else [s.heads * s.nope, s.heads * s.value]
         self.w_up = nn.ModuleList(nn.Linear(s.rank, count, bias=s.bias) for count in rows)
         self.w_out = nn.Parameter(torch.randn(self.query_heads, s.value, HIDDEN) / math.sqrt(self.query_heads))
+        if s.scale in TENSORS:
+            shape = {"number": (), "head": (self.query_heads, 1, 1), "position": (s.queries, 1)}[s.scale]
+            self.score_scale = nn.Parameter(
+                (0.5 + torch.rand(shape)) * self.width ** (0.5 if s.scale == "position" else -0.5)
+            )
         self.sink = nn.Parameter(torch.randn(self.query_heads)) if s.sink else None
 
     # The order of sequences, tokens and heads
@@ -135,7 +140,9 @@ class Attention(nn.Module):
             if s.softmax == "sdpa":
                 return self.leave(self.sdpa(q, k, v, bias, scale))
             scores = self.scores(q, k)
-        if s.scale in ("scores", "attention"):
+        if s.scale in TENSORS:
+            scores = scores / self.score_scale if s.scale == "position" else scores * self.score_scale
+        elif s.scale in ("scores", "attention"):
             scores = scores * scale if s.scale == "scores" else scores / (1 / scale)
         return self.leave(self.by_hand(scores, v, bias))
 
