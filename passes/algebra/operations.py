@@ -185,7 +185,7 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
     """Pieces laid one behind the other along `dim` in the tensor `source`.
 
     Where every piece is a plain read over the same axes the result is a plain read of `source`: a cache that grew is
-    one tensor. The pieces are kept where they tell more than that.
+    one tensor. The pieces are `parts` where they tell more than that, else what it is `joined` of.
     """
     pieces = [piece for piece in pieces if not same(piece.shape[dim], 0)] or pieces[:1]
     if len(pieces) == 1:
@@ -199,7 +199,8 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
     together = frozenset[Axis]().union(*depends)
     term = read_of(source, dims, together | {along})
     if all(s.term.parts is None for s in segments) and all(axes == together for axes in depends):
-        return Form(dims, term)
+        plain = tuple(replace(s, term=replace(s.term, joined=None)) for s in segments)
+        return Form(dims, replace(term, joined=Join(along, plain) if len(plain) <= _MOST_TERMS else None))
     return Form(dims, replace(term, parts=_stacked(along, segments) or Join(along, segments)))
 
 

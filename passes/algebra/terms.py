@@ -165,12 +165,14 @@ class Lost:
 class Term:
     """An element: how to read it from a tensor that exists, and, if known, what it is made of.
 
-    `lost` is why that is not known any more; two terms that differ in it alone are equal.
+    `lost` is why that is not known any more, `joined` what a plain read was put together from, before its `then`. Two
+    terms that differ in these alone are equal.
     """
 
     read: Read
     parts: Product | Sum | Join | Undefined | Zero | None = None
     lost: Lost | None = field(default=None, compare=False)
+    joined: Join | None = field(default=None, compare=False)
 
     @property
     def axes(self) -> frozenset[Axis]:

@@ -42,7 +42,7 @@ class Opaque(Path):
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse what is regrouped already."""
-        if site.w_uk is None:
+        if site.w_uk is None and site.w_uv is None:
             raise Refusal(site.node, "expected an up-projection to take from the keys, found scores absorbed by hand")
 
     def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
@@ -50,9 +50,12 @@ class Opaque(Path):
         return absorbed_cost(dims, element_size)
 
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
-        """One in the place of each product."""
-        scores = ScoresCode(site)
-        return [Part(scores.node, scores), Part(site.node, OutputCode(site))]
+        """One in the place of each product that is of what was up-projected."""
+        parts = []
+        if site.w_uk is not None:
+            scores = ScoresCode(site)
+            parts.append(Part(scores.node, scores))
+        return parts if site.w_uv is None else [*parts, Part(site.node, OutputCode(site))]
 
 
 class ScoresCode:

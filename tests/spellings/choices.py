@@ -28,6 +28,9 @@ class Spelling:
     """Where the scale is: `query`, `key`, `scores`, `weight` (of the queries) or an argument of the `attention`; or a
     tensor that scores are multiplied by, `number` (of no dimension) or `head`, or divided by, `position` (of the
     query)."""
+    absorbed: str = "no"
+    """Whether queries were taken to the latent, which is the `keys` then, outputs out of it, which is the `values`, or
+    `both`; or the keys are also `joined`: one tensor of latent and rope key for all heads."""
     groups: str = "none"
     """How key heads serve two query heads each: `none`, `repeat_interleave`, `expand`, `repeat`, `grouped`."""
     softmax: str = "sdpa"
@@ -79,6 +82,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "rotation": ("half", "interleaved", "complex"),
     "keys": ("cat", "buffer", "pad", "two scores"),
     "scale": ("query", "key", "scores", "weight", "attention", "number", "head", "position"),
+    "absorbed": ("no",) * 5 + ("keys", "values", "both", "joined"),
     "groups": ("none", "none", "repeat_interleave", "expand", "repeat", "grouped"),
     "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "reciprocal", "late"),
     "mask": ("none", "causal", "triu", "bool", "additive", "window", "least", "low"),
@@ -112,6 +116,10 @@ def draw(seed: int) -> Spelling:
 
 def _possible(s: Spelling, dice: random.Random) -> Spelling:
     """The nearest spelling that somebody could have written: some choices rule others out."""
+    if s.absorbed != "no":
+        s = replace(s, bias=False, groups="none", spoiled="no")
+        s = replace(s, scale="query") if s.scale == "key" else s
+        s = replace(s, softcap=False) if s.absorbed in ("both", "joined") else s  # then nothing is left to regroup
     if s.softcap or s.sink or (s.keys == "two scores" and s.rope != "none"):
         s = replace(s, softmax=dice.choice(("plain", "wide", "by hand")) if s.softmax == "sdpa" else s.softmax)
     if s.sink and s.softmax == "late":
