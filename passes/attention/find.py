@@ -19,8 +19,8 @@ from torch import fx
 import mla_compile.ops  # noqa: F401  defines the sealed op
 
 from ..algebra import operations
-from ..algebra.sizes import Size, Unaligned, product
-from ..algebra.terms import Digit, Dim, Form, Product, Read, Term
+from ..algebra.sizes import Size, Unaligned, product, total
+from ..algebra.terms import Digit, Dim, Form, Join, Product, Read, Term, Zero
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
@@ -48,6 +48,15 @@ class Opaque:
 
 
 @dataclass(frozen=True)
+class Padding:
+    """Columns of zeros `before` and `after` those that an attention is of: its output has all of `columns`."""
+
+    columns: Dim
+    before: Size
+    after: Size
+
+
+@dataclass(frozen=True)
 class Attention:
     """`node = softmax(sum of scores + masks) @ value`, over axes; `sinks` are scores of further keys, without value.
 
@@ -70,6 +79,8 @@ class Attention:
     """Whether a row that is masked everywhere is NaN, as a plain softmax has it, and not 0, as SDPA has it."""
     opaque: Opaque | None = None
     """Where more happens to the scores than masks: what stays as it is between the two products."""
+    padding: Padding | None = None
+    """Where values were padded to the width of the keys: `dims` have its columns, all else those that are values."""
 
 
 def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
@@ -77,7 +88,7 @@ def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
     for node in list(graph.nodes):
         try:
             if node.target is torch.ops.mla.sealed_attention.default:
-                yield _from_sealed(node, trace)
+                yield _unpadded(_from_sealed(node, trace))
             elif node.target is torch.ops.higher_order.flex_attention:
                 yield Refusal(
                     node,
@@ -89,14 +100,28 @@ def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
                 for side in (0, 1):
                     weights = weights_of(trace[arguments(node)[side]].term.read.source, trace)
                     if weights is not None:
-                        yield _from_weights(node, trace[node], side, weights, trace)
+                        yield _unpadded(_from_weights(node, trace[node], side, weights, trace))
                         break
             elif node.target is aten.div.Tensor and (divided := late(node, trace)) is not None:
-                yield _from_weights(node, *divided, trace)
+                yield _unpadded(_from_weights(node, *divided, trace))
         except Refusal as refusal:
             yield refusal
         except Unaligned as error:
             yield Refusal(node, f"expected queries, keys and values over common axes, found that {error}")
+
+
+def _unpadded(attention: Attention) -> Attention:
+    """An attention of the values that are not zeros, if those are columns one behind the other."""
+    join = attention.value.parts
+    if not isinstance(join, Join) or attention.columns != (join.axis,):
+        return attention
+    sizes = [segment.size for segment in join.segments]
+    kept = [i for i, segment in enumerate(join.segments) if not isinstance(segment.term.parts, Zero)]
+    if len(kept) != 1 or len(sizes) == 1:
+        return attention
+    (place,), values = kept, join.segments[kept[0]]
+    padding = Padding(attention.columns, total(sizes[:place]), total(sizes[place + 1 :]))
+    return replace(attention, columns=values.axes, value=values.term, padding=padding)
 
 
 def _from_sealed(node: fx.Node, trace: Trace) -> Attention:

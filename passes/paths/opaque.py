@@ -21,6 +21,7 @@ from ..mla.site import Site
 from ..nodes.refusal import Refusal
 from .absorbed import Absorbed, absorbed_cost
 from .carriers import Carrier
+from .padding import padded
 from .path import Part, Path
 from .per_head import per_head
 
@@ -117,7 +118,8 @@ class OutputCode:
         o = per_head(_per_key(weights, latent.transpose(1, 2)), w_uv.transpose(1, 2), site.w_uv)
         for bias in site.biases:
             o = o + read(bias, *rows, site.attention.columns) * weights.sum(-1, keepdim=True)
-        output = write_as(o, (*rows, site.attention.columns), site.attention.dims, read.realize)
+        o, columns = padded(o, site, read.realize)
+        output = write_as(o, (*rows, columns), site.attention.dims, read.realize)
         return output.to(site.node.meta["val"].dtype)
 
 

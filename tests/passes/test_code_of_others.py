@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from tests.passes import spellings as mla
 from tests.passes.checks import check_rewritten, check_right, compiled, unfolded
 from tests.passes.graphs import capture, rewrite, run
-from tests.passes.spellings import SCALE, SQ, Function, L, N, P, R, T
+from tests.passes.spellings import SCALE, SQ, Function, L, N, P, R, T, V
 
 
 def scored(change: Function) -> Function:
@@ -77,6 +78,24 @@ def over_tokens(latent: Tensor) -> Tensor:
     return torch.arange(T * T).view(T, T).double().tril() / T**2 @ latent
 
 
+def padded(before: int, after: int, *, cut: bool = True, sdpa: bool = True) -> Function:
+    """Values with zeros beside them, which are cut off the output."""
+
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        v = F.pad(v, (before, after))
+        o = mla.sealed(q, k, v) if sdpa else mla.softmax(q, k, v)
+        return o[..., before : before + V] if cut else o
+
+    return attention
+
+
+def padded_blind(*args: Tensor) -> Tensor:
+    """All columns are NaN where a query sees nothing."""
+    q, k, v = mla.naive(*args)
+    return mla.softmax(q, k, F.pad(v, (0, 3)), filled(-torch.inf, blind=True))
+
+
 REWRITTEN: dict[str, Function] = {
     "scores filled with -1e4": scored(filled(-1e4)),
     "a row of nothing but -1e4": scored(filled(-1e4, blind=True)),
@@ -91,6 +110,11 @@ REWRITTEN: dict[str, Function] = {
     "a scale a query": scored(lambda s: torch.arange(1, SQ + 1)[:, None] * s / 4),
     "two scales that are tensors": scored(lambda s: s * heads() / torch.arange(1, SQ + 1)[:, None].double()),
     "scales of two products": scaled_apart,
+    "values padded to the width of keys": padded(0, 4),
+    "zeros before the values": padded(2, 0),
+    "zeros on both sides": padded(2, 2, cut=False),
+    "zeros that are NaN in a row of nothing": padded_blind,
+    "values padded by hand": padded(1, 3, sdpa=False),
     "-inf, then -1e4 over some of it": scored(lambda s: filled(-1e4, blind=True)(filled(-torch.inf, shift=-1)(s))),
 }
 

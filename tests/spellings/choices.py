@@ -38,6 +38,8 @@ class Spelling:
     mask: str = "none"
     """`none`, `causal`, `triu` of -inf, `bool`, `additive`, `window`, `least` (the least finite number is added), `low`
     (-1e4 takes the place of scores)."""
+    padded: bool = False
+    """Whether values are as wide as keys, by zeros that are cut off the output."""
     softcap: bool = False
     sink: bool = False
     cache: str = "none"
@@ -86,6 +88,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "groups": ("none", "none", "repeat_interleave", "expand", "repeat", "grouped"),
     "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "reciprocal", "late"),
     "mask": ("none", "causal", "triu", "bool", "additive", "window", "least", "low"),
+    "padded": (False,) * 5 + (True,),
     "softcap": (False,) * 7 + (True,),
     "sink": (False,) * 7 + (True,),
     "cache": ("none", "cat", "slices", "index_copy", "pages"),

@@ -125,7 +125,11 @@ class Attention(nn.Module):
             q_nope, k_nope = self.by_head(q_nope, w_uk), self.shared(latent, k_nope)
         if s.absorbed in ("values", "both", "joined"):
             v = self.shared(latent, v)
+        columns, width = v.shape[-1], k_nope.shape[-1] + self.rope_width
+        if s.padded and width > columns:
+            v = F.pad(v, (0, width - columns))
         o = self.attend(self.ordered(q_nope), self.ordered(q_rope), latent, k_nope, k_rope, v, bias, scale)
+        o = o[..., :columns] if s.padded else o
         if s.absorbed in ("values", "both", "joined"):
             o = self.ordered(self.by_head(self.ordered(o), w_uv.transpose(1, 2)))
         return self.leave(o)
