@@ -115,14 +115,14 @@ class _Compilation:
         stored = None if is_observed() else store.load()
         if stored is not None and not stored.rewritten:
             self.outcomes = stored.sites
-            return self._stock("nothing to rewrite")
+            return self._stock(self._nothing())
         try:
             compiled = self._compile(sealed, tag, use_cache=True)
             if not self.seconds and stored is None:  # an artifact from a cache, but not what had been decided for it
                 compiled = self._compile(sealed, tag, use_cache=False)
         except _NothingToRewrite:
             store.save(Report(self.outcomes))
-            return self._stock("nothing to rewrite")
+            return self._stock(self._nothing())
         if self.seconds:
             store.save(Report(self.outcomes))
         elif stored is not None:
@@ -150,9 +150,10 @@ class _Compilation:
             return "mla.path is off"
         if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in self.inputs):
             return "gradients are needed"
-        if not _may_attend(self.module):
-            return "no attention in the graph"
         return None
+
+    def _nothing(self) -> str:
+        return "nothing to rewrite" if self.outcomes else "no attention in the graph"
 
     def _stock(self, note: str) -> Callable[..., Any]:
         self.note = f"stock Inductor, {note}"
@@ -202,15 +203,6 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
     after.meta.update({k: v for k, v in before.meta.items() if k != "val"})
     retraced.meta.update(module.meta)
     return _recursive_joint_graph_passes(retraced)
-
-
-def _may_attend(module: fx.GraphModule) -> bool:
-    def attends(node: fx.Node) -> bool:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        return any(word in name for word in ("softmax", "scaled_dot_product_attention", "flex_attention"))
-
-    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
-    return any(attends(node) for graph in graphs for node in graph.nodes if node.op.startswith("call_"))
 
 
 @cache

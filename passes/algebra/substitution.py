@@ -25,6 +25,7 @@ from .terms import (
     Sum,
     Term,
     Undefined,
+    Unread,
     Zero,
 )
 
@@ -216,10 +217,26 @@ def change_term(term: Term, changes: Changes) -> Term:
                 return Term(read, Sum(tuple(change_term(addend, changes) for addend in terms)))
             case Join():
                 changed = _change_join(parts, changes)
-                return replace(changed, read=read) if isinstance(changed, Term) else Term(read, changed)
+                if isinstance(changed, Join):
+                    return Term(read, changed)
+                return replace(changed, read=read) if isinstance(changed.read.source, Unread) else changed
     except Unaligned as error:
         return Term(read, lost=Lost(str(error)))
-    return replace(term, read=read, stored=_change_stored(term.stored, changes))
+    return replace(
+        term,
+        read=read,
+        stored=_change_stored(term.stored, changes),
+        joined=_still_joined(term.joined, changes),
+    )
+
+
+def _still_joined(join: Join | None, changes: Changes) -> Join | None:
+    """What a plain read is joined of after changes; None where that is one piece, or not known any more."""
+    try:
+        changed = None if join is None else _change_join(join, changes)
+    except Unaligned:
+        return None
+    return changed if isinstance(changed, Join) else None
 
 
 def _change_stored(stored: Lookup | Numbers | None, changes: Changes) -> Lookup | Numbers | None:

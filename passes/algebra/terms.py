@@ -140,11 +140,13 @@ class Unread:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A source that no graph has as a tensor: `of * by`, with a dimension for each of `axes`."""
+    """A source that no graph has as a tensor: `of * by`, or `of / by` if it `divides`, with a dimension for each of
+    `axes`."""
 
     of: Read
     by: Read
     axes: Dim
+    divides: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,14 +210,16 @@ class Lost:
 class Term:
     """An element: how to read it from a tensor that exists, and, if known, what it is made of.
 
-    `stored` is how the tensor that is read holds it, before what was done `then`. `lost` is why no more is known of
-    what it is made of; two terms that differ in it alone are equal.
+    `stored` is how the tensor that is read holds it, and `joined` what a plain read was put together from, both before
+    what was done `then`. `lost` is why no more is known of what it is made of. Two terms that differ in the last two
+    alone are equal.
     """
 
     read: Read
     parts: Product | Sum | Join | Undefined | Zero | None = None
     stored: Lookup | Numbers | None = None
     lost: Lost | None = field(default=None, compare=False)
+    joined: Join | None = field(default=None, compare=False)
 
     @property
     def axes(self) -> frozenset[Axis]:

@@ -36,7 +36,7 @@ class Chunked(OneOp):
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
         """All sites with up-projections, though it refuses some of them."""
-        return site.w_uk is not None
+        return site.w_uk is not None and site.w_uv is not None
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse scores that chunks cannot be merged through, and a latent that is not worth keeping.

@@ -21,6 +21,7 @@ from ..mla.site import Site
 from ..nodes.refusal import Refusal
 from .absorbed import Absorbed, absorbed_cost
 from .carriers import Carrier
+from .padding import padded
 from .path import Part, Path
 from .per_head import per_head
 
@@ -42,7 +43,7 @@ class Opaque(Path):
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse what is regrouped already."""
-        if site.w_uk is None:
+        if site.w_uk is None and site.w_uv is None:
             raise Refusal(site.node, "expected an up-projection to take from the keys, found scores absorbed by hand")
 
     def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
@@ -50,9 +51,12 @@ class Opaque(Path):
         return absorbed_cost(dims, element_size)
 
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
-        """One in the place of each product."""
-        scores = ScoresCode(site)
-        return [Part(scores.node, scores), Part(site.node, OutputCode(site))]
+        """One in the place of each product that is of what was up-projected."""
+        parts = []
+        if site.w_uk is not None:
+            scores = ScoresCode(site)
+            parts.append(Part(scores.node, scores))
+        return parts if site.w_uv is None else [*parts, Part(site.node, OutputCode(site))]
 
 
 class ScoresCode:
@@ -115,7 +119,8 @@ class OutputCode:
         o = per_head(_per_key(weights, latent.transpose(1, 2)), w_uv.transpose(1, 2), site.w_uv)
         for bias in site.biases:
             o = o + read(bias, *rows, site.attention.columns) * weights.sum(-1, keepdim=True)
-        output = write_as(o, (*rows, site.attention.columns), site.attention.dims, read.realize)
+        o, columns = padded(o, site, read.realize)
+        output = write_as(o, (*rows, columns), site.attention.dims, read.realize)
         return output.to(site.node.meta["val"].dtype)
 
 
