@@ -1,0 +1,75 @@
+"""Whether gradients flow through a part of a Dynamo graph as through the functions that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from mla_compile.passes.nodes.refusal import Refusal
+from mla_compile.passes.nodes.source import where
+
+from .capture import EXAMPLE
+
+
+def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
+    """Check that whatever `end` is made of between it and `sources` hands gradients on.
+
+    A detached tensor does not, nor what was computed without gradients, nor is it known of operators of higher order,
+    among which are autograd functions, and where somebody looks on.
+
+    Raises:
+        Refusal: if something is found that does not.
+    """
+    for node in _between(end, sources):
+        if any("hook" in _name(user) for user in node.users):
+            raise Refusal(end, f"expected gradients that nobody looks at on their way, found a hook at {where(node)}")
+        results = [value for value in _tensors(node) if value.is_floating_point() or value.is_complex()]
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and any(value.requires_grad for value in results):
+            raise Refusal(end, f"expected operations that torch differentiates, found {where(node)}")
+        given = [value for operand in node.all_input_nodes for value in _tensors(operand)]
+        if results and any(v.requires_grad for v in given) and not any(v.requires_grad for v in results):
+            reason = (
+                f"expected gradients to pass all that the attention is made of, found that they end at {where(node)}"
+            )
+            raise Refusal(end, reason, "detach what goes into the projections, or nothing")
+
+
+def _between(end: fx.Node, sources: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """`end` and all that it is made of up to `sources`, what writes to tensors on the way too."""
+    order = {node: i for i, node in enumerate(end.graph.nodes)}
+    sharing: dict[Any, list[fx.Node]] = {}
+    for node in order:
+        if order[node] < order[end]:
+            for storage in _storages(_written(node)):
+                sharing.setdefault(storage, []).append(node)
+    pending, seen = [end], {end}
+    while pending:
+        node = pending.pop()
+        yield node
+        aliases = [other for storage in _storages(node) for other in sharing.get(storage, ())]
+        for other in (*node.all_input_nodes, *aliases):
+            if other not in seen and other not in sources:
+                seen.add(other)
+                pending.append(other)
+
+
+def _written(node: fx.Node) -> fx.Node:
+    """The node whose value shares memory with what a node gives or writes."""
+    first = node.args[0] if node.args else None
+    return first if node.meta.get(EXAMPLE) is None and isinstance(first, fx.Node) else node
+
+
+def _storages(node: fx.Node) -> list[Any]:
+    return [value.untyped_storage()._cdata for value in _tensors(node)]
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    return [value for value in pytree.tree_leaves(node.meta.get(EXAMPLE)) if isinstance(value, Tensor)]
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
