@@ -16,7 +16,8 @@ attends to keys j <= i + causal_offset as well as what the mask says; None means
 or the causal limit hides from every query of a sequence take no part in the arithmetic: a cache's unwritten tail may
 hold anything, NaN included.
 
-`expanded_attention` is differentiable, once: its backward is an op too. Every other backward raises NotImplementedError.
+`expanded_attention` can be differentiated once, its backward is an op too. All other backwards raise
+NotImplementedError.
 """
 
 from __future__ import annotations
@@ -178,8 +179,8 @@ expanded_attention_backward = torch.ops.mla.expanded_attention_backward
 
 Heads are taken as many at a time as keep the keys of all tokens within the forward's workspace, and one at least.
 
-Args: grad_o like o; grad_lse like lse, or None for zeros; the operands of the forward; its o and lse; wanted, a flag for
-each of q, latent, k_rope, w_uk, w_uv and mask. A mask whose gradient is wanted is a floating one.
+Args: grad_o like o; grad_lse like lse, or None for zeros; the operands of the forward; its o and lse; wanted, a flag
+for each of q, latent, k_rope, w_uk, w_uv and mask. A mask whose gradient is wanted is a floating one.
 Returns: the gradients that are wanted, in that order, each of its operand's shape and dtype, contiguous.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """

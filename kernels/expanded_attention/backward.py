@@ -111,8 +111,11 @@ def expanded_attention_backward_aten(
                 seen = mask if mask.shape[0] == 1 else mask[b : b + 1]
                 seen = seen if seen.shape[1] == 1 else seen[:, group]
             visibility = Visibility(seen, causal_offset, latent.shape[1], latent.device)
+            own_q, own_do, own_o = (t[b, :, group].transpose(0, 1).to(dtype) for t in (q, grad_o, o))
             rows = _Rows(
-                *(t[b, :, group].transpose(0, 1).to(dtype) for t in (q, grad_o, o)),
+                own_q,
+                own_do,
+                own_o,
                 lse[b, :, group].transpose(0, 1),
                 None if grad_lse is None else grad_lse[b, :, group].transpose(0, 1).to(dtype),
                 visibility,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -13,6 +14,9 @@ from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
 
 from .capture import EXAMPLE
+
+_WRITE = {"setitem", *(name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator))}
+"""Functions that write to their first argument, by name."""
 
 
 def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
@@ -40,27 +44,29 @@ def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
 
 def _between(end: fx.Node, sources: Collection[fx.Node]) -> Iterator[fx.Node]:
     """`end` and all that it is made of up to `sources`, what writes to tensors on the way too."""
-    order = {node: i for i, node in enumerate(end.graph.nodes)}
-    sharing: dict[Any, list[fx.Node]] = {}
-    for node in order:
-        if order[node] < order[end]:
-            for storage in _storages(_written(node)):
-                sharing.setdefault(storage, []).append(node)
+    writes: dict[Any, list[fx.Node]] = {}
+    for node in end.graph.nodes:
+        if node is end:
+            break
+        for storage in [s for operand in node.all_input_nodes for s in _storages(operand)] if _writes(node) else ():
+            writes.setdefault(storage, []).append(node)
     pending, seen = [end], {end}
     while pending:
         node = pending.pop()
         yield node
-        aliases = [other for storage in _storages(node) for other in sharing.get(storage, ())]
-        for other in (*node.all_input_nodes, *aliases):
+        written = [write for storage in _storages(node) for write in writes.get(storage, ())]
+        for other in (*node.all_input_nodes, *written):
             if other not in seen and other not in sources:
                 seen.add(other)
                 pending.append(other)
 
 
-def _written(node: fx.Node) -> fx.Node:
-    """The node whose value shares memory with what a node gives or writes."""
-    first = node.args[0] if node.args else None
-    return first if node.meta.get(EXAMPLE) is None and isinstance(first, fx.Node) else node
+def _writes(node: fx.Node) -> bool:
+    """Whether a node may write to what it is given."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = _name(node)
+    return name in _WRITE or "out" in node.kwargs or (name.endswith("_") and not name.endswith("__"))
 
 
 def _storages(node: fx.Node) -> list[Any]:

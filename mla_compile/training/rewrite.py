@@ -64,7 +64,9 @@ def rewrite_for_training(module: fx.GraphModule, device: Device, options: Option
             checks = (lambda inputs: check(original, captured.module, outcomes, inputs),)
     trained = Trained(new, outcomes, (), rewriting.seconds, checks)
     for name in _checkpoints(new):
-        body = rewrite_for_training(new.get_submodule(name), device, options)
+        written = new.get_submodule(name)
+        assert isinstance(written, fx.GraphModule)
+        body = rewrite_for_training(written, device, options)
         setattr(new, name, body.module)
         trained = replace(
             trained,

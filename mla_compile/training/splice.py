@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
@@ -104,7 +105,7 @@ class _Part:
                 known[node] = graph.node_copy(node, lambda n: known[n])
                 meta = self.place.meta if node is self.end else node.meta
                 known[node].meta = {key: value for key, value in meta.items() if key != "val"}
-                known[node].meta[EXAMPLE] = node.meta["val"]
+                known[node].meta[EXAMPLE] = _with_gradient(node.meta["val"], self.place)
             for context in reversed(entered):
                 self._call(torch.amp.autocast_mode._exit_autocast, context)
             new = known[self.end]
@@ -120,6 +121,15 @@ class _Part:
 
     def _call(self, function: Any, *arguments: Any) -> fx.Node:
         return self.captured.dynamo.call_function(function, arguments)
+
+
+def _with_gradient(value: Any, place: fx.Node) -> Any:
+    """Fake values that require gradients if the attention does, as they would where that is made of them."""
+
+    def require(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.is_floating_point() and place.meta[EXAMPLE].requires_grad)
+
+    return pytree.tree_map_only(Tensor, require, value)
 
 
 def _laid_out_alike(node: fx.Node, value: Tensor) -> bool:
@@ -141,4 +151,5 @@ def _laid_out_alike(node: fx.Node, value: Tensor) -> bool:
 
 def _order(value: Tensor) -> list[int]:
     """The dimensions of a tensor, the one of the longest stride first."""
-    return sorted(range(value.dim()), key=lambda i: -value.stride(i))
+    strides = value.stride()
+    return sorted(range(value.dim()), key=lambda i: -strides[i])
