@@ -176,7 +176,7 @@ class _Compilation:
             raise_strict(self.outcomes, self.note)
         log_graph("mla_trained", trained.module)
         with self._own_artifacts(cache_tag(self.options, rates), use_cache=True):
-            compiled = _compile_fx(trained.module, self.inputs)
+            compiled = _compile_fx(trained.module, self.inputs, inner_compile=compile_fx_inner)
         return _checked(compiled, trained.checks) if trained.checks else compiled
 
     def _stock(self, note: str) -> Callable[..., Any]:

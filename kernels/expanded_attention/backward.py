@@ -22,11 +22,13 @@ import mla_compile.ops  # noqa: F401  defines the op
 
 from ..checks import check_shapes
 from ..scores import softmax_with_lse
-from ..visibility import KeyPositions, Visibility, take
-from .chunks import check_arguments, lowest, masked_tiles
+from ..visibility import KeyPositions, Visibility, causal_stop, reads_values, take
+from .chunks import check_arguments, lowest
 
 _HEADS = 16
 """Heads whose keys of `workspace_tokens` tokens are the workspace, as in the forward."""
+_MASKED_QUERIES = 256
+"""Queries at a time under a mask, whose bias takes 4 bytes a query and key."""
 _SCORES = 1 << 22
 """Scores at a time where they are composed, of a group of heads: 16 MiB in float32."""
 
@@ -92,6 +94,8 @@ def expanded_attention_backward_aten(
     dims = {"B": batch, "Sq": query_count, "N": heads, "V": w_uv.shape[1]}
     check_shapes("expanded_attention_backward", dims, grad_o=(grad_o, "B Sq N V"), o=(o, "B Sq N V"))
     want = Wanted(*wanted)
+    if mask is not None and mask.dtype == torch.bool and reads_values(mask) and bool(mask.all()):
+        mask = None  # as of sequences that could have been packed, and are not
     dtype = torch.promote_types(q.dtype, torch.float32)
     operands = q, latent, k_rope, w_uk, w_uv, mask
     totals = _Gradients(
@@ -232,12 +236,18 @@ def _by_flash(rows: _Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 def _pieces(rows: _Rows, dtype: torch.dtype) -> Iterator[tuple[range, range, bool, Tensor | None]]:
     """Queries, positions among the keys, whether query i of them sees only the first i + 1, and a bias."""
-    every, queries = range(len(rows.keys)), range(rows.q.shape[1])
-    if rows.visibility.mask is not None:
-        for some, bias in masked_tiles(rows.visibility, rows.keys, len(queries), dtype):
-            yield some, every, False, None if bias is None else bias.contiguous()
+    visibility, every, queries = rows.visibility, range(len(rows.keys)), range(rows.q.shape[1])
+    offset = visibility.causal_offset
+    if visibility.mask is not None:
+        for start in queries[::_MASKED_QUERIES]:
+            some = queries[start : start + _MASKED_QUERIES]
+            seen = every
+            if isinstance(rows.keys, range):
+                seen = every[: max(causal_stop(offset, some, visibility.tokens) - rows.keys.start, 0)]
+            bias = visibility.bias(some, rows.keys[: len(seen)], dtype)
+            if len(seen) and (bias is None or not bool((bias == -torch.inf).all())):
+                yield some, seen, False, None if bias is None else bias.contiguous()
         return
-    offset = rows.visibility.causal_offset
     if offset is None:
         yield queries, every, False, None
         return
