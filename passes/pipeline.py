@@ -74,7 +74,7 @@ class Pipeline:
         if any(result.outcome.rewritten for result in results):
             if not self.training:
                 write_in_place(graph)
-            graph.eliminate_dead_code()
+                graph.eliminate_dead_code()
             _relax_views(graph)
             graph.lint()
             module.recompile()

@@ -13,18 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mla_compile.passes.nodes.common_subexpressions import CommonSubexpressions
 from mla_compile.seal import seal
 
 EXAMPLE = "example_value"
 """Where Dynamo keeps the fake value of a node."""
 _WRITING = ("triton_kernel_wrapper_mutation", "auto_functionalized", "with_effects")
 """Operators of higher order that write to what they are given."""
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class NotCaptured(Exception):
@@ -37,10 +41,24 @@ class Captured:
 
     dynamo: fx.Graph
     module: fx.GraphModule
-    origins: dict[fx.Node, fx.Node]
-    """For nodes of the ATen graph the first node of the Dynamo graph with the same value at the end of a run."""
+    origins: dict[fx.Node, list[fx.Node]]
+    """For nodes of the ATen graph those of the Dynamo graph with the same value at the end of a run, in order."""
     autocast: dict[fx.Node, tuple[str, ...]]
     """For nodes of the Dynamo graph the types of device for which autocast is on."""
+
+    def share_origins(self) -> None:
+        """Let nodes that compute the same have the same origins."""
+        same, origins = CommonSubexpressions(), dict[fx.Node, list[fx.Node]]()
+        firsts: dict[fx.Node, fx.Node] = {}
+        for node in self.module.graph.nodes:
+            first = same.first(node)
+            firsts[node] = firsts[node.all_input_nodes[0]] if node.target in _SAME else first
+        for node, first in firsts.items():
+            origins.setdefault(first, []).extend(self.origins.get(node, ()))
+        order = {node: i for i, node in enumerate(self.dynamo.nodes)}
+        for node, first in firsts.items():
+            if origins[first]:
+                self.origins[node] = sorted(set(origins[first]), key=order.__getitem__)
 
 
 def capture(module: fx.GraphModule) -> Captured:
@@ -65,7 +83,9 @@ def capture(module: fx.GraphModule) -> Captured:
     names: list[str] = []
     autocast: dict[fx.Node, tuple[str, ...]] = {}
 
-    def run(*leaves: Any) -> list[Tensor]:
+    written: list[bool] = []
+
+    def run(*leaves: Any) -> list[Any]:
         supply = iter(leaves)
         interpreter = _Interpreter(sealed, {name: [next(supply) for _ in own] for name, own in given.items()})
         interpreter.run(enable_io_processing=False)
@@ -74,11 +94,19 @@ def capture(module: fx.GraphModule) -> Captured:
         names[:] = tensors
         return list(tensors.values())
 
+    def functional(*leaves: Any) -> list[Any]:
+        with FunctionalTensorMode():
+            wrapped = [to_fun(leaf) for leaf in leaves]
+            results = [from_fun(value) for value in run(*wrapped)]
+        written[:] = [isinstance(leaf, Tensor) and has_data_mutation(leaf) for leaf in wrapped]
+        return results
+
     with mode, torch.no_grad(), enable_python_dispatcher(), torch.fx.traceback.preserve_node_meta():
-        traced = make_fx(torch.func.functionalize(run, remove="mutations"), tracing_mode="real")(*values)
-    inputs = [nodes[name] for name, leaves in given.items() for _ in leaves]
-    _refuse_shared_memory(traced, examples)
-    origins = _origins(traced, [nodes[name] for name in names], inputs)
+        traced = make_fx(functional, tracing_mode="real")(*values)
+    _refuse_shared_memory(examples, written)
+    origins = _origins(
+        traced, [nodes[name] for name in names], [nodes[name] for name, own in given.items() for _ in own]
+    )
     _return(traced, module.graph, origins)
     return Captured(module.graph, traced, origins, autocast)
 
@@ -91,34 +119,35 @@ def _alike(value: Any, mode: FakeTensorMode) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _refuse_shared_memory(traced: fx.GraphModule, examples: Sequence[Any]) -> None:
+def _refuse_shared_memory(examples: Sequence[Any], written: Sequence[bool]) -> None:
     """Raises: NotCaptured, if what the graph writes to is also another input of it."""
     storages = [value.untyped_storage()._cdata if isinstance(value, Tensor) else None for value in examples]
-    for placeholder, storage in zip(traced.graph.find_nodes(op="placeholder"), storages, strict=True):
-        if storages.count(storage) > 1 and any(
-            user.target is torch.ops.aten.copy_.default and user.args[0] is placeholder for user in placeholder.users
-        ):
-            raise NotCaptured(f"expected inputs that share no memory, found {placeholder.name} written to, which does")
+    if any(storages.count(storage) > 1 for storage, wrote in zip(storages, written, strict=True) if wrote):
+        raise NotCaptured(
+            "expected a graph that writes to no input that shares memory with another, found one that does"
+        )
 
 
-def _origins(traced: fx.GraphModule, returned: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+def _origins(
+    traced: fx.GraphModule, returned: Sequence[fx.Node], inputs: Sequence[fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
     """Which node is which, of a graph that returns the values of the Dynamo nodes `returned`."""
     (values,) = traced.graph.output_node().args
     assert isinstance(values, list | tuple)
-    origins: dict[fx.Node, fx.Node] = {}
+    origins: dict[fx.Node, list[fx.Node]] = {}
     for node, dynamo in zip(values, returned, strict=True):
         if isinstance(node, fx.Node):
-            origins.setdefault(node, dynamo)
+            origins.setdefault(node, []).append(dynamo)
     for placeholder, dynamo in zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        if not isinstance(dynamo.meta[EXAMPLE], list | tuple | dict):
-            origins.setdefault(placeholder, dynamo)
+        if isinstance(dynamo.meta[EXAMPLE], torch.SymInt):
+            origins.setdefault(placeholder, []).append(dynamo)
     return origins
 
 
-def _return(traced: fx.GraphModule, dynamo: fx.Graph, origins: dict[fx.Node, fx.Node]) -> None:
+def _return(traced: fx.GraphModule, dynamo: fx.Graph, origins: dict[fx.Node, list[fx.Node]]) -> None:
     """Let the ATen graph return no more than the Dynamo graph does: what is returned has a reader."""
     wanted = set(dynamo.output_node().all_input_nodes)
-    traced.graph.output_node().args = ([node for node, origin in origins.items() if origin in wanted],)
+    traced.graph.output_node().args = ([node for node, own in origins.items() if wanted.intersection(own)],)
     traced.recompile()
 
 

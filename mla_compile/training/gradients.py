@@ -28,7 +28,9 @@ def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
     Raises:
         Refusal: if something is found that does not.
     """
-    for node in _between(end, sources):
+    if not _records(end):
+        return
+    for node in between(end, sources):
         if any("hook" in _name(user) for user in node.users):
             raise Refusal(end, f"expected gradients that nobody looks at on their way, found a hook at {where(node)}")
         results = [value for value in _tensors(node) if value.is_floating_point() or value.is_complex()]
@@ -42,7 +44,18 @@ def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
             raise Refusal(end, reason, "detach what goes into the projections, or nothing")
 
 
-def _between(end: fx.Node, sources: Collection[fx.Node]) -> Iterator[fx.Node]:
+def _records(end: fx.Node) -> bool:
+    """Whether a node is where gradients are recorded."""
+    records = True
+    for node in end.graph.nodes:
+        if node is end:
+            break
+        if node.target is torch._C._set_grad_enabled:
+            records = bool(node.args[0])
+    return records
+
+
+def between(end: fx.Node, sources: Collection[fx.Node]) -> Iterator[fx.Node]:
     """`end` and all that it is made of up to `sources`, what writes to tensors on the way too."""
     writes: dict[Any, list[fx.Node]] = {}
     for node in end.graph.nodes:

@@ -56,7 +56,10 @@ def rewrite_for_training(module: fx.GraphModule, device: Device, options: Option
         return Trained(new, (), (str(error),), 0.0, ())
     sites = {node.name: node for node in captured.origins}
     rewriting = rewrite_graph(captured.module, device, options, training=True)
-    outcomes = tuple(_spliced(captured, outcome, sites) for outcome in rewriting.outcomes)
+    for outcome in rewriting.outcomes:
+        _move_origins(captured, outcome, sites)
+    captured.share_origins()
+    outcomes = tuple(_spliced(captured, outcome) for outcome in rewriting.outcomes)
     checks: tuple[Check, ...] = ()
     if rewriting.original is not None and any(outcome.rewritten for outcome in outcomes):
         original = rewriting.original
@@ -78,14 +81,23 @@ def rewrite_for_training(module: fx.GraphModule, device: Device, options: Option
     return trained
 
 
-def _spliced(captured: Captured, outcome: Outcome, sites: dict[str, fx.Node]) -> Outcome:
+def _output(captured: Captured, outcome: Outcome) -> fx.Node:
+    """The node of the ATen graph that is now the output of a rewritten site."""
+    return next(node for node in captured.module.graph.nodes if node.meta.get("mla_site") == outcome.node)
+
+
+def _move_origins(captured: Captured, outcome: Outcome, sites: dict[str, fx.Node]) -> None:
+    """Let the new output of a site have the origins of the node that was replaced."""
+    place = sites.get(outcome.node)
+    if outcome.rewritten and place is not None:
+        captured.origins[_output(captured, outcome)] = captured.origins.pop(place)
+
+
+def _spliced(captured: Captured, outcome: Outcome) -> Outcome:
     """What became of a site after its code was put into the Dynamo graph, or was not."""
     if not outcome.rewritten:
         return outcome
-    output = next(node for node in captured.module.graph.nodes if node.meta.get("mla_site") == outcome.node)
-    place = sites.get(outcome.node)
-    if place is not None:
-        captured.origins[output] = captured.origins.pop(place)
+    output = _output(captured, outcome)
     try:
         splice(captured, output)
     except Refusal as refusal:

@@ -17,7 +17,7 @@ from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
 
 from .capture import EXAMPLE, Captured
-from .gradients import check_gradients
+from .gradients import between, check_gradients
 
 _REARRANGE = {"transpose", "permute", "swapaxes", "contiguous", "reshape", "flatten"}
 """Methods that ask for no strides, and keep or copy elements."""
@@ -57,7 +57,7 @@ class _Part:
     """A value of both graphs, and the code that is to compute it."""
 
     def __init__(self, captured: Captured, end: fx.Node) -> None:
-        self.captured, self.end, self.place = captured, end, captured.origins[end]
+        self.captured, self.end, self.place = captured, end, captured.origins[end][0]
         self.code: list[fx.Node] = []
         """Nodes of the ATen graph, in order."""
         self.sources: dict[fx.Node, fx.Node] = {}
@@ -65,15 +65,21 @@ class _Part:
         self._collect()
 
     def _collect(self) -> None:
-        wanted, pending = {self.end}, [self.end]
+        wanted, pending, known = {self.end}, [self.end], dict[fx.Node, list[fx.Node]]()
         while pending:
             for operand in pending.pop().all_input_nodes:
                 if operand in self.captured.origins:
-                    self.sources[operand] = self.captured.origins[operand]
+                    known[operand] = self.captured.origins[operand]
                 elif operand not in wanted:
                     wanted.add(operand)
                     pending.append(operand)
         self.code = [node for node in self.end.graph.nodes if node in wanted]
+        # Of several nodes of one value, a detached one for instance, the one that the attention is made of.
+        every = {node for nodes in known.values() for node in nodes}
+        nearest = every.intersection(o for node in between(self.place, every) for o in node.all_input_nodes)
+        for operand, nodes in known.items():
+            near = [node for node in nodes if node in nearest]
+            self.sources[operand] = near[0] if len(near) == 1 else nodes[0]
 
     def check(self) -> None:
         """Raises: Refusal, if the code cannot stand in the Dynamo graph, or would have other gradients."""
@@ -117,7 +123,8 @@ class _Part:
                     new.meta = dict(self.place.meta)
         self.place.replace_all_uses_with(new)
         graph.erase_node(self.place)
-        self.captured.origins[self.end] = new
+        for origins in self.captured.origins.values():
+            origins[:] = [new if origin is self.place else origin for origin in origins]
 
     def _call(self, function: Any, *arguments: Any) -> fx.Node:
         return self.captured.dynamo.call_function(function, arguments)
