@@ -71,14 +71,14 @@ def assert_gradients_close(found: Sequence[Tensor], eager: Sequence[Tensor], exa
     """Check what `gradients` gave against float64, with eager's distance to it as the unit.
 
     The unit is at least a rounding of the largest of all: where there is one key, eager's gradients of the queries are
-    differences of equal numbers, and ours of nearly equal ones.
+    differences of equal numbers, and ours of nearly equal ones. A gradient that is no number in eager may be one.
     """
     largest = max(float(truth.nan_to_num(0, 0, 0).abs().max()) for truth in exact if truth.numel())
     for ours, plain, truth in zip(found, eager, exact, strict=True):
         assert ours.dtype == plain.dtype
         assert ours.shape == plain.shape
-        finite = plain.isfinite()
-        assert torch.equal(finite, ours.isfinite())
+        finite = plain.isfinite() & truth.isfinite()
+        assert ours.isfinite()[finite].all()
         if not truth.numel():
             continue
         error, unit = (float((t.double() - truth).where(finite, 0).abs().max()) for t in (ours, plain))

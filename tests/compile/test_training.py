@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mla_compile
-from tests.models import HIDDEN, Combined, N, P, R, V, rope
+from tests.models import HIDDEN, Combined, L, N, P, R, V, rope
 from tests.training import Rewritten, assert_gradients_close, gradients
 
 expanded_attention = torch.ops.mla.expanded_attention.default
@@ -298,30 +298,42 @@ def test_strides_are_those_of_the_original():
     assert_trained(Viewed(), hidden(), rewritten=1)
 
 
-class Shared(Layer):
-    """Writes to an input of which another is a view."""
+def test_an_input_that_is_a_view_of_one_that_is_written_to():
+    def step(base, view):
+        base.mul_(2)
+        return module(view)
 
-    def forward(self, pair):
-        x, tail = pair
-        x.mul_(2)
-        return super().forward(x) + tail.sum()
+    module, x = Layer(), torch.randn(3, 13, HIDDEN)
+    compiled = Rewritten(step)
+    with torch.enable_grad():
+        y = x.clone()
+        output = compiled(y, y[:2])
+    torch.testing.assert_close(output, module(2 * x[:2]))
+    assert compiled.notes == [
+        "expected a graph that writes to no input that shares memory with another, found one that does"
+    ]
 
 
-def test_the_keys_are_left_to_the_backward():
-    """Nothing that has both a head and a key axis is saved."""
-    module, x = Layer(), hidden(tokens=64)
-    saved = []
+@pytest.mark.usefixtures("without_codegen")
+def test_keys_and_values_are_not_kept_for_the_backward():
+    """By formula, of each token: hidden state, latent before and after its norm, rope key, queries, and outputs with
+    their lse."""
+    module, tokens = Layer(), 64
+    saved = {}
 
-    def pack(tensor):
-        saved.append(tensor)
+    def note(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    compiled = Rewritten(module)
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        compiled(x).sum().backward()
-    known = {t.untyped_storage().data_ptr() for t in (x, *module.parameters())}
-    made = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-    assert any(size >= 2 * 64 * N * (P + R) * 4 for storage, size in made.items() if storage not in known)  # queries
+    compiled = torch.compile(module, backend="mla", dynamic=False)
+    x = hidden(tokens=tokens).requires_grad_()
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        compiled(x).sum()
+    for weight in (x, *module.parameters()):
+        saved.pop(weight.untyped_storage().data_ptr(), None)
+    kept = sum(saved.values()) / (2 * tokens * 4)
+    assert kept < N * (P + V) + N * (P + R) + N * (V + 1) + 4 * (L + R)
+    assert mla_compile.last_report().rewritten == 1
 
 
 @pytest.mark.usefixtures("without_codegen")
