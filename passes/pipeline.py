@@ -70,19 +70,23 @@ class Pipeline:
     ranges: Ranges | None = None
     """Of an exported program: the sizes it is declared for, all of which its one graph has to serve without guards."""
 
+    training: bool = False
+    """Whether the graph needs gradients. It is then read for what to rewrite, and not itself run."""
+
     def __call__(self, module: fx.GraphModule) -> list[Result]:
         """Rewrite the MLA sites of a functional ATen graph in place. Every node has its fake value in `meta["val"]`."""
         graph = module.graph
         mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         environment = mode.shape_env if mode is not None else None
-        choose = Chooser(self.path, self.device, self.workspace_tokens, environment, self.ranges)
+        choose = Chooser(self.path, self.device, self.workspace_tokens, environment, self.ranges, self.training)
         rewriter = Rewriter(graph, self.workspace_tokens, environment)
         trace = Trace(graph)
         with nullcontext() if self.ranges is None else no_guards(environment):
             results = [self._treat(found, trace, choose, rewriter) for found in list(find(graph, trace))]
         if any(result.outcome.rewritten for result in results):
-            write_in_place(graph)
-            graph.eliminate_dead_code()
+            if not self.training:
+                write_in_place(graph)
+                graph.eliminate_dead_code()
             _relax_views(graph)
             graph.lint()
             module.recompile()

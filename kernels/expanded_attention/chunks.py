@@ -126,10 +126,14 @@ def leveled(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tens
 def lost_rows(dtype: torch.dtype, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of a mask whose finite numbers outweigh scores of `dtype`, `[B|1, N|1, Sq|1, 1]`, and their greatest number,
     0 for all other rows."""
-    lowest = -_SPACING / torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     peak = mask.amax(-1, keepdim=True)
-    lost = (peak <= lowest) & peak.isfinite()
+    lost = (peak <= lowest(dtype)) & peak.isfinite()
     return lost, peak.masked_fill(~lost, 0.0)
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Where nothing is left of a score of `dtype` that is added."""
+    return -_SPACING / torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
 def _attend_heads(

@@ -72,6 +72,8 @@ class Chooser:
     ranges: Ranges | None = None
     """Those of all symbols: then there are no guards, and a choice that is not the same for all of the sizes is left to
     the graph."""
+    training: bool = False
+    """Whether the graph needs gradients."""
 
     def __post_init__(self) -> None:
         every.check_asked(self.wanted)
@@ -82,7 +84,7 @@ class Chooser:
         Raises:
             Refusal: if rewriting would gain nothing.
         """
-        candidates = every.paths_of(site, meaning)
+        candidates = every.paths_of(site, meaning, training=self.training)
         asked = next((path for path in candidates if path.word == self.wanted), None)
         settled = asked or (candidates[0] if len(candidates) == 1 else None)
         if settled is None:

@@ -6,6 +6,8 @@ o = paged_expanded_attention(q, pages, block_table, W_UK, W_UV), of keys in page
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import sympy
 import torch
 from torch import Tensor, fx
@@ -18,7 +20,7 @@ from ..mla.site import Site
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from .as_written import expanded_multiply_adds
-from .carriers import Lengths, MaskAndOffset
+from .carriers import Carrier, Lengths, MaskAndOffset
 from .one_op import OneOp, Op
 from .operands import Operands
 
@@ -30,7 +32,7 @@ class Chunked(OneOp):
 
     name = "chunked"
     why = "many queries meet many keys"
-    carriers = (Lengths, MaskAndOffset)
+    carriers: ClassVar[tuple[type[Carrier], ...]] = (Lengths, MaskAndOffset)
     may_branch = True
     expands = True
 

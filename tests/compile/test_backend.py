@@ -118,7 +118,7 @@ def test_a_graph_without_attention_says_so():
     assert mla_compile.last_report().note == "stock Inductor, no attention in the graph"
 
 
-def test_with_gradients_stock_inductor_trains():
+def test_gradients_through_generated_code():
     module = Combined()
     with torch.enable_grad():
         x, cache = decode_inputs()
@@ -127,7 +127,7 @@ def test_with_gradients_stock_inductor_trains():
         (gradient,) = torch.autograd.grad(compiled.sum(), module.kv_b_proj.weight)
         (expected,) = torch.autograd.grad(eager.sum(), module.kv_b_proj.weight)
     torch.testing.assert_close(gradient, expected)
-    assert mla_compile.last_report().note == "stock Inductor, gradients are needed"
+    assert mla_compile.last_report().rewritten == 1
 
 
 @pytest.mark.usefixtures("without_codegen")
