@@ -7,10 +7,16 @@ TORCHINDUCTOR_CPP_MARCH=x86-64-v3 (either alone leaves AVX-512 to the compiler) 
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Callable
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +36,6 @@ TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", 
 """What `number.h` calls a dtype."""
 
 
-@cache
 def load(
     sources: tuple[Path, ...], argtypes: tuple[str, ...], defines: tuple[str, ...] = ()
 ) -> Callable[..., None] | None:
@@ -38,14 +43,115 @@ def load(
 
     `defines` are macros, a name and what it stands for. None where it cannot be built.
     """
-    from torch._inductor import config
+    return start(sources, argtypes, defines)()
+
+
+@cache
+def start(
+    sources: tuple[Path, ...], argtypes: tuple[str, ...], defines: tuple[str, ...] = ()
+) -> Callable[[], Callable[..., None] | None]:
+    """`load`, going on in the background: what it returns waits for it."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    text = _text(sources, defines)
+    return _built(sources[-1], lambda: CppPythonBindingsCodeCache.load_pybinding_async(list(argtypes), text, **_AWAY))
+
+
+@cache
+def start_library(sources: tuple[Path, ...]) -> Callable[[], ctypes.CDLL | None]:
+    """C++ files taken as one, with torch's own headers, loaded into this process: what it returns waits for it."""
+    return _built(sources[-1], lambda: _torch_library().load_async(_text(sources, ()), **_AWAY))
+
+
+def address(kernel: Callable[..., None]) -> int:
+    """Where the code of a kernel is."""
+    library = ctypes.CDLL(kernel.__self__.__file__)  # type: ignore[attr-defined]
+    found = ctypes.cast(library.kernel, ctypes.c_void_p).value
+    assert found is not None
+    return found
+
+
+def _text(sources: Sequence[Path], defines: Sequence[str]) -> str:
+    return "\n".join([*(f"#define {define}" for define in defines), *(source.read_text() for source in sources)])
+
+
+@cache
+def _torch_library() -> Any:
+    from torch._inductor.codecache import CppCodeCache
+
+    class TorchLibrary(CppCodeCache):
+        cache: dict[str, Any] = {}  # noqa: RUF012  one for each class, which is how Inductor declares it
+        cpp_compile_command_flags = {"include_pytorch": True, "shared": True}  # noqa: RUF012
+
+    return TorchLibrary
+
+
+def _built(source: Path, begin: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
+    """What `begin` gives, None where it cannot be built."""
+    from torch._inductor import config
+
+    def failed(error: Exception) -> None:
+        _say_that_there_are_none()
+        _log.info("no native kernel from %s: %s", source, error)
 
     try:
         with config.patch(_CONFIG):
-            macros = [f"#define {define}" for define in defines]
-            text = "\n".join([*macros, *(source.read_text() for source in sources)])
-            return CppPythonBindingsCodeCache.load_pybinding(list(argtypes), text)
+            pending = begin()
     except Exception as error:  # a compiler that is missing, old or broken: there is another way to the same result
-        _log.info("no native kernel from %s: %s", sources[-1], error)
-        return None
+        failed(error)
+        return lambda: None
+
+    @cache
+    def wait() -> Any:
+        try:
+            return pending()
+        except Exception as error:
+            failed(error)
+            return None
+
+    return wait
+
+
+@cache
+def _say_that_there_are_none() -> None:
+    _log.warning(
+        "C++ kernels could not be compiled, so that attention takes slower ATen operations: is there a compiler that "
+        "torch.compile finds ($CXX or g++)? TORCH_LOGS=+mla_compile has the compiler's own words."
+    )
+
+
+class _Progress:
+    """Compilations in the background, and a line about them on a terminal."""
+
+    def __init__(self) -> None:
+        self.begun = self.done = 0
+        self.start = 0.0
+        self.pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="mla_compile")
+
+    def submit(self, compile: Callable[[], None]) -> Future[None]:
+        """Inductor's `submit_fn`: called for what is not on disk yet."""
+        if self.begun == self.done:
+            self.begun, self.done, self.start = 0, 0, time.perf_counter()
+        self.begun += 1
+        self._show()
+        future = self.pool.submit(compile)
+        future.add_done_callback(self._finished)
+        return future
+
+    def _finished(self, _: Future[None]) -> None:
+        self.done += 1
+        self._show()
+
+    def _show(self) -> None:
+        if not sys.stderr.isatty():
+            if self.begun == 1 and self.done == 0:
+                _log.info("compiling C++ kernels for this CPU: once for this machine and version")
+            return
+        over = self.done == self.begun
+        line = f"mla_compile: compiling C++ kernels for this CPU, once: {self.done} of {self.begun}"
+        tail = f", {time.perf_counter() - self.start:.0f} s\n" if over else ""
+        print(f"\r{line}{tail}", end="", file=sys.stderr, flush=True)
+
+
+_progress = _Progress()
+_AWAY: dict[str, Any] = {"submit_fn": _progress.submit}

@@ -32,6 +32,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_compile.kernels.register
 from mla_compile import device as devices
+from mla_compile.kernels import compiled as cpp_kernels
 from mla_compile.kernels._common.tuning import tuning
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.paths.absorbed import Absorbed
@@ -135,7 +136,11 @@ class _Compilation:
             store.save(Report(self.outcomes))
         elif stored is not None:
             self.outcomes = stored.sites
+        cpp_kernels.make_ready(self._dtypes_on_cpu())
         return compiled
+
+    def _dtypes_on_cpu(self) -> list[torch.dtype]:
+        return [t.dtype for t in self.inputs if isinstance(t, torch.Tensor) and t.is_cpu]
 
     def _compile(self, sealed: fx.GraphModule, tag: str, use_cache: bool) -> Callable[..., Any]:
         """Compile a copy of the sealed graph through the passes, which do not run if torch's cache has the artifact."""
@@ -194,6 +199,7 @@ class _Compilation:
             raise _NothingToRewrite
         if self.options.strict:
             raise_strict(self.outcomes, "")
+        cpp_kernels.begin(self._dtypes_on_cpu())
         start = time.perf_counter()
         retraced = retrace(module)
         self.seconds["retrace"] = time.perf_counter() - start

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..native import ATTEND, NUMBER, TYPES, VECTOR, load
+from ..native import ATTEND, NUMBER, TYPES, VECTOR, load, start
 
 _HERE = Path(__file__).parent
-_OWN = (_HERE / name for name in ("keys.h", "floats.h", "dots.h", "brgemm.h", "native.cpp"))
+_OWN = (_HERE / name for name in ("call.h", "keys.h", "floats.h", "dots.h", "brgemm.h", "native.cpp"))
 _SOURCES = (VECTOR, ATTEND, NUMBER, *_OWN)
 _ARGUMENTS = ("const void*",) * 4 + ("void*",) * 2 + ("uintptr_t",) * 5 + ("int64_t",) * 23 + ("float", "int64_t")
 MOST_ROWS = 256
@@ -43,12 +43,20 @@ class Cached:
 
 def kernel_for(number: torch.dtype, latent: torch.dtype, k_rope: torch.dtype) -> Callable[..., None] | None:
     """The kernel for queries and keys of some dtypes; None if there is none, or no compiler."""
-    if number not in TYPES:
-        return None
+    return None if number not in TYPES else load(_SOURCES, _ARGUMENTS, _defines(number, latent, k_rope))
+
+
+def begin(number: torch.dtype, latent: torch.dtype, k_rope: torch.dtype) -> None:
+    """Compile in the background what `kernel_for` waits for."""
+    if number in TYPES:
+        start(_SOURCES, _ARGUMENTS, _defines(number, latent, k_rope))
+
+
+def _defines(number: torch.dtype, latent: torch.dtype, k_rope: torch.dtype) -> tuple[str, ...]:
     defines: tuple[str, ...] = f"NUMBER {TYPES[number]}", f"LATENT {TYPES[latent]}", f"ROPE {TYPES[k_rope]}"
     if number == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         defines = (*defines, TILES)
-    return load(_SOURCES, _ARGUMENTS, defines)
+    return defines
 
 
 def attend(

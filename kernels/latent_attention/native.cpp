@@ -271,3 +271,5 @@ extern "C" void kernel(const void* q_latent, const void* q_rope, const void* lat
             keys, bias_query, bias_head, bias_key, {rows, rank, rope, scale}},
            threads);
 }
+
+static_assert(std::is_same_v<decltype(kernel), LatentAttentionKernel>);

@@ -1,5 +1,7 @@
 """Absorbed MLA in C++ (`native.cpp`) for the few rows of a decode step; what CPU tensors get.
 
+Compiled graphs with a mask of one row a sequence, or none, get the same from `dispatcher.cpp` without this Python.
+
 The matrix products that `aten.py` is made of are thin then, with 16 or 128 rows, and far from what a core can do.
 Everything else goes to `aten.py`: float64, many rows, keys that are no range, no C++ compiler.
 """
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..bundles import checked
+from ..dispatcher import general
 from ..visibility import Visibility, positions, take
 from .arguments import LatentAttention
 from .aten import attend as attend_with_aten
@@ -67,4 +70,4 @@ def _cached(latent: Tensor, k_rope: Tensor) -> Cached:
 
 
 latent_attention_cpu = checked(LatentAttention, attend_on_cpu)
-torch.library.impl("mla::latent_attention", "CPU")(latent_attention_cpu)
+general("latent_attention")(latent_attention_cpu)

@@ -116,3 +116,5 @@ extern "C" void kernel(const void* x, const void* weight, void* out, int64_t row
     }
   }
 }
+
+static_assert(std::is_same_v<decltype(kernel), PerHeadMatmulKernel>);

@@ -6,27 +6,40 @@ float64, more rows, a weight contiguous in neither dim, no C++ compiler.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..bundles import checked
-from ..native import NUMBER, TYPES, VECTOR, load
+from ..dispatcher import general
+from ..native import NUMBER, TYPES, VECTOR, load, start
 from .arguments import PerHeadMatmul
 from .aten import multiply
 
 _MOST_ROWS = 4
 """Queries of all sequences up to which the weight's bytes and not the arithmetic take the time; `native.cpp` has one
 instance for each number."""
-_SOURCES = VECTOR, NUMBER, Path(__file__).with_name("native.cpp")
+_SOURCES = VECTOR, NUMBER, *(Path(__file__).with_name(name) for name in ("call.h", "native.cpp"))
 _ARGUMENTS = ("const void*",) * 2 + ("void*",) + ("int64_t",) * 10
+
+
+def kernel_for(dtype: torch.dtype) -> Callable[..., None] | None:
+    """The kernel for tensors of some dtype; None if there is none, or no compiler."""
+    return load(_SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[dtype]}",)) if dtype in TYPES else None
+
+
+def begin(dtype: torch.dtype) -> None:
+    """Compile in the background what `kernel_for` waits for."""
+    if dtype in TYPES:
+        start(_SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[dtype]}",))
 
 
 def multiply_on_cpu(operands: PerHeadMatmul) -> Tensor:
     """`[B, Sq, N, O]`."""
     x, weight = operands.x, operands.weight
-    kernel = load(_SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[x.dtype]}",)) if _suits(x, weight) else None
+    kernel = kernel_for(x.dtype) if _suits(x, weight) else None
     if kernel is None:
         return multiply(operands)
     batch, query_count, heads, inner = x.shape
@@ -45,4 +58,4 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
 
 
 per_head_matmul_cpu = checked(PerHeadMatmul, multiply_on_cpu)
-torch.library.impl("mla::per_head_matmul", "CPU")(per_head_matmul_cpu)
+general("per_head_matmul")(per_head_matmul_cpu)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mla_compile.kernels.register  # noqa: F401  the ops under test
+from mla_compile.kernels import compiled, dispatcher
 from mla_compile.kernels.expanded_attention import native as expanded_attention
 from mla_compile.kernels.latent_attention import cached
 from mla_compile.kernels.per_head_matmul import native as per_head_matmul
@@ -27,11 +28,39 @@ def no_compiler(monkeypatch):
         monkeypatch.setattr(module, "load", lambda *_: None)
 
 
-@pytest.fixture(params=["native", "aten"])
+DISPATCHED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def nothing_dispatched():
+    """A test that compiled a model may have let torch call C++: the kernels under test are those of a test's own."""
+    if dispatcher.take_over.cache_info().currsize:
+        withdraw()
+
+
+def withdraw():
+    for dtype in DISPATCHED:
+        dispatcher.provide("latent_attention", (dtype,) * 3, None)
+        dispatcher.provide("per_head_matmul", (dtype,), None)
+
+
+@pytest.fixture
+def dispatched():
+    """What compiled graphs have: torch calls C++, and that the kernels."""
+    compiled.begin(DISPATCHED)
+    compiled.make_ready(DISPATCHED)
+    assert dispatcher.take_over() is not None
+    yield
+    withdraw()
+
+
+@pytest.fixture(params=["dispatched", "native", "aten"])
 def implementation(request):
-    """Both ways to compute an op on CPU."""
+    """Every way to compute an op on CPU."""
     if request.param == "aten":
         request.getfixturevalue("no_compiler")
+    if request.param == "dispatched":
+        request.getfixturevalue("dispatched")
     return request.param
 
 

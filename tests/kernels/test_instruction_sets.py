@@ -34,7 +34,7 @@ def built(name: str, sources: tuple[Path, ...], argtypes: tuple[str, ...], defin
     settings, more, _ = SETS[name]
     kept = tuple(define for define in defines if define != cached.TILES)
     with config.patch(settings):
-        return native.load.__wrapped__(sources, argtypes, (*kept, *more))
+        return native.start.__wrapped__(sources, argtypes, (*kept, *more))()
 
 
 BF16, HALF = torch.bfloat16, (torch.bfloat16, torch.float16)

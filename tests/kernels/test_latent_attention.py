@@ -211,6 +211,7 @@ def test_without_looking_at_mask_values(monkeypatch, no_compiler, mask):
     assert_right(absorb(x), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], x.scale)
 
 
+@pytest.mark.parametrize("implementation", ["native", "aten"], indirect=True)
 def test_only_keys_that_are_seen_are_loaded(monkeypatch, implementation):
     loaded = []
 

@@ -1,0 +1,79 @@
+"""Who computes an op on CPU: first its general implementation in Python, from `take_over` on `dispatcher.cpp`.
+
+That calls the kernels that were provided, and the general implementation, by an op of its own, for all else. Until
+then, and on a machine without a compiler, torch calls the general implementation itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mla_compile.ops  # noqa: F401  defines the ops
+
+from ..native import TYPES, address, start_library
+
+_HERE = Path(__file__).parent
+_SOURCES = (
+    _HERE.parent / "latent_attention" / "call.h",
+    _HERE.parent / "per_head_matmul" / "call.h",
+    _HERE / "dispatcher.cpp",
+)
+_PLACES = list(TYPES)
+"""Dtypes in the order of `place` in `dispatcher.cpp`."""
+_GENERAL = torch.library.Library("mla", "FRAGMENT")
+_implementations: dict[str, Callable[..., Any]] = {}
+_registered: list[torch.library.Library] = []
+"""What holds the general implementations as those of their ops."""
+
+
+def general(op: str) -> Callable[[Callable[..., Any]], None]:
+    """Register an implementation that takes whatever `mla::<op>` takes on CPU; to be called with it."""
+
+    def register(implementation: Callable[..., Any]) -> None:
+        schema = str(getattr(torch.ops.mla, op).default._schema).removeprefix(f"mla::{op}")
+        _GENERAL.define(f"{op}_general{schema}")
+        _GENERAL.impl(f"{op}_general", implementation, "CPU")
+        _implementations[op] = implementation
+        _register(op)
+
+    return register
+
+
+def _register(op: str) -> None:
+    library = torch.library.Library("mla", "IMPL")
+    library.impl(op, _implementations[op], "CPU")
+    _registered.append(library)
+
+
+def begin() -> None:
+    """Compile in the background what `take_over` waits for."""
+    start_library(_SOURCES)
+
+
+@cache
+def take_over() -> ctypes.CDLL | None:
+    """Let torch call C++ from now on; not to be called while an op runs. None where that cannot be built."""
+    waiting = start_library(_SOURCES)
+    # Torch warns of an implementation that takes the place of another.
+    while _registered:
+        _registered.pop()._destroy()
+    library = waiting()
+    if library is None:
+        for op in _implementations:
+            _register(op)
+    return library
+
+
+def provide(op: str, dtypes: Sequence[torch.dtype], kernel: Callable[..., None] | None) -> None:
+    """Hand a kernel of an op, for tensors of these dtypes, to the C++ that has taken over; None takes it back."""
+    library = take_over()
+    if library is None:
+        return
+    where = [ctypes.c_int64(_PLACES.index(dtype)) for dtype in dtypes]
+    getattr(library, f"provide_{op}")(*where, ctypes.c_void_p(None if kernel is None else address(kernel)))
