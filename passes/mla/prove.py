@@ -23,7 +23,7 @@ from ..algebra.substitution import Slice, change_read, change_term
 from ..algebra.terms import Axis, Dim, Join, Product, Read, Scaled, Stacked, Sum, Term, Undefined, Unread, Zero
 from ..attention.find import Attention, Score
 from ..nodes.refusal import Refusal
-from ..trace.fp8 import WIDE
+from ..trace.fp8 import without_widening
 from ..trace.trace import Trace
 from .site import Piece, Site
 from .why_not import describe, name, no_up_projection, stored_expanded
@@ -239,12 +239,8 @@ def _absorbed(piece: Piece, value: Term, columns: Dim) -> bool:
 
 
 def _same_tensor(a: Read, b: Read) -> bool:
-    """Whether two reads name the same elements, perhaps rounded otherwise on the way to the attention."""
-
-    def unrounded(read: Read) -> Read:
-        return replace(read, then=tuple(step for step in read.then if step not in WIDE))
-
-    return unrounded(a) == unrounded(b)
+    """Whether two reads name the same numbers, perhaps in other dtypes: what rounds one must round the other."""
+    return without_widening(a) == without_widening(b)
 
 
 def _around(piece: Piece, latent: Read, rank: Dim) -> Iterator[Piece]:

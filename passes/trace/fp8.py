@@ -85,6 +85,20 @@ def dtype_of(read: Read) -> Any:
     return read.source.meta["val"].dtype
 
 
+def without_widening(read: Read) -> Read:
+    """A read without the casts that keep every number as it is: to a dtype that holds all of the one before."""
+    dtype, rounded = dtype_of(replace(read, then=())), list[Any]()
+    for step in read.then:
+        if isinstance(step, Bits):
+            dtype = step.dtype
+        widens = dtype is not None and step in WIDE and (dtype == FP8 or torch.promote_types(dtype, step) == step)
+        if not widens:
+            rounded.append(step)
+        if step in WIDE:
+            dtype = step
+    return replace(read, then=tuple(rounded))
+
+
 def groups_of(scales: Read, columns: Dim, tokens: Sequence[Dim]) -> Dim | None:
     """The slowest of the columns, over which scales run; None if they run over more than these and whole `tokens`."""
     everywhere = {axis for dim in tokens for axis in dim}

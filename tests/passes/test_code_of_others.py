@@ -194,6 +194,7 @@ UNCHANGED: dict[str, Function] = {
     for name, change in {
         "keys of the token before": lambda c: c.roll(1, 1),
         "keys with a nonlinearity": torch.tanh,
+        "keys that are rounded where values are not": lambda c: c.bfloat16().double(),
         "keys with a factor a token": lambda c: c * torch.arange(T)[:, None].double(),
         "keys of the columns in another order": lambda c: c.flip(-1),
     }.items()
