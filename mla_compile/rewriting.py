@@ -36,7 +36,7 @@ def rewrite_graph(module: fx.GraphModule, device: Device, options: Options, rang
     log_graph(BEFORE, module)
     original = snapshot(module) if options.verify else None
     start = time.perf_counter()
-    results = Pipeline(device, options.path, options.workspace_tokens, ranges)(module)
+    results = Pipeline(device, options.path, options.workspace_tokens, ranges, options.same_on_ranks)(module)
     seconds = time.perf_counter() - start
     log_results(results)
     outcomes = tuple(result.outcome for result in results)

@@ -25,6 +25,7 @@ from .nodes.source import common_frame
 from .outcome import Outcome, rewritten, unchanged
 from .paths.all import AUTO
 from .paths.choose import Choice, Chooser, Ranges
+from .paths.of_ranks import NOTHING
 from .trace.trace import Trace
 
 
@@ -58,12 +59,15 @@ class Pipeline:
     ranges: Ranges | None = None
     """Of an exported program: the sizes it is declared for, all of which its one graph has to serve without guards."""
 
+    same_on_ranks: str = NOTHING
+    """What the ranks of a group that shares out keys have the same of: see `SAME`."""
+
     def __call__(self, module: fx.GraphModule) -> list[Result]:
         """Rewrite the MLA sites of a functional ATen graph in place. Every node has its fake value in `meta["val"]`."""
         graph = module.graph
         mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         environment = mode.shape_env if mode is not None else None
-        choose = Chooser(self.path, self.device, self.workspace_tokens, environment, self.ranges)
+        choose = Chooser(self.path, self.device, self.workspace_tokens, environment, self.ranges, self.same_on_ranks)
         rewriter = Rewriter(graph, self.workspace_tokens, environment)
         trace = Trace(graph)
         with nullcontext() if self.ranges is None else no_guards(environment):

@@ -191,6 +191,8 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
         return pieces[0]
     rank = len(pieces[0].dims)
     aligned, _ = align(pieces, [[(k, i) if i == dim else i for i in range(rank)] for k in range(len(pieces))])
+    if (whole := _every_index(aligned, dim)) is not None:
+        return whole
     along = Axis(total(piece.shape[dim] for piece in aligned))
     dims = tuple((along,) if i == dim else axes for i, axes in enumerate(aligned[0].dims))
     segments = tuple(Segment(p.dims[dim], prune(p.term, 2)) for p in aligned)
@@ -200,6 +202,39 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
     if all(s.term.parts is None for s in segments) and all(axes == together for axes in depends):
         return Form(dims, term)
     return Form(dims, replace(term, parts=_stacked(along, segments) or Join(along, segments)))
+
+
+def _every_index(pieces: Sequence[Form], dim: int) -> Form | None:
+    """What the pieces are read from, if they are its elements at every index of one axis, in order: that axis comes
+    before their own along the join. None if they are not.
+
+    This is how ranks come whose tensors were gathered one behind the other in another dimension.
+    """
+    first, *others = pieces
+    if first.term.parts is not None or any(piece.term.parts is not None for piece in others):
+        return None
+    reads = [first.term.read]
+    for piece in others:
+        own = dict(zip(piece.dims[dim], first.dims[dim], strict=False))
+        if len(piece.dims[dim]) != len(first.dims[dim]) or any(not same(a.size, b.size) for a, b in own.items()):
+            return None
+        reads.append(change_read(piece.term.read, own))
+    axis = Axis(len(pieces))
+    for i, digits in enumerate(first.term.read.dims):
+        for j, digit in enumerate(digits):
+            if digit.axis is None and same(digit.extent, len(pieces)):
+                there = [_with_digit(reads[0], i, j, replace(digit, start=k)) for k in range(len(pieces))]
+                if reads == there:
+                    whole = _with_digit(reads[0], i, j, replace(digit, axis=axis, start=0))
+                    dims = tuple((axis, *own) if k == dim else own for k, own in enumerate(first.dims))
+                    return Form(dims, Term(whole))
+    return None
+
+
+def _with_digit(read: Read, dim: int, place: int, digit: Digit) -> Read:
+    digits = read.dims[dim]
+    changed = (*digits[:place], digit, *digits[place + 1 :])
+    return replace(read, dims=(*read.dims[:dim], changed, *read.dims[dim + 1 :]))
 
 
 def _stacked(along: Axis, segments: Sequence[Segment]) -> Product | None:

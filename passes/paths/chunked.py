@@ -19,7 +19,8 @@ from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from .as_written import expanded_multiply_adds
 from .carriers import Lengths, MaskAndOffset
-from .one_op import OneOp, Op
+from .exchange import Op
+from .one_op import OneOp
 from .operands import Operands
 
 _FORCE = "set options={'mla.path': 'absorbed'}"
@@ -73,6 +74,10 @@ class Chunked(OneOp):
         and causal.
         """
         return True
+
+    def exchanges(self, *, same_queries: bool) -> bool:
+        """Of its own heads: it has no weights of others."""
+        return same_queries
 
     def op(self, keys: StoredKeys) -> str:
         """One for each form of keys."""

@@ -1,0 +1,78 @@
+"""See whether a site's keys are gathered from the ranks of a group, so that attention can read them where they are.
+
+    latent[b, r * T / k + j] = latent of rank r [b, j]        shares one behind the other
+    latent[b, j * k + r]     = latent of rank r [b, j]        token by token, and likewise page by page
+
+What is gathered is a leaf of the trace with an axis of ranks (`trace/collectives`): keys are gathered if that axis is
+one of theirs. The rope key may be gathered with the latent or by itself, but from the same group along the same axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from ..algebra.gathers import composed
+from ..algebra.sizes import Unaligned
+from ..algebra.terms import Axis, Dim, Read, Term
+from ..mla.site import Site
+from ..nodes.arguments import arguments
+from ..trace.collectives import ALL_GATHER
+from ..trace.trace import Trace
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process group: `axis` runs over its `count` ranks."""
+
+    axis: Axis
+    count: int
+    group: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """A site as one rank of a group has it: its keys are those of that rank alone."""
+
+    site: Site
+    ranks: Ranks
+
+
+def share_of(site: Site, trace: Trace) -> Share | None:
+    """The part that each rank has of a site's keys; None if they are not provably gathered from ranks."""
+    reads = [site.latent, *(rope.key.read for rope in site.ropes)]
+    found = {_gathered(read, site.attention.keys) for read in reads}
+    ranks = found.pop()
+    if ranks is None or found:
+        return None
+    latent, *ropes = (_of_one_rank(read, trace) for read in reads)
+    keys = tuple(axis for axis in site.attention.keys if axis is not ranks.axis)
+    own = [replace(piece, key=Term(rope)) for piece, rope in zip(site.ropes, ropes, strict=True)]
+    attention = replace(site.attention, keys=keys)
+    return Share(replace(site, attention=attention, latent=latent, ropes=tuple(own)), ranks)
+
+
+def _gathered(read: Read, keys: Dim) -> Ranks | None:
+    """The ranks from which a read of keys is gathered, if it is."""
+    node = read.source
+    if not isinstance(node, fx.Node) or node.target is not ALL_GATHER or not read.dims[0]:
+        return None
+    _, count, group = arguments(node)
+    digit = read.dims[0][0]
+    if digit.axis is None or digit.axis not in keys or not digit.whole or digit.extent != count:
+        return None
+    return Ranks(digit.axis, count, group)
+
+
+def _of_one_rank(read: Read, trace: Trace) -> Read:
+    """What a read of gathered tensors says of that of one rank, and of what that is made of."""
+    assert isinstance(read.source, fx.Node)
+    (operand, *_) = arguments(read.source)
+    own = replace(read, source=operand, dims=(read.dims[0][1:], *read.dims[1:]))
+    form = trace[operand]
+    try:
+        (made_of,), _ = composed([form.term.read], form, own)
+    except Unaligned:
+        return own
+    return replace(made_of, then=(*made_of.then, *own.then))
