@@ -13,6 +13,7 @@ from mla_compile.cost import Device
 
 from .algebra.sizes import Unaligned
 from .attention.find import Attention, find
+from .graph.gathers import remove_unused, waits_for_gathers
 from .graph.guards import GuardNeeded, no_guards
 from .graph.in_place import write_in_place
 from .graph.rewriter import Rewriter
@@ -25,7 +26,7 @@ from .nodes.source import common_frame
 from .outcome import Outcome, rewritten, unchanged
 from .paths.all import AUTO
 from .paths.choose import Choice, Chooser, Ranges
-from .paths.of_ranks import NOTHING
+from .paths.of_ranks import PROGRAM
 from .trace.trace import Trace
 
 
@@ -59,7 +60,7 @@ class Pipeline:
     ranges: Ranges | None = None
     """Of an exported program: the sizes it is declared for, all of which its one graph has to serve without guards."""
 
-    same_on_ranks: str = NOTHING
+    same_on_ranks: str = PROGRAM
     """What the ranks of a group that shares out keys have the same of: see `SAME`."""
 
     def __call__(self, module: fx.GraphModule) -> list[Result]:
@@ -70,10 +71,13 @@ class Pipeline:
         choose = Chooser(self.path, self.device, self.workspace_tokens, environment, self.ranges, self.same_on_ranks)
         rewriter = Rewriter(graph, self.workspace_tokens, environment)
         trace = Trace(graph)
+        waits = waits_for_gathers(graph)
         with nullcontext() if self.ranges is None else no_guards(environment):
             results = [self._treat(found, trace, choose, rewriter) for found in list(find(graph, trace))]
         if any(result.outcome.rewritten for result in results):
             write_in_place(graph)
+            graph.eliminate_dead_code()
+            remove_unused(waits)
             graph.eliminate_dead_code()
             _relax_views(graph)
             graph.lint()

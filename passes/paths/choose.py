@@ -33,7 +33,7 @@ from . import all as every
 from .either import Either
 from .fastest import fastest
 from .form import Form
-from .of_ranks import NOTHING, OfRanks
+from .of_ranks import PROGRAM, OfRanks
 from .path import Path
 
 Ranges = Mapping[sympy.Symbol, ValueRanges]
@@ -83,7 +83,7 @@ class Chooser:
     ranges: Ranges | None = None
     """Those of all symbols: then there are no guards, and a choice that is not the same for all of the sizes is left to
     the graph."""
-    same_on_ranks: str = NOTHING
+    same_on_ranks: str = PROGRAM
     """What the ranks of a group that shares out keys have the same of: see `SAME`."""
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
+import sympy
 import torch
 from torch import Tensor
 
@@ -52,7 +53,8 @@ class Exchange:
     def received_keys(self, sizes: Mapping[str, Size], element_size: int) -> Size:
         """Bytes that a rank receives where it gathers latents and rope keys: T is a multiple of the ranks."""
         s = sizes
-        return s["B"] * (s["T"] - s["T"] / self.ranks) * (s["L"] + s["R"]) * element_size
+        keys = sympy.sympify(s["T"]) / self.ranks
+        return (self.ranks - 1) * s["B"] * keys * (s["L"] + s["R"]) * element_size
 
     def _of_same(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """`o [B, Sq, N, V]`, `lse [B, Sq, N]` of this rank's keys: of those of all ranks."""

@@ -26,8 +26,8 @@ from .form import Form
 from .one_op import OneOp, OneOpCode
 from .path import Part, Path
 
-NOTHING, MASKS, QUERIES = SAME = "nothing", "masks", "queries"
-"""What is the same on all ranks of a group from which keys are gathered: masks, or queries as well."""
+NOTHING, PROGRAM, MASKS, QUERIES = SAME = "nothing", "program", "masks", "queries"
+"""What all ranks of a group have the same of that gathers keys: each says what the one before says, and more."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class OfRanks:
     @classmethod
     def of(cls, site: Site, trace: Trace, same: str) -> OfRanks | None:
         """None if keys are not provably shared out, or ranks may have masks that others would have to know."""
-        share = share_of(site, trace)
+        share = None if same == NOTHING else share_of(site, trace)
         found = None if share is None else over_one_axis(site, trace)
         if share is None or found is None:
             return None
         whole, meaning = found
         known = not any(kind.reads for kind in meaning.kinds)
-        if meaning.uniform_when_empty or (same == NOTHING and not known):
+        if meaning.uniform_when_empty or (same == PROGRAM and not known):
             return None
         if same != QUERIES and any(not axes.isdisjoint(site.heads) for axes in _axes_of(meaning)):
             return None

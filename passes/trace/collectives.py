@@ -13,6 +13,7 @@ from .handler import Forms, Handlers
 
 HANDLERS = Handlers()
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @HANDLERS.of(ALL_GATHER)
@@ -24,6 +25,6 @@ def _all_gather(trace: Forms, node: fx.Node) -> Form:
     return Form(dims, operations.read_of(node, dims))
 
 
-@HANDLERS.of(torch.ops._c10d_functional.wait_tensor.default)
+@HANDLERS.of(WAIT)
 def _wait(trace: Forms, node: fx.Node) -> Form:
     return trace[arguments(node)[0]]

@@ -23,8 +23,8 @@ from . import arithmetic, collectives, joins, lookups, parts, slices, views
 from .handler import Handlers, pointwise
 from .unhandled import UNHANDLED
 
-ROOMS = (views, parts, slices, joins, arithmetic, lookups, collectives)
-HANDLERS = Handlers({op: handler for room in ROOMS for op, handler in room.HANDLERS.items()})
+TABLES = tuple(file.HANDLERS for file in (views, parts, slices, joins, arithmetic, lookups, collectives))
+HANDLERS = Handlers({op: handler for table in TABLES for op, handler in table.items()})
 """All of them: no op is in two tables."""
 
 

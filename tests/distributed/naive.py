@@ -10,6 +10,15 @@ N, L, P, R, V = 3, 16, 8, 4, 6
 PAGE = 4
 """Tokens that a rank has before it is another's turn, where shares are page by page."""
 
+MESH = []
+"""Of all ranks, once `meet` was called: Dynamo cannot make one."""
+
+
+def meet():
+    """Make the mesh."""
+    if not MESH:
+        MESH.append(init_device_mesh("cpu", (dist.get_world_size(),)))
+
 
 def functional(own):
     """`[k B, ...]` of each rank's `[B, ...]`."""
@@ -42,8 +51,9 @@ def list_of_tensors(own):
 
 def redistributed(own):
     """The same by a DTensor."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return DTensor.from_local(own, mesh, [Shard(1)], run_check=False).redistribute(mesh, [Replicate()]).to_local()
+    return (
+        DTensor.from_local(own, MESH[0], [Shard(1)], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    )
 
 
 def by_token(own):
@@ -56,6 +66,23 @@ def by_page(own):
     """Page by page."""
     ranks = functional(own.unflatten(1, (-1, PAGE))).unflatten(0, (dist.get_world_size(), -1))
     return ranks.permute(1, 2, 0, 3, 4).flatten(1, 3)
+
+
+def paged(latent, k_rope):
+    """A rank's share in a pool `[pages, PAGE, L + R]`, its pages in some order, and the table of them."""
+    rows = torch.cat([latent, k_rope], dim=-1).unflatten(1, (-1, PAGE))
+    count = rows.shape[0] * rows.shape[1]
+    table = torch.randperm(count, generator=torch.Generator().manual_seed(count)).view(rows.shape[:2])
+    pool = torch.full((count + 1, *rows.shape[2:]), torch.nan, dtype=rows.dtype)
+    pool[table] = rows
+    return pool, table
+
+
+def gathered(gather, first, second, *, pages):
+    """Latents and rope keys of all ranks: of a pool and a table, or of this rank's own."""
+    if pages:
+        first, second = first[second].flatten(1, 2).split([L, R], dim=-1)
+    return gather(first), gather(second)
 
 
 def place(gather, tokens, rank, ranks):
