@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from ..algebra.gathers import composed
-from ..algebra.sizes import Unaligned
+from ..algebra.sizes import Unaligned, product
+from ..algebra.substitution import merge
 from ..algebra.terms import Axis, Dim, Read, Term
 from ..mla.site import Site
 from ..nodes.arguments import arguments
-from ..trace.collectives import ALL_GATHER
+from ..trace.collectives import gather_behind
 from ..trace.trace import Trace
 
 
@@ -46,8 +47,13 @@ def share_of(site: Site, trace: Trace) -> Share | None:
     ranks = found.pop()
     if ranks is None or found:
         return None
-    latent, *ropes = (_of_one_rank(read, trace) for read in reads)
     keys = tuple(axis for axis in site.attention.keys if axis is not ranks.axis)
+    own_reads = [_of_one_rank(read) for read in reads]
+    one = Axis(product(axis.size for axis in keys))
+    merged = [merge(read, keys, one) for read in own_reads]
+    if all(read.axes.isdisjoint(keys) for read in merged):  # a rank's keys lie one behind the other
+        own_reads, keys = merged, (one,)
+    latent, *ropes = (_made_of(read, trace) for read in own_reads)
     own = [replace(piece, key=Term(rope)) for piece, rope in zip(site.ropes, ropes, strict=True)]
     attention = replace(site.attention, keys=keys)
     return Share(replace(site, attention=attention, latent=latent, ropes=tuple(own)), ranks)
@@ -55,24 +61,30 @@ def share_of(site: Site, trace: Trace) -> Share | None:
 
 def _gathered(read: Read, keys: Dim) -> Ranks | None:
     """The ranks from which a read of keys is gathered, if it is."""
-    node = read.source
-    if not isinstance(node, fx.Node) or node.target is not ALL_GATHER or not read.dims[0]:
+    gather = gather_behind(read.source)
+    if gather is None or not read.dims[0]:
         return None
-    _, count, group = arguments(node)
+    _, count, group = arguments(gather)
     digit = read.dims[0][0]
     if digit.axis is None or digit.axis not in keys or not digit.whole or digit.extent != count:
         return None
     return Ranks(digit.axis, count, group)
 
 
-def _of_one_rank(read: Read, trace: Trace) -> Read:
-    """What a read of gathered tensors says of that of one rank, and of what that is made of."""
+def _of_one_rank(read: Read) -> Read:
+    """What a read of gathered tensors says of that of one rank."""
+    gather = gather_behind(read.source)
+    assert gather is not None
+    operand, *_ = arguments(gather)
+    return replace(read, source=operand, dims=(read.dims[0][1:], *read.dims[1:]))
+
+
+def _made_of(read: Read, trace: Trace) -> Read:
+    """A read of what a tensor is made of, in place of one of the tensor."""
     assert isinstance(read.source, fx.Node)
-    (operand, *_) = arguments(read.source)
-    own = replace(read, source=operand, dims=(read.dims[0][1:], *read.dims[1:]))
-    form = trace[operand]
+    form = trace[read.source]
     try:
-        (made_of,), _ = composed([form.term.read], form, own)
+        (own,), _ = composed([form.term.read], form, read)
     except Unaligned:
-        return own
-    return replace(made_of, then=(*made_of.then, *own.then))
+        return read
+    return replace(own, then=(*own.then, *read.then))

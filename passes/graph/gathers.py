@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import fx
 
 from ..nodes.arguments import arguments
-from ..trace.collectives import ALL_GATHER, WAIT
+from ..trace.collectives import WAIT, gather_behind
 
 
 def waits_for_gathers(graph: fx.Graph) -> list[fx.Node]:
     """Of the gathers whose results something is made of, the nodes that hold the results."""
     waits = graph.find_nodes(op="call_function", target=WAIT)
-    return [node for node in waits if node.users and arguments(node)[0].target is ALL_GATHER]
+    return [node for node in waits if node.users and gather_behind(node) is not None]
 
 
 def remove_unused(waits: list[fx.Node]) -> None:

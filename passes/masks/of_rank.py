@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..algebra.sizes import product
-from ..algebra.terms import Axis, Digit, Dim, Read
+from ..algebra.substitution import merge
+from ..algebra.terms import Axis, Dim, Read
 from ..code.reading import Reader
 from ..mla.site import Site
 from ..trace.trace import Trace
@@ -26,26 +27,13 @@ def over_one_axis(site: Site, trace: Trace) -> tuple[Site, Meaning] | None:
     keys = site.attention.keys
     whole = Axis(product(axis.size for axis in keys))
     masks = [
-        replace(mask, term=replace(mask.term, read=_merged(mask.term.read, keys, whole), parts=None))
+        replace(mask, term=replace(mask.term, read=merge(mask.term.read, keys, whole), parts=None))
         for mask in site.attention.masks
     ]
     if any(not mask.term.axes.isdisjoint(keys) for mask in masks):
         return None
     one = replace(site, attention=replace(site.attention, keys=(whole,), masks=tuple(masks)))
     return one, understand(one, trace)
-
-
-def _merged(read: Read, axes: Dim, whole: Axis) -> Read:
-    """A read with one digit in place of those that run over the axes, one behind the other."""
-
-    def merge(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
-        for i in range(len(digits) - len(axes) + 1):
-            part = digits[i : i + len(axes)]
-            if all(digit.whole and digit.axis is axis for digit, axis in zip(part, axes, strict=True)):
-                return (*digits[:i], Digit(whole, whole.size), *digits[i + len(axes) :])
-        return digits
-
-    return replace(read, dims=tuple(map(merge, read.dims)))
 
 
 @dataclass(frozen=True)
