@@ -48,12 +48,12 @@ def share_of(site: Site, trace: Trace) -> Share | None:
     if ranks is None or found:
         return None
     keys = tuple(axis for axis in site.attention.keys if axis is not ranks.axis)
-    own_reads = [_of_one_rank(read) for read in reads]
+    own_reads = [_made_of(_of_one_rank(read), trace) for read in reads]
     one = Axis(product(axis.size for axis in keys))
     merged = [merge(read, keys, one) for read in own_reads]
     if all(read.axes.isdisjoint(keys) for read in merged):  # a rank's keys lie one behind the other
         own_reads, keys = merged, (one,)
-    latent, *ropes = (_made_of(read, trace) for read in own_reads)
+    latent, *ropes = own_reads
     own = [replace(piece, key=Term(rope)) for piece, rope in zip(site.ropes, ropes, strict=True)]
     attention = replace(site.attention, keys=keys)
     return Share(replace(site, attention=attention, latent=latent, ropes=tuple(own)), ranks)

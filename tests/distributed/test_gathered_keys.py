@@ -12,6 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import mla_compile
 import mla_compile.kernels.register
 from mla_compile.cost import Device
+from mla_compile.passes.paths.exchange import Exchange
 from mla_compile.passes.pipeline import Pipeline
 from tests.distributed import naive
 from tests.distributed.processes import in_processes
@@ -181,9 +182,12 @@ def found():
 
 @pytest.mark.parametrize("case", SPELLED.values(), ids=SPELLED)
 def test_any_spelling_of_the_gather(found, case):
+    sizes = {"B": B, "Sq": 1, "T": T, "N": naive.N, "L": naive.L, "P": naive.P, "R": naive.R, "V": naive.V}
+    formula = Exchange("group", 2, same_queries=False).received(sizes, 8)
     for one in found[case]:
         assert_exchanged(one)
         assert one["graph"] == bytes_of_gathered_queries(1, 8)
+        assert sum(received for _, received in one["graph"]) == formula
         assert one["counted"] == [
             ("c10d_functional.all_gather_into_tensor", 1),
             ("c10d_functional.all_to_all_single", 1),
