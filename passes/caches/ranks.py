@@ -51,7 +51,7 @@ def share_of(site: Site, trace: Trace) -> Share | None:
     own_reads = [_made_of(_of_one_rank(read), trace) for read in reads]
     one = Axis(product(axis.size for axis in keys))
     merged = [merge(read, keys, one) for read in own_reads]
-    if all(read.axes.isdisjoint(keys) for read in merged):  # a rank's keys lie one behind the other
+    if len(keys) > 1 and all(read.axes.isdisjoint(keys) for read in merged):  # they lie one behind the other
         own_reads, keys = merged, (one,)
     latent, *ropes = own_reads
     own = [replace(piece, key=Term(rope)) for piece, rope in zip(site.ropes, ropes, strict=True)]

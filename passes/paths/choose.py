@@ -107,17 +107,24 @@ class Chooser:
 
     def _plan(self, site: Site, meaning: Meaning, trace: Trace, candidates: tuple[Path, ...]) -> _Plan:
         """The paths that leave keys on the ranks that have them, if there are some and that pays; else all."""
-        everywhere = _Plan(candidates, lambda path: form_of(path, site, meaning, trace))
+
+        def gathered(why: str, *conditions: Relational) -> _Plan:
+            def form(path: Path) -> Form:
+                plain = form_of(path, site, meaning, trace)
+                return replace(plain, words="; ".join(w for w in (plain.words, why and f"gathers keys: {why}") if w))
+
+            return _Plan(candidates, form, conditions)
+
         of_ranks = OfRanks.of(site, trace, self.same_on_ranks) if self.ranges is None else None
-        able = () if of_ranks is None else tuple(path for path in candidates if of_ranks.takes(path))
-        if of_ranks is None or not able:
-            return everywhere
+        if of_ranks is None or isinstance(of_ranks, str):
+            return gathered(of_ranks or "")
+        able = tuple(path for path in candidates if of_ranks.takes(path))
         pays = of_ranks.pays
+        if not able or unbacked_in(pays):
+            return gathered("sizes that only a run knows" if able else "no path is of a part of them")
         hints = hints_of(site.sizes.values(), self.environment) if self.environment is not None else {}
-        if unbacked_in(pays):
-            return everywhere
         if not pays.subs(hints):
-            return replace(everywhere, conditions=(sympy.Not(pays),))
+            return gathered("fewer bytes than outputs", sympy.Not(pays))
         return _Plan(able, of_ranks.form, (pays,))
 
     def _guard(self, conditions: Iterable[Relational]) -> tuple[str, ...]:

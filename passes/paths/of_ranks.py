@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,18 +58,22 @@ class OfRanks:
     trace: Trace
 
     @classmethod
-    def of(cls, site: Site, trace: Trace, same: str) -> OfRanks | None:
-        """None if keys are not provably shared out, or ranks may have masks that others would have to know."""
-        share = None if same == NOTHING else share_of(site, trace)
-        found = None if share is None else over_one_axis(site, trace)
-        if share is None or found is None:
+    def of(cls, site: Site, trace: Trace, same: str) -> OfRanks | str | None:
+        """None if keys are not provably shared out; if they are and have to be gathered, why."""
+        share = share_of(site, trace)
+        if share is None:
             return None
+        found = over_one_axis(site, trace)
+        if same == NOTHING:
+            return "mla.same_on_ranks is nothing"
+        if found is None or found[1].uniform_when_empty:
+            return "masks are not told by position"
         whole, meaning = found
-        known = not any(kind.reads for kind in meaning.kinds)
-        if meaning.uniform_when_empty or (same == PROGRAM and not known):
-            return None
-        if same != QUERIES and any(not axes.isdisjoint(site.heads) for axes in _axes_of(meaning)):
-            return None
+        reads = [read for kind in meaning.kinds for read in kind.reads]
+        if same == PROGRAM and reads:
+            return "the others may have other masks (mla.same_on_ranks)"
+        if same != QUERIES and any(not read.axes.isdisjoint(site.heads) for read in reads):
+            return "heads have masks of their own"
         exchange = Exchange(share.ranks.group, share.ranks.count, same == QUERIES)
         return cls(site, share, exchange, whole, meaning, trace)
 
@@ -107,7 +110,3 @@ class OfRanks:
         rank: int = c10d._resolve_process_group(self.exchange.group).rank()
         own = OfRank(told, self.site.attention.keys, self.share.ranks.axis, rank, self.whole)
         return Lengths(own) if in_pages else MaskAndOffset(own)
-
-
-def _axes_of(meaning: Meaning) -> Sequence[frozenset[object]]:
-    return [frozenset(read.axes) for kind in meaning.kinds for read in kind.reads]

@@ -161,10 +161,10 @@ PAGED = {
 }
 CHUNKED = {"chunked": Case("by_token", "queries", 4, "causal", path="chunked", compiled=True)}
 UNPROVED = {
-    "nothing said": Case("along_tokens", "nothing"),
-    "masks that ranks may have for themselves": Case("along_tokens", "program", 1, "lengths"),
+    "mla.same_on_ranks is nothing": Case("along_tokens", "nothing"),
+    "the others may have other masks (mla.same_on_ranks)": Case("along_tokens", "program", 1, "lengths"),
 }
-SHORT = {"fewer bytes of latents": Case("along_tokens", "program", 1, "none", T=4)}
+SHORT = {"fewer bytes than outputs": Case("along_tokens", "program", 1, "none", T=4)}
 CASES = [*(SPELLED | MASKED).values(), *(SAME_QUERIES | HALF | PAGED | CHUNKED | UNPROVED | SHORT).values()]
 
 
@@ -242,8 +242,9 @@ def test_four_ranks():
             assert one["graph"] == expected
 
 
-@pytest.mark.parametrize("case", (UNPROVED | SHORT).values(), ids=UNPROVED | SHORT)
-def test_keys_are_gathered_otherwise(found, case):
+@pytest.mark.parametrize(("why", "case"), (UNPROVED | SHORT).items(), ids=UNPROVED | SHORT)
+def test_keys_are_gathered_otherwise(found, why, case):
     for one in found[case]:
         assert_right(one)
+        assert one["outcome"][1].endswith(f"gathers keys: {why}")
         assert one["graph"] == [("all_gather_into_tensor", B * case.T // 2 * width * 8) for width in (naive.L, naive.R)]
