@@ -260,5 +260,9 @@ def _sources() -> str:
 
 
 def cache_tag(options: Options, rates: Any) -> str:
-    """What a compiled artifact depends on besides its graph: options, the passes' version, the device's rates."""
-    return "mla:" + hashlib.sha256(repr((options, rates, _sources())).encode()).hexdigest()
+    """What a compiled artifact depends on besides its graph: options, the passes' version, the device's rates, and
+    among several processes which one this is: each knows where its keys are among those of all."""
+    rank = (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )
+    return "mla:" + hashlib.sha256(repr((options, rates, rank, _sources())).encode()).hexdigest()

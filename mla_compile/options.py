@@ -11,6 +11,7 @@ import torch._inductor
 import torch._inductor.config
 
 from mla_compile.passes.paths.all import AUTO, may_be_asked
+from mla_compile.passes.paths.of_ranks import PROGRAM, SAME
 
 from .errors import OptionError
 
@@ -36,6 +37,10 @@ class Options:
     workspace_tokens: int = 1024
     """Keys that the chunked path up-projects at a time: a bound of its workspace."""
 
+    same_on_ranks: str = PROGRAM
+    """What the ranks of a process group from which latents are gathered have the same of, which no graph can tell: the
+    `program`, `masks` too (each has heads of its own), `queries` too (context parallelism alone), or `nothing`."""
+
     def __post_init__(self) -> None:
         known = (AUTO, *may_be_asked(), OFF)
         if self.path not in known:
@@ -43,6 +48,8 @@ class Options:
         for name in ("strict", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"mla.{name}: expected True or False, found {getattr(self, name)!r}")
+        if self.same_on_ranks not in SAME:
+            raise OptionError(f"mla.same_on_ranks: expected one of {', '.join(SAME)}, found {self.same_on_ranks!r}")
         tokens = self.workspace_tokens
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise OptionError(f"mla.workspace_tokens: expected a positive number of keys, found {tokens!r}")

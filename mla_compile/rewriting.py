@@ -38,7 +38,9 @@ def rewrite_graph(
     log_graph(BEFORE, module)
     original = snapshot(module) if options.verify else None
     start = time.perf_counter()
-    results = Pipeline(device, options.path, options.workspace_tokens, ranges, training)(module)
+    results = Pipeline(
+        device, options.path, options.workspace_tokens, ranges, training=training, same_on_ranks=options.same_on_ranks
+    )(module)
     seconds = time.perf_counter() - start
     log_results(results)
     outcomes = tuple(result.outcome for result in results)

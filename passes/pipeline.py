@@ -13,6 +13,7 @@ from mla_compile.cost import Device
 
 from .algebra.sizes import Unaligned
 from .attention.find import Attention, find
+from .graph.gathers import remove_unused, waits_for_gathers
 from .graph.guards import GuardNeeded, no_guards
 from .graph.in_place import write_in_place
 from .graph.rewriter import Rewriter
@@ -25,6 +26,7 @@ from .nodes.source import common_frame
 from .outcome import Outcome, rewritten, unchanged
 from .paths.all import AUTO
 from .paths.choose import Choice, Chooser, Ranges
+from .paths.of_ranks import PROGRAM
 from .trace.trace import Trace
 
 STEPS = ("find", "prove", "understand", "choose", "rewrite")
@@ -73,19 +75,33 @@ class Pipeline:
     training: bool = False
     """Whether the graph needs gradients. It is then read for what to rewrite, and not itself run."""
 
+    same_on_ranks: str = PROGRAM
+    """What the ranks of a group that shares out keys have the same of: see `SAME`."""
+
     def __call__(self, module: fx.GraphModule) -> list[Result]:
         """Rewrite the MLA sites of a functional ATen graph in place. Every node has its fake value in `meta["val"]`."""
         graph = module.graph
         mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         environment = mode.shape_env if mode is not None else None
-        choose = Chooser(self.path, self.device, self.workspace_tokens, environment, self.ranges, self.training)
+        choose = Chooser(
+            self.path,
+            self.device,
+            self.workspace_tokens,
+            environment,
+            self.ranges,
+            training=self.training,
+            same_on_ranks=self.same_on_ranks,
+        )
         rewriter = Rewriter(graph, self.workspace_tokens, environment)
         trace = Trace(graph)
+        waits = waits_for_gathers(graph)
         with nullcontext() if self.ranges is None else no_guards(environment):
             results = [self._treat(found, trace, choose, rewriter) for found in list(find(graph, trace))]
         if any(result.outcome.rewritten for result in results):
             if not self.training:
                 write_in_place(graph)
+                graph.eliminate_dead_code()
+                remove_unused(waits)
                 graph.eliminate_dead_code()
             _relax_views(graph)
             graph.lint()
@@ -100,7 +116,7 @@ class Pipeline:
             result.found = found
             result.site = prove(found, trace)
             result.meaning = understand(result.site, trace)
-            result.choice = choose(result.site, result.meaning)
+            result.choice = choose(result.site, result.meaning, trace)
             output = rewriter(result.site, result.choice.form)
         except (Refusal, Unaligned, GuardNeeded, GuardOnDataDependentSymNode) as error:
             result.outcome = unchanged(found.node, _refusal(found.node, error))

@@ -192,6 +192,8 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
         return pieces[0]
     rank = len(pieces[0].dims)
     aligned, _ = align(pieces, [[(k, i) if i == dim else i for i in range(rank)] for k in range(len(pieces))])
+    if (whole := _every_index(aligned, dim)) is not None:
+        return whole
     along = Axis(total(piece.shape[dim] for piece in aligned))
     dims = tuple((along,) if i == dim else axes for i, axes in enumerate(aligned[0].dims))
     segments = tuple(Segment(p.dims[dim], prune(p.term, 2)) for p in aligned)
@@ -202,6 +204,39 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
         plain = tuple(replace(s, term=replace(s.term, joined=None)) for s in segments)
         return Form(dims, replace(term, joined=Join(along, plain) if len(plain) <= _MOST_TERMS else None))
     return Form(dims, replace(term, parts=_stacked(along, segments) or Join(along, segments)))
+
+
+def _every_index(pieces: Sequence[Form], dim: int) -> Form | None:
+    """What the pieces are read from, if they are its elements at every index of one axis, in order: that axis comes
+    before their own along the join. None if they are not.
+
+    This is how ranks come whose tensors were gathered one behind the other in another dimension.
+    """
+    first, *others = pieces
+    if first.term.parts is not None or any(piece.term.parts is not None for piece in others):
+        return None
+    reads = [first.term.read]
+    for piece in others:
+        own = dict(zip(piece.dims[dim], first.dims[dim], strict=False))
+        if len(piece.dims[dim]) != len(first.dims[dim]) or any(not same(a.size, b.size) for a, b in own.items()):
+            return None
+        reads.append(change_read(piece.term.read, own))
+    axis = Axis(len(pieces))
+    for i, digits in enumerate(first.term.read.dims):
+        for j, digit in enumerate(digits):
+            if digit.axis is None and same(digit.extent, len(pieces)):
+                there = [_with_digit(reads[0], i, j, replace(digit, start=k)) for k in range(len(pieces))]
+                if reads == there:
+                    whole = _with_digit(reads[0], i, j, replace(digit, axis=axis, start=0))
+                    dims = tuple((axis, *own) if k == dim else own for k, own in enumerate(first.dims))
+                    return Form(dims, Term(whole))
+    return None
+
+
+def _with_digit(read: Read, dim: int, place: int, digit: Digit) -> Read:
+    digits = read.dims[dim]
+    changed = (*digits[:place], digit, *digits[place + 1 :])
+    return replace(read, dims=(*read.dims[:dim], changed, *read.dims[dim + 1 :]))
 
 
 def _stacked(along: Axis, segments: Sequence[Segment]) -> Product | None:
@@ -333,6 +368,27 @@ def piece_of(term: Term, axis: Axis, start: Size, axes: Dim) -> Term:
         part = change_term(part, {whole: Split(slow, fast)})
         whole = fast
     return change_term(part, {whole: axes[-1] if axes else Pin(0)})
+
+
+def term_of(form: Form, read: Read) -> Term:
+    """The element that a read of a tensor means, of which `form` says what it is.
+
+    Raises: Unaligned, if the read divides the tensor's dimensions otherwise.
+    """
+    term, changes = form.term, dict[Axis, Change]()
+    for digits, axes in zip(read.dims, form.dims, strict=True):
+        if len(digits) > 1 and len(axes) == 1:
+            parts = tuple(Axis(digit.extent) for digit in digits)
+            term = piece_of(term, axes[0], digits[0].before, parts)
+            digits, axes = (replace(digits[0], before=0, after=0), *digits[1:]), parts
+        if len(digits) != len(axes):
+            raise Unaligned("a dimension that was divided")
+        for digit, axis in zip(digits, axes, strict=True):
+            if not same(digit.extent, axis.size) or digit.axis is None:
+                raise Unaligned("a dimension that was divided")
+            changes[axis] = digit.axis if digit.whole else Slice(digit.axis, digit.start, digit.step)
+    term = change_term(term, changes)
+    return replace(term, read=replace(term.read, then=(*term.read.then, *read.then)))
 
 
 def scaled(form: Form, factor: float) -> Form:

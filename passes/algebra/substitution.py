@@ -92,6 +92,19 @@ def change_read(read: Read, changes: Changes) -> Read:
     return replace(read, dims=tuple(change_all(dim) for dim in read.dims))
 
 
+def merge(read: Read, axes: Dim, whole: Axis) -> Read:
+    """A read over one axis in place of several, where those run through one dimension, one behind the other."""
+
+    def merged(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
+        for i in range(len(digits) - len(axes) + 1):
+            part = digits[i : i + len(axes)]
+            if axes and all(digit.whole and digit.axis is axis for digit, axis in zip(part, axes, strict=True)):
+                return (*digits[:i], Digit(whole, whole.size), *digits[i + len(axes) :])
+        return digits
+
+    return replace(read, dims=tuple(map(merged, read.dims)))
+
+
 def _change_axes(axes: Iterable[Axis], changes: Changes) -> Dim:
     changed: list[Axis] = []
     for axis in axes:

@@ -14,7 +14,8 @@ from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
 from ..mla.site import Site
 from .carriers import Lengths, MaskAndOffset
-from .one_op import OneOp, Op
+from .exchange import Op
+from .one_op import OneOp
 from .operands import Operands
 
 _LOOK_AT_MASKS = {"cpu"}
@@ -55,6 +56,10 @@ class Absorbed(OneOp):
     def prefers_lengths(self, device: str) -> bool:
         """A static cache under CUDA graphs: a mask over all that it has room for would be all that is known of it."""
         return device not in _LOOK_AT_MASKS
+
+    def exchanges(self, *, same_queries: bool) -> bool:
+        """Always: a head is any row to the latents."""
+        return True
 
     def op(self, keys: StoredKeys) -> str:
         """One for each form of keys."""

@@ -17,6 +17,7 @@ from ..masks.carrier import Carrier as Told
 from ..masks.dense import Dense
 from ..masks.meaning import Meaning
 from ..masks.named_keys import NamedKeys
+from ..masks.of_rank import OfRank
 from ..mla.site import Site
 
 
@@ -56,7 +57,7 @@ class Carrier:
 class MaskAndOffset(Carrier):
     """A mask over all keys and the offset of a causal limit: of keys that are not in pages."""
 
-    told: Dense
+    told: Dense | OfRank
 
     @classmethod
     def of(cls, site: Site, meaning: Meaning, keys: StoredKeys) -> Self | None:
@@ -72,7 +73,7 @@ class MaskAndOffset(Carrier):
 class Lengths(Carrier):
     """Lengths and first positions, and a mask if those are not all: of keys in pages."""
 
-    told: Bounds | Dense
+    told: Bounds | Dense | OfRank
 
     @classmethod
     def of(cls, site: Site, meaning: Meaning, keys: StoredKeys) -> Self | None:

@@ -6,8 +6,8 @@ compiled graph, so that other sizes either take the same path rightly or compile
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import sympy
@@ -28,10 +28,12 @@ from ..masks.meaning import Meaning
 from ..masks.named_keys import NamedKeys
 from ..mla.site import Site
 from ..nodes.shapes import hints_of, unbacked_in
+from ..trace.trace import Trace
 from . import all as every
 from .either import Either
 from .fastest import fastest
 from .form import Form
+from .of_ranks import PROGRAM, OfRanks
 from .path import Path
 
 Ranges = Mapping[sympy.Symbol, ValueRanges]
@@ -57,6 +59,15 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class _Plan:
+    """The paths to choose from, what a site becomes under each, and where that holds."""
+
+    paths: tuple[Path, ...]
+    form: Callable[[Path], Form]
+    conditions: tuple[Relational, ...] = ()
+
+
+@dataclass(frozen=True)
 class Chooser:
     """Chooses for the sites of one graph.
 
@@ -74,11 +85,13 @@ class Chooser:
     the graph."""
     training: bool = False
     """Whether the graph needs gradients."""
+    same_on_ranks: str = PROGRAM
+    """What the ranks of a group that shares out keys have the same of: see `SAME`."""
 
     def __post_init__(self) -> None:
         every.check_asked(self.wanted)
 
-    def __call__(self, site: Site, meaning: Meaning) -> Choice:
+    def __call__(self, site: Site, meaning: Meaning, trace: Trace) -> Choice:
         """The choice for a site.
 
         Raises:
@@ -86,14 +99,47 @@ class Chooser:
         """
         candidates = every.paths_of(site, meaning, training=self.training)
         asked = next((path for path in candidates if path.word == self.wanted), None)
-        settled = asked or (candidates[0] if len(candidates) == 1 else None)
+        plan = self._plan(site, meaning, trace, candidates if asked is None else (asked,))
+        settled = asked or (plan.paths[0] if len(plan.paths) == 1 else None)
         if settled is None:
-            return self._by_cost(site, meaning, candidates)
+            return self._by_cost(site, meaning, plan)
         settled.refuse(site, asked=asked is not None)
         why = settled.as_written(site) or (settled.why if asked is None else "asked for by mla.path")
-        return Choice(form_of(settled, site, meaning), why)
+        return Choice(plan.form(settled), why, self._guard(plan.conditions))
 
-    def _by_cost(self, site: Site, meaning: Meaning, candidates: tuple[Path, ...]) -> Choice:
+    def _plan(self, site: Site, meaning: Meaning, trace: Trace, candidates: tuple[Path, ...]) -> _Plan:
+        """The paths that leave keys on the ranks that have them, if there are some and that pays; else all."""
+
+        def gathered(why: str, *conditions: Relational) -> _Plan:
+            def form(path: Path) -> Form:
+                plain = form_of(path, site, meaning)
+                return replace(plain, words="; ".join(w for w in (plain.words, why and f"gathers keys: {why}") if w))
+
+            return _Plan(candidates, form, conditions)
+
+        of_ranks = OfRanks.of(site, trace, self.same_on_ranks) if self.ranges is None else None
+        if of_ranks is None or isinstance(of_ranks, str):
+            return gathered(of_ranks or "")
+        able = tuple(path for path in candidates if of_ranks.takes(path))
+        pays = of_ranks.pays
+        if not able or unbacked_in(pays):
+            return gathered("sizes that only a run knows" if able else "no path is of a part of them")
+        hints = hints_of(site.sizes.values(), self.environment) if self.environment is not None else {}
+        if not pays.subs(hints):
+            return gathered("fewer bytes than outputs", sympy.Not(pays))
+        return _Plan(able, of_ranks.form, (pays,))
+
+    def _guard(self, conditions: Iterable[Relational]) -> tuple[str, ...]:
+        """Guards for the conditions that are not settled."""
+        guarded = [condition for condition in conditions if condition.free_symbols]
+        for condition in guarded:
+            assert self.environment is not None
+            holds = bool(torch.SymBool(_guarded(self.environment, condition)))
+            assert holds, f"the cost model's condition {condition} does not hold at its own hints"
+        return tuple(map(str, guarded))
+
+    def _by_cost(self, site: Site, meaning: Meaning, plan: _Plan) -> Choice:
+        candidates, form = plan.paths, plan.form
         sizes, named = site.sizes, NamedKeys.of(site, meaning)
         topk = None if named is None else named.count
         element_size = site.node.meta["val"].element_size()
@@ -119,23 +165,18 @@ class Chooser:
             comparable = not (unbacked_in(sizes["B"]) or unbacked_in(sizes["Sq"]))
             if len(candidates) == 2 and all(each.may_branch for each in candidates) and comparable:
                 costs = [each.cost(Dims(**sizes), element_size, self.workspace_tokens, topk) for each in candidates]
-                first, second = (form_of(each, site, meaning) for each in candidates)
+                first, second = map(form, candidates)
                 times = times_of(costs[0], self.device), times_of(costs[1], self.device)
                 return Choice(Either(first, second, times), f"the faster one at the sizes of each run ({numbers})")
             why += " in the exported example, right for all sizes"
         path.refuse(site, asked=False)
         if self.ranges is not None:
-            return Choice(form_of(path, site, meaning), why)
+            return Choice(form(path), why)
         unbacked = set[sympy.Symbol]().union(*map(unbacked_in, conditions))
         if unbacked:  # nothing can guard what only a run knows
             why += f", taking {', '.join(f'{s} for {hint[s]}' for s in sorted(unbacked, key=str))}"
             conditions = tuple(condition for condition in conditions if not condition.free_symbols & unbacked)
-        guards = tuple(map(str, conditions))
-        for condition in conditions:
-            assert self.environment is not None
-            holds = bool(torch.SymBool(_guarded(self.environment, condition)))
-            assert holds, f"the cost model's condition {condition} does not hold at its own hints"
-        return Choice(form_of(path, site, meaning), why, guards)
+        return Choice(form(path), why, self._guard((*conditions, *plan.conditions)))
 
 
 def form_of(path: Path, site: Site, meaning: Meaning) -> Form:

@@ -21,7 +21,8 @@ from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from .as_written import expanded_multiply_adds
 from .carriers import Carrier, Lengths, MaskAndOffset
-from .one_op import OneOp, Op
+from .exchange import Op
+from .one_op import OneOp
 from .operands import Operands
 
 _FORCE = "set options={'mla.path': 'absorbed'}"
@@ -75,6 +76,10 @@ class Chunked(OneOp):
         and causal.
         """
         return True
+
+    def exchanges(self, *, same_queries: bool) -> bool:
+        """Of its own heads: it has no weights of others."""
+        return same_queries
 
     def op(self, keys: StoredKeys) -> str:
         """One for each form of keys."""

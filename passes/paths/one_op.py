@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -20,11 +19,10 @@ from ..caches.stored import StoredKeys
 from ..code.reading import Reader, sources_of, write_as
 from ..mla.site import Site
 from .carriers import Carrier
+from .exchange import Exchange, Op
 from .operands import Operands, operands_of
 from .padding import padded
 from .path import Part, Path
-
-Op = Callable[..., tuple[Tensor, Tensor]]
 
 
 class OneOp(Path):
@@ -38,6 +36,10 @@ class OneOp(Path):
     def attend(self, op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
         """`o [B, Sq, N, V]` and `lse [B, Sq, N]`, by the op of the keys."""
 
+    def exchanges(self, *, same_queries: bool) -> bool:
+        """Whether the op may be of a part of the keys, for the queries of all ranks or for those that all have."""
+        return False
+
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
         """All in the place of the attention."""
         assert mask is not None
@@ -47,9 +49,17 @@ class OneOp(Path):
 class OneOpCode:
     """The torch code of a rewritten site, as a function of the tensors that it reads."""
 
-    def __init__(self, path: OneOp, site: Site, keys: StoredKeys, carrier: Carrier, workspace_tokens: int) -> None:
+    def __init__(
+        self,
+        path: OneOp,
+        site: Site,
+        keys: StoredKeys,
+        carrier: Carrier,
+        workspace_tokens: int,
+        exchange: Exchange | None = None,
+    ) -> None:
         self.path, self.site, self.keys, self.carrier = path, site, keys, carrier
-        self.workspace_tokens = workspace_tokens
+        self.workspace_tokens, self.exchange = workspace_tokens, exchange
         reads = [*keys.reads, site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
         reads += [rope.query.read for rope in site.ropes]
         reads += [read for shift in site.shifts for read in (shift.query.read, shift.key.read)]
@@ -61,13 +71,14 @@ class OneOpCode:
 
     @property
     def said(self) -> object:
-        """The path, the keys and the masks."""
-        return self.path.name, self.keys, self.carrier.said
+        """The path, the keys, the masks, and what ranks exchange."""
+        return self.path.name, self.keys, self.carrier.said, self.exchange
 
     def __call__(self, *values: Any) -> Tensor:
         site, read = self.site, Reader(self.sources, values)
         op = getattr(torch.ops.mla, self.path.op(self.keys))
-        o, lse = self.path.attend(op, operands_of(site, self.keys, self.carrier, read), self.workspace_tokens)
+        attend = self.path.attend if self.exchange is None else self.exchange.around(self.path.attend)
+        o, lse = attend(op, operands_of(site, self.keys, self.carrier, read), self.workspace_tokens)
         rows, columns = (site.batch, site.tokens, site.heads), site.attention.columns
         empty = lse.isneginf().unsqueeze(-1) if self.carrier.may_be_empty else None
         for bias in site.biases:

@@ -15,7 +15,8 @@ from ..masks.meaning import Meaning
 from ..masks.named_keys import NamedKeys
 from ..mla.site import Site
 from .carriers import Named
-from .one_op import OneOp, Op
+from .exchange import Op
+from .one_op import OneOp
 from .operands import Operands
 
 

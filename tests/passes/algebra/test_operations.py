@@ -359,3 +359,23 @@ def test_a_slice_that_cuts_a_merged_dimension_between_borders_is_unaligned() -> 
     assert operations.take(merged, 0, 6, 12).shape == (12,)
     with pytest.raises(Unaligned, match="cuts through"):
         operations.take(merged, 0, 5, 12)
+
+
+def test_pieces_at_every_index_of_an_axis_are_read_where_they_are_from() -> None:
+    ranks = numbers(3, 2, 4)
+    world, (form,) = world_of(ranks=ranks)
+    pieces = [operations.select(form, 0, i) for i in range(3)]
+    joined = operations.join("joined", pieces, 1)
+    assert joined.term.read.source == "ranks"
+    world.check(joined, ranks.transpose(1, 0, 2).reshape(2, 12))
+    world.check(operations.join("joined", pieces, 0), ranks.reshape(6, 4))
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (0, 1), (1, 2), (0, 1, 1)])
+def test_pieces_at_some_indices_or_in_another_order_are_joined(order: tuple[int, ...]) -> None:
+    ranks = numbers(3, 2, 4)
+    world, (form,) = world_of(ranks=ranks)
+    world.tensors["joined"] = np.concatenate([ranks[i] for i in order], 1)
+    joined = operations.join("joined", [operations.select(form, 0, i) for i in order], 1)
+    assert joined.term.read.source == "joined"
+    world.check(joined, world.tensors["joined"])

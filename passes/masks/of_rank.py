@@ -1,0 +1,121 @@
+"""The masks of all keys as one rank needs them that has a part of the keys: see `caches/ranks`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from ..algebra.sizes import product
+from ..algebra.substitution import merge
+from ..algebra.terms import Axis, Dim, Read
+from ..code.reading import Reader
+from ..mla.site import Site
+from ..trace.trace import Trace
+from .bounds import Bounds
+from .dense import Dense
+from .meaning import Meaning, understand
+
+
+def over_one_axis(site: Site, trace: Trace) -> tuple[Site, Meaning] | None:
+    """A site whose keys are one axis to its masks, though several to its latent, and what the masks mean; None where a
+    mask tells the axes of the keys apart."""
+    keys = site.attention.keys
+    whole = Axis(product(axis.size for axis in keys))
+    masks = [
+        replace(mask, term=replace(mask.term, read=merge(mask.term.read, keys, whole), parts=None))
+        for mask in site.attention.masks
+    ]
+    if any(not mask.term.axes.isdisjoint(keys) for mask in masks):
+        return None
+    one = replace(site, attention=replace(site.attention, keys=(whole,), masks=tuple(masks)))
+    return one, understand(one, trace)
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """What masks of all keys say of those of one rank; `keys` are the axes of all, `ranks` that of the ranks."""
+
+    told: Bounds | Dense
+    keys: Dim
+    ranks: Axis
+    rank: int
+    site: Site = field(compare=False, repr=False)
+    """Whose keys are one axis."""
+
+    @property
+    def reads(self) -> Sequence[Read]:
+        """What the masks are made of."""
+        return self.told.reads
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """The symbols in sizes that are no tensor's."""
+        own = (sympy.sympify(axis.size).free_symbols for axis in self.keys)
+        queries = sympy.sympify(self.site.sizes["Sq"]).free_symbols
+        return self.told.symbols.union(queries, *own)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a query may see no key of any rank, as far as can be told."""
+        return self.told.may_be_empty
+
+    def mask(self, read: Reader) -> tuple[Tensor | None, None]:
+        """A mask over this rank's keys; no causal offset, which would not count these."""
+        assert isinstance(self.told, Dense)
+        mask, offset = self.told.mask(read)
+        if mask is None and offset is None:
+            return None, None
+        positions = self._positions(read)
+        if mask is not None and mask.shape[3] != 1:
+            mask = mask.index_select(3, positions)
+        return (mask if offset is None else _limited(mask, self._seen(read, positions, offset))), None
+
+    def in_pages(self, read: Reader, like: Tensor) -> tuple[Tensor | None, bool, Tensor, Tensor | None]:
+        """A mask for what lengths do not say, no causal limit, and how many of this rank's keys each sequence has."""
+        mask, causal, lengths, first = self.told.in_pages(read, like)
+        count: Any = read.realize(self.site.sizes["Sq"])
+        positions = self._positions(read)
+        if mask is not None and mask.shape[3] != 1:
+            mask = mask.index_select(3, positions)
+        if causal:
+            starts = lengths - count if first is None else first
+            mask = _limited(mask, self._seen(read, positions, starts[:, None, None, None]))
+        return mask, False, self._own(read, lengths), None
+
+    def _positions(self, read: Reader) -> Tensor:
+        """Where this rank's keys are among all, `[T / k]`."""
+        device = self.site.node.meta["val"].device
+        positions = torch.zeros((), dtype=torch.int64, device=device)
+        for i, axis in enumerate(self.keys):
+            stride: Any = read.realize(product(faster.size for faster in self.keys[i + 1 :]))
+            size: Any = read.realize(axis.size)
+            if axis is self.ranks:
+                positions = positions + self.rank * stride
+            else:
+                positions = positions[..., None] + torch.arange(size, device=device) * stride
+        return positions.flatten()
+
+    def _seen(self, read: Reader, positions: Tensor, first: Any) -> Tensor:
+        """Bool `[1 or B, 1, Sq, T / k]`: keys up to a query's own position."""
+        count: Any = read.realize(self.site.sizes["Sq"])
+        return positions <= torch.arange(count, device=positions.device)[None, None, :, None] + first
+
+    def _own(self, read: Reader, lengths: Tensor) -> Tensor:
+        """How many of the first `lengths` keys this rank has: turn by turn, each rank has a run of them."""
+        place = self.keys.index(self.ranks)
+        run: Any = read.realize(product(axis.size for axis in self.keys[place + 1 :]))
+        ranks: Any = read.realize(self.ranks.size)
+        turn = run * ranks
+        return lengths // turn * run + (lengths % turn - self.rank * run).clamp(0, run)
+
+
+def _limited(mask: Tensor | None, seen: Tensor) -> Tensor:
+    """A mask, and what else hides keys."""
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)

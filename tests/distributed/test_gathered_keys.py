@@ -1,0 +1,250 @@
+"""Keys that are gathered from ranks stay where they are: each rank attends to its own, and outputs are exchanged."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.tensor.debug import CommDebugMode
+
+import mla_compile
+import mla_compile.kernels.register
+from mla_compile.cost import Device
+from mla_compile.passes.paths.exchange import Exchange
+from mla_compile.passes.pipeline import Pipeline
+from tests.distributed import naive
+from tests.distributed.processes import in_processes
+from tests.errors import assert_as_close_as_eager
+
+B, T = 3, 96
+ATOL = 8 * torch.finfo(torch.float32).eps
+"""In float64 too, parts are merged by sums of exponentials whose logarithms, below 8 here, are float32: half an eps of
+that is what a part's share may be off by, and outputs are below 2."""
+
+
+def collectives_of(graph):
+    """Of each collective of a graph its name and the bytes that a rank receives of others."""
+    found = []
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", None) == "_c10d_functional" and "wait" not in str(node.target):
+            ranks = dist.get_world_size()
+            found.append((node.target._opname, node.meta["val"].nbytes * (ranks - 1) // ranks))
+    return found
+
+
+def rewritten(function, case, inputs):
+    """What the passes make of a function: outcome, collectives in the graph, those that a run has, and its result."""
+    seen = {}
+
+    def compiler(module, _):
+        (result,) = Pipeline(Device("an example", 1e12, 1e11), case.path, same_on_ranks=case.same)(module)
+        seen["outcome"], seen["graph"] = (result.outcome.path, result.outcome.reason), collectives_of(module.graph)
+        seen["ops"] = {str(node.target) for node in module.graph.nodes}
+
+        def run(*arguments):
+            with CommDebugMode() as counted:
+                outputs = fx.Interpreter(module).run(*arguments)  # the mode's own hooks fail on a module
+            seen["counted"] = sorted((str(op), count) for op, count in counted.get_comm_counts().items())
+            return outputs
+
+        return run
+
+    torch._dynamo.reset()
+    seen["result"] = torch.compile(function, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(*inputs)
+    return seen
+
+
+def share_out(gather, seed, B, Sq, T, dtype):
+    """This rank's share of the keys, and what it attends with: its own queries where seeds differ."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    _, _, latent, k_rope = naive.make(0, ranks, B, Sq, T, dtype)
+    q, kv_b, _, _ = naive.make(seed, ranks, B, Sq, T, dtype)
+    own = naive.place(gather, T, rank, ranks)
+    return (q, latent[:, own], k_rope[:, own], kv_b), (latent, k_rope)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A spelling of `naive`, what is the same on all ranks, queries, and a mask."""
+
+    spelling: str
+    same: str = "program"
+    Sq: int = 1
+    mask: str = "none"
+    dtype: torch.dtype = torch.float64
+    T: int = T
+    pages: bool = False
+    """Whether a rank has its share in pages, which it reads before the ranks gather."""
+    path: str = "auto"
+    compiled: bool = False
+    """Whether Inductor compiles it, which takes seconds."""
+
+
+@torch.no_grad()
+def attend_in_shares(case):
+    """On one rank: what the passes make, what torch.compile with the backend does, eager, and the exact result."""
+    gather, Sq, T = getattr(naive, case.spelling), case.Sq, case.T
+    seed = 1 if case.same == "queries" else 1 + dist.get_rank()
+    (q, latent, k_rope, kv_b), whole = share_out(gather, seed, B, Sq, T, case.dtype)
+    lengths = torch.tensor([T, T // 2 + 1, Sq])
+    given = (lengths,) if case.mask == "lengths" else ()
+    latent, k_rope = naive.paged(latent, k_rope) if case.pages else (latent, k_rope)
+
+    def hidden(*given):
+        if case.mask == "lengths":
+            return naive.up_to(*given, Sq, T)
+        return naive.causal(Sq, T) if case.mask == "causal" else None
+
+    def function(q, latent, k_rope, kv_b, *given):
+        return naive.attend(q, *naive.gathered(gather, latent, k_rope, pages=case.pages), kv_b, hidden(*given))
+
+    inputs = q, latent, k_rope, kv_b, *given
+    found = rewritten(function, case, inputs)
+    found |= {"eager": function(*inputs)}
+    found |= {"exact": naive.attend(*(t.double() for t in (q, *whole, kv_b)), hidden(*given))}
+    if case.compiled:
+        torch._dynamo.reset()
+        options = {"mla.same_on_ranks": case.same, "mla.path": case.path}
+        found["compiled"] = torch.compile(function, backend="mla", options=options)(*inputs)
+        site = mla_compile.last_report().sites[0]
+        assert (site.path, site.reason) == found["outcome"]
+    return found
+
+
+def assert_right(found):
+    for result in found.keys() & {"result", "compiled"}:
+        if found[result].dtype == torch.float64:
+            torch.testing.assert_close(found[result], found["exact"], rtol=0, atol=ATOL)
+        else:
+            assert_as_close_as_eager(found[result], found["eager"], found["exact"])
+
+
+def assert_exchanged(found, expected="absorbed", ranks=2):
+    assert_right(found)
+    path, reason = found["outcome"]
+    assert path == expected
+    assert f"{ranks} ranks attend to their own keys and exchange outputs" in reason
+
+
+def bytes_of_gathered_queries(Sq, element, ranks=2):
+    """What a rank receives of others' queries, and of what they have for its own."""
+    rows = (ranks - 1) * B * Sq * naive.N
+    return [
+        ("all_gather_into_tensor", rows * (naive.L + naive.R) * element),
+        ("all_to_all_single", rows * (naive.L * element + 4)),
+    ]
+
+
+SPELLED = {
+    name: Case(name) for name in ("along_tokens", "tokens_first", "into_tensor", "list_of_tensors", "redistributed")
+}
+MASKED = {
+    f"{layout}, {mask}, {Sq} queries": Case(layout, "masks", Sq, mask, compiled=layout == "by_page" and Sq == 3)
+    for layout in ("along_tokens", "by_token", "by_page")
+    for mask in ("causal", "lengths")
+    for Sq in (1, 3)
+}
+SAME_QUERIES = {
+    mask: Case("by_token", "queries", 2, mask, compiled=mask == "none") for mask in ("none", "causal", "lengths")
+}
+HALF = {str(dtype): Case("along_tokens", dtype=dtype, compiled=True) for dtype in (torch.bfloat16, torch.float32)}
+PAGED = {
+    f"{layout}, {mask}, {same}, {Sq} queries": Case(layout, same, Sq, mask, pages=True, compiled=Sq == 1)
+    for layout, mask, same, Sq in (
+        ("by_page", "none", "program", 1),
+        ("along_tokens", "lengths", "masks", 3),
+        ("by_page", "lengths", "queries", 3),
+        ("by_token", "causal", "program", 2),
+    )
+}
+CHUNKED = {"chunked": Case("by_token", "queries", 4, "causal", path="chunked", compiled=True)}
+UNPROVED = {
+    "mla.same_on_ranks is nothing": Case("along_tokens", "nothing"),
+    "the others may have other masks (mla.same_on_ranks)": Case("along_tokens", "program", 1, "lengths"),
+}
+SHORT = {"fewer bytes than outputs": Case("along_tokens", "program", 1, "none", T=4)}
+CASES = [*(SPELLED | MASKED).values(), *(SAME_QUERIES | HALF | PAGED | CHUNKED | UNPROVED | SHORT).values()]
+
+
+def all_cases(cases):
+    naive.meet()
+    return [attend_in_shares(case) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each of two ranks found of each case."""
+    of_ranks = in_processes(all_cases, 2, CASES)
+    return {case: results for case, *results in zip(CASES, *of_ranks, strict=True)}
+
+
+@pytest.mark.parametrize("case", SPELLED.values(), ids=SPELLED)
+def test_any_spelling_of_the_gather(found, case):
+    sizes = {"B": B, "Sq": 1, "T": T, "N": naive.N, "L": naive.L, "P": naive.P, "R": naive.R, "V": naive.V}
+    formula = Exchange("group", 2, same_queries=False).received(sizes, 8)
+    for one in found[case]:
+        assert_exchanged(one)
+        assert one["graph"] == bytes_of_gathered_queries(1, 8)
+        assert sum(received for _, received in one["graph"]) == formula
+        assert one["counted"] == [
+            ("c10d_functional.all_gather_into_tensor", 1),
+            ("c10d_functional.all_to_all_single", 1),
+        ]
+
+
+@pytest.mark.parametrize("case", MASKED.values(), ids=MASKED)
+def test_masks_are_told_by_position(found, case):
+    """A rank without keys too: of the last sequence's one or three tokens not every rank has one."""
+    for one in found[case]:
+        assert_exchanged(one)
+        assert one["graph"] == bytes_of_gathered_queries(case.Sq, 8)
+
+
+@pytest.mark.parametrize("case", SAME_QUERIES.values(), ids=SAME_QUERIES)
+def test_queries_that_all_ranks_have_are_not_sent(found, case):
+    for one in found[case]:
+        assert_exchanged(one)
+        assert one["graph"] == [("all_gather_into_tensor", B * case.Sq * naive.N * (naive.V * 8 + 4))]
+
+
+@pytest.mark.parametrize("case", HALF.values(), ids=HALF)
+def test_narrower_numbers(found, case):
+    for one in found[case]:
+        assert_exchanged(one)
+        assert one["graph"] == bytes_of_gathered_queries(1, case.dtype.itemsize)
+
+
+@pytest.mark.parametrize("case", PAGED.values(), ids=PAGED)
+def test_pages_are_read_where_they_are(found, case):
+    for one in found[case]:
+        assert_exchanged(one)
+        assert "mla.paged_latent_attention.default" in one["ops"]
+
+
+@pytest.mark.parametrize("case", CHUNKED.values(), ids=CHUNKED)
+def test_many_queries_are_chunked(found, case):
+    for one in found[case]:
+        assert_exchanged(one, "chunked")
+        assert "mla.expanded_attention.default" in one["ops"]
+
+
+FOUR = Case("by_page", "masks", 3, "lengths"), Case("along_tokens", "queries"), Case("by_token", "program", pages=True)
+
+
+def test_four_ranks():
+    for case, *of_ranks in zip(FOUR, *in_processes(all_cases, 4, FOUR), strict=True):
+        for one in of_ranks:
+            assert_exchanged(one, ranks=4)
+            outputs = [("all_gather_into_tensor", 3 * B * case.Sq * naive.N * (naive.V * 8 + 4))]
+            expected = outputs if case.same == "queries" else bytes_of_gathered_queries(case.Sq, 8, 4)
+            assert one["graph"] == expected
+
+
+@pytest.mark.parametrize(("why", "case"), (UNPROVED | SHORT).items(), ids=UNPROVED | SHORT)
+def test_keys_are_gathered_otherwise(found, why, case):
+    for one in found[case]:
+        assert_right(one)
+        assert one["outcome"][1].endswith(f"gathers keys: {why}")
+        assert one["graph"] == [("all_gather_into_tensor", B * case.T // 2 * width * 8) for width in (naive.L, naive.R)]
