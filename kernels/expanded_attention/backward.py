@@ -177,9 +177,10 @@ def _add_group(
     width = max(nope + k_rope.shape[1], columns + (rows.d_lse is not None)) if by_flash else None
     k = latent.new_zeros((heads, len(keys), width or nope + k_rope.shape[1]))
     v = latent.new_zeros((heads, len(keys), width or columns))
-    k[..., :nope] = latent @ w_uk.mT
+    of_heads = latent.expand(heads, -1, -1)
+    torch.bmm(of_heads, w_uk.mT, out=k[..., :nope])
+    torch.bmm(of_heads, w_uv.mT, out=v[..., :columns])
     k[..., nope : nope + k_rope.shape[1]] = k_rope
-    v[..., :columns] = latent @ w_uv.mT
     dq, dk, dv = _by_flash(rows, k, v) if by_flash else _composed(rows, k, v, totals.mask)
     del k, v
     dk_nope, dk_rope, dv = dk[..., :nope], dk[..., nope : nope + k_rope.shape[1]], dv[..., :columns]
@@ -217,7 +218,7 @@ def _by_flash(rows: _Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
         do[..., columns] = -rows.d_lse
     # A row that sees no key: no weight of it is more than 0.
     lse = rows.lse.masked_fill(rows.lse == -torch.inf, 0.0).contiguous()
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    totals: tuple[Tensor, ...] | None = None
     for queries, keys, causal, bias in _pieces(rows, q.dtype):
         part, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -229,8 +230,15 @@ def _by_flash(rows: _Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
             attn_mask=bias,
             scale=rows.scale,
         )
-        for total, place, grad in zip((dq, dk, dv), (part, seen, seen), grads, strict=True):
-            total[:, place] += grad[0]
+        grads = tuple(grad[0] for grad in grads)
+        if len(queries) == q.shape[1] and len(keys) == k.shape[1] and totals is None:
+            totals = grads
+            continue
+        if totals is None:
+            totals = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for total, place, grad in zip(totals, (part, seen, seen), grads, strict=True):
+            total[:, place] += grad
+    dq, dk, dv = totals or (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     return dq, dk, dv
 
 
