@@ -1,7 +1,8 @@
 """Gradients of chunked MLA: keys and values up-projected again, a group of heads at a time.
 
-A group has as many heads as the forward's workspace has room for whole keys of, and one at least. Its keys and values
-are up-projected, attention's backward gives their gradients, and these are contracted at once:
+A group has as many heads as a quarter of the forward's workspace has room for whole keys of, as there are four times as
+many tensors of that size, and on CPU one a thread at least. Its keys and values are up-projected, attention's backward
+gives their gradients, and these are contracted at once:
 
     k, v, dk, dv   [H, T, W]      of one group of heads, W the widths of keys and of values or more
     d_latent      += dk[..., :P] @ W_UK + dv @ W_UV;    d_rope += dk[..., P:], summed over heads
@@ -25,8 +26,8 @@ from ..scores import softmax_with_lse
 from ..visibility import KeyPositions, Visibility, causal_stop, reads_values, take
 from .chunks import check_arguments, lowest
 
-_HEADS = 16
-"""Heads whose keys of `workspace_tokens` tokens are the workspace, as in the forward."""
+_HEADS = 4
+"""Heads whose keys of `workspace_tokens` tokens are the workspace: a quarter of those of the forward."""
 _MASKED_QUERIES = 256
 """Queries at a time under a mask, whose bias takes 4 bytes a query and key."""
 _SCORES = 1 << 22
@@ -105,7 +106,8 @@ def expanded_attention_backward_aten(
         )
     )
     by_flash = _takes_flash(q, mask, lse) and not want.mask
-    size = max(_HEADS * workspace_tokens // max(latent.shape[1], 1), 1)
+    least = torch.get_num_threads() if q.is_cpu else 1  # CPU flash attention's backward shares out heads to threads
+    size = max(_HEADS * workspace_tokens // max(latent.shape[1], 1), least)
     for start in range(0, heads, size):
         group = slice(start, start + size)
         weights = w_uk[group].to(dtype), w_uv[group].to(dtype)
