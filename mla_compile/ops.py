@@ -177,7 +177,8 @@ Raises: KernelError (a ValueError) naming the expected and the found shape or dt
 expanded_attention_backward = torch.ops.mla.expanded_attention_backward
 """Gradients of `expanded_attention`'s operands from those of its results, keys and values up-projected again.
 
-Heads are taken as many at a time as keep the keys of all tokens within the forward's workspace, and one at least.
+Heads are taken as many at a time as keep the keys of all tokens within a quarter of the forward's workspace, and one at
+least (on CPU one a thread).
 
 Args: grad_o like o; grad_lse like lse, or None for zeros; the operands of the forward; its o and lse; wanted, a flag
 for each of q, latent, k_rope, w_uk, w_uv and mask. A mask whose gradient is wanted is a floating one.

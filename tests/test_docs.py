@@ -109,7 +109,7 @@ def literal(node):
 def sources_reasons():
     """Every sentence that begins with "expected" in the passes: they are the reasons of refusals."""
     found = set()
-    for path in sorted((ROOT / "passes").rglob("*.py")):
+    for path in sorted([*(ROOT / "passes").rglob("*.py"), *(ROOT / "mla_compile" / "training").rglob("*.py")]):
         inner = set()
         for node in ast.walk(ast.parse(path.read_text())):  # outer nodes come first
             text = literal(node) if node not in inner else None

@@ -11,6 +11,7 @@ from mla_compile import last_report
 from tests.errors import assert_as_close_as_eager
 from tests.spellings.checks import check, copies, made
 from tests.spellings.choices import CHOICES, SPOILERS, Spelling, draw
+from tests.spellings.training import check_training
 
 SEEDS = range(60)
 """Few enough for every run; `python -m tests.spellings --seeds 2000` takes the time."""
@@ -21,6 +22,19 @@ def test_a_spelling_is_rewritten_and_right(seed: int) -> None:
     spelling = draw(seed)
     outcome = check(spelling, seed)
     assert outcome.rewritten == (spelling.spoiled == "no"), outcome.reason
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_spelling_is_trained(seed: int) -> None:
+    """Soft caps are not: between two products they keep the scores anyway."""
+    spelling = draw(seed)
+    outcome = check_training(spelling, seed)
+    assert outcome.rewritten == (spelling.spoiled == "no" and not spelling.softcap), outcome.reason
+
+
+@pytest.mark.parametrize("spoiled", SPOILERS)
+def test_a_spoiled_spelling_is_trained_as_it_is(spoiled: str) -> None:
+    assert check_training(Spelling(spoiled=spoiled), seed=0).path == "unchanged"
 
 
 @pytest.mark.parametrize("spoiled", SPOILERS)

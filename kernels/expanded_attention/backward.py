@@ -1,7 +1,8 @@
 """Gradients of chunked MLA: keys and values up-projected again, a group of heads at a time.
 
-A group has as many heads as the forward's workspace has room for whole keys of, and one at least. Its keys and values
-are up-projected, attention's backward gives their gradients, and these are contracted at once:
+A group has as many heads as a quarter of the forward's workspace has room for whole keys of, as there are four times as
+many tensors of that size, and on CPU one a thread at least. Its keys and values are up-projected, attention's backward
+gives their gradients, and these are contracted at once:
 
     k, v, dk, dv   [H, T, W]      of one group of heads, W the widths of keys and of values or more
     d_latent      += dk[..., :P] @ W_UK + dv @ W_UV;    d_rope += dk[..., P:], summed over heads
@@ -26,8 +27,8 @@ from ..visibility import KeyPositions, Visibility, causal_stop, reads_values, ta
 from .arguments import ExpandedAttention
 from .chunks import lowest
 
-_HEADS = 16
-"""Heads whose keys of `workspace_tokens` tokens are the workspace, as in the forward."""
+_HEADS = 4
+"""Heads whose keys of `workspace_tokens` tokens are the workspace: a quarter of those of the forward."""
 _MASKED_QUERIES = 256
 """Queries at a time under a mask, whose bias takes 4 bytes a query and key."""
 _SCORES = 1 << 22
@@ -106,7 +107,8 @@ def expanded_attention_backward_aten(
         )
     )
     by_flash = _takes_flash(q, mask, lse) and not want.mask
-    size = max(_HEADS * workspace_tokens // max(latent.shape[1], 1), 1)
+    least = torch.get_num_threads() if q.is_cpu else 1  # CPU flash attention's backward shares out heads to threads
+    size = max(_HEADS * workspace_tokens // max(latent.shape[1], 1), least)
     for start in range(0, heads, size):
         group = slice(start, start + size)
         weights = w_uk[group].to(dtype), w_uv[group].to(dtype)
@@ -178,9 +180,10 @@ def _add_group(
     width = max(nope + k_rope.shape[1], columns + (rows.d_lse is not None)) if by_flash else None
     k = latent.new_zeros((heads, len(keys), width or nope + k_rope.shape[1]))
     v = latent.new_zeros((heads, len(keys), width or columns))
-    k[..., :nope] = latent @ w_uk.mT
+    of_heads = latent.expand(heads, -1, -1)
+    torch.bmm(of_heads, w_uk.mT, out=k[..., :nope])
+    torch.bmm(of_heads, w_uv.mT, out=v[..., :columns])
     k[..., nope : nope + k_rope.shape[1]] = k_rope
-    v[..., :columns] = latent @ w_uv.mT
     dq, dk, dv = _by_flash(rows, k, v) if by_flash else _composed(rows, k, v, totals.mask)
     del k, v
     dk_nope, dk_rope, dv = dk[..., :nope], dk[..., nope : nope + k_rope.shape[1]], dv[..., :columns]
@@ -218,7 +221,7 @@ def _by_flash(rows: _Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
         do[..., columns] = -rows.d_lse
     # A row that sees no key: no weight of it is more than 0.
     lse = rows.lse.masked_fill(rows.lse == -torch.inf, 0.0).contiguous()
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    totals: tuple[Tensor, ...] | None = None
     for queries, keys, causal, bias in _pieces(rows, q.dtype):
         part, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -230,8 +233,15 @@ def _by_flash(rows: _Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
             attn_mask=bias,
             scale=rows.scale,
         )
-        for total, place, grad in zip((dq, dk, dv), (part, seen, seen), grads, strict=True):
-            total[:, place] += grad[0]
+        grads = tuple(grad[0] for grad in grads)
+        if len(queries) == q.shape[1] and len(keys) == k.shape[1] and totals is None:
+            totals = grads
+            continue
+        if totals is None:
+            totals = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for total, place, grad in zip(totals, (part, seen, seen), grads, strict=True):
+            total[:, place] += grad
+    dq, dk, dv = totals or (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     return dq, dk, dv
 
 

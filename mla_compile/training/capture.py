@@ -173,7 +173,7 @@ def _unbacked(node: fx.Node) -> set[Any]:
 
 def _leaves(node: fx.Node) -> list[Any]:
     if EXAMPLE not in node.meta:
-        raise NotCaptured(f"expected a fake value of every input, found none of `{node.name}`")
+        raise NotCaptured(f"expected a fake value of every input, found none of {node.name}")
     return list(pytree.tree_leaves(node.meta[EXAMPLE]))
 
 

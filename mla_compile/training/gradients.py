@@ -38,9 +38,7 @@ def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
             raise Refusal(end, f"expected operations that torch differentiates, found {where(node)}")
         given = [value for operand in node.all_input_nodes for value in _tensors(operand)]
         if results and any(v.requires_grad for v in given) and not any(v.requires_grad for v in results):
-            reason = (
-                f"expected gradients to pass all that the attention is made of, found that they end at {where(node)}"
-            )
+            reason = f"expected gradients to pass all of the attention's operands, found that they end at {where(node)}"
             raise Refusal(end, reason, "detach what goes into the projections, or nothing")
 
 

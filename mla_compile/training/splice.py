@@ -141,8 +141,7 @@ def _with_gradient(value: Any, place: fx.Node) -> Any:
 
 def _laid_out_alike(node: fx.Node, value: Tensor) -> bool:
     """Whether nobody who reads a node would see that its value has the strides of `value`."""
-    old = node.meta[EXAMPLE]
-    if old.stride() == value.stride():
+    if _strides(node.meta[EXAMPLE]) == _strides(value):
         return True
     for user in node.users:
         if (
@@ -154,6 +153,12 @@ def _laid_out_alike(node: fx.Node, value: Tensor) -> bool:
         if not _laid_out_alike(user, getattr(value, str(user.target))(*user.args[1:], **user.kwargs)):
             return False
     return True
+
+
+def _strides(value: Tensor) -> list[Any]:
+    """The strides that say where elements are: not of a dimension that has one."""
+    pairs = zip(value.stride(), value.shape, strict=True)
+    return [None if isinstance(size, int) and size == 1 else stride for stride, size in pairs]
 
 
 def _order(value: Tensor) -> list[int]:

@@ -35,9 +35,8 @@ class Trained(Chunked):
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse as chunked does, and what has no up-projections."""
         if site.w_uk is None:
-            raise Refusal(
-                site.node, "expected an up-projection to do again for gradients, found attention to the latent"
-            )
+            reason = "expected up-projections to do again for gradients, found attention that is absorbed by hand"
+            raise Refusal(site.node, reason)
         super().refuse(site, asked=asked)
 
     def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:

@@ -174,10 +174,10 @@ class Dropout(Layer):
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
-        (DetachedKeys, "expected gradients to pass all that the attention is made of, found that they end at"),
-        (DetachedLatentOfValues, "expected gradients to pass all that the attention is made of"),
-        (WithoutGradients, "expected gradients to pass all that the attention is made of"),
-        (NotRecorded, "expected gradients to pass all that the attention is made of"),
+        (DetachedKeys, "expected gradients to pass all of the attention's operands, found that they end at"),
+        (DetachedLatentOfValues, "expected gradients to pass all of the attention's operands"),
+        (WithoutGradients, "expected gradients to pass all of the attention's operands"),
+        (NotRecorded, "expected gradients to pass all of the attention's operands"),
         (OwnGradient, "expected "),
     ],
 )

@@ -1,6 +1,7 @@
 """Say how many of many spellings are rewritten, and why the rest is not.
 
 python -m tests.spellings --seeds 2000
+python -m tests.spellings --seeds 400 --train
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import torch
 
 from .checks import check
 from .choices import draw
+from .training import check_training
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.spellings", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=2000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first one")
+    parser.add_argument("--train", action="store_true", help="as graphs that need gradients, each of which is checked")
     parser.add_argument("--each", action="store_true", help="a line for every one that is not rewritten")
     options = parser.parse_args()
     rewritten = total = spoiled = 0
@@ -32,7 +35,7 @@ def main() -> int:
         spelling = draw(seed)
         try:
             with torch.no_grad():
-                outcome = check(spelling, seed)
+                outcome = check_training(spelling, seed) if options.train else check(spelling, seed)
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             wrong.append(f"{seed}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})")
