@@ -167,6 +167,6 @@ def test_logits_over_fp8_are_as_near_as_three_bits_are():
 def test_layers_that_keep_more_than_latents_are_named(family, layers):
     model = families.build(families.FAMILIES[family], "sdpa")
     with pytest.raises(
-        mla_compile.CacheMismatchError, match=f"expected layers that cache a latent .* have a {layers} of"
+        mla_compile.CacheMismatchError, match=f"expected layers that cache a latent .* have a {layers}: let"
     ):
         mla_compile.PagedLatentCache.of(model, pages=4)
