@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
 
-from ..errors import CacheMismatchError
+from ..errors import CacheError, CacheMismatchError
 from .latent_cache import PagedLatentCache
-from .pool import PagePool
+from .pool import PagePool, check_count
+
+_CALL = "call generate_batch or continuous_batching_context_manager, or the model that this one was made of"
 
 
 class ContinuousModel(nn.Module, ContinuousMixin):
@@ -48,6 +50,8 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         scale: float | Tensor | None = None,
     ) -> None:
         super().__init__()
+        check_count("pages", pages)
+        check_count("page_size", page_size)
         inner: Any = model
         attention = inner.config._attn_implementation
         if attention not in ("sdpa", "eager"):
@@ -106,7 +110,23 @@ class ContinuousModel(nn.Module, ContinuousMixin):
     def _supports_logits_to_keep(self) -> bool:
         return True
 
-    def forward(
+    def generate(self, *_: Any, **__: Any) -> Any:
+        """None: requests come together here.
+
+        Raises: CacheError, which says what to call.
+        """
+        raise CacheError(f"expected a request of many, found generate; {_CALL}")
+
+    def forward(self, *args: Any, **step: Any) -> Any:
+        """One step of the engine, see `_step`.
+
+        Raises: CacheError, if it is not the engine that calls.
+        """
+        if args or "cache" not in step:
+            raise CacheError(f"expected a step of the engine, found a call of the model; {_CALL}")
+        return self._step(**step)
+
+    def _step(
         self,
         input_ids: Tensor,
         position_ids: Tensor,

@@ -53,10 +53,16 @@ class PagedLatentCache(Base):
 
         Args: model; pages and page_size; dtype, the model's or torch.float8_e4m3fn, in which an `FP8PagePool` keeps the
         latents, with that pool's `scale`.
-        Raises: CacheMismatchError, if the model's configuration does not tell its sizes, or for another dtype or scale.
+        Raises: CacheMismatchError, if the model's configuration does not tell its sizes, for layers that keep more than
+        latents (an indexer's keys, the state of linear attention) or a window of them, or for another dtype or scale.
         """
         config: Any = getattr(model, "config", None)
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        if others := _other_layers(config):
+            raise CacheMismatchError(
+                "expected layers that cache a latent and a rope key a token and nothing else, found "
+                f"{type(model).__name__}, of which some have a {' and a '.join(others)}: let it make its own cache"
+            )
         sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")]
         if None in sizes:
             raise CacheMismatchError(
@@ -202,3 +208,14 @@ class PagedLatentCache(Base):
 
     def activate_past_recording(self) -> None:
         """Nothing is forgotten before it is cropped."""
+
+
+def _other_layers(config: Any) -> list[str]:
+    """The layers, by their class in transformers, that a model's own cache has besides those that grow by the token."""
+    if Base is object:
+        return []
+    from transformers import DynamicCache, PreTrainedConfig
+    from transformers.cache_utils import DynamicLayer
+
+    layers = DynamicCache(config=config).layers if isinstance(config, PreTrainedConfig) else []
+    return sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})

@@ -7,10 +7,42 @@ reads no tensor's values on the host, so that it compiles without a break.
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..errors import CacheMismatchError, FreedError, OutOfPagesError, PageIndexError
+
+
+def check_count(name: str, count: Any) -> None:
+    """Check that a count is one.
+
+    Raises: CacheMismatchError, if it is no whole number or less than 1.
+    """
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise CacheMismatchError(f"expected {name} to be a whole number, found {count!r}")
+    if count < 1:
+        raise CacheMismatchError(f"expected {name} to be at least 1, found {count}")
+
+
+def _check_room(pages: int, elements: int, device: torch.device) -> None:
+    """Check that so many pages of so many elements may fit into a device's memory, each element in a byte.
+
+    A system may promise memory that it has not, and end the process that uses it.
+    """
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    elif device.type == "cpu" and hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    if pages * (elements + 16) > memory:  # two numbers in int64 for each page besides
+        found = f"{pages} of at least {elements} bytes"
+        raise CacheMismatchError(
+            f"expected pages that fit into the {memory / 2**30:.1f} GiB of {device}, found {found}"
+        )
 
 
 class PagePool:
@@ -32,10 +64,10 @@ class PagePool:
     ) -> None:
         sizes = {"layers": layers, "latent_width": latent_width, "pages": pages, "page_size": page_size}
         for name, size in sizes.items():
-            if size < 1:
-                raise CacheMismatchError(f"expected {name} to be at least 1, found {size}")
+            check_count(name, size)
         if rope_width < 0:
             raise CacheMismatchError(f"expected rope_width to be at least 0, found {rope_width}")
+        _check_room(pages, layers * page_size * (latent_width + rope_width), torch.empty(0, device=device).device)
         self.latent_width, self.rope_width, self.page_size = latent_width, rope_width, page_size
         self.layers = self._empty(layers, pages, latent_width + rope_width, dtype, device)
         self.references = torch.zeros(pages, dtype=torch.int64, device=device)

@@ -41,10 +41,14 @@ class Score:
 
 @dataclass(frozen=True)
 class Opaque:
-    """Weights that are some function of the products in `scores`: `products[i]` is the whole tensor of score i."""
+    """Weights that are some function of the products in `scores`: `products[i]` is the whole tensor of score i.
+
+    `reader`, if there is one, is what else reads the weights.
+    """
 
     weights: Read
     products: tuple[Read, ...]
+    reader: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -188,13 +192,13 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
         raise Refusal(node, reason, "multiply all of the softmax's result with the values")
     place = output.term.read.source
     assert isinstance(place, fx.Node)
-    _refuse_other_uses(weights, place, trace)
+    reader = _other_reader(weights, place, trace)
     score_dims = tuple(tuple(d.axis for d in dim if d.axis is not None) for dim in probabilities.read.dims)
     summands = scores_of(weights.scores, KeyRange(dim, *keys_read), trace)
     products = [s for s in summands if isinstance(s.what, float)]
     masks = [s for s in summands if isinstance(s.what, Mask)]
     sinks = [s for s in summands if isinstance(s.what, Sink)]
-    opaque = not products or _tangled(products, masks, KeyRange(dim, *keys_read), trace)
+    opaque = reader is not None or not products or _tangled(products, masks, KeyRange(dim, *keys_read), trace)
     if opaque:
         products, masks, sinks = products_within(weights.scores, KeyRange(dim, *keys_read), trace), [], []
         if not products:
@@ -240,7 +244,7 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     kept = None
     if opaque:
         reads = tuple(form.term.read for form in aligned[1 : 1 + len(products)])
-        kept = Opaque((parts.left, parts.right)[side].read, reads)
+        kept = Opaque((parts.left, parts.right)[side].read, reads, reader)
     return Attention(
         node,
         dims,
@@ -296,8 +300,8 @@ def _times(query: Term, by: Term, factor: Factor) -> Term:
     return Term(replace(operations.multiplied(query.read, by.read, divides=factor.divides), then=tuple(own)))
 
 
-def _refuse_other_uses(weights: Weights, output: fx.Node, trace: Trace) -> None:
-    """The weights must serve this product only: what else they serve would keep the scores and the keys alive."""
+def _other_reader(weights: Weights, output: fx.Node, trace: Trace) -> fx.Node | None:
+    """What reads the weights besides the product with the values: scores have to exist then."""
     ends = {output, weights.total}
     pending, seen = [weights.node], {weights.node}
     while pending:
@@ -305,7 +309,7 @@ def _refuse_other_uses(weights: Weights, output: fx.Node, trace: Trace) -> None:
             if user in ends or user in seen:
                 continue
             if not is_tensor(user) or trace[user].term.read.source is not weights.node:
-                reason = f"expected the attention weights to meet the values only, found {where(user)}"
-                raise Refusal(output, reason, "do not return them or use them again (transformers: output_attentions)")
+                return user
             seen.add(user)
             pending.append(user)
+    return None

@@ -31,6 +31,9 @@ class Rewriter:
             Unaligned: if the graph does not tell the sizes that this takes; the graph is as it was.
         """
         for part in form.parts(site, self.workspace_tokens):
+            if part.place in self._replaced:  # scores that serve two attentions
+                output = self._replaced[part.place]
+                continue
             output = self._put(part.place, self._graph_of(site, part.code), part.code.sources)
         return output
 

@@ -46,6 +46,11 @@ class Chunked(OneOp):
 
         With every key expanded anyway it is only where it is narrower than what it expands to.
         """
+        if site.attention.opaque is not None and site.attention.opaque.reader is not None:
+            reason = (
+                f"expected the attention weights to meet the values only, found {where(site.attention.opaque.reader)}"
+            )
+            raise Refusal(site.node, reason, "do not return them or use them again (transformers: output_attentions)")
         if site.attention.opaque is not None:
             source = site.attention.opaque.weights.source
             found = where(source) if isinstance(source, fx.Node) else str(source)

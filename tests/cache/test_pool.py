@@ -117,6 +117,21 @@ def test_tokens_that_do_not_fit(tokens, message):
     assert bool((table.read(0) == 1.0).all())
 
 
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        ("4", "expected pages to be a whole number, found '4'"),
+        (1.5, "expected pages to be a whole number, found 1.5"),
+        (True, "expected pages to be a whole number, found True"),
+        (-1, "expected pages to be at least 1, found -1"),
+        (10**13, "expected pages that fit into the .* GiB of cpu, found 10000000000000 of at least 96 bytes"),
+    ],
+)
+def test_numbers_of_pages_that_cannot_be(pages, message):
+    with pytest.raises(mla_compile.CacheMismatchError, match=message):
+        PagePool(2, 4, 2, pages=pages, page_size=8)
+
+
 def test_sizes_that_cannot_be():
     with pytest.raises(mla_compile.CacheMismatchError, match="expected page_size to be at least 1, found 0"):
         PagePool(1, 4, 2, pages=4, page_size=0)

@@ -73,3 +73,41 @@ def test_what_else_happens_still_happens(function: Callable[..., tuple[Tensor, .
         assert_as_close_as_eager(*results)
     for mine, theirs in zip(own, given["eager"], strict=True):
         assert torch.equal(mine, theirs)
+
+
+# What Dynamo makes of an assert statement; pytest makes something else of those in this file.
+
+
+def asserted_latent(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> Tensor:
+    torch._assert_async(latent.isfinite().all(), "a latent that is no number")
+    k, v = keys_and_values(latent, k_rope, weight)
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def asserted_keys(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> Tensor:
+    k, v = keys_and_values(latent, k_rope, weight)
+    torch._assert_async(k.isfinite().all(), "a key that is no number")
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def asserted_scores(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> Tensor:
+    k, v = keys_and_values(latent, k_rope, weight)
+    scores = q @ k.mT
+    weights = scores.softmax(-1)
+    torch._assert_async(scores.isfinite().all(), "a score that is no number")
+    torch._assert_async((weights.sum(-1) > 0.9).all(), "weights that are none")
+    return weights @ v
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("function", [asserted_latent, asserted_keys, asserted_scores])
+def test_asserts_on_values_stay(function: Callable[..., Tensor]) -> None:
+    compiled = torch.compile(function, backend="mla", options={"mla.path": "absorbed"}, fullgraph=True)
+    own = inputs(torch.float32)
+    exact = function(*inputs(torch.float64))
+    assert_as_close_as_eager(compiled(*own), function(*own), exact)
+    (site,) = mla_compile.last_report().sites
+    assert site.path == "absorbed"
+    own[1][0, 0] = torch.nan
+    with pytest.raises((AssertionError, RuntimeError), match="that is no number"):
+        compiled(*own)

@@ -153,3 +153,13 @@ def test_the_engines_own_cache_has_no_room_for_mla(model, requests):
     outputs = model.generate_batch([requests["0"][0]], max_new_tokens=2, **configs(num_blocks=16, page_size=16))
     assert [output.generated_tokens for output in outputs.values()] == [[]]
     assert "must have same slice shapes" in next(iter(outputs.values())).error
+
+
+def test_what_is_called_instead_is_said(model):
+    continuous = ContinuousModel(model, pages=4, page_size=16)
+    with pytest.raises(mla_compile.CacheError, match="expected a request of many, found generate; call generate_batch"):
+        continuous.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2)
+    with pytest.raises(mla_compile.CacheError, match="expected a step of the engine, found a call of the model; call"):
+        continuous(torch.ones(1, 3, dtype=torch.int64))
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected pages to be a whole number, found '4'"):
+        ContinuousModel(model, pages="4")

@@ -5,6 +5,7 @@ import torch
 
 import mla_compile
 from mla_compile import PagedLatentCache
+from tests.hf import families
 from tests.hf.test_deepseek import SIZES, build
 
 transformers = pytest.importorskip("transformers")
@@ -153,3 +154,19 @@ def test_logits_over_fp8_are_as_near_as_three_bits_are():
     bound = max((logits(PagedLatentCache(Rounded(*sizes))) - exact).norm() for _ in range(8))
     print(f"logits over FP8 are off by {error / exact.norm():.1e}, where rounding explains {bound / exact.norm():.1e}")
     assert 0 < error <= bound
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("deepseek_v32", "DynamicIndexedLayer"),
+        ("kimi_linear", "LinearAttentionLayer"),
+        ("dots3_note", "DynamicIndexedLayer and a DynamicSlidingWindowLayer"),
+    ],
+)
+def test_layers_that_keep_more_than_latents_are_named(family, layers):
+    model = families.build(families.FAMILIES[family], "sdpa")
+    with pytest.raises(
+        mla_compile.CacheMismatchError, match=f"expected layers that cache a latent .* have a {layers}: let"
+    ):
+        mla_compile.PagedLatentCache.of(model, pages=4)

@@ -40,6 +40,8 @@ class Spelling:
     (-1e4 takes the place of scores)."""
     padded: bool = False
     """Whether values are as wide as keys, by zeros that are cut off the output."""
+    returned: bool = False
+    """Whether the attention weights are returned beside the output."""
     softcap: bool = False
     sink: bool = False
     cache: str = "none"
@@ -53,7 +55,7 @@ class Spelling:
     output: str = "reshape"
     """How heads leave: `reshape` and a Linear, `einsum`, or `raw` (returned as they are)."""
     sprinkled: str = "none"
-    """On keys, values and queries: `none`, `contiguous`, `clone`, `cast`, `dropout` of 0, `views`."""
+    """On keys, values and queries: `none`, `contiguous`, `clone`, `cast`, `dropout` of 0, `views`, `asserts`."""
     dtype: str = "float32"
     batch: int = 2
     queries: int = 4
@@ -66,6 +68,11 @@ class Spelling:
     value: int = 6
     spoiled: str = "no"
     """What makes it no MLA after all, see `SPOILERS`."""
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether scores have to exist as a whole."""
+        return self.softcap or self.returned
 
 
 TENSORS = ("number", "head", "position")
@@ -89,6 +96,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "reciprocal", "late"),
     "mask": ("none", "causal", "triu", "bool", "additive", "window", "least", "low"),
     "padded": (False,) * 5 + (True,),
+    "returned": (False,) * 9 + (True,),
     "softcap": (False,) * 7 + (True,),
     "sink": (False,) * 7 + (True,),
     "cache": ("none", "cat", "slices", "index_copy", "pages"),
@@ -96,7 +104,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "latent": ("normed", "scaled", "plain"),
     "query": ("direct", "low rank"),
     "output": ("reshape", "einsum", "raw"),
-    "sprinkled": ("none", "none", "contiguous", "clone", "cast", "dropout", "views"),
+    "sprinkled": ("none", "none", "contiguous", "clone", "cast", "dropout", "views", "asserts"),
     "dtype": ("float32", "float32", "bfloat16"),
     "batch": (1, 2),
     "queries": (1, 4, 5),
@@ -106,7 +114,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "nope": (4, 6),
     "rope_width": (2, 4),
     "value": (4, 5, 6),
-    "spoiled": ("no",) * 15 + ("yes",),
+    "spoiled": ("no",) * 8 + ("yes",),
 }
 
 
@@ -122,8 +130,11 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
     if s.absorbed != "no":
         s = replace(s, bias=False, groups="none", spoiled="no")
         s = replace(s, scale="query") if s.scale == "key" else s
-        s = replace(s, softcap=False) if s.absorbed in ("both", "joined") else s  # then nothing is left to regroup
-    if s.softcap or s.sink or (s.keys == "two scores" and s.rope != "none"):
+        if s.absorbed in ("both", "joined"):
+            s = replace(s, softcap=False, returned=False)  # then nothing is left to regroup
+    if s.returned and s.softmax == "late":
+        s = replace(s, softmax="by hand")
+    if s.softcap or s.sink or s.returned or (s.keys == "two scores" and s.rope != "none"):
         s = replace(s, softmax=dice.choice(("plain", "wide", "by hand")) if s.softmax == "sdpa" else s.softmax)
     if s.sink and s.softmax == "late":
         s = replace(s, softmax="plain")  # a sink is a column of the weights that is dropped

@@ -132,7 +132,8 @@ class Attention(nn.Module):
         o = o[..., :columns] if s.padded else o
         if s.absorbed in ("values", "both", "joined"):
             o = self.ordered(self.by_head(self.ordered(o), w_uv.transpose(1, 2)))
-        return self.leave(o)
+        o = self.leave(o)
+        return torch.cat([o.flatten(), self.weights.flatten()]) if s.returned else o
 
     def attend(
         self,
@@ -342,6 +343,8 @@ class Attention(nn.Module):
                 return x.to(torch.float64).to(x.dtype)
             case "dropout":
                 return F.dropout(x, 0.0, training=True)
+            case "asserts":
+                torch._assert_async(x.isfinite().all(), "numbers")
             case "views":
                 return x.flatten(0, 1).unflatten(0, x.shape[:2]).mT.mT
         return x
@@ -436,6 +439,7 @@ class Attention(nn.Module):
             weights = scores.softmax(-1, dtype=wide if s.softmax == "wide" else None).to(dtype)
         if self.sink is not None:
             weights = weights[..., :-1]
+        self.weights = weights
         if s.order == "heads first":
             o = weights @ v
             return o / total if s.softmax == "late" else o

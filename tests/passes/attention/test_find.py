@@ -143,6 +143,15 @@ def test_scores_of_which_a_mask_leaves_something_stay_as_they_are_between_the_pr
     assert len(a.scores) == 1
 
 
+def test_weights_that_serve_twice_exist() -> None:
+    first, second = found(lambda q, k, v: (lambda p: p @ v + (p @ v.tanh()))((q @ k.mT).softmax(-1)))
+    for a, other in ((first, second), (second, first)):
+        assert isinstance(a, Attention)
+        assert a.opaque is not None
+        assert a.opaque.reader is not None
+        assert other.node in (a.opaque.reader, *a.opaque.reader.users)
+
+
 REFUSED: dict[str, tuple[Function, str]] = {
     "dropout": (lambda q, k, v: sealed(q, k, v, dropout=0.5), "attention without dropout, found dropout_p=0.5"),
     "a part of the weights": (
@@ -150,10 +159,6 @@ REFUSED: dict[str, tuple[Function, str]] = {
         "the whole of the attention weights",
     ),
     "one row of the weights": (lambda q, k, v: (q @ k.mT).softmax(-1)[:, :, :1] @ v, "the whole of the attention"),
-    "weights that serve twice": (
-        lambda q, k, v: (lambda p: p @ v + (p @ v.tanh()))((q @ k.mT).softmax(-1)),
-        "the attention weights to meet the values only",
-    ),
     "softmax over the queries": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, "over the keys of the softmax"),
 }
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.passes import spellings as mla
-from tests.passes.checks import check_right
+from tests.passes.checks import check_right, unfolded
 from tests.passes.graphs import capture, rewrite, run
 from tests.passes.spellings import SCALE, SQ, B, Function, N, P, R, T, V
 
@@ -196,15 +196,36 @@ def test_a_near_miss_stays_as_it_is(function: Function, reason: str) -> None:
     check_right(before, run(module, *mla.tensors()))
 
 
-def test_weights_that_are_returned_as_well_keep_the_attention() -> None:
+@pytest.mark.parametrize("path", ["absorbed", "chunked"])
+def test_weights_that_are_returned_as_well_exist_and_keys_do_not(path: str) -> None:
     def attention(*args: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = mla.naive(*args)
         p = ((q @ k.transpose(-1, -2)) * SCALE).softmax(-1)
         return p @ v, p
 
-    (outcome,) = rewrite(capture(attention, *mla.tensors()))
-    assert outcome.path == "unchanged"
-    assert "expected the attention weights to meet the values only, found `output`" in outcome.reason
+    module = capture(attention, *mla.tensors())
+    before = run(module, *mla.tensors())
+    (outcome,) = rewrite(module, path)
+    if path == "absorbed":
+        assert outcome.path == "absorbed"
+        assert not [node for node in unfolded(module) if node.meta["val"].shape[-1] not in (T, SQ)]
+    else:
+        assert outcome.path == "unchanged"
+        assert "expected the attention weights to meet the values only, found `output`" in outcome.reason
+    for mine, theirs in zip(run(module, *mla.tensors()), before, strict=True):
+        check_right(theirs, mine)
+
+
+def test_weights_that_meet_two_values_exist_once() -> None:
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        p = ((q @ k.transpose(-1, -2)) * SCALE).softmax(-1)
+        return torch.cat([p @ v[..., :2], p @ v[..., 2:]], -1)
+
+    module = capture(attention, *mla.tensors())
+    before = run(module, *mla.tensors())
+    assert [outcome.path for outcome in rewrite(module)] == ["absorbed", "absorbed"]
+    check_right(before, run(module, *mla.tensors()))
 
 
 def test_weights_with_dropout_are_no_attention_to_find() -> None:
