@@ -25,6 +25,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .cache.continuous import ContinuousModel
+    from .cache.growing import LatentCache
     from .cache.latent_cache import PagedLatentCache
     from .exported import lower, rewrite
 
@@ -37,6 +38,7 @@ __all__ = [
     "FP8PagePool",
     "FreedError",
     "KernelError",
+    "LatentCache",
     "MlaCompileError",
     "OptionError",
     "Options",
@@ -63,6 +65,10 @@ def __getattr__(name: str) -> Any:
         from .cache.latent_cache import PagedLatentCache
 
         return PagedLatentCache
+    if name == "LatentCache":
+        from .cache.growing import LatentCache
+
+        return LatentCache
     if name == "ContinuousModel":
         from .cache.continuous import ContinuousModel
 

@@ -2,6 +2,10 @@
 
     Dynamo graph -> seal -> AOTAutograd without decompositions -> passes -> trace again with Inductor's -> Inductor
 
+Where gradients are needed, the passes come before anything is differentiated:
+
+    Dynamo graph -> functional ATen -> passes -> what they rewrote, in the Dynamo graph -> AOTAutograd -> Inductor
+
 A graph with nothing to rewrite goes to stock Inductor as if this backend had not been there.
 """
 
@@ -31,6 +35,7 @@ from mla_compile import device as devices
 from mla_compile.kernels import compiled as cpp_kernels
 from mla_compile.kernels._common.tuning import tuning
 from mla_compile.passes.outcome import Outcome
+from mla_compile.passes.paths.absorbed import Absorbed
 
 from . import options as option_parser
 from .graph_log import is_observed, log_graph
@@ -41,6 +46,7 @@ from .report import Report, record
 from .rewriting import raise_strict, rewrite_graph
 from .seal import seal, unseal
 from .stored import ReportStore
+from .training.rewrite import Check, rewrite_for_training
 from .uncompiled import warn_of_generate
 from .verify import Verified
 from .version import __version__
@@ -108,6 +114,8 @@ class _Compilation:
         reason = self._reason_for_stock()
         if reason is not None:
             return self._stock(reason)
+        if self._needs_gradients():
+            return self._train()
         sealed = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
         sealed.meta = dict(self.module.meta)
         seal(sealed)
@@ -116,14 +124,14 @@ class _Compilation:
         stored = None if is_observed() else store.load()
         if stored is not None and not stored.rewritten:
             self.outcomes = stored.sites
-            return self._stock("nothing to rewrite")
+            return self._stock(self._nothing())
         try:
             compiled = self._compile(sealed, tag, use_cache=True)
             if not self.seconds and stored is None:  # an artifact from a cache, but not what had been decided for it
                 compiled = self._compile(sealed, tag, use_cache=False)
         except _NothingToRewrite:
             store.save(Report(self.outcomes))
-            return self._stock("nothing to rewrite")
+            return self._stock(self._nothing())
         if self.seconds:
             store.save(Report(self.outcomes))
         elif stored is not None:
@@ -153,11 +161,29 @@ class _Compilation:
     def _reason_for_stock(self) -> str | None:
         if self.options.path == "off":
             return "mla.path is off"
-        if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in self.inputs):
-            return "gradients are needed"
-        if not _may_attend(self.module):
-            return "no attention in the graph"
+        if self._needs_gradients() and self.options.path == Absorbed.name:
+            return "gradients are needed, and absorbed attention has none"
         return None
+
+    def _nothing(self) -> str:
+        return "nothing to rewrite" if self.outcomes else "no attention in the graph"
+
+    def _needs_gradients(self) -> bool:
+        return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in self.inputs)
+
+    def _train(self) -> Callable[..., Any]:
+        rates = devices.rates_of(self.inputs)
+        trained = rewrite_for_training(self.module, rates, self.options)
+        self.outcomes, self.note = trained.outcomes, "; ".join(trained.notes)
+        self.seconds["passes"] = trained.seconds
+        if not any(outcome.rewritten for outcome in self.outcomes):
+            return self._stock(self.note or self._nothing())
+        if self.options.strict:
+            raise_strict(self.outcomes, self.note)
+        log_graph("mla_trained", trained.module)
+        with self._own_artifacts(cache_tag(self.options, rates), use_cache=True):
+            compiled = _compile_fx(trained.module, self.inputs, inner_compile=compile_fx_inner)
+        return _checked(compiled, trained.checks) if trained.checks else compiled
 
     def _stock(self, note: str) -> Callable[..., Any]:
         self.note = f"stock Inductor, {note}"
@@ -186,6 +212,18 @@ class _Compilation:
         return Verified(compiled, rewriting.original, module, self.outcomes)
 
 
+def _checked(compiled: Callable[..., Any], checks: Sequence[Check]) -> Callable[..., Any]:
+    """The same code, whose rewritten sites are compared with the originals on the first call."""
+    pending = list(checks)
+
+    def call(*arguments: Any) -> Any:
+        while pending:
+            pending.pop()(arguments)
+        return compiled(*arguments)
+
+    return call
+
+
 def _compile_fx(module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Callable[..., Any]:
     compiled: Any = compile_fx(module, list(inputs), **kwargs)
     assert callable(compiled)
@@ -208,15 +246,6 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
     after.meta.update({k: v for k, v in before.meta.items() if k != "val"})
     retraced.meta.update(module.meta)
     return _recursive_joint_graph_passes(retraced)
-
-
-def _may_attend(module: fx.GraphModule) -> bool:
-    def attends(node: fx.Node) -> bool:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        return any(word in name for word in ("softmax", "scaled_dot_product_attention", "flex_attention"))
-
-    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
-    return any(attends(node) for graph in graphs for node in graph.nodes if node.op.startswith("call_"))
 
 
 @cache

@@ -58,7 +58,7 @@ def log_graph(name: str, module: fx.GraphModule) -> None:
 
 def log_results(results: Sequence[Result]) -> None:
     """Offer what was proved of the attentions, as text, and the results themselves to observers."""
-    texts = [proof_text(r.site, r.meaning, r.choice) for r in results if r.site is not None] if _is_read() else []
+    texts = [text for r in results for text in _texts(r)] if _is_read() else []
     if texts:
         _log.debug("What was proved\n%s", "\n".join(texts))
         _logging.trace_structured(
@@ -68,6 +68,13 @@ def log_results(results: Sequence[Result]) -> None:
         )
     for observer in _observers:
         observer.on_results(results)
+
+
+def _texts(result: Result) -> Iterator[str]:
+    if result.site is not None:
+        yield proof_text(result.site, result.meaning, result.choice)
+    if result.stopped is not None:
+        yield f"{result.node.name} is unchanged: {result.stopped} stopped, {result.outcome.reason}"
 
 
 def _is_read() -> bool:

@@ -16,7 +16,8 @@ attends to keys j <= i + causal_offset as well as what the mask says; None means
 or the causal limit hides from every query of a sequence take no part in the arithmetic: a cache's unwritten tail may
 hold anything, NaN included.
 
-Attention does not need gradients here (graphs that do are left to Inductor): every backward raises NotImplementedError.
+`expanded_attention` can be differentiated once, its backward is an op too. All other backwards raise
+NotImplementedError.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor
 __all__ = [
     "append_latents",
     "expanded_attention",
+    "expanded_attention_backward",
     "latent_attention",
     "merge_states",
     "paged_expanded_attention",
@@ -71,6 +73,12 @@ _LIBRARY.define(
 _LIBRARY.define(
     "expanded_attention(Tensor q, Tensor latent, Tensor k_rope, Tensor w_uk, Tensor w_uv, Tensor? mask, "
     "SymInt? causal_offset, float scale, SymInt workspace_tokens) -> (Tensor, Tensor)",
+    tags=_ANY_STRIDES,
+)
+_LIBRARY.define(
+    "expanded_attention_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor latent, Tensor k_rope, Tensor w_uk, "
+    "Tensor w_uv, Tensor? mask, SymInt? causal_offset, float scale, SymInt workspace_tokens, Tensor o, Tensor lse, "
+    "bool[] wanted) -> Tensor[]",
     tags=_ANY_STRIDES,
 )
 _LIBRARY.define(
@@ -163,6 +171,17 @@ Args: q `[B, Sq, N, P + R]` with the nope part first, latent `[B, T, L]`, k_rope
 `[N, V, L]`, all of one floating dtype; mask and causal_offset as the module says; scale; workspace_tokens, the most
 tokens whose keys and values exist at one time (at least 1).
 Returns: o `[B, Sq, N, V]`, contiguous, of q's dtype, and lse `[B, Sq, N]`, float32.
+Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
+"""
+
+expanded_attention_backward = torch.ops.mla.expanded_attention_backward
+"""Gradients of `expanded_attention`'s operands from those of its results, keys and values up-projected again.
+
+Heads are taken as many at a time as keep the keys of all tokens within the forward's workspace, and one at least.
+
+Args: grad_o like o; grad_lse like lse, or None for zeros; the operands of the forward; its o and lse; wanted, a flag
+for each of q, latent, k_rope, w_uk, w_uv and mask. A mask whose gradient is wanted is a floating one.
+Returns: the gradients that are wanted, in that order, each of its operand's shape and dtype, contiguous.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
@@ -265,6 +284,14 @@ def _latent_attention_fake(q_latent: Tensor, *others: Any, **named: Any) -> tupl
 
 
 def _expanded_attention_fake(
+    q: Tensor, latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, *others: Any, **named: Any
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:3], w_uv.shape[1])), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _expanded_attention_backward_fake(
+    grad_o: Tensor,
+    grad_lse: Tensor | None,
     q: Tensor,
     latent: Tensor,
     k_rope: Tensor,
@@ -274,10 +301,30 @@ def _expanded_attention_fake(
     causal_offset: int | None,
     scale: float,
     workspace_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    batch, queries, heads, _ = q.shape
-    o = q.new_empty((batch, queries, heads, w_uv.shape[1]))
-    return o, q.new_empty((batch, queries, heads), dtype=torch.float32)
+    o: Tensor,
+    lse: Tensor,
+    wanted: list[bool],
+) -> list[Tensor]:
+    operands = zip((q, latent, k_rope, w_uk, w_uv, mask), wanted, strict=True)
+    return [operand.new_empty(operand.shape) for operand, asked in operands if asked and operand is not None]
+
+
+def _expanded_attention_saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *operands, causal_offset, scale, workspace_tokens = inputs
+    ctx.save_for_backward(*operands, *output)
+    ctx.settings = causal_offset, scale, workspace_tokens
+    ctx.set_materialize_grads(False)
+
+
+def _expanded_attention_gradients(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    *operands, o, lse = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[: len(operands)])
+    if grad_o is None:
+        grad_o = torch.zeros_like(o)
+    found = iter(
+        expanded_attention_backward(grad_o, grad_lse, *operands, *ctx.settings, o, lse, wanted) if any(wanted) else ()
+    )
+    return *(next(found) if asked else None for asked in wanted), None, None, None
 
 
 def _paged_expanded_attention_fake(
@@ -288,15 +335,10 @@ def _paged_expanded_attention_fake(
     seq_lens: Tensor,
     w_uk: Tensor,
     w_uv: Tensor,
-    causal: bool,
-    scale: float,
-    workspace_tokens: int,
-    latent_scales: Tensor | None = None,
-    mask: Tensor | None = None,
-    first_positions: Tensor | None = None,
-    query_lens: Tensor | None = None,
+    *others: Any,
+    **named: Any,
 ) -> tuple[Tensor, Tensor]:
-    return _expanded_attention_fake(q, latent_pages, rope_pages, w_uk, w_uv, mask, None, scale, workspace_tokens)
+    return _expanded_attention_fake(q, latent_pages, rope_pages, w_uk, w_uv)
 
 
 def _merge_states_fake(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -327,6 +369,13 @@ torch.library.register_fake("mla::latent_attention", _latent_attention_fake, lib
 torch.library.register_fake("mla::paged_latent_attention", _latent_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::sparse_latent_attention", _latent_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::expanded_attention", _expanded_attention_fake, lib=_LIBRARY)
+torch.library.register_fake("mla::expanded_attention_backward", _expanded_attention_backward_fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "mla::expanded_attention",
+    _expanded_attention_gradients,
+    setup_context=_expanded_attention_saved,
+    lib=_LIBRARY,
+)
 torch.library.register_fake("mla::paged_expanded_attention", _paged_expanded_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::merge_states", _merge_states_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::append_latents", _append_latents_fake, lib=_LIBRARY)
@@ -334,5 +383,6 @@ torch.library.register_fake("mla::per_head_matmul", _per_head_matmul_fake, lib=_
 for _device_type in ("cpu", "cuda"):
     _register_autocast(_device_type)
 for _name in __all__:
-    if _name != "append_latents":  # torch takes no formula for what mutates
+    # torch takes no formula for what mutates
+    if _name not in ("append_latents", "expanded_attention"):
         _refuse_backward(_name)

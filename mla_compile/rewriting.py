@@ -31,12 +31,14 @@ class Rewriting:
     """Wall time of the passes."""
 
 
-def rewrite_graph(module: fx.GraphModule, device: Device, options: Options, ranges: Ranges | None = None) -> Rewriting:
+def rewrite_graph(
+    module: fx.GraphModule, device: Device, options: Options, ranges: Ranges | None = None, *, training: bool = False
+) -> Rewriting:
     """Rewrite the attentions of a functional ATen graph in place; args as those of `Pipeline`."""
     log_graph(BEFORE, module)
     original = snapshot(module) if options.verify else None
     start = time.perf_counter()
-    results = Pipeline(device, options.path, options.workspace_tokens, ranges)(module)
+    results = Pipeline(device, options.path, options.workspace_tokens, ranges, training)(module)
     seconds = time.perf_counter() - start
     log_results(results)
     outcomes = tuple(result.outcome for result in results)

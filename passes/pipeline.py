@@ -1,4 +1,4 @@
-"""The passes in order: find, prove, decide, rewrite. Graph in, graph out, and what became of each attention."""
+"""The passes in order, the `STEPS`. Graph in, graph out, and what became of each attention."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ from .paths.all import AUTO
 from .paths.choose import Choice, Chooser, Ranges
 from .trace.trace import Trace
 
+STEPS = ("find", "prove", "understand", "choose", "rewrite")
+"""What an attention goes through: the products and the softmax, the latent, the masks, the path, and its code."""
+
 
 @dataclass
 class Result:
@@ -34,12 +37,21 @@ class Result:
 
     node: fx.Node
     """Of the graph as it was."""
+    found: Attention | None = None
     site: Site | None = None
     meaning: Meaning | None = None
     choice: Choice | None = None
     outcome: Outcome = field(init=False)
     environment: ShapeEnv | None = None
     """Of the symbols of its sizes."""
+
+    @property
+    def stopped(self) -> str | None:
+        """The step that refused the attention; None if it is rewritten."""
+        if self.outcome.rewritten:
+            return None
+        known = (self.found, self.site, self.meaning, self.choice)
+        return STEPS[next((i for i, what in enumerate(known) if what is None), len(known))]
 
 
 @dataclass(frozen=True)
@@ -58,19 +70,23 @@ class Pipeline:
     ranges: Ranges | None = None
     """Of an exported program: the sizes it is declared for, all of which its one graph has to serve without guards."""
 
+    training: bool = False
+    """Whether the graph needs gradients. It is then read for what to rewrite, and not itself run."""
+
     def __call__(self, module: fx.GraphModule) -> list[Result]:
         """Rewrite the MLA sites of a functional ATen graph in place. Every node has its fake value in `meta["val"]`."""
         graph = module.graph
         mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         environment = mode.shape_env if mode is not None else None
-        choose = Chooser(self.path, self.device, self.workspace_tokens, environment, self.ranges)
+        choose = Chooser(self.path, self.device, self.workspace_tokens, environment, self.ranges, self.training)
         rewriter = Rewriter(graph, self.workspace_tokens, environment)
         trace = Trace(graph)
         with nullcontext() if self.ranges is None else no_guards(environment):
             results = [self._treat(found, trace, choose, rewriter) for found in list(find(graph, trace))]
         if any(result.outcome.rewritten for result in results):
-            write_in_place(graph)
-            graph.eliminate_dead_code()
+            if not self.training:
+                write_in_place(graph)
+                graph.eliminate_dead_code()
             _relax_views(graph)
             graph.lint()
             module.recompile()
@@ -81,9 +97,10 @@ class Pipeline:
         try:
             if isinstance(found, Refusal):
                 raise found
+            result.found = found
             result.site = prove(found, trace)
             result.meaning = understand(result.site, trace)
-            result.choice = choose(result.site, result.meaning, trace)
+            result.choice = choose(result.site, result.meaning)
             output = rewriter(result.site, result.choice.form)
         except (Refusal, Unaligned, GuardNeeded, GuardOnDataDependentSymNode) as error:
             result.outcome = unchanged(found.node, _refusal(found.node, error))
@@ -118,7 +135,7 @@ def _refusal(node: fx.Node, error: Exception) -> Refusal:
 
 def _sources(site: Site) -> list[fx.Node]:
     """The nodes of a site that stand in the user's module rather than in what it calls."""
-    reads = [site.latent, *(rope.key.read for rope in site.ropes)]
+    reads = [site.latent.read, *(rope.key.read for rope in site.ropes)]
     return [read.source for read in reads if isinstance(read.source, fx.Node)]
 
 

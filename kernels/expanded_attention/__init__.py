@@ -1,12 +1,14 @@
 """`mla::expanded_attention`: attention over up-projected keys and values, a chunk of them at a time."""
 
 from .aten import expanded_attention_aten
+from .backward import expanded_attention_backward_aten
 from .gpu import expanded_attention_gpu
 from .native import expanded_attention_cpu
 from .reference import expanded_attention_reference
 
 __all__ = [
     "expanded_attention_aten",
+    "expanded_attention_backward_aten",
     "expanded_attention_cpu",
     "expanded_attention_gpu",
     "expanded_attention_reference",

@@ -9,9 +9,11 @@ from torch import Tensor
 
 import mla_compile.ops  # noqa: F401  defines the op
 
+from ..bundles import checked
 from ..merge_states.aten import share_of_second
 from ..scores import causal_mask, softmax_with_lse
 from ..visibility import KeyPositions, Visibility
+from .arguments import ExpandedAttention
 from .chunks import attend_in_chunks, masked_tiles
 
 _QUERIES = 1024
@@ -24,21 +26,9 @@ Piece = tuple[range, range, bool, Tensor | None]
 to add to the scores."""
 
 
-def expanded_attention_aten(
-    q: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-    workspace_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """`mla::expanded_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    return attend_in_chunks(
-        q, latent, k_rope, w_uk, w_uv, mask, causal_offset, scale, workspace_tokens, attend_by_flash
-    )
+def attend(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    return attend_in_chunks(x, attend_by_flash)
 
 
 def attend_by_flash(
@@ -130,4 +120,5 @@ def _attend_composed(
     return weights[0] @ v, lse[0]
 
 
+expanded_attention_aten = checked(ExpandedAttention, attend)
 torch.library.impl("mla::expanded_attention", "CompositeExplicitAutograd")(expanded_attention_aten)

@@ -20,9 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...errors import KernelError
-from ..checks import check_alike, check_mask, check_rank, check_shapes
 from ..visibility import KeyPositions, Visibility, reads_values, split, take
+from .arguments import ExpandedAttention, Expansion
 
 _HEADS = 16
 """Heads at a time. Bounds the workspace of a model of 128 heads; the weights of 16 are a few MB in float32."""
@@ -57,56 +56,28 @@ class Attend(Protocol):
         """
 
 
-def attend_in_chunks(
-    q: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-    workspace_tokens: int,
-    attend: Attend,
-) -> tuple[Tensor, Tensor]:
-    """`mla::expanded_attention` by `attend`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    check_arguments(q, latent, k_rope, w_uk, w_uv, mask, workspace_tokens)
-    batch, query_count, heads, _ = q.shape
-    q, mask, level = leveled(q, mask)
-    o = q.new_zeros((batch, query_count, heads, w_uv.shape[1]))
-    lse = q.new_empty((batch, query_count, heads), dtype=torch.float32)
-    for b in range(batch):
+def attend_in_chunks(x: ExpandedAttention, attend: Attend) -> tuple[Tensor, Tensor]:
+    """o and lse of `mla::expanded_attention` by `attend`."""
+    q, mask, level = leveled(x.q, x.mask)
+    o = q.new_zeros((*q.shape[:3], x.w_uv.shape[1]))
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    for b in range(q.shape[0]):
 
         def load(keys: KeyPositions, dtype: torch.dtype, b: int = b) -> tuple[Tensor, Tensor]:
-            return take(latent[b], keys, 0).to(dtype), take(k_rope[b], keys, 0).to(dtype)
+            return take(x.latent[b], keys, 0).to(dtype), take(x.k_rope[b], keys, 0).to(dtype)
 
         seen = mask if mask is None or mask.shape[0] == 1 else mask[b : b + 1]
-        attend_sequence(
-            q[b],
-            load,
-            (w_uk, w_uv),
-            Visibility(seen, causal_offset, latent.shape[1], latent.device),
-            scale,
-            workspace_tokens,
-            attend,
-            out=(o[b], lse[b]),
-        )
+        visibility = Visibility(seen, x.causal_offset, x.latent.shape[1], x.latent.device)
+        attend_sequence(x, q[b], load, visibility, attend, out=(o[b], lse[b]))
     return o, lse if level is None else lse.add_(level)
 
 
 def attend_sequence(
-    q: Tensor,
-    load: Load,
-    weights: tuple[Tensor, Tensor],
-    visibility: Visibility,
-    scale: float,
-    workspace_tokens: int,
-    attend: Attend,
-    out: tuple[Tensor, Tensor],
+    x: Expansion, q: Tensor, load: Load, visibility: Visibility, attend: Attend, out: tuple[Tensor, Tensor]
 ) -> None:
     """Fill out, `[Sq, N, V]` (of zeros) and `[Sq, N]`, with the attention of one sequence, a group of heads at a time.
 
-    q `[Sq, N, P + R]`, weights `[N, P, L]` and `[N, V, L]`; a floating mask is one that `leveled` gave.
+    q `[Sq, N, P + R]` and a floating mask are those that `leveled` gave; weights, scale and workspace are the bundle's.
     """
     for start in range(0, q.shape[1], _HEADS):
         group = slice(start, start + _HEADS)
@@ -116,10 +87,10 @@ def attend_sequence(
         _attend_heads(
             q[:, group].transpose(0, 1),
             load,
-            (weights[0][group], weights[1][group]),
+            (x.w_uk[group], x.w_uv[group]),
             replace(visibility, mask=mask),
-            scale,
-            workspace_tokens,
+            x.scale,
+            x.workspace_tokens,
             attend,
             out=(out[0][:, group].transpose(0, 1), out[1][:, group].transpose(0, 1)),
         )
@@ -155,10 +126,14 @@ def leveled(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tens
 def lost_rows(dtype: torch.dtype, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of a mask whose finite numbers outweigh scores of `dtype`, `[B|1, N|1, Sq|1, 1]`, and their greatest number,
     0 for all other rows."""
-    lowest = -_SPACING / torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     peak = mask.amax(-1, keepdim=True)
-    lost = (peak <= lowest) & peak.isfinite()
+    lost = (peak <= lowest(dtype)) & peak.isfinite()
     return lost, peak.masked_fill(~lost, 0.0)
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Where nothing is left of a score of `dtype` that is added."""
+    return -_SPACING / torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
 def _attend_heads(
@@ -220,41 +195,3 @@ def _expand(
     for width, w, columns in ((weights[0].shape[1], weights[0], k), (weights[1].shape[1], weights[1], v)):
         torch.bmm(latent.expand(w.shape[0], -1, -1), w.transpose(1, 2), out=columns[..., :width])
     k[..., weights[0].shape[1] : weights[0].shape[1] + k_rope.shape[1]] = k_rope
-
-
-def check_arguments(
-    q: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    mask: Tensor | None,
-    workspace_tokens: int,
-) -> None:
-    op = "expanded_attention"
-    check_rank(op, "q", q, "B Sq N P+R")
-    check_rank(op, "latent", latent, "B T L")
-    check_rank(op, "k_rope", k_rope, "B T R")
-    check_rank(op, "w_uk", w_uk, "N P L")
-    check_rank(op, "w_uv", w_uv, "N V L")
-    batch, query_count, heads, _ = q.shape
-    dims = {"B": batch, "Sq": query_count, "N": heads, "T": latent.shape[1], "L": latent.shape[2]}
-    dims |= {"P": w_uk.shape[1], "R": k_rope.shape[2], "V": w_uv.shape[1], "P+R": w_uk.shape[1] + k_rope.shape[2]}
-    check_shapes(
-        op,
-        dims,
-        q=(q, "B Sq N P+R"),
-        latent=(latent, "B T L"),
-        k_rope=(k_rope, "B T R"),
-        w_uk=(w_uk, "N P L"),
-        w_uv=(w_uv, "N V L"),
-    )
-    check_alike(op, q=q, latent=latent, k_rope=k_rope, w_uk=w_uk, w_uv=w_uv)
-    check_mask(op, mask, (batch, heads, query_count, dims["T"]), q.device)
-    check_workspace(op, workspace_tokens)
-
-
-def check_workspace(op: str, workspace_tokens: int) -> None:
-    """Check that a key at least has room. Raises: KernelError."""
-    if workspace_tokens < 1:
-        raise KernelError(f"mla::{op}: expected workspace_tokens of at least 1, found {workspace_tokens}")

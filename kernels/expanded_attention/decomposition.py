@@ -7,57 +7,44 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..bundles import unchecked
 from ..loop import Operands, Positions, attend_over_chunks
 from ..scores import softmax_with_lse
+from .arguments import ExpandedAttention, Expansion
 from .chunks import lost_rows
 
 
-def expanded_attention_decomposition(
-    q: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | torch.SymInt | None,
-    scale: float,
-    workspace_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """`mla::expanded_attention`, to be traced; see `mla_compile.ops` for shapes and dtypes.
+def attend_to_dense(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
+    """o and lse, to be traced.
 
     The keys and values of `workspace_tokens` tokens exist at a time, of all sequences and heads; on CPU no scores do,
     elsewhere those of all queries with one chunk.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(x.q.dtype, torch.float32)
 
     def load(positions: Positions, cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         latent, k_rope = (part.index_select(1, positions.inside).to(dtype) for part in cache)
         return latent, k_rope
 
-    return attend_in_loop(
-        q, load, (latent, k_rope), (w_uk, w_uv), mask, causal_offset, scale, workspace_tokens, latent.shape[1]
-    )
+    return attend_in_loop(x, load, (x.latent, x.k_rope), x.causal_offset, x.latent.shape[1])
 
 
 def attend_in_loop(
-    q: Tensor,
+    x: Expansion,
     load: Callable[[Positions, Operands], tuple[Tensor, Tensor]],
     cache: Operands,
-    weights: tuple[Tensor, Tensor],
-    mask: Tensor | None,
     causal_offset: int | torch.SymInt | Tensor | None,
-    scale: float,
-    workspace_tokens: int,
     tokens: int,
     lengths: Tensor | None = None,
     padding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o `[B, Sq, N, V]` and lse `[B, Sq, N]` of queries `[B, Sq, N, P + R]`.
+    """o `[B, Sq, N, V]` and lse `[B, Sq, N]` of a bundle's queries under its mask.
 
     `load` gets the positions of a chunk and the cache, and gives latents `[B, C, L]` and rope keys `[B, C, R]` in at
     least float32; `tokens`, lengths and causal offset are those of `attend_over_chunks`; padding, bool `[B, Sq]`, says
     which queries do not count.
     """
+    q, mask, weights = x.q, x.mask, (x.w_uk, x.w_uv)
     dtype = torch.promote_types(q.dtype, torch.float32)
     q_heads, level = q.transpose(1, 2).to(dtype), None
     if mask is not None and mask.dtype != torch.bool:
@@ -75,7 +62,7 @@ def attend_in_loop(
         here, rope_here = (part.masked_fill(hidden, 0.0) for part in load(positions, cache))
         k_nope, v = (torch.matmul(here[:, None], w.transpose(1, 2)) for w in (w_uk, w_uv))
         k = torch.cat([k_nope, rope_here[:, None].expand(-1, w_uk.shape[0], -1, -1)], dim=-1)
-        return attend(q_heads, k, v, bias, scale)
+        return attend(q_heads, k, v, bias, x.scale)
 
     o, lse = attend_over_chunks(
         attend_to_chunk,
@@ -83,7 +70,7 @@ def attend_in_loop(
         mask,
         causal_offset,
         tokens,
-        workspace_tokens,
+        x.workspace_tokens,
         q_heads.new_zeros((*q_heads.shape[:3], weights[1].shape[1])),
         lengths,
     )
@@ -106,3 +93,6 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple
 def _composed(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     weights, lse = softmax_with_lse(scale * (q @ k.mT), bias, None)
     return weights @ v, lse
+
+
+expanded_attention_decomposition = unchecked(ExpandedAttention, attend_to_dense)

@@ -10,31 +10,21 @@ import torch
 from torch import Tensor
 
 from .._common.suits import small, suits
-from .aten import expanded_attention_aten
-from .chunks import check_arguments
+from ..bundles import checked
+from .arguments import ExpandedAttention
+from .aten import attend
 
 
-def expanded_attention_gpu(
-    q: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-    workspace_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """`mla::expanded_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    tensors = q, latent, k_rope, w_uk, w_uv, mask
-    if not small(mask) or not suits(q, latent, k_rope):
-        return expanded_attention_aten(*tensors, causal_offset, scale, workspace_tokens)
-    check_arguments(*tensors, workspace_tokens)
+def attend_on_gpu(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    if not small(x.mask) or not suits(x.q, x.latent, x.k_rope):
+        return attend(x)
     from .._common.machine import present
     from .triton import expanded_attention_triton
 
-    with torch.cuda.device(q.device):
-        return expanded_attention_triton(*tensors, causal_offset, scale, workspace_tokens, present(q.device))
+    with torch.cuda.device(x.q.device):
+        return expanded_attention_triton(x, present(x.q.device))
 
 
+expanded_attention_gpu = checked(ExpandedAttention, attend_on_gpu)
 torch.library.impl("mla::expanded_attention", "CUDA")(expanded_attention_gpu)

@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..bundles import checked
 from ..native import ATTEND, VECTOR, load
 from ..visibility import KeyPositions, Visibility
+from .arguments import ExpandedAttention
 from .aten import attend_by_flash
 from .chunks import Attend, attend_in_chunks, masked_tiles
 
@@ -20,23 +22,12 @@ _SOURCES = VECTOR, ATTEND, Path(__file__).with_name("native.cpp")
 _ARGUMENTS = ("const float*",) * 4 + ("float*",) * 2 + ("int64_t",) * 20 + ("float", "int64_t")
 
 
-def expanded_attention_cpu(
-    q: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-    workspace_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """`mla::expanded_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    attend = attend_on_cpu(q.dtype)
-    return attend_in_chunks(q, latent, k_rope, w_uk, w_uv, mask, causal_offset, scale, workspace_tokens, attend)
+def attend_on_cpu(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    return attend_in_chunks(x, fastest(x.q.dtype))
 
 
-def attend_on_cpu(dtype: torch.dtype) -> Attend:
+def fastest(dtype: torch.dtype) -> Attend:
     """What attends to chunks of queries of `dtype`: this kernel, or flash attention."""
     native = dtype != torch.float64 and load(_SOURCES, _ARGUMENTS) is not None
     return attend_natively if native else attend_by_flash
@@ -82,4 +73,5 @@ def _run(
     )
 
 
+expanded_attention_cpu = checked(ExpandedAttention, attend_on_cpu)
 torch.library.impl("mla::expanded_attention", "CPU")(expanded_attention_cpu)

@@ -21,6 +21,7 @@ from .._common.machine import Machine
 from .._common.tiles import Tiles, power_of_two
 from .._common.tuning import bucket, neighbours, tuned
 from ..visibility import causal_stop
+from .arguments import ExpandedAttention, Expansion
 from .kernel import attend_chunk
 from .tiles import blocks, choose, fits
 
@@ -75,41 +76,23 @@ class BatchKeys:
 
 
 def expanded_attention_triton(
-    q: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-    workspace_tokens: int,
-    machine: Machine,
-    tiles: Tiles | None = None,
+    x: ExpandedAttention, machine: Machine, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`mla::expanded_attention` on a machine, with checked arguments."""
+    """o and lse, on a machine."""
+    latent, k_rope = x.latent, x.k_rope
     k_rope = k_rope if k_rope.shape[2] < 2 or k_rope.stride(2) == 1 else k_rope.contiguous()
 
     def take(part: slice, chunk: Chunk, workspace: Tensor) -> tuple[Tensor, Tensor]:
         return latent[part, chunk.start : chunk.stop], k_rope[part, chunk.start : chunk.stop]
 
-    tokens = causal_stop(causal_offset, range(q.shape[1]), latent.shape[1])
-    keys = BatchKeys(tokens, k_rope.shape[2], take, causal_offset=causal_offset)
-    return attend_in_chunks(q, keys, w_uk, w_uv, mask, scale, workspace_tokens, machine, tiles)
+    tokens = causal_stop(x.causal_offset, range(x.q.shape[1]), latent.shape[1])
+    keys = BatchKeys(tokens, k_rope.shape[2], take, causal_offset=x.causal_offset)
+    return attend_in_chunks(x, keys, machine, tiles)
 
 
-def attend_in_chunks(
-    q: Tensor,
-    keys: BatchKeys,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    workspace_tokens: int,
-    machine: Machine,
-    tiles: Tiles | None,
-) -> tuple[Tensor, Tensor]:
-    """o `[B, Sq, N, V]` and lse `[B, Sq, N]` of queries `[B, Sq, N, P + R]`."""
+def attend_in_chunks(x: Expansion, keys: BatchKeys, machine: Machine, tiles: Tiles | None) -> tuple[Tensor, Tensor]:
+    """o `[B, Sq, N, V]` and lse `[B, Sq, N]` of a bundle's queries under its mask."""
+    q, w_uk, w_uv, mask, workspace_tokens = x.q, x.w_uk, x.w_uv, x.mask, x.workspace_tokens
     batch, queries, heads, _ = q.shape
     (_, nope, _), columns = w_uk.shape, w_uv.shape[1]
     o = q.new_empty((batch, queries, heads, columns))
@@ -123,8 +106,7 @@ def attend_in_chunks(
     if tiles is None:
         hidden = None if mask is None else mask.dtype, keys.causal, keys.lengths is not None
         problem = q.dtype, nope, keys.rope, columns, *hidden, workspace_tokens, *q.shape[:3], keys.tokens
-        arguments = q, keys, w_uk, w_uv, mask, scale, workspace_tokens, machine
-        tiles = _tuned(machine, problem, lambda tiles: attend_in_chunks(*arguments, tiles))
+        tiles = _tuned(machine, problem, lambda tiles: attend_in_chunks(x, keys, machine, tiles))
     sequences = max(min(workspace_tokens // keys.tokens, batch), 1)
     size = max(min(workspace_tokens // sequences, keys.tokens), 1)
     chunks = list(chunks_of(keys, size, mask is not None))
@@ -152,7 +134,7 @@ def attend_in_chunks(
                     (o[part[0], :, part[1]], lse[part[0], :, part[1]]),
                     state,
                     chunk,
-                    scale,
+                    x.scale,
                     (keys.causal_offset or 0) - chunk.start,
                     (i == 0, i == len(chunks) - 1),
                     tiles,

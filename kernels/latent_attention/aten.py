@@ -21,8 +21,9 @@ from torch import Tensor
 
 import mla_compile.ops  # noqa: F401  defines the op
 
-from ..checks import check_alike, check_mask, check_rank, check_shapes
+from ..bundles import checked
 from ..visibility import KeyPositions, Visibility, split, take
+from .arguments import LatentAttention
 
 _CHUNK_ELEMENTS = 1 << 20
 """Elements of latent and rope key in a chunk: 4 MiB in float32, read for the scores and again for the output."""
@@ -34,33 +35,23 @@ _FEW_ROWS = 128
 """Up to here a product with the keys as its rows is faster, transposing the scores included (MKL, measured)."""
 
 
-def latent_attention_aten(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """`mla::latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    check_arguments(q_latent, q_rope, latent, k_rope, mask)
-    batch, tokens, _ = latent.shape
-    _, query_count, heads, _ = q_latent.shape
-    o = q_latent.new_empty(q_latent.shape)
-    lse = q_latent.new_empty((batch, query_count, heads), dtype=torch.float32)
+def attend(x: LatentAttention) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    o = x.q_latent.new_empty(x.q_latent.shape)
+    lse = x.q_latent.new_empty(x.q_latent.shape[:3], dtype=torch.float32)
+    mask, latent, k_rope = x.mask, x.latent, x.k_rope
     per_sequence = mask is not None and mask.shape[0] != 1
-    for sequences, queries, chunk in _blocks(q_latent, q_rope, latent, one_by_one=per_sequence):
+    for sequences, queries, chunk in _blocks(x.q_latent, x.q_rope, latent, one_by_one=per_sequence):
         block = slice(sequences.start, sequences.stop), slice(queries.start, queries.stop)
         seen = mask[block[0]] if mask is not None and per_sequence else mask
-        visibility = Visibility(seen, causal_offset, tokens, latent.device)
+        visibility = Visibility(seen, x.causal_offset, latent.shape[1], latent.device)
         _attend(
-            (q_latent[block], q_rope[block]),
+            (x.q_latent[block], x.q_rope[block]),
             (latent[block[0]], k_rope[block[0]]),
             visibility,
             queries,
             chunk,
-            scale,
+            x.scale,
             out=(o[block], lse[block]),
         )
     return o, lse
@@ -136,15 +127,5 @@ def _scores(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) ->
     return scores.transpose(1, 2).contiguous()
 
 
-def check_arguments(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> None:
-    op = "latent_attention"
-    check_rank(op, "q_latent", q_latent, "B Sq N L")
-    check_rank(op, "q_rope", q_rope, "B Sq N R")
-    check_rank(op, "latent", latent, "B T L")
-    dims = dict(zip(("B", "Sq", "N", "L"), q_latent.shape, strict=True)) | {"T": latent.shape[1], "R": q_rope.shape[3]}
-    check_shapes(op, dims, q_rope=(q_rope, "B Sq N R"), latent=(latent, "B T L"), k_rope=(k_rope, "B T R"))
-    check_alike(op, q_latent=q_latent, q_rope=q_rope, latent=latent, k_rope=k_rope)
-    check_mask(op, mask, (dims["B"], dims["N"], dims["Sq"], dims["T"]), q_latent.device)
-
-
+latent_attention_aten = checked(LatentAttention, attend)
 torch.library.impl("mla::latent_attention", "CompositeExplicitAutograd")(latent_attention_aten)

@@ -9,28 +9,21 @@ import torch
 from torch import Tensor
 
 from .._common.suits import suits
-from .aten import check_arguments, latent_attention_aten
+from ..bundles import checked
+from .arguments import LatentAttention
+from .aten import attend
 
 
-def latent_attention_gpu(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """`mla::latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    tensors = q_latent, q_rope, latent, k_rope, mask
-    check_arguments(*tensors)
-    if not suits(q_latent, latent, k_rope):
-        return latent_attention_aten(*tensors, causal_offset, scale)
+def attend_on_gpu(x: LatentAttention) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    if not suits(x.q_latent, x.latent, x.k_rope):
+        return attend(x)
     from .._common.machine import present
     from .triton import latent_attention_triton
 
-    with torch.cuda.device(q_latent.device):
-        return latent_attention_triton(*tensors, causal_offset, scale, present(q_latent.device))
+    with torch.cuda.device(x.q_latent.device):
+        return latent_attention_triton(x, present(x.q_latent.device))
 
 
+latent_attention_gpu = checked(LatentAttention, attend_on_gpu)
 torch.library.impl("mla::latent_attention", "CUDA")(latent_attention_gpu)

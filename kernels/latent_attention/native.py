@@ -11,59 +11,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..bundles import checked
 from ..dispatcher import general
 from ..visibility import Visibility, positions, take
-from .aten import check_arguments, latent_attention_aten
+from .arguments import LatentAttention
+from .aten import attend as attend_with_aten
 from .cached import MOST_ROWS, Cached, attend, kernel_for
 
 Span = tuple[range, Visibility, range]
 """Sequences, what their queries see, and the keys to load for that."""
 
 
-def latent_attention_cpu(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """`mla::latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    check_arguments(q_latent, q_rope, latent, k_rope, mask)
+def attend_on_cpu(x: LatentAttention) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    q_latent, latent, k_rope = x.q_latent, x.latent, x.k_rope
     kernel = None
     if 0 < q_latent.shape[1] * q_latent.shape[2] <= MOST_ROWS and _cached(latent, k_rope).readable():
         kernel = kernel_for(q_latent.dtype, latent.dtype, k_rope.dtype)
-    spans = _spans(q_latent, latent, mask, causal_offset) if kernel else None
+    spans = _spans(x) if kernel else None
     if kernel is None or spans is None:
-        return latent_attention_aten(q_latent, q_rope, latent, k_rope, mask, causal_offset, scale)
-    q = q_latent.contiguous(), q_rope.contiguous()
+        return attend_with_aten(x)
+    q = q_latent.contiguous(), x.q_rope.contiguous()
     o = q_latent.new_empty(q_latent.shape)
     lse = q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32)
     for sequences, visibility, keys in spans:
         b = slice(sequences.start, sequences.stop)
         bias = visibility.bias(range(q_latent.shape[1]), keys, torch.float32)
         cached = _cached(take(latent[b], keys, 1), take(k_rope[b], keys, 1))
-        attend(kernel, q[0][b], q[1][b], cached, len(keys), bias, scale, o[b], lse[b])
+        attend(kernel, q[0][b], q[1][b], cached, len(keys), bias, x.scale, o[b], lse[b])
     return o, lse
 
 
-def _spans(q_latent: Tensor, latent: Tensor, mask: Tensor | None, causal_offset: int | None) -> list[Span] | None:
+def _spans(x: LatentAttention) -> list[Span] | None:
     """All sequences together, or each alone where the mask tells them apart; None if one's keys are no range."""
-    batch, tokens = latent.shape[:2]
+    (batch, tokens), device, mask, causal_offset = x.latent.shape[:2], x.latent.device, x.mask, x.causal_offset
     if mask is not None and mask.dtype == torch.bool:
         if bool(mask.all()):
             mask = None
         elif mask.numel() == tokens and causal_offset is None:  # one row for all: the keys are all that it says
             keys = positions(mask.flatten())
-            unmasked = Visibility(None, None, tokens, latent.device)
+            unmasked = Visibility(None, None, tokens, device)
             return [(range(batch), unmasked, keys)] if isinstance(keys, range) else None
     together = mask is None or mask.shape[0] == 1
     spans = []
     for sequences in [range(batch)] if together else [range(i, i + 1) for i in range(batch)]:
         seen = mask if mask is None or together else mask[sequences.start : sequences.stop]
-        visibility = Visibility(seen, causal_offset, tokens, latent.device)
-        keys = visibility.keys(range(q_latent.shape[1]))
+        visibility = Visibility(seen, causal_offset, tokens, device)
+        keys = visibility.keys(range(x.q_latent.shape[1]))
         if not isinstance(keys, range):
             return None
         spans.append((sequences, visibility, keys))
@@ -75,4 +69,5 @@ def _cached(latent: Tensor, k_rope: Tensor) -> Cached:
     return Cached(latent[:, None], k_rope[:, None])
 
 
+latent_attention_cpu = checked(LatentAttention, attend_on_cpu)
 general("latent_attention")(latent_attention_cpu)

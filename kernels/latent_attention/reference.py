@@ -5,26 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..bundles import unchecked
 from ..scores import blanked, causal_mask, softmax_with_lse
+from .arguments import LatentAttention
 
 
-def latent_attention_reference(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """`mla::latent_attention` in the dtype of its inputs, float64 included; lse keeps that dtype.
-
-    Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]`, latent `[B, T, L]`, k_rope `[B, T, R]`, mask None, bool or
-    floating `[B, N, Sq, T]` (sizes of 1 broadcast), causal_offset, scale.
-    Returns: o `[B, Sq, N, L]`, lse `[B, Sq, N]`.
-    """
-    causal = causal_mask(q_latent.shape[1], latent.shape[1], causal_offset, latent.device)
-    latent, k_rope = blanked((latent, k_rope), mask, causal)
-    scores = torch.einsum("bsnl,btl->bnst", q_latent, latent) + torch.einsum("bsnr,btr->bnst", q_rope, k_rope)
-    weights, lse = softmax_with_lse(scale * scores, mask, causal)
+def attend_to_all(x: LatentAttention) -> tuple[Tensor, Tensor]:
+    """In the dtype of the inputs, float64 included; lse `[B, Sq, N]` keeps that dtype."""
+    causal = causal_mask(x.q_latent.shape[1], x.latent.shape[1], x.causal_offset, x.latent.device)
+    latent, k_rope = blanked((x.latent, x.k_rope), x.mask, causal)
+    scores = torch.einsum("bsnl,btl->bnst", x.q_latent, latent) + torch.einsum("bsnr,btr->bnst", x.q_rope, k_rope)
+    weights, lse = softmax_with_lse(x.scale * scores, x.mask, causal)
     return torch.einsum("bnst,btl->bsnl", weights, latent), lse.transpose(1, 2)
+
+
+latent_attention_reference = unchecked(LatentAttention, attend_to_all)

@@ -12,27 +12,18 @@ from torch import Tensor
 from .._common.launch import Source, attend
 from .._common.machine import Machine
 from .._common.tiles import Tiles
+from .arguments import LatentAttention
 
 
-def latent_attention_triton(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-    machine: Machine,
-    tiles: Tiles | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`mla::latent_attention` on a machine, with checked arguments."""
+def latent_attention_triton(x: LatentAttention, machine: Machine, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
+    """o and lse, on a machine."""
     source = Source(
         kind="rows",
-        latent=latent,
-        rope=k_rope,
-        tokens=latent.shape[1],
-        mask=mask,
-        causal=causal_offset is not None,
-        causal_offset=causal_offset or 0,
+        latent=x.latent,
+        rope=x.k_rope,
+        tokens=x.latent.shape[1],
+        mask=x.mask,
+        causal=x.causal_offset is not None,
+        causal_offset=x.causal_offset or 0,
     )
-    return attend(machine, q_latent, q_rope, source, scale, tiles=tiles)
+    return attend(machine, x.q_latent, x.q_rope, source, x.scale, tiles=tiles)

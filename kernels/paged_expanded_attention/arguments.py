@@ -1,45 +1,90 @@
-"""What `mla::paged_expanded_attention` takes, checked."""
+"""What `mla::paged_expanded_attention` takes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from ...errors import KernelError
 from ..checks import check_alike, check_rank, check_shapes
-from ..expanded_attention.chunks import check_workspace
+from ..expanded_attention.arguments import check_workspace
 from ..pages import Pages, check_pages
 
 OP = "paged_expanded_attention"
 
 
-def check_arguments(
-    q: Tensor,
-    pages: Pages,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    workspace_tokens: int,
-    mask: Tensor | None,
-    first_positions: Tensor | None,
-    query_lens: Tensor | None,
-) -> None:
-    """Check shapes, dtypes and devices, and on CPU lengths and pages. Raises: KernelError."""
-    check_rank(OP, "q", q, "B Sq N P+R")
-    check_rank(OP, "latent_pages", pages.latent, "pages page_size L")
-    check_rank(OP, "rope_pages", pages.rope, "pages page_size R")
-    check_rank(OP, "block_table", pages.table, "B max_pages")
-    check_rank(OP, "w_uk", w_uk, "N P L")
-    check_rank(OP, "w_uv", w_uv, "N V L")
-    dims = dict(zip(("B", "Sq", "N"), q.shape, strict=False))
-    dims |= {"L": pages.latent.shape[2], "R": pages.rope.shape[2], "P": w_uk.shape[1], "V": w_uv.shape[1]}
-    dims["P+R"] = dims["P"] + dims["R"]
-    check_shapes(OP, dims, q=(q, "B Sq N P+R"), w_uk=(w_uk, "N P L"), w_uv=(w_uv, "N V L"))
-    cache = {} if pages.scales is not None else {"latent_pages": pages.latent, "rope_pages": pages.rope}
-    check_alike(OP, q=q, w_uk=w_uk, w_uv=w_uv, **cache)
-    check_pages(OP, dims, pages, q, mask, first_positions=first_positions, query_lens=query_lens)
-    check_workspace(OP, workspace_tokens)
-    if query_lens is not None and query_lens.is_cpu:
-        for b, count in enumerate(query_lens.tolist()):
-            if not 0 <= count <= dims["Sq"]:
-                raise KernelError(
-                    f"mla::{OP}: expected query_lens from 0 to Sq = {dims['Sq']}, found query_lens[{b}] = {count}"
-                )
+@dataclass(frozen=True)
+class PagedExpandedAttention:
+    """The arguments; see `mla_compile.ops` for shapes and dtypes."""
+
+    q: Tensor
+    latent_pages: Tensor
+    rope_pages: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    causal: bool
+    scale: float
+    workspace_tokens: int
+    latent_scales: Tensor | None = None
+    mask: Tensor | None = None
+    first_positions: Tensor | None = None
+    query_lens: Tensor | None = None
+
+    @property
+    def pages(self) -> Pages:
+        """Where the keys are."""
+        return Pages(self.latent_pages, self.rope_pages, self.block_table, self.seq_lens, self.latent_scales)
+
+    @property
+    def counts(self) -> Tensor | int:
+        """How many queries of each sequence are no padding, `[B]`, or of all."""
+        return self.q.shape[1] if self.query_lens is None else self.query_lens
+
+    @property
+    def starts(self) -> Tensor:
+        """The position of the first query of each sequence, `[B]`."""
+        return self.seq_lens - self.counts if self.first_positions is None else self.first_positions
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Which queries are padding, bool `[B, Sq]`; None: none is."""
+        if self.query_lens is None:
+            return None
+        return torch.arange(self.q.shape[1], device=self.q.device) >= self.query_lens[:, None]
+
+    def check(self) -> None:
+        """Check shapes, dtypes and devices, and on CPU lengths and pages. Raises: KernelError."""
+        q, w_uk, w_uv = self.q, self.w_uk, self.w_uv
+        check_rank(OP, "q", q, "B Sq N P+R")
+        check_rank(OP, "latent_pages", self.latent_pages, "pages page_size L")
+        check_rank(OP, "rope_pages", self.rope_pages, "pages page_size R")
+        check_rank(OP, "block_table", self.block_table, "B max_pages")
+        check_rank(OP, "w_uk", w_uk, "N P L")
+        check_rank(OP, "w_uv", w_uv, "N V L")
+        dims = dict(zip(("B", "Sq", "N"), q.shape, strict=False))
+        dims |= {"L": self.latent_pages.shape[2], "R": self.rope_pages.shape[2]}
+        dims |= {"P": w_uk.shape[1], "V": w_uv.shape[1], "P+R": w_uk.shape[1] + dims["R"]}
+        check_shapes(OP, dims, q=(q, "B Sq N P+R"), w_uk=(w_uk, "N P L"), w_uv=(w_uv, "N V L"))
+        plain = {"latent_pages": self.latent_pages, "rope_pages": self.rope_pages}
+        check_alike(OP, q=q, w_uk=w_uk, w_uv=w_uv, **(plain if self.latent_scales is None else {}))
+        counts = {"first_positions": self.first_positions, "query_lens": self.query_lens}
+        check_pages(OP, dims, self.pages, q, self.mask, **counts)
+        check_workspace(OP, self.workspace_tokens)
+        if self.query_lens is not None and self.query_lens.is_cpu:
+            for b, count in enumerate(self.query_lens.tolist()):
+                if not 0 <= count <= dims["Sq"]:
+                    raise KernelError(
+                        f"mla::{OP}: expected query_lens from 0 to Sq = {dims['Sq']}, found query_lens[{b}] = {count}"
+                    )
+
+
+def zero(result: tuple[Tensor, Tensor], padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """o and lse with those of queries that are padding put to 0 and -inf."""
+    if padding is None:
+        return result
+    o, lse = result
+    return o.masked_fill(padding[..., None, None], 0.0), lse.masked_fill(padding[..., None], -torch.inf)

@@ -2,57 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from ..bundles import unchecked
 from ..expanded_attention.decomposition import attend_in_loop
 from ..fp8 import bytes_of, dequantised
 from ..loop import Operands, Positions
 from ..pages import both
+from .arguments import PagedExpandedAttention, zero
 
 
-def paged_expanded_attention_decomposition(
-    q: Tensor,
-    latent_pages: Tensor,
-    rope_pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    causal: bool,
-    scale: float,
-    workspace_tokens: int,
-    latent_scales: Tensor | None = None,
-    mask: Tensor | None = None,
-    first_positions: Tensor | None = None,
-    query_lens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`mla::paged_expanded_attention`, to be traced; see `mla_compile.ops` for shapes and dtypes.
+def attend_to_pages(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
+    """o and lse, to be traced.
 
     As many turns as the longest sequence takes; keys and values exist as for `mla::expanded_attention`. Rope keys and
     scales of the whole table are gathered at once: they share memory with the latents, which a loop's inputs may not.
     """
+    q, mask, starts, lengths, padding = x.q, x.mask, x.starts, x.seq_lens, x.padding
     dtype = torch.promote_types(q.dtype, torch.float32)
-    queries, page_size = q.shape[1], latent_pages.shape[1]
-    capacity = block_table.shape[1] * page_size
-    positions = torch.arange(capacity, device=q.device)
-    starts = first_positions
-    if starts is None:
-        starts = seq_lens - (queries if query_lens is None else query_lens)
-    lengths, padding = seq_lens, None
-    if causal:  # what is behind the last query may be anything
-        lengths = torch.minimum(seq_lens, starts + (queries if query_lens is None else query_lens)).clamp_min(0)
-    if query_lens is not None:
-        padding = torch.arange(queries, device=q.device) >= query_lens[:, None]
+    page_size, capacity = x.pages.page_size, x.pages.capacity
+    if x.causal:  # what is behind the last query may be anything
+        lengths = torch.minimum(lengths, starts + x.counts).clamp_min(0)
+    if padding is not None:
         q = q.masked_fill(padding[..., None, None], 0.0)
-    in_use = torch.arange(block_table.shape[1], device=q.device) * page_size < lengths[:, None]
-    table = block_table.masked_fill(~in_use, 0)
-    rope = bytes_of(rope_pages)[table].flatten(1, 2)
+    in_use = torch.arange(x.block_table.shape[1], device=q.device) * page_size < lengths[:, None]
+    table = x.block_table.masked_fill(~in_use, 0)
+    rope = bytes_of(x.rope_pages)[table].flatten(1, 2)
     scales = None
-    if latent_scales is not None:
-        scales = latent_scales.expand(*latent_pages.shape[:2], -1)[table].flatten(1, 2)
+    if x.latent_scales is not None:
+        scales = x.latent_scales.expand(*x.latent_pages.shape[:2], -1)[table].flatten(1, 2)
     if mask is not None and mask.dtype != torch.bool and mask.shape[3] != 1:
-        mask = both((positions[: mask.shape[3]] < lengths[:, None])[:, None, None], mask)
+        positions = torch.arange(mask.shape[3], device=q.device)
+        mask = both((positions < lengths[:, None])[:, None, None], mask)
 
     def load(chunk: Positions, cache: Operands) -> tuple[Tensor, Tensor]:
         pages, table, rope, scales = cache
@@ -62,19 +46,9 @@ def paged_expanded_attention_decomposition(
             return latent.to(dtype), k_rope.to(dtype)
         return dequantised(latent, k_rope, scales.index_select(1, chunk.inside), dtype)
 
-    o, lse = attend_in_loop(
-        q,
-        load,
-        (bytes_of(latent_pages), table, rope, scales),
-        (w_uk, w_uv),
-        mask,
-        starts if causal else None,
-        scale,
-        workspace_tokens,
-        capacity,
-        lengths,
-        padding,
-    )
-    if padding is not None:
-        o, lse = o.masked_fill(padding[..., None, None], 0.0), lse.masked_fill(padding[..., None], -torch.inf)
-    return o, lse
+    cache, offsets = (bytes_of(x.latent_pages), table, rope, scales), starts if x.causal else None
+    result = attend_in_loop(replace(x, q=q, mask=mask), load, cache, offsets, capacity, lengths, padding)
+    return zero(result, padding)
+
+
+paged_expanded_attention_decomposition = unchecked(PagedExpandedAttention, attend_to_pages)

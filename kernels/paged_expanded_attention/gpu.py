@@ -10,41 +10,21 @@ import torch
 from torch import Tensor
 
 from .._common.suits import small, suits
-from ..pages import Pages
-from .arguments import check_arguments
-from .aten import paged_expanded_attention_aten
+from ..bundles import checked
+from .arguments import PagedExpandedAttention
+from .aten import attend
 
 
-def paged_expanded_attention_gpu(
-    q: Tensor,
-    latent_pages: Tensor,
-    rope_pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    causal: bool,
-    scale: float,
-    workspace_tokens: int,
-    latent_scales: Tensor | None = None,
-    mask: Tensor | None = None,
-    first_positions: Tensor | None = None,
-    query_lens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`mla::paged_expanded_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    pages = Pages(latent_pages, rope_pages, block_table, seq_lens, latent_scales)
-    rest = mask, first_positions, query_lens
-    if not small(mask) or not suits(q, latent_pages, rope_pages):
-        tensors = q, latent_pages, rope_pages, block_table, seq_lens, w_uk, w_uv
-        return paged_expanded_attention_aten(*tensors, causal, scale, workspace_tokens, latent_scales, *rest)
-    check_arguments(q, pages, w_uk, w_uv, workspace_tokens, *rest)
+def attend_on_gpu(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    if not small(x.mask) or not suits(x.q, x.latent_pages, x.rope_pages):
+        return attend(x)
     from .._common.machine import present
     from .triton import paged_expanded_attention_triton
 
-    with torch.cuda.device(q.device):
-        return paged_expanded_attention_triton(
-            q, pages, w_uk, w_uv, causal, scale, workspace_tokens, *rest, present(q.device)
-        )
+    with torch.cuda.device(x.q.device):
+        return paged_expanded_attention_triton(x, present(x.q.device))
 
 
+paged_expanded_attention_gpu = checked(PagedExpandedAttention, attend_on_gpu)
 torch.library.impl("mla::paged_expanded_attention", "CUDA")(paged_expanded_attention_gpu)

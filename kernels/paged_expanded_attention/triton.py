@@ -21,6 +21,7 @@ from .._common.tiles import Tiles, columns, power_of_two
 from ..expanded_attention.triton import BatchKeys, Chunk, Lengths, attend_in_chunks
 from ..fp8 import bytes_of
 from ..pages import Pages
+from .arguments import PagedExpandedAttention
 from .kernel import gather_chunk
 
 GATHERED = 16
@@ -29,29 +30,15 @@ WARPS = 4
 
 
 def paged_expanded_attention_triton(
-    q: Tensor,
-    pages: Pages,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    causal: bool,
-    scale: float,
-    workspace_tokens: int,
-    mask: Tensor | None,
-    first_positions: Tensor | None,
-    query_lens: Tensor | None,
-    machine: Machine,
-    tiles: Tiles | None = None,
+    x: PagedExpandedAttention, machine: Machine, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`mla::paged_expanded_attention` on a machine, with checked arguments."""
+    """o and lse, on a machine."""
+    pages = x.pages
     rank, rope = pages.latent.shape[2], pages.rope.shape[2]
-    starts, stops = None, pages.lengths
-    queries = q.shape[1] if query_lens is None else query_lens
-    if causal and first_positions is None:
-        starts = pages.lengths - queries
-    elif causal and first_positions is not None:
-        starts = first_positions
-        stops = torch.minimum(stops, starts + queries)  # what is behind the last query may be anything
-    starts, counts = (t if t is None else t.contiguous() for t in (starts, query_lens))
+    starts, stops = x.starts if x.causal else None, pages.lengths
+    if starts is not None and x.first_positions is not None:
+        stops = torch.minimum(stops, starts + x.counts)  # what is behind the last query may be anything
+    starts, counts = (t if t is None else t.contiguous() for t in (starts, x.query_lens))
     lengths, stops = Lengths(pages.lengths.contiguous(), starts, counts), stops.contiguous()
 
     def take(part: slice, chunk: Chunk, workspace: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +66,7 @@ def paged_expanded_attention_triton(
         return latent_out, rope_out
 
     keys = BatchKeys(pages.capacity, rope, take, copied=rank + rope, lengths=lengths)
-    return attend_in_chunks(q, keys, w_uk, w_uv, mask, scale, workspace_tokens, machine, tiles)
+    return attend_in_chunks(x, keys, machine, tiles)
 
 
 def constants_of(machine: Machine, pages: Pages) -> dict[str, Any]:

@@ -16,29 +16,18 @@ from torch import Tensor
 
 import mla_compile.ops  # noqa: F401  defines the op
 
-from ...errors import KernelError
-from ..checks import check_alike, check_mask, check_rank, check_shapes
-from ..fp8 import bytes_of, check_fp8, dequantised
+from ..bundles import checked
+from ..fp8 import bytes_of, dequantised
 from ..visibility import reads_values
+from .arguments import SparseLatentAttention
 
 _BLOCK_ELEMENTS = 1 << 20
 """Most elements of gathered keys, and of scores, at a time: 4 MiB in float32; one query's if that is more."""
 
 
-def sparse_latent_attention_aten(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    indices: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-    uniform_when_empty: bool,
-    latent_scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`mla::sparse_latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    check_arguments(q_latent, q_rope, latent, k_rope, indices, mask, latent_scales)
+def attend(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    q_latent, q_rope, latent, k_rope, indices, mask = x.q_latent, x.q_rope, x.latent, x.k_rope, x.indices, x.mask
     batch, query_count, heads, rank = q_latent.shape
     tokens, named = latent.shape[1], indices.shape[2]
     o = q_latent.new_zeros(q_latent.shape)
@@ -52,25 +41,26 @@ def sparse_latent_attention_aten(
                 _attend(
                     (q_latent[b, block], q_rope[b, block]),
                     (latent[b], k_rope[b]),
-                    None if latent_scales is None else latent_scales.expand(batch, tokens, -1)[b],
+                    None if x.latent_scales is None else x.latent_scales.expand(batch, tokens, -1)[b],
                     indices[b, block],
                     rows if rows is None or rows.shape[1] == 1 else rows[:, block],
-                    None if causal_offset is None else start + causal_offset,
-                    scale,
+                    None if x.causal_offset is None else start + x.causal_offset,
+                    x.scale,
                     out=(o[b, block], lse[b, block]),
                 )
-    return (uniform_where_empty(o, lse, latent, latent_scales) if uniform_when_empty else o), lse
+    return finished(x, o, lse)
 
 
-def uniform_where_empty(o: Tensor, lse: Tensor, latent: Tensor, latent_scales: Tensor | None) -> Tensor:
-    """o `[B, Sq, N, L]` with the mean of all latents `[B, T, L]` where lse `[B, Sq, N]` says that no key was seen."""
-    empty = lse == -torch.inf
-    if not latent.shape[1] or (reads_values(empty) and not bool(empty.any())):
-        return o
-    if latent_scales is not None:
-        latent, _ = dequantised(latent, latent_scales[..., :0], latent_scales, torch.float32)
+def finished(x: SparseLatentAttention, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """o `[B, Sq, N, L]`, with `uniform_when_empty` the mean of all latents where lse `[B, Sq, N]` says that no key was
+    seen, and lse."""
+    empty, latent = lse == -torch.inf, x.latent
+    if not x.uniform_when_empty or not latent.shape[1] or (reads_values(empty) and not bool(empty.any())):
+        return o, lse
+    if x.latent_scales is not None:
+        latent, _ = dequantised(latent, x.latent_scales[..., :0], x.latent_scales, torch.float32)
     mean = latent.mean(1, dtype=torch.promote_types(o.dtype, torch.float32)).to(o.dtype)
-    return torch.where(empty[..., None], mean[:, None, None], o)
+    return torch.where(empty[..., None], mean[:, None, None], o), lse
 
 
 def _attend(
@@ -119,41 +109,5 @@ def _attend(
     out[1].copy_(lse)
 
 
-def check_arguments(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    indices: Tensor,
-    mask: Tensor | None,
-    latent_scales: Tensor | None = None,
-) -> None:
-    op = "sparse_latent_attention"
-    check_rank(op, "q_latent", q_latent, "B Sq N L")
-    check_rank(op, "q_rope", q_rope, "B Sq N R")
-    check_rank(op, "latent", latent, "B T L")
-    check_rank(op, "indices", indices, "B Sq topk")
-    dims = dict(zip(("B", "Sq", "N", "L"), q_latent.shape, strict=True))
-    dims |= {"T": latent.shape[1], "R": q_rope.shape[3], "topk": indices.shape[2]}
-    check_shapes(
-        op,
-        dims,
-        q_rope=(q_rope, "B Sq N R"),
-        latent=(latent, "B T L"),
-        k_rope=(k_rope, "B T R"),
-        indices=(indices, "B Sq topk"),
-    )
-    check_alike(op, q_latent=q_latent, q_rope=q_rope)
-    if latent_scales is None:
-        check_alike(op, q_latent=q_latent, latent=latent, k_rope=k_rope)
-    else:
-        check_fp8(op, q_latent, ("latent", "k_rope"), (latent, k_rope), "B T", latent_scales)
-    check_mask(op, mask, (dims["B"], dims["N"], dims["Sq"], dims["T"]), q_latent.device)
-    if indices.dtype not in (torch.int32, torch.int64) or indices.device != q_latent.device:
-        raise KernelError(
-            f"mla::{op}: expected indices of torch.int32 or torch.int64 on {q_latent.device}, "
-            f"found {indices.dtype} on {indices.device}"
-        )
-
-
+sparse_latent_attention_aten = checked(SparseLatentAttention, attend)
 torch.library.impl("mla::sparse_latent_attention", "CompositeExplicitAutograd")(sparse_latent_attention_aten)

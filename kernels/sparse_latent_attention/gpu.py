@@ -9,32 +9,21 @@ import torch
 from torch import Tensor
 
 from .._common.suits import suits
-from .aten import check_arguments, sparse_latent_attention_aten
+from ..bundles import checked
+from .arguments import SparseLatentAttention
+from .aten import attend
 
 
-def sparse_latent_attention_gpu(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    indices: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-    uniform_when_empty: bool,
-    latent_scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`mla::sparse_latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    tensors = q_latent, q_rope, latent, k_rope, indices, mask
-    check_arguments(*tensors, latent_scales)
-    rest = causal_offset, scale, uniform_when_empty, latent_scales
-    if not suits(q_latent, latent, k_rope):
-        return sparse_latent_attention_aten(*tensors, *rest)
+def attend_on_gpu(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    if not suits(x.q_latent, x.latent, x.k_rope):
+        return attend(x)
     from .._common.machine import present
     from .triton import sparse_latent_attention_triton
 
-    with torch.cuda.device(q_latent.device):
-        return sparse_latent_attention_triton(*tensors, *rest, present(q_latent.device))
+    with torch.cuda.device(x.q_latent.device):
+        return sparse_latent_attention_triton(x, present(x.q_latent.device))
 
 
+sparse_latent_attention_gpu = checked(SparseLatentAttention, attend_on_gpu)
 torch.library.impl("mla::sparse_latent_attention", "CUDA")(sparse_latent_attention_gpu)

@@ -10,53 +10,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..bundles import checked
 from ..latent_attention.cached import MOST_ROWS, Cached, attend, kernel_for
-from .aten import check_arguments, sparse_latent_attention_aten, uniform_where_empty
+from .arguments import SparseLatentAttention
+from .aten import attend as attend_with_aten
+from .aten import finished
 
 
-def sparse_latent_attention_cpu(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    indices: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-    uniform_when_empty: bool,
-    latent_scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`mla::sparse_latent_attention`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    check_arguments(q_latent, q_rope, latent, k_rope, indices, mask, latent_scales)
+def attend_on_cpu(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    q_latent, q_rope, latent, k_rope, mask = x.q_latent, x.q_rope, x.latent, x.k_rope, x.mask
     batch, query_count, heads, _ = q_latent.shape
     tokens = latent.shape[1]
-    scales = None if latent_scales is None else latent_scales.expand(batch, tokens, -1)[:, :, None]
+    scales = None if x.latent_scales is None else x.latent_scales.expand(batch, tokens, -1)[:, :, None]
     cached = Cached(latent[:, :, None], k_rope[:, :, None], scales)
     kernel = None
     one_for_all_heads = mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
     if one_for_all_heads and 0 < heads <= MOST_ROWS and batch * query_count and tokens and cached.readable():
         kernel = kernel_for(q_latent.dtype, latent.dtype, k_rope.dtype)
     if kernel is None:
-        return sparse_latent_attention_aten(
-            q_latent, q_rope, latent, k_rope, indices, mask, causal_offset, scale, uniform_when_empty, latent_scales
-        )
-    table, lengths = _attended(indices, mask, causal_offset, tokens)
+        return attend_with_aten(x)
+    table, lengths = _attended(x)
     o = q_latent.new_empty(q_latent.shape)
     lse = q_latent.new_empty((batch, query_count, heads), dtype=torch.float32)
     each = batch * query_count, 1, heads
     q = q_latent.reshape(*each, q_latent.shape[3]).contiguous(), q_rope.reshape(*each, q_rope.shape[3]).contiguous()
     cached = Cached(cached.latent, cached.k_rope, scales, table, query_count)
-    attend(kernel, *q, cached, 0, None, scale, o.view(*each, o.shape[3]), lse.view(each), lengths)
-    return (uniform_where_empty(o, lse, latent, latent_scales) if uniform_when_empty else o), lse
+    attend(kernel, *q, cached, 0, None, x.scale, o.view(*each, o.shape[3]), lse.view(each), lengths)
+    return finished(x, o, lse)
 
 
-def _attended(indices: Tensor, mask: Tensor | None, causal_offset: int | None, tokens: int) -> tuple[Tensor, Tensor]:
+def _attended(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
     """The keys that each query attends to, int64 `[B * Sq, topk]` and first in their row, and how many, `[B * Sq]`."""
-    batch, query_count, _ = indices.shape
-    keys = indices.to(torch.int64)
+    (batch, query_count, _), tokens, mask = x.indices.shape, x.latent.shape[1], x.mask
+    keys = x.indices.to(torch.int64)
     seen = (keys >= 0) & (keys < tokens)
-    if causal_offset is not None:
-        seen &= keys <= torch.arange(causal_offset, causal_offset + query_count)[:, None]
+    if x.causal_offset is not None:
+        seen &= keys <= torch.arange(x.causal_offset, x.causal_offset + query_count)[:, None]
     if mask is not None:
         seen &= mask[:, 0].expand(batch, query_count, tokens).gather(2, keys.where(seen, 0))
     if not bool(seen.all()):
@@ -64,4 +54,5 @@ def _attended(indices: Tensor, mask: Tensor | None, causal_offset: int | None, t
     return keys.flatten(0, 1).contiguous(), seen.sum(2).flatten()
 
 
+sparse_latent_attention_cpu = checked(SparseLatentAttention, attend_on_cpu)
 torch.library.impl("mla::sparse_latent_attention", "CPU")(sparse_latent_attention_cpu)

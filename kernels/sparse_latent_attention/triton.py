@@ -14,35 +14,24 @@ from torch import Tensor
 from .._common.launch import Source, attend
 from .._common.machine import Machine
 from .._common.tiles import Tiles
-from .aten import uniform_where_empty
+from .arguments import SparseLatentAttention
+from .aten import finished
 
 
 def sparse_latent_attention_triton(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    indices: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-    uniform_when_empty: bool,
-    latent_scales: Tensor | None,
-    machine: Machine,
-    tiles: Tiles | None = None,
+    x: SparseLatentAttention, machine: Machine, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`mla::sparse_latent_attention` on a machine, with checked arguments."""
+    """o and lse, on a machine."""
     source = Source(
         kind="named",
-        latent=latent,
-        rope=k_rope,
-        tokens=indices.shape[2],
-        cached=latent.shape[1],
-        table=indices,
-        scales=latent_scales,
-        mask=mask,
-        causal=causal_offset is not None,
-        causal_offset=causal_offset or 0,
+        latent=x.latent,
+        rope=x.k_rope,
+        tokens=x.indices.shape[2],
+        cached=x.latent.shape[1],
+        table=x.indices,
+        scales=x.latent_scales,
+        mask=x.mask,
+        causal=x.causal_offset is not None,
+        causal_offset=x.causal_offset or 0,
     )
-    o, lse = attend(machine, q_latent, q_rope, source, scale, tiles=tiles)
-    return (uniform_where_empty(o, lse, latent, latent_scales) if uniform_when_empty else o), lse
+    return finished(x, *attend(machine, x.q_latent, x.q_rope, source, x.scale, tiles=tiles))

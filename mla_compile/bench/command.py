@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +48,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--repeats", type=_positive, default=10, help="timed calls of each mode (default: 10)")
     parser.add_argument("--threads", type=_positive, help="threads (default: torch's)")
     parser.add_argument(
+        "--train",
+        type=_positive,
+        nargs="*",
+        metavar="TOKENS",
+        help="instead: forward and backward of sequences of this many tokens (default: 1024 4096), with stock Inductor "
+        "and with its checkpointing to compare",
+    )
+    parser.add_argument(
         "--csv", type=Path, metavar="FILE", help="write a row for each mode and workload, on a GPU as they come"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
@@ -82,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.device == "cuda":
         return _run_kernels(arguments)
+    if arguments.train is not None:
+        return _run_training(arguments)
     contexts = [1024, 4096, 16384, 32768] if arguments.contexts is None else arguments.contexts
     prompts = [1024, 4096] if arguments.prefill is None else arguments.prefill
 
@@ -108,6 +120,22 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         plot(benchmark, arguments.plot)
     return int(any(result.status in ("wrong", "failed") for result in benchmark.results))
+
+
+def _run_training(arguments: argparse.Namespace) -> int:
+    """The same for forward and backward."""
+    import torch
+
+    from mla_compile.bench import training
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    layer = LAYERS[arguments.layer]
+    results = training.measure(layer, arguments.train or [1024, 4096], list(training.MODES), arguments.repeats)
+    print(training.as_text(layer, results))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    return int(not all(result.right for result in results))
 
 
 def _run_kernels(arguments: argparse.Namespace) -> int:

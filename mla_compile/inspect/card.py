@@ -182,7 +182,7 @@ def proof(proved: Proved) -> list[tuple[str, str]]:
     """What each part of the attention is in the graph, in words."""
     site = proved.site
     lines = [
-        ("latent", name(site.latent)),
+        ("latent", name(site.latent.read)),
         ("W_UK", "none: absorbed by hand" if site.w_uk is None else name(site.w_uk)),
         ("W_UV", "none: absorbed by hand" if site.w_uv is None else name(site.w_uv)),
         ("query without rope", name(site.nope.query.read)),

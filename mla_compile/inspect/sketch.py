@@ -106,7 +106,7 @@ def entrances(proved: Proved) -> dict[str, tuple[str, Kind]]:
             titles, _ = found.setdefault(source.name, ([], kind))
             titles += [title] * (title not in titles)
 
-    add(site.latent, "latent", "latent")
+    add(site.latent.read, "latent", "latent")
     for rope in site.ropes:
         add(rope.key.read, "rope key", "latent")
     add(site.w_uk, "W_UK", "weight")

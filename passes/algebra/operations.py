@@ -20,6 +20,7 @@ from .terms import (
     Lost,
     Product,
     Read,
+    Scaled,
     Segment,
     Stacked,
     Sum,
@@ -184,7 +185,7 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
     """Pieces laid one behind the other along `dim` in the tensor `source`.
 
     Where every piece is a plain read over the same axes the result is a plain read of `source`: a cache that grew is
-    one tensor. The pieces are kept where they tell more than that.
+    one tensor. The pieces are `parts` where they tell more than that, else what it is `joined` of.
     """
     pieces = [piece for piece in pieces if not same(piece.shape[dim], 0)] or pieces[:1]
     if len(pieces) == 1:
@@ -198,7 +199,8 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
     together = frozenset[Axis]().union(*depends)
     term = read_of(source, dims, together | {along})
     if all(s.term.parts is None for s in segments) and all(axes == together for axes in depends):
-        return Form(dims, term)
+        plain = tuple(replace(s, term=replace(s.term, joined=None)) for s in segments)
+        return Form(dims, replace(term, joined=Join(along, plain) if len(plain) <= _MOST_TERMS else None))
     return Form(dims, replace(term, parts=_stacked(along, segments) or Join(along, segments)))
 
 
@@ -342,6 +344,13 @@ def scaled(form: Form, factor: float) -> Form:
         return term
 
     return map_terms(form, lambda term: scale(replace(term, read=_then(term.read, factor))))
+
+
+def multiplied(of: Read, by: Read, *, divides: bool = False) -> Read:
+    """`of * by`, or `of / by`, over the axes of both: no graph has it as a tensor."""
+    own = {d.axis: Axis(d.axis.size) for read in (of, by) for dim in read.dims for d in dim if d.axis is not None}
+    source = Scaled(change_read(of, own), change_read(by, own), tuple(own.values()), divides)
+    return read_of(source, [(axis,) for axis in own]).read
 
 
 def cast(form: Form, dtype: Hashable) -> Form:

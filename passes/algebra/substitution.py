@@ -9,7 +9,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .sizes import Size, Unaligned, known_at_most, quotient, same, total
-from .terms import Axis, Digit, Dim, Form, Join, Lost, Product, Read, Segment, Sum, Term, Undefined, Zero
+from .terms import (
+    Axis,
+    Digit,
+    Dim,
+    Flat,
+    Form,
+    Join,
+    Lookup,
+    Lost,
+    Numbers,
+    Product,
+    Read,
+    Segment,
+    Sum,
+    Term,
+    Undefined,
+    Unread,
+    Zero,
+)
 
 
 @dataclass(frozen=True)
@@ -199,10 +217,53 @@ def change_term(term: Term, changes: Changes) -> Term:
                 return Term(read, Sum(tuple(change_term(addend, changes) for addend in terms)))
             case Join():
                 changed = _change_join(parts, changes)
-                return replace(changed, read=read) if isinstance(changed, Term) else Term(read, changed)
+                if isinstance(changed, Join):
+                    return Term(read, changed)
+                return replace(changed, read=read) if isinstance(changed.read.source, Unread) else changed
     except Unaligned as error:
         return Term(read, lost=Lost(str(error)))
-    return replace(term, read=read)
+    return replace(
+        term,
+        read=read,
+        stored=_change_stored(term.stored, changes),
+        joined=_still_joined(term.joined, changes),
+    )
+
+
+def _still_joined(join: Join | None, changes: Changes) -> Join | None:
+    """What a plain read is joined of after changes; None where that is one piece, or not known any more."""
+    try:
+        changed = None if join is None else _change_join(join, changes)
+    except Unaligned:
+        return None
+    return changed if isinstance(changed, Join) else None
+
+
+def _change_stored(stored: Lookup | Numbers | None, changes: Changes) -> Lookup | Numbers | None:
+    """How an element is stored after changes; None, that is not known, where they cannot be expressed."""
+    try:
+        match stored:
+            case Lookup(pages, _, table, _, flat, scales):
+                if flat is not None:
+                    flat = _change_flat(flat, changes)
+                pages, table = change_read(pages, changes), change_read(table, changes)
+                scales = None if scales is None else change_read(scales, changes)
+                return replace(stored, pages=pages, table=table, flat=flat, scales=scales)
+            case Numbers(of, by):
+                by = None if by is None else change_read(by, changes)
+                return replace(stored, of=change_read(of, changes), by=by)
+    except Unaligned:
+        pass
+    return None
+
+
+def _change_flat(flat: Flat, changes: Changes) -> Flat:
+    match changes.get(flat.keys, flat.keys):
+        case Axis() as keys:
+            return replace(flat, keys=keys)
+        case Slice(keys, start, 1) if same(start, 0):
+            return replace(flat, keys=keys)
+    raise Unaligned("keys from the middle of pages")
 
 
 def change(form: Form, changes: Changes) -> Form:

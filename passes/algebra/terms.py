@@ -8,6 +8,9 @@ dimension `[B*T]` is the two axes `B, T`), and a `Term` says what the element at
   along one axis).
 
 Layout operations only rename, split, restrict or reorder axes, so two spellings of one computation get equal terms.
+Beside that a term says, where that is known, how its element is stored: found through a table of pages (`Lookup`), or
+in few bits with a scale (`Numbers`).
+
 An axis that no term mentions is a broadcast. Axes of size 1 do not exist: their index is always 0.
 
 Pure Python: no torch, no graphs. Sizes are ints or sympy expressions over integer symbols.
@@ -15,6 +18,7 @@ Pure Python: no torch, no graphs. Sizes are ints or sympy expressions over integ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -136,11 +140,13 @@ class Unread:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A source that no graph has as a tensor: `of * by`, with a dimension for each of `axes`."""
+    """A source that no graph has as a tensor: `of * by`, or `of / by` if it `divides`, with a dimension for each of
+    `axes`."""
 
     of: Read
     by: Read
     axes: Dim
+    divides: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,47 @@ class Stacked:
 
     pieces: tuple[Read, ...]
     axes: Dim
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Axis `keys` is `key // row.size` on `page`, the table's axis, and `key % row.size` on `row`, the pages' own."""
+
+    keys: Axis
+    page: Axis
+    row: Axis
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The element of `pages` whose index on axis `entry` is the element of `table`.
+
+    `entry`, and the axes `page` and `row` of what is `flat`, are bound: no form has them. `wraps`: a negative number in
+    the table counts from the end. `scales`, if there are some, are looked up likewise and multiplied with it; `then` is
+    what was done to it after, as in a `Read`.
+    """
+
+    pages: Read
+    entry: Axis
+    table: Read
+    wraps: bool
+    flat: Flat | None = None
+    scales: Read | None = None
+    then: tuple[Hashable, ...] = ()
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """An element `of * by`, `of` in e4m3fn; `then` is what was done to the product after, as in a `Read`."""
+
+    of: Read
+    by: Read | None = None
+    then: tuple[Hashable, ...] = ()
+
+    @property
+    def factor(self) -> float:
+        """What the elements were multiplied with besides."""
+        return math.prod(step for step in self.then if isinstance(step, float))
 
 
 @dataclass(frozen=True)
@@ -163,12 +210,16 @@ class Lost:
 class Term:
     """An element: how to read it from a tensor that exists, and, if known, what it is made of.
 
-    `lost` is why that is not known any more; two terms that differ in it alone are equal.
+    `stored` is how the tensor that is read holds it, and `joined` what a plain read was put together from, both before
+    what was done `then`. `lost` is why no more is known of what it is made of. Two terms that differ in the last two
+    alone are equal.
     """
 
     read: Read
     parts: Product | Sum | Join | Undefined | Zero | None = None
+    stored: Lookup | Numbers | None = None
     lost: Lost | None = field(default=None, compare=False)
+    joined: Join | None = field(default=None, compare=False)
 
     @property
     def axes(self) -> frozenset[Axis]:

@@ -19,13 +19,13 @@ from torch import fx
 import mla_compile.ops  # noqa: F401  defines the sealed op
 
 from ..algebra import operations
-from ..algebra.sizes import Size, Unaligned, product
-from ..algebra.terms import Digit, Dim, Form, Product, Read, Term
+from ..algebra.sizes import Size, Unaligned, product, total
+from ..algebra.terms import Digit, Dim, Form, Join, Product, Read, Term, Zero
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
-from .scores import KeyRange, Mask, Sink, Summand, products_within, scores_of
+from .scores import Factor, KeyRange, Mask, Sink, Summand, products_within, scores_of
 from .softmax import Weights, late, weights_of
 
 
@@ -45,6 +45,15 @@ class Opaque:
 
     weights: Read
     products: tuple[Read, ...]
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Columns of zeros `before` and `after` those that an attention is of: its output has all of `columns`."""
+
+    columns: Dim
+    before: Size
+    after: Size
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,8 @@ class Attention:
     """Whether a row that is masked everywhere is NaN, as a plain softmax has it, and not 0, as SDPA has it."""
     opaque: Opaque | None = None
     """Where more happens to the scores than masks: what stays as it is between the two products."""
+    padding: Padding | None = None
+    """Where values were padded to the width of the keys: `dims` have its columns, all else those that are values."""
 
 
 def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
@@ -77,7 +88,7 @@ def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
     for node in list(graph.nodes):
         try:
             if node.target is torch.ops.mla.sealed_attention.default:
-                yield _from_sealed(node, trace)
+                yield _unpadded(_from_sealed(node, trace))
             elif node.target is torch.ops.higher_order.flex_attention:
                 yield Refusal(
                     node,
@@ -89,14 +100,28 @@ def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
                 for side in (0, 1):
                     weights = weights_of(trace[arguments(node)[side]].term.read.source, trace)
                     if weights is not None:
-                        yield _from_weights(node, trace[node], side, weights, trace)
+                        yield _unpadded(_from_weights(node, trace[node], side, weights, trace))
                         break
             elif node.target is aten.div.Tensor and (divided := late(node, trace)) is not None:
-                yield _from_weights(node, *divided, trace)
+                yield _unpadded(_from_weights(node, *divided, trace))
         except Refusal as refusal:
             yield refusal
         except Unaligned as error:
             yield Refusal(node, f"expected queries, keys and values over common axes, found that {error}")
+
+
+def _unpadded(attention: Attention) -> Attention:
+    """An attention of the values that are not zeros, if those are columns one behind the other."""
+    join = attention.value.parts
+    if not isinstance(join, Join) or attention.columns != (join.axis,):
+        return attention
+    sizes = [segment.size for segment in join.segments]
+    kept = [i for i, segment in enumerate(join.segments) if not isinstance(segment.term.parts, Zero)]
+    if len(kept) != 1 or len(sizes) == 1:
+        return attention
+    (place,), values = kept, join.segments[kept[0]]
+    padding = Padding(attention.columns, total(sizes[:place]), total(sizes[place + 1 :]))
+    return replace(attention, columns=values.axes, value=values.term, padding=padding)
 
 
 def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
@@ -180,10 +205,13 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
             return _from_weights(place, trace[place], side, weights, trace)
     own = [("out", i) for i in range(len(output.dims))]
     exposed = Form((*output.dims, *score_dims), output.term)
+    factors = [factor for summand in products for factor in summand.factors]
+    operands: list[Summand | Factor] = [*products, *masks, *sinks, *factors]
     aligned, axes = operations.align(
-        [exposed, *(s.form for s in (*products, *masks, *sinks))],
-        [[*own, *range(len(score_dims))], *(s.labels for s in (*products, *masks, *sinks))],
+        [exposed, *(operand.form for operand in operands)],
+        [[*own, *range(len(score_dims))], *(operand.labels for operand in operands)],
     )
+    factor_terms = [form.term for form in aligned[len(aligned) - len(factors) :]]
     parts = aligned[0].term.parts
     assert isinstance(parts, Product)
     keys = axes[dim]
@@ -195,13 +223,16 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     scores = []
     for form, summand in zip(aligned[1:], products, strict=False):
         assert isinstance(summand.what, float)
-        scores.append(_score(node, form.term, keys, summand.what, trace))
+        score = _score(node, form.term, keys, summand.what, trace)
+        for factor in summand.factors:
+            score = replace(score, query=_times(score.query, factor_terms.pop(0), factor))
+        scores.append(score)
     found = []
     for form, summand in zip(aligned[1 + len(products) :], masks, strict=False):
         assert isinstance(summand.what, Mask)
         found.append(replace(summand.what, term=form.term))
     takers = []
-    for form, summand in zip(aligned[1 + len(products) + len(masks) :], sinks, strict=True):
+    for form, summand in zip(aligned[1 + len(products) + len(masks) :], sinks, strict=False):
         assert isinstance(summand.what, Sink)
         takers.append(replace(summand.what, term=form.term, keys=form.dims[dim]))
     dims = aligned[0].dims[: len(output.dims)]
@@ -256,6 +287,13 @@ def _score(node: fx.Node, term: Term, keys: Dim, scale: float, trace: Trace) -> 
     elif with_keys != [False, True]:
         raise Refusal(node, "expected one operand of the scores to run over the keys, found both or none")
     return Score(sides[0], sides[1], parts.summed, parts.scale * scale)
+
+
+def _times(query: Term, by: Term, factor: Factor) -> Term:
+    """A query, in its own dtype, times what all of its scores are multiplied by."""
+    source, casts = query.read.source, [step for step in query.read.then if isinstance(step, torch.dtype)]
+    own = casts[-1:] or ([source.meta["val"].dtype] if isinstance(source, fx.Node) else [])
+    return Term(replace(operations.multiplied(query.read, by.read, divides=factor.divides), then=tuple(own)))
 
 
 def _refuse_other_uses(weights: Weights, output: fx.Node, trace: Trace) -> None:

@@ -27,6 +27,15 @@ SPACING = 8.0
 at least this much: what is left of any usual score is nothing, also in rows that are masked everywhere."""
 
 
+HIDES = -1e4
+"""The number that code after BERT puts in the place of scores. In a row with another score, unless that is no usual one
+either, those have no weight; what is left of them counts in a row that has no other (see `_hidden_alike`)."""
+_VANISHES = -300.0
+"""And `exp` of it, times a scale that is applied after, is far less than any rounding of the weights."""
+ALL_ALIKE = -1e30
+"""Added to any score this leaves the number itself: its neighbours are 7e22 apart in float32, 1e14 in float64."""
+
+
 @dataclass(frozen=True)
 class Mask:
     """A tensor over some of the scores' axes.
@@ -55,6 +64,18 @@ class Sink:
 
 
 @dataclass(frozen=True)
+class Factor:
+    """A tensor by which a product of the scores is multiplied, or divided if it `divides`; `labels` as a `Summand` has.
+
+    No key has one of its own.
+    """
+
+    form: Form
+    labels: tuple[Hashable, ...]
+    divides: bool
+
+
+@dataclass(frozen=True)
 class Summand:
     """A part of the scores: a product, `what` being its scale, a mask or a sink.
 
@@ -64,6 +85,8 @@ class Summand:
     form: Form
     labels: tuple[Hashable, ...]
     what: float | Mask | Sink
+    factors: tuple[Factor, ...] = ()
+    """Of a product, besides its scale."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +109,7 @@ def scores_of(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand]:
     node, factor = _without_shift(node, keys.dim, trace)
     labels = tuple(range(len(trace[node].dims)))
     if same(keys.size, trace[node].shape[keys.dim]):
-        return _summands(node, labels, factor, trace)
+        return _whole_summands(node, labels, factor, keys.dim, trace)
     source, scale = _whole_source(node, trace)
     if source is None or source.target is not aten.cat.default:
         reason = "expected the whole of the attention weights to meet the values, found a part of them"
@@ -148,7 +171,7 @@ def _joined(node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: floa
         form = trace[piece]
         size = form.shape[keys.dim]
         if same(start, keys.start) and same(size, keys.size):
-            found = _summands(piece, labels, factor, trace)
+            found = _whole_summands(piece, labels, factor, keys.dim, trace)
         else:
             own = tuple(("sink", k) if label == keys.dim else label for label in labels)
             sinks.append(Summand(form, own, Sink(form.term, factor)))
@@ -188,7 +211,34 @@ def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand
     return list(found.values())
 
 
-def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:
+def _whole_summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, trace: Trace) -> list[Summand]:
+    """The summands of all scores with values; one that is no product where it takes more than a sum to say them."""
+    found = _hidden_alike(_summands(node, labels, factor, key, trace), highest_fill(node))
+    return found or [Summand(trace[node], labels, Mask(trace[node].term, attends=False, factor=factor))]
+
+
+def _hidden_alike(summands: list[Summand], highest: float) -> list[Summand]:
+    """Summands in which all numbers that take the place of scores leave nothing of any; empty where that is not so.
+
+    A number like -10,000 is not low enough to be added instead: in a row that is hidden everywhere all keys would not
+    weigh the same. If it is the only one, and nothing is added to scores, a far lower one does what it does.
+    """
+    masks = [s.what for s in summands if isinstance(s.what, Mask)]
+    fills = {mask.fill for mask in masks if mask.attends and not math.isinf(mask.fill)}
+    if all(fill <= highest for fill in fills):
+        return summands
+    if len(fills) > 1 or not all(mask.attends for mask in masks):
+        return []
+    return [
+        replace(s, what=replace(s.what, fill=min(s.what.fill, ALL_ALIKE)))
+        if isinstance(s.what, Mask) and not math.isinf(s.what.fill)
+        else s
+        for s in summands
+    ]
+
+
+def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, trace: Trace) -> list[Summand]:
+    """Those of scores with dims `labels`, of which `key` is that of the keys, times `factor`."""
     form = trace[node]
     if isinstance(form.term.parts, Product):
         return [Summand(form, labels, factor)]
@@ -203,7 +253,7 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
     factor *= math.prod(step for step in form.term.read.then if isinstance(step, float))
 
     def operand(node: fx.Node, factor: float) -> list[Summand]:
-        return _summands(node, through[len(through) - len(trace[node].dims) :], factor, trace)
+        return _summands(node, through[len(through) - len(trace[node].dims) :], factor, key, trace)
 
     def addend(node: fx.Node, factor: float) -> list[Summand]:
         """An operand of a sum. One without products is one mask: what it rejects it rejects by what is added."""
@@ -213,6 +263,16 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
         form = trace[node]
         mask = Mask(form.term, attends=False, factor=factor)
         return [Summand(form, through[len(through) - len(form.dims) :], mask)]
+
+    def times(node: fx.Node, by: fx.Node) -> list[Summand]:
+        """Products times a tensor that no key has one of its own of, whatever numbers were applied to that."""
+        summands, form = operand(node, factor), trace[by]
+        own = through[len(through) - len(form.dims) :]
+        of_keys = key in own and not form.term.axes.isdisjoint(form.dims[own.index(key)])
+        if of_keys or not all(isinstance(s.what, float) for s in summands):
+            return []
+        by_tensor = Factor(form, own, divides=source.target is aten.div.Tensor)
+        return [replace(s, factors=(*s.factors, by_tensor)) for s in summands]
 
     a, b, c = (*arguments(source), None, None, None)[:3]
     match source.target:
@@ -226,6 +286,8 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
             return operand(a, factor * b)
         case aten.div.Tensor | aten.div.Scalar if isinstance(b, int | float) and b != 0:
             return operand(a, factor / b)
+        case aten.mul.Tensor | aten.div.Tensor if is_tensor(a) and is_tensor(b):
+            return times(a, b) or (times(b, a) if source.target is aten.mul.Tensor else []) or bias
         case aten.masked_fill.Scalar | aten.masked_fill.Tensor:
             scores, mask, fill, inverted = a, b, constant_of(c), True
         case aten.where.self if is_tensor(b) and constant_of(c) is not None:
@@ -234,7 +296,7 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, trace: Trac
             scores, mask, fill, inverted = c, a, constant_of(b), True
         case _:
             return bias
-    if fill is None or not is_tensor(scores) or fill * factor > highest_fill(source) or factor <= 0:
+    if fill is None or not is_tensor(scores) or factor <= 0 or fill > HIDES or fill * factor > _VANISHES:
         return bias
     form = trace[mask]
     rejected = Mask(form.term, attends=True, fill=fill * factor, inverted=inverted)

@@ -1,7 +1,7 @@
 """Recognise attention weights, however the softmax is spelled.
 
     softmax(s), exp(log_softmax(s)), exp(s - logsumexp(s))     one op, or its logarithm undone
-    e = exp(s);  e / e.sum()                                   by hand
+    e = exp(s);  e / e.sum(),  e * (1 / e.sum())               by hand
     e = exp(s);  (e @ v) / e.sum()                             by hand, divided after the product with the values
 
 What is taken from all scores of a row before the exponential belongs to the scores (see `scores`).
@@ -43,14 +43,37 @@ def weights_of(node: Any, trace: Trace) -> Weights | None:
             return _exponential(node, trace)
         case aten.div.Tensor:
             numerator, total = arguments(node)[:2]
-            source = _whole(numerator, trace)
-            if source is None or source.target is not aten.exp.default or not is_tensor(total):
-                return None
-            dim = _summed_dim(total, source, trace)
-            if dim is None or not _spans(trace[total], trace[numerator], dim):
-                return None
-            return Weights(node, arguments(source)[0], dim)
+            return _divided(node, numerator, total, trace)
+        case aten.mul.Tensor:
+            a, b = arguments(node)[:2]
+            for numerator, factor in ((a, b), (b, a)):
+                total = _inverted(factor, trace)
+                weights = None if total is None else _divided(node, numerator, total, trace)
+                if weights is not None:
+                    return weights
     return None
+
+
+def _divided(node: fx.Node, numerator: Any, total: Any, trace: Trace) -> Weights | None:
+    """Weights that are an exponential divided by its sum."""
+    source = _whole(numerator, trace)
+    if source is None or source.target is not aten.exp.default or not is_tensor(total):
+        return None
+    dim = _summed_dim(total, source, trace)
+    if dim is None or not _spans(trace[total], trace[numerator], dim):
+        return None
+    return Weights(node, arguments(source)[0], dim)
+
+
+def _inverted(node: Any, trace: Trace) -> fx.Node | None:
+    """What a tensor is the reciprocal of, whatever number that was multiplied by 1."""
+    source = _whole(node, trace)
+    if source is not None and source.target is aten.mul.Tensor and arguments(source)[1] == 1:
+        source = _whole(arguments(source)[0], trace)
+    if source is None or source.target is not aten.reciprocal.default:
+        return None
+    total = arguments(source)[0]
+    return total if isinstance(total, fx.Node) else None
 
 
 def late(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:

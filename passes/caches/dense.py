@@ -60,4 +60,4 @@ class DenseKeysUpToLengths(DenseKeys):
 def dense_keys(site: Site, *, up_to_lengths: bool = False) -> DenseKeys:
     """The keys of a site as its code has them."""
     layout = DenseKeysUpToLengths if up_to_lengths else DenseKeys
-    return layout(site.latent, tuple(rope.key.read for rope in site.ropes), (site.batch, site.attention.keys))
+    return layout(site.latent.read, tuple(rope.key.read for rope in site.ropes), (site.batch, site.attention.keys))

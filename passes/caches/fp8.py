@@ -15,12 +15,10 @@ from torch import Tensor
 
 from mla_compile.fp8 import FP8
 
-from ..algebra.sizes import Unaligned
-from ..algebra.terms import Dim, Read
+from ..algebra.terms import Dim, Read, Term
 from ..code.reading import Reader
 from ..mla.site import Site
 from ..trace.fp8 import dtype_of, groups_of, numbers_of
-from ..trace.trace import Trace
 from .scales import read_scales
 
 
@@ -63,15 +61,12 @@ class Fp8Keys:
         return None
 
 
-def find_fp8_keys(site: Site, trace: Trace) -> Fp8Keys | None:
+def find_fp8_keys(site: Site) -> Fp8Keys | None:
     """A site's keys in FP8; None if they are not provably numbers and scales as one kernel can read them."""
     if len(site.ropes) > 1:
         return None
-    try:
-        latent = _keys_of(site, site.latent, site.rank, trace)
-        rope = _keys_of(site, site.ropes[0].key.read, site.ropes[0].summed, trace) if site.ropes else None
-    except Unaligned:
-        return None
+    latent = _keys_of(site, site.latent, site.rank)
+    rope = _keys_of(site, site.ropes[0].key, site.ropes[0].summed) if site.ropes else None
     if latent is None or not site.ropes:
         return latent
     if rope is None:
@@ -80,8 +75,8 @@ def find_fp8_keys(site: Site, trace: Trace) -> Fp8Keys | None:
     return replace(latent, rope=rope.latent) if alike else None
 
 
-def _keys_of(site: Site, read: Read, columns: Dim, trace: Trace) -> Fp8Keys | None:
-    numbers, tokens = numbers_of(trace, read), (site.batch, site.attention.keys)
+def _keys_of(site: Site, term: Term, columns: Dim) -> Fp8Keys | None:
+    numbers, tokens = numbers_of(term), (site.batch, site.attention.keys)
     if numbers is None:
         return None
     groups = () if numbers.by is None else groups_of(numbers.by, columns, tokens)

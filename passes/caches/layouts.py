@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..mla.site import Site
-from ..trace.trace import Trace
 from .fp8 import find_fp8_keys
 from .pages import find_pages
 from .stored import StoredKeys
 
-LAYOUTS: tuple[Callable[[Site, Trace], StoredKeys | None], ...] = (find_pages, find_fp8_keys)
+LAYOUTS: tuple[Callable[[Site], StoredKeys | None], ...] = (find_pages, find_fp8_keys)
 """What finds each of them, None where a site's keys are not provably stored so; the first one counts."""
 
 
-def find_stored_keys(site: Site, trace: Trace) -> StoredKeys | None:
+def find_stored_keys(site: Site) -> StoredKeys | None:
     """A site's keys as they are stored; None if they are dense."""
-    return next((keys for find in LAYOUTS if (keys := find(site, trace)) is not None), None)
+    return next((keys for find in LAYOUTS if (keys := find(site)) is not None), None)

@@ -19,15 +19,13 @@ from torch import Tensor
 
 from mla_compile.fp8 import FP8
 
-from ..algebra.gathers import Lookup, together
-from ..algebra.sizes import Unaligned, product, same
+from ..algebra.gathers import lookup_of, together
+from ..algebra.sizes import product, same
 from ..algebra.substitution import change_read
-from ..algebra.terms import Axis, Dim, Read
+from ..algebra.terms import Axis, Dim, Lookup, Read, Term
 from ..code.reading import Reader
 from ..mla.site import Site
 from ..trace.fp8 import dtype_of, groups_of, is_fp8
-from ..trace.handler import lookup_of
-from ..trace.trace import Trace
 from .scales import read_scales
 
 
@@ -100,23 +98,20 @@ class Pages:
         return table.index_select(1, torch.arange(count, device=table.device))
 
 
-def find_pages(site: Site, trace: Trace) -> Pages | None:
+def find_pages(site: Site) -> Pages | None:
     """The pages of a site; None if its keys are not provably read from pages as one kernel can read them."""
     if len(site.ropes) > 1:
         return None
-    try:
-        latent = _pages_of(site, site.latent, site.rank, trace)
-        rope = _pages_of(site, site.ropes[0].key.read, site.ropes[0].summed, trace) if site.ropes else None
-    except Unaligned:
-        return None
+    latent = _pages_of(site, site.latent, site.rank)
+    rope = _pages_of(site, site.ropes[0].key, site.ropes[0].summed) if site.ropes else None
     if latent is None or not site.ropes:
         return None if latent is None else latent[1]
     return None if rope is None else _with_rope(*latent, *rope)
 
 
-def _pages_of(site: Site, read: Read, columns: Dim, trace: Trace) -> tuple[Lookup, Pages] | None:
-    """A read as a lookup, and the pages in which that is."""
-    lookup = lookup_of(trace, read)
+def _pages_of(site: Site, term: Term, columns: Dim) -> tuple[Lookup, Pages] | None:
+    """A term as a lookup, and the pages in which that is."""
+    lookup = lookup_of(term)
     if lookup is None:
         return None
     fp8 = is_fp8(lookup)

@@ -112,7 +112,8 @@ class Reader:
         """The tensor that is read, made where no graph has it."""
         if isinstance(read.source, Scaled):
             dims = [(axis,) for axis in read.source.axes]
-            return self(read.source.of, *dims) * self(read.source.by, *dims, broadcast=False)
+            of, by = self(read.source.of, *dims), self(read.source.by, *dims, broadcast=False)
+            return of / by if read.source.divides else of * by
         if isinstance(read.source, Stacked):
             dims = [(axis,) for axis in read.source.axes]
             return torch.stack([self(piece, *dims) for piece in read.source.pieces])

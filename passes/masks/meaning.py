@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ..algebra.sizes import known_at_most, total
 from ..algebra.terms import Axis
-from ..attention.scores import Mask, highest_fill
+from ..attention.scores import ALL_ALIKE, Mask, highest_fill
 from ..mla.site import Site
 from ..trace.trace import Trace
 from .causal import Causal, after_query
@@ -27,9 +27,6 @@ from .kinds import RULES, WORDS, recognise
 from .positions import Affine, AtMost, Choice, Literal, Truth, conjunction, negation
 from .tensor import tensor_mask
 from .valuation import Valuation
-
-_ALL_ALIKE = -1e30
-"""Added to any score this leaves the number itself: its neighbours are 7e22 apart in float32, 1e14 in float64."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ def understand(site: Site, trace: Trace) -> Meaning:
     if all(map(math.isinf, fills)) or _all_see_some(limits, site):
         return meaning
     (fill, *others) = fills
-    if not others and not attention.causal and (replacing or (len(known) == 1 and fill <= _ALL_ALIKE)):
+    if not others and not attention.causal and (replacing or (len(known) == 1 and fill <= ALL_ALIKE)):
         return replace(meaning, fill=fill)
     words = tuple(word for kind in meaning.kinds for word in kind.words)
     return Meaning((*flag, *(replace(mask, words=words) for mask in masks)))

@@ -11,23 +11,39 @@ so it leaves the weights as they are; that of the values is added to the output.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from ..algebra.operations import piece_of
-from ..algebra.sizes import Size, same
-from ..algebra.substitution import change_read
-from ..algebra.terms import Axis, Dim, Join, Product, Read, Sum, Term, Undefined, Unread, Zero
+from ..algebra.sizes import Size, known_at_most, product, same, total
+from ..algebra.substitution import Slice, change_read, change_term
+from ..algebra.terms import Axis, Dim, Join, Product, Read, Scaled, Stacked, Sum, Term, Undefined, Unread, Zero
 from ..attention.find import Attention, Score
 from ..nodes.refusal import Refusal
+from ..trace.fp8 import without_widening
 from ..trace.trace import Trace
 from .site import Piece, Site
 from .why_not import describe, name, no_up_projection, stored_expanded
 
 _SHARE = "make one rope key a token, [B, T, R], and give it to all heads"
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Values as an up-projection `w_uv` of a latent, or as the latent itself, whose columns are `rank` then.
+
+    `opened`: keys that were put together from several tensors are seen as those.
+    """
+
+    latent: Term
+    rank: Dim
+    w_uv: Read | None
+    scale: float = 1.0
+    biases: tuple[Read, ...] = ()
+    opened: bool = False
 
 
 def prove(attention: Attention, trace: Trace) -> Site:
@@ -36,34 +52,79 @@ def prove(attention: Attention, trace: Trace) -> Site:
     Raises:
         Refusal: what was expected, what was found, and where, if it is none or this cannot be proved.
     """
-    node, keys, rows = attention.node, set(attention.keys), set(attention.rows)
-    if not keys:
-        raise Refusal(node, "expected several keys, found one: its value is the result")
-    varying, biases = _apart(attention.value, keys)
-    value = _split(varying, keys)
-    w_uk: Read | None = None
-    w_uv: Read | None = None
-    if value is not None:
-        latent, w_uv, rank, value_scale = value
-        if value_scale != 1.0:
-            reason = f"expected values without a scale, found {value_scale:g} times a product"
-            raise Refusal(node, reason, "scale what the attention returns")
-    else:
-        latent, rank = attention.value.read, attention.columns
+    if not attention.keys:
+        raise Refusal(attention.node, "expected several keys, found one: its value is the result")
+    refusals: list[Refusal] = []
+    best: Site | None = None
+    for values in _readings(attention):
+        if best is not None and (values.w_uv is not None or values.opened or not _share_a_tensor(attention)):
+            continue
+        try:
+            site = _prove(attention, values, trace)
+        except Refusal as refusal:
+            refusals.append(refusal)
+            continue
+        if best is None or known_at_most(total([_width(site), 1]), _width(best)):
+            best = site
+    if best is None:
+        raise refusals[0]
+    return best
 
+
+def _share_a_tensor(attention: Attention) -> bool:
+    """Whether some columns of the keys may be the values: a latent that is a product itself has two readings."""
+
+    def sources(term: Term) -> set[Hashable]:
+        inner = term.parts.segments if isinstance(term.parts, Join) else ()
+        return {term.read.source}.union(*(sources(segment.term) for segment in inner))
+
+    return any(attention.value.read.source in sources(score.key) for score in attention.scores)
+
+
+def _width(site: Site) -> Size:
+    """Elements of the latent for each key."""
+    return product(axis.size for axis in site.latent.read.axes.difference(site.attention.keys))
+
+
+def _readings(attention: Attention) -> Iterator[_Values]:
+    """What the values may be, the best first."""
+    keys = set(attention.keys)
+    varying, biases = _apart(attention.value, keys)
+    factors = _split(varying, keys)
+    as_they_are = _Values(attention.value, attention.columns, None)
+    readings = [as_they_are]
+    if factors is not None:
+        latent, w_uv, rank, scale = factors
+        readings.insert(0, _Values(latent, rank, w_uv, scale, biases))
+    yield from readings
+    if any(score.key.joined is not None or isinstance(score.key.parts, Join) for score in attention.scores):
+        yield from (replace(values, opened=True) for values in readings)
+
+
+def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
+    """The site that an attention is if its values are these."""
+    node, keys, rows = attention.node, set(attention.keys), set(attention.rows)
+    latent, rank, w_uv, biases = values.latent, values.rank, values.w_uv, values.biases
+    if values.scale != 1.0:
+        reason = f"expected values without a scale, found {values.scale:g} times a product"
+        raise Refusal(node, reason, "scale what the attention returns")
+    w_uk: Read | None = None
     nope: Piece | None = None
     ropes: list[Piece] = []
     shifts: list[Piece] = []
     weight_heads = set(w_uv.axes & rows) if w_uv else set[Axis]()
     pieces = [
-        replace(piece, of=i) for i, score in enumerate(attention.scores) for piece in _pieces(node, score, weight_heads)
+        replace(part, of=i)
+        for i, score in enumerate(attention.scores)
+        for piece in _pieces(node, score, weight_heads, values.opened)
+        for part in _around(piece, latent.read, rank)
     ]
     for piece in pieces:
         if piece.key.axes.isdisjoint(keys):
             shifts.append(piece)  # adds one number to all scores of a row, which a softmax does not see
             continue
-        factors = _up_projected(piece, keys, latent, rank) if w_uv is not None else None
-        if factors is None and not (w_uv is None and _absorbed(piece, latent, attention.columns)):
+        factors = _up_projected(piece, keys, latent, rank)
+        if factors is None and not _absorbed(piece, latent, rank):
             ropes.append(piece)
             continue
         if nope is not None:
@@ -72,19 +133,19 @@ def prove(attention: Attention, trace: Trace) -> Site:
         if factors is not None:
             _, w_uk, summed, scale = factors
             nope = replace(piece, scale=piece.scale * scale)
-            latent = change_read(latent, dict(zip(rank, summed, strict=True)))
-            w_uv = change_read(w_uv, dict(zip(rank, summed, strict=True))) if w_uv is not None else None
-            rank = summed
+            latent = change_term(latent, dict(zip(rank, summed, strict=True)))
         else:
-            latent, rank = piece.key.read, piece.summed
+            latent, summed = piece.key, piece.summed
+        w_uv = change_read(w_uv, dict(zip(rank, summed, strict=True))) if w_uv is not None else None
+        rank = summed
     if nope is None:
-        found = value[0] if value is not None else None
+        found = values.latent.read if w_uv is not None else None
         raise stored_expanded(attention, trace) or no_up_projection(attention, [p.key for p in pieces], found, trace)
 
     if nope.scale == 0 or not math.isfinite(nope.scale):
         raise Refusal(node, f"expected scores times a number, found them times {nope.scale:g}")
     heads = {axis for weight in (w_uk, w_uv) if weight is not None for axis in weight.axes} & rows
-    batch = {axis for read in (latent, *(rope.key.read for rope in ropes)) for axis in read.axes} & rows
+    batch = {axis for read in (latent.read, *(rope.key.read for rope in ropes)) for axis in read.axes} & rows
     if heads & batch:
         for rope in ropes:
             if rope.key.axes & heads:
@@ -103,10 +164,10 @@ def prove(attention: Attention, trace: Trace) -> Site:
     for rope in ropes:
         if not rope.key.axes <= batch | keys | set(rope.summed):
             raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", _SHARE)
-    reads = [latent, w_uk, w_uv, nope.query.read, *biases]
+    reads = [latent.read, w_uk, w_uv, nope.query.read, *biases]
     reads += [read for piece in (*ropes, *shifts) for read in (piece.query.read, piece.key.read)]
     for read in reads:
-        if read is not None and isinstance(read.source, Unread):
+        if read is not None and not _is_held(read):
             raise Refusal(node, f"expected operands that the graph holds, found a part of {name(read)}")
     if attention.sinks and node.meta["val"].dtype == torch.float64:
         raise Refusal(node, "expected at most float32 where scores without values share in the weights, found float64")
@@ -126,6 +187,16 @@ def prove(attention: Attention, trace: Trace) -> Site:
     )
 
 
+def _is_held(read: Read) -> bool:
+    """Whether all that is read is in tensors of the graph."""
+    match read.source:
+        case Scaled(of, by):
+            return _is_held(of) and _is_held(by)
+        case Stacked(pieces):
+            return all(map(_is_held, pieces))
+    return not isinstance(read.source, Unread)
+
+
 def _apart(value: Term, keys: set[Axis]) -> tuple[Term, tuple[Read, ...]]:
     """Values as the one term that differs between keys, and what is added to it for all of them."""
     if isinstance(value.parts, Sum):
@@ -135,7 +206,7 @@ def _apart(value: Term, keys: set[Axis]) -> tuple[Term, tuple[Read, ...]]:
     return value, ()
 
 
-def _split(term: Term, keys: set[Axis]) -> tuple[Read, Read, Dim, float] | None:
+def _split(term: Term, keys: set[Axis]) -> tuple[Term, Read, Dim, float] | None:
     """`latent, weight, summed, scale` of a product of which exactly one factor runs over the keys."""
     if not isinstance(term.parts, Product):
         return None
@@ -143,15 +214,16 @@ def _split(term: Term, keys: set[Axis]) -> tuple[Read, Read, Dim, float] | None:
     if bool(left.axes & keys) == bool(right.axes & keys):
         return None
     latent, weight = (left, right) if left.axes & keys else (right, left)
-    return latent.read, weight.read, term.parts.summed, term.parts.scale
+    return latent, weight.read, term.parts.summed, term.parts.scale
 
 
-def _up_projected(piece: Piece, keys: set[Axis], latent: Read, rank: Dim) -> tuple[Read, Read, Dim, float] | None:
+def _up_projected(piece: Piece, keys: set[Axis], latent: Term, rank: Dim) -> tuple[Term, Read, Dim, float] | None:
     """`latent, W_UK, rank, scale` if a piece of the keys is an up-projection of the latent of the values."""
     factors = _split(piece.key, keys)
     if factors is None or not _alike(factors[2], rank):
         return None
-    return factors if change_read(latent, dict(zip(rank, factors[2], strict=True))) == factors[0] else None
+    own = change_read(latent.read, dict(zip(rank, factors[2], strict=True)))
+    return factors if _same_tensor(own, factors[0].read) else None
 
 
 def _alike(a: Dim, b: Dim) -> bool:
@@ -159,31 +231,83 @@ def _alike(a: Dim, b: Dim) -> bool:
     return len(a) == len(b) and all(same(x.size, y.size) for x, y in zip(a, b, strict=True))
 
 
-def _absorbed(piece: Piece, value: Read, columns: Dim) -> bool:
+def _absorbed(piece: Piece, value: Term, columns: Dim) -> bool:
     """Whether a piece of the keys is the value itself: attention in latent space, absorbed by hand."""
     if not _alike(piece.summed, columns):
         return False
-    return change_read(value, dict(zip(columns, piece.summed, strict=True))) == piece.key.read
+    return _same_tensor(change_read(value.read, dict(zip(columns, piece.summed, strict=True))), piece.key.read)
 
 
-def _pieces(node: fx.Node, score: Score, heads: set[Axis]) -> Iterator[Piece]:
+def _same_tensor(a: Read, b: Read) -> bool:
+    """Whether two reads name the same numbers, perhaps in other dtypes: what rounds one must round the other."""
+    return without_widening(a) == without_widening(b)
+
+
+def _around(piece: Piece, latent: Read, rank: Dim) -> Iterator[Piece]:
+    """A piece of the keys, in three parts if some of its columns, one behind the other, are the latent."""
+    start = _first_column(piece, latent, rank)
+    if start is None:
+        yield piece
+        return
+    ((column,), (own,)) = piece.summed, rank
+    begin: Size = 0
+    for size in (start, own.size, total([column.size, -own.size, -1 * start])):
+        if not same(size, 0):
+            axes = () if same(size, 1) else (Axis(size),)
+            query, key = (piece_of(term, column, begin, axes) for term in (piece.query, piece.key))
+            yield replace(piece, query=query, key=key, summed=axes)
+        begin = total([begin, size])
+
+
+def _first_column(piece: Piece, latent: Read, rank: Dim) -> Size | None:
+    """Where in a piece of the keys, wider than the latent, the latent's columns are; None if they are not there."""
+    if len(piece.summed) != 1 or len(rank) != 1 or same(piece.width, rank[0].size):
+        return None
+    ((column,), (own,)) = piece.summed, rank
+    places = [
+        [d.start for d in digits if d.axis is axis]
+        for read, axis in ((piece.key.read, column), (latent, own))
+        for digits in read.dims
+        if any(d.axis is axis for d in digits)
+    ]
+    if [len(found) for found in places] != [1, 1]:
+        return None
+    start = total([places[1][0], -1 * places[0][0]])
+    if not known_at_most(0, start) or not known_at_most(total([start, own.size]), column.size):
+        return None
+    part = change_read(piece.key.read, {column: Slice(own, start)})
+    return start if _same_tensor(part, latent) else None
+
+
+def _pieces(node: fx.Node, score: Score, heads: set[Axis], opened: bool) -> Iterator[Piece]:
     """The columns of a score's contraction, piece by piece as far as the pieces differ between heads, and what is added
-    up in them term by term."""
+    up in them term by term; if `opened`, piece by piece also where keys were put together from plain tensors."""
     join = score.key.parts
+    if opened and score.key.joined is not None and score.key.joined.axis in score.summed:
+        then = score.key.read.then
+        for query, term, axes in _along(score, score.key.joined):
+            yield Piece(query, replace(term, read=replace(term.read, then=(*term.read.then, *then))), axes, score.scale)
+        return
     if isinstance(join, Zero):
         return
     if isinstance(join, Sum):
         for term in join.terms:
-            yield from _pieces(node, replace(score, key=term), heads)
+            yield from _pieces(node, replace(score, key=term), heads, opened)
         return
-    if not isinstance(join, Join) or join.axis not in score.summed or (heads and not score.key.axes & heads):
+    shared = heads and not score.key.axes & heads and not opened
+    if not isinstance(join, Join) or join.axis not in score.summed or shared:
         yield Piece(score.query, score.key, score.summed, score.scale)
         return
+    for query, term, axes in _along(score, join):
+        if isinstance(term.parts, Undefined):
+            raise Refusal(node, "expected keys that are written whole, found columns that nobody wrote", "write them")
+        yield from _pieces(node, Score(query, term, axes, score.scale), heads, opened=False)
+
+
+def _along(score: Score, join: Join) -> Iterator[tuple[Term, Term, Dim]]:
+    """The query, the key and the summed axes of each piece of a join of keys."""
     start: Size = 0
     for segment in join.segments:
-        if isinstance(segment.term.parts, Undefined):
-            raise Refusal(node, "expected keys that are written whole, found columns that nobody wrote", "write them")
-        query = piece_of(score.query, join.axis, start, segment.axes)
         summed = tuple(a for axis in score.summed for a in (segment.axes if axis is join.axis else (axis,)))
-        yield from _pieces(node, Score(query, segment.term, summed, score.scale), heads)
+        yield piece_of(score.query, join.axis, start, segment.axes), segment.term, summed
         start = start + segment.size

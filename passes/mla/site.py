@@ -44,7 +44,7 @@ class Site:
     tokens: Dim
     heads: Dim
     rank: Dim
-    latent: Read
+    latent: Term
     nope: Piece
     ropes: tuple[Piece, ...]
     w_uk: Read | None

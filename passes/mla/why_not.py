@@ -124,7 +124,7 @@ def name(read: Read) -> str:
     match read.source:
         case Unread(node) | (fx.Node() as node):
             return where(node) if isinstance(node, fx.Node) else str(node)
-        case Scaled(of, _):
+        case Scaled(of):
             return name(of)
         case Stacked(pieces):
             return f"{name(pieces[0])} and {len(pieces) - 1} more"

@@ -35,7 +35,14 @@ class Absorbed(OneOp):
 
     def as_written(self, site: Site) -> str:
         """Where the code has no up-projections."""
-        return "attends to the latent already: absorbed by hand" if site.w_uk is None else ""
+        match site.w_uk is None, site.w_uv is None:
+            case True, True:
+                return "attends to the latent already: absorbed by hand"
+            case True, False:
+                return "the keys are the latent already: absorbed by hand"
+            case False, True:
+                return "the values are the latent already: absorbed by hand"
+        return ""
 
     def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
         """See `absorbed_cost`."""

@@ -9,9 +9,13 @@ from .chunked import Chunked
 from .opaque import Opaque
 from .path import Path
 from .sparse import Sparse
+from .trained import Trained
 
 PATHS: tuple[Path, ...] = (Absorbed(), Opaque(), Chunked(), Sparse())
 """In the order in which the cost model prefers them on a tie."""
+
+TRAINED: tuple[Path, ...] = (Trained(),)
+"""Where gradients are needed."""
 
 AUTO = "auto"
 """What leaves the choice to the cost model."""
@@ -29,9 +33,9 @@ def path_named(name: str) -> Path:
     raise ValueError(f"unknown path {name!r}: there are {', '.join(path.name for path in PATHS)}")
 
 
-def paths_of(site: Site, meaning: Meaning) -> tuple[Path, ...]:
-    """Those that come into question for a site, in order."""
-    return tuple(path for path in PATHS if path.takes(site, meaning))
+def paths_of(site: Site, meaning: Meaning, *, training: bool = False) -> tuple[Path, ...]:
+    """Those that come into question for a site, in order; `training` where its graph needs gradients."""
+    return tuple(path for path in (TRAINED if training else PATHS) if path.takes(site, meaning))
 
 
 def words() -> tuple[str, ...]:

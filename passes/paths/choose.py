@@ -28,7 +28,6 @@ from ..masks.meaning import Meaning
 from ..masks.named_keys import NamedKeys
 from ..mla.site import Site
 from ..nodes.shapes import hints_of, unbacked_in
-from ..trace.trace import Trace
 from . import all as every
 from .either import Either
 from .fastest import fastest
@@ -73,26 +72,28 @@ class Chooser:
     ranges: Ranges | None = None
     """Those of all symbols: then there are no guards, and a choice that is not the same for all of the sizes is left to
     the graph."""
+    training: bool = False
+    """Whether the graph needs gradients."""
 
     def __post_init__(self) -> None:
         every.check_asked(self.wanted)
 
-    def __call__(self, site: Site, meaning: Meaning, trace: Trace) -> Choice:
+    def __call__(self, site: Site, meaning: Meaning) -> Choice:
         """The choice for a site.
 
         Raises:
             Refusal: if rewriting would gain nothing.
         """
-        candidates = every.paths_of(site, meaning)
+        candidates = every.paths_of(site, meaning, training=self.training)
         asked = next((path for path in candidates if path.word == self.wanted), None)
         settled = asked or (candidates[0] if len(candidates) == 1 else None)
         if settled is None:
-            return self._by_cost(site, meaning, trace, candidates)
+            return self._by_cost(site, meaning, candidates)
         settled.refuse(site, asked=asked is not None)
         why = settled.as_written(site) or (settled.why if asked is None else "asked for by mla.path")
-        return Choice(form_of(settled, site, meaning, trace), why)
+        return Choice(form_of(settled, site, meaning), why)
 
-    def _by_cost(self, site: Site, meaning: Meaning, trace: Trace, candidates: tuple[Path, ...]) -> Choice:
+    def _by_cost(self, site: Site, meaning: Meaning, candidates: tuple[Path, ...]) -> Choice:
         sizes, named = site.sizes, NamedKeys.of(site, meaning)
         topk = None if named is None else named.count
         element_size = site.node.meta["val"].element_size()
@@ -118,13 +119,13 @@ class Chooser:
             comparable = not (unbacked_in(sizes["B"]) or unbacked_in(sizes["Sq"]))
             if len(candidates) == 2 and all(each.may_branch for each in candidates) and comparable:
                 costs = [each.cost(Dims(**sizes), element_size, self.workspace_tokens, topk) for each in candidates]
-                first, second = (form_of(each, site, meaning, trace) for each in candidates)
+                first, second = (form_of(each, site, meaning) for each in candidates)
                 times = times_of(costs[0], self.device), times_of(costs[1], self.device)
                 return Choice(Either(first, second, times), f"the faster one at the sizes of each run ({numbers})")
             why += " in the exported example, right for all sizes"
         path.refuse(site, asked=False)
         if self.ranges is not None:
-            return Choice(form_of(path, site, meaning, trace), why)
+            return Choice(form_of(path, site, meaning), why)
         unbacked = set[sympy.Symbol]().union(*map(unbacked_in, conditions))
         if unbacked:  # nothing can guard what only a run knows
             why += f", taking {', '.join(f'{s} for {hint[s]}' for s in sorted(unbacked, key=str))}"
@@ -134,19 +135,19 @@ class Chooser:
             assert self.environment is not None
             holds = bool(torch.SymBool(_guarded(self.environment, condition)))
             assert holds, f"the cost model's condition {condition} does not hold at its own hints"
-        return Choice(form_of(path, site, meaning, trace), why, guards)
+        return Choice(form_of(path, site, meaning), why, guards)
 
 
-def form_of(path: Path, site: Site, meaning: Meaning, trace: Trace) -> Form:
+def form_of(path: Path, site: Site, meaning: Meaning) -> Form:
     """A path for a site: with its keys as they are stored, if it reads them so, and its masks in the first form that it
     takes of such keys."""
-    keys, words = _keys(path, site, meaning, trace)
+    keys, words = _keys(path, site, meaning)
     masks = (carrier.of(site, meaning, keys) for carrier in path.carriers)
     return Form(path, keys, next((mask for mask in masks if mask is not None), None), words)
 
 
-def _keys(path: Path, site: Site, meaning: Meaning, trace: Trace) -> tuple[StoredKeys, str]:
-    stored = find_stored_keys(site, trace)
+def _keys(path: Path, site: Site, meaning: Meaning) -> tuple[StoredKeys, str]:
+    stored = find_stored_keys(site)
     if stored is not None and path.can_read(stored, site, meaning):
         return stored, stored.words
     device = site.node.meta["val"].device.type

@@ -6,6 +6,8 @@ o = paged_expanded_attention(q, pages, block_table, W_UK, W_UV), of keys in page
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import sympy
 import torch
 from torch import Tensor, fx
@@ -18,7 +20,7 @@ from ..mla.site import Site
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from .as_written import expanded_multiply_adds
-from .carriers import Lengths, MaskAndOffset
+from .carriers import Carrier, Lengths, MaskAndOffset
 from .one_op import OneOp, Op
 from .operands import Operands
 
@@ -30,13 +32,13 @@ class Chunked(OneOp):
 
     name = "chunked"
     why = "many queries meet many keys"
-    carriers = (Lengths, MaskAndOffset)
+    carriers: ClassVar[tuple[type[Carrier], ...]] = (Lengths, MaskAndOffset)
     may_branch = True
     expands = True
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
         """All sites with up-projections, though it refuses some of them."""
-        return site.w_uk is not None
+        return site.w_uk is not None and site.w_uv is not None
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse scores that chunks cannot be merged through, and a latent that is not worth keeping.

@@ -21,6 +21,7 @@ from ..code.reading import Reader, sources_of, write_as
 from ..mla.site import Site
 from .carriers import Carrier
 from .operands import Operands, operands_of
+from .padding import padded
 from .path import Part, Path
 
 Op = Callable[..., tuple[Tensor, Tensor]]
@@ -72,6 +73,7 @@ class OneOpCode:
         for bias in site.biases:
             addend = read(bias, *rows, columns)
             o = o + (addend if empty is None else torch.where(empty, 0, addend))
+        o, columns = padded(o, site, read.realize)
         if site.attention.sinks:
             o = _share(site, read, o, lse)
         elif site.attention.strict_rows and empty is not None:

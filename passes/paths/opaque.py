@@ -21,6 +21,7 @@ from ..mla.site import Site
 from ..nodes.refusal import Refusal
 from .absorbed import Absorbed, absorbed_cost
 from .carriers import Carrier
+from .padding import padded
 from .path import Part, Path
 from .per_head import per_head
 
@@ -42,7 +43,7 @@ class Opaque(Path):
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse what is regrouped already."""
-        if site.w_uk is None:
+        if site.w_uk is None and site.w_uv is None:
             raise Refusal(site.node, "expected an up-projection to take from the keys, found scores absorbed by hand")
 
     def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
@@ -50,9 +51,12 @@ class Opaque(Path):
         return absorbed_cost(dims, element_size)
 
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
-        """One in the place of each product."""
-        scores = ScoresCode(site)
-        return [Part(scores.node, scores), Part(site.node, OutputCode(site))]
+        """One in the place of each product that is of what was up-projected."""
+        parts = []
+        if site.w_uk is not None:
+            scores = ScoresCode(site)
+            parts.append(Part(scores.node, scores))
+        return parts if site.w_uv is None else [*parts, Part(site.node, OutputCode(site))]
 
 
 class ScoresCode:
@@ -68,7 +72,7 @@ class ScoresCode:
         product = site.attention.opaque.products[site.nope.of]
         assert isinstance(product.source, fx.Node)
         self.node = product.source
-        reads = [site.latent, site.w_uk, site.nope.query.read]
+        reads = [site.latent.read, site.w_uk, site.nope.query.read]
         reads += [read for piece in (*self.ropes, *self.shifts) for read in (piece.query.read, piece.key.read)]
         self.dims = tuple(tuple(d.axis for d in digits if d.axis is not None) for digits in product.dims)
         self.sources = sources_of(reads, self.node, self.dims)
@@ -78,7 +82,7 @@ class ScoresCode:
         rows = site.batch, site.tokens, site.heads
         assert site.w_uk is not None
 
-        latent = read(site.latent, site.batch, site.attention.keys, site.rank)
+        latent = read(site.latent.read, site.batch, site.attention.keys, site.rank)
         q_nope = read(site.nope.query.read, *rows, site.nope.summed)
         w_uk = read(site.w_uk, site.heads, site.nope.summed, site.rank)
         scores = _per_key(per_head(q_nope, w_uk, site.w_uk), latent) * site.nope.scale
@@ -101,7 +105,8 @@ class OutputCode:
     def __init__(self, site: Site) -> None:
         assert site.attention.opaque is not None
         self.site, self.weights = site, site.attention.opaque.weights
-        self.sources = sources_of([self.weights, site.latent, site.w_uv, *site.biases], site.node, site.attention.dims)
+        reads = [self.weights, site.latent.read, site.w_uv, *site.biases]
+        self.sources = sources_of(reads, site.node, site.attention.dims)
 
     def __call__(self, *values: Any) -> Tensor:
         site, read = self.site, Reader(self.sources, values)
@@ -109,12 +114,13 @@ class OutputCode:
         assert site.w_uv is not None
 
         weights = read(self.weights, *rows, site.attention.keys)
-        latent = read(site.latent, site.batch, site.attention.keys, site.rank)
+        latent = read(site.latent.read, site.batch, site.attention.keys, site.rank)
         w_uv = read(site.w_uv, site.heads, site.attention.columns, site.rank)
         o = per_head(_per_key(weights, latent.transpose(1, 2)), w_uv.transpose(1, 2), site.w_uv)
         for bias in site.biases:
             o = o + read(bias, *rows, site.attention.columns) * weights.sum(-1, keepdim=True)
-        output = write_as(o, (*rows, site.attention.columns), site.attention.dims, read.realize)
+        o, columns = padded(o, site, read.realize)
+        output = write_as(o, (*rows, columns), site.attention.dims, read.realize)
         return output.to(site.node.meta["val"].dtype)
 
 

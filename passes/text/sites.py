@@ -33,7 +33,7 @@ def _tensors(site: Site, names: Names) -> Iterator[tuple[str, str]]:
     def line(name: str, read: Read, *dims: Dim) -> tuple[str, str]:
         return f"{name}{names.shape(dims)}", read_text(read, names)
 
-    yield line("latent", site.latent, site.batch, keys, site.rank)
+    yield line("latent", site.latent.read, site.batch, keys, site.rank)
     if site.w_uk is not None:
         yield line("w_uk", site.w_uk, site.heads, nope.summed, site.rank)
     if site.w_uv is not None:

@@ -20,9 +20,9 @@ def read_text(read: Read, names: Names) -> str:
     """What a read names: its tensor, the index in each dimension, and what was done to it after."""
     source: Any = read.source
     match source:
-        case Scaled(of, by, axes):
+        case Scaled(of, by, axes, divides):
             inner = Names(dict(zip(_own(axes), ((axis,) for axis in axes), strict=True)))
-            name = f"({read_text(of, inner)} * {read_text(by, inner)})"
+            name = f"({read_text(of, inner)} {'/' if divides else '*'} {read_text(by, inner)})"
         case Unread(node):
             name = f"part of {_name(node)}"
         case _:

@@ -144,7 +144,7 @@ def _scale(trace: Forms, node: fx.Node) -> Form:
     if not division and isinstance(a, int | float) and is_tensor(b):
         a, b = b, a
     number = isinstance(b, int | float) and not isinstance(b, bool) and not (division and b == 0)
-    scalable = is_tensor(a) and (trace[a].term.parts is not None or in_fp8(trace, trace[a]))
+    scalable = is_tensor(a) and (trace[a].term.parts is not None or in_fp8(trace[a].term))
     if scalable and number and math.isfinite(b) and node.meta["val"].dtype.is_floating_point:
         return operations.scaled(trace[a], 1 / b if division else float(b))
     known = None

@@ -1,9 +1,9 @@
-"""Tensors in FP8 (e4m3fn) that a graph makes wider and multiplies with scales: what they are made of is kept beside.
+"""Tensors in FP8 (e4m3fn) that a graph makes wider and multiplies with scales.
 
     node = lookup.to(dtype) * scales        a lookup, of pages with scales
     node = tensor.to(dtype) * scales        numbers and scales of all keys: a cache that is a buffer, or grows
 
-The form of such a product is a leaf, as any other's.
+The form of such a product is a leaf, whose term says that it is stored so.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from torch import fx
 
 from mla_compile.fp8 import FP8
 
-from ..algebra.gathers import Lookup, composed, scaled
-from ..algebra.numbers import Numbers
+from ..algebra.gathers import lookup_of, scaled
 from ..algebra.sizes import Unaligned
-from ..algebra.terms import Bits, Dim, Form, Read
-from .handler import Forms, lookup_of
+from ..algebra.terms import Bits, Dim, Form, Lookup, Numbers, Read, Term
+from .handler import Forms
 from .weights import factors
 
 WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -29,34 +28,37 @@ WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def dequantized_read(trace: Forms, node: fx.Node) -> Form | None:
-    """The form of a product, a leaf, if it is a tensor in FP8 times scales; what it is made of is kept in the trace."""
-    if not any(in_fp8(trace, trace[operand]) for operand in node.all_input_nodes):
+    """The form of a product, a leaf, if it is a tensor in FP8 times scales."""
+    if not any(in_fp8(trace[operand].term) for operand in node.all_input_nodes):
         return None
     try:
         whole, forms = factors(trace, node)
         for form, factor in (forms, forms[::-1]) if len(forms) == 2 else ():
-            lookup, by = (lookup_of(trace, f.term.read) for f in (form, factor))
-            numbers = numbers_of(trace, form.term.read)
-            if lookup is not None and is_fp8(lookup):
-                if by is not None and not all(step in WIDE for step in by.then):
-                    return None
-                trace.lookups[node] = scaled(lookup, factor.term.read if by is None else by)
-                return whole
-            if lookup is None and numbers is not None and numbers.by is None and _may_be_cached(whole):
-                trace.numbers[node] = replace(numbers, by=factor.term.read)
-                return whole
+            stored = _scaled(form.term, factor.term)
+            if stored is not None and (isinstance(stored, Lookup) or _may_be_cached(whole)):
+                return replace(whole, term=replace(whole.term, stored=stored))
     except Unaligned:
         pass
     return None
 
 
-def in_fp8(trace: Forms, form: Form) -> bool:
-    """Whether a tensor holds numbers of e4m3fn in a wider dtype, perhaps scaled."""
-    try:
-        lookup = lookup_of(trace, form.term.read)
-        return is_fp8(lookup) if lookup is not None else numbers_of(trace, form.term.read) is not None
-    except Unaligned:
-        return False
+def _scaled(term: Term, factor: Term) -> Lookup | Numbers | None:
+    """How `term * factor` is stored, over common axes, if the one is in FP8 and without scales and the other is these.
+
+    Raises: Unaligned, as `scaled` does.
+    """
+    lookup, numbers, by = lookup_of(term), numbers_of(term), lookup_of(factor)
+    if lookup is None:
+        return replace(numbers, by=factor.read) if numbers is not None and numbers.by is None else None
+    if not is_fp8(lookup) or (by is not None and not all(step in WIDE for step in by.then)):
+        return None
+    return scaled(lookup, factor.read if by is None else by)
+
+
+def in_fp8(term: Term) -> bool:
+    """Whether an element is a number of e4m3fn in a wider dtype, perhaps scaled."""
+    lookup = lookup_of(term)
+    return numbers_of(term) is not None if lookup is None else is_fp8(lookup)
 
 
 def is_fp8(lookup: Lookup) -> bool:
@@ -64,20 +66,15 @@ def is_fp8(lookup: Lookup) -> bool:
     return dtype_of(lookup.pages) == FP8 and _only_widened(lookup.then)
 
 
-def numbers_of(trace: Forms, read: Read) -> Numbers | None:
-    """What a read of a tensor in FP8 says, over its own axes; None if it is no such tensor.
-
-    Raises: Unaligned, as `composed` does.
-    """
-    source: Any = read.source
-    known = trace.numbers.get(source)
-    if known is not None:
-        reads = [known.of] if known.by is None else [known.of, known.by]
-        (of, *by), _ = composed(reads, trace[source], read)
-        known = Numbers(of, by[0] if by else None, (*known.then, *read.then))
-    elif dtype_of(replace(read, then=())) == FP8:
-        known = Numbers(replace(read, then=()), None, read.then)
-    return known if known is not None and _only_widened(known.then) else None
+def numbers_of(term: Term) -> Numbers | None:
+    """The numbers that an element is, and their scales, if it is in FP8 and no lookup."""
+    stored, plain = term.stored, replace(term.read, then=())
+    if stored is None and dtype_of(plain) == FP8:
+        stored = Numbers(plain)
+    if not isinstance(stored, Numbers):
+        return None
+    numbers = replace(stored, then=(*stored.then, *term.read.then))
+    return numbers if _only_widened(numbers.then) else None
 
 
 def dtype_of(read: Read) -> Any:
@@ -86,6 +83,20 @@ def dtype_of(read: Read) -> Any:
     if dtypes or not isinstance(read.source, fx.Node):
         return dtypes[-1] if dtypes else None
     return read.source.meta["val"].dtype
+
+
+def without_widening(read: Read) -> Read:
+    """A read without the casts that keep every number as it is: to a dtype that holds all of the one before."""
+    dtype, rounded = dtype_of(replace(read, then=())), list[Any]()
+    for step in read.then:
+        if isinstance(step, Bits):
+            dtype = step.dtype
+        widens = dtype is not None and step in WIDE and (dtype == FP8 or torch.promote_types(dtype, step) == step)
+        if not widens:
+            rounded.append(step)
+        if step in WIDE:
+            dtype = step
+    return replace(read, then=tuple(rounded))
 
 
 def groups_of(scales: Read, columns: Dim, tokens: Sequence[Dim]) -> Dim | None:

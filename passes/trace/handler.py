@@ -9,20 +9,13 @@ from torch import fx
 from torch.utils._ordered_set import OrderedSet
 
 from ..algebra import operations
-from ..algebra.gathers import Lookup, within
-from ..algebra.numbers import Numbers
-from ..algebra.terms import Form, Read
+from ..algebra.terms import Form
 from ..nodes.arguments import is_tensor
 from ..nodes.shapes import shape_of
 
 
 class Forms(Protocol):
-    """The forms of the nodes that came before, and what those are made of that no form says."""
-
-    lookups: dict[fx.Node, Lookup]
-    """What the nodes that read through a table are made of, over the axes of their forms."""
-    numbers: dict[fx.Node, Numbers]
-    """Likewise of products of a tensor in FP8 and its scales."""
+    """The forms of the nodes that came before."""
 
     def __getitem__(self, node: fx.Node, /) -> Form: ...
 
@@ -47,12 +40,3 @@ def pointwise(trace: Forms, node: fx.Node) -> Form:
     if not operands:
         return operations.leaf(node, shape_of(node))
     return operations.pointwise(node, [trace[o] for o in operands], shape_of(node))
-
-
-def lookup_of(trace: Forms, read: Read) -> Lookup | None:
-    """What a read of a tensor that was looked up says, over its own axes; None if it is no such tensor.
-
-    Raises: Unaligned, as `within` does.
-    """
-    source: Any = read.source
-    return within(trace.lookups[source], trace[source], read) if source in trace.lookups else None

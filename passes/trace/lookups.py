@@ -9,44 +9,21 @@ import torch
 from torch import fx
 
 from ..algebra import operations
-from ..algebra.gathers import Lookup, by_position, flatten, gather, look_up, within
+from ..algebra.gathers import by_position, gather, look_up, lookup_of
 from ..algebra.sizes import Size, Unaligned, same
 from ..algebra.terms import Bits, Form
 from ..nodes.arguments import arguments, aten
 from ..nodes.shapes import shape_of
-from .handler import Forms, Handlers, lookup_of
+from .handler import Forms, Handlers
 from .ranges import first_of
 
 HANDLERS = Handlers()
-
-
-def flattened(trace: Forms, node: fx.Node, form: Form) -> Form:
-    """The form of a view: a leaf of its own, if it lays pages that were looked up one behind the other, else `form`."""
-    if not any(len(dim) > 1 for dim in form.dims):
-        return form
-    try:
-        lookup = lookup_of(trace, form.term.read)
-    except Unaligned:
-        return form
-    flat = None if lookup is None else flatten(lookup, node, form.dims)
-    if flat is None:
-        return form
-    for other in trace.lookups:  # the same pages once more are the same tensor
-        if other.target is node.target and arguments(other) == arguments(node):
-            return trace[other]
-    leaf, trace.lookups[node] = flat
-    return leaf
 
 
 def _along(trace: Forms, source: fx.Node, dim: int) -> Form:
     """The form of what is looked into; a leaf where its dimension is not one axis: slots, that is pages and rows."""
     form = trace[source]
     return form if len(form.dims[dim]) == 1 else operations.leaf(source, shape_of(source))
-
-
-def _looked_up(trace: Forms, node: fx.Node, found: tuple[Form, Lookup]) -> Form:
-    form, trace.lookups[node] = found
-    return form
 
 
 @HANDLERS.of(aten.index.Tensor)
@@ -57,7 +34,7 @@ def _index_tensor(trace: Forms, node: fx.Node) -> Form:
         raise Unaligned("an index that is no whole number")
     if len(given) == 1:
         dim, index = given[0]
-        return _looked_up(trace, node, look_up(node, _along(trace, source, dim), dim, trace[index], wraps=True))
+        return look_up(node, _along(trace, source, dim), dim, trace[index], wraps=True)
     if [dim for dim, _ in given] == [0, 1]:
         return _index_by_position(trace, node, source, *(index for _, index in given))
     raise Unaligned("several indices that are no page and its row")
@@ -66,11 +43,10 @@ def _index_tensor(trace: Forms, node: fx.Node) -> Form:
 def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.Node, row: fx.Node) -> Form:
     """`source[table[..., position // rows], position % rows]` for the positions from 0 on."""
     form = operations.fresh(trace[page])
-    looked_up = form.term.read.source
     rows = trace[source].shape[1]
-    if looked_up not in trace.lookups:
+    lookup = lookup_of(form.term)
+    if lookup is None:
         raise Unaligned("several indices that are no page and its row")
-    lookup = within(trace.lookups[looked_up], trace[looked_up], form.term.read)
     quotient = lookup.table.source
     whole = all(digit.whole for dim in lookup.table.dims for digit in dim)
     positions = _positions(quotient, aten.floor_divide.default, rows) if whole else None
@@ -78,7 +54,7 @@ def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.No
     alike = positions is not None and remainders is not None and same(positions, remainders)
     if not alike or lookup.table.axes != set(form.dims[-1]):
         raise Unaligned("several indices that are no page and its row")
-    return _looked_up(trace, node, by_position(node, trace[source], form, lookup))
+    return by_position(node, trace[source], form, lookup)
 
 
 def _positions(node: Any, target: Any, divisor: Size) -> Size | None:
@@ -95,7 +71,7 @@ def _positions(node: Any, target: Any, divisor: Size) -> Size | None:
 def _view_dtype(trace: Forms, node: fx.Node) -> Form:
     """Bytes that were looked up are the numbers that they encode."""
     source, dtype = arguments(node)
-    lookup = lookup_of(trace, trace[source].term.read)
+    lookup = lookup_of(trace[source].term)
     if (
         lookup is None
         or lookup.scales is not None
@@ -105,24 +81,24 @@ def _view_dtype(trace: Forms, node: fx.Node) -> Form:
         raise Unaligned("bits that are taken for another dtype")
     dims = trace[source].dims
     pages = replace(lookup.pages, then=(*lookup.pages.then, Bits(dtype)))
-    return _looked_up(trace, node, (Form(dims, operations.read_of(node, dims)), replace(lookup, pages=pages)))
+    return Form(dims, replace(operations.read_of(node, dims), stored=replace(lookup, pages=pages)))
 
 
 @HANDLERS.of(aten.index_select.default)
 def _index_select(trace: Forms, node: fx.Node) -> Form:
     source, dim, index = arguments(node)
     dim %= len(trace[source].dims)
-    return _looked_up(trace, node, look_up(node, _along(trace, source, dim), dim, trace[index], wraps=False))
+    return look_up(node, _along(trace, source, dim), dim, trace[index], wraps=False)
 
 
 @HANDLERS.of(aten.embedding.default)
 def _embedding(trace: Forms, node: fx.Node) -> Form:
     source, index = arguments(node)[:2]
-    return _looked_up(trace, node, look_up(node, _along(trace, source, 0), 0, trace[index], wraps=False))
+    return look_up(node, _along(trace, source, 0), 0, trace[index], wraps=False)
 
 
 @HANDLERS.of(aten.gather.default)
 def _gather(trace: Forms, node: fx.Node) -> Form:
     source, dim, index = arguments(node)[:3]
     dim %= len(trace[source].dims)
-    return _looked_up(trace, node, gather(node, trace[source], dim, trace[index]))
+    return gather(node, trace[source], dim, trace[index])

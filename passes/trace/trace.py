@@ -11,8 +11,6 @@ from dataclasses import replace
 from torch import fx
 
 from ..algebra import operations
-from ..algebra.gathers import Lookup
-from ..algebra.numbers import Numbers
 from ..algebra.sizes import Unaligned
 from ..algebra.terms import Form, Lost, Term
 from ..nodes.arguments import is_pointwise, is_tensor, takes_tensors
@@ -33,10 +31,6 @@ class Trace:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._forms: dict[fx.Node, Form] = {}
-        self.lookups: dict[fx.Node, Lookup] = {}
-        """What the nodes that read through a table are made of, over the axes of their forms."""
-        self.numbers: dict[fx.Node, Numbers] = {}
-        """Likewise of products of a tensor in FP8 and its scales."""
         self._stopped: dict[fx.Node, Lost] = {}
         common = CommonSubexpressions()
         for node in graph.nodes:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from torch import fx
 
 from ..algebra import operations
+from ..algebra.gathers import flatten
 from ..algebra.sizes import Size, Unaligned, quotient
 from ..algebra.terms import Form
 from ..nodes.arguments import arguments, aten
 from ..nodes.shapes import shape_of, size_of
 from .handler import Forms, Handlers
-from .lookups import flattened
 
 HANDLERS = Handlers()
 
@@ -51,7 +51,7 @@ def _same(trace: Forms, node: fx.Node) -> Form:
 )
 def _view(trace: Forms, node: fx.Node) -> Form:
     form = operations.view(trace[arguments(node)[0]], shape_of(node))
-    return flattened(trace, node, form)
+    return flatten(node, form) or form
 
 
 @HANDLERS.of(aten.permute.default, aten.permute_copy.default)

@@ -14,8 +14,7 @@ import torch
 from torch import fx
 
 from ..algebra import operations
-from ..algebra.substitution import change_read
-from ..algebra.terms import Axis, Form, Product, Read, Scaled, Term
+from ..algebra.terms import Form, Product, Term
 from ..nodes.arguments import aten
 from .handler import Forms
 
@@ -46,7 +45,7 @@ def dequantized(trace: Forms, node: fx.Node) -> Form | None:
         for weight, other in ((parts.right, parts.left), (parts.left, parts.right)):
             apart = scale.axes.isdisjoint({*other.axes, *parts.summed})
             if apart and scale.axes <= weight.axes and _is_weight(weight.read.source, in_few_bits=True):
-                scaled = Term(_scaled(weight.read, scale.read))
+                scaled = Term(operations.multiplied(weight.read, scale.read))
                 left, right = (scaled, other) if weight is parts.left else (other, scaled)
                 return replace(whole, term=replace(whole.term, parts=replace(parts, left=left, right=right)))
     return None
@@ -71,9 +70,3 @@ def _is_weight(source: Any, in_few_bits: bool = False) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
     return not in_few_bits or (value.dtype.itemsize == 1 and value.dtype != torch.bool)
-
-
-def _scaled(weight: Read, scale: Read) -> Read:
-    own = {axis: Axis(axis.size) for dim in weight.dims for d in dim if (axis := d.axis) is not None}
-    source = Scaled(change_read(weight, own), change_read(scale, own), tuple(own.values()))
-    return operations.read_of(source, [(axis,) for axis in own]).read

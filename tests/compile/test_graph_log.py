@@ -27,6 +27,20 @@ def test_the_proof_of_each_attention_is_logged(caplog, without_codegen):
     assert "absorbed: " in text or "chunked: " in text
 
 
+def test_what_refused_an_attention_is_logged(caplog, without_codegen):
+    """Keys and values that a nonlinearity keeps from being an up-projection."""
+    latent, weight = torch.randn(1, 9, 6), torch.randn(6, 64)
+    with caplog.at_level(logging.DEBUG, logger="mla_compile.graph_log"), torch.no_grad():
+        torch.compile(refused, backend="mla")(torch.randn(1, 4, 3, 8), latent, weight)
+    (text,) = [record.getMessage() for record in caplog.records if "What was proved" in record.getMessage()]
+    assert "is unchanged: prove stopped, expected values that are an up-projection of a latent" in text
+
+
+def refused(q, latent, weight):
+    k, v = (latent @ weight).unflatten(-1, (4, 16)).transpose(1, 2).sin().split([8, 8], dim=-1)
+    return torch.softmax(q @ k.mT, dim=-1) @ v
+
+
 SHOWN = """
 import sys; sys.path.insert(0, {root!r})
 import torch

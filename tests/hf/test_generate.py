@@ -5,6 +5,7 @@ without generating code; `-m slow` takes the whole checkpoint, Inductor's code, 
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,10 @@ class Way:
     prompts: tuple[str, ...] = (PROMPT,)
 
 
+def in_pages(model, **kind):
+    return mla_compile.PagedLatentCache.of(model, pages=64, page_size=4, **kind)
+
+
 WAYS = {
     "greedy": Way(3),
     "sampling": Way(3, {"do_sample": True, "temperature": 0.8}),
@@ -37,8 +42,9 @@ WAYS = {
     "static": Way(2, {"cache_implementation": "static", "disable_compile": True}),
     "prompt lookup": Way(6, {"prompt_lookup_num_tokens": 3}),
     "assistant": Way(6, {"assistant_model": True}),
-    "pages": Way(3, {"past_key_values": {}}),
-    "FP8 pages": Way(3, {"past_key_values": {"dtype": torch.float8_e4m3fn}}),
+    "in place": Way(5, {"past_key_values": mla_compile.LatentCache.of}),
+    "pages": Way(3, {"past_key_values": in_pages}),
+    "FP8 pages": Way(3, {"past_key_values": partial(in_pages, dtype=torch.float8_e4m3fn)}),
 }
 
 
@@ -66,8 +72,7 @@ def generate(model, tokenizer, way, tokens=TOKENS, **more):
     if options.get("assistant_model"):
         options["assistant_model"] = load(layers=1, dtype=model.dtype)
     if "past_key_values" in options:
-        cache = mla_compile.PagedLatentCache.of(model, pages=64, page_size=4, **options["past_key_values"])
-        options["past_key_values"] = cache
+        options["past_key_values"] = options["past_key_values"](model)
     return model.generate(**tokenizer(list(way.prompts), return_tensors="pt", padding=True), **options)
 
 

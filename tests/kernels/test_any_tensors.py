@@ -105,8 +105,8 @@ def test_expanded_attention(seed: int) -> None:
     nope, rope, value = x.size(1, 5, 16), x.size(0, 1, 6, 16), x.size(1, 5, 16, 35)
     q, cache = x.tensor(batch, queries, heads, nope + rope), (x.tensor(batch, keys, rank), x.tensor(batch, keys, rope))
     weights = x.tensor(heads, nope, rank), x.tensor(heads, value, rank)
-    arguments = q, *cache, *weights, *x.mask(batch, heads, queries, keys), (nope + rope) ** -0.5
-    results = mla.expanded_attention(*arguments, x.size(1, 7, 64, 1000))
+    arguments = q, *cache, *weights, *x.mask(batch, heads, queries, keys), (nope + rope) ** -0.5, x.size(1, 7, 64, 1000)
+    results = mla.expanded_attention(*arguments)
     exact = expanded_attention_reference(*double(*arguments))
     assert_right(results, expanded_attention_reference(*arguments), exact)
 

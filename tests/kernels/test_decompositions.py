@@ -80,7 +80,7 @@ def test_expanded_attention(dtype, mask, workspace_tokens, attend, monkeypatch):
     case = case_of(sizes, mask, dtype)
     tensors = x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
     o, lse = decomposed(mla.expanded_attention, *tensors, *case, x.scale, workspace_tokens)
-    exact, exact_lse = expanded_attention_reference(*double(*tensors), *case, x.scale)
+    exact, exact_lse = expanded_attention_reference(*double(*tensors), *case, x.scale, workspace_tokens)
     eager, eager_lse = naive_mla(x, case)
     merges = -(-60 // workspace_tokens)
     assert_as_close_as(eager, o, exact, merges)
@@ -94,7 +94,7 @@ def test_expanded_attention_stops_at_the_causal_limit(causal_offset):
     tensors = x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
     o, lse = decomposed(mla.expanded_attention, *tensors, None, causal_offset, x.scale, 1)
     x.latent.nan_to_num_(0.0)
-    exact, exact_lse = expanded_attention_reference(*double(*tensors), None, causal_offset, x.scale)
+    exact, exact_lse = expanded_attention_reference(*double(*tensors), None, causal_offset, x.scale, 1)
     eager, eager_lse = naive_mla(x, (None, causal_offset))
     assert_as_close_as(eager, o, exact, 12)
     assert_as_close_as(eager_lse, lse, exact_lse, 12)
@@ -174,10 +174,11 @@ def test_chunks_of_pages_in_fp8(groups, rope_too):
 
 def assert_prefill(x, causal, workspace_tokens, more):
     op = mla.paged_expanded_attention
-    o, lse = decomposed(op, *x.arguments, causal, x.scale, workspace_tokens, **more)
+    rest = causal, x.scale, workspace_tokens
+    o, lse = decomposed(op, *x.arguments, *rest, **more)
     doubled = {name: t.double() if name == "mask" and t.is_floating_point() else t for name, t in more.items()}
-    exact = paged_expanded_attention_reference(*x.double().arguments, causal, x.scale, **doubled)
-    measure = paged_expanded_attention_reference(*x.arguments, causal, x.scale, **more)
+    exact = paged_expanded_attention_reference(*x.double().arguments, *rest, **doubled)
+    measure = paged_expanded_attention_reference(*x.arguments, *rest, **more)
     assert_as_close_as(measure[0], o, exact[0], 4)
     assert_as_close_as(measure[1].float(), lse, exact[1], 4)
     assert o.is_contiguous()

@@ -33,7 +33,9 @@ def unpack(x):
 def assert_right(x, case, workspace_tokens):
     """Check the op against float64, with naive MLA in the dtype of the inputs as the measure."""
     o, lse = expanded_attention(*unpack(x), *case, x.scale, workspace_tokens)
-    exact, exact_lse = expanded_attention_reference(*unpack(x.map(torch.Tensor.double)), *case, x.scale)
+    exact, exact_lse = expanded_attention_reference(
+        *unpack(x.map(torch.Tensor.double)), *case, x.scale, workspace_tokens
+    )
     eager, eager_lse = naive_mla(x, case)
     merges = -(-x.latent.shape[1] // workspace_tokens)
     assert_as_close_as(eager, o, exact, merges)
@@ -46,7 +48,7 @@ def assert_right(x, case, workspace_tokens):
 def test_reference_is_naive_mla(sizes, mask):
     x = make_inputs(sizes, torch.float64)
     case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
-    o, lse = expanded_attention_reference(*unpack(x), *case, x.scale)
+    o, lse = expanded_attention_reference(*unpack(x), *case, x.scale, 32)
     expected, expected_lse = naive_mla(x, case)
     torch.testing.assert_close(o, expected, rtol=0, atol=ATOL)
     torch.testing.assert_close(lse, expected_lse, rtol=ATOL, atol=ATOL)
@@ -77,7 +79,7 @@ def test_float64(mask):
     x = make_inputs(sizes, torch.float64)
     case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
     o, lse = expanded_attention(*unpack(x), *case, x.scale, 32)
-    expected, expected_lse = expanded_attention_reference(*unpack(x), *case, x.scale)
+    expected, expected_lse = expanded_attention_reference(*unpack(x), *case, x.scale, 32)
     torch.testing.assert_close(o, expected, rtol=0, atol=ATOL)
     assert lse.dtype == torch.float32
     torch.testing.assert_close(lse, expected_lse.float(), rtol=torch.finfo(torch.float32).eps, atol=0)
@@ -220,7 +222,7 @@ def test_a_row_that_a_number_hides_everywhere_is_uniform(fill, workspace_tokens)
     mask[:, :, 1] = fill
     o, lse = torch.ops.mla.expanded_attention(q, latent, k_rope, w_uk, w_uv, mask, None, 0.4, workspace_tokens)
     exact, exact_lse = expanded_attention_reference(
-        *(t.double() for t in (q, latent, k_rope, w_uk, w_uv)), mask.double(), None, 0.4
+        *(t.double() for t in (q, latent, k_rope, w_uk, w_uv)), mask.double(), None, 0.4, workspace_tokens
     )
     uniform = torch.einsum("btl,nvl->bnv", latent, w_uv) / 11
     torch.testing.assert_close(o[:, 1], uniform)

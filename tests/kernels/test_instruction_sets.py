@@ -49,7 +49,7 @@ def dtype(request, monkeypatch):
     if not SETS[name][2]():
         pytest.skip(f"this CPU has no {name}")
     monkeypatch.setattr(cached, "load", lambda *arguments: built(name, *arguments))
-    monkeypatch.setattr(latent_native, "latent_attention_aten", None)
+    monkeypatch.setattr(latent_native, "attend_with_aten", None)
     monkeypatch.setattr(paged_native, "attend_with_aten", None)
     return dtype
 

@@ -91,7 +91,7 @@ def test_tiles_and_threads(monkeypatch, sizes, threads, mask):
 
 def test_float32_rows_over_a_range_of_keys_take_the_native_kernel(monkeypatch):
     x = make_inputs((2, 3, 50, 4, 24, 8, 8, 8))
-    monkeypatch.setattr(native, "latent_attention_aten", None)
+    monkeypatch.setattr(native, "attend_with_aten", None)
     latent_attention(*absorb(x), torch.arange(50) < torch.tensor([50, 7])[:, None, None, None], 47, x.scale)
 
 

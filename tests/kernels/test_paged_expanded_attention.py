@@ -58,7 +58,7 @@ def test_reference_is_attention_over_each_sequence(case, causal):
     first = torch.tensor(case[0]) - torch.randint(3, counts.shape) - 1
     for given, starts in ((None, None), (counts, None), (None, first), (counts, first)):
         more = {"first_positions": starts, "query_lens": given}
-        o, lse = paged_expanded_attention_reference(*x.arguments, causal, x.scale, **more)
+        o, lse = paged_expanded_attention_reference(*x.arguments, causal, x.scale, 7, **more)
         for b, length in enumerate(case[0]):
             count = queries if given is None else int(counts[b])
             assert (o[b, count:] == 0).all()
@@ -78,11 +78,12 @@ def test_reference_is_attention_over_each_sequence(case, causal):
 def assert_right(x, causal, workspace_tokens, op=paged_expanded_attention, **more):
     """The op against the reference in float64, whose error in the dtype of the inputs is the measure."""
     given = more if x.scales is None else {"latent_scales": x.scales, **more}
-    o, lse = op(*x.arguments, causal, x.scale, workspace_tokens, **given)
+    rest = causal, x.scale, workspace_tokens
+    o, lse = op(*x.arguments, *rest, **given)
     mask = more.get("mask")
     doubled = given if mask is None or mask.dtype == torch.bool else {**given, "mask": mask.double()}
-    exact = paged_expanded_attention_reference(*x.double().arguments, causal, x.scale, **doubled)
-    measure = paged_expanded_attention_reference(*x.arguments, causal, x.scale, **given)
+    exact = paged_expanded_attention_reference(*x.double().arguments, *rest, **doubled)
+    measure = paged_expanded_attention_reference(*x.arguments, *rest, **given)
     merges = -(-int(x.cache[3].max()) // workspace_tokens)
     assert_as_close_as(measure[0], o, exact[0], merges)
     assert_as_close_as(measure[1].float(), lse, exact[1], merges)

@@ -99,7 +99,7 @@ def test_half_precision(implementation, dtype, mask):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_decoding_takes_the_native_kernel(monkeypatch, dtype):
-    monkeypatch.setattr(native, "sparse_latent_attention_aten", None)
+    monkeypatch.setattr(native, "attend_with_aten", None)
     arguments, indices, scale = make((2, 3, 60, 4, 64, 16, 8, 16), 20, dtype)
     seen = torch.rand(2, 1, 3, 60) < 0.7
     for case in ((None, None), (None, 57), (seen, 57)):

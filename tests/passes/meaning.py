@@ -11,13 +11,14 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from mla_compile.passes.algebra.gathers import Lookup
+from mla_compile.passes.algebra.gathers import lookup_of
 from mla_compile.passes.algebra.sizes import Size, same
 from mla_compile.passes.algebra.terms import (
     Axis,
     Bits,
     Form,
     Join,
+    Lookup,
     Product,
     Read,
     Scaled,
@@ -151,8 +152,13 @@ def check_lookups(module: fx.GraphModule, *tensors: Tensor) -> dict[fx.Node, Loo
     """Assert that what the trace of a graph says of its lookups is what they read, element by element; returns them."""
     trace, results = Trace(module.graph), values(module, *tensors)
     world = World({node: value.double().numpy() for node, value in results.items() if is_tensor(node)})
-    for node, lookup in trace.lookups.items():
+    lookups: dict[fx.Node, Lookup] = {}
+    for node in filter(is_tensor, module.graph.nodes):
         form = trace[node]
+        lookup = lookup_of(form.term)
+        if lookup is None:
+            continue
+        lookups[node] = lookup
         world.check(form, world.tensors[node])
         grids = world.grids(form)
         if lookup.flat is not None:
@@ -167,4 +173,4 @@ def check_lookups(module: fx.GraphModule, *tensors: Tensor) -> dict[fx.Node, Loo
             found = found * world.read(lookup.scales, grids)
         found = found * math.prod(step for step in lookup.then if isinstance(step, float))
         assert np.all(world.element(form, found) == world.tensors[node])
-    return trace.lookups
+    return lookups

@@ -87,6 +87,7 @@ def check(spelling: Spelling, seed: int) -> Outcome:
     outcomes = []
     # Down to the latent and the rope key, to the queries, and out of the heads: what is not of the attention.
     expected = 2 + (spelling.query == "low rank") + (spelling.output != "raw")
+    expected += {"no": 0, "keys": 1, "values": 1}.get(spelling.absorbed, 2)
     # A soft cap happens between products: of queries with latents, with rope keys, and of weights with latents.
     expected += 3 if spelling.softcap else 0
     for path in PATHS:

@@ -25,13 +25,21 @@ class Spelling:
     keys: str = "cat"
     """How the columns meet: `cat`, `buffer` (`new_empty`, then written), `pad` and add, or `two scores`."""
     scale: str = "attention"
-    """Where the scale is: `query`, `key`, `scores`, `weight` (of the queries) or an argument of the `attention`."""
+    """Where the scale is: `query`, `key`, `scores`, `weight` (of the queries) or an argument of the `attention`; or a
+    tensor that scores are multiplied by, `number` (of no dimension) or `head`, or divided by, `position` (of the
+    query)."""
+    absorbed: str = "no"
+    """Whether queries were taken to the latent, which is the `keys` then, outputs out of it, which is the `values`, or
+    `both`; or the keys are also `joined`: one tensor of latent and rope key for all heads."""
     groups: str = "none"
     """How key heads serve two query heads each: `none`, `repeat_interleave`, `expand`, `repeat`, `grouped`."""
     softmax: str = "sdpa"
-    """`sdpa`, `plain`, `wide` (in float32), `by hand`, or `late` (values first, then the division)."""
+    """`sdpa`, `plain`, `wide` (in float32), `by hand`, `reciprocal`, or `late` (values first, then the division)."""
     mask: str = "none"
-    """`none`, `causal`, `triu` of -inf, `bool`, `additive`, `window`, `least` (the least finite number)."""
+    """`none`, `causal`, `triu` of -inf, `bool`, `additive`, `window`, `least` (the least finite number is added), `low`
+    (-1e4 takes the place of scores)."""
+    padded: bool = False
+    """Whether values are as wide as keys, by zeros that are cut off the output."""
     softcap: bool = False
     sink: bool = False
     cache: str = "none"
@@ -60,6 +68,9 @@ class Spelling:
     """What makes it no MLA after all, see `SPOILERS`."""
 
 
+TENSORS = ("number", "head", "position")
+"""Scales that are tensors."""
+
 SPOILERS = ("tanh", "norm", "gate", "rope a head", "two latents", "shifted")
 """On the keys a nonlinearity, a norm a head, a factor that differs between tokens, a rope key a head; values from
 another latent, or from the token before."""
@@ -72,10 +83,12 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "rope": ("last", "first", "last", "first", "none"),
     "rotation": ("half", "interleaved", "complex"),
     "keys": ("cat", "buffer", "pad", "two scores"),
-    "scale": ("query", "key", "scores", "weight", "attention"),
+    "scale": ("query", "key", "scores", "weight", "attention", "number", "head", "position"),
+    "absorbed": ("no",) * 5 + ("keys", "values", "both", "joined"),
     "groups": ("none", "none", "repeat_interleave", "expand", "repeat", "grouped"),
-    "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "late"),
-    "mask": ("none", "causal", "triu", "bool", "additive", "window", "least"),
+    "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "reciprocal", "late"),
+    "mask": ("none", "causal", "triu", "bool", "additive", "window", "least", "low"),
+    "padded": (False,) * 5 + (True,),
     "softcap": (False,) * 7 + (True,),
     "sink": (False,) * 7 + (True,),
     "cache": ("none", "cat", "slices", "index_copy", "pages"),
@@ -106,12 +119,20 @@ def draw(seed: int) -> Spelling:
 
 def _possible(s: Spelling, dice: random.Random) -> Spelling:
     """The nearest spelling that somebody could have written: some choices rule others out."""
+    if s.absorbed != "no":
+        s = replace(s, bias=False, groups="none", spoiled="no")
+        s = replace(s, scale="query") if s.scale == "key" else s
+        s = replace(s, softcap=False) if s.absorbed in ("both", "joined") else s  # then nothing is left to regroup
     if s.softcap or s.sink or (s.keys == "two scores" and s.rope != "none"):
         s = replace(s, softmax=dice.choice(("plain", "wide", "by hand")) if s.softmax == "sdpa" else s.softmax)
     if s.sink and s.softmax == "late":
         s = replace(s, softmax="plain")  # a sink is a column of the weights that is dropped
     if s.groups == "grouped" and s.softmax != "sdpa":
         s = replace(s, groups="expand")
+    if s.scale in TENSORS and s.softmax == "sdpa":
+        s = replace(s, scale="attention")
+    if s.mask == "low" and s.softmax == "sdpa":
+        s = replace(s, mask="bool")
     if s.mask == "causal" and s.softmax != "sdpa":
         s = replace(s, mask="triu")
     if s.cache == "none" and s.queries == 1:

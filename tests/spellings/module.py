@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .choices import Spelling
+from .choices import TENSORS, Spelling
 
 HIDDEN = 10
 PAGE = 2
 SOFTCAP = 3.0
 WINDOW = 4
+LOW = -1e4
 LETTERS = {"heads first": "bn{}", "tokens first": "b{}n", "time first": "{}bn"}
 """A tensor's dimensions but the last, `{}` its tokens, in each order."""
 
@@ -38,6 +39,11 @@ class Attention(nn.Module):
         rows = [s.heads * (s.nope + s.value)] if s.weights != "apart" else [s.heads * s.nope, s.heads * s.value]
         self.w_up = nn.ModuleList(nn.Linear(s.rank, count, bias=s.bias) for count in rows)
         self.w_out = nn.Parameter(torch.randn(self.query_heads, s.value, HIDDEN) / math.sqrt(self.query_heads))
+        if s.scale in TENSORS:
+            shape = {"number": (), "head": (self.query_heads, 1, 1), "position": (s.queries, 1)}[s.scale]
+            self.score_scale = nn.Parameter(
+                (0.5 + torch.rand(shape)) * self.width ** (0.5 if s.scale == "position" else -0.5)
+            )
         self.sink = nn.Parameter(torch.randn(self.query_heads)) if s.sink else None
 
     # The order of sequences, tokens and heads
@@ -114,7 +120,32 @@ class Attention(nn.Module):
             scale = 1.0
         k_nope, v = self.up_project(latent)
         k_nope, k_rope, v = self.spoil(latent, k_nope, k_rope, v)
-        q_nope, q_rope = self.ordered(q_nope), self.ordered(q_rope)
+        w_uk, w_uv = self.up_weights()
+        if s.absorbed in ("keys", "both", "joined"):
+            q_nope, k_nope = self.by_head(q_nope, w_uk), self.shared(latent, k_nope)
+        if s.absorbed in ("values", "both", "joined"):
+            v = self.shared(latent, v)
+        columns, width = v.shape[-1], k_nope.shape[-1] + self.rope_width
+        if s.padded and width > columns:
+            v = F.pad(v, (0, width - columns))
+        o = self.attend(self.ordered(q_nope), self.ordered(q_rope), latent, k_nope, k_rope, v, bias, scale)
+        o = o[..., :columns] if s.padded else o
+        if s.absorbed in ("values", "both", "joined"):
+            o = self.ordered(self.by_head(self.ordered(o), w_uv.transpose(1, 2)))
+        return self.leave(o)
+
+    def attend(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        k_nope: Tensor,
+        k_rope: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        s = self.spelling
         k_nope, v = self.repeated(k_nope), self.repeated(v)
         if s.keys == "two scores" and s.softmax != "sdpa" and self.rope_width and k_rope.dim() == 3:
             if s.scale == "key":
@@ -123,20 +154,26 @@ class Attention(nn.Module):
             scores = self.scores(q_nope, k_nope) + self.scores(q_rope, k_rope)
         else:
             if self.rope_width:
+                joined = None
+                if s.absorbed == "joined":
+                    joined = torch.cat([latent, k_rope] if s.rope == "last" else [k_rope, latent], dim=-1)
+                    joined = self.shared(joined, k_nope) if s.softmax == "sdpa" else joined
                 if k_rope.dim() == 3:
                     k_rope = self.shared(k_rope, k_nope)
                 q = self.together(q_nope, q_rope, "cat")
-                k = self.together(k_nope, k_rope, s.keys)
+                k = self.together(k_nope, k_rope, s.keys) if joined is None else joined
             else:
                 q, k = q_nope, k_nope
             k = k * scale if s.scale == "key" else k
             q, k, v = (self.sprinkle(t) for t in (q, k, v))
             if s.softmax == "sdpa":
-                return self.leave(self.sdpa(q, k, v, bias, scale))
+                return self.sdpa(q, k, v, bias, scale)
             scores = self.scores(q, k)
-        if s.scale in ("scores", "attention"):
+        if s.scale in TENSORS:
+            scores = scores / self.score_scale if s.scale == "position" else scores * self.score_scale
+        elif s.scale in ("scores", "attention"):
             scores = scores * scale if s.scale == "scores" else scores / (1 / scale)
-        return self.leave(self.by_hand(scores, v, bias))
+        return self.by_hand(scores, v, bias)
 
     def rotate(self, x: Tensor, start: int) -> Tensor:
         """Rotate the last dimension of `[B, S, H, R]` (`[S, B, H, R]`) by positions from `start`."""
@@ -206,6 +243,24 @@ class Attention(nn.Module):
             return kv[..., s.value :], kv[..., : s.value]
         return kv.split([s.nope, s.value], dim=-1)
 
+    def up_weights(self) -> tuple[Tensor, Tensor]:
+        """`W_UK` `[N, P, L]` and `W_UV` `[N, V, L]`, whatever rows they are of what."""
+        s = self.spelling
+        match s.weights:
+            case "apart":
+                rows = [linear.weight for linear in self.w_up]
+            case "keys before values":
+                rows = self.w_up[0].weight.split([s.heads * s.nope, s.heads * s.value])
+            case "values first":
+                rows = self.w_up[0].weight.unflatten(0, (s.heads, -1)).split([s.value, s.nope], dim=1)[::-1]
+            case _:
+                rows = self.w_up[0].weight.unflatten(0, (s.heads, -1)).split([s.nope, s.value], dim=1)
+        return tuple(part.reshape(s.heads, -1, s.rank) for part in rows)
+
+    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`[B, S, N, D]` (`[S, B, N, D]`) times a matrix a head, `[N, D, E]`."""
+        return torch.einsum("bsnd,nde->bsne", x, weight)
+
     def project(self, latent: Tensor, linear: nn.Module, width: int) -> Tensor:
         if self.spelling.projection in ("einsum", "bmm"):
             return self.per_head(latent, linear.weight, linear.bias, width)
@@ -254,7 +309,7 @@ class Attention(nn.Module):
         width = first.shape[-1]
         match how:
             case "buffer":
-                both = first.new_empty(*first.shape[:-1], self.width)
+                both = first.new_empty(*first.shape[:-1], width + second.shape[-1])
                 both[..., :width] = first
                 both[..., width:] = second
                 return both
@@ -334,7 +389,7 @@ class Attention(nn.Module):
                 return None
             case "additive":
                 return bias
-            case "bool" | "window":
+            case "bool" | "window" | "low":
                 return self.seen()
             case "triu":
                 s = self.spelling
@@ -365,15 +420,18 @@ class Attention(nn.Module):
             scores = SOFTCAP * torch.tanh(scores / SOFTCAP)
         mask = self.mask(dtype, bias)
         if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+            fill = LOW if s.mask == "low" else -math.inf
+            scores = scores.masked_fill(~mask, fill) if mask.dtype == torch.bool else scores + mask
         if self.sink is not None:
             column = self.sink.view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
             scores = torch.cat([scores, column], dim=-1)
         wide = torch.promote_types(dtype, torch.float32)
-        if s.softmax in ("by hand", "late"):
+        if s.softmax in ("by hand", "reciprocal", "late"):
             grown = torch.exp(scores - scores.amax(-1, keepdim=True))
             total = grown.sum(-1, keepdim=True)
-            weights = grown if s.softmax == "late" else grown / total
+            weights = grown
+            if s.softmax != "late":
+                weights = grown / total if s.softmax == "by hand" else grown * total.reciprocal()
         else:
             weights = scores.softmax(-1, dtype=wide if s.softmax == "wide" else None).to(dtype)
         if self.sink is not None:

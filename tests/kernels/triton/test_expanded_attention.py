@@ -8,6 +8,7 @@ import torch
 from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.expanded_attention import expanded_attention_reference
 from mla_compile.kernels.expanded_attention import triton as launcher
+from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention
 from mla_compile.kernels.expanded_attention.tiles import blocks
 from mla_compile.kernels.expanded_attention.triton import expanded_attention_triton
 
@@ -40,13 +41,16 @@ def unpack(x):
 def run(x, case, workspace_tokens, tiles=TILES):
     (mask,) = to_device(case[:1])
     arguments = to_device(unpack(x))
-    result = expanded_attention_triton(*arguments, mask, case[1], x.scale, workspace_tokens, machine(), tiles)
+    bundle = ExpandedAttention(*arguments, mask, case[1], x.scale, workspace_tokens)
+    result = expanded_attention_triton(bundle, machine(), tiles)
     return [t.cpu() for t in result]
 
 
 def assert_right(x, case, workspace_tokens, tiles=TILES):
     o, lse = run(x, case, workspace_tokens, tiles)
-    exact, exact_lse = expanded_attention_reference(*unpack(x.map(torch.Tensor.double)), *case, x.scale)
+    exact, exact_lse = expanded_attention_reference(
+        *unpack(x.map(torch.Tensor.double)), *case, x.scale, workspace_tokens
+    )
     eager, eager_lse = naive_mla(x, case)
     assert_as_close_as(eager, o, exact)
     assert_as_close_as(eager_lse.float(), lse, exact_lse)

@@ -8,17 +8,14 @@ import torch
 from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.append_latents.arguments import AppendLatents
 from mla_compile.kernels.append_latents.triton import append_latents_triton
-from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 
+from ..bundles import BUNDLES
 from ..far import CASES, append_case, attention_case
 from .where import ON_GPU, machine, to_device
 
 pytestmark = [*ON_GPU]
 
 TILES = Tiles(rows=16, keys=16, warps=4, stages=2)
-BUNDLES = {"paged_latent_attention": PagedLatentAttention}
-DEFAULTS = {"sparse_latent_attention": (None,)}
-"""What a schema leaves out, and a launcher wants."""
 
 
 def on_device(arguments):
@@ -29,10 +26,7 @@ def on_device(arguments):
 def test_attention(op, dim):
     launch = getattr(importlib.import_module(f"mla_compile.kernels.{op}.triton"), f"{op}_triton")
     given = [on_device(arguments) for arguments in attention_case(op, dim, torch.float16)]
-    if op in BUNDLES:
-        near, far = (launch(BUNDLES[op](*arguments), machine(), TILES) for arguments in given)
-    else:
-        near, far = (launch(*arguments, *DEFAULTS.get(op, ()), machine(), TILES) for arguments in given)
+    near, far = (launch(BUNDLES[op](*arguments), machine(), TILES) for arguments in given)
     for a, b in zip(near, far, strict=True):
         assert not a.isnan().any()
         assert torch.equal(a, b)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from mla_compile.kernels._common.tiles import Tiles
+from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention
 from mla_compile.kernels.expanded_attention.triton import expanded_attention_triton
+from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
 from mla_compile.kernels.paged_expanded_attention.triton import paged_expanded_attention_triton
-from mla_compile.kernels.pages import Pages
 
 from ..poison import Poisoned, assert_the_same
 from ..unseen import MAKE
@@ -26,11 +27,9 @@ def compute(problem):
     tensors = to_device([t if isinstance(t, torch.Tensor) else None for t in problem.arguments])
     arguments = [given if t is None else t for t, given in zip(tensors, problem.arguments, strict=True)]
     if problem.op == "expanded_attention":
-        return expanded_attention_triton(*arguments, machine(), TILES)
-    q, *cache, w_uk, w_uv = arguments[:7]
+        return expanded_attention_triton(ExpandedAttention(*arguments), machine(), TILES)
     more = to_device([problem.more[name] for name in ("mask", "first_positions", "query_lens")])
-    pages = Pages(*cache, None)
-    return paged_expanded_attention_triton(q, pages, w_uk, w_uv, *arguments[7:], *more, machine(), TILES)
+    return paged_expanded_attention_triton(PagedExpandedAttention(*arguments, None, *more), machine(), TILES)
 
 
 @pytest.mark.parametrize("value", [torch.nan])

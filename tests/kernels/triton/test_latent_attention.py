@@ -5,6 +5,7 @@ import torch
 
 from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.latent_attention import latent_attention_reference
+from mla_compile.kernels.latent_attention.arguments import LatentAttention
 from mla_compile.kernels.latent_attention.triton import latent_attention_triton
 
 from ..errors import assert_as_close_as
@@ -28,7 +29,8 @@ MASKS = tuple(masks(1, 1, 1, 1))
 
 def run(arguments, case, scale, tiles=TILES):
     mask, causal_offset = case
-    result = latent_attention_triton(*to_device(arguments), *to_device([mask]), causal_offset, scale, machine(), tiles)
+    bundle = LatentAttention(*to_device([*arguments, mask]), causal_offset, scale)
+    result = latent_attention_triton(bundle, machine(), tiles)
     return [t.cpu() for t in result]
 
 

@@ -7,8 +7,8 @@ import torch
 
 from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.expanded_attention import triton as launcher
+from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
 from mla_compile.kernels.paged_expanded_attention.triton import paged_expanded_attention_triton
-from mla_compile.kernels.pages import Pages
 
 from ..paged import make_paged_heads
 from ..test_paged_expanded_attention import COUNTS, assert_right, masks
@@ -37,10 +37,9 @@ SIZES = {
 
 
 def run(*arguments, tiles=TILES, latent_scales=None, mask=None, first_positions=None, query_lens=None):
-    q, *cache, w_uk, w_uv = to_device(arguments[:7])
-    scales, *rest = to_device([latent_scales, mask, first_positions, query_lens])
-    pages = Pages(*cache, scales)
-    result = paged_expanded_attention_triton(q, pages, w_uk, w_uv, *arguments[7:], *rest, machine(), tiles)
+    more = to_device([latent_scales, mask, first_positions, query_lens])
+    bundle = PagedExpandedAttention(*to_device(arguments[:7]), *arguments[7:], *more)
+    result = paged_expanded_attention_triton(bundle, machine(), tiles)
     return [t.cpu() for t in result]
 
 

@@ -5,6 +5,7 @@ import torch
 
 from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_reference
+from mla_compile.kernels.sparse_latent_attention.arguments import SparseLatentAttention
 from mla_compile.kernels.sparse_latent_attention.triton import sparse_latent_attention_triton
 
 from ..errors import assert_as_close_as
@@ -20,9 +21,8 @@ MASKS = tuple(masks(1, 1, 1, 1))
 
 def run(arguments, indices, case, scale, uniform=False):
     mask, causal_offset = case
-    result = sparse_latent_attention_triton(
-        *to_device([*arguments, indices, mask]), causal_offset, scale, uniform, None, machine(), TILES
-    )
+    bundle = SparseLatentAttention(*to_device([*arguments, indices, mask]), causal_offset, scale, uniform)
+    result = sparse_latent_attention_triton(bundle, machine(), TILES)
     return [t.cpu() for t in result]
 
 
@@ -78,9 +78,8 @@ def test_keys_that_are_not_named_may_hold_nan():
 def test_fp8(dtype, one_scale, uniform):
     def run(*arguments):
         *tensors, causal_offset, scale, uniform, scales = arguments
-        result = sparse_latent_attention_triton(
-            *to_device(tensors), causal_offset, scale, uniform, *to_device([scales]), machine(), TILES
-        )
+        bundle = SparseLatentAttention(*to_device(tensors), causal_offset, scale, uniform, *to_device([scales]))
+        result = sparse_latent_attention_triton(bundle, machine(), TILES)
         return [t.cpu() for t in result]
 
     check_fp8(run, dtype, one_scale, uniform)

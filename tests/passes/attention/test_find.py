@@ -50,6 +50,8 @@ BY_HAND: dict[str, Function] = {
     "keys first": lambda q, k, v: (k @ q.transpose(-1, -2)).softmax(-2).mT @ v,
     "values first": lambda q, k, v: v.mT @ (q @ k.transpose(-1, -2)).softmax(-1).mT,
     "cast": lambda q, k, v: (q @ k.mT).softmax(-1, dtype=torch.float64).to(q.dtype) @ v,
+    "exponential over its sum": lambda q, k, v: torch.exp(q @ k.mT) / torch.exp(q @ k.mT).sum(-1, keepdim=True) @ v,
+    "times the reciprocal": lambda q, k, v: torch.exp(q @ k.mT) * (1 / torch.exp(q @ k.mT).sum(-1, keepdim=True)) @ v,
 }
 
 
@@ -131,7 +133,7 @@ def test_heads_that_share_keys_by_grouped_sdpa_are_two_axes() -> None:
     assert sizes(a.value.axes) == [B, N, T, V]
 
 
-@pytest.mark.parametrize(("fill", "opaque"), [(-1e4, True), (-1e9, False)])
+@pytest.mark.parametrize(("fill", "opaque"), [(-100.0, True), (-1e4, False), (-1e9, False)])
 def test_scores_of_which_a_mask_leaves_something_stay_as_they_are_between_the_products(
     fill: float, opaque: bool
 ) -> None:

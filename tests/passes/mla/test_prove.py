@@ -61,7 +61,7 @@ def test_latent_and_weights_run_over_their_axes_only(name: str) -> None:
     assert proved.w_uk is not None
     assert proved.w_uv is not None
     keys = {*proved.attention.keys}
-    assert proved.latent.axes <= {*proved.batch, *keys, *proved.rank}
+    assert proved.latent.read.axes <= {*proved.batch, *keys, *proved.rank}
     assert proved.w_uk.axes <= {*proved.heads, *proved.nope.summed, *proved.rank}
     assert proved.w_uv.axes <= {*proved.heads, *proved.attention.columns, *proved.rank}
     for rope in proved.ropes:
@@ -70,7 +70,7 @@ def test_latent_and_weights_run_over_their_axes_only(name: str) -> None:
 
 def test_what_a_site_reads_is_what_the_user_gave() -> None:
     proved = site(mla.combined)
-    names = [read.source.name for read in (proved.latent, proved.w_uk, proved.w_uv, proved.ropes[0].key.read)]
+    names = [read.source.name for read in (proved.latent.read, proved.w_uk, proved.w_uv, proved.ropes[0].key.read)]
     assert names == ["arg1_1", "arg4_1", "arg4_1", "arg2_1"]
 
 

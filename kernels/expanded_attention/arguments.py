@@ -1,0 +1,65 @@
+"""What `mla::expanded_attention` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ...errors import KernelError
+from ..checks import check_alike, check_mask, check_rank, check_shapes
+
+OP = "expanded_attention"
+
+
+class Expansion(Protocol):
+    """What bundles share of which keys are up-projected, wherever those are."""
+
+    @property
+    def q(self) -> Tensor: ...
+    @property
+    def w_uk(self) -> Tensor: ...
+    @property
+    def w_uv(self) -> Tensor: ...
+    @property
+    def mask(self) -> Tensor | None: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def workspace_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class ExpandedAttention:
+    """The arguments; see `mla_compile.ops` for shapes and dtypes."""
+
+    q: Tensor
+    latent: Tensor
+    k_rope: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    mask: Tensor | None
+    causal_offset: int | None
+    scale: float
+    workspace_tokens: int
+
+    def check(self) -> None:
+        """Check shapes, dtypes and devices. Raises: KernelError."""
+        specs = {"q": "B Sq N P+R", "latent": "B T L", "k_rope": "B T R", "w_uk": "N P L", "w_uv": "N V L"}
+        tensors: dict[str, Tensor] = {name: getattr(self, name) for name in specs}
+        for name, spec in specs.items():
+            check_rank(OP, name, tensors[name], spec)
+        dims = dict(zip(("B", "Sq", "N"), self.q.shape, strict=False))
+        dims |= {"T": self.latent.shape[1], "L": self.latent.shape[2], "R": self.k_rope.shape[2]}
+        dims |= {"P": self.w_uk.shape[1], "V": self.w_uv.shape[1], "P+R": self.w_uk.shape[1] + dims["R"]}
+        check_shapes(OP, dims, **{name: (tensors[name], spec) for name, spec in specs.items()})
+        check_alike(OP, **tensors)
+        check_mask(OP, self.mask, (dims["B"], dims["N"], dims["Sq"], dims["T"]), self.q.device)
+        check_workspace(OP, self.workspace_tokens)
+
+
+def check_workspace(op: str, workspace_tokens: int) -> None:
+    """Check that a key at least has room. Raises: KernelError."""
+    if workspace_tokens < 1:
+        raise KernelError(f"mla::{op}: expected workspace_tokens of at least 1, found {workspace_tokens}")

@@ -1,0 +1,300 @@
+"""Gradients of chunked MLA: keys and values up-projected again, a group of heads at a time.
+
+A group has as many heads as the forward's workspace has room for whole keys of, and one at least. Its keys and values
+are up-projected, attention's backward gives their gradients, and these are contracted at once:
+
+    k, v, dk, dv   [H, T, W]      of one group of heads, W the widths of keys and of values or more
+    d_latent      += dk[..., :P] @ W_UK + dv @ W_UV;    d_rope += dk[..., P:], summed over heads
+    d_w_uk, d_w_uv = dk[..., :P]^T @ latent, dv^T @ latent
+
+No tensor with both a head and a key axis outlives its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import mla_compile.ops  # noqa: F401  defines the op
+
+from ..checks import check_shapes
+from ..scores import softmax_with_lse
+from ..visibility import KeyPositions, Visibility, causal_stop, reads_values, take
+from .arguments import ExpandedAttention
+from .chunks import lowest
+
+_HEADS = 16
+"""Heads whose keys of `workspace_tokens` tokens are the workspace, as in the forward."""
+_MASKED_QUERIES = 256
+"""Queries at a time under a mask, whose bias takes 4 bytes a query and key."""
+_SCORES = 1 << 22
+"""Scores at a time where they are composed, of a group of heads: 16 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients are."""
+
+    q: bool
+    latent: bool
+    k_rope: bool
+    w_uk: bool
+    w_uv: bool
+    mask: bool
+
+
+@dataclass
+class _Gradients:
+    """Those of the operands, summed up in at least float32; None if nobody wants one."""
+
+    q: Tensor | None
+    latent: Tensor | None
+    k_rope: Tensor | None
+    w_uk: Tensor | None
+    w_uv: Tensor | None
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a group of heads of one sequence is asked: q `[H, Sq, P + R]`, do and o `[H, Sq, V]`, lse and d_lse
+    `[H, Sq]`, and of which keys."""
+
+    q: Tensor
+    do: Tensor
+    o: Tensor
+    lse: Tensor
+    d_lse: Tensor | None
+    visibility: Visibility
+    keys: KeyPositions
+    scale: float
+
+
+def expanded_attention_backward_aten(
+    grad_o: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    mask: Tensor | None,
+    causal_offset: int | None,
+    scale: float,
+    workspace_tokens: int,
+    o: Tensor,
+    lse: Tensor,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """`mla::expanded_attention_backward`; see `mla_compile.ops` for shapes, dtypes and errors."""
+    ExpandedAttention(q, latent, k_rope, w_uk, w_uv, mask, causal_offset, scale, workspace_tokens).check()
+    batch, query_count, heads, _ = q.shape
+    dims = {"B": batch, "Sq": query_count, "N": heads, "V": w_uv.shape[1]}
+    check_shapes("expanded_attention_backward", dims, grad_o=(grad_o, "B Sq N V"), o=(o, "B Sq N V"))
+    want = Wanted(*wanted)
+    if mask is not None and mask.dtype == torch.bool and reads_values(mask) and bool(mask.all()):
+        mask = None  # as of sequences that could have been packed, and are not
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    operands = q, latent, k_rope, w_uk, w_uv, mask
+    totals = _Gradients(
+        *(
+            torch.zeros(operand.shape, dtype=dtype, device=q.device) if asked and operand is not None else None
+            for operand, asked in zip(operands, wanted, strict=True)
+        )
+    )
+    by_flash = _takes_flash(q, mask, lse) and not want.mask
+    size = max(_HEADS * workspace_tokens // max(latent.shape[1], 1), 1)
+    for start in range(0, heads, size):
+        group = slice(start, start + size)
+        weights = w_uk[group].to(dtype), w_uv[group].to(dtype)
+        for b in range(batch):
+            seen = None
+            if mask is not None:
+                seen = mask if mask.shape[0] == 1 else mask[b : b + 1]
+                seen = seen if seen.shape[1] == 1 else seen[:, group]
+            visibility = Visibility(seen, causal_offset, latent.shape[1], latent.device)
+            own_q, own_do, own_o = (t[b, :, group].transpose(0, 1).to(dtype) for t in (q, grad_o, o))
+            rows = _Rows(
+                own_q,
+                own_do,
+                own_o,
+                lse[b, :, group].transpose(0, 1),
+                None if grad_lse is None else grad_lse[b, :, group].transpose(0, 1).to(dtype),
+                visibility,
+                visibility.keys(range(query_count)),
+                scale,
+            )
+            _add_group(rows, (latent[b], k_rope[b]), weights, _of(totals, b, group), by_flash)
+    found = (totals.q, totals.latent, totals.k_rope, totals.w_uk, totals.w_uv, totals.mask)
+    return [
+        total.to(operand.dtype)
+        for total, operand in zip(found, operands, strict=True)
+        if total is not None and operand is not None
+    ]
+
+
+def _takes_flash(q: Tensor, mask: Tensor | None, lse: Tensor) -> bool:
+    """Whether CPU flash attention's backward, which trusts the lse of the forward, gives what a softmax would.
+
+    In rows that finite numbers hide from every key the lse is those numbers, and has lost all else.
+    """
+    if not q.is_cpu or q.dtype == torch.float64 or q.numel() == 0:
+        return False
+    return mask is None or mask.dtype == torch.bool or not bool(((lse <= lowest(q.dtype)) & lse.isfinite()).any())
+
+
+def _of(totals: _Gradients, b: int, group: slice) -> _Gradients:
+    """The parts of a sequence and a group of heads, of queries `[H, Sq, P + R]`."""
+    mask = totals.mask
+    if mask is not None:
+        mask = mask if mask.shape[0] == 1 else mask[b : b + 1]
+        mask = mask if mask.shape[1] == 1 else mask[:, group]
+    return _Gradients(
+        None if totals.q is None else totals.q[b, :, group].transpose(0, 1),
+        None if totals.latent is None else totals.latent[b],
+        None if totals.k_rope is None else totals.k_rope[b],
+        None if totals.w_uk is None else totals.w_uk[group],
+        None if totals.w_uv is None else totals.w_uv[group],
+        mask,
+    )
+
+
+def _add_group(
+    rows: _Rows, cache: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], totals: _Gradients, by_flash: bool
+) -> None:
+    """Add what one group of heads of a sequence gives; cache is `[T, L]` and `[T, R]`."""
+    (w_uk, w_uv), keys, dtype = weights, rows.keys, rows.q.dtype
+    if len(keys) == 0:
+        return
+    latent, k_rope = (take(part, keys, 0).to(dtype) for part in cache)
+    blanks = rows.visibility.blanks(range(rows.q.shape[1]), keys)
+    if blanks is not None:
+        latent, k_rope = (part.masked_fill(blanks[0][:, None], 0.0) for part in (latent, k_rope))
+    (heads, nope, _), columns = w_uk.shape, w_uv.shape[1]
+    # Flash attention wants keys and values of one width; a gradient of lse takes a column of its own.
+    width = max(nope + k_rope.shape[1], columns + (rows.d_lse is not None)) if by_flash else None
+    k = latent.new_zeros((heads, len(keys), width or nope + k_rope.shape[1]))
+    v = latent.new_zeros((heads, len(keys), width or columns))
+    k[..., :nope] = latent @ w_uk.mT
+    k[..., nope : nope + k_rope.shape[1]] = k_rope
+    v[..., :columns] = latent @ w_uv.mT
+    dq, dk, dv = _by_flash(rows, k, v) if by_flash else _composed(rows, k, v, totals.mask)
+    del k, v
+    dk_nope, dk_rope, dv = dk[..., :nope], dk[..., nope : nope + k_rope.shape[1]], dv[..., :columns]
+    if totals.q is not None:
+        totals.q += dq[..., : rows.q.shape[2]]
+    if totals.latent is not None:
+        part = totals.latent.narrow(0, keys.start, len(keys)) if isinstance(keys, range) else torch.zeros_like(latent)
+        for h in range(heads):
+            part.addmm_(dk_nope[h], w_uk[h]).addmm_(dv[h], w_uv[h])
+        if blanks is not None:
+            part.masked_fill_(blanks[0][:, None], 0.0)
+        if not isinstance(keys, range):
+            totals.latent.index_add_(0, keys, part)
+    if totals.k_rope is not None:
+        part = dk_rope.sum(0)
+        if isinstance(keys, range):
+            totals.k_rope.narrow(0, keys.start, len(keys)).add_(part)
+        else:
+            totals.k_rope.index_add_(0, keys, part)
+    if totals.w_uk is not None:
+        totals.w_uk += dk_nope.mT @ latent
+    if totals.w_uv is not None:
+        totals.w_uv += dv.mT @ latent
+
+
+def _by_flash(rows: _Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv by CPU flash attention's backward, whose softmax is that of `rows.lse` whatever keys it is given.
+
+    It takes `sum(do * o)` off what a row's weights are to grow by: a gradient of lse is one more column of both.
+    """
+    width, columns = k.shape[2], rows.o.shape[2]
+    q, do, o = (torch.nn.functional.pad(t, (0, width - t.shape[2])) for t in (rows.q, rows.do, rows.o))
+    if rows.d_lse is not None:
+        o[..., columns] = 1.0
+        do[..., columns] = -rows.d_lse
+    # A row that sees no key: no weight of it is more than 0.
+    lse = rows.lse.masked_fill(rows.lse == -torch.inf, 0.0).contiguous()
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for queries, keys, causal, bias in _pieces(rows, q.dtype):
+        part, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(t[None, :, part] for t in (do, q)),
+            *(t[None, :, seen] for t in (k, v)),
+            *(t[None, :, part] for t in (o, lse)),
+            0.0,
+            causal,
+            attn_mask=bias,
+            scale=rows.scale,
+        )
+        for total, place, grad in zip((dq, dk, dv), (part, seen, seen), grads, strict=True):
+            total[:, place] += grad[0]
+    return dq, dk, dv
+
+
+def _pieces(rows: _Rows, dtype: torch.dtype) -> Iterator[tuple[range, range, bool, Tensor | None]]:
+    """Queries, positions among the keys, whether query i of them sees only the first i + 1, and a bias."""
+    visibility, every, queries = rows.visibility, range(len(rows.keys)), range(rows.q.shape[1])
+    offset = visibility.causal_offset
+    if visibility.mask is not None:
+        for start in queries[::_MASKED_QUERIES]:
+            some = queries[start : start + _MASKED_QUERIES]
+            seen = every
+            if isinstance(rows.keys, range):
+                seen = every[: max(causal_stop(offset, some, visibility.tokens) - rows.keys.start, 0)]
+            bias = visibility.bias(some, rows.keys[: len(seen)], dtype)
+            if len(seen) and (bias is None or not bool((bias == -torch.inf).all())):
+                yield some, seen, False, None if bias is None else bias.contiguous()
+        return
+    if offset is None:
+        yield queries, every, False, None
+        return
+    if offset > 0 and every[:offset]:
+        yield queries, every[:offset], False, None
+    if every[max(offset, 0) :] and queries[max(-offset, 0) :]:
+        yield queries[max(-offset, 0) :], every[max(offset, 0) :], True, None
+
+
+def _composed(rows: _Rows, k: Tensor, v: Tensor, d_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv out of products and a softmax, the scores of some queries with all keys at a time; adds to d_mask
+    `[1, H or 1, Sq or 1, T or 1]`."""
+    dq, dk, dv = torch.empty_like(rows.q), torch.zeros_like(k), torch.zeros_like(v)
+    count = rows.q.shape[1]
+    step = max(_SCORES // (k.shape[0] * k.shape[1]), 1)
+    for start in range(0, count, step):
+        queries = range(start, min(start + step, count))
+        part = slice(queries.start, queries.stop)
+        q, do = rows.q[:, part], rows.do[:, part]
+        bias = rows.visibility.bias(queries, rows.keys, q.dtype)
+        weights = softmax_with_lse(rows.scale * (q @ k.mT)[None], bias, None)[0][0]
+        grown = do @ v.mT
+        mean = (weights * grown).sum(-1, keepdim=True)
+        if rows.d_lse is not None:
+            mean = mean - rows.d_lse[:, part, None]
+        d_scores = weights * (grown - mean)
+        dq[:, part] = rows.scale * (d_scores @ k)
+        dk += rows.scale * (d_scores.mT @ q)
+        dv += weights.mT @ do
+        if d_mask is not None:
+            _add_to_mask(d_scores, queries, rows.keys, d_mask)
+    return dq, dk, dv
+
+
+def _add_to_mask(d_scores: Tensor, queries: range, keys: KeyPositions, d_mask: Tensor) -> None:
+    """Add `[H, s, C]` to `[1, H or 1, Sq or 1, T or 1]`, summed where that is broadcast."""
+    if d_mask.shape[2] != 1:
+        d_mask = d_mask.narrow(2, queries.start, len(queries))
+    summed = [dim for dim, size in enumerate(d_mask.shape[1:]) if size == 1]
+    total = d_scores.sum(summed, keepdim=True)[None] if summed else d_scores[None]
+    if d_mask.shape[3] == 1:
+        d_mask += total
+    elif isinstance(keys, range):
+        d_mask.narrow(3, keys.start, len(keys)).add_(total)
+    else:
+        d_mask.index_add_(3, keys, total)
+
+
+torch.library.impl("mla::expanded_attention_backward", "CompositeExplicitAutograd")(expanded_attention_backward_aten)

@@ -1,0 +1,217 @@
+"""`mla-compile bench --train`: forward and backward of a layer, in time and in memory, against stock Inductor.
+
+Gradients are those of the weights and of the hidden states. They are checked against float64 at 512 tokens. Times are
+taken with the modes in turn; memory in a process of its own for each mode, see `memory.peak_growth`.
+"""
+
+import copy
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from mla_compile.bench.check import ROUNDING_FACTOR
+from mla_compile.bench.layers import Built, Layer, build
+from mla_compile.bench.memory import peak_growth
+from mla_compile.bench.modes import summary
+from mla_compile.bench.workloads import Workload, make_inputs
+from mla_compile.text_table import aligned
+
+MODES = {
+    "inductor": "transformers under torch.compile",
+    "checkpointed": "the same, its activations computed again in the backward",
+    "mla": 'transformers under torch.compile(backend="mla")',
+}
+CHECKED_TOKENS = 512
+LEGEND = """\
+ms       median wall time of forward and backward, compiled and warm, modes in turn
+peak     growth of resident memory during one forward and backward, in a process of its own, gradients included
+saved    bytes a token that the forward keeps for the backward, besides its inputs and the weights
+error    largest distance from float64 of a gradient at 512 tokens, relative to its largest element"""
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """One mode at one number of tokens."""
+
+    mode: str
+    tokens: int
+    seconds: tuple[float, ...]
+    """Wall time of each forward and backward."""
+    error: float
+    allowed: float
+    """The error that rounding explains."""
+    peak_bytes: int | None
+    saved_bytes: int | None
+    """None where they were not measured."""
+    note: str
+    """Why there are no numbers."""
+
+    @property
+    def right(self) -> bool:
+        """Whether it has gradients, and they are what they should be."""
+        return not self.note and self.error <= self.allowed
+
+
+Step = Callable[[dict[str, Any]], Tensor]
+
+
+def _step(mode: str, built: Built) -> Step:
+    """Takes the attention's keyword arguments and returns its output."""
+
+    def plain(arguments: dict[str, Any]) -> Tensor:
+        output: Tensor = built.attention(**arguments)[0]
+        return output
+
+    def again(arguments: dict[str, Any]) -> Tensor:
+        output: Tensor = checkpoint(plain, arguments, use_reentrant=False)
+        return output
+
+    torch.compiler.reset()
+    function = again if mode == "checkpointed" else plain
+    compiled: Step = torch.compile(function, backend="mla" if mode == "mla" else "inductor", dynamic=False)
+    return compiled
+
+
+def _arguments(built: Built, tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    arguments = make_inputs(built, Workload("prefill", tokens), "dynamic", dtype).arguments() | {
+        "past_key_values": None
+    }
+    arguments["hidden_states"] = arguments["hidden_states"].requires_grad_()
+    return arguments
+
+
+def _gradients(step: Step, built: Built, arguments: dict[str, Any]) -> list[Tensor]:
+    """Those of the hidden states and the weights, of the sum of the output times a fixed tensor."""
+    output = step(arguments)
+    direction = torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(2)).to(output.dtype)
+    leaves = [arguments["hidden_states"], *built.attention.parameters()]
+    return list(torch.autograd.grad(output @ direction, leaves, torch.ones_like(output[..., 0])))
+
+
+def _trainable(layer: Layer) -> Built:
+    built = build(layer)
+    built.attention.requires_grad_(True)
+    return built
+
+
+def measure(layer: Layer, lengths: Sequence[int], modes: Sequence[str], repeats: int) -> list[TrainingResult]:
+    """A result for each mode at each number of tokens; progress goes to standard error."""
+    built = _trainable(layer)
+    exact_layer = Built(layer, built.config, copy.deepcopy(built.attention).double(), built.rotary)
+    checked = _arguments(exact_layer, CHECKED_TOKENS, torch.float64)
+    exact = _gradients(lambda arguments: exact_layer.attention(**arguments)[0], exact_layer, checked)
+    terms = max(layer.hidden, layer.N * layer.V, layer.L, CHECKED_TOKENS)
+    allowed = ROUNDING_FACTOR * terms**0.5 * 2.0**-24
+    results = []
+    for tokens in lengths:
+        steps: dict[str, Step] = {}
+        errors, seconds, notes = dict[str, float](), dict[str, list[float]](), dict[str, str]()
+        for mode in modes:
+            print(f"{mode} at {tokens} tokens", file=sys.stderr, flush=True)
+            try:
+                found = _gradients(_step(mode, built), built, _arguments(built, CHECKED_TOKENS))
+                errors[mode] = max(_distance(a, b) for a, b in zip(found, exact, strict=True))
+                steps[mode], seconds[mode] = _step(mode, built), []
+                _gradients(steps[mode], built, _arguments(built, tokens))
+            except Exception as failure:  # whatever a compiler raises is a result of the benchmark
+                steps.pop(mode, None)
+                notes[mode] = summary(failure)
+        gc.collect()
+        for _ in range(repeats):
+            for mode, step in steps.items():
+                arguments = _arguments(built, tokens)
+                start = time.perf_counter()
+                _gradients(step, built, arguments)
+                seconds[mode].append(time.perf_counter() - start)
+        for mode in modes:
+            peak, saved = _memory(layer, mode, tokens) if mode in steps else (None, None)
+            taken, error = tuple(seconds.get(mode, ())), errors.get(mode, float("inf"))
+            results.append(TrainingResult(mode, tokens, taken, error, allowed, peak, saved, notes.get(mode, "")))
+    return results
+
+
+def _distance(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).abs().max() / exact.abs().max())
+
+
+def _memory(layer: Layer, mode: str, tokens: int) -> tuple[int | None, int | None]:
+    """Peak and saved bytes, measured in a process of its own; why it failed goes to standard error."""
+    # One size from which glibc takes memory from the system and gives it back at once: nothing freed stays resident.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "mla_compile.bench.training"],
+        input=json.dumps({"layer": asdict(layer), "mode": mode, "tokens": tokens}),
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        print(f"memory of {mode}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        return None, None
+    peak, saved = json.loads(done.stdout)
+    return peak, saved
+
+
+def _child() -> None:
+    """Answer the task on standard input with peak and saved bytes."""
+    task = json.load(sys.stdin)
+    built = _trainable(Layer(**task["layer"]))
+    step = _step(task["mode"], built)
+    _gradients(step, built, _arguments(built, task["tokens"]))
+    arguments = _arguments(built, task["tokens"])
+    peak = peak_growth(lambda: _gradients(step, built, arguments))
+    given = [value for value in pytree.tree_leaves(arguments) if isinstance(value, Tensor)]
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*given, *built.attention.parameters())}
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = step(arguments)
+    del output
+    print(json.dumps([peak, sum(saved.values())]))
+
+
+def as_text(layer: Layer, results: Sequence[TrainingResult]) -> str:
+    """The table."""
+    stock = {r.tokens: r for r in results if r.mode == "inductor"}
+    header = ("tokens", "mode", "ms", "speed-up", "peak MiB", "of stock", "saved B/token", "error")
+    rows = [header]
+    for result in results:
+        base = stock.get(result.tokens)
+        if not result.right:
+            note = result.note or f"is {result.error:.1e} off float64, rounding explains {result.allowed:.1e}"
+            rows.append((str(result.tokens), result.mode, "-", "-", "-", "-", "-", note))
+            continue
+        median = statistics.median(result.seconds)
+        speed = f"{statistics.median(base.seconds) / median:.2f}" if base is not None and base.seconds else "-"
+        share = "-"
+        if base is not None and base.peak_bytes and result.peak_bytes:
+            share = f"{result.peak_bytes / base.peak_bytes:.2f}"
+        peak = f"{result.peak_bytes / 2**20:.0f}" if result.peak_bytes else "-"
+        saved = f"{result.saved_bytes / result.tokens:.0f}" if result.saved_bytes is not None else "-"
+        cells = f"{1000 * median:.0f}", speed, peak, share, saved, f"{result.error:.1e}"
+        rows.append((str(result.tokens), result.mode, *cells))
+    modes = "\n".join(f"{mode:12} {words}" for mode, words in MODES.items())
+    lines = aligned(rows, "><>")
+    return "\n".join([f"training of one attention layer of {layer.name}, fp32", *lines, "", modes, LEGEND])
+
+
+if __name__ == "__main__":
+    _child()

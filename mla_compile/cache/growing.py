@@ -1,0 +1,198 @@
+"""`LatentCache`: what transformers' `DynamicCache` holds, written in place.
+
+A `DynamicCache` copies all of itself at each step. Here each layer has room for more tokens than it holds, a step
+writes behind them, and only a cache that is full is copied, to twice the room.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer
+
+from ..errors import CacheMismatchError
+
+
+class Room:
+    """How many tokens layers hold, `length`, and for how many each has room, `rows`.
+
+    Layers share one, so that a compiled step knows one length: the first that asked for room `leads`, and what it says
+    counts; the others write to the same rows.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.length, self.rows = 0, tokens + 1
+        self._leads: int | None = None
+
+    def extend(self, layer: int, count: int) -> None:
+        """For `count` more tokens of a layer."""
+        if self._leads is None:
+            self._leads = layer
+        if layer == self._leads:
+            self.length += count
+            if self.length >= self.rows:  # never full: a buffer's tokens are then part of it in all compiled code
+                self.rows = 2 * self.length
+
+    def crop(self, layer: int, count: int) -> None:
+        """Forget the last `count` tokens of a layer."""
+        if layer == self._leads:
+            self.length = max(0, self.length - count)
+
+    def put(self, buffer: Tensor | None, new: Tensor) -> Tensor:
+        """`buffer` `[..., rows, W]`, or a larger one in its place, with `new` `[..., S, W]` as the last tokens."""
+        count = new.shape[-2]
+        start = self.length - count
+        if buffer is None or buffer.shape[-2] < self.rows:
+            larger = new.new_empty(*new.shape[:-2], self.rows, new.shape[-1])
+            if buffer is not None:
+                larger.narrow(-2, 0, start).copy_(buffer.narrow(-2, 0, start))
+            buffer = larger
+        buffer.narrow(-2, start, count).copy_(new)
+        return buffer
+
+    def filled(self, buffer: Tensor | None) -> Tensor | None:
+        """The tokens that a buffer holds."""
+        return None if buffer is None else buffer.narrow(-2, 0, self.length)
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of one layer, in buffers. Whoever sets them gives the layer other ones, of as many tokens."""
+
+    def __init__(self, room: Room, index: int) -> None:
+        self._room, self._index = room, index
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self.is_initialized = False
+
+    @property
+    def keys(self) -> Tensor | None:
+        """`[B, H, T, L]`; None before the first token."""
+        return self._room.filled(self._keys)
+
+    @keys.setter
+    def keys(self, tensor: Tensor | None) -> None:
+        self._keys = tensor
+
+    @property
+    def values(self) -> Tensor | None:
+        """`[B, H, T, R]`; None before the first token."""
+        return self._room.filled(self._values)
+
+    @values.setter
+    def values(self, tensor: Tensor | None) -> None:
+        self._values = tensor
+
+    @property
+    def batch_size(self) -> int:
+        """Of the tokens that it holds; -1 before the first."""
+        return -1 if self._keys is None else self._keys.shape[0]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """What transformers asks of a layer: there is nothing to do before the first token is written."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write keys `[B, H, S, L]` and values `[B, H, S, R]` behind the others; returns those of all T tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._room.extend(self._index, key_states.shape[-2])
+        self._keys = self._room.put(self._keys, key_states)
+        self._values = self._room.put(self._values, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Tokens of each sequence."""
+        return self._room.length if self.is_initialized else 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens (transformers counts them below zero), in place."""
+        if tokens_to_remove > 0:
+            raise CacheMismatchError(f"expected tokens to remove as a number below zero, found {tokens_to_remove}")
+        self._room.crop(self._index, -tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget all tokens, and the buffers with them."""
+        self._room.crop(self._index, self._room.length)
+        super().reset()
+
+
+class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):
+    """The same of a layer with an indexer, whose keys grow likewise."""
+
+    def __init__(self, room: Room, index: int, indexer_room: Room) -> None:
+        super().__init__(room, index)
+        self._indexer_room = indexer_room
+        self._indexer_keys: Tensor | None = None
+        self.indexer_position_ids: Tensor | None = None
+        self.is_indexer_initialized = False
+
+    @property
+    def indexer_keys(self) -> Tensor | None:
+        """`[B, T, I]`; None before the first token."""
+        return self._indexer_room.filled(self._indexer_keys)
+
+    @indexer_keys.setter
+    def indexer_keys(self, tensor: Tensor | None) -> None:
+        self._indexer_keys = tensor
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write keys `[B, S, I]` of the indexer behind the others; returns those of all T tokens."""
+        self.is_indexer_initialized = True
+        self._indexer_room.extend(self._index, indexer_key_states.shape[-2])
+        self._indexer_keys = self._indexer_room.put(self._indexer_keys, indexer_key_states)
+        assert self.indexer_keys is not None
+        return self.indexer_keys
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As its base, with the indexer's keys and positions."""
+        super().crop(tokens_to_remove)
+        self._indexer_room.crop(self._index, -tokens_to_remove)
+        if tokens_to_remove and self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., :tokens_to_remove]
+
+    def reset(self) -> None:
+        """Forget all tokens, and the buffers with them."""
+        self._indexer_room.crop(self._index, self._indexer_room.length)
+        super().reset()
+
+
+class LatentCache(DynamicCache):
+    """A `DynamicCache` that is written in place: `model.generate(**inputs, past_key_values=LatentCache.of(model))`.
+
+    It does what that one does, eager and compiled, and a step costs what is read and no copy. Layers that hold
+    something else than all tokens (sliding windows, states of linear attention) stay as transformers has them.
+
+    Args: config, a transformers model's; tokens, for how many a sequence there shall be room at once.
+    """
+
+    def __init__(self, config: Any, tokens: int = 0) -> None:
+        super().__init__(config=config)
+        room, indexer_room = Room(tokens), Room(tokens)
+        for i, layer in enumerate(self.layers):
+            if type(layer) is DynamicIndexedLayer:
+                self.layers[i] = GrowingIndexedLayer(room, i, indexer_room)
+            elif type(layer) is DynamicLayer:
+                self.layers[i] = GrowingLayer(room, i)
+
+    @classmethod
+    def of(cls, model: nn.Module, tokens: int = 0) -> LatentCache:
+        """An empty cache for a transformers model, with room for `tokens` tokens a sequence at once.
+
+        Raises: CacheMismatchError, if the model has no configuration that says what its layers are.
+        """
+        config: Any = getattr(model, "config", None)
+        if not hasattr(config, "get_text_config"):
+            raise CacheMismatchError(f"expected a transformers model with a config, found {type(model).__name__}")
+        return cls(config, tokens)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.get_seq_length()} tokens in {len(self.layers)} layers)"
+
+    def fork(self) -> LatentCache:
+        """A second cache that continues the same sequences, with buffers of its own."""
+        return copy.deepcopy(self)

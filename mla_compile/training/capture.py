@@ -1,0 +1,201 @@
+"""A Dynamo graph as the functional ATen graph that the passes read, and which of its nodes are which of Dynamo's.
+
+The ATen graph is there to be read and to take code from: what is differentiated is the Dynamo graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from mla_compile.passes.nodes.common_subexpressions import CommonSubexpressions
+from mla_compile.seal import seal
+
+EXAMPLE = "example_value"
+"""Where Dynamo keeps the fake value of a node."""
+_WRITING = ("triton_kernel_wrapper_mutation", "auto_functionalized", "with_effects")
+"""Operators of higher order that write to what they are given."""
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class NotCaptured(Exception):
+    """Why a graph cannot be read: what was expected, and what was found."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A Dynamo graph, and the same as a functional ATen graph."""
+
+    dynamo: fx.Graph
+    module: fx.GraphModule
+    origins: dict[fx.Node, list[fx.Node]]
+    """For nodes of the ATen graph those of the Dynamo graph with the same value at the end of a run, in order."""
+    autocast: dict[fx.Node, tuple[str, ...]]
+    """For nodes of the Dynamo graph the types of device for which autocast is on."""
+
+    def share_origins(self) -> None:
+        """Let nodes that compute the same have the same origins."""
+        same, origins = CommonSubexpressions(), dict[fx.Node, list[fx.Node]]()
+        firsts: dict[fx.Node, fx.Node] = {}
+        for node in self.module.graph.nodes:
+            first = same.first(node)
+            firsts[node] = firsts[node.all_input_nodes[0]] if node.target in _SAME else first
+        for node, first in firsts.items():
+            origins.setdefault(first, []).extend(self.origins.get(node, ()))
+        order = {node: i for i, node in enumerate(self.dynamo.nodes)}
+        for node, first in firsts.items():
+            if origins[first]:
+                self.origins[node] = sorted(set(origins[first]), key=order.__getitem__)
+
+
+def capture(module: fx.GraphModule) -> Captured:
+    """The ATen graph of a Dynamo graph, traced without gradients; the Dynamo graph stays as it is.
+
+    What an operator of higher order gives, and sizes that only a run knows, are inputs of it.
+
+    Raises:
+        NotCaptured: if it cannot be had.
+    """
+    sealed = fx.GraphModule(module, copy.deepcopy(module.graph))
+    seal(sealed)
+    nodes = {node.name: node for node in module.graph.nodes}
+    given = {name: _leaves(node) for name, node in nodes.items() if _is_given(node)}
+    examples = [leaf for leaves in given.values() for leaf in leaves]
+    if any(is_traceable_wrapper_subclass(value) for value in examples):
+        raise NotCaptured("expected plain tensors where gradients are needed, found a subclass of Tensor")
+    mode = torch._guards.detect_fake_mode(examples)
+    if mode is None:
+        raise NotCaptured("expected a graph of Dynamo's with fake values, found none")
+    values = [_alike(value, mode) for value in examples]
+    names: list[str] = []
+    autocast: dict[fx.Node, tuple[str, ...]] = {}
+
+    written: list[bool] = []
+
+    def run(*leaves: Any) -> list[Any]:
+        supply = iter(leaves)
+        interpreter = _Interpreter(sealed, {name: [next(supply) for _ in own] for name, own in given.items()})
+        interpreter.run(enable_io_processing=False)
+        autocast.update({nodes[name]: types for name, types in interpreter.autocast.items()})
+        tensors = {name: value for name, value in interpreter.values.items() if isinstance(value, Tensor)}
+        names[:] = tensors
+        return list(tensors.values())
+
+    def functional(*leaves: Any) -> list[Any]:
+        with FunctionalTensorMode():
+            wrapped = [to_fun(leaf) for leaf in leaves]
+            results = [from_fun(value) for value in run(*wrapped)]
+        written[:] = [isinstance(leaf, Tensor) and has_data_mutation(leaf) for leaf in wrapped]
+        return results
+
+    with mode, torch.no_grad(), enable_python_dispatcher(), torch.fx.traceback.preserve_node_meta():
+        traced = make_fx(functional, tracing_mode="real")(*values)
+    _refuse_shared_memory(examples, written)
+    origins = _origins(
+        traced, [nodes[name] for name in names], [nodes[name] for name, own in given.items() for _ in own]
+    )
+    _return(traced, module.graph, origins)
+    return Captured(module.graph, traced, origins, autocast)
+
+
+def _alike(value: Any, mode: FakeTensorMode) -> Any:
+    """A fake tensor like one of another mode: Dynamo lays its own aside before it asks a backend."""
+    if not isinstance(value, Tensor):
+        return value
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _refuse_shared_memory(examples: Sequence[Any], written: Sequence[bool]) -> None:
+    """Raises: NotCaptured, if what the graph writes to is also another input of it."""
+    storages = [value.untyped_storage()._cdata if isinstance(value, Tensor) else None for value in examples]
+    if any(storages.count(storage) > 1 for storage, wrote in zip(storages, written, strict=True) if wrote):
+        raise NotCaptured(
+            "expected a graph that writes to no input that shares memory with another, found one that does"
+        )
+
+
+def _origins(
+    traced: fx.GraphModule, returned: Sequence[fx.Node], inputs: Sequence[fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
+    """Which node is which, of a graph that returns the values of the Dynamo nodes `returned`."""
+    (values,) = traced.graph.output_node().args
+    assert isinstance(values, list | tuple)
+    origins: dict[fx.Node, list[fx.Node]] = {}
+    for node, dynamo in zip(values, returned, strict=True):
+        if isinstance(node, fx.Node):
+            origins.setdefault(node, []).append(dynamo)
+    for placeholder, dynamo in zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if isinstance(dynamo.meta[EXAMPLE], torch.SymInt):
+            origins.setdefault(placeholder, []).append(dynamo)
+    return origins
+
+
+def _return(traced: fx.GraphModule, dynamo: fx.Graph, origins: dict[fx.Node, list[fx.Node]]) -> None:
+    """Let the ATen graph return no more than the Dynamo graph does: what is returned has a reader."""
+    wanted = set(dynamo.output_node().all_input_nodes)
+    traced.graph.output_node().args = ([node for node, own in origins.items() if wanted.intersection(own)],)
+    traced.recompile()
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether the value of a node is an input of the ATen graph."""
+    if node.op in ("placeholder", "call_module"):
+        return True
+    if node.op == "get_attr":
+        return isinstance(node.meta.get(EXAMPLE), Tensor)
+    if node.op not in ("call_function", "call_method") or EXAMPLE not in node.meta:
+        return False
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if node.target.name().startswith(_WRITING):
+            raise NotCaptured(f"expected no kernel that writes to its inputs, found {node.target.name()}")
+        return True
+    return not _unbacked(node) <= set[Any]().union(*(_unbacked(operand) for operand in node.all_input_nodes))
+
+
+def _unbacked(node: fx.Node) -> set[Any]:
+    leaves = pytree.tree_leaves(node.meta.get(EXAMPLE))
+    return set[Any]().union(*(free_unbacked_symbols(v) for v in leaves if isinstance(v, Tensor | torch.SymInt)))
+
+
+def _leaves(node: fx.Node) -> list[Any]:
+    if EXAMPLE not in node.meta:
+        raise NotCaptured(f"expected a fake value of every input, found none of `{node.name}`")
+    return list(pytree.tree_leaves(node.meta[EXAMPLE]))
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a Dynamo graph, and keeps what its nodes are.
+
+    Gradients stay off, whatever the graph says of them: `gradients` asks for what it says.
+    """
+
+    def __init__(self, module: fx.GraphModule, given: dict[str, list[Any]]) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.given = given
+        self.values: dict[str, Any] = {}
+        self.autocast: dict[str, tuple[str, ...]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.autocast[n.name] = tuple(device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
+        if n.name in self.given:
+            value = pytree.tree_unflatten(self.given[n.name], pytree.tree_structure(n.meta[EXAMPLE]))
+        elif n.target is torch._C._set_grad_enabled or n.op == "output":
+            value = None
+        else:
+            value = super().run_node(n)
+        self.values[n.name] = value
+        return value

@@ -1,0 +1,94 @@
+"""Whether gradients flow through a part of a Dynamo graph as through the functions that it is made of."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from mla_compile.passes.nodes.refusal import Refusal
+from mla_compile.passes.nodes.source import where
+
+from .capture import EXAMPLE
+
+_WRITE = {"setitem", *(name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator))}
+"""Functions that write to their first argument, by name."""
+
+
+def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
+    """Check that whatever `end` is made of between it and `sources` hands gradients on.
+
+    A detached tensor does not, nor what was computed without gradients, nor is it known of operators of higher order,
+    among which are autograd functions, and where somebody looks on.
+
+    Raises:
+        Refusal: if something is found that does not.
+    """
+    if not _records(end):
+        return
+    for node in between(end, sources):
+        if any("hook" in _name(user) for user in node.users):
+            raise Refusal(end, f"expected gradients that nobody looks at on their way, found a hook at {where(node)}")
+        results = [value for value in _tensors(node) if value.is_floating_point() or value.is_complex()]
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and any(value.requires_grad for value in results):
+            raise Refusal(end, f"expected operations that torch differentiates, found {where(node)}")
+        given = [value for operand in node.all_input_nodes for value in _tensors(operand)]
+        if results and any(v.requires_grad for v in given) and not any(v.requires_grad for v in results):
+            reason = (
+                f"expected gradients to pass all that the attention is made of, found that they end at {where(node)}"
+            )
+            raise Refusal(end, reason, "detach what goes into the projections, or nothing")
+
+
+def _records(end: fx.Node) -> bool:
+    """Whether a node is where gradients are recorded."""
+    records = True
+    for node in end.graph.nodes:
+        if node is end:
+            break
+        if node.target is torch._C._set_grad_enabled:
+            records = bool(node.args[0])
+    return records
+
+
+def between(end: fx.Node, sources: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """`end` and all that it is made of up to `sources`, what writes to tensors on the way too."""
+    writes: dict[Any, list[fx.Node]] = {}
+    for node in end.graph.nodes:
+        if node is end:
+            break
+        for storage in [s for operand in node.all_input_nodes for s in _storages(operand)] if _writes(node) else ():
+            writes.setdefault(storage, []).append(node)
+    pending, seen = [end], {end}
+    while pending:
+        node = pending.pop()
+        yield node
+        written = [write for storage in _storages(node) for write in writes.get(storage, ())]
+        for other in (*node.all_input_nodes, *written):
+            if other not in seen and other not in sources:
+                seen.add(other)
+                pending.append(other)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node may write to what it is given."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = _name(node)
+    return name in _WRITE or "out" in node.kwargs or (name.endswith("_") and not name.endswith("__"))
+
+
+def _storages(node: fx.Node) -> list[Any]:
+    return [value.untyped_storage()._cdata for value in _tensors(node)]
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    return [value for value in pytree.tree_leaves(node.meta.get(EXAMPLE)) if isinstance(value, Tensor)]
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

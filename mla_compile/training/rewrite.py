@@ -1,0 +1,112 @@
+"""The passes over a Dynamo graph that needs gradients: its attention becomes ops that torch differentiates.
+
+    Dynamo graph -> functional ATen graph, without gradients -> passes -> code of what they rewrote, in the Dynamo graph
+
+All else of the Dynamo graph stays what it is, and so do its inputs: AOTAutograd differentiates it, as ever. The body of
+an activation checkpoint is a graph of its own, and treated like one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.cost import Device
+from mla_compile.options import Options
+from mla_compile.passes.nodes.refusal import Refusal
+from mla_compile.passes.outcome import Outcome, unchanged
+from mla_compile.rewriting import rewrite_graph
+from mla_compile.verify import check
+
+from .capture import Captured, NotCaptured, capture
+from .splice import splice
+
+Check = Callable[[tuple[Any, ...]], None]
+"""Compares rewritten sites with the originals on real inputs of the graph. Raises: VerifyError."""
+_CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A Dynamo graph after the passes."""
+
+    module: fx.GraphModule
+    outcomes: tuple[Outcome, ...]
+    """Of every attention, in order: of the graph, then of its checkpoints."""
+    notes: tuple[str, ...]
+    """Why what could not be read could not."""
+    seconds: float
+    """Wall time of the passes, without that of tracing."""
+    checks: tuple[Check, ...]
+    """With `mla.verify`."""
+
+
+def rewrite_for_training(module: fx.GraphModule, device: Device, options: Options) -> Trained:
+    """A copy of a Dynamo graph whose MLA sites are differentiable ops; the graph itself stays as it is."""
+    new = fx.GraphModule(module, copy.deepcopy(module.graph))
+    new.meta = dict(module.meta)
+    try:
+        captured = capture(new)
+    except NotCaptured as error:
+        return Trained(new, (), (str(error),), 0.0, ())
+    sites = {node.name: node for node in captured.origins}
+    rewriting = rewrite_graph(captured.module, device, options, training=True)
+    for outcome in rewriting.outcomes:
+        _move_origins(captured, outcome, sites)
+    captured.share_origins()
+    outcomes = tuple(_spliced(captured, outcome) for outcome in rewriting.outcomes)
+    checks: tuple[Check, ...] = ()
+    if rewriting.original is not None and any(outcome.rewritten for outcome in outcomes):
+        original = rewriting.original
+        if len(original.graph.find_nodes(op="placeholder")) == len(new.graph.find_nodes(op="placeholder")):
+            checks = (lambda inputs: check(original, captured.module, outcomes, inputs),)
+    trained = Trained(new, outcomes, (), rewriting.seconds, checks)
+    for name in _checkpoints(new):
+        written = new.get_submodule(name)
+        assert isinstance(written, fx.GraphModule)
+        body = rewrite_for_training(written, device, options)
+        setattr(new, name, body.module)
+        trained = replace(
+            trained,
+            outcomes=trained.outcomes + body.outcomes,
+            notes=trained.notes + body.notes,
+            seconds=trained.seconds + body.seconds,
+        )
+    new.recompile()
+    return trained
+
+
+def _output(captured: Captured, outcome: Outcome) -> fx.Node:
+    """The node of the ATen graph that is now the output of a rewritten site."""
+    return next(node for node in captured.module.graph.nodes if node.meta.get("mla_site") == outcome.node)
+
+
+def _move_origins(captured: Captured, outcome: Outcome, sites: dict[str, fx.Node]) -> None:
+    """Let the new output of a site have the origins of the node that was replaced."""
+    place = sites.get(outcome.node)
+    if outcome.rewritten and place is not None:
+        captured.origins[_output(captured, outcome)] = captured.origins.pop(place)
+
+
+def _spliced(captured: Captured, outcome: Outcome) -> Outcome:
+    """What became of a site after its code was put into the Dynamo graph, or was not."""
+    if not outcome.rewritten:
+        return outcome
+    output = _output(captured, outcome)
+    try:
+        splice(captured, output)
+    except Refusal as refusal:
+        return replace(unchanged(output, refusal), node=outcome.node)
+    return outcome
+
+
+def _checkpoints(module: fx.GraphModule) -> list[str]:
+    """The names of the graphs whose activations are computed again."""
+    nodes = [node for node in module.graph.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]
+    bodies = [node.args[0] for node in nodes if node.target.name() in _CHECKPOINTS]
+    return list(dict.fromkeys(str(body.target) for body in bodies if isinstance(body, fx.Node)))

@@ -1,0 +1,162 @@
+"""Put the code of a rewritten site where the Dynamo graph has the attention.
+
+Before   k = cat(linear(latent), k_rope), ...;  o = scaled_dot_product_attention(q, k, v)
+After    o = code of the ATen graph, of the nearest values that the Dynamo graph has too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from mla_compile.passes.nodes.refusal import Refusal
+from mla_compile.passes.nodes.source import where
+
+from .capture import EXAMPLE, Captured
+from .gradients import between, check_gradients
+
+_REARRANGE = {"transpose", "permute", "swapaxes", "contiguous", "reshape", "flatten"}
+"""Methods that ask for no strides, and keep or copy elements."""
+
+
+def splice(captured: Captured, output: fx.Node) -> None:
+    """Let the Dynamo graph compute the value of `output`, of the ATen graph, as that does.
+
+    Raises:
+        Refusal: if it cannot; the Dynamo graph is as it was.
+    """
+    ends = list(_ends(captured, output))
+    parts = [_Part(captured, node) for node in ends]
+    for part in parts:
+        part.check()
+    for part in parts:
+        part.put()
+
+
+def _ends(captured: Captured, output: fx.Node) -> Iterable[fx.Node]:
+    """The first nodes from `output` on that the Dynamo graph has too."""
+    pending, seen = [output], {output}
+    while pending:
+        node = pending.pop()
+        if node in captured.origins:
+            yield node
+            continue
+        if node.op == "output":
+            raise Refusal(output, f"expected attention whose result Dynamo's graph has, found none for {where(output)}")
+        for user in node.users:
+            if user not in seen:
+                seen.add(user)
+                pending.append(user)
+
+
+class _Part:
+    """A value of both graphs, and the code that is to compute it."""
+
+    def __init__(self, captured: Captured, end: fx.Node) -> None:
+        self.captured, self.end, self.place = captured, end, captured.origins[end][0]
+        self.code: list[fx.Node] = []
+        """Nodes of the ATen graph, in order."""
+        self.sources: dict[fx.Node, fx.Node] = {}
+        """Nodes of the ATen graph that the code reads, and those of the Dynamo graph that are the same."""
+        self._collect()
+
+    def _collect(self) -> None:
+        wanted, pending, known = {self.end}, [self.end], dict[fx.Node, list[fx.Node]]()
+        while pending:
+            for operand in pending.pop().all_input_nodes:
+                if operand in self.captured.origins:
+                    known[operand] = self.captured.origins[operand]
+                elif operand not in wanted:
+                    wanted.add(operand)
+                    pending.append(operand)
+        self.code = [node for node in self.end.graph.nodes if node in wanted]
+        # Of several nodes of one value, a detached one for instance, the one that the attention is made of.
+        every = {node for nodes in known.values() for node in nodes}
+        nearest = every.intersection(o for node in between(self.place, every) for o in node.all_input_nodes)
+        for operand, nodes in known.items():
+            near = [node for node in nodes if node in nearest]
+            self.sources[operand] = near[0] if len(near) == 1 else nodes[0]
+
+    def check(self) -> None:
+        """Raises: Refusal, if the code cannot stand in the Dynamo graph, or would have other gradients."""
+        for node in self.code:
+            target = node.target
+            if node.op != "call_function" or (
+                isinstance(target, torch._ops.OpOverload)
+                and (target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)
+            ):
+                raise Refusal(self.end, f"expected code of functions of tensors, found {where(node)}")
+        earlier = set[fx.Node]()
+        for node in self.captured.dynamo.nodes:
+            if node is self.place:
+                break
+            earlier.add(node)
+        late = [node for node in self.sources.values() if node not in earlier]
+        if late:
+            raise Refusal(self.end, f"expected operands that come before the attention, found {where(late[0])}")
+        check_gradients(self.place, set(self.sources.values()))
+
+    def put(self) -> None:
+        """Replace the node of the Dynamo graph."""
+        graph, known = self.captured.dynamo, dict[fx.Node, Any](self.sources)
+        devices = self.captured.autocast[self.place]
+        with graph.inserting_before(self.place):
+            # What is traced has been cast already.
+            entered = [self._call(torch.amp.autocast_mode._enter_autocast, d, None, False, None) for d in devices]
+            for node in self.code:
+                known[node] = graph.node_copy(node, lambda n: known[n])
+                meta = self.place.meta if node is self.end else node.meta
+                known[node].meta = {key: value for key, value in meta.items() if key != "val"}
+                known[node].meta[EXAMPLE] = _with_gradient(node.meta["val"], self.place)
+            for context in reversed(entered):
+                self._call(torch.amp.autocast_mode._exit_autocast, context)
+            new = known[self.end]
+            if not _laid_out_alike(self.place, new.meta[EXAMPLE]):
+                order = _order(self.place.meta[EXAMPLE])
+                inverse = [order.index(i) for i in range(len(order))]
+                for method, arguments in (("permute", order), ("contiguous", []), ("permute", inverse)):
+                    new = graph.call_method(method, (new, *arguments))
+                    new.meta = dict(self.place.meta)
+        self.place.replace_all_uses_with(new)
+        graph.erase_node(self.place)
+        for origins in self.captured.origins.values():
+            origins[:] = [new if origin is self.place else origin for origin in origins]
+
+    def _call(self, function: Any, *arguments: Any) -> fx.Node:
+        return self.captured.dynamo.call_function(function, arguments)
+
+
+def _with_gradient(value: Any, place: fx.Node) -> Any:
+    """Fake values that require gradients if the attention does, as they would where that is made of them."""
+
+    def require(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.is_floating_point() and place.meta[EXAMPLE].requires_grad)
+
+    return pytree.tree_map_only(Tensor, require, value)
+
+
+def _laid_out_alike(node: fx.Node, value: Tensor) -> bool:
+    """Whether nobody who reads a node would see that its value has the strides of `value`."""
+    old = node.meta[EXAMPLE]
+    if old.stride() == value.stride():
+        return True
+    for user in node.users:
+        if (
+            user.op != "call_method"
+            or user.target not in _REARRANGE
+            or any(isinstance(a, fx.Node) for a in user.args[1:])
+        ):
+            return False
+        if not _laid_out_alike(user, getattr(value, str(user.target))(*user.args[1:], **user.kwargs)):
+            return False
+    return True
+
+
+def _order(value: Tensor) -> list[int]:
+    """The dimensions of a tensor, the one of the longest stride first."""
+    strides = value.stride()
+    return sorted(range(value.dim()), key=lambda i: -strides[i])

@@ -1,0 +1,385 @@
+"""Graphs that need gradients: rewritten before they are differentiated, right, and unchanged in doubt."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mla_compile
+from tests.models import HIDDEN, Combined, L, N, P, R, V, rope
+from tests.training import Rewritten, assert_gradients_close, gradients
+
+expanded_attention = torch.ops.mla.expanded_attention.default
+
+
+class Layer(nn.Module):
+    """MLA over a whole sequence. What a test changes it overrides."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__()
+        self.mla = Combined()
+        self.__dict__.update(settings)
+
+    def up_projected(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        kv = self.mla.kv_b_proj(latent).unflatten(2, (N, P + V)).transpose(1, 2)
+        return kv.split([P, V], dim=-1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        latent, k_rope = self.mla.kv_a_proj(x).split([self.mla.kv_norm.normalized_shape[0], R], dim=-1)
+        return self.mla.kv_norm(latent), k_rope
+
+    def forward(self, x: Tensor) -> Tensor:
+        q_nope, q_rope = self.mla.q_proj(x).unflatten(2, (N, P + R)).split([P, R], dim=-1)
+        q = torch.cat([q_nope, rope(q_rope, 0)], dim=-1).transpose(1, 2)
+        latent, k_rope = self.latents(x)
+        k_rope = rope(k_rope[:, :, None], 0).transpose(1, 2)
+        k_nope, v = self.up_projected(latent)
+        k = torch.cat([k_nope, k_rope.expand(-1, N, -1, -1)], dim=-1)
+        return self.mla.o_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def hidden(dtype=torch.float32, tokens=13):
+    return torch.randn(2, tokens, HIDDEN, dtype=dtype)
+
+
+def assert_trained(module, x, rewritten, *, autocast=False, outcomes=1):
+    """Check output and gradients against float64, and that so many attentions were rewritten."""
+    wide = copy.deepcopy(module).double()
+    exact = gradients(wide, wide, [x.double()])
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        eager = gradients(module, module, [x])
+        compiled = Rewritten(module)
+        found = gradients(compiled, module, [x])
+    assert_gradients_close(found, eager, exact)
+    assert len(compiled.outcomes) == outcomes
+    assert sum(outcome.rewritten for outcome in compiled.outcomes) == rewritten
+    assert len(compiled.nodes(expanded_attention)) == rewritten
+    return compiled
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_layer_is_trained(dtype):
+    torch.manual_seed(0)
+    compiled = assert_trained(Layer().to(dtype), hidden(dtype), rewritten=1)
+    (outcome,) = compiled.outcomes
+    assert (outcome.path, outcome.mask) == ("chunked", "causal")
+    assert outcome.reason == "keys and values are up-projected again for gradients"
+
+
+def test_under_autocast():
+    compiled = assert_trained(Layer(), hidden(), rewritten=1, autocast=True)
+    (op,) = compiled.nodes(expanded_attention)
+    assert {operand.meta["example_value"].dtype for operand in op.all_input_nodes} == {torch.bfloat16}
+
+
+class Autocast(Layer):
+    """Turns autocast on for its attention alone."""
+
+    def attend(self, q, k, v):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().attend(q, k, v).to(q.dtype)
+
+
+def test_an_autocast_that_the_graph_turns_on():
+    assert_trained(Autocast(), hidden(), rewritten=1)
+
+
+class ByHand(Layer):
+    def attend(self, q, k, v):
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+        return scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
+
+
+def test_a_softmax_by_hand():
+    assert_trained(ByHand(), hidden(), rewritten=1)
+
+
+class Written(Layer):
+    """Keys in a buffer of their own."""
+
+    def up_projected(self, latent):
+        k, v = super().up_projected(latent)
+        buffer = torch.empty_like(k)
+        buffer[..., :P].copy_(k)
+        return buffer, v
+
+
+def test_keys_that_are_written_into_a_buffer():
+    assert_trained(Written(), hidden(), rewritten=1)
+
+
+class NotRecorded(Layer):
+    """As `Written`, but without gradients."""
+
+    def up_projected(self, latent):
+        k, v = super().up_projected(latent)
+        buffer = torch.empty_like(k)
+        with torch.no_grad():
+            buffer.copy_(k)
+        return buffer, v
+
+
+class DetachedKeys(Layer):
+    def up_projected(self, latent):
+        k, v = super().up_projected(latent)
+        return k.detach(), v
+
+
+class DetachedLatentOfValues(Layer):
+    def up_projected(self, latent):
+        k, _ = super().up_projected(latent)
+        _, v = super().up_projected(latent.detach())
+        return k, v
+
+
+class WithoutGradients(Layer):
+    def up_projected(self, latent):
+        with torch.no_grad():
+            k, _ = super().up_projected(latent)
+        return k, super().up_projected(latent)[1]
+
+
+class Reversed(torch.autograd.Function):
+    """The same value, another gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+class OwnGradient(Layer):
+    def up_projected(self, latent):
+        k, v = super().up_projected(latent)
+        return Reversed.apply(k), v
+
+
+class Dropout(Layer):
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (DetachedKeys, "expected gradients to pass all that the attention is made of, found that they end at"),
+        (DetachedLatentOfValues, "expected gradients to pass all that the attention is made of"),
+        (WithoutGradients, "expected gradients to pass all that the attention is made of"),
+        (NotRecorded, "expected gradients to pass all that the attention is made of"),
+        (OwnGradient, "expected "),
+    ],
+)
+def test_where_gradients_are_not_those_of_the_algebra_nothing_changes(layer, reason):
+    compiled = assert_trained(layer(), hidden(), rewritten=0)
+    assert compiled.outcomes[0].reason.startswith(reason)
+
+
+def test_dropout_stays_as_it_is():
+    module = Dropout()
+    compiled = Rewritten(module)
+    gradients(compiled, module, [hidden()])
+    (outcome,) = compiled.outcomes
+    assert outcome.reason.startswith("expected attention without dropout, found dropout_p=0.5")
+
+
+class DetachedLatent(Layer):
+    """What is detached goes into the projections: they learn, what is before does not."""
+
+    def latents(self, x):
+        latent, k_rope = super().latents(x)
+        return latent.detach(), k_rope
+
+
+def test_a_latent_that_is_detached():
+    assert_trained(DetachedLatent(), hidden(), rewritten=1)
+
+
+class Frozen(Layer):
+    """An encoder that does not learn, before what does."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = super().forward(x)
+        return x + super().forward(x)
+
+
+def test_attention_without_gradients_in_a_graph_with_some():
+    assert_trained(Frozen(), hidden(), rewritten=2, outcomes=2)
+
+
+class LoRA(nn.Module):
+    """Low-rank additions to a frozen projection, as peft writes them."""
+
+    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x)) * 2.0
+
+
+@pytest.mark.parametrize("name", ["q_proj", "kv_a_proj", "o_proj"])
+def test_low_rank_additions(name):
+    module = Layer().requires_grad_(False)
+    setattr(module.mla, name, LoRA(getattr(module.mla, name)))
+    assert_trained(module, hidden(), rewritten=1)
+
+
+def test_only_what_learns_has_a_gradient_computed():
+    module = Layer().requires_grad_(False)
+    module.mla.q_proj.weight.requires_grad_(True)
+    asked = []
+    op = torch.ops.mla.expanded_attention_backward.default
+
+    class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is op:
+                asked.append(args[-1])
+            return func(*args, **(kwargs or {}))
+
+    compiled = Rewritten(module)
+    with torch.enable_grad():
+        output = compiled(hidden())
+        with Calls():
+            output.sum().backward()
+    assert asked == [[True, False, False, False, False, False]]
+
+
+class Checkpointed(Layer):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_a_checkpoint():
+    assert_trained(Checkpointed(), hidden(), rewritten=1)
+
+
+class Twice(nn.Module):
+    """Two layers, one of them checkpointed, and a residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Layer(), Checkpointed(), DetachedKeys()
+
+    def forward(self, x):
+        x = x + self.first(x)
+        x = x + self.second(x)
+        return x + self.third(x)
+
+
+def test_each_attention_for_itself():
+    compiled = assert_trained(Twice(), hidden(), rewritten=2, outcomes=3)
+    assert [outcome.rewritten for outcome in compiled.outcomes] == [True, False, True]
+
+
+class Viewed(Layer):
+    """Asks for strides that the original attention has."""
+
+    def attend(self, q, k, v):
+        o = super().attend(q, k, v)
+        return o.view(o.shape[0] * N, *o.shape[2:]).view(o.shape)
+
+
+def test_strides_are_those_of_the_original():
+    assert_trained(Viewed(), hidden(), rewritten=1)
+
+
+def test_an_input_that_is_a_view_of_one_that_is_written_to():
+    def step(base, view):
+        base.mul_(2)
+        return module(view)
+
+    module, x = Layer(), torch.randn(3, 13, HIDDEN)
+    compiled = Rewritten(step)
+    with torch.enable_grad():
+        y = x.clone()
+        output = compiled(y, y[:2])
+    torch.testing.assert_close(output, module(2 * x[:2]))
+    assert compiled.notes == [
+        "expected a graph that writes to no input that shares memory with another, found one that does"
+    ]
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_keys_and_values_are_not_kept_for_the_backward():
+    """By formula, of each token: hidden state, latent before and after its norm, rope key, queries, and outputs with
+    their lse."""
+    module, tokens = Layer(), 64
+    saved = {}
+
+    def note(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    compiled = torch.compile(module, backend="mla", dynamic=False)
+    x = hidden(tokens=tokens).requires_grad_()
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        compiled(x).sum()
+    for weight in (x, *module.parameters()):
+        saved.pop(weight.untyped_storage().data_ptr(), None)
+    kept = sum(saved.values()) / (2 * tokens * 4)
+    assert kept < N * (P + V) + N * (P + R) + N * (V + 1) + 4 * (L + R)
+    assert mla_compile.last_report().rewritten == 1
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_through_torch_compile(dynamic):
+    module = Layer()
+    compiled = torch.compile(module, backend="mla", dynamic=dynamic)
+    for tokens in (13, 29):
+        x = hidden(tokens=tokens)
+        for ours, plain in zip(gradients(compiled, module, [x]), gradients(module, module, [x]), strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+        assert mla_compile.last_report().rewritten == 1
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("cut", [True, False])
+def test_options_in_training(cut):
+    module = Layer() if not cut else DetachedKeys()
+    compiled = torch.compile(module, backend="mla", options={"mla.strict": True, "mla.verify": True})
+    if cut:
+        with pytest.raises(Exception, match="StrictError"):
+            gradients(compiled, module, [hidden()])
+    else:
+        gradients(compiled, module, [hidden()])
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_absorbed_attention_is_not_trained():
+    module = Layer()
+    gradients(torch.compile(module, backend="mla", options={"mla.path": "absorbed"}), module, [hidden()])
+    assert mla_compile.last_report().note == "stock Inductor, gradients are needed, and absorbed attention has none"
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_verify_raises_on_a_wrong_rewrite_in_training(monkeypatch):
+    from dataclasses import replace
+
+    from mla_compile.passes import pipeline
+    from mla_compile.passes.graph.rewriter import Rewriter
+
+    class Wrong(Rewriter):
+        def __call__(self, site, *rest):
+            return super().__call__(replace(site, nope=replace(site.nope, scale=1.1 * site.nope.scale)), *rest)
+
+    monkeypatch.setattr(pipeline, "Rewriter", Wrong)
+    module = Layer()
+    compiled = torch.compile(module, backend="mla", options={"mla.verify": True})
+    with pytest.raises(mla_compile.VerifyError, match="the chunked path differs from the original by"):
+        gradients(compiled, module, [hidden()])

@@ -1,0 +1,109 @@
+"""A cache that is written in place gives what transformers' own gives, eager and compiled, and is not copied."""
+
+import pytest
+import torch
+
+import mla_compile
+from mla_compile import LatentCache
+from mla_compile.errors import CacheMismatchError
+from tests.hf import families
+from tests.hf.test_deepseek import build
+from tests.hf.test_paged_cache import SEARCHES, generate, prompt
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_generation_is_that_with_a_dynamic_cache(search):
+    model = build("v3")
+    inputs = prompt(1 if search == "lookup" else 2, padded=search != "lookup")
+    expected = generate(model, inputs, transformers.DynamicCache(config=model.config), SEARCHES[search])
+    cache = LatentCache.of(model)
+    assert torch.equal(generate(model, inputs, cache, SEARCHES[search]), expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_every_family_takes_it_for_a_dynamic_cache(name):
+    """Indexer keys grow likewise; sliding windows and states of linear attention are as transformers has them."""
+    model, ids = families.build(families.FAMILIES[name], "eager"), families.some_ids()
+    caches = transformers.DynamicCache(config=model.config), LatentCache.of(model)
+    for start, stop in ((0, 5), (5, 6), (6, 8)):
+        with torch.no_grad():
+            expected, found = (model(ids[:, start:stop], past_key_values=cache).logits for cache in caches)
+        assert torch.equal(found, expected)
+    assert caches[0].get_seq_length() == caches[1].get_seq_length() == 8
+
+
+def steps(model, cache, ids):
+    """The logits of a token at a time."""
+    with torch.no_grad():
+        return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])], dim=1)
+
+
+CHANGES = {
+    "cropped": lambda cache: cache.crop(-3),
+    "reset": lambda cache: cache.reset(),
+    "reordered": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "repeated": lambda cache: cache.batch_repeat_interleave(1),
+    "selected": lambda cache: cache.batch_select_indices(torch.tensor([1, 1])),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_what_happens_to_a_cache_happens_to_it(family, change):
+    model, ids = families.build(families.FAMILIES[family], "eager"), families.some_ids()
+    found = []
+    for cache in (transformers.DynamicCache(config=model.config), LatentCache.of(model, tokens=2)):
+        steps(model, cache, ids[:, :6])
+        change(cache)
+        found.append(steps(model, cache, ids[:, 6:10]))
+    assert torch.equal(*found)
+
+
+def test_a_fork_goes_on_by_itself():
+    model, ids = build("v3"), families.some_ids()
+    cache = LatentCache.of(model)
+    steps(model, cache, ids[:, :6])
+    fork = cache.fork()
+    other = steps(model, fork, ids[:, 6:10].flip(1))
+    assert torch.equal(steps(model, cache, ids[:, 6:10]), steps(model, LatentCache.of(model), ids[:, :10])[:, 6:])
+    assert not torch.equal(other, steps(model, fork, ids[:, :4]))
+    assert (cache.get_seq_length(), fork.get_seq_length()) == (10, 14)
+
+
+def test_a_step_writes_in_place_until_there_is_no_more_room():
+    model, ids = build("v3"), families.some_ids()
+    cache, places = LatentCache.of(model, tokens=4), []
+    for i in range(10):
+        steps(model, cache, ids[:, i : i + 1])
+        places.append([tensor.data_ptr() for layer in cache.layers for tensor in (layer.keys, layer.values)])
+    assert places[0] == places[3]
+    assert places[3] != places[4]  # room for 9 now
+    assert places[4] == places[8]
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("search", ["greedy", "beams"])
+def test_compiled_generation_is_eagers_however_far_it_grows(search):
+    model, inputs = build("v3"), prompt(2, padded=True)
+    more = SEARCHES[search] | {"max_new_tokens": 60, "min_new_tokens": 60}
+    expected = generate(model, inputs, None, more)
+    model.compile(backend="mla", fullgraph=True)
+    assert torch.equal(generate(model, inputs, LatentCache.of(model), more), expected)
+    reports = mla_compile.reports()
+    assert all(report.rewritten == 2 for report in reports)
+    assert len(reports) <= 5 + (search == "beams")
+    assert any(site.path == "absorbed" for site in reports[-1].sites)
+
+
+def test_only_models_of_transformers_have_one():
+    with pytest.raises(CacheMismatchError, match="expected a transformers model with a config, found Linear"):
+        LatentCache.of(torch.nn.Linear(2, 2))
+
+
+def test_tokens_to_remove_are_counted_below_zero():
+    cache = LatentCache.of(build("v3"))
+    with pytest.raises(CacheMismatchError, match="expected tokens to remove as a number below zero, found 3"):
+        cache.crop(3)

@@ -1,0 +1,21 @@
+"""The bundle of each op."""
+
+from mla_compile.kernels.append_latents.arguments import AppendLatents
+from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention
+from mla_compile.kernels.latent_attention.arguments import LatentAttention
+from mla_compile.kernels.merge_states.arguments import MergeStates
+from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
+from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
+from mla_compile.kernels.per_head_matmul.arguments import PerHeadMatmul
+from mla_compile.kernels.sparse_latent_attention.arguments import SparseLatentAttention
+
+BUNDLES = {
+    "append_latents": AppendLatents,
+    "expanded_attention": ExpandedAttention,
+    "latent_attention": LatentAttention,
+    "merge_states": MergeStates,
+    "paged_expanded_attention": PagedExpandedAttention,
+    "paged_latent_attention": PagedLatentAttention,
+    "per_head_matmul": PerHeadMatmul,
+    "sparse_latent_attention": SparseLatentAttention,
+}

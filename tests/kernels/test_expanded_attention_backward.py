@@ -1,0 +1,248 @@
+"""Gradients of mla::expanded_attention: against float64, over sizes, masks, dtypes, workspaces, and what is wanted."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mla_compile.errors import KernelError
+from mla_compile.kernels import visibility
+from mla_compile.kernels.expanded_attention import backward
+
+from .errors import assert_as_close_as
+from .naive import Case, Inputs, make_inputs, masks
+
+expanded_attention = torch.ops.mla.expanded_attention
+expanded_attention_backward = torch.ops.mla.expanded_attention_backward
+
+# B, Sq, T, N, L, P, R, V
+SIZES = {
+    "decode": (2, 1, 20, 4, 12, 8, 4, 8),
+    "square": (2, 23, 23, 5, 12, 6, 4, 6),
+    "after a context": (2, 13, 31, 3, 11, 7, 5, 9),
+    "no rope, wide values": (3, 9, 20, 2, 16, 5, 0, 12),
+    "one key": (2, 1, 1, 1, 5, 3, 1, 2),
+}
+MASKS = tuple(masks(1, 1, 1, 1))
+NAMES = ("q", "latent", "k_rope", "w_uk", "w_uv")
+
+
+def unpack(x):
+    return x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
+
+
+def equation(operands: tuple[Tensor, ...], case: Case, scale: float) -> tuple[Tensor, Tensor]:
+    """The op as an equation whose gradients are finite where a row sees no key; lse is 0 there."""
+    (q, latent, k_rope, w_uk, w_uv), (mask, offset) = operands, case
+    nope = torch.einsum("bsnp,npl,btl->bnst", q[..., : w_uk.shape[1]], w_uk, latent)
+    scores = scale * (nope + torch.einsum("bsnr,btr->bnst", q[..., w_uk.shape[1] :], k_rope))
+    seen = torch.ones(scores.shape, dtype=torch.bool)
+    if offset is not None:
+        seen &= torch.arange(scores.shape[3]) <= torch.arange(scores.shape[2])[:, None] + offset
+    if mask is not None and mask.dtype == torch.bool:
+        seen &= mask
+    elif mask is not None:
+        seen &= (mask != -torch.inf).expand(seen.shape)
+        scores = scores + mask.to(scores.dtype).where(mask != -torch.inf, 0)
+    there = seen.any(-1, keepdim=True)
+    scores = scores.masked_fill(~seen & there, -torch.inf)
+    weights = scores.softmax(-1) * there
+    o = torch.einsum("bnst,btl,nvl->bsnv", weights, latent, w_uv)
+    return o, (scores.logsumexp(-1, keepdim=True) * there).squeeze(-1).transpose(1, 2)
+
+
+def gradients(function, x: Inputs, case: Case, direction: tuple[Tensor, Tensor | None], *rest) -> tuple[Tensor, ...]:
+    """Of the op's operands, of o along the one direction and of a finite lse along the other."""
+    operands = [t.detach().requires_grad_() for t in unpack(x)]
+    o, lse = function(operands, case, x.scale, *rest)
+    total = (o * direction[0].to(o.dtype)).sum()
+    if direction[1] is not None:
+        total = total + (lse.masked_fill(lse == -torch.inf, 0) * direction[1].to(lse.dtype)).sum()
+    return torch.autograd.grad(total, operands)
+
+
+def op(operands, case, scale, workspace_tokens):
+    return expanded_attention(*operands, *case, scale, workspace_tokens)
+
+
+def directions(x: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    shape = *x.q.shape[:3], x.w_uv.shape[1]
+    return torch.randn(shape, dtype=torch.float64), torch.randn(shape[:3], dtype=torch.float64) if with_lse else None
+
+
+def assert_right(x, case, workspace_tokens, with_lse=False):
+    """Check every gradient against float64, with autograd of the equation in the dtype of the inputs as the measure."""
+    with torch.enable_grad():
+        direction = directions(x, with_lse)
+        exact = gradients(equation, x.map(Tensor.double), case, direction)
+        measure = gradients(equation, x, case, direction)
+        actual = gradients(op, x, case, direction, workspace_tokens)
+    for plain, ours, truth in zip(measure, actual, exact, strict=True):
+        assert truth.isfinite().all()
+        if not truth.numel():
+            continue  # a rope key without columns
+        # A weight is exp(score - lse): each of the two is rounded to half an eps of what is here up to 16.
+        assert_as_close_as(plain, ours, truth, merges=32)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_float32(sizes, mask):
+    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    assert_right(make_inputs(sizes), case, workspace_tokens=32)
+
+
+@pytest.mark.parametrize("mask", [name for name in MASKS if name != "bias of finfo.min"])
+@pytest.mark.parametrize("sizes", [SIZES["square"], SIZES["after a context"]])
+def test_of_the_log_sum_exp(sizes, mask):
+    """Where a finite number hides a row from all keys, its lse holds nothing else, and has no derivative to compare."""
+    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    assert_right(make_inputs(sizes), case, workspace_tokens=32, with_lse=True)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "scattered keys", "bias"])
+@pytest.mark.parametrize("workspace_tokens", [1, 4, 1000])
+def test_groups_of_heads(monkeypatch, mask, workspace_tokens):
+    """A workspace of few tokens has room for the keys of one head; one of many for those of all."""
+    sizes = (2, 19, 40, 7, 12, 6, 4, 6)
+    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    groups = []
+    add = backward._add_group
+    monkeypatch.setattr(backward, "_add_group", lambda rows, *rest: (groups.append(rows.q.shape[0]), add(rows, *rest)))
+    assert_right(make_inputs(sizes), case, workspace_tokens)
+    assert groups == {1: [1] * 14, 4: [1] * 14, 1000: [7] * 2}[workspace_tokens]
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(mask, dtype):
+    sizes = (2, 23, 31, 5, 12, 6, 4, 6)
+    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    assert_right(make_inputs(sizes, dtype), case, workspace_tokens=16)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "causal, first queries see nothing", "scattered keys", "bias"])
+def test_gradcheck(mask):
+    sizes = (2, 4, 5, 3, 4, 3, 2, 4)
+    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    x = make_inputs(sizes, torch.float64)
+    case = (case[0].double() if case[0] is not None and case[0].is_floating_point() else case[0], case[1])
+    operands = [t.detach().clone().requires_grad_() for t in unpack(x)]
+    with torch.enable_grad():
+        assert torch.autograd.gradcheck(lambda *given: op(given, case, x.scale, 4)[0], operands)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 7, 9), (1, 1, 7, 9), (2, 1, 1, 9), (1, 3, 7, 1)], ids=str)
+def test_a_bias_that_learns(shape):
+    x, offset = make_inputs((2, 7, 9, 3, 8, 4, 2, 4)), 2
+    direction = directions(x, with_lse=True)
+    found = []
+    with torch.enable_grad():
+        for function, dtype in ((equation, torch.float64), (op, torch.float32)):
+            torch.manual_seed(1)
+            bias = torch.randn(shape).to(dtype).requires_grad_()
+            operands = unpack(x.map(lambda t, dtype=dtype: t.to(dtype)))
+            o, lse = function(operands, (bias, offset), x.scale, *([2] if function is op else []))
+            total = (o * direction[0].to(dtype)).sum() + (lse * direction[1].to(lse.dtype)).sum()
+            found += torch.autograd.grad(total, bias)
+    torch.testing.assert_close(found[1], found[0].float())
+
+
+@pytest.mark.parametrize("wanted", range(1, 32))
+def test_only_what_is_wanted_is_computed(wanted):
+    x = make_inputs((2, 5, 9, 3, 8, 4, 2, 4))
+    flags = [bool(wanted >> i & 1) for i in range(5)]
+    o, lse = op(unpack(x), (None, 4), x.scale, 8)
+    arguments = torch.randn_like(o), None, *unpack(x), None, 4, x.scale, 8, o, lse
+    every = expanded_attention_backward(*arguments, [True] * 5 + [False])
+    some = expanded_attention_backward(*arguments, [*flags, False])
+    for actual, expected in zip(some, [g for g, flag in zip(every, flags, strict=True) if flag], strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_frozen_weights_ask_for_no_gradient():
+    asked = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is expanded_attention_backward.default:
+                asked.append(list(args[-1]))
+            return func(*args, **(kwargs or {}))
+
+    x = make_inputs((1, 5, 5, 3, 8, 4, 2, 4))
+    operands = [t.detach().requires_grad_(name in ("q", "latent")) for name, t in zip(NAMES, unpack(x), strict=True)]
+    with torch.enable_grad(), Calls():
+        op(operands, (None, 0), x.scale, 8)[0].sum().backward()
+    assert asked == [[True, True, False, False, False, False]]
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_keys_that_no_query_sees_may_hold_nan_and_have_no_gradient(monkeypatch, synchronous):
+    monkeypatch.setattr(visibility, "reads_values", lambda mask: synchronous)
+    monkeypatch.setattr(backward, "reads_values", lambda mask: synchronous)
+    x = make_inputs((2, 6, 30, 4, 12, 6, 4, 6))
+    mask = (torch.arange(30) % 7 != 3) & (torch.rand(2, 1, 6, 30) < 0.7)
+    unseen = ~mask.any(2)[:, 0]
+    assert unseen.any()
+    direction = directions(x, with_lse=False)
+    with torch.enable_grad():
+        expected = gradients(op, x, (mask, None), direction, 16)
+        x.latent[unseen], x.k_rope[unseen] = torch.nan, torch.nan
+        actual = gradients(op, x, (mask, None), direction, 16)
+    for ours, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, wanted)
+    assert not actual[1][unseen].any()
+    assert not actual[2][unseen].any()
+
+
+class Largest(TorchDispatchMode):
+    """Records the most bytes of any tensor that an operation returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, Tensor):
+                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("case", [(None, 0), (torch.ones(1, 1, 1024, 1024, dtype=torch.bool).tril(), None)])
+def test_memory_is_bounded(case):
+    """No keys or values of all heads, and no scores, exist at any time."""
+    heads, workspace_tokens = 32, 128
+    x = make_inputs((1, 1024, 1024, heads, 32, 16, 8, 16))
+    o, lse = op(unpack(x), case, x.scale, workspace_tokens)
+    with Largest() as largest:
+        arguments = torch.ones_like(o), None, *unpack(x), *case, x.scale, workspace_tokens, o, lse
+        expanded_attention_backward(*arguments, [True] * 5 + [False])
+    queries = 1024 * heads * 24 * 4  # those of all heads are an operand, and so is their gradient
+    assert largest.bytes <= queries
+    assert largest.bytes < 1024 * 1024 * 4
+
+
+@pytest.mark.parametrize("case", [(None, None), (None, 2), (torch.rand(1, 1, 3, 5) < 0.5, None)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(dtype, case):
+    x = make_inputs((2, 3, 5, 4, 24, 8, 8, 8), dtype)
+    o, lse = op(unpack(x), case, x.scale, 2)
+    arguments = torch.randn_like(o), None, *unpack(x), *case, x.scale, 2, o, lse, [True] * 5 + [False]
+    torch.library.opcheck(expanded_attention_backward.default, arguments)
+
+
+def test_refuses_another_shape():
+    x = make_inputs((1, 5, 5, 3, 8, 4, 2, 4))
+    o, lse = op(unpack(x), (None, 0), x.scale, 8)
+    with pytest.raises(KernelError, match=r"expected grad_o of shape \[B, Sq, N, V\] = \[1, 5, 3, 4\], found"):
+        expanded_attention_backward(o[:, 1:], None, *unpack(x), None, 0, x.scale, 8, o, lse, [True] * 6)
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    x = make_inputs((1, 5, 5, 3, 8, 4, 2, 4))
+    q, *others = (t.detach().requires_grad_() for t in unpack(x))
+    with torch.enable_grad():
+        o, _ = op((q, *others), (None, 0), x.scale, 8)
+        (first,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="mla::expanded_attention_backward has no backward"):
+            first.sum().backward()

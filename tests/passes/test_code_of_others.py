@@ -1,0 +1,236 @@
+"""What people do to MLA when they write it: each is rewritten and right, on both paths, or stays as it is and right."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from tests.passes import spellings as mla
+from tests.passes.checks import check_rewritten, check_right, compiled, unfolded
+from tests.passes.graphs import capture, rewrite, run
+from tests.passes.spellings import SCALE, SQ, Function, L, N, P, R, T, V
+
+
+def scored(change: Function) -> Function:
+    """MLA by hand, something done to its scores."""
+    return lambda *args: mla.softmax(*mla.naive(*args), change)
+
+
+def hidden(blind: bool = False, shift: int = 0) -> Tensor:
+    """Keys behind a query, or those `shift` further; all of them for the second query if it is `blind`."""
+    rows = torch.arange(SQ)[:, None]
+    return (torch.arange(T) - shift > rows + T - SQ) | (blind & (rows == 1))
+
+
+def filled(number: float, blind: bool = False, shift: int = 0) -> Function:
+    return lambda scores: scores.masked_fill(hidden(blind, shift), number)
+
+
+def heads() -> Tensor:
+    """A number a head, [N, 1, 1]."""
+    return torch.arange(1, N + 1)[:, None, None].double() / N
+
+
+def scaled_apart(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """A scale a head of one product, another of the other, and one of their sum."""
+    q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
+    k_nope, v = mla.up_projected(latent, w_kv)
+    scores = (q_nope @ k_nope.mT * heads() + q_rope @ mla.to_heads(k_rope).mT * heads().flip(0)) / heads().exp()
+    return scores.softmax(-1) @ v
+
+
+def absorbed(keys: bool, values: bool, *, joined: bool = False, make: Function = lambda c: c) -> Function:
+    """Queries are taken to the latent, which `make` has made, outputs out of it, or both; `joined`: one product."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        latent = make(latent)
+        k_nope, v = mla.up_projected(latent, w_kv)
+        w_uk, w_uv = mla.weights(w_kv)
+        q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
+        shared = latent[:, None]
+        q, k, v = (q_nope @ w_uk if keys else q_nope), (shared if keys else k_nope), (shared if values else v)
+        if joined:
+            q, k = torch.cat([q, q_rope], -1), torch.cat([latent, k_rope], -1)[:, None]
+            scores = q @ k.mT
+        else:
+            scores = q @ k.mT + q_rope @ k_rope[:, None].mT
+        o = (scores * SCALE).softmax(-1) @ v
+        return o @ w_uv.mT if values else o
+
+    return attention
+
+
+def in_one_cache(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Rope key and latent in one tensor, all of which is the keys, and a part the values."""
+    w_uk, w_uv = mla.weights(w_kv)
+    cache = torch.cat([torch.cat([k_rope, latent], -1)[:, SQ:], x[..., : R + L]], 1)
+    q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
+    o = mla.softmax(torch.cat([q_rope, q_nope @ w_uk], -1), cache[:, None], cache[:, None, :, R:])
+    return o @ w_uv.mT
+
+
+def over_tokens(latent: Tensor) -> Tensor:
+    """Every latent with something of those before."""
+    return torch.arange(T * T).view(T, T).double().tril() / T**2 @ latent
+
+
+def padded(before: int, after: int, *, cut: bool = True, sdpa: bool = True) -> Function:
+    """Values with zeros beside them, which are cut off the output."""
+
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        v = F.pad(v, (before, after))
+        o = mla.sealed(q, k, v) if sdpa else mla.softmax(q, k, v)
+        return o[..., before : before + V] if cut else o
+
+    return attention
+
+
+def padded_blind(*args: Tensor) -> Tensor:
+    """All columns are NaN where a query sees nothing."""
+    q, k, v = mla.naive(*args)
+    return mla.softmax(q, k, F.pad(v, (0, 3)), filled(-torch.inf, blind=True))
+
+
+REWRITTEN: dict[str, Function] = {
+    "scores filled with -1e4": scored(filled(-1e4)),
+    "a row of nothing but -1e4": scored(filled(-1e4, blind=True)),
+    "a row of nothing but -1e4, chosen by where": scored(
+        lambda s: torch.where(hidden(blind=True), torch.full((), -1e4).double(), s)
+    ),
+    "-1e4 before the scale": scored(lambda s: filled(-1e4, blind=True)(s * 3) / 4),
+    "-1e4 twice": scored(lambda s: filled(-1e4, shift=-1)(filled(-1e4, blind=True)(s))),
+    "a scale that is a tensor": scored(lambda s: s * torch.full((), 1.5).double()),
+    "a scale a head": scored(lambda s: s * heads()),
+    "a divisor a head, under a mask": scored(lambda s: filled(-torch.inf)(s / heads())),
+    "a scale a query": scored(lambda s: torch.arange(1, SQ + 1)[:, None] * s / 4),
+    "two scales that are tensors": scored(lambda s: s * heads() / torch.arange(1, SQ + 1)[:, None].double()),
+    "scales of two products": scaled_apart,
+    "values padded to the width of keys": padded(0, 4),
+    "zeros before the values": padded(2, 0),
+    "zeros on both sides": padded(2, 2, cut=False),
+    "zeros that are NaN in a row of nothing": padded_blind,
+    "values padded by hand": padded(1, 3, sdpa=False),
+    "-inf, then -1e4 over some of it": scored(lambda s: filled(-1e4, blind=True)(filled(-torch.inf, shift=-1)(s))),
+}
+
+
+ABSORBED: dict[str, Function] = {
+    "by hand": absorbed(keys=True, values=True),
+    "by hand, of one product": absorbed(keys=True, values=True, joined=True),
+    "by hand, of one cache": in_one_cache,
+    "the keys": absorbed(keys=True, values=False),
+    "the keys, of one product": absorbed(keys=True, values=False, joined=True),
+    "the values": absorbed(keys=False, values=True),
+    "a latent with others before it": absorbed(keys=True, values=True, make=over_tokens),
+    "a latent that is a product": absorbed(
+        keys=True, values=True, joined=True, make=lambda c: torch.cat([c, c], -1) @ torch.eye(2 * L)[:, :L].double()
+    ),
+}
+"""Absorbed by whoever wrote it, whole or half: one path is left."""
+
+
+@pytest.mark.parametrize("function", ABSORBED.values(), ids=ABSORBED)
+def test_what_is_absorbed_already_attends_to_the_latent(function: Function) -> None:
+    for _, module, (outcome,) in compiled(function, mla.tensors()):
+        assert outcome.path == "absorbed"
+        assert outcome.shapes["L"] == str(L)
+        assert not unfolded(module)
+
+
+SOFTLY = 3 * torch.pi
+
+
+def softly(scores: Tensor) -> Tensor:
+    return torch.tanh(scores / SOFTLY) * SOFTLY
+
+
+@pytest.mark.parametrize("keys", [True, False])
+def test_half_of_it_is_regrouped_around_a_function_of_the_scores(keys: bool) -> None:
+    def function(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        w_uk, w_uv = mla.weights(w_kv)
+        k_nope, v = mla.up_projected(latent, w_kv)
+        q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
+        shared = latent[:, None]
+        scores = (q_nope @ w_uk) @ shared.mT if keys else q_nope @ k_nope.mT
+        p = softly(scores + q_rope @ k_rope[:, None].mT).softmax(-1)
+        return p @ v if keys else p @ shared @ w_uv.mT
+
+    captured = capture(function, *mla.tensors())
+    before = run(captured, *mla.tensors())
+    (outcome,) = rewrite(captured, "absorbed")
+    assert outcome.path == "absorbed"
+    check_right(before, run(captured, *mla.tensors()))
+
+
+@pytest.mark.parametrize("function", REWRITTEN.values(), ids=REWRITTEN)
+def test_both_paths_are_taken_and_right(function: Function) -> None:
+    check_rewritten(function, mla.tensors())
+
+
+def of_two(change: Function, *, joined: bool) -> Function:
+    """Keys are what `change` makes of the latent, values are the latent."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
+        w_uk, w_uv = mla.weights(w_kv)
+        k, q = change(latent), q_nope @ w_uk
+        if joined:
+            scores = torch.cat([q, q_rope], -1) @ torch.cat([k, k_rope], -1)[:, None].mT
+        else:
+            scores = q @ k[:, None].mT + q_rope @ k_rope[:, None].mT
+        return (scores * SCALE).softmax(-1) @ latent[:, None] @ w_uv.mT
+
+    return attention
+
+
+UNCHANGED: dict[str, Function] = {
+    f"{name}{', of one product' * joined}": of_two(change, joined=joined)
+    for joined in (False, True)
+    for name, change in {
+        "keys of the token before": lambda c: c.roll(1, 1),
+        "keys with a nonlinearity": torch.tanh,
+        "keys that are rounded where values are not": lambda c: c.bfloat16().double(),
+        "keys with a factor a token": lambda c: c * torch.arange(T)[:, None].double(),
+        "keys of the columns in another order": lambda c: c.flip(-1),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("function", UNCHANGED.values(), ids=UNCHANGED)
+def test_another_tensor_is_no_latent(function: Function) -> None:
+    for _, _, (outcome,) in compiled(function, mla.tensors()):
+        assert outcome.path == "unchanged"
+
+
+KEPT: dict[str, tuple[Function, str]] = {
+    "-1e4, then a bias": (scored(lambda s: filled(-1e4, blind=True)(s) + torch.arange(T).double()), "a sum of"),
+    "a bias, then -1e4": (
+        scored(lambda s: filled(-1e4)(s + filled(-1e4, blind=True)(torch.zeros(SQ, T).double()))),
+        "a sum of",
+    ),
+    "-1e4 and -2e4": (scored(lambda s: filled(-2e4, shift=-1)(filled(-1e4, blind=True)(s))), "a sum of"),
+    "a scale a key": (scored(lambda s: s * torch.arange(T).double()), "a sum of"),
+    "a scale a head and key": (scored(lambda s: s * heads() * torch.arange(T).double()), "a sum of"),
+    "a scale that is made of the score": (scored(lambda s: s * s.sigmoid()), "a sum of"),
+    "a scale a head after a mask": (scored(lambda s: filled(-1e4, blind=True)(s) * heads()), "a sum of"),
+    "a divisor that is made of the score": (scored(lambda s: s / (s * heads())), "a sum of"),
+    "-100": (scored(filled(-100.0)), "a sum of"),
+    "-1e4 of which a scale leaves little": (scored(lambda s: filled(-1e4, blind=True)(s * 50) / 50), "a sum of"),
+}
+"""Near misses: what no chunk can take, with a part of the reason. Few queries may meet the latents all the same."""
+
+
+@pytest.mark.parametrize(("function", "reason"), KEPT.values(), ids=KEPT)
+def test_a_near_miss_is_right_and_no_chunk_takes_it(function: Function, reason: str) -> None:
+    captured = capture(function, *mla.tensors())
+    before = run(captured, *mla.tensors())
+    for path in ("absorbed", "chunked"):
+        module = fx.GraphModule(captured, copy.deepcopy(captured.graph))
+        (outcome,) = rewrite(module, path)
+        assert path == "absorbed" or (not outcome.rewritten and reason in outcome.reason)
+        check_right(before, run(module, *mla.tensors()))

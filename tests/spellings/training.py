@@ -1,0 +1,33 @@
+"""Whether a spelling is rewritten where it is trained, and has the right gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from mla_compile.passes.outcome import Outcome
+from tests.training import Rewritten, assert_gradients_close, gradients
+
+from .checks import _MISSED, copies, made
+from .choices import Spelling
+
+
+def check_training(spelling: Spelling, seed: int) -> Outcome:
+    """Rewrite the spelling as a graph that needs gradients, and check every one. Returns what became of it.
+
+    Raises:
+        AssertionError: if one is further from float64 than eager's, or what was rewritten has another op than ours.
+    """
+    module, inputs = made(spelling, seed)
+    module.requires_grad_(True)
+    eager = gradients(module, module, inputs)
+    wide = copy.deepcopy(module).double()
+    exact = gradients(wide, wide, copies(inputs, torch.float64))
+    rewritten = Rewritten(module, path="chunked", workspace_tokens=4)
+    found = gradients(rewritten, module, inputs)
+    assert len(rewritten.outcomes) <= 1, f"expected one attention, found {len(rewritten.outcomes)}"
+    outcome = rewritten.outcomes[0] if rewritten.outcomes else _MISSED
+    assert outcome.rewritten == bool(rewritten.nodes(torch.ops.mla.expanded_attention.default))
+    assert_gradients_close(found, eager, exact)
+    return outcome

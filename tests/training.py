@@ -1,0 +1,86 @@
+"""Gradients of a rewritten module, without a compiler behind the passes: for tests of many graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+import mla_compile.kernels.register  # noqa: F401  what the ops compute
+from mla_compile.cost import Device
+from mla_compile.options import Options
+from mla_compile.passes.outcome import Outcome
+from mla_compile.training.rewrite import rewrite_for_training
+
+FACTOR = 8.0
+"""A gradient may be this many times further from float64 than eager's, as a spelling's result may."""
+DEVICE = Device("of the tests", 1e12, 1e11)
+
+
+class Rewritten:
+    """A module whose Dynamo graphs are rewritten, and run by torch operation by operation."""
+
+    def __init__(self, module: Any, **options: Any) -> None:
+        self.outcomes: list[Outcome] = []
+        self.notes: list[str] = []
+        self.graphs: list[fx.GraphModule] = []
+
+        def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            trained = rewrite_for_training(graph, DEVICE, Options(**options))
+            self.outcomes += trained.outcomes
+            self.notes += trained.notes
+            self.graphs.append(trained.module)
+            return trained.module.forward
+
+        torch._dynamo.reset()
+        self._compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(*args, **kwargs)
+
+    def nodes(self, target: Any) -> list[fx.Node]:
+        """All calls of a function in the rewritten graphs, checkpoints included."""
+        graphs = [part.graph for graph in self.graphs for part in graph.modules() if isinstance(part, fx.GraphModule)]
+        return [node for graph in graphs for node in graph.nodes if node.target is target]
+
+
+def gradients(function: Any, module: nn.Module, inputs: Sequence[Any], *, seed: int = 1) -> list[Tensor]:
+    """The first output, and the gradients of floating inputs and of parameters along a direction of it.
+
+    Inputs are copied. What gets no gradient has one of zeros.
+    """
+    with torch.enable_grad():
+        given = [_leaf(value) for value in inputs]
+        output = function(*(value.clone() if isinstance(value, Tensor) else value for value in given))
+        output = output[0] if isinstance(output, tuple) else output
+        direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        leaves = [leaf for leaf in (*given, *module.parameters()) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        found = torch.autograd.grad((output * direction.to(output.dtype)).sum(), leaves, allow_unused=True)
+    return [output.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True))]
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.is_floating_point())
+
+
+def assert_gradients_close(found: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+    """Check what `gradients` gave against float64, with eager's distance to it as the unit.
+
+    The unit is at least a rounding of the largest of all: where there is one key, eager's gradients of the queries are
+    differences of equal numbers, and ours of nearly equal ones. A gradient that is no number in eager may be one.
+    """
+    largest = max(float(truth.nan_to_num(0, 0, 0).abs().max()) for truth in exact if truth.numel())
+    for ours, plain, truth in zip(found, eager, exact, strict=True):
+        assert ours.dtype == plain.dtype
+        assert ours.shape == plain.shape
+        finite = plain.isfinite() & truth.isfinite()
+        assert ours.isfinite()[finite].all()
+        if not truth.numel():
+            continue
+        error, unit = (float((t.double() - truth).where(finite, 0).abs().max()) for t in (ours, plain))
+        allowed = FACTOR * max(unit, torch.finfo(plain.dtype).eps * largest)
+        assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}, eager's {unit:.3g}"
