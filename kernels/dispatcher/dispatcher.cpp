@@ -151,7 +151,7 @@ Attended latent_attention(const Tensor& q_latent, const Tensor& q_rope, const Te
   return {o, lse};
 }
 
-// The backward of all ops: there is none.
+// The backward of ops that have none.
 struct NoBackward : torch::autograd::Node {
   const std::string op;
 
@@ -213,8 +213,8 @@ TORCH_LIBRARY_IMPL(mla, CPU, m) {
   m.impl("per_head_matmul", per_head_matmul);
 }
 
+// Of the ops above alone: what is registered here comes before a formula of `mla_compile.ops`.
 TORCH_LIBRARY_IMPL(mla, AutogradCPU, m) {
-  for (const char* op : {"latent_attention", "sparse_latent_attention", "paged_latent_attention", "expanded_attention",
-                         "paged_expanded_attention", "merge_states", "per_head_matmul"})
+  for (const char* op : {"latent_attention", "per_head_matmul"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<refuse_backward>());
 }

@@ -44,7 +44,8 @@ struct Tiles {
     }
   }
 
-  void score(const Block<bf16>& keys, const Block<bf16>*, float* scores) {
+  template <typename Latent, typename Rope>
+  void score(const Block<bf16>& keys, const Block<Latent, Rope>*, float* scores) {
     const int64_t latent_stride = stride_of(keys.latent, keys.count), rope_stride = stride_of(keys.rope, keys.count);
     const bool whole = keys.count == BLOCK && rank == s.rank && rope == s.rope;
     if (whole && latent_stride >= rank && rope_stride >= rope) {

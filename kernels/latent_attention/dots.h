@@ -73,16 +73,19 @@ struct Dots {
     }
   }
 
-  void score(const Block<bf16>& keys, const Block<bf16>* ahead, float* scores) const {
+  // Keys `ahead`, of any type, are on their way into the second-level cache when this returns.
+  template <typename Latent, typename Rope>
+  void score(const Block<bf16>& keys, const Block<Latent, Rope>* ahead, float* scores) const {
     for (int64_t row = 0; row < padded_rows; row += PANEL) {
       const pair_t* panel = packed() + row * pairs;
       for (int64_t first = 0; first < keys.count; first += KEYS) {
         __m512 sum[KEYS];
         for (__m512& some : sum) some = _mm512_setzero_ps();
         const bool loads = ahead && row == 0;
-        add_products(sum, keys.latent + first, panel, s.rank, loads ? ahead->latent + first : nullptr);
-        add_products(sum, keys.rope + first, panel + latent_pairs * PANEL, s.rope,
-                     loads ? ahead->rope + first : nullptr);
+        const Latent* const* latents = loads ? ahead->latent + first : nullptr;
+        const Rope* const* ropes = loads ? ahead->rope + first : nullptr;
+        add_products(sum, keys.latent + first, panel, s.rank, latents);
+        add_products(sum, keys.rope + first, panel + latent_pairs * PANEL, s.rope, ropes);
         for (int64_t k = 0; k < KEYS; ++k)
           _mm512_storeu_ps(scores + (first + k) * padded_rows + row, _mm512_mul_ps(sum[k], _mm512_set1_ps(s.scale)));
       }
@@ -111,8 +114,9 @@ struct Dots {
     for (int64_t i = 0; i < width; ++i) to[i / 2 * PANEL] |= pair_t{from[i].bits} << i % 2 * 16;
   }
 
+  template <typename Number>
   static void add_products(__m512 (&sum)[KEYS], const bf16* const* keys, const pair_t* panel, int64_t width,
-                           const bf16* const* ahead) {
+                           const Number* const* ahead) {
     constexpr int64_t LINE_PAIRS = LINE;  // of two numbers in the place of a float
     const int64_t whole = width / 2;
     for (int64_t begin = 0; begin < whole; begin += LINE_PAIRS) {

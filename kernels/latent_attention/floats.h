@@ -32,10 +32,12 @@ struct Floats {
     }
   }
 
-  // scores [BLOCK, padded rows]
-  void score(const Block<float>& keys, const Block<float>* ahead, float* scores) const {
+  // scores [BLOCK, padded rows]; keys `ahead` are on their way if they are floats
+  template <typename Latent, typename Rope>
+  void score(const Block<float>& keys, const Block<Latent, Rope>* ahead, float* scores) const {
     for (int64_t row = 0; row < padded_rows; row += PANEL) {
-      const Block<float>* to_load = row == 0 ? ahead : nullptr;
+      const Block<float>* to_load = nullptr;
+      if constexpr (std::is_same_v<Latent, float> && std::is_same_v<Rope, float>) to_load = row == 0 ? ahead : nullptr;
       score_panel<KEYS, PANEL / WIDTH, TERMS>(
           Scattered{keys.latent}, s.rank, Scattered{keys.rope}, s.rope, keys.count, query.data() + row * s.width(),
           scores + row, padded_rows, to_load ? to_load->latent : nullptr, to_load ? to_load->rope : nullptr);

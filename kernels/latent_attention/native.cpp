@@ -59,33 +59,29 @@ class Loader {
   Loader(const Sizes& sizes, int64_t block)
       : s(sizes), room(block), converted(CONVERTS ? block * sizes.width() * sizeof(Key) / sizeof(float) + 1 : 1) {}
 
-  // The block to multiply with, and in `ahead` the one after it if that need not be converted.
-  const Block<Key>& load(const Problem& p, int64_t sequence, int64_t first, bool has_next, const Block<Key>** ahead) {
-    *ahead = nullptr;
+  // The block to multiply with, and in `ahead` the one after it as it lies in memory.
+  const Block<Key>& load(const Problem& p, int64_t sequence, int64_t first, bool has_next, const Raw** ahead) {
+    if (!located) locate(p, sequence, first, current);
+    const int found = current;
+    located = has_next;
+    current = 1 - current;
+    if (has_next) locate(p, sequence, first + room, current);
+    *ahead = has_next ? &raw[current] : nullptr;
     if constexpr (CONVERTS) {
-      locate(p, sequence, first, raw[0]);
-      convert_all(p.cache);
+      convert_all(p.cache, raw[found], scales[found]);
       return block;
     } else {
-      if (!located) locate(p, sequence, first, raw[current]);
-      const Block<Key>& found = raw[current];
-      located = has_next;
-      current = 1 - current;
-      if (has_next) {
-        locate(p, sequence, first + room, raw[current]);
-        *ahead = &raw[current];
-      }
-      return found;
+      return raw[found];
     }
   }
 
  private:
-  void locate(const Problem& p, int64_t sequence, int64_t first, Raw& to) {
-    p.cache.locate(sequence, first, std::min(room, p.length(sequence) - first), room, to, scales);
+  void locate(const Problem& p, int64_t sequence, int64_t first, int which) {
+    p.cache.locate(sequence, first, std::min(room, p.length(sequence) - first), room, raw[which], scales[which]);
   }
 
-  void convert_all(const Cache<Latent, Rope>& cache) {
-    block.count = raw[0].count;
+  void convert_all(const Cache<Latent, Rope>& cache, const Raw& keys, const float* const* of_keys) {
+    block.count = keys.count;
     Key* to = reinterpret_cast<Key*>(converted.data());
     for (int64_t k = 0; k < room; ++k) {
       const int64_t from = std::min(k, block.count - 1);
@@ -93,21 +89,18 @@ class Loader {
       block.rope[k] = block.latent[k] + s.rank;
     }
     for (int64_t k = 0; k < block.count; ++k, to += s.width()) {
+      const auto scale = [&](int64_t g) { return cache.scales ? of_keys[k][g * cache.scales_group] : 1.0f; };
       const int64_t group = s.rank / cache.groups;
       for (int64_t g = 0; g < cache.groups; ++g)
-        convert(raw[0].latent[k] + g * group, group, scale(cache, k, g), to + g * group);
-      convert(raw[0].rope[k], s.rope, std::is_same_v<Rope, e4m3> ? scale(cache, k, 0) : 1.0f, to + s.rank);
+        convert(keys.latent[k] + g * group, group, scale(g), to + g * group);
+      convert(keys.rope[k], s.rope, std::is_same_v<Rope, e4m3> ? scale(0) : 1.0f, to + s.rank);
     }
-  }
-
-  float scale(const Cache<Latent, Rope>& cache, int64_t k, int64_t group) const {
-    return cache.scales ? scales[k][group * cache.scales_group] : 1.0f;
   }
 
   Sizes s;
   int64_t room;
   Raw raw[2];
-  const float* scales[Raw::MOST];
+  const float* scales[2][Raw::MOST];
   bool located = false;
   int current = 0;
   Block<Key> block;
@@ -155,7 +148,7 @@ void attend(const Problem& p, int64_t sequence, int64_t begin, int64_t end, cons
   float* scores = w.scores.data();
   for (int64_t block = begin; block < end; ++block) {
     const int64_t first = block * Products::BLOCK;
-    const Block<typename Products::Key>* ahead;
+    const Raw* ahead;
     const auto& keys = w.loader.load(p, sequence, first, block + 1 < end, &ahead);
     w.products.score(keys, ahead, scores);
     if (p.bias) add_bias(p, first, keys.count, scores);

@@ -41,7 +41,7 @@ def no_python(monkeypatch, dispatched):
     def called(*arguments):
         raise AssertionError("the general implementation was called")
 
-    monkeypatch.setattr(latent_native, "check_arguments", called)
+    monkeypatch.setattr(latent_native, "_cached", called)
     monkeypatch.setattr(matmul_native, "_suits", called)
 
 
@@ -106,6 +106,15 @@ def test_gradients_are_refused_when_they_are_asked_for(dispatched):
         total = torch.ops.mla.per_head_matmul(x, weight).sum()
     with pytest.raises(NotImplementedError, match="mla::per_head_matmul has no backward: expected inputs that need no"):
         total.backward()
+
+
+def test_gradients_of_what_has_them_stay(dispatched):
+    x = make_inputs((1, 3, 5, 2, 8, 4, 4, 4))
+    with torch.enable_grad():
+        latent = x.latent.clone().requires_grad_()
+        o, _ = torch.ops.mla.expanded_attention(x.q, latent, x.k_rope, x.w_uk, x.w_uv, None, None, x.scale, 2)
+        o.sum().backward()
+    assert latent.grad is not None
 
 
 WITHOUT_A_COMPILER = """
