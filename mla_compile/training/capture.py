@@ -101,8 +101,12 @@ def capture(module: fx.GraphModule) -> Captured:
         written[:] = [isinstance(leaf, Tensor) and has_data_mutation(leaf) for leaf in wrapped]
         return results
 
-    with mode, torch.no_grad(), enable_python_dispatcher(), torch.fx.traceback.preserve_node_meta():
-        traced = make_fx(functional, tracing_mode="real")(*values)
+    try:
+        with mode, torch.no_grad(), enable_python_dispatcher(), torch.fx.traceback.preserve_node_meta():
+            traced = make_fx(functional, tracing_mode="real")(*values)
+    except Exception as error:  # torch runs this graph otherwise, which is then left to it
+        found = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise NotCaptured(f"expected a graph that can be traced without gradients, found {found}") from error
     _refuse_shared_memory(examples, written)
     origins = _origins(
         traced, [nodes[name] for name in names], [nodes[name] for name, own in given.items() for _ in own]
