@@ -11,7 +11,7 @@ import torch._inductor
 import torch._inductor.config
 
 from mla_compile.passes.paths.all import AUTO, may_be_asked
-from mla_compile.passes.paths.of_ranks import PROGRAM, SAME
+from mla_compile.passes.paths.of_ranks import NOTHING, SAME
 
 from .errors import OptionError
 
@@ -37,7 +37,7 @@ class Options:
     workspace_tokens: int = 1024
     """Keys that the chunked path up-projects at a time: a bound of its workspace."""
 
-    same_on_ranks: str = PROGRAM
+    same_on_ranks: str = NOTHING
     """What the ranks of a process group from which latents are gathered have the same of, which no graph can tell: the
     `program`, `masks` too (each has heads of its own), `queries` too (context parallelism alone), or `nothing`."""
 

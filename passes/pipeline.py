@@ -26,7 +26,7 @@ from .nodes.source import common_frame
 from .outcome import Outcome, rewritten, unchanged
 from .paths.all import AUTO
 from .paths.choose import Choice, Chooser, Ranges
-from .paths.of_ranks import PROGRAM
+from .paths.of_ranks import NOTHING
 from .trace.trace import Trace
 
 STEPS = ("find", "prove", "understand", "choose", "rewrite")
@@ -75,7 +75,7 @@ class Pipeline:
     training: bool = False
     """Whether the graph needs gradients. It is then read for what to rewrite, and not itself run."""
 
-    same_on_ranks: str = PROGRAM
+    same_on_ranks: str = NOTHING
     """What the ranks of a group that shares out keys have the same of: see `SAME`."""
 
     def __call__(self, module: fx.GraphModule) -> list[Result]:

@@ -33,7 +33,7 @@ from . import all as every
 from .either import Either
 from .fastest import fastest
 from .form import Form
-from .of_ranks import PROGRAM, OfRanks
+from .of_ranks import NOTHING, OfRanks
 from .path import Path
 
 Ranges = Mapping[sympy.Symbol, ValueRanges]
@@ -85,7 +85,7 @@ class Chooser:
     the graph."""
     training: bool = False
     """Whether the graph needs gradients."""
-    same_on_ranks: str = PROGRAM
+    same_on_ranks: str = NOTHING
     """What the ranks of a group that shares out keys have the same of: see `SAME`."""
 
     def __post_init__(self) -> None:
