@@ -26,10 +26,11 @@ def test_a_spelling_is_rewritten_and_right(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_a_spelling_is_trained(seed: int) -> None:
-    """Soft caps are not: between two products they keep the scores anyway."""
+    """But where scores are kept anyway (soft caps, returned weights), and what is absorbed and keeps the latent already."""
     spelling = draw(seed)
     outcome = check_training(spelling, seed)
-    assert outcome.rewritten == (spelling.spoiled == "no" and not spelling.softcap), outcome.reason
+    kept = spelling.needs_scores or spelling.absorbed != "no"
+    assert outcome.rewritten == (spelling.spoiled == "no" and not kept), outcome.reason
 
 
 @pytest.mark.parametrize("spoiled", SPOILERS)

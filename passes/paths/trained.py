@@ -34,7 +34,7 @@ class Trained(Chunked):
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse as chunked does, and what has no up-projections."""
-        if site.w_uk is None:
+        if site.w_uk is None or site.w_uv is None:
             reason = "expected up-projections to do again for gradients, found attention that is absorbed by hand"
             raise Refusal(site.node, reason)
         super().refuse(site, asked=asked)

@@ -86,16 +86,19 @@ def dtype_of(read: Read) -> Any:
 
 
 def without_widening(read: Read) -> Read:
-    """A read without the casts that keep every number as it is: to a dtype that holds all of the one before."""
-    dtype, rounded = dtype_of(replace(read, then=())), list[Any]()
+    """A read without the casts that keep every number as it is: to a dtype that holds all that they can be."""
+    dtype = dtype_of(replace(read, then=()))
+    within, rounded = (
+        dtype,
+        list[Any](),
+    )  # `within`: the narrowest dtype that the numbers have been in since they were made
     for step in read.then:
-        if isinstance(step, Bits):
-            dtype = step.dtype
-        widens = dtype is not None and step in WIDE and (dtype == FP8 or torch.promote_types(dtype, step) == step)
-        if not widens:
-            rounded.append(step)
-        if step in WIDE:
+        if step in WIDE and within is not None and (within == FP8 or torch.promote_types(within, step) == step):
             dtype = step
+            continue
+        rounded.append(step)
+        dtype = step.dtype if isinstance(step, Bits) else dtype if isinstance(step, float) else step
+        within = dtype
     return replace(read, then=tuple(rounded))
 
 

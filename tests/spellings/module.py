@@ -439,7 +439,8 @@ class Attention(nn.Module):
             weights = scores.softmax(-1, dtype=wide if s.softmax == "wide" else None).to(dtype)
         if self.sink is not None:
             weights = weights[..., :-1]
-        self.weights = weights
+        if s.returned:
+            self.weights = weights
         if s.order == "heads first":
             o = weights @ v
             return o / total if s.softmax == "late" else o

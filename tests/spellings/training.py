@@ -21,8 +21,8 @@ def check_training(spelling: Spelling, seed: int) -> Outcome:
     """
     module, inputs = made(spelling, seed)
     module.requires_grad_(True)
-    eager = gradients(module, module, inputs)
     wide = copy.deepcopy(module).double()
+    eager = gradients(module, module, inputs)
     exact = gradients(wide, wide, copies(inputs, torch.float64))
     rewritten = Rewritten(module, path="chunked", workspace_tokens=4)
     found = gradients(rewritten, module, inputs)
