@@ -88,12 +88,10 @@ def dtype_of(read: Read) -> Any:
 def without_widening(read: Read) -> Read:
     """A read without the casts that keep every number as it is: to a dtype that holds all that they can be."""
     dtype = dtype_of(replace(read, then=()))
-    within, rounded = (
-        dtype,
-        list[Any](),
-    )  # `within`: the narrowest dtype that the numbers have been in since they were made
+    within = dtype  # the narrowest dtype that the numbers have been in since they were made
+    rounded: list[Any] = []
     for step in read.then:
-        if step in WIDE and within is not None and (within == FP8 or torch.promote_types(within, step) == step):
+        if step in WIDE and (within == FP8 or (within in WIDE and torch.promote_types(within, step) == step)):
             dtype = step
             continue
         rounded.append(step)
