@@ -233,6 +233,7 @@ def test_many_queries_are_chunked(found, case):
 FOUR = Case("by_page", "masks", 3, "lengths"), Case("along_tokens", "queries"), Case("by_token", "program", pages=True)
 
 
+@pytest.mark.slow
 def test_four_ranks():
     for case, *of_ranks in zip(FOUR, *in_processes(all_cases, 4, FOUR), strict=True):
         for one in of_ranks:

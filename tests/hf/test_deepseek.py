@@ -62,13 +62,12 @@ def logits(model, kind, ids, mask, steps=(6, 1, 1, 1, 3)):
 @pytest.mark.parametrize(
     ("family", "attention", "q_lora_rank", "padded"),
     [
-        ("v3", "sdpa", 24, False),
-        ("v3", "sdpa", 24, True),
-        ("v3", "eager", 24, False),
-        ("v2", "sdpa", None, False),
-        ("v2", "sdpa", 24, True),
+        pytest.param("v3", "sdpa", 24, False, id="v3"),
+        pytest.param("v3", "sdpa", 24, True, id="v3 left padded"),
+        pytest.param("v3", "eager", 24, False, id="v3 eager attention", marks=pytest.mark.slow),
+        pytest.param("v2", "sdpa", None, False, id="v2 without q-LoRA"),
+        pytest.param("v2", "sdpa", 24, True, id="v2 left padded", marks=pytest.mark.slow),
     ],
-    ids=["v3", "v3 left padded", "v3 eager attention", "v2 without q-LoRA", "v2 left padded"],
 )
 def test_every_site_is_rewritten_and_logits_are_as_right_as_eagers(family, attention, q_lora_rank, padded, kind):
     model = build(family, attention, q_lora_rank)

@@ -85,7 +85,7 @@ def test_a_step_writes_in_place_until_there_is_no_more_room():
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("search", ["greedy", "beams"])
+@pytest.mark.parametrize("search", ["greedy", pytest.param("beams", marks=pytest.mark.slow)])
 def test_compiled_generation_is_eagers_however_far_it_grows(search):
     model, inputs = build("v3"), prompt(2, padded=True)
     more = SEARCHES[search] | {"max_new_tokens": 60, "min_new_tokens": 60}
