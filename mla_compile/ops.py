@@ -290,23 +290,9 @@ def _expanded_attention_fake(
     return q.new_empty((*q.shape[:3], w_uv.shape[1])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _expanded_attention_backward_fake(
-    grad_o: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-    workspace_tokens: int,
-    o: Tensor,
-    lse: Tensor,
-    wanted: list[bool],
-) -> list[Tensor]:
-    operands = zip((q, latent, k_rope, w_uk, w_uv, mask), wanted, strict=True)
+def _expanded_attention_backward_fake(grad_o: Tensor, grad_lse: Tensor | None, *others: Any) -> list[Tensor]:
+    *operands_and_settings, wanted = others
+    operands = zip(operands_and_settings, wanted, strict=False)  # the operands come first, one for each that is wanted
     return [operand.new_empty(operand.shape) for operand, asked in operands if asked and operand is not None]
 
 

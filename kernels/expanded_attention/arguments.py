@@ -59,6 +59,38 @@ class ExpandedAttention:
         check_workspace(OP, self.workspace_tokens)
 
 
+@dataclass(frozen=True)
+class ExpandedAttentionBackward:
+    """The arguments of its backward: the forward's, what that gave, the gradients and which operands want one."""
+
+    grad_o: Tensor
+    grad_lse: Tensor | None
+    q: Tensor
+    latent: Tensor
+    k_rope: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    mask: Tensor | None
+    causal_offset: int | None
+    scale: float
+    workspace_tokens: int
+    o: Tensor
+    lse: Tensor
+    wanted: list[bool]
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """What may have a gradient, in the order of `wanted`."""
+        return self.q, self.latent, self.k_rope, self.w_uk, self.w_uv, self.mask
+
+    def check(self) -> None:
+        """Check shapes, dtypes and devices. Raises: KernelError."""
+        ExpandedAttention(*self.operands, self.causal_offset, self.scale, self.workspace_tokens).check()
+        batch, query_count, heads, _ = self.q.shape
+        dims = {"B": batch, "Sq": query_count, "N": heads, "V": self.w_uv.shape[1]}
+        check_shapes(f"{OP}_backward", dims, grad_o=(self.grad_o, "B Sq N V"), o=(self.o, "B Sq N V"))
+
+
 def check_workspace(op: str, workspace_tokens: int) -> None:
     """Check that a key at least has room. Raises: KernelError."""
     if workspace_tokens < 1:

@@ -21,10 +21,10 @@ from torch import Tensor
 
 import mla_compile.ops  # noqa: F401  defines the op
 
-from ..checks import check_shapes
+from ..bundles import checked
 from ..scores import softmax_with_lse
 from ..visibility import KeyPositions, Visibility, causal_stop, reads_values, take
-from .arguments import ExpandedAttention
+from .arguments import ExpandedAttentionBackward
 from .chunks import lowest
 
 _HEADS = 4
@@ -74,62 +74,44 @@ class _Rows:
     scale: float
 
 
-def expanded_attention_backward_aten(
-    grad_o: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    mask: Tensor | None,
-    causal_offset: int | None,
-    scale: float,
-    workspace_tokens: int,
-    o: Tensor,
-    lse: Tensor,
-    wanted: list[bool],
-) -> list[Tensor]:
-    """`mla::expanded_attention_backward`; see `mla_compile.ops` for shapes, dtypes and errors."""
-    ExpandedAttention(q, latent, k_rope, w_uk, w_uv, mask, causal_offset, scale, workspace_tokens).check()
-    batch, query_count, heads, _ = q.shape
-    dims = {"B": batch, "Sq": query_count, "N": heads, "V": w_uv.shape[1]}
-    check_shapes("expanded_attention_backward", dims, grad_o=(grad_o, "B Sq N V"), o=(o, "B Sq N V"))
-    want = Wanted(*wanted)
+def attend_backward(x: ExpandedAttentionBackward) -> list[Tensor]:
+    """The gradients that are wanted, in the dtypes of what they are of."""
+    batch, query_count, heads, _ = x.q.shape
+    want, mask = Wanted(*x.wanted), x.mask
     if mask is not None and mask.dtype == torch.bool and reads_values(mask) and bool(mask.all()):
         mask = None  # as of sequences that could have been packed, and are not
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    operands = q, latent, k_rope, w_uk, w_uv, mask
+    dtype = torch.promote_types(x.q.dtype, torch.float32)
+    operands = *x.operands[:-1], mask
     totals = _Gradients(
         *(
-            torch.zeros(operand.shape, dtype=dtype, device=q.device) if asked and operand is not None else None
-            for operand, asked in zip(operands, wanted, strict=True)
+            torch.zeros(operand.shape, dtype=dtype, device=x.q.device) if asked and operand is not None else None
+            for operand, asked in zip(operands, x.wanted, strict=True)
         )
     )
-    by_flash = _takes_flash(q, mask, lse) and not want.mask
-    least = torch.get_num_threads() if q.is_cpu else 1  # CPU flash attention's backward shares out heads to threads
-    size = max(_HEADS * workspace_tokens // max(latent.shape[1], 1), least)
+    by_flash = _takes_flash(x.q, mask, x.lse) and not want.mask
+    least = torch.get_num_threads() if x.q.is_cpu else 1  # CPU flash attention's backward shares out heads to threads
+    size = max(_HEADS * x.workspace_tokens // max(x.latent.shape[1], 1), least)
     for start in range(0, heads, size):
         group = slice(start, start + size)
-        weights = w_uk[group].to(dtype), w_uv[group].to(dtype)
+        weights = x.w_uk[group].to(dtype), x.w_uv[group].to(dtype)
         for b in range(batch):
             seen = None
             if mask is not None:
                 seen = mask if mask.shape[0] == 1 else mask[b : b + 1]
                 seen = seen if seen.shape[1] == 1 else seen[:, group]
-            visibility = Visibility(seen, causal_offset, latent.shape[1], latent.device)
-            own_q, own_do, own_o = (t[b, :, group].transpose(0, 1).to(dtype) for t in (q, grad_o, o))
+            visibility = Visibility(seen, x.causal_offset, x.latent.shape[1], x.latent.device)
+            own_q, own_do, own_o = (t[b, :, group].transpose(0, 1).to(dtype) for t in (x.q, x.grad_o, x.o))
             rows = _Rows(
                 own_q,
                 own_do,
                 own_o,
-                lse[b, :, group].transpose(0, 1),
-                None if grad_lse is None else grad_lse[b, :, group].transpose(0, 1).to(dtype),
+                x.lse[b, :, group].transpose(0, 1),
+                None if x.grad_lse is None else x.grad_lse[b, :, group].transpose(0, 1).to(dtype),
                 visibility,
                 visibility.keys(range(query_count)),
-                scale,
+                x.scale,
             )
-            _add_group(rows, (latent[b], k_rope[b]), weights, _of(totals, b, group), by_flash)
+            _add_group(rows, (x.latent[b], x.k_rope[b]), weights, _of(totals, b, group), by_flash)
     found = (totals.q, totals.latent, totals.k_rope, totals.w_uk, totals.w_uv, totals.mask)
     return [
         total.to(operand.dtype)
@@ -307,4 +289,5 @@ def _add_to_mask(d_scores: Tensor, queries: range, keys: KeyPositions, d_mask: T
         d_mask.index_add_(3, keys, total)
 
 
+expanded_attention_backward_aten = checked(ExpandedAttentionBackward, attend_backward)
 torch.library.impl("mla::expanded_attention_backward", "CompositeExplicitAutograd")(expanded_attention_backward_aten)

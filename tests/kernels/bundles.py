@@ -1,7 +1,7 @@
 """The bundle of each op."""
 
 from mla_compile.kernels.append_latents.arguments import AppendLatents
-from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention
+from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention, ExpandedAttentionBackward
 from mla_compile.kernels.latent_attention.arguments import LatentAttention
 from mla_compile.kernels.merge_states.arguments import MergeStates
 from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
@@ -12,6 +12,7 @@ from mla_compile.kernels.sparse_latent_attention.arguments import SparseLatentAt
 BUNDLES = {
     "append_latents": AppendLatents,
     "expanded_attention": ExpandedAttention,
+    "expanded_attention_backward": ExpandedAttentionBackward,
     "latent_attention": LatentAttention,
     "merge_states": MergeStates,
     "paged_expanded_attention": PagedExpandedAttention,
