@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def draw(seed: int) -> Program:
         tokens = (max(tokens[0], queries[0]), max(tokens[1], queries[1]))
     if "pages" in cache:
         tokens = (max(tokens[0] // PAGE_SIZE, 2), tokens[1] // PAGE_SIZE)
-    return Program(
+    program = Program(
         seed,
         path,
         cache,
@@ -86,6 +86,10 @@ def draw(seed: int) -> Program:
         queries,
         tokens,
     )
+    if path in ("both", "auto") and program.heads * (program.nope + program.value) <= 2 * program.rank:
+        # A latent no narrower than what it expands to is not compressed: only a path that is asked for takes it.
+        program = replace(program, heads=4, rank=8, nope=12)
+    return program
 
 
 def sizes(program: Program) -> list[tuple[int, int, int]]:
