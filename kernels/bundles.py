@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+import torch
+
+from mla_compile import ops
+
 
 class Bundle(Protocol):
     """The arguments of an op."""
@@ -29,6 +33,12 @@ def checked(bundle: Callable[..., B], compute: Callable[[B], R]) -> Callable[...
         return compute(whole)
 
     return implementation
+
+
+def implement(op: str, key: str, implementation: Callable[..., Any]) -> None:
+    """Make it what torch calls for `mla::<op>` under a dispatch key."""
+    assert op in ops.__all__
+    torch.library.impl(f"mla::{op}", key)(implementation)
 
 
 def unchecked(bundle: Callable[..., B], compute: Callable[[B], R]) -> Callable[..., R]:

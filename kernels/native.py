@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ def start_library(sources: tuple[Path, ...]) -> Callable[[], ctypes.CDLL | None]
 
 def address(kernel: Callable[..., None]) -> int:
     """Where the code of a kernel is."""
-    library = ctypes.CDLL(kernel.__self__.__file__)  # type: ignore[attr-defined]
+    assert isinstance(kernel, BuiltinFunctionType)
+    assert isinstance(kernel.__self__, ModuleType)
+    library = ctypes.CDLL(kernel.__self__.__file__)
     found = ctypes.cast(library.kernel, ctypes.c_void_p).value
     assert found is not None
     return found
@@ -79,11 +82,8 @@ def _text(sources: Sequence[Path], defines: Sequence[str]) -> str:
 def _torch_library() -> Any:
     from torch._inductor.codecache import CppCodeCache
 
-    class TorchLibrary(CppCodeCache):
-        cache: dict[str, Any] = {}  # noqa: RUF012  one for each class, which is how Inductor declares it
-        cpp_compile_command_flags = {"include_pytorch": True, "shared": True}  # noqa: RUF012
-
-    return TorchLibrary
+    flags = {"include_pytorch": True, "shared": True}
+    return type("TorchLibrary", (CppCodeCache,), {"cache": {}, "cpp_compile_command_flags": flags})
 
 
 def _built(source: Path, begin: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:

@@ -40,6 +40,7 @@ from mla_compile.passes.paths.absorbed import Absorbed
 from . import options as option_parser
 from .graph_log import is_observed, log_graph
 from .mm_of_one_row import mm_of_one_row
+from .ops import SEALED
 from .options import Options
 from .replicated import with_replicated_heads
 from .report import Report, record
@@ -235,7 +236,7 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
     placeholders = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     table: dict[Any, Callable[..., Any]] = {
         **select_decomp_table(),
-        torch.ops.mla.sealed_attention.default: unseal,
+        SEALED: unseal,
         torch.ops.aten.mm.default: mm_of_one_row,
     }
     mode = detect_fake_mode(placeholders)

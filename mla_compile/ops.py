@@ -373,3 +373,10 @@ for _name in __all__:
     # torch takes no formula for what mutates
     if _name not in ("append_latents", "expanded_attention"):
         _refuse_backward(_name)
+
+SEALED = torch.ops.mla.sealed_attention.default
+
+
+def schema_of(op: str) -> str:
+    """What `mla::<op>` takes and gives, as torch writes it."""
+    return str(getattr(torch.ops.mla, op).default._schema).removeprefix(f"mla::{op}")

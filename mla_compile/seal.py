@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from . import ops as ops  # defines the op
+from .ops import SEALED
 from .passes.nodes.arguments import all_arguments
 
 _TENSORS = ("query", "key", "value", "attn_mask")
@@ -39,7 +39,7 @@ def _seal(graph: fx.Graph, attention: Callable[..., Any]) -> int:
         arguments = all_arguments(node, torch.ops.aten.scaled_dot_product_attention.default)
         if any(isinstance(value, fx.Node) for name, value in arguments.items() if name not in _TENSORS):
             continue  # a symbolic flag or scale: left to Inductor
-        node.target = torch.ops.mla.sealed_attention.default
+        node.target = SEALED
         node.args, node.kwargs = tuple(arguments.values()), {}
         count += 1
     return count
@@ -54,7 +54,7 @@ def unseal(*args: Any) -> torch.Tensor:
 def unseal_exported(graph: fx.Graph) -> None:
     """Make the sealed attentions of an exported program's graph the SDPA ops that they were, in place."""
     for node in graph.nodes:
-        if node.target is torch.ops.mla.sealed_attention.default:
+        if node.target is SEALED:
             *positional, scale, grouped = node.args
             node.target = torch.ops.aten.scaled_dot_product_attention.default
             node.args, node.kwargs = tuple(positional), {"scale": scale, "enable_gqa": grouped}

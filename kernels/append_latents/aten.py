@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-import mla_compile.ops  # noqa: F401  defines the op
-
 from ...fp8 import RowLayout, quantised, quantised_by
-from ..bundles import checked
+from ..bundles import checked, implement
 from .arguments import AppendLatents
 
 
@@ -27,4 +25,4 @@ def append(x: AppendLatents) -> None:
 
 
 append_latents_aten = checked(AppendLatents, append)
-torch.library.impl("mla::append_latents", "CompositeExplicitAutograd")(append_latents_aten)
+implement("append_latents", "CompositeExplicitAutograd", append_latents_aten)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from .._common.suits import suits
-from ..bundles import checked
+from ..bundles import checked, implement
 from .arguments import AppendLatents
 from .aten import append
 
@@ -24,4 +24,4 @@ def append_on_gpu(x: AppendLatents) -> None:
 
 
 append_latents_gpu = checked(AppendLatents, append_on_gpu)
-torch.library.impl("mla::append_latents", "CUDA")(append_latents_gpu)
+implement("append_latents", "CUDA", append_latents_gpu)

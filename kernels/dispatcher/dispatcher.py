@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-import mla_compile.ops  # noqa: F401  defines the ops
+from mla_compile.ops import schema_of
 
 from ..native import TYPES, address, start_library
 
@@ -36,8 +36,7 @@ def general(op: str) -> Callable[[Callable[..., Any]], None]:
     """Register an implementation that takes whatever `mla::<op>` takes on CPU; to be called with it."""
 
     def register(implementation: Callable[..., Any]) -> None:
-        schema = str(getattr(torch.ops.mla, op).default._schema).removeprefix(f"mla::{op}")
-        _GENERAL.define(f"{op}_general{schema}")
+        _GENERAL.define(f"{op}_general{schema_of(op)}")
         _GENERAL.impl(f"{op}_general", implementation, "CPU")
         _implementations[op] = implementation
         _register(op)

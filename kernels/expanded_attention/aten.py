@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-import mla_compile.ops  # noqa: F401  defines the op
-
-from ..bundles import checked
+from ..bundles import checked, implement
 from ..merge_states.aten import share_of_second
 from ..scores import causal_mask, softmax_with_lse
 from ..visibility import KeyPositions, Visibility
@@ -121,4 +119,4 @@ def _attend_composed(
 
 
 expanded_attention_aten = checked(ExpandedAttention, attend)
-torch.library.impl("mla::expanded_attention", "CompositeExplicitAutograd")(expanded_attention_aten)
+implement("expanded_attention", "CompositeExplicitAutograd", expanded_attention_aten)

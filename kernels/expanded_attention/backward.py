@@ -19,9 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import mla_compile.ops  # noqa: F401  defines the op
-
-from ..bundles import checked
+from ..bundles import checked, implement
 from ..scores import softmax_with_lse
 from ..visibility import KeyPositions, Visibility, causal_stop, reads_values, take
 from .arguments import ExpandedAttentionBackward
@@ -290,4 +288,4 @@ def _add_to_mask(d_scores: Tensor, queries: range, keys: KeyPositions, d_mask: T
 
 
 expanded_attention_backward_aten = checked(ExpandedAttentionBackward, attend_backward)
-torch.library.impl("mla::expanded_attention_backward", "CompositeExplicitAutograd")(expanded_attention_backward_aten)
+implement("expanded_attention_backward", "CompositeExplicitAutograd", expanded_attention_backward_aten)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._common.suits import small, suits
-from ..bundles import checked
+from ..bundles import checked, implement
 from .arguments import ExpandedAttention
 from .aten import attend
 
@@ -27,4 +27,4 @@ def attend_on_gpu(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
 
 
 expanded_attention_gpu = checked(ExpandedAttention, attend_on_gpu)
-torch.library.impl("mla::expanded_attention", "CUDA")(expanded_attention_gpu)
+implement("expanded_attention", "CUDA", expanded_attention_gpu)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..bundles import checked
+from ..bundles import checked, implement
 from ..native import ATTEND, VECTOR, load
 from ..visibility import KeyPositions, Visibility
 from .arguments import ExpandedAttention
@@ -74,4 +74,4 @@ def _run(
 
 
 expanded_attention_cpu = checked(ExpandedAttention, attend_on_cpu)
-torch.library.impl("mla::expanded_attention", "CPU")(expanded_attention_cpu)
+implement("expanded_attention", "CPU", expanded_attention_cpu)

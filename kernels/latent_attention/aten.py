@@ -19,9 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-import mla_compile.ops  # noqa: F401  defines the op
-
-from ..bundles import checked
+from ..bundles import checked, implement
 from ..visibility import KeyPositions, Visibility, split, take
 from .arguments import LatentAttention
 
@@ -128,4 +126,4 @@ def _scores(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) ->
 
 
 latent_attention_aten = checked(LatentAttention, attend)
-torch.library.impl("mla::latent_attention", "CompositeExplicitAutograd")(latent_attention_aten)
+implement("latent_attention", "CompositeExplicitAutograd", latent_attention_aten)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._common.suits import suits
-from ..bundles import checked
+from ..bundles import checked, implement
 from .arguments import LatentAttention
 from .aten import attend
 
@@ -26,4 +26,4 @@ def attend_on_gpu(x: LatentAttention) -> tuple[Tensor, Tensor]:
 
 
 latent_attention_gpu = checked(LatentAttention, attend_on_gpu)
-torch.library.impl("mla::latent_attention", "CUDA")(latent_attention_gpu)
+implement("latent_attention", "CUDA", latent_attention_gpu)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import mla_compile.ops  # noqa: F401  defines the op
-
-from ..bundles import checked
+from ..bundles import checked, implement
 from .arguments import MergeStates
 
 
@@ -25,4 +23,4 @@ def share_of_second(lse_a: Tensor, lse_b: Tensor) -> Tensor:
 
 
 merge_states_aten = checked(MergeStates, merge)
-torch.library.impl("mla::merge_states", "CompositeExplicitAutograd")(merge_states_aten)
+implement("merge_states", "CompositeExplicitAutograd", merge_states_aten)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._common.suits import suits
-from ..bundles import checked
+from ..bundles import checked, implement
 from .arguments import MergeStates
 from .aten import merge
 
@@ -22,4 +22,4 @@ def merge_on_gpu(x: MergeStates) -> tuple[Tensor, Tensor]:
 
 
 merge_states_gpu = checked(MergeStates, merge_on_gpu)
-torch.library.impl("mla::merge_states", "CUDA")(merge_states_gpu)
+implement("merge_states", "CUDA", merge_states_gpu)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import mla_compile.ops  # noqa: F401  defines the op
-
-from ..bundles import checked
+from ..bundles import checked, implement
 from ..expanded_attention.aten import attend_by_flash
 from ..expanded_attention.chunks import attend_sequence, leveled
 from ..expanded_attention.native import fastest
@@ -63,4 +61,4 @@ def attend(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
 
 
 paged_expanded_attention_aten = checked(PagedExpandedAttention, attend)
-torch.library.impl("mla::paged_expanded_attention", "CompositeExplicitAutograd")(paged_expanded_attention_aten)
+implement("paged_expanded_attention", "CompositeExplicitAutograd", paged_expanded_attention_aten)

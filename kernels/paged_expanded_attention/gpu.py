@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._common.suits import small, suits
-from ..bundles import checked
+from ..bundles import checked, implement
 from .arguments import PagedExpandedAttention
 from .aten import attend
 
@@ -27,4 +27,4 @@ def attend_on_gpu(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
 
 
 paged_expanded_attention_gpu = checked(PagedExpandedAttention, attend_on_gpu)
-torch.library.impl("mla::paged_expanded_attention", "CUDA")(paged_expanded_attention_gpu)
+implement("paged_expanded_attention", "CUDA", paged_expanded_attention_gpu)

@@ -16,9 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import mla_compile.ops  # noqa: F401  defines the op
-
-from ..bundles import checked
+from ..bundles import checked, implement
 from ..pages import both, mask_of
 from ..visibility import reads_values
 from .arguments import PagedLatentAttention
@@ -60,4 +58,4 @@ def attend(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
 
 
 paged_latent_attention_aten = checked(PagedLatentAttention, attend)
-torch.library.impl("mla::paged_latent_attention", "CompositeExplicitAutograd")(paged_latent_attention_aten)
+implement("paged_latent_attention", "CompositeExplicitAutograd", paged_latent_attention_aten)

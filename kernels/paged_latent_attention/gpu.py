@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._common.suits import suits
-from ..bundles import checked
+from ..bundles import checked, implement
 from .arguments import PagedLatentAttention
 from .aten import attend
 
@@ -26,4 +26,4 @@ def attend_on_gpu(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
 
 
 paged_latent_attention_gpu = checked(PagedLatentAttention, attend_on_gpu)
-torch.library.impl("mla::paged_latent_attention", "CUDA")(paged_latent_attention_gpu)
+implement("paged_latent_attention", "CUDA", paged_latent_attention_gpu)

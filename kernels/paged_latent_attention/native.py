@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..bundles import checked
+from ..bundles import checked, implement
 from ..latent_attention.cached import MOST_ROWS, Cached, attend, kernel_for
 from .arguments import PagedLatentAttention
 from .aten import attend as attend_with_aten
@@ -47,4 +47,4 @@ def attend_on_cpu(operands: PagedLatentAttention) -> tuple[Tensor, Tensor]:
 
 
 paged_latent_attention_cpu = checked(PagedLatentAttention, attend_on_cpu)
-torch.library.impl("mla::paged_latent_attention", "CPU")(paged_latent_attention_cpu)
+implement("paged_latent_attention", "CPU", paged_latent_attention_cpu)

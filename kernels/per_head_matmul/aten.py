@@ -9,9 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import mla_compile.ops  # noqa: F401  defines the op
-
-from ..bundles import checked
+from ..bundles import checked, implement
 from .arguments import PerHeadMatmul
 
 
@@ -29,4 +27,4 @@ def multiply(operands: PerHeadMatmul) -> Tensor:
 
 
 per_head_matmul_aten = checked(PerHeadMatmul, multiply)
-torch.library.impl("mla::per_head_matmul", "CompositeExplicitAutograd")(per_head_matmul_aten)
+implement("per_head_matmul", "CompositeExplicitAutograd", per_head_matmul_aten)

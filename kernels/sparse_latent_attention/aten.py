@@ -14,9 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import mla_compile.ops  # noqa: F401  defines the op
-
-from ..bundles import checked
+from ..bundles import checked, implement
 from ..fp8 import bytes_of, dequantised
 from ..visibility import reads_values
 from .arguments import SparseLatentAttention
@@ -110,4 +108,4 @@ def _attend(
 
 
 sparse_latent_attention_aten = checked(SparseLatentAttention, attend)
-torch.library.impl("mla::sparse_latent_attention", "CompositeExplicitAutograd")(sparse_latent_attention_aten)
+implement("sparse_latent_attention", "CompositeExplicitAutograd", sparse_latent_attention_aten)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._common.suits import suits
-from ..bundles import checked
+from ..bundles import checked, implement
 from .arguments import SparseLatentAttention
 from .aten import attend
 
@@ -26,4 +26,4 @@ def attend_on_gpu(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
 
 
 sparse_latent_attention_gpu = checked(SparseLatentAttention, attend_on_gpu)
-torch.library.impl("mla::sparse_latent_attention", "CUDA")(sparse_latent_attention_gpu)
+implement("sparse_latent_attention", "CUDA", sparse_latent_attention_gpu)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..bundles import checked
+from ..bundles import checked, implement
 from ..latent_attention.cached import MOST_ROWS, Cached, attend, kernel_for
 from .arguments import SparseLatentAttention
 from .aten import attend as attend_with_aten
@@ -55,4 +55,4 @@ def _attended(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
 
 
 sparse_latent_attention_cpu = checked(SparseLatentAttention, attend_on_cpu)
-torch.library.impl("mla::sparse_latent_attention", "CPU")(sparse_latent_attention_cpu)
+implement("sparse_latent_attention", "CPU", sparse_latent_attention_cpu)

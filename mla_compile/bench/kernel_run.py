@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import mla_compile.kernels.register  # noqa: F401  the ops
+import mla_compile.kernels.register  # noqa: F401  what the ops compute
 from mla_compile.bench.kernel_cases import Case, Inputs, Kind, L, R, make_inputs
 from mla_compile.bench.kernel_peers import by_hand, calls, version
 from mla_compile.bench.modes import summary

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-import mla_compile.ops  # noqa: F401  defines the sealed op
+from mla_compile.ops import SEALED
 
 from ..algebra import operations
 from ..algebra.sizes import Size, Unaligned, product, total
@@ -91,7 +91,7 @@ def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
     """Every attention of the graph in order, or the reason why one could not be read."""
     for node in list(graph.nodes):
         try:
-            if node.target is torch.ops.mla.sealed_attention.default:
+            if node.target is SEALED:
                 yield _unpadded(_from_sealed(node, trace))
             elif node.target is torch.ops.higher_order.flex_attention:
                 yield Refusal(

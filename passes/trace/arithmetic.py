@@ -6,7 +6,7 @@ import math
 
 from torch import fx
 
-from ..algebra import operations
+from ..algebra import joins, operations
 from ..algebra.sizes import Unaligned, known_at_most
 from ..algebra.terms import Form, Unread
 from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
@@ -134,7 +134,7 @@ def _pad(trace: Forms, node: fx.Node) -> Form:
     before, after = before_after[padded[0] - len(form.dims) + len(before_after)]
     if not known_at_most(0, before) or not known_at_most(0, after):
         raise Unaligned("padding by a size that is negative or not known")
-    return operations.pad(node, form, padded[0], before, after)
+    return joins.pad(node, form, padded[0], before, after)
 
 
 @HANDLERS.of(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..algebra import operations
+from ..algebra import joins, operations
 from ..algebra.sizes import Size, Unaligned, known_at_most, same, total
 from ..algebra.terms import Form, Term, Undefined, Zero
 from ..nodes.arguments import argument, arguments, aten
@@ -22,7 +22,7 @@ def _cat(trace: Forms, node: fx.Node) -> Form:
     pieces = [trace[piece] for piece in arguments(node)[0] if len(shape_of(piece)) == len(shape_of(node))]
     if len(pieces) != len(arguments(node)[0]) or len({p.meta["val"].dtype for p in arguments(node)[0]}) > 1:
         raise Unaligned("pieces of several ranks or dtypes")
-    return pieces[0] if len(pieces) == 1 else operations.join(node, pieces, dim)
+    return pieces[0] if len(pieces) == 1 else joins.join(node, pieces, dim)
 
 
 @HANDLERS.of(aten.stack.default)
@@ -30,7 +30,7 @@ def _stack(trace: Forms, node: fx.Node) -> Form:
     dim = argument(node, "dim") % len(shape_of(node))
     if len({p.meta["val"].dtype for p in arguments(node)[0]}) > 1:
         raise Unaligned("pieces of several dtypes")
-    return operations.join(node, [_unsqueezed(trace[piece], dim) for piece in arguments(node)[0]], dim)
+    return joins.join(node, [_unsqueezed(trace[piece], dim) for piece in arguments(node)[0]], dim)
 
 
 @HANDLERS.of(
@@ -155,4 +155,4 @@ def _written(node: fx.Node, target: Form, source: Form, dim: int, start: Size) -
     pieces.append(source)
     if not same(after, 0):
         pieces.append(operations.take(target, dim, start + size, after))
-    return source if len(pieces) == 1 else operations.join(node, pieces, dim)
+    return source if len(pieces) == 1 else joins.join(node, pieces, dim)

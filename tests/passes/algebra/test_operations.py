@@ -10,7 +10,7 @@ import sympy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mla_compile.passes.algebra import operations
+from mla_compile.passes.algebra import joins, operations
 from mla_compile.passes.algebra.sizes import Size, Unaligned, quotient, same
 from mla_compile.passes.algebra.terms import Form, Join, Product, Term, Undefined
 from tests.passes.meaning import World
@@ -171,7 +171,7 @@ class Chain:
         shape = list(form.shape)
         shape[dim] = _plain(sum(f.shape[dim] for f, _ in pieces))
         forms = [f for f, _ in pieces]
-        return lambda: operations.join(name, forms, dim), np.concatenate([a for _, a in pieces], dim), shape
+        return lambda: joins.join(name, forms, dim), np.concatenate([a for _, a in pieces], dim), shape
 
     def contract(self, name: str) -> Made:
         left, a = self.any((3, 2))
@@ -276,7 +276,7 @@ def test_a_join_gives_a_piece_back_whole() -> None:
     world, forms = world_of(latent=latent, weight=weight, rope=rope)
     world.tensors |= {"nope": latent @ weight, "key": np.concatenate([latent @ weight, rope], 1)}
     nope = operations.contract("nope", forms[0], forms[1], [], (1, 0))
-    key = operations.join("key", [nope, forms[2]], 1)
+    key = joins.join("key", [nope, forms[2]], 1)
     assert isinstance(key.term.parts, Join)
     first, second = operations.take(key, 1, 0, 4), operations.take(key, 1, 4, 2)
     assert isinstance(first.term.parts, Product)
@@ -292,7 +292,7 @@ def test_a_join_of_pieces_of_several_axes_comes_apart_again() -> None:
     world, (first, second) = world_of(wide=wide, narrow=narrow)
     world.tensors["joined"] = np.concatenate([np.broadcast_to(wide[:1], (3, 2, 4)).reshape(3, 8), narrow], 1)
     merged = operations.view(operations.expand(operations.take(first, 0, 0, 1), (3, 2, 4)), (3, 8))
-    joined = operations.join("joined", [merged, second], 1)
+    joined = joins.join("joined", [merged, second], 1)
     world.check(joined, world.tensors["joined"])
     world.check(operations.view(operations.take(joined, 1, 0, 8), (3, 2, 4)), np.broadcast_to(wide[:1], (3, 2, 4)))
     world.check(operations.take(joined, 1, 8, 5), narrow)
@@ -302,7 +302,7 @@ def test_pieces_over_the_same_axes_are_one_plain_tensor() -> None:
     past, new = numbers(2, 4, 3), numbers(2, 1, 3)
     world, forms = world_of(past=past, new=new)
     world.tensors["cache"] = np.concatenate([past, new], 1)
-    cache = operations.join("cache", forms, 1)
+    cache = joins.join("cache", forms, 1)
     assert cache.term.parts is None
     assert cache.term.read.source == "cache"
     world.check(cache, world.tensors["cache"])
@@ -322,7 +322,7 @@ def test_a_scaled_join_still_knows_along_which_axes_its_pieces_repeat() -> None:
     world, (first, second) = world_of(nope=nope, rope=rope)
     array = np.concatenate([nope, np.broadcast_to(rope, (4, 5, 2))], 2)
     world.tensors |= {"key": array, "scaled": 3 * array}
-    key = operations.join("key", [first, operations.expand(second, (4, 5, 2))], 2)
+    key = joins.join("key", [first, operations.expand(second, (4, 5, 2))], 2)
     scaled = operations.scaled(key, 3.0)
     world.check(scaled, 3 * array)
     piece = operations.take(scaled, 2, 3, 2)
@@ -333,7 +333,7 @@ def test_a_scaled_join_still_knows_along_which_axes_its_pieces_repeat() -> None:
 def test_a_slice_of_joined_pieces_of_unknown_order_is_not_told_apart() -> None:
     past, new, start, size = sympy.symbols("past new start size", positive=True, integer=True)
     pieces = [operations.leaf("a", (2, past)), operations.expand(operations.leaf("b", (new,)), (2, new))]
-    joined = operations.join("joined", pieces, 1)
+    joined = joins.join("joined", pieces, 1)
     with pytest.raises(Unaligned, match="order"):
         operations.take(joined, 1, start, size)
 
@@ -365,10 +365,10 @@ def test_pieces_at_every_index_of_an_axis_are_read_where_they_are_from() -> None
     ranks = numbers(3, 2, 4)
     world, (form,) = world_of(ranks=ranks)
     pieces = [operations.select(form, 0, i) for i in range(3)]
-    joined = operations.join("joined", pieces, 1)
+    joined = joins.join("joined", pieces, 1)
     assert joined.term.read.source == "ranks"
     world.check(joined, ranks.transpose(1, 0, 2).reshape(2, 12))
-    world.check(operations.join("joined", pieces, 0), ranks.reshape(6, 4))
+    world.check(joins.join("joined", pieces, 0), ranks.reshape(6, 4))
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1), (0, 1), (1, 2), (0, 1, 1)])
@@ -376,6 +376,6 @@ def test_pieces_at_some_indices_or_in_another_order_are_joined(order: tuple[int,
     ranks = numbers(3, 2, 4)
     world, (form,) = world_of(ranks=ranks)
     world.tensors["joined"] = np.concatenate([ranks[i] for i in order], 1)
-    joined = operations.join("joined", [operations.select(form, 0, i) for i in order], 1)
+    joined = joins.join("joined", [operations.select(form, 0, i) for i in order], 1)
     assert joined.term.read.source == "joined"
     world.check(joined, world.tensors["joined"])
