@@ -38,6 +38,7 @@ from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.paths.absorbed import Absorbed
 
 from . import options as option_parser
+from . import variants
 from .graph_log import is_observed, log_graph
 from .mm_of_one_row import mm_of_one_row
 from .ops import SEALED
@@ -85,7 +86,10 @@ def mla(
         compilation = _Compilation(module, inputs, ours)
         compiled = compilation.run()
         seconds = compilation.seconds | {"compile": time.perf_counter() - start}
-        record(Report(compilation.outcomes, compilation.note, seconds))
+        report = Report(compilation.outcomes, compilation.note, seconds)
+        record(report)
+        if report.rewritten:
+            variants.remember(module)
         return _tuning(compiled) if inductor.get("max_autotune") else compiled
 
 

@@ -5,12 +5,12 @@ What the passes leave unchanged is unsealed when the graph is traced again: to e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
 from .ops import SEALED
 from .passes.nodes.arguments import all_arguments
@@ -58,3 +58,31 @@ def unseal_exported(graph: fx.Graph) -> None:
             *positional, scale, grouped = node.args
             node.target = torch.ops.aten.scaled_dot_product_attention.default
             node.args, node.kwargs = tuple(positional), {"scale": scale, "enable_gqa": grouped}
+
+
+def _batched(
+    info: Any, in_dims: Sequence[int | None], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
+) -> tuple[Tensor, int]:
+    """What `torch.vmap` makes of a sealed attention: one, of tensors with one dimension more, in front.
+
+    Those that are not mapped over are repeated along it.
+    """
+
+    def mapped(tensor: Tensor, dim: int | None) -> Tensor:
+        return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+    query, key, value = (mapped(t, dim) for t, dim in zip((query, key, value), in_dims, strict=False))
+    if mask is not None:
+        mask = mapped(mask, in_dims[3])
+        mask = mask.reshape(mask.shape[0], *(1,) * (query.dim() - mask.dim()), *mask.shape[1:])
+    if query.dim() <= 4:
+        return torch.ops.mla.sealed_attention(query, key, value, mask, *rest), 0
+    # A batch of batches is one batch.
+    batches = query.shape[:2]
+    if mask is not None:
+        mask = mask.expand(*batches, *mask.shape[2:]).flatten(0, 1)
+    query, key, value = (t.flatten(0, 1) for t in (query, key, value))
+    return torch.ops.mla.sealed_attention(query, key, value, mask, *rest).unflatten(0, batches), 0
+
+
+torch.library.register_vmap("mla::sealed_attention", _batched)

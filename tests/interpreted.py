@@ -6,10 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import _reinterpret_tensor
 
 
 def interpreted(module: torch.fx.GraphModule, inputs: object, **kwargs: object) -> Callable[..., Any]:
     """In place of `compile_fx_inner`: run what the passes and the retrace made as it is."""
     from functorch.compile import make_boxed_func
 
-    return make_boxed_func(module.forward)
+    def run(*arguments: object) -> tuple[object, ...]:
+        return tuple(without_base(output) for output in module.forward(*arguments))
+
+    return make_boxed_func(run)
+
+
+def without_base(output: object) -> object:
+    """A view of a tensor of the graph as Inductor returns it: one that does not know what it is a view of."""
+    if not isinstance(output, torch.Tensor) or output._base is None:
+        return output
+    return _reinterpret_tensor(output, output.shape, output.stride())

@@ -149,6 +149,8 @@ class Chooser:
         renamed = tuple((name, rename(size)) for name, size in sizes.items())
         renamed_topk = rename(topk) if topk is not None else None
         hints = tuple((ours, hint[theirs]) for theirs, ours in rename.renamed.items())
+        if topk is None and self.ranges is None:
+            candidates = _least_work_of_a_prompt(sizes, candidates, element_size, self.workspace_tokens)
         known = renamed, renamed_topk, candidates, self.device, element_size, self.workspace_tokens, hints
         decision = _fastest(*known)
         path = every.path_named(decision.path)
@@ -200,6 +202,28 @@ def _has_lengths(site: Site, meaning: Meaning) -> bool:
     """Whether the masks of a site are numbers of keys, some of which only a run knows."""
     bounds = Bounds.of(site, meaning)
     return bounds is not None and bool(bounds.reads)
+
+
+def _least_work_of_a_prompt(
+    sizes: Mapping[str, Size], candidates: tuple[Path, ...], element_size: int, workspace_tokens: int
+) -> tuple[Path, ...]:
+    """For prompts of any length with nothing before them, the path that computes least at any length, if one does.
+
+    The others win by a few bytes, where prompts are short; a guard would make two variants of it.
+    """
+    if not sympy.sympify(sizes["Sq"]).free_symbols or sympy.expand(sizes["T"] - sizes["Sq"]) != 0:
+        return candidates
+    flops = {path: path.cost(Dims(**sizes), element_size, workspace_tokens, None).flops for path in candidates}
+    for path, own in flops.items():
+        if all(_never_negative(other - own) for other in flops.values()):
+            return (path,)
+    return candidates
+
+
+def _never_negative(difference: sympy.Expr) -> bool:
+    """Whether a polynomial of sizes has no negative coefficient."""
+    terms = sympy.expand(difference).as_coefficients_dict()
+    return all(coefficient >= 0 for coefficient in terms.values())
 
 
 def _holds(condition: Relational, ranges: Ranges) -> bool:

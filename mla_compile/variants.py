@@ -1,0 +1,154 @@
+"""Variants of one function: torch compiles eight of them, and runs the function uncompiled from then on.
+
+A function whose attention was rewritten loses more by that than others. So sizes that vary open the others of their
+tensor, which makes fewer variants, and the last one warns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo import config, pgo
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import CompileContext
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
+
+_MOST_SHOWN = 4
+Shapes = dict[str, str]
+"""The sizes of each tensor of a variant that is no parameter."""
+
+
+@dataclass
+class _Function:
+    """A function that torch compiles: its code, what `self` is there, and the inputs of its variants so far."""
+
+    code: CodeType
+    owner: str
+    variants: list[Shapes] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        file = "/".join(self.code.co_filename.split("/")[-3:])
+        return f"{self.code.co_name} of {self.owner} ({file}:{self.code.co_firstlineno})"
+
+
+_functions: dict[int, _Function] = {}
+
+
+def remember(module: fx.GraphModule) -> None:
+    """Take note of a Dynamo graph that is being compiled, with attention that was rewritten.
+
+    Warns if torch will compile no other variant of its function.
+    """
+    now = CompileContext.current_compile_id()
+    if now is None or now.frame_id is None or now.frame_compile_id is None:
+        return  # the backend was called, not torch
+    root: Any = InstructionTranslator.current_tx()
+    function = _functions.get(now.frame_id)
+    if function is None or function.code is not root.f_code:
+        owner = type(root.f_locals["self"]).__name__ if "self" in root.f_locals else root.f_globals.get("__name__", "?")
+        function = _functions[now.frame_id] = _Function(root.f_code, owner)
+    inputs = dict(_inputs(module.graph))
+    function.variants.append({name: _sizes(node) for name, node in inputs.items()})
+    _open_sizes(root, {name for name, node in inputs.items() if _grows(node)})
+    count = now.frame_compile_id + 1
+    if count == config.recompile_limit:
+        warnings.warn(_last_variant(function, count), stacklevel=2)
+
+
+def _inputs(graph: fx.Graph) -> Iterator[tuple[str, fx.Node]]:
+    for node in graph.find_nodes(op="placeholder"):
+        source = getattr(node, "_dynamo_source", None)
+        value = node.meta.get("example_value")
+        if source is not None and isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter):
+            yield source.name if isinstance(source.name, str) else source.name(), node
+
+
+def _sizes(node: fx.Node) -> str:
+    sizes = node.meta["example_value"].shape
+    return "[" + ", ".join(str(int(size)) if is_concrete_int(size) else "any" for size in sizes) + "]"
+
+
+def _grows(node: fx.Node) -> bool:
+    """Whether the graph gives back the tensor with something put behind it, as of a cache that is longer next time."""
+    return any(user.target is torch.cat and any(after.op == "output" for after in user.users) for user in node.users)
+
+
+def _open_sizes(root: Any, growing: set[str]) -> None:
+    """Let the next variants take any size of a tensor that grows or that had several sizes already.
+
+    Torch opens the sizes that it saw vary, one after the other, and makes a variant for each. Once sizes vary, so will
+    those of an argument that was not given yet.
+    """
+    if (entries := _sizes_seen(root)) is None:
+        return
+    varied = [
+        entry
+        for name, entry in entries.items()
+        if isinstance(entry.size, tuple) and (name in growing or pgo.auto_dynamic in entry.size)
+    ]
+    for entry in varied:
+        entry.size = (pgo.auto_dynamic,) * len(entry.size)
+    if varied:
+        for name in set(_arguments(root)) - set(entries):
+            entries[name].size = pgo.auto_dynamic
+
+
+def _sizes_seen(root: Any) -> dict[str, Any] | None:
+    """What torch knows of the sizes of each tensor of a function: what it keeps static, and what not."""
+    with_closure = "closure" in inspect.signature(pgo.CodeId.make).parameters  # of torch 2.13
+    code = pgo.CodeId.make(root.f_code, root.closure) if with_closure else pgo.CodeId.make(root.f_code)
+    state = pgo.get_code_state().get(code)
+    return None if state is None else state.automatic_dynamic
+
+
+def _arguments(root: Any) -> Iterator[str]:
+    """What torch calls the arguments of a function; those of a `forward` that it hands them on to as keywords, too."""
+    code = root.f_code
+    for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        yield f"L[{name!r}]"
+    forward = getattr(type(root.f_locals.get("self")), "forward", None)
+    if code.co_flags & inspect.CO_VARKEYWORDS and forward is not None:
+        keywords = code.co_varnames[
+            code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+        ]
+        for name in inspect.signature(forward).parameters:
+            yield f"L[{keywords!r}][{name!r}]"
+
+
+def _last_variant(function: _Function, count: int) -> str:
+    return (
+        f"variant {count} of {function}, the last that torch compiles: for inputs of another kind it will run "
+        f"uncompiled, tens of times slower. What differed: {'; '.join(_differences(function.variants))}. Set "
+        f"torch._dynamo.config.recompile_limit = {8 * count} before the first call, or give it fewer kinds of inputs"
+    )
+
+
+def _differences(variants: list[Shapes]) -> list[str]:
+    """A line for inputs that were not the same in all variants, those with the same history together."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in dict.fromkeys(name for variant in variants for name in variant):
+        history = tuple(_distinct(variant.get(name, "none") for variant in variants))
+        if len(history) > 1:
+            alike.setdefault(history, []).append(name)
+    lines = [
+        _short(first) + (f" and {len(others)} others" if others else "") + ": " + ", ".join(history)
+        for history, (first, *others) in alike.items()
+    ]
+    return lines[:_MOST_SHOWN] + ([f"{len(lines) - _MOST_SHOWN} more"] if len(lines) > _MOST_SHOWN else [])
+
+
+def _distinct(values: Iterable[str]) -> Iterable[str]:
+    return dict.fromkeys(values)
+
+
+def _short(source: str) -> str:
+    """`L['kwargs']['input_ids']` as `input_ids`."""
+    return re.sub(r"\['(\w+)'\]", r".\1", source).removeprefix("L.").removeprefix("kwargs.")

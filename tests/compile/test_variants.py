@@ -1,0 +1,63 @@
+"""Variants of one function: sizes that vary open others of their tensor, and the last variant says so."""
+
+import pytest
+import torch
+from torch import nn
+
+import mla_compile
+
+L, R, N, P, V, HIDDEN = 8, 4, 2, 4, 4, 12
+
+
+class Layer(nn.Module):
+    """MLA without rope, after a latent cache that it gives back longer."""
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(HIDDEN, N * P)
+        self.down = nn.Linear(HIDDEN, L)
+        self.up = nn.Linear(L, N * (P + V))
+
+    def forward(self, x, past, bias=None):
+        batch, tokens, _ = x.shape
+        latent = torch.cat([past, self.down(x)], dim=1)
+        k, v = self.up(latent).view(batch, -1, N, P + V).transpose(1, 2).split([P, V], dim=-1)
+        q = self.q(x).view(batch, tokens, N, P).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias), latent
+
+
+def call(layer, batch, past, bias=False):
+    tensors = torch.randn(batch, 1, HIDDEN), torch.randn(batch, past, L)
+    return layer(*tensors, torch.randn(1, past + 1) if bias else None)
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_a_tensor_that_grows_is_compiled_for_any_batch_when_it_has_grown():
+    layer = torch.compile(Layer(), backend="mla")
+    for batch, past in [(2, 5), (2, 6), (3, 7), (4, 7), (4, 90)]:
+        o, latent = call(layer, batch, past)
+        assert o.shape == (batch, N, 1, V)
+        assert latent.shape == (batch, past + 1, L)
+    assert len(mla_compile.reports()) <= 2 + 1  # of one size, of a longer cache, and of any batch of hidden states
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_the_last_variant_says_which_function_it_is_what_differed_and_what_to_do():
+    layer = torch.compile(Layer(), backend="mla")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        call(layer, 2, 5)
+        with pytest.warns(UserWarning, match="the last that torch compiles") as caught:
+            call(layer, 2, 5, bias=True)
+    (text,) = [str(one.message) for one in caught if "the last that torch" in str(one.message)]
+    assert "variant 2 of forward of Layer (tests/compile/test_variants.py:" in text
+    assert "bias: none, [1, any]" in text
+    assert "torch._dynamo.config.recompile_limit = 16" in text
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.filterwarnings("error")
+def test_a_cache_that_stays_as_long_is_not_compiled_for_any_length():
+    layer = torch.compile(Layer(), backend="mla")
+    call(layer, 2, 5)
+    call(layer, 2, 5)
+    assert len(mla_compile.reports()) == 1
