@@ -39,6 +39,7 @@ from mla_compile.passes.paths.absorbed import Absorbed
 
 from . import options as option_parser
 from . import variants
+from .flex import write_out
 from .graph_log import is_observed, log_graph
 from .mm_of_one_row import mm_of_one_row
 from .ops import SEALED
@@ -114,6 +115,7 @@ class _Compilation:
         self.outcomes: tuple[Outcome, ...] = ()
         self.note = ""
         self.seconds: dict[str, float] = {}
+        self.all_or_nothing = False
 
     def run(self) -> Callable[..., Any]:
         reason = self._reason_for_stock()
@@ -121,10 +123,11 @@ class _Compilation:
             return self._stock(reason)
         if self._needs_gradients():
             return self._train()
-        sealed = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
-        sealed.meta = dict(self.module.meta)
+        sealed = self._copy()
         seal(sealed)
         tag = cache_tag(self.options, devices.rates_of(self.inputs))
+        if (compiled := self._without_flex(tag)) is not None:
+            return compiled
         store = ReportStore(sealed, self.inputs, tag)
         stored = None if is_observed() else store.load()
         if stored is not None and not stored.rewritten:
@@ -143,6 +146,25 @@ class _Compilation:
             self.outcomes = stored.sites
         cpp_kernels.make_ready(self._dtypes_on_cpu())
         return compiled
+
+    def _copy(self) -> fx.GraphModule:
+        module = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
+        module.meta = dict(self.module.meta)
+        return module
+
+    def _without_flex(self, tag: str) -> Callable[..., Any] | None:
+        """The graph with every flex_attention written out, if it has some and nothing of its attention stays so."""
+        written_out = self._copy()
+        if not write_out(written_out):
+            return None
+        seal(written_out)
+        self.all_or_nothing = True
+        try:
+            # No text of a graph that torch's caches or reports go by holds the functions of flex_attention.
+            return self._compile(written_out, tag, use_cache=False)
+        except _NothingToRewrite:
+            self.outcomes, self.seconds, self.all_or_nothing = (), {}, False
+            return None
 
     def _dtypes_on_cpu(self) -> list[torch.dtype]:
         return [t.dtype for t in self.inputs if isinstance(t, torch.Tensor) and t.is_cpu]
@@ -200,7 +222,8 @@ class _Compilation:
         rewriting = rewrite_graph(module, devices.rates_of(self.inputs), self.options)
         self.outcomes = with_replicated_heads(rewriting.outcomes, module, self.inputs)
         self.seconds["passes"] = rewriting.seconds
-        if not any(outcome.rewritten for outcome in self.outcomes):
+        rewritten = [outcome.rewritten for outcome in self.outcomes]
+        if not any(rewritten) or (self.all_or_nothing and not all(rewritten)):
             raise _NothingToRewrite
         if self.options.strict:
             raise_strict(self.outcomes, "")

@@ -255,7 +255,7 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
         value,
         tuple(found),
         tuple(takers),
-        strict_rows=True,
+        strict_rows=not weights.safe,
         opaque=kept,
     )
 

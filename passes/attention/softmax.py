@@ -29,6 +29,8 @@ class Weights:
     scores: fx.Node
     dim: int
     total: fx.Node | None = None
+    safe: bool = False
+    """Whether they are 0, and not NaN, where no key is seen."""
 
 
 def weights_of(node: Any, trace: Trace) -> Weights | None:
@@ -39,6 +41,8 @@ def weights_of(node: Any, trace: Trace) -> Weights | None:
     match node.target:
         case aten._softmax.default:
             return Weights(node, arguments(node)[0], arguments(node)[1] % rank)
+        case aten._safe_softmax.default:
+            return Weights(node, arguments(node)[0], arguments(node)[1] % rank, safe=True)
         case aten.exp.default:
             return _exponential(node, trace)
         case aten.div.Tensor:

@@ -1,0 +1,156 @@
+"""flex_attention as the tensors that it stands for: its scores and its mask are functions, which no pass can read.
+
+    flex_attention(q, k, v, score_mod, (..., mask_mod), scale)
+    ->  sealed_attention(q, k, v, mask_mod(b, h, i, j))                         where scores are left as they are
+        softmax(where(mask_mod(b, h, i, j), score_mod(q k, b, h, i, j), -inf)) v
+
+The functions take one score and its four indices. Where all that they do is element by element they take all scores at
+once, with indices that broadcast. What is rewritten from there holds neither scores nor masks of the whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from .ops import SEALED
+
+FLEX = torch.ops.higher_order.flex_attention
+_INDICES = 4
+"""Of the batch, the head, the query and the key."""
+_NAMES = {
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "invert": "bitwise_not",
+    "truediv": "div",
+    "floordiv": "div",
+    "floor_divide": "div",
+    "mod": "remainder",
+    "masked_fill": "where",
+}
+"""ATen's ops that are as much element by element as those that are called so in Python, or that do not say it."""
+_CASTS = ("to", "float", "int", "long", "bool")
+Function = Callable[..., Tensor]
+
+
+def write_out(module: fx.GraphModule) -> int:
+    """Write out every flex_attention of a Dynamo graph in place, where it can be; returns how many.
+
+    It cannot where more than the attention is read (log-sum-exp, greatest scores) or a function does more than this.
+    """
+    count, read = 0, _read(module.graph)
+    for node in module.graph.find_nodes(op="call_function", target=FLEX):
+        query, key, value, score_mod, block_mask, scale, _, *buffers = node.args
+        if any(user.args[1] != 0 for user in node.users if user in read):
+            continue
+        graphs = [module.get_submodule(str(function.target)).graph for function in (score_mod, block_mask[-1])]
+        pairs = zip(graphs, buffers, strict=True)
+        if not all(_is_always(graph) or _is_element_by_element(graph, given) for graph, given in pairs):
+            continue
+        functions = None if _is_identity(graphs[0]) else score_mod, None if _is_always(graphs[1]) else block_mask[-1]
+        with module.graph.inserting_before(node):
+            inputs = query, key, value, *functions, scale, *buffers
+            o = module.graph.call_function(attention, inputs)
+        o.meta = dict(node.meta)
+        for user in node.users:
+            if user.args[1] == 0:
+                user.replace_all_uses_with(o)
+        _erase(node)
+        count += 1
+    if count:
+        module.recompile()
+    return count
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Function | None,
+    mask_mod: Function | None,
+    scale: float,
+    score_buffers: Sequence[Tensor] = (),
+    mask_buffers: Sequence[Tensor] = (),
+) -> Tensor:
+    """Attention of query `[B, N, S, D]` over key `[B, M, T, D]` and value `[B, M, T, V]`; N is a multiple of M.
+
+    No `score_mod` leaves scores as they are, no `mask_mod` sees all.
+    """
+    sizes = *query.shape[:3], key.shape[2]
+    indices = [
+        torch.arange(size, device=query.device).view([size if i == dim else 1 for i in range(_INDICES)])
+        for dim, size in enumerate(sizes)
+    ]
+    seen = None if mask_mod is None else mask_mod(*indices, *mask_buffers)
+    grouped = query.shape[1] != key.shape[1]
+    if score_mod is None:
+        o: Tensor = SEALED(query, key, value, seen, 0.0, False, scale, grouped)
+        return o
+    if grouped:
+        key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = (query @ key.transpose(-2, -1)).to(dtype) * scale
+    scores = score_mod(scores, *indices, *score_buffers)
+    if seen is not None:
+        scores = torch.where(seen, scores, -torch.inf)
+    return torch._safe_softmax(scores, -1).to(value.dtype) @ value
+
+
+def _erase(node: fx.Node) -> None:
+    """Erase a node of which nothing is read, and all that is made from it."""
+    for user in list(node.users):
+        if user in node.users:
+            _erase(user)
+    node.graph.erase_node(node)
+
+
+def _read(graph: fx.Graph) -> set[fx.Node]:
+    """What a graph's outputs are made from."""
+    found, pending = set[fx.Node](), [graph.output_node()]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _is_identity(graph: fx.Graph) -> bool:
+    return graph.output_node().args[0] is next(iter(graph.nodes))
+
+
+def _is_always(graph: fx.Graph) -> bool:
+    """Whether it is the mask that flex_attention takes where none is given."""
+    given = graph.output_node().args[0]
+    return isinstance(given, fx.Node) and given.op == "call_method" and given.target == "new_ones"
+
+
+def _is_element_by_element(graph: fx.Graph, buffers: Sequence[fx.Node]) -> bool:
+    """Whether a function of one score does to tensors of scores what it does to each."""
+    given = graph.find_nodes(op="placeholder")
+    ranks = {node: buffer.meta["example_value"].dim() for node, buffer in zip(given[::-1], buffers[::-1], strict=False)}
+    return all(
+        node.op in ("placeholder", "output")
+        or (node.op == "call_function" and (_is_pointwise(node.target.__name__.strip("_")) or _is_lookup(node, ranks)))
+        or (node.op == "call_method" and (_is_pointwise(node.target) or node.target in _CASTS))
+        for node in graph.nodes
+    )
+
+
+def _is_pointwise(name: str) -> bool:
+    """Whether ATen's op of this name is."""
+    packet = getattr(torch.ops.aten, _NAMES.get(name, name), None)
+    forms = [getattr(packet, form) for form in packet.overloads()] if packet is not None else []
+    return any(torch.Tag.pointwise in form.tags for form in forms)
+
+
+def _is_lookup(node: fx.Node, ranks: dict[fx.Node, int]) -> bool:
+    """Whether it reads one element of a buffer."""
+    if node.target is not operator.getitem or node.args[0] not in ranks:
+        return False
+    indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return len(indices) == ranks[node.args[0]] and all(isinstance(index, fx.Node | int) for index in indices)
