@@ -136,7 +136,7 @@ def _is_element_by_element(graph: fx.Graph, buffers: Sequence[fx.Node]) -> bool:
     return all(
         node.op in ("placeholder", "output")
         or (node.op == "call_function" and (_is_pointwise(node.target.__name__.strip("_")) or _is_lookup(node, ranks)))
-        or (node.op == "call_method" and (_is_pointwise(node.target) or node.target in _CASTS))
+        or (node.op == "call_method" and (_is_pointwise(node.target) or node.target in _CASTS or _is_number(node)))
         for node in graph.nodes
     )
 
@@ -146,6 +146,12 @@ def _is_pointwise(name: str) -> bool:
     packet = getattr(torch.ops.aten, _NAMES.get(name, name), None)
     forms = [getattr(packet, form) for form in packet.overloads()] if packet is not None else []
     return any(torch.Tag.pointwise in form.tags for form in forms)
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether it is a new tensor of no dimension."""
+    size = node.args[1] if len(node.args) > 1 else node.kwargs.get("size")
+    return node.target in ("new_ones", "new_zeros", "new_full") and size == ()
 
 
 def _is_lookup(node: fx.Node, ranks: dict[fx.Node, int]) -> bool:

@@ -13,6 +13,7 @@ B, N, P, R, V, L, S = 2, 4, 6, 2, 5, 8, 9
 DOCUMENTS = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2])
 SLOPES = torch.linspace(0.1, 0.9, N)
 NEAR = torch.rand(S, S, generator=torch.Generator().manual_seed(0)) < 0.8
+PADDED = torch.arange(S) >= torch.tensor([[0], [3]])
 
 
 class Layer(nn.Module):
@@ -28,6 +29,11 @@ class Layer(nn.Module):
         return flex_attention(q, k, v, enable_gqa=self.groups > 1, **functions)
 
 
+def as_transformers_writes_it(b, h, i, j):
+    """Each of several masks by itself, joined with one of all."""
+    return b.new_ones((), dtype=torch.bool) & (j + 0 <= i + 0).to(b.device) & PADDED[b, j].to(b.device)
+
+
 def masked(function):
     return {"block_mask": create_block_mask(function, None, None, S, S, device="cpu")}
 
@@ -38,6 +44,7 @@ WAYS = {
     "window": (masked(lambda b, h, i, j: (i >= j) & (i - j < 4)), "causal + window"),
     "documents": (masked(lambda b, h, i, j: DOCUMENTS[i] == DOCUMENTS[j]), "tensor"),
     "a table": (masked(lambda b, h, i, j: NEAR[i, j] | (i == j)), "tensor"),
+    "padding": ({"block_mask": create_block_mask(as_transformers_writes_it, B, None, S, S, device="cpu")}, None),
     "blocks": (masked(lambda b, h, i, j: i // 4 >= j // 4), "tensor"),
     "a bias": ({"score_mod": lambda s, b, h, i, j: s + SLOPES[h] * (j - i)}, None),
     "a soft cap": ({"score_mod": lambda s, b, h, i, j: 5 * torch.tanh(s / 5)}, None),
