@@ -259,3 +259,5 @@ extern "C" void kernel(const void* q, const void* k, const void* k_rope, const v
       attend(p, task / panels, (panels - 1 - task % panels) * PANEL, workspace);
   }
 }
+
+static_assert(std::is_same_v<decltype(kernel), ExpandedAttentionKernel>);

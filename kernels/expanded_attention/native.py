@@ -1,5 +1,7 @@
 """Chunked MLA in C++ (`native.cpp`); what CPU tensors get.
 
+Compiled graphs without a mask get the same from `dispatcher/expanded_attention.h` without this Python.
+
 The kernel keeps its scores in a core's first-level cache, takes V as wide as it is (CPU flash attention wants it as
 wide as K), and stops at the diagonal. Keys are bfloat16 for bfloat16 where the CPU multiplies pairs of those, float32
 else: then half precision is what is read and written, and float16, of which few CPUs have products, always is. float64,
@@ -15,14 +17,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..bundles import checked, implement
+from ..bundles import checked
+from ..dispatcher import general
 from ..native import ATTEND, NUMBER, PAIRS, TYPES, VECTOR, constant, load, start
 from ..visibility import KeyPositions, Visibility
 from .arguments import ExpandedAttention
 from .aten import Flash
 from .chunks import Arithmetic, Keys, attend_in_chunks, masked_tiles
 
-_SOURCES = VECTOR, ATTEND, NUMBER, PAIRS, Path(__file__).with_name("native.cpp")
+_HERE = Path(__file__).parent
+_SOURCES = VECTOR, ATTEND, NUMBER, PAIRS, _HERE / "call.h", _HERE / "native.cpp"
 _ARGUMENTS = ("const void*",) * 4 + ("uintptr_t",) + ("float*",) * 2 + ("int64_t",) * 21 + ("float", "int64_t")
 
 
@@ -48,6 +52,11 @@ def begin(dtype: torch.dtype) -> None:
         start(_SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[dtype]}",))
 
 
+def dtype_of_keys(kernel: Callable[..., None], queries: torch.dtype) -> torch.dtype:
+    """What a kernel for queries of a dtype wants keys and values to be."""
+    return queries if constant(kernel, "bytes_of_a_key") == queries.itemsize else torch.float32
+
+
 @dataclass(frozen=True)
 class Native:
     """`Arithmetic` by the kernel for queries of a dtype, which goes on from the state that it finds."""
@@ -57,7 +66,7 @@ class Native:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.queries if constant(self.kernel, "bytes_of_a_key") == self.queries.itemsize else torch.float32
+        return dtype_of_keys(self.kernel, self.queries)
 
     def attend(
         self,
@@ -97,4 +106,4 @@ class Native:
 
 
 expanded_attention_cpu = checked(ExpandedAttention, attend_on_cpu)
-implement("expanded_attention", "CPU", expanded_attention_cpu)
+general("expanded_attention")(expanded_attention_cpu)
