@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
+from ..fp8 import FP8
 from . import dispatcher
+from .expanded_attention import native as expanded_attention
 from .latent_attention import cached
 from .native import TYPES
 from .per_head_matmul import native as per_head_matmul
+
+_MAY_BE_FP8 = FP8, torch.uint8
+"""Dtypes of a graph's inputs that are a cache in FP8, or its bytes."""
 
 
 def begin(dtypes: Iterable[torch.dtype]) -> None:
     """Compile in the background what `make_ready` waits for; at once if all is on disk."""
     dispatcher.begin()
-    for dtype in _with_kernels(dtypes):
-        cached.begin(dtype, dtype, dtype)
+    dtypes = list(dtypes)
+    for triple in _of_attention(dtypes):
+        cached.begin(*triple)
+    for dtype in _of_numbers(dtypes):
+        expanded_attention.begin(dtype)
         per_head_matmul.begin(dtype)
 
 
 def make_ready(dtypes: Iterable[torch.dtype]) -> None:
     """Let torch call the kernels for tensors of these dtypes without Python, as far as there is a compiler."""
-    for dtype in _with_kernels(dtypes):
-        dispatcher.provide("latent_attention", (dtype,) * 3, cached.kernel_for(dtype, dtype, dtype))
+    dtypes = list(dtypes)
+    for triple in _of_attention(dtypes):
+        dispatcher.provide("latent_attention", triple, cached.kernel_for(*triple))
+    for dtype in _of_numbers(dtypes):
         dispatcher.provide("per_head_matmul", (dtype,), per_head_matmul.kernel_for(dtype))
+        of_chunks = expanded_attention.kernel_for(dtype)
+        if of_chunks is not None:
+            keys = expanded_attention.dtype_of_keys(of_chunks, dtype)
+            dispatcher.provide("expanded_attention", (dtype, keys), of_chunks)
 
 
-def _with_kernels(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    return [dtype for dtype in dict.fromkeys(dtypes) if dtype in TYPES and dtype != torch.float8_e4m3fn]
+def _of_numbers(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
+    return [dtype for dtype in dict.fromkeys(dtypes) if dtype in TYPES and dtype != FP8]
+
+
+def _of_attention(dtypes: list[torch.dtype]) -> Iterator[tuple[torch.dtype, torch.dtype, torch.dtype]]:
+    """Dtypes of queries, latents and rope keys."""
+    for dtype in _of_numbers(dtypes):
+        yield dtype, dtype, dtype
+        if any(fp8 in dtypes for fp8 in _MAY_BE_FP8):
+            yield dtype, FP8, dtype
+            yield dtype, FP8, FP8

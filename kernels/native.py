@@ -32,7 +32,8 @@ _CONFIG = {
 }
 
 
-VECTOR, ATTEND, NUMBER = (Path(__file__).with_name(name) for name in ("vector.h", "attend.h", "number.h"))
+_HEADERS = "vector.h", "attend.h", "number.h", "pairs.h"
+VECTOR, ATTEND, NUMBER, PAIRS = (Path(__file__).with_name(name) for name in _HEADERS)
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3"}
 """What `number.h` calls a dtype."""
 
@@ -66,12 +67,21 @@ def start_library(sources: tuple[Path, ...]) -> Callable[[], ctypes.CDLL | None]
 
 def address(kernel: Callable[..., None]) -> int:
     """Where the code of a kernel is."""
-    assert isinstance(kernel, BuiltinFunctionType)
-    assert isinstance(kernel.__self__, ModuleType)
-    library = ctypes.CDLL(kernel.__self__.__file__)
-    found = ctypes.cast(library.kernel, ctypes.c_void_p).value
+    found = ctypes.cast(_library_of(kernel).kernel, ctypes.c_void_p).value
     assert found is not None
     return found
+
+
+@cache
+def constant(kernel: Callable[..., None], name: str) -> int:
+    """An int64 that the library of a kernel says of it."""
+    return ctypes.c_int64.in_dll(_library_of(kernel), name).value
+
+
+def _library_of(kernel: Callable[..., None]) -> ctypes.CDLL:
+    assert isinstance(kernel, BuiltinFunctionType)
+    assert isinstance(kernel.__self__, ModuleType)
+    return ctypes.CDLL(kernel.__self__.__file__)
 
 
 def _text(sources: Sequence[Path], defines: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from mla_compile.bench.measure import Result, measure
 from mla_compile.bench.peers import absorbed_by_hand
 from mla_compile.bench.plot import plot
 from mla_compile.bench.run import Benchmark
-from mla_compile.bench.workloads import ELEMENT_SIZE, Workload, limit, make_inputs
+from mla_compile.bench.workloads import Workload, limit, make_inputs
 from mla_compile.cost import Device
 from mla_compile.passes.outcome import Outcome
 from mla_compile.report import Report
@@ -81,12 +81,18 @@ class TestWorkloads:
         single, double = (make_inputs(built, DECODE, "dynamic", dtype) for dtype in (torch.float32, torch.float64))
         assert torch.equal(single.hidden_states.double(), double.hidden_states)
 
+    def test_inputs_are_rounded_to_the_dtype_of_the_layer(self):
+        built = build(replace(TINY["v3"], dtype="bfloat16"))
+        half, double = (make_inputs(built, DECODE, "dynamic", dtype) for dtype in (None, torch.float64))
+        assert half.hidden_states.dtype == torch.bfloat16
+        assert torch.equal(half.hidden_states.double(), double.hidden_states)
+
     def test_limit_counts_each_byte_once_and_all_flops(self):
         built = build(TINY["v3"])
         matrices = 64 * 24 + 24 * 4 * 24 + 64 * 40 + 32 * 4 * 28 + 4 * 12 * 64
         elements = matrices + 24 + 32 + 38 * 40 + 2 * 64
         slow_memory, slow_compute = Device("m", 1e30, 1.0), Device("c", 1.0, 1e30)
-        assert limit(built.attention, built.layer, DECODE, slow_memory) == ELEMENT_SIZE * elements
+        assert limit(built.attention, built.layer, DECODE, slow_memory) == 4 * elements
         absorbing = 4 * (32 * 28 + 38 * (2 * 32 + 8))
         projections = matrices - 32 * 4 * 28
         assert limit(built.attention, built.layer, DECODE, slow_compute) == 2 * (absorbing + projections)
@@ -112,7 +118,19 @@ class TestCheck:
             exact = check.reference(built, workload, "dynamic")
             for mode in ("eager", "by-hand"):
                 error = check.error(modes.MODES[mode](built), built, workload, "dynamic", exact)
-                assert 0 < error < check.tolerance(built, workload)
+                assert 0 < error < check.tolerance(built, workload, "dynamic", exact)
+
+    @pytest.mark.parametrize("workload", [DECODE, PREFILL], ids=str)
+    def test_half_precision_is_measured_by_transformers_own_error(self, workload):
+        built = build(replace(TINY["v3"], dtype="bfloat16"))
+        assert {weight.dtype for weight in built.attention.parameters()} == {torch.bfloat16}
+        exact = check.reference(built, workload, "dynamic")
+        allowed = check.tolerance(built, workload, "dynamic", exact)
+        # A rounding of each of a few stages, and not what a sum in bfloat16 would lose.
+        assert torch.finfo(torch.bfloat16).eps <= allowed < 0.1
+        eager, by_hand, mla = measure(built, workload, "dynamic", ["eager", "by-hand", "mla"], repeats=1)
+        assert [result.status for result in (eager, by_hand, mla)] == ["ok"] * 3
+        assert 0 < mla.error < allowed
 
     @pytest.mark.parametrize(
         "spoil",

@@ -57,10 +57,19 @@ def test_bench_passes_its_arguments_on(calls):
     assert calls == [("v3", [Workload("decode", 8)], ["eager"], "static", 3)]
 
 
+def test_bench_takes_a_dtype(calls, capsys):
+    assert cli.main(["bench", "--dtype", "bfloat16", "--contexts", "8", "--prefill", "--modes", "eager"]) == 0
+    assert "GB/s, bfloat16, best of this run" in capsys.readouterr().out
+    for more in (["--train"], ["--device", "cuda"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["bench", "--dtype", "bfloat16", *more])
+        assert "expected --dtype" in capsys.readouterr().err
+
+
 def test_bench_writes_what_it_is_asked_for(calls, tmp_path, capsys):
     csv_file, json_file = tmp_path / "a.csv", tmp_path / "a.json"
     cli.main(["bench", "--modes", "eager", "--csv", str(csv_file), "--json", str(json_file)])
-    assert csv_file.read_text().startswith("layer,cache,workload,tokens,mode,status,ms,")
+    assert csv_file.read_text().startswith("layer,dtype,cache,workload,tokens,mode,status,ms,")
     assert len(json.loads(json_file.read_text())["rows"]) == 6
     assert "decode at context 1024" in capsys.readouterr().out
 

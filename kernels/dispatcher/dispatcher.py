@@ -21,11 +21,15 @@ from ..native import TYPES, address, start_library
 _HERE = Path(__file__).parent
 _SOURCES = (
     _HERE.parent / "latent_attention" / "call.h",
+    _HERE.parent / "expanded_attention" / "call.h",
     _HERE.parent / "per_head_matmul" / "call.h",
+    *(_HERE / f"{name}.h" for name in ("common", "cached", "latent_attention", "paged_latent_attention")),
+    *(_HERE / f"{name}.h" for name in ("sparse_latent_attention", "expanded_attention", "per_head_matmul")),
+    _HERE / "no_backward.h",
     _HERE / "dispatcher.cpp",
 )
 _PLACES = list(TYPES)
-"""Dtypes in the order of `place` in `dispatcher.cpp`."""
+"""Dtypes in the order of `place` in `common.h`."""
 _GENERAL = torch.library.Library("mla", "FRAGMENT")
 _implementations: dict[str, Callable[..., Any]] = {}
 _registered: list[torch.library.Library] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ..merge_states.aten import share_of_second
 from ..scores import causal_mask, softmax_with_lse
 from ..visibility import KeyPositions, Visibility
 from .arguments import ExpandedAttention
-from .chunks import attend_in_chunks, masked_tiles
+from .chunks import Keys, attend_in_chunks, masked_tiles
 
 _QUERIES = 1024
 """Queries at a time. CPU flash attention takes its longest query block, 256, from 768 queries on."""
@@ -26,10 +27,39 @@ to add to the scores."""
 
 def attend(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
     """o and lse."""
-    return attend_in_chunks(x, attend_by_flash)
+    return attend_in_chunks(x, Flash.of(x.q.dtype))
 
 
-def attend_by_flash(
+@dataclass(frozen=True)
+class Flash:
+    """`Arithmetic` of at least float32: a piece of the queries at a time, merged by the log-sum-exp."""
+
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Flash:
+        """That of queries of `dtype`."""
+        return cls(torch.promote_types(dtype, torch.float32))
+
+    @property
+    def queries(self) -> torch.dtype:
+        return self.dtype
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Keys,
+        visibility: Visibility,
+        chunk: KeyPositions,
+        scale: float,
+        state: tuple[Tensor, Tensor],
+    ) -> None:
+        """See `Arithmetic`. Flash attention wants keys in one piece."""
+        k = torch.cat([keys.nope, keys.rope.expand(q.shape[0], -1, -1)], dim=2)
+        _attend_to_chunk(q, k, keys.v.contiguous(), visibility, chunk, scale, state)
+
+
+def _attend_to_chunk(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -38,7 +68,7 @@ def attend_by_flash(
     scale: float,
     state: tuple[Tensor, Tensor],
 ) -> None:
-    """`Attend`: a piece of the queries at a time, and what it gives merged by the log-sum-exp."""
+    """q `[H, Sq, P + R]`, k `[H, C, P + R]`, v `[H, C, V]`, last strides 1; state as in `Arithmetic`."""
     o, lse = state
     for queries, seen, triangle, bias in _pieces(visibility, chunk, q.shape[1], q.dtype):
         rows = slice(queries.start, queries.stop)

@@ -3,9 +3,9 @@
 A sequence and a group of heads at a time, the keys and values of at most `workspace_tokens` tokens are up-projected
 into a workspace, every query that sees some of them attends to them, and the result is merged with what it has:
 
-    latent  [C, L]                      a view of the cache; a copy of the chunk for half precision, FP8 and pages
-    k, v    [H, C, P + R], [H, C, V]    the workspace, float32 for half precision
-    o, lse  [H, Sq, V], [H, Sq]
+    latent  [C, L]                      a view of the cache, or a copy of the chunk in another dtype or from pages
+    k, v    [H, C, P], [H, C, V]        the workspace, in the dtype of the arithmetic
+    o, lse  [H, Sq, V], [H, Sq]         in at least float32
 
 With a causal offset alone, chunks are cut so that each is either seen whole by all queries, or starts where some
 query's view ends.
@@ -14,7 +14,7 @@ query's view ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -29,6 +29,8 @@ _MASKED_QUERIES = 256
 """Queries at a time under a mask: a tile of a mask that hides all of it is skipped, so tiles are to be small."""
 _BIAS_ELEMENTS = 1 << 20
 """Most elements of a mask turned into a bias at a time: 4 MiB in float32."""
+_CACHE_LINE = 64
+"""Bytes."""
 _SPACING = 8.0
 """Where floats are this far apart, adding a score changes nothing that a softmax could show."""
 
@@ -37,27 +39,43 @@ Load = Callable[[KeyPositions, torch.dtype], tuple[Tensor, Tensor]]
 """The latents `[C, L]` and rope keys `[C, R]` of a sequence at some positions, in a dtype."""
 
 
-class Attend(Protocol):
-    """Attention of all queries to one chunk, merged into what earlier chunks gave."""
+@dataclass(frozen=True)
+class Keys:
+    """The keys and values of a chunk: nope `[H, C, P]`, rope `[C, R]`, v `[H, C, V]`, of any strides."""
 
-    def __call__(
+    nope: Tensor
+    rope: Tensor
+    v: Tensor
+
+
+class Arithmetic(Protocol):
+    """How a chunk is up-projected and attended to."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of latents, weights, keys and values."""
+
+    @property
+    def queries(self) -> torch.dtype:
+        """Of the queries."""
+
+    def attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        keys: Keys,
         visibility: Visibility,
         chunk: KeyPositions,
         scale: float,
         state: tuple[Tensor, Tensor],
     ) -> None:
-        """q `[H, Sq, P + R]`, k `[H, C, P + R]`, v `[H, C, V]`; state, o `[H, Sq, V]` and lse `[H, Sq]`, in place.
+        """Attention of all queries to one chunk, merged into what earlier chunks gave.
 
-        All are of one dtype and have a last stride of 1.
+        q `[H, Sq, P + R]`, last stride 1; state, o `[H, Sq, V]` and lse `[H, Sq]`, in place.
         """
 
 
-def attend_in_chunks(x: ExpandedAttention, attend: Attend) -> tuple[Tensor, Tensor]:
-    """o and lse of `mla::expanded_attention` by `attend`."""
+def attend_in_chunks(x: ExpandedAttention, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+    """o and lse of `mla::expanded_attention`."""
     q, mask, level = leveled(x.q, x.mask)
     o = q.new_zeros((*q.shape[:3], x.w_uv.shape[1]))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -68,12 +86,12 @@ def attend_in_chunks(x: ExpandedAttention, attend: Attend) -> tuple[Tensor, Tens
 
         seen = mask if mask is None or mask.shape[0] == 1 else mask[b : b + 1]
         visibility = Visibility(seen, x.causal_offset, x.latent.shape[1], x.latent.device)
-        attend_sequence(x, q[b], load, visibility, attend, out=(o[b], lse[b]))
+        attend_sequence(x, q[b], load, visibility, arithmetic, out=(o[b], lse[b]))
     return o, lse if level is None else lse.add_(level)
 
 
 def attend_sequence(
-    x: Expansion, q: Tensor, load: Load, visibility: Visibility, attend: Attend, out: tuple[Tensor, Tensor]
+    x: Expansion, q: Tensor, load: Load, visibility: Visibility, arithmetic: Arithmetic, out: tuple[Tensor, Tensor]
 ) -> None:
     """Fill out, `[Sq, N, V]` (of zeros) and `[Sq, N]`, with the attention of one sequence, a group of heads at a time.
 
@@ -91,7 +109,7 @@ def attend_sequence(
             replace(visibility, mask=mask),
             x.scale,
             x.workspace_tokens,
-            attend,
+            arithmetic,
             out=(out[0][:, group].transpose(0, 1), out[1][:, group].transpose(0, 1)),
         )
 
@@ -143,28 +161,29 @@ def _attend_heads(
     visibility: Visibility,
     scale: float,
     workspace_tokens: int,
-    attend: Attend,
+    arithmetic: Arithmetic,
     out: tuple[Tensor, Tensor],
 ) -> None:
     """Fill out, `[H, Sq, V]` (of zeros) and `[H, Sq]`.
 
     q `[H, Sq, P + R]`, weights `[H, P, L]` and `[H, V, L]`.
     """
+    w_uk, w_uv = (w.to(arithmetic.dtype) for w in weights)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    w_uk, w_uv = (w.to(dtype) for w in weights)
-    heads, query_count, width = q.shape
-    q = q.to(dtype)
+    query_count = q.shape[1]
+    q = q.to(arithmetic.queries)
     if q.stride(2) != 1:
         q = q.contiguous()
     o = out[0] if out[0].dtype == dtype else out[0].new_zeros(out[0].shape, dtype=dtype)
-    lse = o.new_full((heads, query_count), -torch.inf)
-    keys = visibility.keys(range(query_count))
-    size = min(workspace_tokens, len(keys))
-    k_workspace, v_workspace = o.new_empty((heads, size, width)), o.new_empty((heads, size, w_uv.shape[1]))
-    for chunk in _chunks(visibility, keys, workspace_tokens):
-        k, v = k_workspace[:, : len(chunk)], v_workspace[:, : len(chunk)]
-        _expand(load, (w_uk, w_uv), visibility, range(query_count), chunk, out=(k, v))
-        attend(q, k, v, visibility, chunk, scale, (o, lse))
+    lse = o.new_full(q.shape[:2], -torch.inf)
+    positions = visibility.keys(range(query_count))
+    workspace = Workspace(w_uk, w_uv, min(workspace_tokens, len(positions)))
+    for chunk in _chunks(visibility, positions, workspace_tokens):
+        latent, k_rope = load(chunk, arithmetic.dtype)
+        blanks = visibility.blanks(range(query_count), chunk)
+        if blanks is not None:
+            latent, k_rope = (part.masked_fill(blanks[0][:, None], 0.0) for part in (latent, k_rope))
+        arithmetic.attend(q, workspace.expand(latent, k_rope), visibility, chunk, scale, (o, lse))
     if o is not out[0]:
         out[0].copy_(o)
     out[1].copy_(lse)
@@ -178,20 +197,34 @@ def _chunks(visibility: Visibility, keys: KeyPositions, size: int) -> Iterator[K
     yield from split(keys[cut:], size)
 
 
-def _expand(
-    load: Load,
-    weights: tuple[Tensor, Tensor],
-    visibility: Visibility,
-    queries: range,
-    chunk: KeyPositions,
-    out: tuple[Tensor, Tensor],
-) -> None:
-    """Up-project a chunk into k `[H, C, P + R]` and v `[H, C, V]`."""
-    k, v = out
-    latent, k_rope = load(chunk, k.dtype)
-    blanks = visibility.blanks(queries, chunk)
-    if blanks is not None:
-        latent, k_rope = (part.masked_fill(blanks[0][:, None], 0.0) for part in (latent, k_rope))
-    for width, w, columns in ((weights[0].shape[1], weights[0], k), (weights[1].shape[1], weights[1], v)):
-        torch.bmm(latent.expand(w.shape[0], -1, -1), w.transpose(1, 2), out=columns[..., :width])
-    k[..., weights[0].shape[1] : weights[0].shape[1] + k_rope.shape[1]] = k_rope
+class Workspace:
+    """Memory for the keys and values of a group of heads, of at most `size` tokens at a time.
+
+    Keys lie `[C, H, P]` and values `[H, V, C]`: each is what a single product gives, and the product with it takes. A
+    cache line is left out between rows: those of powers of two would all fall into the same few lines of a cache.
+    """
+
+    def __init__(self, w_uk: Tensor, w_uv: Tensor, size: int) -> None:
+        self._w_uk, self._w_uv = (_even(w.reshape(-1, w.shape[2])) for w in (w_uk, w_uv))
+        self._heads = w_uk.shape[0]
+        self._gap = _CACHE_LINE // w_uk.itemsize
+        self._k = w_uk.new_empty(size * (self._w_uk.shape[0] + self._gap))
+        self._v = w_uv.new_empty(self._w_uv.shape[0] * (size + self._gap))
+
+    def expand(self, latent: Tensor, k_rope: Tensor) -> Keys:
+        """Up-project latents `[C, L]`."""
+        k = self._rows(self._k, latent.shape[0], self._w_uk.shape[0])
+        v = self._rows(self._v, self._w_uv.shape[0], latent.shape[0])
+        latent = _even(latent)
+        torch.mm(latent, self._w_uk.T, out=k)
+        torch.mm(self._w_uv, latent.T, out=v)
+        nope, values = k.unflatten(1, (self._heads, -1)), v.unflatten(0, (self._heads, -1))
+        return Keys(nope.transpose(0, 1), k_rope, values.transpose(1, 2))
+
+    def _rows(self, memory: Tensor, rows: int, columns: int) -> Tensor:
+        return memory[: rows * (columns + self._gap)].view(rows, -1)[:, :columns]
+
+
+def _even(rows: Tensor) -> Tensor:
+    """`[., L]`; in half precision a 0 makes L even, as a library that multiplies pairs reads on into the next row."""
+    return torch.nn.functional.pad(rows, (0, 1)) if rows.itemsize < 4 and rows.shape[1] % 2 else rows

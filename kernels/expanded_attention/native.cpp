@@ -1,30 +1,126 @@
-// Many queries attend to a chunk of up-projected keys and values, float32: flash attention on CPU cores.
+// Many queries attend to a chunk of up-projected keys and values: flash attention on CPU cores, sums in float32.
 //
-//     q      [heads, queries, width]          any strides of heads and queries, 1 of the last dim; so are the others
-//     k      [heads, keys, width]
-//     v      [heads, keys, value]
+//     q      [heads, queries, P + R]          any strides of heads and queries, 1 of the last dim; so are the others
+//     k      [heads, keys, P], k_rope [keys, R]
+//     v      [heads, V, keys]                 values with the keys last, as both products then want their operands
 //     bias   [heads, queries, keys] or null   any strides, -inf hides
-//     o      [heads, queries, value], lse [heads, queries]    what earlier chunks gave, and then that of all
+//     o      [heads, queries, V], lse [heads, queries]    float32: what earlier chunks gave, and then that of all
+//
+// NUMBER is the type of q. Keys and values are floats, but bf16 for queries in bf16 where the CPU multiplies pairs of them:
+// `bytes_of_a_key` tells.
 //
 // Query i sees keys up to i + offset. A task is a panel of queries of a head: it goes through the keys that one of the
-// panel sees, BLOCK at a time, and keeps everything of its own in a first-level cache.
+// panel sees, BLOCK at a time, and keeps everything of its own in a first-level cache. Rows of a panel lie in vector
+// lanes: of the scores [keys, PANEL], of the weights, and of the output [V, PANEL].
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int64_t KEYS = 12;  // of a tile of scores: 24 of 32 registers accumulate
+typedef NUMBER Number;
+#if defined(__AVX512BF16__)
+typedef std::conditional_t<std::is_same_v<Number, bf16>, bf16, float> Key;
 #else
-constexpr int64_t KEYS = 6;   // 12 of 16
+typedef float Key;
+#endif
+
+#if defined(__AVX512F__)
+constexpr int64_t ROWS_OF_A_TILE = 12;  // of keys or values: 24 of 32 registers accumulate
+#else
+constexpr int64_t ROWS_OF_A_TILE = 6;   // 12 of 16
 #endif
 constexpr int64_t VECTORS = 2, PANEL = VECTORS * WIDTH;
-constexpr int64_t TERMS = 64;         // of a score in one sum
-constexpr int64_t BLOCK = 96;         // keys: 12 KiB of scores; a multiple of KEYS
+constexpr int64_t BLOCK = 96;  // keys: 12 KiB of scores; a multiple of ROWS_OF_A_TILE
+
+#if defined(__AVX512BF16__)
+// A tile of rows in bfloat16 and a panel of pairs.
+template <int64_t ROWS>
+struct PairTile {
+  __m512 sum[ROWS][VECTORS];
+
+  PairTile() {
+    for (auto& of_row : sum)
+      for (__m512& some : of_row) some = _mm512_setzero_ps();
+  }
+
+  void add(const bf16* const (&rows)[ROWS], const pair_t* panel, int64_t width) {
+    const int64_t whole = width / 2;
+    for (int64_t i = 0; i < whole; ++i)
+      add_pair(panel + i * PANEL, [&](int64_t row) {
+        pair_t pair;
+        std::memcpy(&pair, rows[row] + 2 * i, sizeof(pair));
+        return pair;
+      });
+    if (width % 2) add_pair(panel + whole * PANEL, [&](int64_t row) { return pair_t{rows[row][width - 1].bits}; });
+  }
+
+ private:
+  template <typename PairOf>
+  void add_pair(const pair_t* panel, PairOf pair_of) {
+    const __m512i first = _mm512_loadu_si512(panel), second = _mm512_loadu_si512(panel + WIDTH);
+#pragma GCC unroll 12
+    for (int64_t row = 0; row < ROWS; ++row) {
+      const __m512i pair = _mm512_set1_epi32(pair_of(row));
+      sum[row][0] = dot(sum[row][0], first, pair);
+      sum[row][1] = dot(sum[row][1], second, pair);
+    }
+  }
+};
+#endif
+
+template <int64_t ROWS>
+struct FloatTile : Tile<ROWS, VECTORS> {
+  static constexpr int64_t TERMS = 64;  // of a sum at a time: errors grow with their square root
+
+  void add(const float* const (&rows)[ROWS], const float* panel, int64_t width) {
+    Tile<ROWS, VECTORS>::template add<TERMS>(rows, panel, width, nullptr);
+  }
+};
+
+// A panel of rows as a product takes it, [width, PANEL]: floats, or pairs of neighbours.
+template <typename Key>
+struct Packed {
+  typedef float Lane;
+  template <int64_t ROWS> using Tile = FloatTile<ROWS>;
+
+  static int64_t lines(int64_t width) { return width; }
+  static void put(const Number* numbers, int64_t width, Lane* column) {
+    float some[WIDTH];
+    for (int64_t i = 0; i < width; i += WIDTH) {
+      const int64_t count = std::min(width - i, WIDTH);
+      convert(numbers + i, count, 1.0f, some);
+      for (int64_t j = 0; j < count; ++j) column[(i + j) * PANEL] = some[j];
+    }
+  }
+  static const Lane* weights(const float* scores, int64_t, Lane*) { return scores; }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Packed<bf16> {
+  typedef pair_t Lane;
+  template <int64_t ROWS> using Tile = PairTile<ROWS>;
+
+  static int64_t lines(int64_t width) { return (width + 1) / 2; }
+  static void put(const bf16* numbers, int64_t width, Lane* column) {
+    for (int64_t i = 0; i < width / 2; ++i) std::memcpy(column + i * PANEL, numbers + 2 * i, sizeof(pair_t));
+    if (width % 2) column[width / 2 * PANEL] = numbers[width - 1].bits;
+  }
+  static const Lane* weights(const float* scores, int64_t count, Lane* pairs) {
+    pair_weights(scores, count, PANEL, pairs);
+    return pairs;
+  }
+};
+#endif
+
+typedef Packed<Key> Panel;
+typedef Panel::Lane Lane;
 
 struct Problem {
-  const float *q, *k, *v, *bias;
+  const Number* q;
+  const Key *k, *k_rope, *v;
+  const float* bias;
   float *o, *lse;
-  int64_t heads, queries, keys, width, value;
-  int64_t q_head, q_row, k_head, k_key, v_head, v_key, bias_head, bias_row, bias_key;
+  int64_t heads, queries, keys, nope, rope, value;
+  int64_t q_head, q_row, k_head, k_key, rope_key, v_head, v_column, bias_head, bias_row, bias_key;
   int64_t o_head, o_row, lse_head, lse_row, offset;
   float scale;
 
@@ -32,24 +128,61 @@ struct Problem {
 };
 
 struct Workspace {
-  Buffer query, scores, o, m, total, decay;
+  Buffer query, scores, weights, o, m, total, decay;
 
   explicit Workspace(const Problem& p)
-      : query(p.width * PANEL), scores(BLOCK * PANEL), o(PANEL * p.value), m(PANEL), total(PANEL),
+      : query((Panel::lines(p.nope) + Panel::lines(p.rope)) * PANEL), scores(BLOCK * PANEL),
+        weights(Panel::lines(BLOCK) * PANEL), o(round_up(p.value, ROWS_OF_A_TILE) * PANEL), m(PANEL), total(PANEL),
         decay(PANEL) {}
+
+  Lane* packed() const { return reinterpret_cast<Lane*>(query.data()); }
 };
+
+// Rows of keys or of values, and the panel that each is multiplied with.
+struct Factors {
+  const Key* data;
+  int64_t stride, width;
+  const Lane* panel;
+};
+
+template <int64_t ROWS, typename Take>
+inline void multiply_tile(std::initializer_list<Factors> parts, int64_t first, int64_t count, Take take) {
+  typename Panel::Tile<ROWS> tile;
+  for (const Factors& part : parts) {
+    const Key* rows[ROWS];
+    for (int64_t row = 0; row < ROWS; ++row) rows[row] = part.data + std::min(first + row, count - 1) * part.stride;
+    tile.add(rows, part.panel, part.width);
+  }
+  for (int64_t row = 0; row < ROWS; ++row)
+    for (int64_t v = 0; v < VECTORS; ++v) take((first + row) * PANEL + v * WIDTH, as<vec>(tile.sum[row][v]));
+}
+
+// Sums of products [count, PANEL], a vector at a time to `take`, with its place. A last tile, of a third, two thirds or
+// all of the rows of others, repeats the last row in place of those that are missing.
+template <typename Take>
+inline void multiply(std::initializer_list<Factors> parts, int64_t count, Take take) {
+  constexpr int64_t THIRD = ROWS_OF_A_TILE / 3;
+  int64_t first = 0;
+  for (; count - first > 2 * THIRD; first += 3 * THIRD) multiply_tile<3 * THIRD>(parts, first, count, take);
+  if (count - first > THIRD) multiply_tile<2 * THIRD>(parts, first, count, take);
+  else if (count > first) multiply_tile<THIRD>(parts, first, count, take);
+}
 
 // The queries and the state of `rows` rows from `first` on; rows that fill the panel up are 0.
 void load_panel(const Problem& p, int64_t head, int64_t first, int64_t rows, const Workspace& w) {
-  std::fill_n(w.query.data(), p.width * PANEL, 0.0f);
+  const int64_t nope = Panel::lines(p.nope) * PANEL;
+  std::memset(w.packed(), 0, (nope + Panel::lines(p.rope) * PANEL) * sizeof(Lane));
+  std::fill_n(w.o.data(), round_up(p.value, ROWS_OF_A_TILE) * PANEL, 0.0f);
   std::fill_n(w.m.data(), PANEL, -FLT_MAX);  // and not -inf: a row whose scores are all -inf gets exp(-inf), no NaN
   std::fill_n(w.total.data(), PANEL, 0.0f);
   for (int64_t row = 0; row < rows; ++row) {
-    const float* q = p.q + head * p.q_head + (first + row) * p.q_row;
-    for (int64_t i = 0; i < p.width; ++i) w.query.data()[i * PANEL + row] = q[i] * p.scale;
-    std::copy_n(p.o + head * p.o_head + (first + row) * p.o_row, p.value, w.o.data() + row * p.value);
+    const Number* q = p.q + head * p.q_head + (first + row) * p.q_row;
+    Panel::put(q, p.nope, w.packed() + row);
+    Panel::put(q + p.nope, p.rope, w.packed() + nope + row);
     const float lse = p.lse[head * p.lse_head + (first + row) * p.lse_row];
     if (lse == -INFINITY) continue;
+    const float* o = p.o + head * p.o_head + (first + row) * p.o_row;
+    for (int64_t c = 0; c < p.value; ++c) w.o.data()[c * PANEL + row] = o[c];
     w.m.data()[row] = lse;
     w.total.data()[row] = 1.0f;
   }
@@ -60,7 +193,7 @@ void store_panel(const Problem& p, int64_t head, int64_t first, int64_t rows, co
     const float total = w.total.data()[row];
     float* o = p.o + head * p.o_head + (first + row) * p.o_row;
     const float divisor = total == 0.0f ? 1.0f : total;  // nothing seen
-    for (int64_t c = 0; c < p.value; ++c) o[c] = w.o.data()[row * p.value + c] / divisor;
+    for (int64_t c = 0; c < p.value; ++c) o[c] = w.o.data()[c * PANEL + row] / divisor;
     p.lse[head * p.lse_head + (first + row) * p.lse_row] = w.m.data()[row] + std::log(total);
   }
 }
@@ -82,29 +215,39 @@ void attend(const Problem& p, int64_t head, int64_t first, const Workspace& w) {
   const int64_t seen = std::min(p.keys, first + rows + p.offset);
   if (seen <= 0) return;
   load_panel(p, head, first, rows, w);
-  const Values values{w.o.data(), p.value, rows, p.value, w.decay.data(), w.scores.data(), PANEL};
+  const Lane *nope = w.packed(), *rope = nope + Panel::lines(p.nope) * PANEL;
+  float *scores = w.scores.data(), *o = w.o.data();
   for (int64_t key = 0; key < seen; key += BLOCK) {
     const int64_t count = std::min(BLOCK, seen - key);
-    const Lines keys{p.k + head * p.k_head + key * p.k_key, p.k_key};
-    score_panel<KEYS, VECTORS, TERMS>(keys, p.width, keys, 0, count, w.query.data(), w.scores.data(), PANEL);
-    if (p.bias) add_bias(p, head, first, rows, key, count, w.scores.data());
-    if (key + count - 1 > first + p.offset) hide_later_keys(p, first, key, count, w.scores.data());
-    soften(w.scores.data(), PANEL, PANEL, count, w.m.data(), w.total.data(), w.decay.data());
-    values.add(Lines{p.v + head * p.v_head + key * p.v_key, p.v_key}, count);
+    multiply({{p.k + head * p.k_head + key * p.k_key, p.k_key, p.nope, nope},
+              {p.k_rope + key * p.rope_key, p.rope_key, p.rope, rope}},
+             count, [&](int64_t at, vec sum) { store(scores + at, sum * p.scale); });
+    if (p.bias) add_bias(p, head, first, rows, key, count, scores);
+    if (key + count - 1 > first + p.offset) hide_later_keys(p, first, key, count, scores);
+    soften(scores, PANEL, PANEL, count, w.m.data(), w.total.data(), w.decay.data());
+    const Lane* weights = Panel::weights(scores, count, reinterpret_cast<Lane*>(w.weights.data()));
+    const float* decay = w.decay.data();
+    multiply({{p.v + head * p.v_head + key, p.v_column, count, weights}}, p.value, [&](int64_t at, vec sum) {
+      store(o + at, load(o + at) * load(decay + at % PANEL) + sum);
+    });
   }
   store_panel(p, head, first, rows, w);
 }
 
 }  // namespace
 
-extern "C" void kernel(const float* q, const float* k, const float* v, const float* bias,
-                       float* o, float* lse, int64_t heads, int64_t queries, int64_t keys, int64_t width,
-                       int64_t value, int64_t q_head, int64_t q_row, int64_t k_head, int64_t k_key,
-                       int64_t v_head, int64_t v_key, int64_t bias_head, int64_t bias_row, int64_t bias_key,
-                       int64_t o_head, int64_t o_row, int64_t lse_head, int64_t lse_row, int64_t offset,
-                       int64_t has_bias, float scale, int64_t threads) {
-  const Problem p{q, k, v, has_bias ? bias : nullptr, o, lse, heads, queries, keys, width, value,
-                  q_head, q_row, k_head, k_key, v_head, v_key, bias_head, bias_row, bias_key,
+extern "C" const int64_t bytes_of_a_key = sizeof(Key);
+
+extern "C" void kernel(const void* q, const void* k, const void* k_rope, const void* v, uintptr_t bias, float* o,
+                       float* lse, int64_t heads, int64_t queries, int64_t keys, int64_t nope, int64_t rope,
+                       int64_t value, int64_t q_head, int64_t q_row, int64_t k_head, int64_t k_key, int64_t rope_key,
+                       int64_t v_head, int64_t v_column, int64_t bias_head, int64_t bias_row, int64_t bias_key,
+                       int64_t o_head, int64_t o_row, int64_t lse_head, int64_t lse_row, int64_t offset, float scale,
+                       int64_t threads) {
+  const Problem p{static_cast<const Number*>(q), static_cast<const Key*>(k), static_cast<const Key*>(k_rope),
+                  static_cast<const Key*>(v), reinterpret_cast<const float*>(bias), o, lse,
+                  heads, queries, keys, nope, rope, value,
+                  q_head, q_row, k_head, k_key, rope_key, v_head, v_column, bias_head, bias_row, bias_key,
                   o_head, o_row, lse_head, lse_row, offset, scale};
   const int64_t panels = p.panels();
 #pragma omp parallel num_threads(threads)
@@ -116,3 +259,5 @@ extern "C" void kernel(const float* q, const float* k, const float* v, const flo
       attend(p, task / panels, (panels - 1 - task % panels) * PANEL, workspace);
   }
 }
+
+static_assert(std::is_same_v<decltype(kernel), ExpandedAttentionKernel>);

@@ -1,25 +1,33 @@
 """Chunked MLA in C++ (`native.cpp`); what CPU tensors get.
 
+Compiled graphs without a mask get the same from `dispatcher/expanded_attention.h` without this Python.
+
 The kernel keeps its scores in a core's first-level cache, takes V as wide as it is (CPU flash attention wants it as
-wide as K), and stops at the diagonal. float64, and a machine without a C++ compiler, go to `aten.py`.
+wide as K), and stops at the diagonal. Keys are bfloat16 for bfloat16 where the CPU multiplies pairs of those, float32
+else: then half precision is what is read and written, and float16, of which few CPUs have products, always is. float64,
+and a machine without a C++ compiler, go to `aten.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..bundles import checked, implement
-from ..native import ATTEND, VECTOR, load
+from ..bundles import checked
+from ..dispatcher import general
+from ..native import ATTEND, NUMBER, PAIRS, TYPES, VECTOR, constant, load, start
 from ..visibility import KeyPositions, Visibility
 from .arguments import ExpandedAttention
-from .aten import attend_by_flash
-from .chunks import Attend, attend_in_chunks, masked_tiles
+from .aten import Flash
+from .chunks import Arithmetic, Keys, attend_in_chunks, masked_tiles
 
-_SOURCES = VECTOR, ATTEND, Path(__file__).with_name("native.cpp")
-_ARGUMENTS = ("const float*",) * 4 + ("float*",) * 2 + ("int64_t",) * 20 + ("float", "int64_t")
+_HERE = Path(__file__).parent
+_SOURCES = VECTOR, ATTEND, NUMBER, PAIRS, _HERE / "call.h", _HERE / "native.cpp"
+_ARGUMENTS = ("const void*",) * 4 + ("uintptr_t",) + ("float*",) * 2 + ("int64_t",) * 21 + ("float", "int64_t")
 
 
 def attend_on_cpu(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
@@ -27,51 +35,75 @@ def attend_on_cpu(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
     return attend_in_chunks(x, fastest(x.q.dtype))
 
 
-def fastest(dtype: torch.dtype) -> Attend:
-    """What attends to chunks of queries of `dtype`: this kernel, or flash attention."""
-    native = dtype != torch.float64 and load(_SOURCES, _ARGUMENTS) is not None
-    return attend_natively if native else attend_by_flash
+def fastest(dtype: torch.dtype) -> Arithmetic:
+    """That of queries of `dtype`: this kernel, or flash attention."""
+    kernel = kernel_for(dtype)
+    return Flash.of(dtype) if kernel is None else Native(kernel, dtype)
 
 
-def attend_natively(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visibility: Visibility,
-    chunk: KeyPositions,
-    scale: float,
-    state: tuple[Tensor, Tensor],
-) -> None:
-    """`Attend`: the kernel goes on from the state it finds."""
-    if visibility.mask is not None:
-        for queries, bias in masked_tiles(visibility, chunk, q.shape[1], torch.float32):
-            rows = slice(queries.start, queries.stop)
-            _run(q[:, rows], k, v, bias, len(chunk), scale, (state[0][:, rows], state[1][:, rows]))
-        return
-    assert isinstance(chunk, range)
-    offset = len(chunk) if visibility.causal_offset is None else visibility.causal_offset - chunk.start
-    _run(q, k, v, None, offset, scale, state)
+def kernel_for(dtype: torch.dtype) -> Callable[..., None] | None:
+    """The kernel for queries of some dtype; None if there is none, or no compiler."""
+    return load(_SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[dtype]}",)) if dtype in TYPES else None
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, offset: int, scale: float, state: tuple[Tensor, Tensor]
-) -> None:
-    """q `[H, s, D]`, k `[H, C, D]`, v `[H, C, V]`, bias `[1, H or 1, s or 1, C]`; state `[H, s, V]` and `[H, s]`.
+def begin(dtype: torch.dtype) -> None:
+    """Compile in the background what `kernel_for` waits for."""
+    if dtype in TYPES:
+        start(_SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[dtype]}",))
 
-    Query i sees keys up to i + offset.
-    """
-    kernel = load(_SOURCES, _ARGUMENTS)
-    assert kernel is not None
-    (heads, query_count, width), keys = q.shape, k.shape[1]
-    bias_strides = (0, 0, 0) if bias is None else bias.expand(1, heads, query_count, keys).stride()[1:]
-    kernel(
-        *(q, k, v, q if bias is None else bias, *state),
-        *(heads, query_count, keys, width, v.shape[2]),
-        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *bias_strides),
-        *(*state[0].stride()[:2], *state[1].stride()),
-        *(offset, int(bias is not None), scale, torch.get_num_threads()),
-    )
+
+def dtype_of_keys(kernel: Callable[..., None], queries: torch.dtype) -> torch.dtype:
+    """What a kernel for queries of a dtype wants keys and values to be."""
+    return queries if constant(kernel, "bytes_of_a_key") == queries.itemsize else torch.float32
+
+
+@dataclass(frozen=True)
+class Native:
+    """`Arithmetic` by the kernel for queries of a dtype, which goes on from the state that it finds."""
+
+    kernel: Callable[..., None]
+    queries: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_of_keys(self.kernel, self.queries)
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Keys,
+        visibility: Visibility,
+        chunk: KeyPositions,
+        scale: float,
+        state: tuple[Tensor, Tensor],
+    ) -> None:
+        """See `Arithmetic`."""
+        if keys.rope.shape[1] > 1 and keys.rope.stride(1) != 1:
+            keys = Keys(keys.nope, keys.rope.contiguous(), keys.v)
+        if visibility.mask is not None:
+            for queries, bias in masked_tiles(visibility, chunk, q.shape[1], torch.float32):
+                rows = slice(queries.start, queries.stop)
+                self._run(q[:, rows], keys, bias, len(chunk), scale, (state[0][:, rows], state[1][:, rows]))
+            return
+        assert isinstance(chunk, range)
+        offset = len(chunk) if visibility.causal_offset is None else visibility.causal_offset - chunk.start
+        self._run(q, keys, None, offset, scale, state)
+
+    def _run(
+        self, q: Tensor, keys: Keys, bias: Tensor | None, offset: int, scale: float, state: tuple[Tensor, Tensor]
+    ) -> None:
+        """bias `[1, H or 1, s or 1, C]`; query i sees keys up to i + offset."""
+        nope, rope, v = keys.nope, keys.rope, keys.v
+        heads, query_count, _ = q.shape
+        bias_strides = (0, 0, 0) if bias is None else bias.expand(1, heads, query_count, v.shape[1]).stride()[1:]
+        self.kernel(
+            *(q, nope, rope, v, 0 if bias is None else bias.data_ptr(), *state),
+            *(heads, query_count, v.shape[1], nope.shape[2], rope.shape[1], v.shape[2]),
+            *(*q.stride()[:2], *nope.stride()[:2], rope.stride(0), v.stride(0), v.stride(2), *bias_strides),
+            *(*state[0].stride()[:2], *state[1].stride()),
+            *(offset, scale, torch.get_num_threads()),
+        )
 
 
 expanded_attention_cpu = checked(ExpandedAttention, attend_on_cpu)
-implement("expanded_attention", "CPU", expanded_attention_cpu)
+general("expanded_attention")(expanded_attention_cpu)

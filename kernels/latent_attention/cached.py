@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..native import ATTEND, NUMBER, TYPES, VECTOR, load, start
+from ..native import ATTEND, NUMBER, PAIRS, TYPES, VECTOR, load, start
 
 _HERE = Path(__file__).parent
 _OWN = (_HERE / name for name in ("call.h", "keys.h", "floats.h", "dots.h", "brgemm.h", "native.cpp"))
-_SOURCES = (VECTOR, ATTEND, NUMBER, *_OWN)
+_SOURCES = (VECTOR, ATTEND, NUMBER, PAIRS, *_OWN)
 _ARGUMENTS = ("const void*",) * 4 + ("void*",) * 2 + ("uintptr_t",) * 5 + ("int64_t",) * 23 + ("float", "int64_t")
 MOST_ROWS = 256
 """Queries times heads up to which this is faster than matrix products."""

@@ -1,6 +1,6 @@
 """Chunked MLA over pages, a sequence at a time: what CPU tensors get, and what others do where no kernel suits.
 
-A chunk is gathered from its pages, in float32 for half precision and FP8, and goes the way of `expanded_attention`'s
+A chunk is gathered from its pages, in the dtype of the arithmetic, and goes the way of `expanded_attention`'s
 chunks: up-projected into the workspace, and attended to by its C++ or by flash attention. On CPU the lengths are read,
 so only pages in use are touched and padding is left out; elsewhere that would stall the device, so all that the table
 has room for is gathered, and hidden.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..bundles import checked, implement
-from ..expanded_attention.aten import attend_by_flash
+from ..expanded_attention.aten import Flash
 from ..expanded_attention.chunks import attend_sequence, leveled
 from ..expanded_attention.native import fastest
 from ..pages import both, mask_of
@@ -28,7 +28,7 @@ def attend(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
     padding = None if host else x.padding
     offsets = starts.tolist() if x.causal and host else [None] * batch
     counts = x.query_lens.tolist() if x.query_lens is not None and host else [queries] * batch
-    to_chunk = fastest(q.dtype) if q.is_cpu else attend_by_flash
+    arithmetic = fastest(q.dtype) if q.is_cpu else Flash.of(q.dtype)
     o = q.new_zeros((batch, queries, heads, x.w_uv.shape[1]))
     lse = q.new_full((batch, queries, heads), -torch.inf, dtype=torch.float32)
     if padding is not None:
@@ -49,11 +49,15 @@ def attend(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
 
         def load(keys: KeyPositions, dtype: torch.dtype, b: int = b) -> tuple[Tensor, Tensor]:
             places = keys if isinstance(keys, Tensor) else torch.arange(keys.start, keys.stop, device=device)
-            return pages.load(b, places, dtype)
+            if pages.scales is None:
+                return pages.load(b, places, dtype)
+            # A scale is float32: what it gives is rounded once.
+            latent, k_rope = pages.load(b, places, torch.promote_types(dtype, torch.float32))
+            return latent.to(dtype), k_rope.to(dtype)
 
         rows, seen, level = leveled(q[b : b + 1, :count], seen)
         attend_sequence(
-            x, rows[0], load, Visibility(seen, offset, stop, device), to_chunk, out=(o[b, :count], lse[b, :count])
+            x, rows[0], load, Visibility(seen, offset, stop, device), arithmetic, out=(o[b, :count], lse[b, :count])
         )
         if level is not None:
             lse[b, :count] += level[0]

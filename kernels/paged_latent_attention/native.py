@@ -1,5 +1,7 @@
 """Paged absorbed MLA in C++ for the few rows of a decode step; what CPU tensors get.
 
+Compiled graphs without a mask get the same from `dispatcher/paged_latent_attention.h` without this Python.
+
 The kernel of `latent_attention`, which reads keys where they are in the pages, FP8 ones too. Masks, float64, many rows,
 pages whose last dim is not contiguous, and a machine without a C++ compiler go to `aten.py`.
 """
@@ -9,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..bundles import checked, implement
+from ..bundles import checked
+from ..dispatcher import general
 from ..latent_attention.cached import MOST_ROWS, Cached, attend, kernel_for
 from .arguments import PagedLatentAttention
 from .aten import attend as attend_with_aten
@@ -47,4 +50,4 @@ def attend_on_cpu(operands: PagedLatentAttention) -> tuple[Tensor, Tensor]:
 
 
 paged_latent_attention_cpu = checked(PagedLatentAttention, attend_on_cpu)
-implement("paged_latent_attention", "CPU", paged_latent_attention_cpu)
+general("paged_latent_attention")(paged_latent_attention_cpu)

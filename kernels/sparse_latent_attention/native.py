@@ -1,5 +1,7 @@
 """Absorbed MLA over named keys in C++; what CPU tensors get.
 
+Compiled graphs without a mask get the same from `dispatcher/sparse_latent_attention.h` without this Python.
+
 The kernel of `latent_attention`, to which each query is a sequence whose keys lie in pages of one. Keys that a query
 does not attend to are left out of its table. Masks that are numbers or tell heads apart, float64, keys whose last dim
 is not contiguous, and a machine without a C++ compiler go to `aten.py`.
@@ -10,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..bundles import checked, implement
+from ..bundles import checked
+from ..dispatcher import general
 from ..latent_attention.cached import MOST_ROWS, Cached, attend, kernel_for
 from .arguments import SparseLatentAttention
 from .aten import attend as attend_with_aten
@@ -55,4 +58,4 @@ def _attended(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
 
 
 sparse_latent_attention_cpu = checked(SparseLatentAttention, attend_on_cpu)
-implement("sparse_latent_attention", "CPU", sparse_latent_attention_cpu)
+general("sparse_latent_attention")(sparse_latent_attention_cpu)

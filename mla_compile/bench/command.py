@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,12 +23,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "bench",
         help="time one MLA layer of transformers, or the GPU kernels, against the machine's limit",
-        description="Time the unmodified attention layer of transformers, fp32 on the CPU, in several modes in turn; "
+        description="Time the unmodified attention layer of transformers on the CPU in several modes in turn; "
         "with --device cuda the attention kernels alone, in bf16 and FP8. "
         "Every output is checked against float64 before it gets a time.",
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--layer", choices=LAYERS, default="v2-lite")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        default="float32",
+        help="of weights, cache and hidden states on the CPU (default: float32)",
+    )
     parser.add_argument(
         "--contexts",
         type=_positive,
@@ -110,7 +116,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     benchmark = benchmark_run.run(
-        LAYERS[arguments.layer], workloads, arguments.modes, arguments.cache, arguments.repeats
+        replace(LAYERS[arguments.layer], dtype=arguments.dtype),
+        workloads,
+        arguments.modes,
+        arguments.cache,
+        arguments.repeats,
     )
     print(table.as_text(benchmark))
     if arguments.csv:
@@ -128,6 +138,8 @@ def _run_training(arguments: argparse.Namespace) -> int:
 
     from mla_compile.bench import training
 
+    if arguments.dtype != "float32":
+        arguments.parser.error(f"--train: expected --dtype float32, found {arguments.dtype}")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     layer = LAYERS[arguments.layer]
@@ -142,6 +154,8 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
     """The same for the attention kernels on a GPU."""
     import torch
 
+    if arguments.dtype != "float32":
+        arguments.parser.error(f"--device cuda: expected --dtypes, found --dtype {arguments.dtype}")
     if not torch.cuda.is_available():
         arguments.parser.error(f"--device cuda: expected a GPU that torch sees, found none (torch {torch.__version__})")
     if arguments.plot:

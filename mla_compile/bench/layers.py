@@ -22,6 +22,14 @@ class Layer:
     P: int
     R: int
     V: int
+    dtype: str = "float32"
+    """Of weights, cache and hidden states, as torch calls it."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The same as torch has it."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
 
 LAYERS = {
@@ -46,7 +54,7 @@ class Built:
 
 
 def build(layer: Layer, seed: int = 0) -> Built:
-    """Attention module of a one-layer transformers model, fp32 on CPU, no gradients.
+    """Attention module of a one-layer transformers model on CPU, no gradients.
 
     Weights are normal with variance `1 / in_features` (activations keep their size), norm weights around 1.
     Raises ImportError, naming the extra, without transformers.
@@ -81,4 +89,4 @@ def build(layer: Layer, seed: int = 0) -> Built:
             weight.mul_(weight.shape[1] ** -0.5)
         elif name.endswith("layernorm.weight"):
             weight.mul_(0.1).add_(1)
-    return Built(layer, model.config, attention, model.rotary_emb)
+    return Built(layer, model.config, attention.to(layer.torch_dtype), model.rotary_emb)

@@ -61,8 +61,9 @@ def measure(
         return [Result(mode, workload, "skipped", reason) for mode in modes]
     steps: dict[str, Step] = {}
     results: dict[str, Result] = {}
+    allowed = check.tolerance(built, workload, cache_kind, exact)
     for mode in modes:
-        prepared = _prepare(built, workload, cache_kind, mode, exact)
+        prepared = _prepare(built, workload, cache_kind, mode, exact, allowed)
         if isinstance(prepared, Result):
             results[mode] = prepared
         else:
@@ -90,7 +91,7 @@ def measure(
 
 
 def _prepare(
-    built: Built, workload: Workload, cache_kind: CacheKind, mode: str, exact: check.Reference
+    built: Built, workload: Workload, cache_kind: CacheKind, mode: str, exact: check.Reference, allowed: float
 ) -> tuple[Step, Result] | Result:
     """The warmed-up step with a result that still lacks its times, or the result that says why there will be none."""
     needed, available = needed_bytes(built.layer, workload, mode), available_bytes()
@@ -102,7 +103,6 @@ def _prepare(
         error = check.error(step, built, workload, cache_kind, exact)
     except Exception as failure:  # whatever a compiler raises is a result of the benchmark, not its end
         return Result(mode, workload, "failed", summary(failure))
-    allowed = check.tolerance(built, workload)
     if error > allowed:
         return Result(
             mode, workload, "wrong", f"is {error:.1e} off float64, rounding explains {allowed:.1e}", (), error

@@ -20,7 +20,7 @@ import torch
 
 from mla_compile.bench.layers import Layer, build
 from mla_compile.bench.modes import summary, warmed_up
-from mla_compile.bench.workloads import ELEMENT_SIZE, CacheKind, Workload, make_inputs
+from mla_compile.bench.workloads import CacheKind, Workload, make_inputs
 
 CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -52,7 +52,7 @@ def _kib(path: str, field: str) -> int:
 
 
 def needed_bytes(layer: Layer, workload: Workload, mode: str) -> int:
-    """Memory that one fp32 call in this mode takes at most, to skip what will not fit.
+    """Memory that one call in this mode takes at most, to skip what will not fit.
 
     transformers as it is: the output of `kv_b_proj`, the keys and a scaled copy of them, and for several queries their
     copies and two and a half matrices of scores `[N, Sq, T]` (SDPA falls back to plain products where values are not
@@ -68,7 +68,7 @@ def needed_bytes(layer: Layer, workload: Workload, mode: str) -> int:
         per_key = layer.L + layer.R
         per_query = layer.N * (3 * (layer.L + layer.R) + 2 * (layer.P + layer.R + layer.V))
         scores = 2 * layer.N * keys if queries == 1 else 0
-    return ELEMENT_SIZE * (per_key * keys + per_query * queries + scores)
+    return layer.torch_dtype.itemsize * (per_key * keys + per_query * queries + scores)
 
 
 def peak_growth(call: Callable[[], object]) -> int | None:

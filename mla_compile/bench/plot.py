@@ -41,7 +41,7 @@ def plot(benchmark: Benchmark, path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     layer = benchmark.layer
-    figure.suptitle(f"{layer.name}, N={layer.N}, fp32, {benchmark.cache_kind} cache, {benchmark.device.name}")
+    figure.suptitle(f"{layer.name}, N={layer.N}, {layer.dtype}, {benchmark.cache_kind} cache, {benchmark.device.name}")
     figure.savefig(path)
 
 

@@ -23,7 +23,7 @@ class Benchmark:
     layer: Layer
     cache_kind: CacheKind
     device: Device
-    """The machine's limits in fp32: the best of what was measured before each workload and at the end."""
+    """The machine's limits in the layer's dtype: the best of what was measured before each workload and at the end."""
     load: float
     """Processes that wanted to run, on average over the minute before the run. They slow every number."""
     limits: dict[Workload, float]
@@ -44,12 +44,12 @@ def run(
     with torch.no_grad():
         for workload in workloads:
             _log(workload)
-            devices.append(measure_device(torch.device("cpu"), torch.float32))
+            devices.append(measure_device(torch.device("cpu"), layer.torch_dtype))
             results += measure(built, workload, cache_kind, modes, repeats)
             available = available_bytes()
             if available is None or needed_bytes(layer, workload, "by-hand") < available:
                 breakdowns.append(break_down(built, workload, cache_kind, repeats))
-    devices.append(measure_device(torch.device("cpu"), torch.float32))
+    devices.append(measure_device(torch.device("cpu"), layer.torch_dtype))
     device = Device(devices[0].name, max(d.flops_per_s for d in devices), max(d.bytes_per_s for d in devices))
     limits = {workload: limit(built.attention, layer, workload, device) for workload in workloads}
     del built

@@ -34,6 +34,7 @@ def _row(benchmark: Benchmark, result: Result, inductor: float | None) -> dict[s
     low, high = result.quartiles or (None, None)
     return {
         "layer": benchmark.layer.name,
+        "dtype": benchmark.layer.dtype,
         "cache": benchmark.cache_kind,
         "workload": result.workload.kind,
         "tokens": result.workload.tokens,
@@ -88,7 +89,7 @@ def as_text(benchmark: Benchmark) -> str:
     query_rank = "" if layer.Lq is None else f" Lq={layer.Lq}"
     lines = [
         f"{device.name}: GEMM {device.flops_per_s / 1e9:.3g} GFLOP/s, copy {device.bytes_per_s / 1e9:.3g} GB/s, "
-        f"fp32, best of this run; load average before it {benchmark.load:.1f}",
+        f"{layer.dtype}, best of this run; load average before it {benchmark.load:.1f}",
         f"{layer.name} ({layer.model_type}): hidden {layer.hidden}, N={layer.N}{query_rank} L={layer.L} P={layer.P} "
         f"R={layer.R} V={layer.V}; one layer, one sequence, {benchmark.cache_kind} cache",
         *(f"{mode:<9}{text}" for mode, text in DESCRIPTIONS.items() if any(r.mode == mode for r in benchmark.results)),

@@ -13,8 +13,6 @@ from mla_compile.passes.paths.absorbed import absorbed_cost
 from mla_compile.passes.paths.as_written import expanded_cost
 
 CacheKind = Literal["dynamic", "static"]
-ELEMENT_SIZE = 4
-"""Bytes of an fp32 element; the benchmark runs in fp32."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +69,14 @@ def make_inputs(
     built: Built,
     workload: Workload,
     cache_kind: CacheKind,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     seed: int = 1,
     device: torch.device | None = None,
 ) -> Inputs:
     """Random hidden states and cached latents of unit variance; mask and rope as transformers' model makes them.
 
-    A static cache is as long as the workload needs and not longer. The random numbers do not depend on `dtype`.
+    A static cache is as long as the workload needs and not longer. The random numbers do not depend on `dtype`,
+    None that of the layer: they are rounded to the layer's first.
     """
     from transformers import DynamicCache, StaticCache
     from transformers.masking_utils import create_causal_mask
@@ -85,7 +84,7 @@ def make_inputs(
     layer, generator = built.layer, torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+        return torch.randn(*shape, generator=generator).to(device, layer.torch_dtype).to(dtype or layer.torch_dtype)
 
     hidden_states = random(1, workload.queries, layer.hidden)
     latent, rope_key = random(1, 1, workload.context, layer.L), random(1, 1, workload.context, layer.R)
@@ -130,7 +129,8 @@ def limit(attention: nn.Module, layer: Layer, workload: Workload, device: Device
     weights = sum(weight.numel() for weight in attention.parameters())
     up_projection = layer.N * layer.L * (layer.P + layer.V)  # part of what both costs count
     matrices = sum(weight.numel() for weight in attention.parameters() if weight.dim() == 2)
-    attending = min(cost(dims, ELEMENT_SIZE, causal=True).flops for cost in (absorbed_cost, expanded_cost))
+    size = layer.torch_dtype.itemsize
+    attending = min(cost(dims, size, causal=True).flops for cost in (absorbed_cost, expanded_cost))
     flops = attending + 2 * workload.queries * (matrices - up_projection)
     elements = weights + workload.keys * (layer.L + layer.R) + 2 * workload.queries * layer.hidden
-    return predicted_seconds(Cost(flops, ELEMENT_SIZE * elements), device)
+    return predicted_seconds(Cost(flops, size * elements), device)

@@ -28,7 +28,8 @@ def no_compiler(monkeypatch):
         monkeypatch.setattr(module, "load", lambda *_: None)
 
 
-DISPATCHED = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
+DISPATCHED = (torch.float32, torch.bfloat16, torch.float16, FP8)
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +40,12 @@ def nothing_dispatched():
 
 
 def withdraw():
-    for dtype in DISPATCHED:
-        dispatcher.provide("latent_attention", (dtype,) * 3, None)
+    for dtype in DISPATCHED[:3]:
+        for keys in ((dtype, dtype), (FP8, dtype), (FP8, FP8)):
+            dispatcher.provide("latent_attention", (dtype, *keys), None)
         dispatcher.provide("per_head_matmul", (dtype,), None)
+        for keys in {dtype, torch.float32}:
+            dispatcher.provide("expanded_attention", (dtype, keys), None)
 
 
 @pytest.fixture

@@ -8,14 +8,22 @@ import sys
 import pytest
 import torch
 
+from mla_compile.errors import KernelError
 from mla_compile.kernels import dispatcher, native
+from mla_compile.kernels.expanded_attention import chunks, expanded_attention_reference
+from mla_compile.kernels.expanded_attention import native as expanded_native
 from mla_compile.kernels.latent_attention import latent_attention_reference
 from mla_compile.kernels.latent_attention import native as latent_native
+from mla_compile.kernels.paged_latent_attention import native as paged_native
+from mla_compile.kernels.paged_latent_attention import paged_latent_attention_reference
 from mla_compile.kernels.per_head_matmul import native as matmul_native
 from mla_compile.kernels.per_head_matmul import per_head_matmul_reference
+from mla_compile.kernels.sparse_latent_attention import native as sparse_native
+from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_reference
 
 from .errors import assert_as_close_as
 from .naive import make_inputs, masks
+from .paged import make_paged, quantised
 
 SIZES = {
     "decode": (1, 1, 67, 8, 48, 24, 16, 24),
@@ -43,6 +51,9 @@ def no_python(monkeypatch, dispatched):
 
     monkeypatch.setattr(latent_native, "_cached", called)
     monkeypatch.setattr(matmul_native, "_suits", called)
+    monkeypatch.setattr(expanded_native, "attend_in_chunks", called)
+    for module in (paged_native, sparse_native):
+        monkeypatch.setattr(module, "Cached", called)
 
 
 def absorbed(x):
@@ -68,6 +79,95 @@ def test_a_decode_step_runs_no_python(no_python, sizes, mask, threads, dtype):
     else:
         assert (o == 0).all()
         assert (lse == -torch.inf).all()
+
+
+PAGES = {
+    "decode": ([290, 0, 33, 2], (1, 4, 64, 32), 16),
+    "several tokens": ([70, 5, 33], (3, 5, 33, 7), 7),
+    "no rope": ([12], (2, 3, 16, 0), 64),
+}
+
+
+def expanded_attention_of_python(*arguments):
+    """By the general implementation, which a test without Python has taken away."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expanded_native, "attend_in_chunks", chunks.attend_in_chunks)
+        return torch.ops.mla.expanded_attention_general(*arguments)
+
+
+def assert_right(results, reference, arguments, merges=0, **more):
+    raised = [t.double() if isinstance(t, torch.Tensor) and t.dtype == results[0].dtype else t for t in arguments]
+    exact, measure = reference(*raised, **more), reference(*arguments, **more)
+    assert_as_close_as(measure[0], results[0], exact[0], merges)
+    assert_as_close_as(measure[1].float(), results[1], exact[1], merges)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("more", [{}, {"split_tokens": 32}, {"first_positions": (1, -9, 4, 500)}], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("case", PAGES.values(), ids=PAGES)
+def test_a_decode_step_over_pages_runs_no_python(no_python, case, causal, more, index, dtype):
+    x = make_paged(*case, dtype=dtype, index=index)
+    if "first_positions" in more:
+        more = {"first_positions": torch.tensor(more["first_positions"], dtype=index)[: len(case[0])]}
+    arguments = *x.arguments, causal, x.scale
+    results = torch.ops.mla.paged_latent_attention(*arguments, **more)
+    assert_right(results, paged_latent_attention_reference, arguments, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, False), (1, True)])
+def test_a_decode_step_over_fp8_pages_runs_no_python(no_python, groups, rope_too, dtype):
+    arguments, scales = quantised(x := make_paged([150, 0, 33], (2, 3, 72, 8), 16, dtype), groups, rope_too)
+    arguments = *arguments, True, x.scale
+    results = torch.ops.mla.paged_latent_attention(*arguments, scales)
+    assert_right(results, paged_latent_attention_reference, arguments, latent_scales=scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("causal_offset", "uniform"), [(None, False), (None, True), (20, True), (-2, False)])
+def test_named_keys_run_no_python(no_python, causal_offset, uniform, dtype):
+    x = make_inputs((2, 3, 40, 4, 33, 8, 7, 8), dtype)
+    indices = torch.randint(-3, 44, (2, 6, 30))[:, ::2, ::2]
+    indices[:, :, 0] = 0
+    indices = indices.sort(-1).values
+    indices[:, :, 1:][indices[:, :, 1:] == indices[:, :, :-1]] = -1
+    arguments = *absorbed(x), indices, None, causal_offset, x.scale, uniform
+    assert_right(torch.ops.mla.sparse_latent_attention(*arguments), sparse_latent_attention_reference, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("workspace_tokens", [1, 32, 1000])
+@pytest.mark.parametrize("mask", ["none", "causal", "causal, first queries see nothing", "causal, last keys unseen"])
+@pytest.mark.parametrize(
+    "sizes", [(2, 33, 81, 3, 11, 7, 5, 9), (1, 40, 40, 18, 16, 8, 0, 16), (1, 0, 3, 2, 4, 4, 4, 4)]
+)
+def test_chunks_without_a_mask_run_no_python(no_python, sizes, mask, workspace_tokens, dtype):
+    x = make_inputs(sizes, dtype)
+    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    arguments = x.q, x.latent, x.k_rope, x.w_uk, x.w_uv, *case, x.scale, workspace_tokens
+    o, lse = torch.ops.mla.expanded_attention(*arguments)
+    again = expanded_attention_of_python(*arguments)
+    assert torch.equal(o, again[0])
+    assert torch.equal(lse, again[1])
+    if sizes[1]:
+        merged = -(-sizes[2] // workspace_tokens)
+        assert_right((o, lse), expanded_attention_reference, arguments, merges=merged)
+
+
+@pytest.mark.parametrize("change", ["a page that is not", "a length that cannot be", "a page of no tokens"])
+def test_pages_that_cannot_be_are_refused(dispatched, change):
+    x = make_paged([20, 5], (1, 4, 16, 8), 8)
+    if change == "a page that is not":
+        x.block_table[1, 0] = len(x.pool)
+    elif change == "a length that cannot be":
+        x.seq_lens[1] = 1000
+    arguments = list(x.arguments)
+    if change == "a page of no tokens":
+        arguments[2:4] = (part[:, :0] for part in arguments[2:4])
+    with pytest.raises(KernelError, match="mla::paged_latent_attention: expected"):
+        torch.ops.mla.paged_latent_attention(*arguments, True, x.scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -10,6 +10,8 @@ import torch
 from torch._inductor import config
 
 from mla_compile.kernels import native
+from mla_compile.kernels.expanded_attention import expanded_attention_reference
+from mla_compile.kernels.expanded_attention import native as expanded_native
 from mla_compile.kernels.latent_attention import cached, latent_attention_reference
 from mla_compile.kernels.latent_attention import native as latent_native
 from mla_compile.kernels.paged_latent_attention import native as paged_native
@@ -48,7 +50,9 @@ def dtype(request, monkeypatch):
     name, dtype = request.param
     if not SETS[name][2]():
         pytest.skip(f"this CPU has no {name}")
-    monkeypatch.setattr(cached, "load", lambda *arguments: built(name, *arguments))
+    for module in (cached, expanded_native):
+        monkeypatch.setattr(module, "load", lambda *arguments: built(name, *arguments))
+    monkeypatch.setattr(expanded_native, "Flash", None)
     monkeypatch.setattr(latent_native, "attend_with_aten", None)
     monkeypatch.setattr(paged_native, "attend_with_aten", None)
     return dtype
@@ -92,6 +96,23 @@ def test_latent_attention(monkeypatch, dtype, sizes, threads, mask):
     measure = latent_attention_reference(*q, *keys, *case, x.scale)
     assert_as_close_as(measure[0], o, exact[0].nan_to_num())
     assert_as_close_as(measure[1].float(), lse, exact[1])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@of([(name, t) for name, t in ALL if name != TILES])
+def test_expanded_attention(monkeypatch, dtype, sizes, threads, mask):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x = make_inputs(sizes, dtype)
+    tensor, causal_offset = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    case = tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor, causal_offset
+    operands = x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
+    o, lse = torch.ops.mla.expanded_attention(*operands, *case, x.scale, 100)
+    exact = expanded_attention_reference(*(t.double() for t in operands), *case, x.scale, 100)
+    measure = expanded_attention_reference(*operands, *case, x.scale, 100)
+    assert_as_close_as(measure[0], o, exact[0], merges=3)
+    assert_as_close_as(measure[1].float(), lse, exact[1], merges=3)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 160])

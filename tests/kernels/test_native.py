@@ -35,8 +35,12 @@ def test_attention_over_latents_is_built(dtype):
     assert cached.kernel_for(dtype, dtype, dtype) is not None
 
 
-def test_attention_over_chunks_is_built():
-    assert native.load(expanded_attention._SOURCES, expanded_attention._ARGUMENTS) is not None
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attention_over_chunks_is_built(dtype):
+    kernel = expanded_attention.kernel_for(dtype)
+    assert kernel is not None
+    in_pairs = dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
+    assert native.constant(kernel, "bytes_of_a_key") == (2 if in_pairs else 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -1,0 +1,116 @@
+// The kernel of attention over cached keys, as `latent_attention/cached.py` calls it.
+
+namespace {
+
+constexpr int64_t MOST_ROWS_OF_ATTENTION = 256;  // queries times heads up to which this beats matrix products
+
+typedef std::atomic<LatentAttentionKernel*> LatentAttentionEntry;
+std::array<LatentAttentionEntry, DTYPES * DTYPES * DTYPES> latent_attention_kernels;
+
+typedef std::tuple<Tensor, Tensor> Attended;
+
+// The kernel for queries and keys of these dtypes, null if none was provided.
+LatentAttentionKernel* attention_kernel(const Tensor& q, const Tensor& latent, const Tensor& k_rope) {
+  int64_t index = 0;
+  for (const Tensor& tensor : {q, latent, k_rope}) {
+    const int64_t dtype = place(tensor.scalar_type());
+    if (dtype < 0) return nullptr;
+    index = index * DTYPES + dtype;
+  }
+  return latent_attention_kernels[index].load();
+}
+
+// Keys `[batches, pages, page_size, .]` of sequences: key j of sequence s is `[s / queries, table[s, j / page_size],
+// j % page_size]`; a table of null is page 0.
+struct CachedKeys {
+  const Tensor &latent, &k_rope;
+  std::array<int64_t, 3> latent_strides, rope_strides;
+  int64_t queries, page_size;
+  const int64_t* table = nullptr;
+  int64_t table_row = 0;
+  Tensor scales;  // none, or `[batches, pages, page_size, groups]`
+};
+
+// What a call of the kernel is about: all sequences of q `[sequences, queries, heads, .]` contiguous, or some of them.
+struct Call {
+  LatentAttentionKernel* kernel;
+  Tensor q_latent, q_rope, o, lse;
+  int64_t queries;
+  float scale;
+
+  Call(LatentAttentionKernel* k, const Tensor& latent, const Tensor& rope, int64_t query_count, double by)
+      : kernel(k), q_latent(latent.contiguous()), q_rope(rope.contiguous()),
+        o(at::empty(latent.sizes(), latent.options())),
+        lse(at::empty(latent.sizes().slice(0, 3), latent.options().dtype(at::kFloat))), queries(query_count),
+        scale(static_cast<float>(by)) {}
+
+  // Some sequences, of `keys` keys or `lengths` of each; query i sees those up to i + offset, if there are offsets. The
+  // cache's first element is moved on by so many.
+  void run(const CachedKeys& cached, int64_t first, int64_t sequences, int64_t keys, const int64_t* lengths,
+           const int64_t* offsets, int64_t latent_start = 0, int64_t rope_start = 0) const {
+    const int64_t heads = q_latent.size(2), rank = q_latent.size(3), rope = q_rope.size(3), rows = queries * heads;
+    const bool scaled = cached.scales.defined();
+    const auto moved = [](const Tensor& tensor, int64_t numbers) {
+      return static_cast<char*>(tensor.data_ptr()) + numbers * tensor.element_size();
+    };
+    const auto& [latent_batch, latent_page, latent_key] = cached.latent_strides;
+    const auto& [rope_batch, rope_page, rope_key] = cached.rope_strides;
+    const auto stride = [&](int64_t dim) { return scaled ? cached.scales.stride(dim) : 0; };
+    kernel(moved(q_latent, first * rows * rank), moved(q_rope, first * rows * rope),
+           moved(cached.latent, latent_start), moved(cached.k_rope, rope_start), moved(o, first * rows * rank),
+           moved(lse, first * rows), scaled ? reinterpret_cast<uintptr_t>(cached.scales.data_ptr()) : 0,
+           reinterpret_cast<uintptr_t>(cached.table ? cached.table + first * cached.table_row : nullptr),
+           reinterpret_cast<uintptr_t>(lengths ? lengths + first : nullptr),
+           reinterpret_cast<uintptr_t>(offsets ? offsets + first : nullptr), 0, sequences, heads, rows, keys, rank, rope,
+           cached.queries, cached.page_size, cached.table_row, scaled ? cached.scales.size(3) : 1, latent_batch,
+           latent_page, latent_key, rope_batch, rope_page, rope_key, stride(0), stride(1), stride(2), stride(3), 0, 0, 0,
+           scale, at::get_num_threads());
+  }
+};
+
+// Whether q_latent and q_rope `[B, Sq, N, .]` fit each other, and their `rows` a kernel.
+bool queries_fit(const Tensor& q_latent, const Tensor& q_rope, int64_t rows) {
+  return q_rope.sizes().slice(0, 3) == q_latent.sizes().slice(0, 3) && 0 < rows && rows <= MOST_ROWS_OF_ATTENTION;
+}
+
+// Whether keys `[., ., L]` and `[., ., R]` belong together, and lie as a kernel wants them.
+bool keys_fit(const Tensor& latent, const Tensor& k_rope, int64_t rank, int64_t rope) {
+  const bool readable = (rank < 2 || latent.stride(2) == 1) && (rope < 2 || k_rope.stride(2) == 1);
+  return readable && latent.size(2) == rank && k_rope.size(2) == rope &&
+         k_rope.sizes().slice(0, 2) == latent.sizes().slice(0, 2) && latent.device().is_cpu() &&
+         k_rope.device().is_cpu();
+}
+
+// Whether keys have the dtype of q, or are FP8 with the scales that those take.
+bool dtypes_fit(const Tensor& q, const Tensor& latent, const Tensor& k_rope, const std::optional<Tensor>& scales) {
+  if (!is_given(scales)) return alike(q, {latent, k_rope});
+  const bool shaped = scales->dim() == 3 && scales->scalar_type() == at::kFloat && scales->device().is_cpu() &&
+                      scales->size(2) > 0 && latent.size(2) % scales->size(2) == 0 &&
+                      broadcasts(*scales, {latent.size(0), latent.size(1), scales->size(2)});
+  return shaped && latent.scalar_type() == at::kFloat8_e4m3fn &&
+         (k_rope.scalar_type() == q.scalar_type() ||
+          (k_rope.scalar_type() == at::kFloat8_e4m3fn && scales->size(2) == 1));
+}
+
+// Scales `[a, b, groups]` of keys `[a, b, .]`, where sizes of 1 broadcast; none of none.
+Tensor scales_of(const std::optional<Tensor>& scales, const Tensor& latent) {
+  return is_given(scales) ? scales->expand({latent.size(0), latent.size(1), -1}) : Tensor();
+}
+
+// int32 or int64 numbers.
+struct Integers {
+  const void* data;
+  bool wide;
+
+  explicit Integers(const Tensor& tensor) : data(tensor.data_ptr()), wide(tensor.scalar_type() == at::kLong) {}
+
+  static bool fit(const Tensor& tensor) {
+    return tensor.device().is_cpu() && (tensor.scalar_type() == at::kLong || tensor.scalar_type() == at::kInt);
+  }
+
+  int64_t operator[](int64_t i) const {
+    return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
+};
+
+}  // namespace

@@ -1,0 +1,59 @@
+// What the ops that torch calls in C++ share: dtypes, and the way on to Python.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t DTYPES = 4;
+
+// A dtype's place in a table, -1 of none.
+int64_t place(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return 0;
+    case at::kBFloat16: return 1;
+    case at::kHalf: return 2;
+    case at::kFloat8_e4m3fn: return 3;
+    default: return -1;
+  }
+}
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> general(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+bool is_given(const std::optional<Tensor>& tensor) { return tensor && tensor->defined(); }
+
+bool alike(const Tensor& first, std::initializer_list<Tensor> others) {
+  for (const Tensor& other : others)
+    if (other.scalar_type() != first.scalar_type() || !other.device().is_cpu()) return false;
+  return true;
+}
+
+// Whether a tensor is of these sizes, or of 1 where it broadcasts.
+bool broadcasts(const Tensor& mask, std::initializer_list<int64_t> sizes) {
+  int64_t dim = 0;
+  for (const int64_t size : sizes) {
+    if (mask.size(dim) != 1 && mask.size(dim) != size) return false;
+    ++dim;
+  }
+  return true;
+}
+
+}  // namespace

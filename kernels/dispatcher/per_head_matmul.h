@@ -1,0 +1,29 @@
+// `mla::per_head_matmul` of a few rows.
+
+namespace {
+
+constexpr int64_t MOST_ROWS_OF_MATMUL = 4;
+
+std::array<std::atomic<PerHeadMatmulKernel*>, DTYPES> per_head_matmul_kernels;
+
+Tensor per_head_matmul(const Tensor& x, const Tensor& weight) {
+  const bool fits = x.dim() == 4 && weight.dim() == 3 && alike(x, {weight}) && x.size(2) == weight.size(0) &&
+                    x.size(3) == weight.size(1);
+  const int64_t rows = fits ? x.size(0) * x.size(1) : 0, dtype = place(x.scalar_type());
+  PerHeadMatmulKernel* kernel = dtype < 0 ? nullptr : per_head_matmul_kernels[dtype].load();
+  const bool suits = 0 < rows && rows <= MOST_ROWS_OF_MATMUL && weight.numel() > 0 &&
+                     (weight.stride(1) == 1 || weight.stride(2) == 1);
+  if (!kernel || !suits) {
+    static const auto op = general<Tensor(const Tensor&, const Tensor&)>("mla::per_head_matmul_general");
+    return op.call(x, weight);
+  }
+  Tensor by_row = x.reshape({rows, x.size(2), x.size(3)});
+  if (by_row.stride(2) != 1) by_row = by_row.contiguous();
+  const Tensor out = at::empty({x.size(0), x.size(1), x.size(2), weight.size(2)}, x.options());
+  kernel(by_row.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, weight.size(0), weight.size(1), weight.size(2),
+         by_row.stride(0), by_row.stride(1), weight.stride(0), weight.stride(1), weight.stride(2),
+         at::get_num_threads());
+  return out;
+}
+
+}  // namespace
