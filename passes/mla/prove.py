@@ -83,7 +83,7 @@ def _share_a_tensor(attention: Attention) -> bool:
 
 def _width(site: Site) -> Size:
     """Elements of the latent for each key."""
-    return product(axis.size for axis in site.latent.read.axes.difference(site.attention.keys))
+    return product(axis.size for axis in (site.latent.read.axes | {*site.rank}).difference(site.attention.keys))
 
 
 def _readings(attention: Attention) -> Iterator[_Values]:

@@ -68,6 +68,9 @@ class Spelling:
     value: int = 6
     spoiled: str = "no"
     """What makes it no MLA after all, see `SPOILERS`."""
+    loop: str = "no"
+    """Of what the products of attention by hand are taken one by one: `sequences`, joined or written to a `buffer`, or
+    `heads`."""
 
     @property
     def needs_scores(self) -> bool:
@@ -115,6 +118,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "rope_width": (2, 4),
     "value": (4, 5, 6),
     "spoiled": ("no",) * 8 + ("yes",),
+    "loop": ("no",) * 5 + ("sequences", "buffer", "heads"),
 }
 
 
@@ -142,6 +146,8 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
         s = replace(s, groups="expand")
     if s.scale in TENSORS and s.softmax == "sdpa":
         s = replace(s, scale="attention")
+    if s.loop == "heads":
+        s = replace(s, groups="none")
     if s.mask == "low" and s.softmax == "sdpa":
         s = replace(s, mask="bool")
     if s.mask == "causal" and s.softmax != "sdpa":

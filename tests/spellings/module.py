@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -370,8 +371,28 @@ class Attention(nn.Module):
 
     # Attention
 
+    def one_by_one(self, product: Callable[..., Tensor], a: Tensor, b: Tensor, orders: tuple[str, str, str]) -> Tensor:
+        """A product of tensors whose dimensions are `orders`, and what is that of its result."""
+        over = "n" if self.spelling.loop == "heads" else "b"
+        if self.spelling.loop == "no" or any(over not in order for order in orders):
+            return product(a, b)
+        i, j, k = (order.index(over) for order in orders)
+        pieces = [product(a.narrow(i, n, 1), b.narrow(j, n, 1)) for n in range(a.shape[i])]
+        if self.spelling.loop != "buffer":
+            return torch.cat(pieces, dim=k)
+        first, dims = pieces[0], list(pieces[0].shape)
+        dims[k] = len(pieces)
+        whole = first.new_empty(dims)
+        for n, piece in enumerate(pieces):
+            whole.select(k, n).copy_(piece.squeeze(k))
+        return whole
+
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """`[B, N, S, T]`"""
+        key_order = self.letters.format("t") if k.dim() == 4 else self.letters.format("t").replace("n", "")
+        return self.one_by_one(self.product_of_keys, q, k, (self.letters.format("s"), key_order, "bnst"))
+
+    def product_of_keys(self, q: Tensor, k: Tensor) -> Tensor:
         if self.spelling.order == "heads first":
             return q @ (k if k.dim() == 4 else k[:, None]).transpose(-1, -2)
         q_letters, k_letters = self.letters.format("s"), self.letters.format("t")
@@ -441,12 +462,14 @@ class Attention(nn.Module):
             weights = weights[..., :-1]
         if s.returned:
             self.weights = weights
-        if s.order == "heads first":
-            o = weights @ v
-            return o / total if s.softmax == "late" else o
         rows = self.letters.format("s")
-        o = torch.einsum(f"bnst,{self.letters.format('t')}d->{rows}d", weights, v)
+        o = self.one_by_one(self.product_of_values, weights, v, ("bnst", self.letters.format("t"), rows))
         return o / torch.einsum(f"bnsd->{rows}d", total) if s.softmax == "late" else o
+
+    def product_of_values(self, weights: Tensor, v: Tensor) -> Tensor:
+        if self.spelling.order == "heads first":
+            return weights @ v
+        return torch.einsum(f"bnst,{self.letters.format('t')}d->{self.letters.format('s')}d", weights, v)
 
     def leave(self, o: Tensor) -> Tensor:
         """From the heads to hidden states."""
