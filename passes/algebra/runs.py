@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from .operations import read_of
-from .sizes import Size, same, total
+from .sizes import Size, quotient, same, total
 from .substitution import change_term
 from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Sum, Term, Undefined, Unread, Zero
 
@@ -47,6 +48,9 @@ def _alike(a: Dim, b: Dim) -> bool:
     return len(a) == len(b) and all(same(x.size, y.size) for x, y in zip(a, b, strict=True))
 
 
+Digits: TypeAlias = tuple[Digit, ...]
+
+
 @dataclass(frozen=True)
 class _Seam:
     """Pieces of which one counts along `first` and the other along `second` as one that counts along `axis`."""
@@ -70,22 +74,60 @@ class _Seam:
         """The read of both pieces."""
         if a == b and self.first not in a.axes:
             return a
-        if a.source != b.source or a.then != b.then or [*map(len, a.dims)] != [*map(len, b.dims)]:
+        if a.source != b.source or a.then != b.then or len(a.dims) != len(b.dims):
             return None
-        places = [
-            (i, j)
-            for i, (own, others) in enumerate(zip(a.dims, b.dims, strict=True))
-            for j, (digit, other) in enumerate(zip(own, others, strict=True))
-            if digit != other
-        ]
-        if len(places) != 1:
+        dims = [own if own == more else self._digits(own, more) for own, more in zip(a.dims, b.dims, strict=True)]
+        changed = [digits for digits, own in zip(dims, a.dims, strict=True) if digits != own]
+        known = tuple(digits for digits in dims if digits is not None)
+        return replace(a, dims=known) if len(changed) == 1 and len(known) == len(dims) else None
+
+    def _digits(self, a: Digits, b: Digits) -> Digits | None:
+        """The digits of one dimension, of which the two pieces have others."""
+        if len(a) == 1 == len(b) or len(a) > len(b) == 1:
+            parts = self._parts_of(a, b[0])
+            if parts is not None:
+                return parts
+        a, b = self._divided(a), self._divided(b)
+        places = [i for i, (own, other) in enumerate(zip(a, b, strict=False)) if own != other]
+        if len(places) != 1 or len(a) != len(b):
             return None
-        ((i, j),) = places
-        digits = a.dims[i]
-        digit = self._digit(digits[j], b.dims[i][j])
-        if digit is None:
+        (i,) = places
+        digit = self._digit(a[i], b[i])
+        return None if digit is None else (*a[:i], digit, *a[i + 1 :])
+
+    def _parts_of(self, a: Digits, part: Digit) -> Digits | None:
+        """Those of parts of a dimension, of one size and one behind the other, where it is no number of such parts."""
+        if part.axis is None or part.axis in (self.first, self.second) or self.second is not None or part.step != 1:
             return None
-        return replace(a, dims=(*a.dims[:i], (*digits[:j], digit, *digits[j + 1 :]), *a.dims[i + 1 :]))
+        size = part.axis.size
+        if quotient(part.extent, size) is not None and quotient(part.start, size) is not None:
+            return None
+        count, (slow, *faster) = self.axis.size - 1, a
+        if not faster and self.first is None and slow.axis is part.axis and slow.step == 1:
+            before, after = total([slow.before, slow.start]), total([slow.after, slow.extent, -slow.start, -size])
+        elif len(faster) == 1 and slow.axis is self.first and faster[0] == Digit(part.axis, size):
+            before, after = slow.before, slow.after
+        else:
+            return None
+        starts = total([before, count * size]), total([part.before, part.start])
+        rests = total([after, -size]), total([part.after, part.extent, -part.start, -size])
+        if not (same(*starts) and same(*rests)):
+            return None
+        return Digit(self.axis, self.axis.size, before=before, after=rests[0]), Digit(part.axis, size)
+
+    def _divided(self, digits: Digits) -> Digits:
+        """Digits of which each that takes a part of several says which part that is."""
+
+        def divided(digit: Digit) -> Digits:
+            if digit.axis in (None, self.first, self.second) or digit.step != 1 or digit.whole:
+                return (digit,)
+            assert digit.axis is not None
+            start, extent = quotient(digit.start, digit.axis.size), quotient(digit.extent, digit.axis.size)
+            if start is None or extent is None or same(extent, 1):
+                return (digit,)
+            return replace(digit, axis=None, extent=extent, start=start), Digit(digit.axis, digit.axis.size)
+
+        return tuple(d for digit in digits for d in divided(digit))
 
     def _digit(self, a: Digit, b: Digit) -> Digit | None:
         size: Size = 1 if self.first is None else self.first.size

@@ -38,7 +38,8 @@ class Attention(nn.Module):
         else:
             self.w_query = nn.Linear(HIDDEN, self.query_heads * self.width, bias=False)
         rows = [s.heads * (s.nope + s.value)] if s.weights != "apart" else [s.heads * s.nope, s.heads * s.value]
-        self.w_up = nn.ModuleList(nn.Linear(s.rank, count, bias=s.bias) for count in rows)
+        self.rank = s.rank if s.latents == "one" else s.rank // 2
+        self.w_up = nn.ModuleList(nn.Linear(self.rank, count, bias=s.bias) for count in rows)
         self.w_out = nn.Parameter(torch.randn(self.query_heads, s.value, HIDDEN) / math.sqrt(self.query_heads))
         if s.scale in TENSORS:
             shape = {"number": (), "head": (self.query_heads, 1, 1), "position": (s.queries, 1)}[s.scale]
@@ -229,6 +230,8 @@ class Attention(nn.Module):
 
     def up_project(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         s = self.spelling
+        if s.latents == "groups":
+            return tuple(self.of_groups(latent, weight) for weight in self.up_weights())
         if s.weights == "apart":
             return tuple(self.project(latent, w, width) for w, width in zip(self.w_up, (s.nope, s.value), strict=True))
         if s.weights == "keys before values":
@@ -245,6 +248,16 @@ class Attention(nn.Module):
             return kv[..., s.value :], kv[..., : s.value]
         return kv.split([s.nope, s.value], dim=-1)
 
+    def of_groups(self, latent: Tensor, weight: Tensor) -> Tensor:
+        """The latent's halves times the matrices, `[N, D, L / 2]`, of half of the heads each."""
+        if self.spelling.projection in ("einsum", "bmm"):
+            halves = latent.unflatten(-1, (2, -1))
+            product = torch.einsum("btgl,gndl->btgnd", halves, weight.unflatten(0, (2, -1))).flatten(2, 3)
+        else:
+            halves = zip(latent.chunk(2, dim=-1), weight.chunk(2), strict=True)
+            product = torch.cat([(half @ w.flatten(0, 1).t()).unflatten(-1, w.shape[:2]) for half, w in halves], dim=2)
+        return self.ordered(product)
+
     def up_weights(self) -> tuple[Tensor, Tensor]:
         """`W_UK` `[N, P, L]` and `W_UV` `[N, V, L]`, whatever rows they are of what."""
         s = self.spelling
@@ -257,7 +270,7 @@ class Attention(nn.Module):
                 rows = self.w_up[0].weight.unflatten(0, (s.heads, -1)).split([s.value, s.nope], dim=1)[::-1]
             case _:
                 rows = self.w_up[0].weight.unflatten(0, (s.heads, -1)).split([s.nope, s.value], dim=1)
-        return tuple(part.reshape(s.heads, -1, s.rank) for part in rows)
+        return tuple(part.reshape(s.heads, -1, self.rank) for part in rows)
 
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """`[B, S, N, D]` (`[S, B, N, D]`) times a matrix a head, `[N, D, E]`."""
