@@ -27,7 +27,7 @@ from ..nodes.source import where
 from ..trace.trace import Trace
 from .pieces import PRODUCTS, is_join_of_products, pieces_of
 from .scores import Factor, KeyRange, Mask, Sink, Summand, products_within, scores_of
-from .softmax import Weights, late, weights_of
+from .softmax import Weights, divided_by_more, late, weights_of
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,11 @@ def _all(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
                 )
             elif (product := _product_of_weights(node, trace)) is not None:
                 yield _unpadded(_from_weights(node, trace[node], *product, trace))
+            elif node.target in PRODUCTS:
+                for operand in arguments(node)[:2]:
+                    if (divisor := divided_by_more(trace[operand].term.read.source, trace)) is not None:
+                        reason = f"expected attention weights that add up to 1, found them divided by {where(divisor)}"
+                        raise Refusal(node, reason, "divide by the sum itself: a softmax never has 0 there")
             elif node.target is aten.div.Tensor and (divided := late(node, trace)) is not None:
                 yield _unpadded(_from_weights(node, *divided, trace))
         except Refusal as refusal:
@@ -213,7 +218,7 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     assert isinstance(place, fx.Node)
     reader = _other_reader(weights, place, trace)
     score_dims = tuple(tuple(d.axis for d in dim if d.axis is not None) for dim in probabilities.read.dims)
-    summands = scores_of(weights.scores, KeyRange(dim, *keys_read), trace)
+    summands = scores_of(weights.scores, KeyRange(dim, *keys_read), trace, weights.factor)
     products = [s for s in summands if isinstance(s.what, float)]
     masks = [s for s in summands if isinstance(s.what, Mask)]
     sinks = [s for s in summands if isinstance(s.what, Sink)]

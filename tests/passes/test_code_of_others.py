@@ -97,7 +97,30 @@ def padded_blind(*args: Tensor) -> Tensor:
     return mla.softmax(q, k, F.pad(v, (0, 3)), filled(-torch.inf, blind=True))
 
 
+def powers(power: Function, divide: Function, change: Function = lambda s: s) -> Function:
+    """A softmax by hand: `power` of scores, and `divide` by what of them."""
+
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        e = power(change(q @ k.mT * SCALE))
+        return divide(e) @ v
+
+    return attention
+
+
+def over_sum(e: Tensor) -> Tensor:
+    return e / e.sum(-1, keepdim=True)
+
+
+def shifted(scores: Tensor) -> Tensor:
+    return scores - scores.amax(-1, keepdim=True)
+
+
 REWRITTEN: dict[str, Function] = {
+    "exp2": powers(lambda s: torch.exp2(s * 1.4426950408889634), over_sum),
+    "exp2 under a mask": powers(torch.exp2, over_sum, lambda s: shifted(filled(-torch.inf)(s))),
+    "exp2, -1e4 in a row of nothing else": powers(torch.exp2, over_sum, lambda s: shifted(filled(-1e4, blind=True)(s))),
+    "a power of 3": powers(lambda s: 3**s, over_sum),
     "scores filled with -1e4": scored(filled(-1e4)),
     "a row of nothing but -1e4": scored(filled(-1e4, blind=True)),
     "a row of nothing but -1e4, chosen by where": scored(
@@ -171,6 +194,27 @@ def test_half_of_it_is_regrouped_around_a_function_of_the_scores(keys: bool) -> 
 @pytest.mark.parametrize("function", REWRITTEN.values(), ids=REWRITTEN)
 def test_both_paths_are_taken_and_right(function: Function) -> None:
     check_rewritten(function, mla.tensors())
+
+
+NO_SOFTMAX: dict[str, Function] = {
+    "a number added to the sum": powers(torch.exp, lambda e: e / (e.sum(-1, keepdim=True) + 1e-6)),
+    "a least sum": powers(torch.exp, lambda e: e / e.sum(-1, keepdim=True).clamp_min(1e-6)),
+    "a number added, of powers of 2": powers(torch.exp2, lambda e: e / (e.sum(-1, keepdim=True) + 1e-6), shifted),
+    "normalized": powers(torch.exp, lambda e: F.normalize(e, p=1, dim=-1)),
+}
+
+
+@pytest.mark.parametrize("function", NO_SOFTMAX.values(), ids=NO_SOFTMAX)
+def test_weights_that_do_not_add_up_to_1_are_no_softmax(function: Function) -> None:
+    for _, _, (outcome,) in compiled(function, mla.tensors()):
+        assert outcome.path == "unchanged"
+        assert "expected attention weights that add up to 1, found them divided by `" in outcome.reason
+
+
+def test_a_power_of_less_than_1_is_no_softmax() -> None:
+    """It is one of the scores' opposites: nobody means that."""
+    for _, _, outcomes in compiled(powers(lambda s: 0.5**s, over_sum), mla.tensors()):
+        assert outcomes == []
 
 
 def one_by_one(count: int, dim: int, product: Function, *, buffer: bool) -> Tensor:

@@ -34,7 +34,8 @@ class Spelling:
     groups: str = "none"
     """How key heads serve two query heads each: `none`, `repeat_interleave`, `expand`, `repeat`, `grouped`."""
     softmax: str = "sdpa"
-    """`sdpa`, `plain`, `wide` (in float32), `by hand`, `reciprocal`, or `late` (values first, then the division)."""
+    """`sdpa`, `plain`, `wide` (in float32), `by hand`, `reciprocal`, `late` (values first, then the division), or
+    `exp2` (by hand, to the base of 2)."""
     mask: str = "none"
     """`none`, `causal`, `triu` of -inf, `bool`, `additive`, `window`, `least` (the least finite number is added), `low`
     (-1e4 takes the place of scores)."""
@@ -98,7 +99,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "scale": ("query", "key", "scores", "weight", "attention", "number", "head", "position"),
     "absorbed": ("no",) * 5 + ("keys", "values", "both", "joined"),
     "groups": ("none", "none", "repeat_interleave", "expand", "repeat", "grouped"),
-    "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "reciprocal", "late"),
+    "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "reciprocal", "late", "exp2"),
     "mask": ("none", "causal", "triu", "bool", "additive", "window", "least", "low"),
     "padded": (False,) * 5 + (True,),
     "returned": (False,) * 9 + (True,),

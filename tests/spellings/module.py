@@ -463,12 +463,14 @@ class Attention(nn.Module):
             column = self.sink.view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
             scores = torch.cat([scores, column], dim=-1)
         wide = torch.promote_types(dtype, torch.float32)
-        if s.softmax in ("by hand", "reciprocal", "late"):
-            grown = torch.exp(scores - scores.amax(-1, keepdim=True))
+        if s.softmax in ("by hand", "reciprocal", "late", "exp2"):
+            scores = scores * math.log2(math.e) if s.softmax == "exp2" else scores
+            power = torch.exp2 if s.softmax == "exp2" else torch.exp
+            grown = power(scores - scores.amax(-1, keepdim=True))
             total = grown.sum(-1, keepdim=True)
             weights = grown
             if s.softmax != "late":
-                weights = grown / total if s.softmax == "by hand" else grown * total.reciprocal()
+                weights = grown * total.reciprocal() if s.softmax == "reciprocal" else grown / total
         else:
             weights = scores.softmax(-1, dtype=wide if s.softmax == "wide" else None).to(dtype)
         if self.sink is not None:
