@@ -68,7 +68,9 @@ class _Seam:
         if parts is not None:
             over = Term(a.read, parts).axes
             return Term(read or read_of(Unread(self.source), [(axis,) for axis in over]).read, parts)
-        return None if read is None or any(isinstance(t.parts, Undefined | Zero) for t in (a, b)) else Term(read)
+        if read is None or any(isinstance(term.parts, Undefined | Zero) for term in (a, b)):
+            return None
+        return Term(read, joined=self._join(a.joined, b.joined) if a.joined and b.joined else None)
 
     def read(self, a: Read, b: Read) -> Read | None:
         """The read of both pieces."""
@@ -150,19 +152,22 @@ class _Seam:
                 both = [self.term(*pair) for pair in zip(terms, others, strict=True)]
                 known = tuple(term for term in both if term is not None)
                 return Sum(known) if len(known) == len(terms) else None
-            case Join(axis, segments), Join() as other if len(segments) == len(other.segments):
-                pieces = []
-                for segment, more in zip(segments, other.segments, strict=True):
-                    if not _alike(segment.axes, more.axes):
-                        return None
-                    term = self.term(
-                        segment.term, change_term(more.term, dict(zip(more.axes, segment.axes, strict=True)))
-                    )
-                    if term is None:
-                        return None
-                    pieces.append(replace(segment, term=term))
-                return Join(axis, tuple(pieces))
+            case Join() as join, Join() as other:
+                return self._join(join, other)
         return None
+
+    def _join(self, a: Join, b: Join) -> Join | None:
+        if len(a.segments) != len(b.segments) or not same(a.axis.size, b.axis.size):
+            return None
+        pieces = []
+        for segment, more in zip(a.segments, b.segments, strict=True):
+            if not _alike(segment.axes, more.axes):
+                return None
+            term = self.term(segment.term, change_term(more.term, dict(zip(more.axes, segment.axes, strict=True))))
+            if term is None:
+                return None
+            pieces.append(replace(segment, term=term))
+        return Join(a.axis, tuple(pieces))
 
 
 def _same_digit(a: Digit, b: Digit) -> bool:

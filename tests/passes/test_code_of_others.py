@@ -277,6 +277,24 @@ def up_projected_in_a_loop(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tenso
     return mla.softmax(mla.queries(x, w_q), torch.cat(keys), torch.cat(values))
 
 
+def absorbed_in_a_loop(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Queries to the latent, and both parts of the keys written to a buffer of all heads."""
+    w_uk, _ = mla.weights(w_kv)
+    _, v = mla.up_projected(latent, w_kv)
+    q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
+    q = torch.cat([q_nope @ w_uk, q_rope], -1)
+    k = q.new_empty(B, N, T, L + R)
+    k[..., :L] = latent[:, None]
+    k[..., L:] = k_rope[:, None]
+    scores = torch.stack([q[b] @ k[b].mT for b in range(B)])
+    return (scores * SCALE).softmax(-1) @ v
+
+
+def test_a_loop_of_half_absorbed_attention_is_absorbed() -> None:
+    for _, _, (outcome,) in compiled(absorbed_in_a_loop, mla.tensors()):
+        assert outcome.path == "absorbed"
+
+
 LOOPS: dict[str, Function] = {
     f"{what} of {'heads' if heads else 'sequences'}{' in a buffer' * buffer}": in_loops(
         scores=what != "values", values=what != "scores", buffer=buffer, heads=heads
