@@ -9,67 +9,73 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from .operations import MOST_TERMS, align, leaf, read_of
+from .runs import as_one
 from .sizes import Size, same, total
 from .substitution import change_read, change_term, prune
-from .terms import Axis, Digit, Form, Join, Product, Read, Segment, Stacked, Term, Unread, Zero
+from .terms import Axis, Form, Join, Product, Segment, Stacked, Unread, Zero
 
 
 def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
     """Pieces laid one behind the other along `dim` in the tensor `source`.
 
-    Where every piece is a plain read over the same axes the result is a plain read of `source`: a cache that grew is
-    one tensor. The pieces are `parts` where they tell more than that, else what it is `joined` of.
+    Pieces that are one behind the other in what they are made of are one (see `runs`). Where every piece is a plain
+    read over the same axes the result is a plain read of `source`: a cache that grew is one tensor. The pieces are
+    `parts` where they tell more than that, else what it is `joined` of.
     """
+    pieces = [part for piece in pieces for part in _opened(piece, dim)]
     pieces = [piece for piece in pieces if not same(piece.shape[dim], 0)] or pieces[:1]
     if len(pieces) == 1:
         return pieces[0]
     rank = len(pieces[0].dims)
     aligned, _ = align(pieces, [[(k, i) if i == dim else i for i in range(rank)] for k in range(len(pieces))])
-    if (whole := _every_index(aligned, dim)) is not None:
+    if (whole := _in_one_run(source, aligned, dim)) is not None:
         return whole
     along = Axis(total(piece.shape[dim] for piece in aligned))
     dims = tuple((along,) if i == dim else axes for i, axes in enumerate(aligned[0].dims))
-    segments = tuple(Segment(p.dims[dim], prune(p.term, 2)) for p in aligned)
+    segments = tuple(Segment(p.dims[dim], prune(p.term, 3)) for p in aligned)  # a product keeps its factors
     depends = [s.term.axes - set(s.axes) for s in segments]
     together = frozenset[Axis]().union(*depends)
     term = read_of(source, dims, together | {along})
     if all(s.term.parts is None for s in segments) and all(axes == together for axes in depends):
         plain = tuple(replace(s, term=replace(s.term, joined=None)) for s in segments)
         return Form(dims, replace(term, joined=Join(along, plain) if len(plain) <= MOST_TERMS else None))
-    return Form(dims, replace(term, parts=_stacked(along, segments) or Join(along, segments)))
+    return Form(dims, replace(term, parts=_stacked(along, segments) or Join(along, _in_runs(source, segments))))
 
 
-def _every_index(pieces: Sequence[Form], dim: int) -> Form | None:
-    """What the pieces are read from, if they are its elements at every index of one axis, in order: that axis comes
-    before their own along the join. None if they are not.
+def _opened(piece: Form, dim: int) -> Sequence[Form]:
+    """The pieces of a piece that is a join along the same dimension."""
+    parts = piece.term.parts
+    if not isinstance(parts, Join) or piece.dims[dim] != (parts.axis,):
+        return (piece,)
+    return [Form((*piece.dims[:dim], s.axes, *piece.dims[dim + 1 :]), s.term) for s in parts.segments]
 
-    This is how ranks come whose tensors were gathered one behind the other in another dimension.
+
+def _in_one_run(source: Hashable, pieces: Sequence[Form], dim: int) -> Form | None:
+    """Pieces as one, None if they are not.
+
+    The axis of their own indices may come before their own axes: so ranks are gathered one behind the other.
     """
-    first, *others = pieces
-    if first.term.parts is not None or any(piece.term.parts is not None for piece in others):
+    whole: Form | None = pieces[0]
+    for piece in pieces[1:]:
+        whole = whole and as_one(source, whole, piece, dim)
+    if whole is None:
         return None
-    reads = [first.term.read]
-    for piece in others:
-        own = dict(zip(piece.dims[dim], first.dims[dim], strict=False))
-        if len(piece.dims[dim]) != len(first.dims[dim]) or any(not same(a.size, b.size) for a, b in own.items()):
-            return None
-        reads.append(change_read(piece.term.read, own))
-    axis = Axis(len(pieces))
-    for i, digits in enumerate(first.term.read.dims):
-        for j, digit in enumerate(digits):
-            if digit.axis is None and same(digit.extent, len(pieces)):
-                there = [_with_digit(reads[0], i, j, replace(digit, start=k)) for k in range(len(pieces))]
-                if reads == there:
-                    whole = _with_digit(reads[0], i, j, replace(digit, axis=axis, start=0))
-                    dims = tuple((axis, *own) if k == dim else own for k, own in enumerate(first.dims))
-                    return Form(dims, Term(whole))
-    return None
+    unread = isinstance(whole.term.read.source, Unread)
+    read = read_of(source, whole.dims, whole.term.axes).read if unread else whole.term.read
+    return replace(whole, term=replace(whole.term, read=read))
 
 
-def _with_digit(read: Read, dim: int, place: int, digit: Digit) -> Read:
-    digits = read.dims[dim]
-    changed = (*digits[:place], digit, *digits[place + 1 :])
-    return replace(read, dims=(*read.dims[:dim], changed, *read.dims[dim + 1 :]))
+def _in_runs(source: Hashable, segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Segments, as few as they are, over one axis each: what was written to a buffer so far."""
+    runs = [segments[0]]
+    for segment in segments[1:]:
+        last, own = (Form((part.axes,), part.term) for part in (runs[-1], segment))
+        run = as_one(source, last, own, 0)
+        if run is not None and len(run.dims[0]) == 1:
+            runs[-1] = Segment(run.dims[0], run.term)
+        else:
+            runs.append(segment)
+    return tuple(runs)
 
 
 def _stacked(along: Axis, segments: Sequence[Segment]) -> Product | None:

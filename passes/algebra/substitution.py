@@ -289,13 +289,14 @@ def change(form: Form, changes: Changes) -> Form:
 def prune(term: Term, depth: int) -> Term:
     """Forget what lies more than `depth` refinements down, so that forms stay small in a deep graph.
 
-    A sum is none: its terms are few.
+    A sum is none: its terms are few. Nor is a buffer that is not written whole yet: its pieces may be one in the end.
     """
     match term.parts:
         case Product(left, right, summed, scale) if depth > 0:
             return Term(term.read, Product(prune(left, depth - 1), prune(right, depth - 1), summed, scale))
         case Join(axis, segments) if depth > 0:
-            return Term(term.read, Join(axis, tuple(replace(s, term=prune(s.term, depth - 1)) for s in segments)))
+            own = depth if any(isinstance(s.term.parts, Undefined) for s in segments) else depth - 1
+            return Term(term.read, Join(axis, tuple(replace(s, term=prune(s.term, own)) for s in segments)))
         case Sum(terms) if depth > 0:
             return Term(term.read, Sum(tuple(prune(addend, depth) for addend in terms)))
         case Undefined() | Zero() | None:

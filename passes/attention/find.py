@@ -25,8 +25,9 @@ from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
+from .pieces import PRODUCTS, is_join_of_products, pieces_of
 from .scores import Factor, KeyRange, Mask, Sink, Summand, products_within, scores_of
-from .softmax import Weights, late, weights_of
+from .softmax import Weights, divided_by_more, late, weights_of
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,12 @@ class Attention:
 
 def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
     """Every attention of the graph in order, or the reason why one could not be read."""
+    found = list(_all(graph, trace))
+    joined = {piece for whole in found if isinstance(whole, Attention) for piece in pieces_of(whole.node, trace)}
+    yield from (each for each in found if each.node not in joined)
+
+
+def _all(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
     for node in list(graph.nodes):
         try:
             if node.target is SEALED:
@@ -100,18 +107,35 @@ def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
                     "functions",
                     "call scaled_dot_product_attention (transformers: model.set_attn_implementation('sdpa'))",
                 )
-            elif node.target in (aten.bmm.default, aten.mm.default):
-                for side in (0, 1):
-                    weights = weights_of(trace[arguments(node)[side]].term.read.source, trace)
-                    if weights is not None:
-                        yield _unpadded(_from_weights(node, trace[node], side, weights, trace))
-                        break
+            elif (product := _product_of_weights(node, trace)) is not None:
+                yield _unpadded(_from_weights(node, trace[node], *product, trace))
+            elif node.target in PRODUCTS:
+                for operand in arguments(node)[:2]:
+                    if (divisor := divided_by_more(trace[operand].term.read.source, trace)) is not None:
+                        reason = f"expected attention weights that add up to 1, found them divided by {where(divisor)}"
+                        raise Refusal(node, reason, "divide by the sum itself: a softmax never has 0 there")
             elif node.target is aten.div.Tensor and (divided := late(node, trace)) is not None:
                 yield _unpadded(_from_weights(node, *divided, trace))
         except Refusal as refusal:
             yield refusal
         except Unaligned as error:
             yield Refusal(node, f"expected queries, keys and values over common axes, found that {error}")
+
+
+def _product_of_weights(node: fx.Node, trace: Trace) -> tuple[int, Weights] | None:
+    """Which operand of a product `node`, or of the products that it joins, are attention weights, and these."""
+    if node.target in PRODUCTS:
+        sources = [trace[operand].term.read.source for operand in arguments(node)[:2]]
+    elif is_tensor(node) and is_join_of_products(node, trace):
+        parts = trace[node].term.parts
+        assert isinstance(parts, Product)
+        sources = [parts.left.read.source, parts.right.read.source]
+    else:
+        return None
+    for side, source in enumerate(sources):
+        if (weights := weights_of(source, trace)) is not None:
+            return side, weights
+    return None
 
 
 def _unpadded(attention: Attention) -> Attention:
@@ -194,7 +218,7 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     assert isinstance(place, fx.Node)
     reader = _other_reader(weights, place, trace)
     score_dims = tuple(tuple(d.axis for d in dim if d.axis is not None) for dim in probabilities.read.dims)
-    summands = scores_of(weights.scores, KeyRange(dim, *keys_read), trace)
+    summands = scores_of(weights.scores, KeyRange(dim, *keys_read), trace, weights.factor)
     products = [s for s in summands if isinstance(s.what, float)]
     masks = [s for s in summands if isinstance(s.what, Mask)]
     sinks = [s for s in summands if isinstance(s.what, Sink)]
@@ -302,7 +326,7 @@ def _times(query: Term, by: Term, factor: Factor) -> Term:
 
 def _other_reader(weights: Weights, output: fx.Node, trace: Trace) -> fx.Node | None:
     """What reads the weights besides the product with the values: scores have to exist then."""
-    ends = {output, weights.total}
+    ends = {output, weights.total, *pieces_of(output, trace)}
     pending, seen = [weights.node], {weights.node}
     while pending:
         for user in pending.pop().users:

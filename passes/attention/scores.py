@@ -98,8 +98,8 @@ class KeyRange:
     size: Size
 
 
-def scores_of(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand]:
-    """The summands of a score tensor; masks in the order in which they apply.
+def scores_of(node: fx.Node, keys: KeyRange, trace: Trace, times: float = 1.0) -> list[Summand]:
+    """The summands of a score tensor `times` a number; masks in the order in which they apply.
 
     What is no product is a mask that is added, whatever it is.
 
@@ -107,6 +107,7 @@ def scores_of(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand]:
         Refusal: if the scores without values do not stand apart from those with.
     """
     node, factor = _without_shift(node, keys.dim, trace)
+    factor *= times
     labels = tuple(range(len(trace[node].dims)))
     if same(keys.size, trace[node].shape[keys.dim]):
         return _whole_summands(node, labels, factor, keys.dim, trace)

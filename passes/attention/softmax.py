@@ -3,12 +3,14 @@
     softmax(s), exp(log_softmax(s)), exp(s - logsumexp(s))     one op, or its logarithm undone
     e = exp(s);  e / e.sum(),  e * (1 / e.sum())               by hand
     e = exp(s);  (e @ v) / e.sum()                             by hand, divided after the product with the values
+    e = exp2(s), 2**s                                          of scores times log 2
 
 What is taken from all scores of a row before the exponential belongs to the scores (see `scores`).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +25,14 @@ from .copies import original_of
 
 @dataclass(frozen=True)
 class Weights:
-    """`node` holds the softmax of `scores` over dimension `dim`, or its numerator where `total` is still to divide."""
+    """`node` holds the softmax of `factor * scores` over dimension `dim`, or its numerator where `total` is still to
+    divide."""
 
     node: fx.Node
     scores: fx.Node
     dim: int
     total: fx.Node | None = None
+    factor: float = 1.0
     safe: bool = False
     """Whether they are 0, and not NaN, where no key is seen."""
 
@@ -61,12 +65,52 @@ def weights_of(node: Any, trace: Trace) -> Weights | None:
 def _divided(node: fx.Node, numerator: Any, total: Any, trace: Trace) -> Weights | None:
     """Weights that are an exponential divided by its sum."""
     source = _whole(numerator, trace)
-    if source is None or source.target is not aten.exp.default or not is_tensor(total):
+    exponent = _exponent(source)
+    if source is None or exponent is None or not is_tensor(total):
         return None
     dim = _summed_dim(total, source, trace)
     if dim is None or not _spans(trace[total], trace[numerator], dim):
         return None
-    return Weights(node, arguments(source)[0], dim)
+    return Weights(node, exponent[0], dim, factor=exponent[1])
+
+
+def _exponent(node: Any) -> tuple[fx.Node, float] | None:
+    """What a power is of, and the logarithm of its base."""
+    if not isinstance(node, fx.Node):
+        return None
+    match node.target:
+        case aten.exp.default:
+            return arguments(node)[0], 1.0
+        case aten.exp2.default:
+            return arguments(node)[0], math.log(2)
+        case aten.pow.Scalar if isinstance(base := arguments(node)[0], int | float) and 1 < base < math.inf:
+            return arguments(node)[1], math.log(base)
+    return None
+
+
+def divided_by_more(node: Any, trace: Trace) -> fx.Node | None:
+    """What powers of scores are divided by, if that is made of their sum and a number, and no sum."""
+    if not isinstance(node, fx.Node) or node.target is not aten.div.Tensor:
+        return None
+    source, divisor = _whole(arguments(node)[0], trace), arguments(node)[1]
+    if source is None or _exponent(source) is None or not is_tensor(divisor):
+        return None
+    whole = total = trace[divisor].term.read.source
+    while isinstance(total, fx.Node) and total.target in _WITH_A_NUMBER and is_tensor(arguments(total)[0]):
+        total = trace[arguments(total)[0]].term.read.source
+    if whole is total or not isinstance(whole, fx.Node) or not isinstance(total, fx.Node):
+        return None
+    return whole if total.target in _TOTALS else None
+
+
+_WITH_A_NUMBER = {
+    aten.add.Scalar,
+    aten.add.Tensor,
+    aten.clamp.default,
+    aten.clamp_min.default,
+    aten.maximum.default,
+}
+_TOTALS = {aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.sum.dim_IntList}
 
 
 def _inverted(node: Any, trace: Trace) -> fx.Node | None:
@@ -90,7 +134,8 @@ def late(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
         return None
     for side, operand in enumerate((parts.left, parts.right)):
         source = operand.read.source
-        if not isinstance(source, fx.Node) or source.target is not aten.exp.default:
+        exponent = _exponent(source)
+        if not isinstance(source, fx.Node) or exponent is None:
             continue
         dim = _summed_dim(total, source, trace)
         if dim is None:
@@ -103,7 +148,7 @@ def late(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
             return None
         divisor_node = divisor.term.read.source
         assert isinstance(divisor_node, fx.Node)
-        return whole, side, Weights(source, arguments(source)[0], dim, divisor_node)
+        return whole, side, Weights(source, exponent[0], dim, divisor_node, exponent[1])
     return None
 
 

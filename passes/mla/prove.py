@@ -25,7 +25,8 @@ from ..attention.find import Attention, Score
 from ..nodes.refusal import Refusal
 from ..trace.fp8 import without_widening
 from ..trace.trace import Trace
-from .site import Piece, Site
+from .groups import groups_of
+from .site import Groups, Piece, Site
 from .why_not import describe, name, no_up_projection, stored_expanded
 
 _SHARE = "make one rope key a token, [B, T, R], and give it to all heads"
@@ -83,7 +84,7 @@ def _share_a_tensor(attention: Attention) -> bool:
 
 def _width(site: Site) -> Size:
     """Elements of the latent for each key."""
-    return product(axis.size for axis in site.latent.read.axes.difference(site.attention.keys))
+    return product(axis.size for axis in (site.latent.read.axes | {*site.rank}).difference(site.attention.keys))
 
 
 def _readings(attention: Attention) -> Iterator[_Values]:
@@ -146,6 +147,9 @@ def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
         raise Refusal(node, f"expected scores times a number, found them times {nope.scale:g}")
     heads = {axis for weight in (w_uk, w_uv) if weight is not None for axis in weight.axes} & rows
     batch = {axis for read in (latent.read, *(rope.key.read for rope in ropes)) for axis in read.axes} & rows
+    if shared := tuple(axis for axis in attention.rows if axis in heads & latent.read.axes):
+        sites = tuple(prove(group, trace) for group in groups_of(attention, shared))
+        return replace(sites[0], groups=Groups(attention, shared, sites))
     if heads & batch:
         for rope in ropes:
             if rope.key.axes & heads:
@@ -155,7 +159,6 @@ def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
                     f"of the values, found {describe(rope.key, trace)}",
                     _SHARE,
                 )
-        raise Refusal(node, "expected a latent and an up-projection without a common axis but the rank, found another")
     tokens = set(attention.queries) if attention.queries is not None else rows - heads - batch
     if tokens & (heads | batch):
         reason = "expected keys and values that are the same for every query, found some that differ"

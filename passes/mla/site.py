@@ -53,6 +53,8 @@ class Site:
     """What is added to the values of all keys: to the output then, whose weights add up to 1."""
     shifts: tuple[Piece, ...] = ()
     """What the biases of the keys add to all scores of a row, where that matters: to sinks, which lack it."""
+    groups: Groups | None = None
+    """Of an attention whose groups of heads have a latent each, of which this site is the first."""
 
     @property
     def node(self) -> fx.Node:
@@ -72,3 +74,12 @@ class Site:
         }
         sizes = {name: product(axis.size for axis in dim) for name, dim in dims.items()}
         return sizes | {"R": total(piece.width for piece in self.ropes)}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The `sites` of an attention at every index of its rows `axes`."""
+
+    attention: Attention
+    axes: Dim
+    sites: tuple[Site, ...]

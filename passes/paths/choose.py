@@ -24,15 +24,17 @@ from ..caches.dense import dense_keys
 from ..caches.layouts import find_stored_keys
 from ..caches.stored import StoredKeys
 from ..masks.bounds import Bounds
-from ..masks.meaning import Meaning
+from ..masks.meaning import Meaning, understand
 from ..masks.named_keys import NamedKeys
-from ..mla.site import Site
+from ..mla.site import Groups, Site
+from ..nodes.refusal import Refusal
 from ..nodes.shapes import hints_of, unbacked_in
 from ..trace.trace import Trace
 from . import all as every
 from .either import Either
 from .fastest import fastest
 from .form import Form
+from .of_groups import FormOfGroups
 from .of_ranks import NOTHING, OfRanks
 from .path import Path
 
@@ -112,12 +114,13 @@ class Chooser:
 
         def gathered(why: str, *conditions: Relational) -> _Plan:
             def form(path: Path) -> Form:
-                plain = form_of(path, site, meaning)
+                plain = form_of(path, site, meaning) if site.groups is None else of_groups(path, site.groups, trace)
                 return replace(plain, words="; ".join(w for w in (plain.words, why and f"gathers keys: {why}") if w))
 
             return _Plan(candidates, form, conditions)
 
-        of_ranks = OfRanks.of(site, trace, self.same_on_ranks) if self.ranges is None else None
+        alone = self.ranges is None and site.groups is None
+        of_ranks = OfRanks.of(site, trace, self.same_on_ranks) if alone else None
         if of_ranks is None or isinstance(of_ranks, str):
             return gathered(of_ranks or "")
         able = tuple(path for path in candidates if of_ranks.takes(path))
@@ -187,6 +190,21 @@ def form_of(path: Path, site: Site, meaning: Meaning) -> Form:
     keys, words = _keys(path, site, meaning)
     masks = (carrier.of(site, meaning, keys) for carrier in path.carriers)
     return Form(path, keys, next((mask for mask in masks if mask is not None), None), words)
+
+
+def of_groups(path: Path, groups: Groups, trace: Trace) -> FormOfGroups:
+    """A path for each group of heads, with the keys and the masks of that.
+
+    Raises:
+        Refusal: if it is no path of one of them.
+    """
+    meanings = [understand(site, trace) for site in groups.sites]
+    if not all(path.takes(site, meaning) for site, meaning in zip(groups.sites, meanings, strict=True)):
+        reason = f"expected groups of heads that can all be {path.word}, found one that cannot"
+        raise Refusal(groups.attention.node, reason)
+    forms = tuple(form_of(path, site, meaning) for site, meaning in zip(groups.sites, meanings, strict=True))
+    words = f"a latent for each of {len(forms)} groups of heads", forms[0].words
+    return FormOfGroups(path, forms[0].keys, forms[0].mask, "; ".join(w for w in words if w), forms)
 
 
 def _keys(path: Path, site: Site, meaning: Meaning) -> tuple[StoredKeys, str]:

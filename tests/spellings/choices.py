@@ -34,7 +34,8 @@ class Spelling:
     groups: str = "none"
     """How key heads serve two query heads each: `none`, `repeat_interleave`, `expand`, `repeat`, `grouped`."""
     softmax: str = "sdpa"
-    """`sdpa`, `plain`, `wide` (in float32), `by hand`, `reciprocal`, or `late` (values first, then the division)."""
+    """`sdpa`, `plain`, `wide` (in float32), `by hand`, `reciprocal`, `late` (values first, then the division), or
+    `exp2` (by hand, to the base of 2)."""
     mask: str = "none"
     """`none`, `causal`, `triu` of -inf, `bool`, `additive`, `window`, `least` (the least finite number is added), `low`
     (-1e4 takes the place of scores)."""
@@ -68,6 +69,11 @@ class Spelling:
     value: int = 6
     spoiled: str = "no"
     """What makes it no MLA after all, see `SPOILERS`."""
+    latents: str = "one"
+    """`one` for all heads, or one for each of two `groups` of heads: half of the columns each."""
+    loop: str = "no"
+    """Of what the products of attention by hand are taken one by one: `sequences`, joined or written to a `buffer`, or
+    `heads`."""
 
     @property
     def needs_scores(self) -> bool:
@@ -93,7 +99,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "scale": ("query", "key", "scores", "weight", "attention", "number", "head", "position"),
     "absorbed": ("no",) * 5 + ("keys", "values", "both", "joined"),
     "groups": ("none", "none", "repeat_interleave", "expand", "repeat", "grouped"),
-    "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "reciprocal", "late"),
+    "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "reciprocal", "late", "exp2"),
     "mask": ("none", "causal", "triu", "bool", "additive", "window", "least", "low"),
     "padded": (False,) * 5 + (True,),
     "returned": (False,) * 9 + (True,),
@@ -115,6 +121,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "rope_width": (2, 4),
     "value": (4, 5, 6),
     "spoiled": ("no",) * 8 + ("yes",),
+    "latents": ("one",) * 7 + ("groups",),
+    "loop": ("no",) * 5 + ("sequences", "buffer", "heads"),
 }
 
 
@@ -132,6 +140,8 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
         s = replace(s, scale="query") if s.scale == "key" else s
         if s.absorbed in ("both", "joined"):
             s = replace(s, softcap=False, returned=False)  # then nothing is left to regroup
+    if s.latents == "groups":  # a soft cap or weights that are returned leave scores of all groups
+        s = replace(s, heads=2 * (s.heads // 2), absorbed="no", bias=False, softcap=False, returned=False)
     if s.returned and s.softmax == "late":
         s = replace(s, softmax="by hand")
     if s.softcap or s.sink or s.returned or (s.keys == "two scores" and s.rope != "none"):
@@ -142,6 +152,10 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
         s = replace(s, groups="expand")
     if s.scale in TENSORS and s.softmax == "sdpa":
         s = replace(s, scale="attention")
+    if s.loop == "heads":
+        s = replace(s, groups="none")
+    if s.absorbed == "keys" and s.needs_scores:
+        s = replace(s, loop="no")  # nothing would be regrouped: as many products are left as there were
     if s.mask == "low" and s.softmax == "sdpa":
         s = replace(s, mask="bool")
     if s.mask == "causal" and s.softmax != "sdpa":

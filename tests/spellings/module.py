@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,8 @@ class Attention(nn.Module):
         else:
             self.w_query = nn.Linear(HIDDEN, self.query_heads * self.width, bias=False)
         rows = [s.heads * (s.nope + s.value)] if s.weights != "apart" else [s.heads * s.nope, s.heads * s.value]
-        self.w_up = nn.ModuleList(nn.Linear(s.rank, count, bias=s.bias) for count in rows)
+        self.rank = s.rank if s.latents == "one" else s.rank // 2
+        self.w_up = nn.ModuleList(nn.Linear(self.rank, count, bias=s.bias) for count in rows)
         self.w_out = nn.Parameter(torch.randn(self.query_heads, s.value, HIDDEN) / math.sqrt(self.query_heads))
         if s.scale in TENSORS:
             shape = {"number": (), "head": (self.query_heads, 1, 1), "position": (s.queries, 1)}[s.scale]
@@ -228,6 +230,8 @@ class Attention(nn.Module):
 
     def up_project(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         s = self.spelling
+        if s.latents == "groups":
+            return tuple(self.of_groups(latent, weight) for weight in self.up_weights())
         if s.weights == "apart":
             return tuple(self.project(latent, w, width) for w, width in zip(self.w_up, (s.nope, s.value), strict=True))
         if s.weights == "keys before values":
@@ -244,6 +248,16 @@ class Attention(nn.Module):
             return kv[..., s.value :], kv[..., : s.value]
         return kv.split([s.nope, s.value], dim=-1)
 
+    def of_groups(self, latent: Tensor, weight: Tensor) -> Tensor:
+        """The latent's halves times the matrices, `[N, D, L / 2]`, of half of the heads each."""
+        if self.spelling.projection in ("einsum", "bmm"):
+            halves = latent.unflatten(-1, (2, -1))
+            product = torch.einsum("btgl,gndl->btgnd", halves, weight.unflatten(0, (2, -1))).flatten(2, 3)
+        else:
+            halves = zip(latent.chunk(2, dim=-1), weight.chunk(2), strict=True)
+            product = torch.cat([(half @ w.flatten(0, 1).t()).unflatten(-1, w.shape[:2]) for half, w in halves], dim=2)
+        return self.ordered(product)
+
     def up_weights(self) -> tuple[Tensor, Tensor]:
         """`W_UK` `[N, P, L]` and `W_UV` `[N, V, L]`, whatever rows they are of what."""
         s = self.spelling
@@ -256,7 +270,7 @@ class Attention(nn.Module):
                 rows = self.w_up[0].weight.unflatten(0, (s.heads, -1)).split([s.value, s.nope], dim=1)[::-1]
             case _:
                 rows = self.w_up[0].weight.unflatten(0, (s.heads, -1)).split([s.nope, s.value], dim=1)
-        return tuple(part.reshape(s.heads, -1, s.rank) for part in rows)
+        return tuple(part.reshape(s.heads, -1, self.rank) for part in rows)
 
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """`[B, S, N, D]` (`[S, B, N, D]`) times a matrix a head, `[N, D, E]`."""
@@ -370,8 +384,28 @@ class Attention(nn.Module):
 
     # Attention
 
+    def one_by_one(self, product: Callable[..., Tensor], a: Tensor, b: Tensor, orders: tuple[str, str, str]) -> Tensor:
+        """A product of tensors whose dimensions are `orders`, and what is that of its result."""
+        over = "n" if self.spelling.loop == "heads" else "b"
+        if self.spelling.loop == "no" or any(over not in order for order in orders):
+            return product(a, b)
+        i, j, k = (order.index(over) for order in orders)
+        pieces = [product(a.narrow(i, n, 1), b.narrow(j, n, 1)) for n in range(a.shape[i])]
+        if self.spelling.loop != "buffer":
+            return torch.cat(pieces, dim=k)
+        first, dims = pieces[0], list(pieces[0].shape)
+        dims[k] = len(pieces)
+        whole = first.new_empty(dims)
+        for n, piece in enumerate(pieces):
+            whole.select(k, n).copy_(piece.squeeze(k))
+        return whole
+
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """`[B, N, S, T]`"""
+        key_order = self.letters.format("t") if k.dim() == 4 else self.letters.format("t").replace("n", "")
+        return self.one_by_one(self.product_of_keys, q, k, (self.letters.format("s"), key_order, "bnst"))
+
+    def product_of_keys(self, q: Tensor, k: Tensor) -> Tensor:
         if self.spelling.order == "heads first":
             return q @ (k if k.dim() == 4 else k[:, None]).transpose(-1, -2)
         q_letters, k_letters = self.letters.format("s"), self.letters.format("t")
@@ -429,24 +463,28 @@ class Attention(nn.Module):
             column = self.sink.view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
             scores = torch.cat([scores, column], dim=-1)
         wide = torch.promote_types(dtype, torch.float32)
-        if s.softmax in ("by hand", "reciprocal", "late"):
-            grown = torch.exp(scores - scores.amax(-1, keepdim=True))
+        if s.softmax in ("by hand", "reciprocal", "late", "exp2"):
+            scores = scores * math.log2(math.e) if s.softmax == "exp2" else scores
+            power = torch.exp2 if s.softmax == "exp2" else torch.exp
+            grown = power(scores - scores.amax(-1, keepdim=True))
             total = grown.sum(-1, keepdim=True)
             weights = grown
             if s.softmax != "late":
-                weights = grown / total if s.softmax == "by hand" else grown * total.reciprocal()
+                weights = grown * total.reciprocal() if s.softmax == "reciprocal" else grown / total
         else:
             weights = scores.softmax(-1, dtype=wide if s.softmax == "wide" else None).to(dtype)
         if self.sink is not None:
             weights = weights[..., :-1]
         if s.returned:
             self.weights = weights
-        if s.order == "heads first":
-            o = weights @ v
-            return o / total if s.softmax == "late" else o
         rows = self.letters.format("s")
-        o = torch.einsum(f"bnst,{self.letters.format('t')}d->{rows}d", weights, v)
+        o = self.one_by_one(self.product_of_values, weights, v, ("bnst", self.letters.format("t"), rows))
         return o / torch.einsum(f"bnsd->{rows}d", total) if s.softmax == "late" else o
+
+    def product_of_values(self, weights: Tensor, v: Tensor) -> Tensor:
+        if self.spelling.order == "heads first":
+            return weights @ v
+        return torch.einsum(f"bnst,{self.letters.format('t')}d->{self.letters.format('s')}d", weights, v)
 
     def leave(self, o: Tensor) -> Tensor:
         """From the heads to hidden states."""

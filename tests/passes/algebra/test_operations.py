@@ -371,11 +371,36 @@ def test_pieces_at_every_index_of_an_axis_are_read_where_they_are_from() -> None
     world.check(joins.join("joined", pieces, 0), ranks.reshape(6, 4))
 
 
-@pytest.mark.parametrize("order", [(0, 2, 1), (0, 1), (1, 2), (0, 1, 1)])
-def test_pieces_at_some_indices_or_in_another_order_are_joined(order: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("order", "source"),
+    [((0, 1), "ranks"), ((1, 2), "ranks"), ((1, 1, 1), "ranks"), ((0, 2, 1), "joined"), ((0, 1, 1), "joined")],
+)
+def test_pieces_at_some_indices_are_read_where_they_are_from_if_in_order(order: tuple[int, ...], source: str) -> None:
     ranks = numbers(3, 2, 4)
     world, (form,) = world_of(ranks=ranks)
     world.tensors["joined"] = np.concatenate([ranks[i] for i in order], 1)
     joined = joins.join("joined", [operations.select(form, 0, i) for i in order], 1)
-    assert joined.term.read.source == "joined"
+    assert joined.term.read.source == source
+    world.check(joined, world.tensors["joined"])
+
+
+@pytest.mark.parametrize(
+    ("width", "start", "size"), [(12, 0, 3), (12, 3, 3), (11, 1, 4), (8, 2, 3), (9, 0, 4)], ids=str
+)
+@pytest.mark.parametrize("count", [2, 3])
+def test_products_of_parts_of_a_dimension_are_one_product(width: int, start: int, size: int, count: int) -> None:
+    """Each of a part of the columns, with a matrix each: parts that begin anywhere."""
+    if start + count * size > width:
+        return
+    x, w = numbers(2, width), numbers(count, size, 5)
+    world, (left, right) = world_of(x=x, w=w)
+    pieces, arrays = [], []
+    for i in range(count):
+        first = start + i * size
+        part = operations.take(left, 1, first, size)
+        pieces.append(operations.contract(f"product {i}", part, operations.select(right, 0, i), [], (1, 0)))
+        arrays.append(x[:, first : first + size] @ w[i])
+    world.tensors["joined"] = np.concatenate(arrays, 1)
+    joined = joins.join("joined", pieces, 1)
+    assert isinstance(joined.term.parts, Product)
     world.check(joined, world.tensors["joined"])

@@ -220,7 +220,7 @@ def test_weights_that_meet_two_values_exist_once() -> None:
     def attention(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)
         p = ((q @ k.transpose(-1, -2)) * SCALE).softmax(-1)
-        return torch.cat([p @ v[..., :2], p @ v[..., 2:]], -1)
+        return torch.cat([p @ v[..., 2:], p @ v[..., :2]], -1)
 
     module = capture(attention, *mla.tensors())
     before = run(module, *mla.tensors())

@@ -278,6 +278,21 @@ PARTS: dict[str, tuple[Callable[..., Tensor], type | None]] = {
     "stack of products with a matrix each": (lambda x, y: torch.stack([x @ y[0].mT, x @ y[1].mT], 1), Product),
     "stack of matrices times one": (lambda x, y: torch.stack([x[0] @ y[0].mT, x[1] @ y[0].mT], 1)[..., 1:], Product),
     "stack at the end of products": (lambda x, y: torch.stack([x @ y[i % 2].mT for i in range(3)], -1), Product),
+    "products in a loop": (lambda x, y: torch.stack([x[b] @ y[b].mT for b in range(2)]), Product),
+    "products in a loop over rows": (lambda x, y: torch.stack([x[:, i] @ y[0].mT for i in range(3)], 1), Product),
+    "products in a loop, written": (
+        lambda x, y: (
+            torch.empty(2, 3, 3).double().select_scatter(x[0] @ y[0].mT, 0, 0).select_scatter(x[1] @ y[1].mT, 0, 1)
+        ),
+        Product,
+    ),
+    "products in a loop, the last first": (lambda x, y: torch.stack([x[b] @ y[b].mT for b in (1, 0)]), Join),
+    "products in a loop, each with a matrix": (lambda x, y: torch.stack([x[b] @ (y[b] + b).mT for b in (0, 1)]), Join),
+    "sums in a loop": (lambda x, y: torch.stack([x[b] @ y[b].mT + y[b] @ x[b].mT for b in range(2)]), Sum),
+    "joins in a loop": (lambda x, y: torch.stack([torch.cat([x[b] @ y[b].mT, x[b]], -1) for b in (0, 1)]), Join),
+    "slices in order": (lambda x, y: torch.cat([x[:, :1], x[:, 1:3], x[:, 3:]], 1) if x.shape[1] > 2 else x, None),
+    "a part of the slices, twice": (lambda x, y: torch.cat([x[:, 1:2], x[:, 2:3], x[:, 1:2]], 1), None),
+    "the same many times": (lambda x, y: torch.stack([x[0], x[0], x[0]]), None),
     "stack of products with a scale each": (lambda x, y: torch.stack([x @ y[0].mT, x @ y[1].mT * 2], 1), Join),
     "stack at the end": (lambda x, y: torch.stack([x, y[:1].expand(2, -1, -1), y], -1), Join),
     "stack of one": (lambda x, y: torch.stack([x @ y.mT], 1), Product),

@@ -1,0 +1,175 @@
+"""Pieces that are a tensor's elements at indices one behind the other: what a loop over sequences or heads leaves.
+
+    o[0] = w[0] @ v[0]; o[1] = w[1] @ v[1]; ...      o = w @ v, over the axis that was looped over
+    cat(x[:3], x[3:])                                x
+
+What is the same in two pieces, a weight that all have, repeats along the axis.
+
+Pure Python, like `joins`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from .operations import read_of
+from .sizes import Size, quotient, same, total
+from .substitution import change_term
+from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Sum, Term, Undefined, Unread, Zero
+
+
+def as_one(source: Hashable, first: Form, second: Form, dim: int) -> Form | None:
+    """Two pieces along `dim` of the tensor `source` as one, None if they are not one behind the other in what they are
+    made of.
+
+    Their other dimensions have the same axes. Of a product that only the two together are there is no tensor.
+    """
+    for a, own, b, others in _seams(first.dims[dim], second.dims[dim]):
+        axis = Axis(total([1 if a is None else a.size, 1 if b is None else b.size]))
+        seam = _Seam(a, b, axis, source)
+        term = seam.term(first.term, change_term(second.term, dict(zip(others, own, strict=True))))
+        if term is not None:
+            return Form((*first.dims[:dim], (axis, *own), *first.dims[dim + 1 :]), term)
+    return None
+
+
+def _seams(first: Dim, second: Dim) -> Iterator[tuple[Axis | None, Dim, Axis | None, Dim]]:
+    """How two pieces may meet: the axis of each that counts on where the other ends, None of one index, and the faster
+    axes, which they have alike."""
+    for a, own in ((None, first), *((axis, first[1:]) for axis in first[:1])):
+        for b, others in ((None, second), *((axis, second[1:]) for axis in second[:1])):
+            if _alike(own, others):
+                yield a, own, b, others
+
+
+def _alike(a: Dim, b: Dim) -> bool:
+    return len(a) == len(b) and all(same(x.size, y.size) for x, y in zip(a, b, strict=True))
+
+
+Digits: TypeAlias = tuple[Digit, ...]
+
+
+@dataclass(frozen=True)
+class _Seam:
+    """Pieces of which one counts along `first` and the other along `second` as one that counts along `axis`."""
+
+    first: Axis | None
+    second: Axis | None
+    axis: Axis
+    source: Hashable
+
+    def term(self, a: Term, b: Term) -> Term | None:
+        """The element of both pieces."""
+        if a == b and self.first not in a.axes:
+            return a
+        read, parts = self.read(a.read, b.read), self._parts(a, b)
+        if parts is not None:
+            over = Term(a.read, parts).axes
+            return Term(read or read_of(Unread(self.source), [(axis,) for axis in over]).read, parts)
+        if read is None or any(isinstance(term.parts, Undefined | Zero) for term in (a, b)):
+            return None
+        return Term(read, joined=self._join(a.joined, b.joined) if a.joined and b.joined else None)
+
+    def read(self, a: Read, b: Read) -> Read | None:
+        """The read of both pieces."""
+        if a == b and self.first not in a.axes:
+            return a
+        if a.source != b.source or a.then != b.then or len(a.dims) != len(b.dims):
+            return None
+        dims = [own if own == more else self._digits(own, more) for own, more in zip(a.dims, b.dims, strict=True)]
+        changed = [digits for digits, own in zip(dims, a.dims, strict=True) if digits != own]
+        known = tuple(digits for digits in dims if digits is not None)
+        return replace(a, dims=known) if len(changed) == 1 and len(known) == len(dims) else None
+
+    def _digits(self, a: Digits, b: Digits) -> Digits | None:
+        """The digits of one dimension, of which the two pieces have others."""
+        if len(a) == 1 == len(b) or len(a) > len(b) == 1:
+            parts = self._parts_of(a, b[0])
+            if parts is not None:
+                return parts
+        a, b = self._divided(a), self._divided(b)
+        places = [i for i, (own, other) in enumerate(zip(a, b, strict=False)) if own != other]
+        if len(places) != 1 or len(a) != len(b):
+            return None
+        (i,) = places
+        digit = self._digit(a[i], b[i])
+        return None if digit is None else (*a[:i], digit, *a[i + 1 :])
+
+    def _parts_of(self, a: Digits, part: Digit) -> Digits | None:
+        """Those of parts of a dimension, of one size and one behind the other, where it is no number of such parts."""
+        if part.axis is None or part.axis in (self.first, self.second) or self.second is not None or part.step != 1:
+            return None
+        size = part.axis.size
+        if quotient(part.extent, size) is not None and quotient(part.start, size) is not None:
+            return None
+        count, (slow, *faster) = self.axis.size - 1, a
+        if not faster and self.first is None and slow.axis is part.axis and slow.step == 1:
+            before, after = total([slow.before, slow.start]), total([slow.after, slow.extent, -slow.start, -size])
+        elif len(faster) == 1 and slow.axis is self.first and faster[0] == Digit(part.axis, size):
+            before, after = slow.before, slow.after
+        else:
+            return None
+        starts = total([before, count * size]), total([part.before, part.start])
+        rests = total([after, -size]), total([part.after, part.extent, -part.start, -size])
+        if not (same(*starts) and same(*rests)):
+            return None
+        return Digit(self.axis, self.axis.size, before=before, after=rests[0]), Digit(part.axis, size)
+
+    def _divided(self, digits: Digits) -> Digits:
+        """Digits of which each that takes a part of several says which part that is."""
+
+        def divided(digit: Digit) -> Digits:
+            if digit.axis in (None, self.first, self.second) or digit.step != 1 or digit.whole:
+                return (digit,)
+            assert digit.axis is not None
+            start, extent = quotient(digit.start, digit.axis.size), quotient(digit.extent, digit.axis.size)
+            if start is None or extent is None or same(extent, 1):
+                return (digit,)
+            return replace(digit, axis=None, extent=extent, start=start), Digit(digit.axis, digit.axis.size)
+
+        return tuple(d for digit in digits for d in divided(digit))
+
+    def _digit(self, a: Digit, b: Digit) -> Digit | None:
+        size: Size = 1 if self.first is None else self.first.size
+        if a.axis is not self.first or b.axis is not self.second or a.step != 1:
+            return None
+        follows = replace(a, axis=b.axis, start=total([a.start, size]))
+        return replace(a, axis=self.axis) if _same_digit(follows, b) else None
+
+    def _parts(self, a: Term, b: Term) -> Product | Sum | Join | Zero | None:
+        match a.parts, b.parts:
+            case Zero(), Zero():
+                return Zero()
+            case Product(left, right, summed, scale), Product() as other:
+                if scale != other.scale or not _alike(summed, other.summed):
+                    return None
+                own = dict(zip(other.summed, summed, strict=True))
+                sides = self.term(left, change_term(other.left, own)), self.term(right, change_term(other.right, own))
+                return Product(sides[0], sides[1], summed, scale) if sides[0] and sides[1] else None
+            case Sum(terms), Sum(others) if len(terms) == len(others):
+                both = [self.term(*pair) for pair in zip(terms, others, strict=True)]
+                known = tuple(term for term in both if term is not None)
+                return Sum(known) if len(known) == len(terms) else None
+            case Join() as join, Join() as other:
+                return self._join(join, other)
+        return None
+
+    def _join(self, a: Join, b: Join) -> Join | None:
+        if len(a.segments) != len(b.segments) or not same(a.axis.size, b.axis.size):
+            return None
+        pieces = []
+        for segment, more in zip(a.segments, b.segments, strict=True):
+            if not _alike(segment.axes, more.axes):
+                return None
+            term = self.term(segment.term, change_term(more.term, dict(zip(more.axes, segment.axes, strict=True))))
+            if term is None:
+                return None
+            pieces.append(replace(segment, term=term))
+        return Join(a.axis, tuple(pieces))
+
+
+def _same_digit(a: Digit, b: Digit) -> bool:
+    sizes = zip((a.extent, a.start, a.before, a.after), (b.extent, b.start, b.before, b.after), strict=True)
+    return a.axis is b.axis and a.step == b.step and all(same(x, y) for x, y in sizes)

@@ -1,0 +1,143 @@
+"""Groups of heads with a latent each: one attention a group, which the passes tell apart, or say why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.passes.checks import check_rewritten, compiled
+from tests.passes.graphs import capture, rewrite
+from tests.passes.spellings import SCALE, SQ, B, L, P, R, T, V, sealed
+
+G, EACH = 3, 2
+HEADS = G * EACH
+
+
+def tensors(groups: int = G) -> tuple[Tensor, ...]:
+    """`q` [B, N, Sq, P + R], latents [B, T, G, L], `k_rope` [B, T, R], `w_uk` [N, P, L], `w_uv` [N, V, L]."""
+    heads = groups * EACH
+    shapes = (B, heads, SQ, P + R), (B, T, groups, L), (B, T, R), (heads, P, L), (heads, V, L)
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+def expanded(latents: Tensor, weight: Tensor) -> Tensor:
+    """`[B, N, T, D]`"""
+    by_group = weight.unflatten(0, (latents.shape[2], -1))
+    return torch.einsum("btgl,gndl->bgntd", latents, by_group).flatten(1, 2)
+
+
+def repeated(latents: Tensor, weight: Tensor) -> Tensor:
+    return torch.einsum("btnl,ndl->bntd", latents.repeat_interleave(EACH, 2), weight)
+
+
+def joined(latents: Tensor, weight: Tensor) -> Tensor:
+    """Group by group."""
+    groups = zip(latents.unbind(2), weight.chunk(latents.shape[2]), strict=True)
+    return torch.cat([(c @ w.flatten(0, 1).t()).unflatten(-1, w.shape[:2]) for c, w in groups], 2).transpose(1, 2)
+
+
+def to_heads(k_rope: Tensor) -> Tensor:
+    return k_rope[:, None].expand(-1, HEADS, -1, -1)
+
+
+def attention(
+    project: Callable[[Tensor, Tensor], Tensor],
+    attend: Callable[..., Tensor] = sealed,
+    rope: Callable[[Tensor], Tensor] = to_heads,
+) -> Callable[..., Tensor]:
+    def function(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
+        k = torch.cat([project(latents, w_uk), rope(k_rope)], -1)
+        return attend(q, k, project(latents, w_uv))
+
+    return function
+
+
+def softmax(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, v: change(q @ k.mT * SCALE).softmax(-1) @ v
+
+
+def slopes(scores: Tensor) -> Tensor:
+    """A bias that differs between heads, and what is behind a query hidden."""
+    rows, keys = torch.arange(SQ)[:, None], torch.arange(T)
+    bias = torch.arange(HEADS).double()[:, None, None] * (keys - rows) / 8
+    return (scores + bias).masked_fill(keys > rows + T - SQ, -torch.inf)
+
+
+def in_one_tensor(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
+    """Latents behind the rope key in one cache, where no group begins at a multiple of its width."""
+    cache = torch.cat([k_rope, latents.flatten(2)], -1)
+    parts = [cache[..., R + g * L : R + (g + 1) * L] for g in range(G)]
+
+    def project(weight: Tensor) -> Tensor:
+        products = [torch.einsum("btl,ndl->bntd", c, w) for c, w in zip(parts, weight.chunk(G), strict=True)]
+        return torch.cat(products, 1)
+
+    return sealed(q, torch.cat([project(w_uk), to_heads(cache[..., :R])], -1), project(w_uv))
+
+
+GROUPED = {
+    "einsum": attention(expanded),
+    "repeated": attention(repeated),
+    "joined": attention(joined),
+    "in one tensor": in_one_tensor,
+    "tokens before heads": lambda *args: attention(expanded)(*args).transpose(1, 2).flatten(2),
+    "softmax by hand": attention(expanded, softmax(lambda s: s)),
+    "a bias a head and a mask": attention(expanded, softmax(slopes)),
+    "a rope key a group": attention(
+        expanded, rope=lambda k: torch.stack([k * (g + 1) for g in range(G)], 1).repeat_interleave(EACH, 1)
+    ),
+    "without rope": lambda q, c, _, w_uk, w_uv: sealed(q[..., :P], expanded(c, w_uk), expanded(c, w_uv)),
+}
+
+
+@pytest.mark.parametrize("function", GROUPED.values(), ids=GROUPED)
+def test_a_latent_a_group_is_an_attention_a_group(function: Callable[..., Tensor]) -> None:
+    for path, module, outcomes in compiled(function, tensors()):
+        assert [outcome.path for outcome in outcomes] == [path]
+        assert "a latent for each of 3 groups of heads" in outcomes[0].reason
+        ops = [node for node in module.graph.nodes if "latent_attention" in str(node.target)]
+        ops += [node for node in module.graph.nodes if "expanded_attention" in str(node.target)]
+        assert len(ops) == G
+
+
+def test_one_weight_for_all_groups_is_one_attention() -> None:
+    """Groups are sequences then."""
+
+    def function(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
+        k, v = (torch.einsum("btgl,ndl->bgntd", latents, w[:EACH]).flatten(1, 2) for w in (w_uk, w_uv))
+        return sealed(q, torch.cat([k, to_heads(k_rope)], -1), v)
+
+    check_rewritten(function, tensors())
+
+
+def knorm(k: Tensor) -> Tensor:
+    return F.rms_norm(k, k.shape[-1:])
+
+
+REFUSED = {
+    "too many": (attention(expanded, rope=lambda k: k[:, None].expand(-1, 9 * EACH, -1, -1)), 9, "found 9"),
+    "a soft cap": (attention(expanded, softmax(torch.tanh)), G, "where groups of heads have a latent each"),
+    "keys of another group": (
+        lambda q, c, _, w_uk, w_uv: sealed(q[..., :P], expanded(c.flip(2), w_uk), expanded(c, w_uv)),
+        G,
+        "expected keys and values from one latent",
+    ),
+    "a norm a head": (
+        lambda q, c, _, w_uk, w_uv: sealed(q[..., :P], knorm(expanded(c, w_uk)), expanded(c, w_uv)),
+        G,
+        "of which some columns are an up-projection",
+    ),
+}
+"""Near misses, with the number of groups and a part of the reason."""
+
+
+@pytest.mark.parametrize(("function", "groups", "reason"), REFUSED.values(), ids=REFUSED)
+def test_a_near_miss_stays_as_it_is(function: Callable[..., Tensor], groups: int, reason: str) -> None:
+    (outcome,) = rewrite(capture(function, *tensors(groups)))
+    assert outcome.path == "unchanged"
+    assert reason in outcome.reason
