@@ -4,10 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types layers installed format clean
+.PHONY: demo train-curves test check types layers installed format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
+
+train-curves: $(STAMP)
+	$(BIN)/python examples/train_curves.py $(if $(shell $(BIN)/python -c "import matplotlib" 2>&1),,--plot out/train-curves.svg)
 
 test: $(STAMP) check
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile

@@ -20,6 +20,10 @@ OFF = "off"
 """The value of `mla.path` that leaves all to stock Inductor."""
 
 
+KEEP_ALL, QUERIES = "nothing", "queries"
+"""The values of `mla.recompute`."""
+
+
 @dataclass(frozen=True)
 class Options:
     """What `mla.*` options say. Each field is an option of the same name."""
@@ -37,6 +41,10 @@ class Options:
     workspace_tokens: int = 1024
     """Keys that the chunked path up-projects at a time: a bound of its workspace."""
 
+    recompute: str = KEEP_ALL
+    """What the backward computes again besides keys and values: `nothing`, or the `queries` that are projected from
+    something narrower, which is kept instead of them."""
+
     same_on_ranks: str = NOTHING
     """What the ranks of a process group from which latents are gathered have the same of, which no graph can tell: the
     `program`, `masks` too (each has heads of its own), `queries` too (context parallelism alone), or `nothing`."""
@@ -48,6 +56,8 @@ class Options:
         for name in ("strict", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"mla.{name}: expected True or False, found {getattr(self, name)!r}")
+        if self.recompute not in (KEEP_ALL, QUERIES):
+            raise OptionError(f"mla.recompute: expected {KEEP_ALL} or {QUERIES}, found {self.recompute!r}")
         if self.same_on_ranks not in SAME:
             raise OptionError(f"mla.same_on_ranks: expected one of {', '.join(SAME)}, found {self.same_on_ranks!r}")
         tokens = self.workspace_tokens

@@ -19,6 +19,7 @@ from .graph.in_place import write_in_place
 from .graph.rewriter import Rewriter
 from .masks.meaning import Meaning, understand
 from .mla.prove import prove
+from .mla.queries import query_latent
 from .mla.site import Site
 from .nodes.arguments import aten
 from .nodes.refusal import Refusal
@@ -123,6 +124,8 @@ class Pipeline:
             return result
         result.outcome = _rewritten(result.site, result.meaning, result.choice)
         output.meta["mla_site"] = result.site.node.name
+        if self.training and (latent := query_latent(result.site, trace)) is not None:
+            output.meta["mla_query_latent"] = latent.name
         w_uv = result.site.w_uv
         if w_uv is not None and isinstance(w_uv.source, fx.Node):
             output.meta["mla_weight"] = w_uv.source.name

@@ -76,27 +76,28 @@ def attend_backward(x: ExpandedAttentionBackward) -> list[Tensor]:
     """The gradients that are wanted, in the dtypes of what they are of."""
     batch, query_count, heads, _ = x.q.shape
     want, mask = Wanted(*x.wanted), x.mask
-    if mask is not None and mask.dtype == torch.bool and reads_values(mask) and bool(mask.all()):
-        mask = None  # as of sequences that could have been packed, and are not
     dtype = torch.promote_types(x.q.dtype, torch.float32)
-    operands = *x.operands[:-1], mask
+    operands = x.operands
     totals = _Gradients(
         *(
             torch.zeros(operand.shape, dtype=dtype, device=x.q.device) if asked and operand is not None else None
             for operand, asked in zip(operands, x.wanted, strict=True)
         )
     )
-    by_flash = _takes_flash(x.q, mask, x.lse) and not want.mask
     least = torch.get_num_threads() if x.q.is_cpu else 1  # CPU flash attention's backward shares out heads to threads
     size = max(_HEADS * x.workspace_tokens // max(x.latent.shape[1], 1), least)
     for start in range(0, heads, size):
         group = slice(start, start + size)
         weights = x.w_uk[group].to(dtype), x.w_uv[group].to(dtype)
         for b in range(batch):
+            # Of this sequence alone: the bits of its gradients are the same whatever it is in a batch with.
             seen = None
             if mask is not None:
                 seen = mask if mask.shape[0] == 1 else mask[b : b + 1]
                 seen = seen if seen.shape[1] == 1 else seen[:, group]
+                if seen.dtype == torch.bool and reads_values(seen) and bool(seen.all()):
+                    seen = None  # as of sequences that could have been packed, and are not
+            by_flash = _takes_flash(x.q, seen, x.lse[b, :, group]) and not want.mask
             visibility = Visibility(seen, x.causal_offset, x.latent.shape[1], x.latent.device)
             own_q, own_do, own_o = (t[b, :, group].transpose(0, 1).to(dtype) for t in (x.q, x.grad_o, x.o))
             rows = _Rows(

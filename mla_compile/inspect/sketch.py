@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from mla_compile.passes.algebra.terms import Read, Scaled, Stacked, Unread
+from mla_compile.passes.algebra.terms import Read, Scaled, Unread, made_of
 from mla_compile.passes.nodes.arguments import is_tensor
 from mla_compile.passes.nodes.common_subexpressions import CommonSubexpressions
 
@@ -99,9 +99,9 @@ def entrances(proved: Proved) -> dict[str, tuple[str, Kind]]:
         if isinstance(source, Scaled):  # a weight that is kept in few bits
             add(source.of, title, kind)
             add(source.by, f"scales of {title}", kind)
-        if isinstance(source, Stacked):  # a weight of each head
-            for piece in source.pieces:
-                add(piece, title, kind)
+        else:  # a weight of each head, or one and what an adapter adds to it
+            for part in made_of(source):
+                add(part, title, kind)
         if isinstance(source, fx.Node):
             titles, _ = found.setdefault(source.name, ([], kind))
             titles += [title] * (title not in titles)

@@ -17,13 +17,14 @@ import torch
 from torch import fx
 
 from mla_compile.cost import Device
-from mla_compile.options import Options
+from mla_compile.options import KEEP_ALL, QUERIES, Options
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.outcome import Outcome, unchanged
 from mla_compile.rewriting import rewrite_graph
 from mla_compile.verify import check
 
 from .capture import Captured, NotCaptured, capture
+from .recompute import recompute_operands, recompute_queries
 from .splice import splice
 
 Check = Callable[[tuple[Any, ...]], None]
@@ -59,7 +60,7 @@ def rewrite_for_training(module: fx.GraphModule, device: Device, options: Option
     for outcome in rewriting.outcomes:
         _move_origins(captured, outcome, sites)
     captured.share_origins()
-    outcomes = tuple(_spliced(captured, outcome) for outcome in rewriting.outcomes)
+    outcomes = tuple(_spliced(captured, outcome, options.recompute) for outcome in rewriting.outcomes)
     checks: tuple[Check, ...] = ()
     if rewriting.original is not None and any(outcome.rewritten for outcome in outcomes):
         original = rewriting.original
@@ -69,7 +70,7 @@ def rewrite_for_training(module: fx.GraphModule, device: Device, options: Option
     for name in _checkpoints(new):
         written = new.get_submodule(name)
         assert isinstance(written, fx.GraphModule)
-        body = rewrite_for_training(written, device, options)
+        body = rewrite_for_training(written, device, replace(options, recompute=KEEP_ALL))  # it is all computed again
         setattr(new, name, body.module)
         trained = replace(
             trained,
@@ -93,16 +94,22 @@ def _move_origins(captured: Captured, outcome: Outcome, sites: dict[str, fx.Node
         captured.origins[_output(captured, outcome)] = captured.origins.pop(place)
 
 
-def _spliced(captured: Captured, outcome: Outcome) -> Outcome:
+def _spliced(captured: Captured, outcome: Outcome, recompute: str) -> Outcome:
     """What became of a site after its code was put into the Dynamo graph, or was not."""
     if not outcome.rewritten:
         return outcome
     output = _output(captured, outcome)
     try:
-        splice(captured, output)
+        recompute_operands(splice(captured, output))
     except Refusal as refusal:
         return replace(unchanged(output, refusal), node=outcome.node)
-    return outcome
+    if recompute != QUERIES:
+        return outcome
+    try:
+        recompute_queries(captured, output)
+    except Refusal as refusal:
+        return replace(outcome, reason=f"{outcome.reason}; queries are kept: {refusal.reason}")
+    return replace(outcome, reason=f"{outcome.reason}, and so are queries")
 
 
 def _checkpoints(module: fx.GraphModule) -> list[str]:

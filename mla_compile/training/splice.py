@@ -23,8 +23,8 @@ _REARRANGE = {"transpose", "permute", "swapaxes", "contiguous", "reshape", "flat
 """Methods that ask for no strides, and keep or copy elements."""
 
 
-def splice(captured: Captured, output: fx.Node) -> None:
-    """Let the Dynamo graph compute the value of `output`, of the ATen graph, as that does.
+def splice(captured: Captured, output: fx.Node) -> list[fx.Node]:
+    """Let the Dynamo graph compute the value of `output`, of the ATen graph, as that does; returns its new nodes.
 
     Raises:
         Refusal: if it cannot; the Dynamo graph is as it was.
@@ -33,8 +33,7 @@ def splice(captured: Captured, output: fx.Node) -> None:
     parts = [_Part(captured, node) for node in ends]
     for part in parts:
         part.check()
-    for part in parts:
-        part.put()
+    return [node for part in parts for node in part.put()]
 
 
 def _ends(captured: Captured, output: fx.Node) -> Iterable[fx.Node]:
@@ -100,8 +99,8 @@ class _Part:
             raise Refusal(self.end, f"expected operands that come before the attention, found {where(late[0])}")
         check_gradients(self.place, set(self.sources.values()))
 
-    def put(self) -> None:
-        """Replace the node of the Dynamo graph."""
+    def put(self) -> list[fx.Node]:
+        """Replace the node of the Dynamo graph by others."""
         graph, known = self.captured.dynamo, dict[fx.Node, Any](self.sources)
         devices = self.captured.autocast[self.place]
         with graph.inserting_before(self.place):
@@ -125,6 +124,7 @@ class _Part:
         graph.erase_node(self.place)
         for origins in self.captured.origins.values():
             origins[:] = [new if origin is self.place else origin for origin in origins]
+        return [known[node] for node in self.code]
 
     def _call(self, function: Any, *arguments: Any) -> fx.Node:
         return self.captured.dynamo.call_function(function, arguments)

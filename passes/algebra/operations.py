@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from .sizes import Size, Unaligned, product, quotient, same, total
-from .substitution import Change, Pin, Slice, Split, change, change_read, change_term, overlapping, prune
+from .substitution import Change, Pin, Slice, Split, change, change_term, overlapping, prune
 from .terms import (
     Axis,
     Digit,
@@ -20,7 +20,6 @@ from .terms import (
     Lost,
     Product,
     Read,
-    Scaled,
     Segment,
     Sum,
     Term,
@@ -166,7 +165,7 @@ def contract(
     summed: tuple[int, int],
     *,
     scale: float = 1.0,
-    depth: int = 2,
+    depth: int = 3,
 ) -> Form:
     """A matrix product `source`, `scale * left @ right`: dims are the batch pairs, then what is left of each side."""
     left, right = unify(fresh(left), fresh(right), [*batch, summed])  # summed axes: free in no other form
@@ -303,13 +302,6 @@ def scaled(form: Form, factor: float) -> Form:
         return term
 
     return map_terms(form, lambda term: scale(replace(term, read=_then(term.read, factor))))
-
-
-def multiplied(of: Read, by: Read, *, divides: bool = False) -> Read:
-    """`of * by`, or `of / by`, over the axes of both: no graph has it as a tensor."""
-    own = {d.axis: Axis(d.axis.size) for read in (of, by) for dim in read.dims for d in dim if d.axis is not None}
-    source = Scaled(change_read(of, own), change_read(by, own), tuple(own.values()), divides)
-    return read_of(source, [(axis,) for axis in own]).read
 
 
 def cast(form: Form, dtype: Hashable) -> Form:

@@ -158,6 +158,36 @@ class Stacked:
 
 
 @dataclass(frozen=True)
+class Added:
+    """A source that no graph has as a tensor: `pieces` added up, with a dimension for each of `axes`."""
+
+    pieces: tuple[Read, ...]
+    axes: Dim
+
+
+@dataclass(frozen=True)
+class Contracted:
+    """A source that no graph has as a tensor: `sum over summed of left * right`; a dimension for each of `axes`."""
+
+    left: Read
+    right: Read
+    summed: Dim
+    axes: Dim
+
+
+def made_of(source: Hashable) -> tuple[Read, ...]:
+    """What a source is computed from that no graph has as a tensor; nothing of one that a graph has."""
+    match source:
+        case Scaled(of, by):
+            return of, by
+        case Stacked(pieces) | Added(pieces):
+            return pieces
+        case Contracted(left, right):
+            return left, right
+    return ()
+
+
+@dataclass(frozen=True)
 class Flat:
     """Axis `keys` is `key // row.size` on `page`, the table's axis, and `key % row.size` on `row`, the pages' own."""
 

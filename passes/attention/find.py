@@ -19,6 +19,7 @@ from torch import fx
 from mla_compile.ops import SEALED
 
 from ..algebra import operations
+from ..algebra.made import multiplied
 from ..algebra.sizes import Size, Unaligned, product, total
 from ..algebra.terms import Digit, Dim, Form, Join, Product, Read, Term, Zero
 from ..nodes.arguments import arguments, aten, is_tensor
@@ -321,7 +322,7 @@ def _times(query: Term, by: Term, factor: Factor) -> Term:
     """A query, in its own dtype, times what all of its scores are multiplied by."""
     source, casts = query.read.source, [step for step in query.read.then if isinstance(step, torch.dtype)]
     own = casts[-1:] or ([source.meta["val"].dtype] if isinstance(source, fx.Node) else [])
-    return Term(replace(operations.multiplied(query.read, by.read, divides=factor.divides), then=tuple(own)))
+    return Term(replace(multiplied(query.read, by.read, divides=factor.divides), then=tuple(own)))
 
 
 def _other_reader(weights: Weights, output: fx.Node, trace: Trace) -> fx.Node | None:

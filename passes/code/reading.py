@@ -5,6 +5,7 @@ These functions run on fake tensors while `rewrite` traces them, so symbolic siz
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ..algebra.sizes import Size, Unaligned, product, same
-from ..algebra.terms import Axis, Bits, Digit, Dim, Read, Scaled, Stacked
+from ..algebra.terms import Added, Axis, Bits, Contracted, Digit, Dim, Read, Scaled, Stacked, made_of
 from ..nodes.shapes import size_of
 
 Realize = Callable[[Size], "int | torch.SymInt"]
@@ -91,11 +92,9 @@ def sources_of(
 
 def nodes_of(read: Read) -> list[fx.Node]:
     """The nodes of the graph that hold what is read."""
-    if isinstance(read.source, Scaled):
-        return [*nodes_of(read.source.of), *nodes_of(read.source.by)]
-    if isinstance(read.source, Stacked):
-        return [node for piece in read.source.pieces for node in nodes_of(piece)]
-    return [read.source] if isinstance(read.source, fx.Node) else []
+    if isinstance(read.source, fx.Node):
+        return [read.source]
+    return [node for part in made_of(read.source) for node in nodes_of(part)]
 
 
 class Reader:
@@ -117,9 +116,33 @@ class Reader:
         if isinstance(read.source, Stacked):
             dims = [(axis,) for axis in read.source.axes]
             return torch.stack([self(piece, *dims) for piece in read.source.pieces])
+        if isinstance(read.source, Added):
+            dims = [(axis,) for axis in read.source.axes]
+            return sum_of([self(piece, *dims, broadcast=False) for piece in read.source.pieces])
+        if isinstance(read.source, Contracted):
+            return self._contracted(read.source)
         assert isinstance(read.source, fx.Node)
         tensor: Tensor = self._place[read.source]
         return tensor
+
+    def _contracted(self, source: Contracted) -> Tensor:
+        """A product of matrices, one for each index of the axes that both have."""
+        left, right, summed = source.left, source.right, source.summed
+        both = tuple(axis for axis in source.axes if axis in left.axes and axis in right.axes)
+        rows = tuple(axis for axis in source.axes if axis in left.axes and axis not in both)
+        columns = tuple(axis for axis in source.axes if axis in right.axes and axis not in both)
+        product = wide(self(left, both, rows, summed)) @ wide(self(right, both, summed, columns))
+        return write_as(product, (both, rows, columns), [(axis,) for axis in source.axes], self.realize)
+
+
+def sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Their sum, rounded by nobody below float32: what is added to a weight is small beside it."""
+    return functools.reduce(torch.add, map(wide, tensors))
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def tellers(node: fx.Node, symbols: set[sympy.Symbol]) -> list[fx.Node]:

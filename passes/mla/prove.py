@@ -20,12 +20,12 @@ from torch import fx
 from ..algebra.operations import piece_of
 from ..algebra.sizes import Size, known_at_most, product, same, total
 from ..algebra.substitution import Slice, change_read, change_term
-from ..algebra.terms import Axis, Dim, Join, Product, Read, Scaled, Stacked, Sum, Term, Undefined, Unread, Zero
+from ..algebra.terms import Axis, Dim, Join, Read, Sum, Term, Undefined, Unread, Zero, made_of
 from ..attention.find import Attention, Score
 from ..nodes.refusal import Refusal
-from ..trace.fp8 import without_widening
 from ..trace.trace import Trace
 from .groups import groups_of
+from .products import UpProjection, alike, gathered, same_tensor, up_projection
 from .site import Groups, Piece, Site
 from .why_not import describe, name, no_up_projection, stored_expanded
 
@@ -91,12 +91,11 @@ def _readings(attention: Attention) -> Iterator[_Values]:
     """What the values may be, the best first."""
     keys = set(attention.keys)
     varying, biases = _apart(attention.value, keys)
-    factors = _split(varying, keys)
+    factors = up_projection(varying, keys)
     as_they_are = _Values(attention.value, attention.columns, None)
     readings = [as_they_are]
     if factors is not None:
-        latent, w_uv, rank, scale = factors
-        readings.insert(0, _Values(latent, rank, w_uv, scale, biases))
+        readings.insert(0, _Values(factors.latent, factors.rank, factors.weight, factors.scale, biases))
     yield from readings
     if any(score.key.joined is not None or isinstance(score.key.parts, Join) for score in attention.scores):
         yield from (replace(values, opened=True) for values in readings)
@@ -117,7 +116,7 @@ def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
     pieces = [
         replace(part, of=i)
         for i, score in enumerate(attention.scores)
-        for piece in _pieces(node, score, weight_heads, values.opened)
+        for piece in _pieces(node, score, keys, weight_heads, values.opened)
         for part in _around(piece, latent.read, rank)
     ]
     for piece in pieces:
@@ -132,8 +131,8 @@ def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
             raise Refusal(node, "expected one part of the keys to come from the latent of the values, found two")
         nope = piece
         if factors is not None:
-            _, w_uk, summed, scale = factors
-            nope = replace(piece, scale=piece.scale * scale)
+            w_uk, summed = factors.weight, factors.rank
+            nope = replace(piece, scale=piece.scale * factors.scale)
             latent = change_term(latent, dict(zip(rank, summed, strict=True)))
         else:
             latent, summed = piece.key, piece.summed
@@ -192,58 +191,32 @@ def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
 
 def _is_held(read: Read) -> bool:
     """Whether all that is read is in tensors of the graph."""
-    match read.source:
-        case Scaled(of, by):
-            return _is_held(of) and _is_held(by)
-        case Stacked(pieces):
-            return all(map(_is_held, pieces))
-    return not isinstance(read.source, Unread)
+    return not isinstance(read.source, Unread) and all(map(_is_held, made_of(read.source)))
 
 
 def _apart(value: Term, keys: set[Axis]) -> tuple[Term, tuple[Read, ...]]:
     """Values as the one term that differs between keys, and what is added to it for all of them."""
     if isinstance(value.parts, Sum):
-        varying = [term for term in value.parts.terms if term.axes & keys]
+        varying = gathered([term for term in value.parts.terms if term.axes & keys], keys)
         if len(varying) == 1:
             return varying[0], tuple(term.read for term in value.parts.terms if term.axes.isdisjoint(keys))
     return value, ()
 
 
-def _split(term: Term, keys: set[Axis]) -> tuple[Term, Read, Dim, float] | None:
-    """`latent, weight, summed, scale` of a product of which exactly one factor runs over the keys."""
-    if not isinstance(term.parts, Product):
+def _up_projected(piece: Piece, keys: set[Axis], latent: Term, rank: Dim) -> UpProjection | None:
+    """A piece of the keys as an up-projection of the latent of the values, if it is one."""
+    factors = up_projection(piece.key, keys)
+    if factors is None or not alike(factors.rank, rank):
         return None
-    left, right = term.parts.left, term.parts.right
-    if bool(left.axes & keys) == bool(right.axes & keys):
-        return None
-    latent, weight = (left, right) if left.axes & keys else (right, left)
-    return latent, weight.read, term.parts.summed, term.parts.scale
-
-
-def _up_projected(piece: Piece, keys: set[Axis], latent: Term, rank: Dim) -> tuple[Term, Read, Dim, float] | None:
-    """`latent, W_UK, rank, scale` if a piece of the keys is an up-projection of the latent of the values."""
-    factors = _split(piece.key, keys)
-    if factors is None or not _alike(factors[2], rank):
-        return None
-    own = change_read(latent.read, dict(zip(rank, factors[2], strict=True)))
-    return factors if _same_tensor(own, factors[0].read) else None
-
-
-def _alike(a: Dim, b: Dim) -> bool:
-    """Whether two dimensions are made of axes of the same sizes."""
-    return len(a) == len(b) and all(same(x.size, y.size) for x, y in zip(a, b, strict=True))
+    own = change_read(latent.read, dict(zip(rank, factors.rank, strict=True)))
+    return factors if same_tensor(own, factors.latent.read) else None
 
 
 def _absorbed(piece: Piece, value: Term, columns: Dim) -> bool:
     """Whether a piece of the keys is the value itself: attention in latent space, absorbed by hand."""
-    if not _alike(piece.summed, columns):
+    if not alike(piece.summed, columns):
         return False
-    return _same_tensor(change_read(value.read, dict(zip(columns, piece.summed, strict=True))), piece.key.read)
-
-
-def _same_tensor(a: Read, b: Read) -> bool:
-    """Whether two reads name the same numbers, perhaps in other dtypes: what rounds one must round the other."""
-    return without_widening(a) == without_widening(b)
+    return same_tensor(change_read(value.read, dict(zip(columns, piece.summed, strict=True))), piece.key.read)
 
 
 def _around(piece: Piece, latent: Read, rank: Dim) -> Iterator[Piece]:
@@ -279,10 +252,10 @@ def _first_column(piece: Piece, latent: Read, rank: Dim) -> Size | None:
     if not known_at_most(0, start) or not known_at_most(total([start, own.size]), column.size):
         return None
     part = change_read(piece.key.read, {column: Slice(own, start)})
-    return start if _same_tensor(part, latent) else None
+    return start if same_tensor(part, latent) else None
 
 
-def _pieces(node: fx.Node, score: Score, heads: set[Axis], opened: bool) -> Iterator[Piece]:
+def _pieces(node: fx.Node, score: Score, keys: set[Axis], heads: set[Axis], opened: bool) -> Iterator[Piece]:
     """The columns of a score's contraction, piece by piece as far as the pieces differ between heads, and what is added
     up in them term by term; if `opened`, piece by piece also where keys were put together from plain tensors."""
     join = score.key.parts
@@ -294,8 +267,8 @@ def _pieces(node: fx.Node, score: Score, heads: set[Axis], opened: bool) -> Iter
     if isinstance(join, Zero):
         return
     if isinstance(join, Sum):
-        for term in join.terms:
-            yield from _pieces(node, replace(score, key=term), heads, opened)
+        for term in gathered(join.terms, keys):
+            yield from _pieces(node, replace(score, key=term), keys, heads, opened)
         return
     shared = heads and not score.key.axes & heads and not opened
     if not isinstance(join, Join) or join.axis not in score.summed or shared:
@@ -304,7 +277,7 @@ def _pieces(node: fx.Node, score: Score, heads: set[Axis], opened: bool) -> Iter
     for query, term, axes in _along(score, join):
         if isinstance(term.parts, Undefined):
             raise Refusal(node, "expected keys that are written whole, found columns that nobody wrote", "write them")
-        yield from _pieces(node, Score(query, term, axes, score.scale), heads, opened=False)
+        yield from _pieces(node, Score(query, term, axes, score.scale), keys, heads, opened=False)
 
 
 def _along(score: Score, join: Join) -> Iterator[tuple[Term, Term, Dim]]:

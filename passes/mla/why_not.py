@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
-from ..algebra.terms import Join, Product, Read, Scaled, Stacked, Sum, Term, Unread
+from ..algebra.terms import Join, Product, Read, Scaled, Sum, Term, Unread, made_of
 from ..attention.find import Attention
 from ..nodes.arguments import aten, is_tensor, takes_tensors
 from ..nodes.refusal import Refusal
@@ -27,6 +27,10 @@ _WRITES = {
 _LINEAR = (
     "let nothing but views, casts, joins and sums lie between the up-projection and the attention: a norm, a "
     "nonlinearity or a rope belongs to the latent before it, or to columns of their own"
+)
+_ONE_LATENT = (
+    "let all that is added up start from the same latent: an adapter whose input has dropout of its own starts from "
+    "another (model.eval(), or no dropout there)"
 )
 
 
@@ -53,7 +57,8 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
     node = attention.node
     if latent is None:
         reason = f"expected values that are an up-projection of a latent, found {describe(attention.value, trace)}"
-        return Refusal(node, reason, _LINEAR, _stop(attention.value, trace))
+        sums = isinstance(attention.value.parts, Sum)
+        return Refusal(node, reason, _ONE_LATENT if sums else _LINEAR, _stop(attention.value, trace))
     over = set(attention.keys)
     for term in keys:
         sides = (term.parts.left, term.parts.right) if isinstance(term.parts, Product) else ()
@@ -126,6 +131,6 @@ def name(read: Read) -> str:
             return where(node) if isinstance(node, fx.Node) else str(node)
         case Scaled(of):
             return name(of)
-        case Stacked(pieces):
-            return f"{name(pieces[0])} and {len(pieces) - 1} more"
+    if parts := made_of(read.source):
+        return f"{name(parts[0])} and {len(parts) - 1} more"
     return str(read.source)

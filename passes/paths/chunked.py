@@ -104,8 +104,8 @@ class Chunked(OneOp):
             )
         else:
             mask, offset = x.mask()
-            w_uk, w_uv = x.weights()
-            operands = _queries(x), x.latent, x.k_rope, w_uk, w_uv, mask, offset, x.scale, workspace_tokens
+            latent, w_uk, w_uv = x.to_expand()
+            operands = _queries(x), latent, x.k_rope, w_uk, w_uv, mask, offset, x.scale, workspace_tokens
             o, lse = op(*operands)
         return o, lse
 

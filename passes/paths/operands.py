@@ -8,11 +8,14 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from ..algebra.made import addends
 from ..algebra.sizes import Unaligned
+from ..algebra.terms import Dim, Read
 from ..caches.stored import StoredKeys
 from ..code.reading import Reader
 from ..masks.named_keys import NamedKeys
 from ..mla.site import Site
+from .adapters import times_sum, widened
 from .carriers import Carrier, Lengths, MaskAndOffset, Named
 from .per_head import per_head
 
@@ -51,11 +54,31 @@ class Operands:
 
     def q_latent(self, w_uk: Tensor | None) -> Tensor:
         """`[B, Sq, N, L]`: the queries where the keys are latents."""
-        return self.q_nope if w_uk is None else per_head(self.q_nope, w_uk, self.site.w_uk)
+        site = self.site
+        if w_uk is None or site.w_uk is None:
+            return self.q_nope
+        return self._times(self.q_nope, w_uk, site.w_uk, site.nope.summed, site.rank)
 
     def up_projected(self, o: Tensor, w_uv: Tensor | None) -> Tensor:
         """`[B, Sq, N, V]` of sums of latents `[B, Sq, N, L]`."""
-        return o if w_uv is None else per_head(o, w_uv.transpose(1, 2), self.site.w_uv)
+        site = self.site
+        if w_uv is None or site.w_uv is None:
+            return o
+        return self._times(o, w_uv.transpose(1, 2), site.w_uv, site.rank, site.attention.columns)
+
+    def _times(self, x: Tensor, weight: Tensor, read: Read, inner: Dim, outer: Dim) -> Tensor:
+        pieces = addends(read)
+        if len(pieces) == 1:
+            return per_head(x, weight, read)
+        return times_sum(x, pieces, self.site.heads, inner, outer, self.read)
+
+    def to_expand(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`latent`, `W_UK` and `W_UV` for an op that up-projects keys that are not in pages."""
+        site = self.site
+        wider = None
+        if site.w_uk is not None and site.w_uv is not None:
+            wider = widened(self.latent, site.w_uk, site.w_uv, site, self.read)
+        return wider or (self.latent, *self.weights())
 
     def mask(self) -> tuple[Tensor | None, int | torch.SymInt | None]:
         """A mask and a causal offset, of keys that are not in pages."""

@@ -12,7 +12,23 @@ from typing import Any
 from torch import fx
 
 from ..algebra.sizes import same
-from ..algebra.terms import Bits, Digit, Dim, Form, Join, Product, Read, Scaled, Sum, Term, Undefined, Unread, Zero
+from ..algebra.terms import (
+    Added,
+    Bits,
+    Contracted,
+    Digit,
+    Dim,
+    Form,
+    Join,
+    Product,
+    Read,
+    Scaled,
+    Sum,
+    Term,
+    Undefined,
+    Unread,
+    Zero,
+)
 from .names import Names, factor
 
 
@@ -23,6 +39,14 @@ def read_text(read: Read, names: Names) -> str:
         case Scaled(of, by, axes, divides):
             inner = Names(dict(zip(_own(axes), ((axis,) for axis in axes), strict=True)))
             name = f"({read_text(of, inner)} {'/' if divides else '*'} {read_text(by, inner)})"
+        case Added(pieces, axes):
+            inner = Names(dict(zip(_own(axes), ((axis,) for axis in axes), strict=True)))
+            name = f"({' + '.join(read_text(piece, inner) for piece in pieces)})"
+        case Contracted(left, right, summed, axes):
+            every = (*axes, *summed)
+            inner = Names(dict(zip(_own(every), ((axis,) for axis in every), strict=True)))
+            over = ",".join(map(inner, summed))
+            name = f"(sum_{over} {' '.join(_matrix(read, inner) for read in (left, right))})"
         case Unread(node):
             name = f"part of {_name(node)}"
         case _:
@@ -59,6 +83,11 @@ def form_text(name: str, form: Form, names: Names) -> str:
 def _operand(term: Term, names: Names) -> str:
     text = term_text(term, names)
     return f"({text})" if isinstance(term.parts, Product | Sum) else text
+
+
+def _matrix(read: Read, names: Names) -> str:
+    text = read_text(read, names)
+    return f"({text})" if read.then else text
 
 
 def _own(axes: Dim) -> list[str]:

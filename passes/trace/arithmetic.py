@@ -13,7 +13,7 @@ from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
 from ..nodes.shapes import shape_of, size_of
 from .fp8 import dequantized_read, in_fp8
 from .handler import Forms, Handlers, pointwise
-from .weights import dequantized
+from .weights import with_scaled_weight
 
 HANDLERS = Handlers()
 HANDLERS.of(  # of each element by itself, which torch does not say of them
@@ -149,5 +149,5 @@ def _scale(trace: Forms, node: fx.Node) -> Form:
         return operations.scaled(trace[a], 1 / b if division else float(b))
     known = None
     if not division and is_tensor(a) and is_tensor(b):
-        known = dequantized(trace, node) or dequantized_read(trace, node)
+        known = with_scaled_weight(trace, node) or dequantized_read(trace, node)
     return known or pointwise(trace, node)

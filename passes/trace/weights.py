@@ -1,8 +1,9 @@
-"""Weights in few bits whose scale comes after the product: see it on the weight.
+"""Weights whose scale comes after the product: see it on the weight.
 
     k = (latent @ w.to(dtype)) * scale  =  latent @ (w.to(dtype) * scale)        scale runs over the weight's columns
 
 Only so are keys an up-projection again. No graph has that weight as a tensor: whoever reads it multiplies the two.
+Weights in few bits have such scales, and those of linear layers whose columns have learned magnitudes (DoRA).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 
 from ..algebra import operations
+from ..algebra.made import multiplied
 from ..algebra.terms import Form, Product, Term
 from ..nodes.arguments import aten
 from .handler import Forms
@@ -32,20 +34,20 @@ _MOVES = {
 }
 
 
-def dequantized(trace: Forms, node: fx.Node) -> Form | None:
-    """The form of a product times a tensor, if that scales the weight in few bits that the product is made with."""
+def with_scaled_weight(trace: Forms, node: fx.Node) -> Form | None:
+    """The form of a product times a tensor, if that scales the columns of the weight that the product is made with."""
     operands = node.all_input_nodes
     if len(operands) != 2 or not any(isinstance(trace[o].term.parts, Product) for o in operands):
         return None
     whole, forms = factors(trace, node)
     for form, factor in (forms, forms[::-1]):
         parts, scale = form.term.parts, factor.term
-        if not isinstance(parts, Product) or not _is_weight(scale.read.source):
+        if not isinstance(parts, Product):
             continue
         for weight, other in ((parts.right, parts.left), (parts.left, parts.right)):
             apart = scale.axes.isdisjoint({*other.axes, *parts.summed})
-            if apart and scale.axes <= weight.axes and _is_weight(weight.read.source, in_few_bits=True):
-                scaled = Term(operations.multiplied(weight.read, scale.read))
+            if apart and scale.axes <= weight.axes and _scales(weight, scale):
+                scaled = Term(multiplied(weight.read, scale.read))
                 left, right = (scaled, other) if weight is parts.left else (other, scaled)
                 return replace(whole, term=replace(whole.term, parts=replace(parts, left=left, right=right)))
     return None
@@ -60,13 +62,22 @@ def factors(trace: Forms, node: fx.Node) -> tuple[Form, list[Form]]:
     return whole, forms
 
 
-def _is_weight(source: Any, in_few_bits: bool = False) -> bool:
-    """Whether a tensor is an input of the graph, perhaps moved and cast; and, if asked, of a dtype of one byte."""
+def _scales(weight: Term, scale: Term) -> bool:
+    """Whether one is a weight and the other its scale: inputs, the weight in few bits; or the weight a matrix and the
+    scale one of each of its columns, whatever that is computed from."""
+    matrix = _input(weight.read.source)
+    if matrix is None:
+        return False
+    if matrix.dtype.itemsize == 1 and matrix.dtype != torch.bool:
+        return _input(scale.read.source) is not None
+    return matrix.dim() == 2 and bool(scale.axes)
+
+
+def _input(source: Any) -> torch.Tensor | None:
+    """The input of the graph that a tensor is, perhaps moved and cast."""
     while isinstance(source, fx.Node) and source.target in _MOVES:
         source = source.all_input_nodes[0]
     if not isinstance(source, fx.Node) or source.op not in ("placeholder", "get_attr"):
-        return False
+        return None
     value = source.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return False
-    return not in_few_bits or (value.dtype.itemsize == 1 and value.dtype != torch.bool)
+    return value if isinstance(value, torch.Tensor) else None

@@ -150,7 +150,7 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "keys of rolled heads": (changed_keys(lambda k: torch.cat([k[:, 2:], k[:, :2]], 1)), "2 pieces"),
     "keys of reversed tokens": (changed_keys(lambda k: k.flip(2)), "found `flip`"),
     "keys of later tokens": (changed_keys(lambda k: torch.cat([k[:, :, 1:], k[:, :, :1]], 2)), "2 pieces"),
-    "keys of the first head only": (changed_keys(lambda k: k * (torch.arange(N) < 1)[:, None, None]), "found `mul"),
+    "keys of the first tokens only": (changed_keys(lambda k: k * (torch.arange(T) < 4)[:, None]), "found `mul"),
     "a scale on the values": (changed_values(lambda v: v * 2), "values without a scale"),
     "a nonlinearity on the values": (changed_values(torch.relu), "found `relu`"),
     "values from a part of the latent": (values_from_a_part, "keys and values from one latent"),

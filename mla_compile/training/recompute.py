@@ -1,0 +1,91 @@
+"""What the backward computes again besides keys and values.
+
+Always: what is put together for the op alone, a weight and the columns of an adapter beside it for instance.
+If asked for: queries, from the latent that they are an up-projection of.
+
+Kept for backward   q `[B, Sq, N, P + R]`: 49,152 bytes a token of DeepSeek-V3 in bf16
+With this           q_latent `[B, Sq, Lq]`, 3,072 bytes, which the gradient of the up-projection needs anyway
+
+What lies between is marked as code of a checkpoint is, and AOTAutograd's partitioner puts it into the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from mla_compile.passes.nodes.arguments import aten
+from mla_compile.passes.nodes.refusal import Refusal
+from mla_compile.passes.nodes.source import where
+
+from .capture import Captured
+
+_SAME = (aten._to_copy.default, aten._unsafe_view.default, aten.view.default, aten.clone.default, aten.alias.default)
+_ATTENTION = torch.ops.mla.expanded_attention.default
+
+
+def recompute_operands(code: Collection[fx.Node]) -> None:
+    """Mark what makes the latent, the rope key and the weights of a site, of the code that was put in for it."""
+    own = set(code)
+    operands = [operand for node in own if node.target is _ATTENTION for operand in node.all_input_nodes[1:]]
+    for node in _walk(operands, lambda node: node.all_input_nodes if node in own else ()):
+        if node in own:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def recompute_queries(captured: Captured, output: fx.Node) -> None:
+    """Mark the queries of the site that ends in `output`, of the ATen graph, after its code was put in Dynamo's.
+
+    Raises:
+        Refusal: if they are no up-projection of a latent of their own, or not the same when computed again.
+    """
+    name = output.meta.get("mla_query_latent")
+    latent = next((node for node in captured.module.graph.nodes if node.name == name), None)
+    starts = [origin for node in _first_known(captured, latent) for origin in captured.origins[node]]
+    if latent is None or not starts:
+        raise Refusal(output, "expected queries that are an up-projection of a narrower latent to compute them again")
+    seeded = next(filter(_is_seeded, _between([latent], _attention_of(output))), None)
+    if seeded is not None:
+        raise Refusal(output, f"expected queries that are the same when they are computed again, found {where(seeded)}")
+    (end,) = captured.origins[output][:1]
+    for node in _between(starts, _attention_of(end)):
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _first_known(captured: Captured, latent: fx.Node | None) -> Iterable[fx.Node]:
+    """The latent, or what it is once it was cast and viewed, where the Dynamo graph has it."""
+    if latent is None:
+        return ()
+    own = _walk([latent], lambda node: () if node in captured.origins else (u for u in node.users if u.target in _SAME))
+    return (node for node in own if captured.origins.get(node))
+
+
+def _attention_of(end: fx.Node) -> fx.Node:
+    """The op that `end` is made of, and no other site's."""
+    return next(node for node in _walk([end], lambda node: node.all_input_nodes) if node.target is _ATTENTION)
+
+
+def _between(starts: Iterable[fx.Node], attention: fx.Node) -> list[fx.Node]:
+    """What the queries of an op are made of from `starts` on, without these."""
+    queries = attention.args[0]
+    assert isinstance(queries, fx.Node)
+    made_of = set(_walk([queries], lambda node: node.all_input_nodes))
+    return [node for node in _walk(list(starts), lambda node: node.users) if node in made_of and node not in starts]
+
+
+def _walk(nodes: list[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterable[fx.Node]:
+    """Nodes and all that is reached from them, the nearest first."""
+    pending, seen = list(nodes), set(nodes)
+    for node in pending:
+        yield node
+        for other in onward(node):
+            if other not in seen:
+                seen.add(other)
+                pending.append(other)
+
+
+def _is_seeded(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

@@ -1,0 +1,95 @@
+"""Products of a tensor that runs over the keys with a weight, and sums of such products of one latent.
+
+latent W + s (latent A) B  =  latent (W + s A B)          an adapter beside a projection: one weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..algebra.made import added, contracted
+from ..algebra.sizes import same
+from ..algebra.substitution import change_read
+from ..algebra.terms import Axis, Dim, Product, Read, Term, Unread
+from ..trace.fp8 import without_widening
+
+
+@dataclass(frozen=True)
+class UpProjection:
+    """`scale * sum over rank of latent * weight`, only the latent running over the keys."""
+
+    latent: Term
+    weight: Read
+    rank: Dim
+    scale: float
+
+
+def up_projection(term: Term, keys: set[Axis]) -> UpProjection | None:
+    """A product of which exactly one factor runs over the keys; None if the term is none."""
+    if not isinstance(term.parts, Product):
+        return None
+    left, right = term.parts.left, term.parts.right
+    if bool(left.axes & keys) == bool(right.axes & keys):
+        return None
+    latent, weight = (left, right) if left.axes & keys else (right, left)
+    return UpProjection(latent, weight.read, term.parts.summed, term.parts.scale)
+
+
+def gathered(terms: Sequence[Term], keys: set[Axis]) -> list[Term]:
+    """The terms of a sum, those that are up-projections of one latent as one of them, by the sum of their weights."""
+    found: list[Term] = []
+    for term in terms:
+        for i, earlier in enumerate(found):
+            together = _together(earlier, term, keys)
+            if together is not None:
+                found[i] = together
+                break
+        else:
+            found.append(term)
+    return found
+
+
+def _together(a: Term, b: Term, keys: set[Axis]) -> Term | None:
+    """`a + b` as one up-projection of the latent that is nearest to `a`; None if they have none in common.
+
+    Scales go to the weights: those of an adapter are its own.
+    """
+    for first in _up_projections(a, keys):
+        for second in _up_projections(b, keys):
+            if not alike(first.rank, second.rank):
+                continue
+            own = dict(zip(second.rank, first.rank, strict=True))
+            if not same_tensor(change_read(second.latent.read, own), first.latent.read):
+                continue
+            other = change_read(second.weight, own)
+            weight = added([_times(first.weight, first.scale), _times(other, second.scale)])
+            whole = a.read.source if isinstance(a.read.source, Unread) else Unread(a.read.source)
+            return Term(replace(a.read, source=whole), Product(first.latent, Term(weight), first.rank))
+    return None
+
+
+def _up_projections(term: Term, keys: set[Axis]) -> Iterator[UpProjection]:
+    """A term as the up-projection that it is, and where its latent is one too as that of the latent of that."""
+    outer = up_projection(term, keys)
+    if outer is None:
+        return
+    yield outer
+    for inner in _up_projections(outer.latent, keys):
+        if inner.latent.axes.isdisjoint(outer.rank):
+            weight = contracted(inner.weight, outer.weight, outer.rank)
+            yield UpProjection(inner.latent, weight, inner.rank, inner.scale * outer.scale)
+
+
+def _times(read: Read, factor: float) -> Read:
+    return read if factor == 1.0 else replace(read, then=(*read.then, factor))
+
+
+def alike(a: Dim, b: Dim) -> bool:
+    """Whether two dimensions are made of axes of the same sizes."""
+    return len(a) == len(b) and all(same(x.size, y.size) for x, y in zip(a, b, strict=True))
+
+
+def same_tensor(a: Read, b: Read) -> bool:
+    """Whether two reads name the same numbers, perhaps in other dtypes: what rounds one must round the other."""
+    return without_widening(a) == without_widening(b)

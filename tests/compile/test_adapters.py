@@ -1,0 +1,179 @@
+"""Adapters beside projections: a weight and what is added to it are one weight, whatever happens to the adapter."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mla_compile
+from tests.adapters import Adapted, WithMagnitudes, adapt
+from tests.compile.test_training import Layer, assert_trained, hidden
+from tests.errors import assert_as_close_as_eager
+from tests.models import HIDDEN, Combined
+from tests.training import Rewritten, gradients
+
+STEPS = (6, 1)
+ALL = ("q_proj", "kv_a_proj", "kv_b_proj", "o_proj")
+KINDS = [Adapted, WithMagnitudes]
+
+
+def run(module, owner: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+    """A prefill and decode steps."""
+    generator = torch.Generator().manual_seed(1)
+    cache, outputs = owner.empty_cache(2, dtype), []
+    for steps in STEPS:
+        x = torch.randn(2, steps, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+        output, cache = module(x, cache)
+        outputs.append(output)
+    return outputs
+
+
+def assert_right(
+    module: nn.Module, compiled, dtype: torch.dtype = torch.float32, paths: tuple[str, ...] = ("absorbed", "chunked")
+) -> None:
+    """What is compiled against float64, with eager's distance as the unit; every attention becomes one of `paths`."""
+    before = len(mla_compile.reports())
+    wide = copy.deepcopy(module).double()
+    exact, eager = run(wide, wide, torch.float64), run(module, module, dtype)
+    for ours, plain, truth in zip(run(compiled, module, dtype), eager, exact, strict=True):
+        assert_as_close_as_eager(ours, plain, truth)
+    for report in mla_compile.reports()[before:]:
+        assert [site.path for site in report.sites] in [[path] for path in paths], report
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("path", ["absorbed", "chunked"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_beside_every_projection(dtype, kind, path):
+    module = Combined().to(dtype)
+    adapt(module, *ALL, kind=kind)
+    compiled = torch.compile(module, backend="mla", options={"mla.path": path})
+    assert_right(module.to(dtype), compiled, dtype)
+    assert mla_compile.reports()
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("path", ["absorbed", "chunked"])
+def test_adapters_in_float32_beside_a_weight_in_bfloat16(path):
+    module = Combined().bfloat16()
+    adapt(module, "kv_b_proj")
+    assert {weight.dtype for weight in module.kv_b_proj.lora_A.parameters()} == {torch.float32}
+    assert_right(module, torch.compile(module, backend="mla", options={"mla.path": path}), torch.bfloat16)
+
+
+def test_with_generated_code():
+    module = Combined()
+    adapt(module, "kv_b_proj")
+    assert_right(module, torch.compile(module, backend="mla"))
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_is_switched_while_the_model_is_compiled(kind):
+    module = Combined()
+    adapter = adapt(module, "kv_b_proj", kind=kind, names=("one", "other"))["kv_b_proj"]
+    compiled, found = torch.compile(module, backend="mla"), []
+    # The second of two adapters with magnitudes scales what the first one made: a sum of products times a tensor.
+    two = {"paths": ("unchanged",)} if kind is WithMagnitudes else {}
+
+    def look(**expected) -> None:
+        assert_right(module, compiled, **expected)
+        found.append(run(compiled, module, torch.float32)[-1])
+
+    look()
+    adapter.off = True
+    look()
+    adapter.off = False
+    adapter.active = ["other"]
+    look()
+    adapter.active = ["one", "other"]
+    look(**two)
+    with torch.no_grad():  # other numbers in place, as an optimizer or a loader of adapters writes them
+        adapter.lora_B["one"].weight.mul_(-3.0)
+    look(**two)
+    adapter.active = ["one"]
+    look()
+    assert all(not torch.allclose(a, b, rtol=1e-3) for i, a in enumerate(found) for b in found[:i])
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_an_adapter_is_merged_while_the_model_is_compiled():
+    module = Combined()
+    adapter = adapt(module, "kv_b_proj")["kv_b_proj"]
+    compiled = torch.compile(module, backend="mla")
+    assert_right(module, compiled)
+    apart = run(compiled, module, torch.float32)
+    adapter.merge()
+    assert_right(module, compiled)
+    torch.testing.assert_close(run(compiled, module, torch.float32), apart, rtol=1e-4, atol=1e-5)
+    adapter.unmerge()
+    assert_right(module, compiled)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("projections", [("kv_b_proj",), ALL], ids=["kv_b_proj", "all"])
+def test_adapters_are_trained(projections, frozen, kind):
+    module = Layer().requires_grad_(not frozen)
+    adapt(module.mla, *projections, kind=kind, frozen=frozen)
+    assert_trained(module, hidden(), rewritten=1)
+
+
+def test_several_adapters_are_trained():
+    module = Layer().requires_grad_(False)
+    adapter = adapt(module.mla, "kv_b_proj", names=("one", "other", "third"))["kv_b_proj"]
+    adapter.active = ["one", "other", "third"]
+    assert_trained(module, hidden(), rewritten=1)
+
+
+def test_adapters_are_trained_in_autocast():
+    module = Layer().requires_grad_(False)
+    adapt(module.mla, *ALL)
+    assert_trained(module, hidden(), rewritten=1, autocast=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_that_is_off_changes_nothing(kind):
+    module = Layer().requires_grad_(False)
+    adapt(module.mla, *ALL, dropout=0.3, kind=kind)
+    assert_trained(module.eval(), hidden(), rewritten=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_before_an_adapter_of_the_up_projection_makes_two_latents(kind):
+    """The same numbers as eager's, of one seed: unchanged, and not without the dropout."""
+    module = Layer().requires_grad_(False)
+    adapt(module.mla, "kv_b_proj", dropout=0.5, kind=kind)
+    compiled, found = Rewritten(module.train()), []
+    for function in (module, compiled):
+        torch.manual_seed(5)
+        found.append(gradients(function, module, [hidden()]))
+    (outcome,) = compiled.outcomes
+    assert outcome.path == "unchanged"
+    assert "found a sum of a product of" in outcome.reason
+    assert "dropout" in outcome.remedy
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_dropout_before_other_projections():
+    module = Layer().requires_grad_(False)
+    adapt(module.mla, "q_proj", "kv_a_proj", "o_proj", dropout=0.3)
+    compiled = Rewritten(module.train())
+    gradients(compiled, module, [hidden()])
+    assert [outcome.path for outcome in compiled.outcomes] == ["chunked"]
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_what_is_frozen_gets_no_gradient():
+    module = Layer().requires_grad_(False)
+    adapt(module.mla, "kv_b_proj")
+    compiled = torch.compile(module, backend="mla")
+    with torch.enable_grad():
+        compiled(hidden()).square().mean().backward()
+    assert mla_compile.last_report().rewritten == 1
+    learned = {name for name, weight in module.named_parameters() if weight.grad is not None}
+    assert learned == {f"mla.kv_b_proj.lora_{part}.one.weight" for part in "AB"}
