@@ -47,7 +47,7 @@ def write_out(module: fx.GraphModule) -> int:
         query, key, value, score_mod, block_mask, scale, _, *buffers = node.args
         if any(user.args[1] != 0 for user in node.users if user in read):
             continue
-        graphs = [module.get_submodule(str(function.target)).graph for function in (score_mod, block_mask[-1])]
+        graphs = [_graph_of(module, function) for function in (score_mod, block_mask[-1])]
         pairs = zip(graphs, buffers, strict=True)
         if not all(_is_always(graph) or _is_element_by_element(graph, given) for graph, given in pairs):
             continue
@@ -119,6 +119,12 @@ def _read(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def _graph_of(module: fx.GraphModule, function: fx.Node) -> fx.Graph:
+    part = module.get_submodule(str(function.target))
+    assert isinstance(part, fx.GraphModule)
+    return part.graph
+
+
 def _is_identity(graph: fx.Graph) -> bool:
     return graph.output_node().args[0] is next(iter(graph.nodes))
 
@@ -156,7 +162,9 @@ def _is_number(node: fx.Node) -> bool:
 
 def _is_lookup(node: fx.Node, ranks: dict[fx.Node, int]) -> bool:
     """Whether it reads one element of a buffer."""
-    if node.target is not operator.getitem or node.args[0] not in ranks:
+    if node.target is not operator.getitem:
         return False
-    indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return len(indices) == ranks[node.args[0]] and all(isinstance(index, fx.Node | int) for index in indices)
+    table, index = node.args
+    indices = index if isinstance(index, tuple) else (index,)
+    known = isinstance(table, fx.Node) and ranks.get(table) == len(indices)
+    return known and all(isinstance(index, fx.Node | int) for index in indices)

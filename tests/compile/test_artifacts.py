@@ -80,12 +80,14 @@ def test_other_options_are_another_artifact(process):
     assert other["error"] < 1e-5
 
 
+@pytest.mark.slow
 def test_another_version_of_the_passes_is_another_artifact(process):
     other = process({}, passes="changed")
     assert other["hits"] == 0
     assert other["ran"] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_lost_report_is_made_again(process):
     for report in (process.folder / "mla_compile").glob("*.json"):
         if not report.name.startswith("device"):

@@ -77,7 +77,9 @@ def outputs(layer: nn.Module, kind: type[Growing | Static], x: Tensor) -> tuple[
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize(("kind", "prefill"), [(Growing, "chunked"), (Static, "unchanged")])
+@pytest.mark.parametrize(
+    ("kind", "prefill"), [(Growing, "chunked"), pytest.param(Static, "unchanged", marks=pytest.mark.slow)]
+)
 def test_the_reason_says_what_to_upgrade(kind: type[Growing | Static], prefill: str) -> None:
     layer, x = Layer(), torch.randn(2, 7, HIDDEN)
     exact, _ = outputs(layer.double(), kind, x.double())

@@ -243,6 +243,7 @@ def test_verify_runs_the_example(step, monkeypatch):
         mla_compile.rewrite(step[1], options={"mla.verify": True})
 
 
+@pytest.mark.slow  # tests/test_lowered.py has one of one path
 def test_a_package_of_both_paths(step, tmp_path, monkeypatch):
     monkeypatch.setattr(exported, "rates_of", lambda _: COUNTING)
     module, program = step

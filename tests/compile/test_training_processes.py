@@ -59,6 +59,6 @@ def _train(rank: int, way: str, path: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_processes_train_as_one(way, tmp_path):
     mp.spawn(_train, args=(way, str(tmp_path)), nprocs=2)

@@ -35,7 +35,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "attention", "kind", "padded"),
     [
-        ("deepseek_v32", "eager", "static", False),
+        pytest.param("deepseek_v32", "eager", "static", False, marks=SLOW),
         ("glm_moe_dsa", "sdpa", "static", True),
         pytest.param("deepseek_v32", "sdpa", "dynamic", False, marks=SLOW),
         pytest.param("glm_moe_dsa", "eager", "dynamic", False, marks=SLOW),

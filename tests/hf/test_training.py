@@ -109,6 +109,7 @@ def test_frozen_weights_stay_without_gradients():
     assert_trained(model, tokens())
 
 
+@pytest.mark.slow
 def test_attention_dropout_stays_as_it_is():
     model = model_of("deepseek_v3", attention_dropout=0.1)
     gradients(torch.compile(model, backend="mla"), model, tokens())
