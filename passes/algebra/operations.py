@@ -43,6 +43,11 @@ def read_of(source: Hashable, dims: Sequence[Dim], depends: frozenset[Axis] | No
     return Term(Read(source, tuple(tuple(digit(axis) for axis in dim) for dim in dims)))
 
 
+def alike(a: Dim, b: Dim) -> bool:
+    """Whether two dimensions are made of axes of the same sizes."""
+    return len(a) == len(b) and all(same(x.size, y.size) for x, y in zip(a, b, strict=True))
+
+
 def view(form: Form, shape: Sequence[Size]) -> Form:
     """The same elements in the same order under another shape."""
     changes: dict[Axis, Change] = {}

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from .operations import read_of
+from .operations import alike, read_of
 from .sizes import Size, quotient, same, total
 from .substitution import change_term
 from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Sum, Term, Undefined, Unread, Zero
@@ -40,12 +40,8 @@ def _seams(first: Dim, second: Dim) -> Iterator[tuple[Axis | None, Dim, Axis | N
     axes, which they have alike."""
     for a, own in ((None, first), *((axis, first[1:]) for axis in first[:1])):
         for b, others in ((None, second), *((axis, second[1:]) for axis in second[:1])):
-            if _alike(own, others):
+            if alike(own, others):
                 yield a, own, b, others
-
-
-def _alike(a: Dim, b: Dim) -> bool:
-    return len(a) == len(b) and all(same(x.size, y.size) for x, y in zip(a, b, strict=True))
 
 
 Digits: TypeAlias = tuple[Digit, ...]
@@ -143,7 +139,7 @@ class _Seam:
             case Zero(), Zero():
                 return Zero()
             case Product(left, right, summed, scale), Product() as other:
-                if scale != other.scale or not _alike(summed, other.summed):
+                if scale != other.scale or not alike(summed, other.summed):
                     return None
                 own = dict(zip(other.summed, summed, strict=True))
                 sides = self.term(left, change_term(other.left, own)), self.term(right, change_term(other.right, own))
@@ -161,7 +157,7 @@ class _Seam:
             return None
         pieces = []
         for segment, more in zip(a.segments, b.segments, strict=True):
-            if not _alike(segment.axes, more.axes):
+            if not alike(segment.axes, more.axes):
                 return None
             term = self.term(segment.term, change_term(more.term, dict(zip(more.axes, segment.axes, strict=True))))
             if term is None:

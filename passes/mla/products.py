@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..algebra.made import added, contracted
-from ..algebra.sizes import same
+from ..algebra.operations import alike
 from ..algebra.substitution import change_read
 from ..algebra.terms import Axis, Dim, Product, Read, Term, Unread
 from ..trace.fp8 import without_widening
@@ -83,11 +83,6 @@ def _up_projections(term: Term, keys: set[Axis]) -> Iterator[UpProjection]:
 
 def _times(read: Read, factor: float) -> Read:
     return read if factor == 1.0 else replace(read, then=(*read.then, factor))
-
-
-def alike(a: Dim, b: Dim) -> bool:
-    """Whether two dimensions are made of axes of the same sizes."""
-    return len(a) == len(b) and all(same(x.size, y.size) for x, y in zip(a, b, strict=True))
 
 
 def same_tensor(a: Read, b: Read) -> bool:

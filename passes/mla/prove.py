@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from ..algebra.operations import piece_of
+from ..algebra.operations import alike, piece_of
 from ..algebra.sizes import Size, known_at_most, product, same, total
 from ..algebra.substitution import Slice, change_read, change_term
 from ..algebra.terms import Axis, Dim, Join, Read, Sum, Term, Undefined, Unread, Zero, made_of
@@ -25,7 +25,7 @@ from ..attention.find import Attention, Score
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 from .groups import groups_of
-from .products import UpProjection, alike, gathered, same_tensor, up_projection
+from .products import UpProjection, gathered, same_tensor, up_projection
 from .site import Groups, Piece, Site
 from .why_not import describe, name, no_up_projection, stored_expanded
 
