@@ -93,8 +93,9 @@ def check(spelling: Spelling, seed: int) -> Outcome:
     for path in PATHS:
         rewritten = fx.GraphModule(captured, copy.deepcopy(captured.graph))
         found = rewrite(rewritten, path)
-        assert len(found) <= 1, f"expected one attention, found {len(found)}"
-        outcomes += found or [_MISSED]
+        # What a loop leaves in pieces is told of piece by piece, where it stays.
+        assert len(found) <= 1 or not any(outcome.rewritten for outcome in found), "expected one attention"
+        outcomes += found[:1] or [_MISSED]
         assert_as_close_as_eager(rewritten(*copies(tensors)), eager, exact, FACTOR)
         if found and found[0].rewritten:
             kept = spelling.sprinkled == "asserts"  # keys that are looked at exist
