@@ -33,6 +33,11 @@ _ONE_LATENT = (
     "another (model.eval(), or no dropout there)"
 )
 
+_OTHER_GRAPH = (
+    "have the up-projection in one graph with the attention: this one is given its result (TORCH_LOGS=graph_breaks "
+    "says what lies between; modules of torch.ao.quantization break graphs)"
+)
+
 
 def stored_expanded(attention: Attention, trace: Trace) -> Refusal | None:
     """The refusal if keys and values are up-projected from one latent, but before they are cached."""
@@ -57,8 +62,11 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
     node = attention.node
     if latent is None:
         reason = f"expected values that are an up-projection of a latent, found {describe(attention.value, trace)}"
-        sums = isinstance(attention.value.parts, Sum)
-        return Refusal(node, reason, _ONE_LATENT if sums else _LINEAR, _stop(attention.value, trace))
+        stop = _stop(attention.value, trace)
+        remedy = _ONE_LATENT if isinstance(attention.value.parts, Sum) else _LINEAR
+        if stop is not None and stop.op == "placeholder":
+            remedy = _OTHER_GRAPH
+        return Refusal(node, reason, remedy, stop)
     over = set(attention.keys)
     for term in keys:
         sides = (term.parts.left, term.parts.right) if isinstance(term.parts, Product) else ()
