@@ -121,7 +121,7 @@ def knorm(k: Tensor) -> Tensor:
 
 REFUSED = {
     "too many": (attention(expanded, rope=lambda k: k[:, None].expand(-1, 9 * EACH, -1, -1)), 9, "found 9"),
-    "a soft cap": (attention(expanded, softmax(torch.tanh)), G, "where groups of heads have a latent each"),
+    "a soft cap": (attention(expanded, softmax(torch.tanh)), G, "for groups of heads with a latent each"),
     "keys of another group": (
         lambda q, c, _, w_uk, w_uv: sealed(q[..., :P], expanded(c.flip(2), w_uk), expanded(c, w_uv)),
         G,

@@ -155,7 +155,6 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "a nonlinearity on the values": (changed_values(torch.relu), "found `relu`"),
     "values from a part of the latent": (values_from_a_part, "keys and values from one latent"),
     "values of other heads": (changed_values(lambda v: v.roll(1, 1)), "found `roll`"),
-    "a latent a head": (latent_of_each_head, "without a common axis"),
     "a rope key a head": (rope_of_each_head, "shared by all heads"),
     "Llama with rope on all of the keys": (llama, "an up-projection of"),
     "keys and values cached unfolded": (expanded_cache, "stores expanded keys and values"),
@@ -163,7 +162,6 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "softmax over the queries": (softmax_over_queries, "the keys of the softmax"),
     "keys that are a sum of two": (two_latents, "shared by all heads"),
     "keys with two parts of the latent": (keys_of_two_up_projections, "found two"),
-    "weights of each sequence": (tokens_make_the_weight, "without a common axis"),
     "keys of each query": (keys_of_each_query, "found `index"),
     "batch and heads merged in two orders": (unfactored_batch, "factor"),
     "attention sinks": (
@@ -193,6 +191,16 @@ def test_a_near_miss_stays_as_it_is(function: Function, reason: str) -> None:
     assert reason in outcome.reason
     assert not outcome.trail or outcome.trail[0].startswith("`")
     assert module.code == code
+    check_right(before, run(module, *mla.tensors()))
+
+
+@pytest.mark.parametrize("function", [latent_of_each_head, tokens_make_the_weight])
+def test_a_latent_a_head_or_weights_of_each_sequence_are_groups(function: Function) -> None:
+    """Few of them: an attention for each."""
+    module = capture(function, *mla.tensors())
+    before = run(module, *mla.tensors())
+    (outcome,) = rewrite(module)
+    assert outcome.rewritten
     check_right(before, run(module, *mla.tensors()))
 
 
