@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, DeepseekV3ForCausalLM
 
 import mla_compile
 from library_text import encode, load_documents
+from mla_compile.bench.memory import kept_for_backward
 from train_tiny import batches, schedule
 
 CHECKPOINT = Path(__file__).parent / "tiny-deepseek-v3"
@@ -55,19 +56,9 @@ class Run:
 
     def measure_saved(self, ids: Tensor) -> None:
         """Note how many bytes a forward of a batch keeps for its backward, besides the weights."""
-        weights = {weight.untyped_storage().data_ptr() for weight in self.step.parameters()}
-        saved: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            loss = self.step(input_ids=ids, labels=ids, use_cache=False).loss
-        self.saved_bytes = sum(saved.values())
-        del loss
+        self.saved_bytes = kept_for_backward(
+            lambda: self.step(input_ids=ids, labels=ids, use_cache=False).loss, self.step.parameters()
+        )
 
 
 def compiled(model: DeepseekV3ForCausalLM, backend: str, lr: float, options: dict[str, object] | None) -> Run:

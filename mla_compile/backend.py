@@ -144,7 +144,6 @@ class _Compilation:
             store.save(Report(self.outcomes))
         elif stored is not None:
             self.outcomes = stored.sites
-        cpp_kernels.make_ready(self._dtypes_on_cpu())
         return compiled
 
     def _copy(self) -> fx.GraphModule:
@@ -174,7 +173,9 @@ class _Compilation:
         module = fx.GraphModule(sealed, copy.deepcopy(sealed.graph))
         module.meta = dict(sealed.meta)
         with self._own_artifacts(tag, use_cache and not self.options.verify and not is_observed()):
-            return _compile_fx(module, self.inputs, inner_compile=self._inner, decompositions={})
+            compiled = _compile_fx(module, self.inputs, inner_compile=self._inner, decompositions={})
+        cpp_kernels.make_ready(self._dtypes_on_cpu())
+        return compiled
 
     @contextlib.contextmanager
     def _own_artifacts(self, tag: str, use_cache: bool) -> Iterator[None]:

@@ -76,13 +76,13 @@ def _batched(
         mask = mapped(mask, in_dims[3])
         mask = mask.reshape(mask.shape[0], *(1,) * (query.dim() - mask.dim()), *mask.shape[1:])
     if query.dim() <= 4:
-        return torch.ops.mla.sealed_attention(query, key, value, mask, *rest), 0
+        return SEALED(query, key, value, mask, *rest), 0
     # A batch of batches is one batch.
     batches = query.shape[:2]
     if mask is not None:
         mask = mask.expand(*batches, *mask.shape[2:]).flatten(0, 1)
     query, key, value = (t.flatten(0, 1) for t in (query, key, value))
-    return torch.ops.mla.sealed_attention(query, key, value, mask, *rest).unflatten(0, batches), 0
+    return SEALED(query, key, value, mask, *rest).unflatten(0, batches), 0
 
 
 torch.library.register_vmap("mla::sealed_attention", _batched)

@@ -12,11 +12,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mla_compile.bench.layers import Layer, build
 from mla_compile.bench.modes import summary, warmed_up
@@ -83,6 +84,26 @@ def peak_growth(call: Callable[[], object]) -> int | None:
         return None
     del result
     return peak - before
+
+
+def kept_for_backward(call: Callable[[], object], besides: Iterable[Tensor]) -> int:
+    """Bytes of the tensors that autograd keeps of a call for its backward, besides some that are there anyway.
+
+    A storage counts once and whole, however many tensors share it.
+    """
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = call()
+    del result
+    for tensor in besides:
+        kept.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(kept.values())
 
 
 def peaks(

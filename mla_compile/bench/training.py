@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mla_compile.bench.check import ROUNDING_FACTOR
 from mla_compile.bench.layers import Built, Layer, build
-from mla_compile.bench.memory import peak_growth
+from mla_compile.bench.memory import kept_for_backward, peak_growth
 from mla_compile.bench.modes import summary
 from mla_compile.bench.workloads import Workload, make_inputs
 from mla_compile.text_table import aligned
@@ -173,19 +173,8 @@ def _child() -> None:
     arguments = _arguments(built, task["tokens"])
     peak = peak_growth(lambda: _gradients(step, built, arguments))
     given = [value for value in pytree.tree_leaves(arguments) if isinstance(value, Tensor)]
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*given, *built.attention.parameters())}
-    saved: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = step(arguments)
-    del output
-    print(json.dumps([peak, sum(saved.values())]))
+    saved = kept_for_backward(lambda: step(arguments), (*given, *built.attention.parameters()))
+    print(json.dumps([peak, saved]))
 
 
 def as_text(layer: Layer, results: Sequence[TrainingResult]) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mla_compile
+from mla_compile.bench.memory import kept_for_backward
 from tests.adapters import adapt
 from tests.compile.test_training import Layer, hidden
 from tests.models import HIDDEN, Combined, L, N, P, R, V
@@ -32,19 +35,10 @@ def compiled(module: nn.Module, recompute: str = "queries"):
 
 def kept(module: nn.Module, recompute: str, dtype: torch.dtype = torch.float32) -> float:
     """Numbers of a dtype that a forward keeps for each token, besides its inputs and the weights."""
-    saved: dict[int, int] = {}
-
-    def note(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
     x = hidden(dtype, tokens=TOKENS).requires_grad_()
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = compiled(module, recompute)(x)
-    assert output.requires_grad
-    for given in (x, *module.parameters()):
-        saved.pop(given.untyped_storage().data_ptr(), None)
-    return sum(saved.values()) / (x.shape[0] * TOKENS * dtype.itemsize)
+    saved = kept_for_backward(functools.partial(compiled(module, recompute), x), (x, *module.parameters()))
+    assert saved > 0
+    return saved / (x.shape[0] * TOKENS * dtype.itemsize)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

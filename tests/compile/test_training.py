@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mla_compile
+from mla_compile.bench.memory import kept_for_backward
 from tests.models import HIDDEN, Combined, L, N, P, R, V, rope
 from tests.training import Rewritten, assert_gradients_close, gradients
 
@@ -319,20 +320,10 @@ def test_keys_and_values_are_not_kept_for_the_backward():
     """By formula, of each token: hidden state, latent before and after its norm, rope key, queries, and outputs with
     their lse."""
     module, tokens = Layer(), 64
-    saved = {}
-
-    def note(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
     compiled = torch.compile(module, backend="mla", dynamic=False)
     x = hidden(tokens=tokens).requires_grad_()
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        compiled(x).sum()
-    for weight in (x, *module.parameters()):
-        saved.pop(weight.untyped_storage().data_ptr(), None)
-    kept = sum(saved.values()) / (2 * tokens * 4)
-    assert kept < N * (P + V) + N * (P + R) + N * (V + 1) + 4 * (L + R)
+    kept = kept_for_backward(lambda: compiled(x).sum(), (x, *module.parameters())) / (2 * tokens * 4)
+    assert 0 < kept < N * (P + V) + N * (P + R) + N * (V + 1) + 4 * (L + R)
     assert mla_compile.last_report().rewritten == 1
 
 
