@@ -53,13 +53,19 @@ def _opened(piece: Form, dim: int) -> Sequence[Form]:
 def _in_one_run(source: Hashable, pieces: Sequence[Form], dim: int) -> Form | None:
     """Pieces as one, None if they are not.
 
-    The axis of their own indices may come before their own axes: so ranks are gathered one behind the other.
+    The axis of their own indices may come before their own axes: so ranks are gathered one behind the other. Runs may
+    themselves be pieces of a run: so heads are looped over, of which groups have a latent each.
     """
-    whole: Form | None = pieces[0]
-    for piece in pieces[1:]:
-        whole = whole and as_one(source, whole, piece, dim)
-    if whole is None:
-        return None
+    runs = list(pieces)
+    while len(runs) > 1:
+        longer = runs[:1]
+        for run in runs[1:]:
+            one = as_one(source, longer[-1], run, dim)
+            longer[-1:] = [longer[-1], run] if one is None else [one]
+        if len(longer) == len(runs):
+            return None
+        runs = longer
+    (whole,) = runs
     unread = isinstance(whole.term.read.source, Unread)
     read = read_of(source, whole.dims, whole.term.axes).read if unread else whole.term.read
     return replace(whole, term=replace(whole.term, read=read))

@@ -105,6 +105,10 @@ def take(form: Form, dim: int, start: Size, size: Size, step: int = 1) -> Form:
     slowest, faster = axes[0], product(axis.size for axis in axes[1:])
     count, begin = quotient(size, faster), quotient(start, faster)
     if count is None or begin is None or (step != 1 and len(axes) > 1):
+        if step == 1 and all(isinstance(known, int) for known in (start, size, faster)):
+            index, rest = divmod(int(start), int(faster))
+            if rest + size <= faster:
+                return take(change(form, {slowest: Pin(index)}), dim, rest, size)
         raise Unaligned(f"a slice of {size} from {start} cuts through an axis of {faster}")
     if same(count, 1):
         return change(form, {slowest: Pin(begin)})
