@@ -1,7 +1,7 @@
 """Chunked MLA on a GPU: library products up-project a chunk into a workspace, `kernel` attends to it.
 
     latent [B, T, L], w_uk [N, P, L], w_uv [N, V, L]
-    k, v   [H, B, C, P], [H, B, C, V]   the workspace: a group of heads, of as many sequences as fit
+    k, v   [H, B, C, P], [H, B, C, V]   the workspace: see `share`
 
 Nothing here looks at a value on the device. Under a causal limit alone that is known here, keys that all queries see
 are in chunks of their own, which take no limit; with lengths that only the device knows, programs without work end.
@@ -23,10 +23,13 @@ from .._common.tuning import bucket, neighbours, tuned
 from ..visibility import causal_stop
 from .arguments import ExpandedAttention, Expansion
 from .kernel import attend_chunk
+from .share import in_even_groups, share_of
 from .tiles import blocks, choose, fits
 
 _BYTES = 128 << 20
 """Of workspace and running sums at a time: heads are taken in groups of which both stay below."""
+_PROGRAMS = 4
+"""Of a multiprocessor, at least, where there are as many: under a causal limit the longest takes twice the mean."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,13 @@ def attend_in_chunks(x: Expansion, keys: BatchKeys, machine: Machine, tiles: Til
         hidden = None if mask is None else mask.dtype, keys.causal, keys.lengths is not None
         problem = q.dtype, nope, keys.rope, columns, *hidden, workspace_tokens, *q.shape[:3], keys.tokens
         tiles = _tuned(machine, problem, lambda tiles: attend_in_chunks(x, keys, machine, tiles))
-    sequences = max(min(workspace_tokens // keys.tokens, batch), 1)
-    size = max(min(workspace_tokens // sequences, keys.tokens), 1)
+    fewest = triton.cdiv(_PROGRAMS * machine.processors, triton.cdiv(queries, tiles.rows))
+    share = share_of(batch, heads, keys.tokens, workspace_tokens, fewest)
+    sequences, size = share.sequences, share.tokens
     chunks = list(chunks_of(keys, size, mask is not None))
-    group = _heads_at_a_time(heads, sequences, queries, size, nope + columns, columns, q.itemsize, len(chunks) > 1)
+    each = sequences * size * (nope + columns) * q.itemsize
+    each += sequences * queries * (columns + 2) * 4 if len(chunks) > 1 else 0
+    group = in_even_groups(share.heads, max(_BYTES // each, 1))
     workspace = q.new_empty(group * sequences * size * (nope + columns))
     copies = q.new_empty(sequences * size * keys.copied)
     state = [q.new_empty(0, dtype=torch.float32)] * 3
@@ -118,12 +124,15 @@ def attend_in_chunks(x: Expansion, keys: BatchKeys, machine: Machine, tiles: Til
         rows = sequences * group * queries
         state = [q.new_empty(count, dtype=torch.float32) for count in (rows * columns, rows, rows)]
     for b in range(0, batch, sequences):
+        taken: tuple[Tensor, Tensor] | None = None
         for head in range(0, heads, group):
             part = slice(b, b + sequences), slice(head, head + group)
+            lengths = None if keys.lengths is None else keys.lengths.of(part[0])
             for i, chunk in enumerate(chunks):
-                latent, k_rope = keys.take(part[0], chunk, copies)
+                if taken is None or len(chunks) > 1:
+                    taken = keys.take(part[0], chunk, copies)
+                latent, k_rope = taken
                 seen = _part_of(mask, part, chunk)
-                lengths = None if keys.lengths is None else keys.lengths.of(part[0])
                 if seen is not None and seen.dtype == torch.bool:
                     latent = latent.masked_fill(_hidden(seen, chunk, queries, keys, lengths)[..., None], 0.0)
                 k, v = _expand(latent, w_uk[part[1]], w_uv[part[1]], workspace)
@@ -164,17 +173,6 @@ def chunks_of(keys: BatchKeys, size: int, masked: bool) -> Iterator[Chunk]:
     for begin, end, limited in ((0, cut, False), (cut, keys.tokens, keys.causal)):
         for start in range(begin, end, size):
             yield Chunk(start, min(start + size, end), limited)
-
-
-def _heads_at_a_time(
-    heads: int, sequences: int, queries: int, size: int, expanded: int, columns: int, itemsize: int, several: bool
-) -> int:
-    """As many heads as `_BYTES` hold, in groups of about the same size."""
-    each = sequences * size * expanded * itemsize
-    if several:
-        each += sequences * queries * (columns + 2) * 4
-    most = min(max(_BYTES // each, 1), heads)
-    return triton.cdiv(heads, triton.cdiv(heads, most))
 
 
 def _expand(latent: Tensor, w_uk: Tensor, w_uv: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor]:

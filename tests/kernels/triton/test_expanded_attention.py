@@ -38,16 +38,16 @@ def unpack(x):
     return x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
 
 
-def run(x, case, workspace_tokens, tiles=TILES):
+def run(x, case, workspace_tokens, tiles=TILES, on=None):
     (mask,) = to_device(case[:1])
     arguments = to_device(unpack(x))
     bundle = ExpandedAttention(*arguments, mask, case[1], x.scale, workspace_tokens)
-    result = expanded_attention_triton(bundle, machine(), tiles)
+    result = expanded_attention_triton(bundle, on or machine(), tiles)
     return [t.cpu() for t in result]
 
 
-def assert_right(x, case, workspace_tokens, tiles=TILES):
-    o, lse = run(x, case, workspace_tokens, tiles)
+def assert_right(x, case, workspace_tokens, tiles=TILES, on=None):
+    o, lse = run(x, case, workspace_tokens, tiles, on)
     exact, exact_lse = expanded_attention_reference(
         *unpack(x.map(torch.Tensor.double)), *case, x.scale, workspace_tokens
     )
@@ -139,3 +139,19 @@ def test_heads_in_groups(monkeypatch):
 
 def test_the_tiles_of_the_table():
     assert_right(make_inputs((1, 70, 150, 2, 24, 24, 8, 16), torch.bfloat16), (None, 80), 64, tiles=None)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "bool of each head and query"])
+def test_heads_come_first_where_they_keep_the_device_busy(mask, monkeypatch):
+    """Five tiles of queries a head, on one processor: each head sees all its keys at once, and no state is kept."""
+    x, launch, launched = make_inputs((2, 70, 80, 3, 12, 8, 4, 8)), launcher._launch, []
+
+    def note(operands, *arguments):
+        *_, state, chunk, _, _, first_last, _ = arguments
+        launched.append((chunk.start, chunk.stop, operands[0].shape[2], first_last, state[0].numel()))
+        launch(operands, *arguments)
+
+    monkeypatch.setattr(launcher, "_launch", note)
+    monkeypatch.setattr(launcher, "_PROGRAMS", 1)
+    assert_right(x, masks(2, 3, 70, 80)[mask], 40, on=dataclasses.replace(machine(), processors=1))
+    assert launched == [(0, 80, 1, (True, True), 0)] * 6
