@@ -50,6 +50,7 @@ class Report:
                 rows.append((str(i), site.path, shapes or "-", site.mask or "-", location, reason))
             lines += aligned(rows, "<")
             lines += _nearest_misses(self.sites)
+            lines += _hints(self.sites)
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -83,6 +84,16 @@ def _nearest_misses(sites: Sequence[Outcome]) -> Iterator[str]:
     for (trail, remedy), numbers in alike.items():
         yield f"\n{', '.join(numbers)}: {'to have this rewritten, ' + remedy if remedy else 'traced this far'}"
         yield from (f"    {'from' if k == 0 else 'back to'} {line}" for k, line in enumerate(trail))
+
+
+def _hints(sites: Sequence[Outcome]) -> Iterator[str]:
+    """What else would save time, of alike attentions once."""
+    alike: dict[str, list[str]] = {}
+    for i, site in enumerate(sites):
+        if site.hint:
+            alike.setdefault(site.hint, []).append(str(i))
+    for hint, numbers in alike.items():
+        yield f"\n{', '.join(numbers)}: {hint}"
 
 
 def record(report: Report) -> None:

@@ -20,7 +20,7 @@ class Outcome:
     between symbolic sizes under which the path was chosen. `mask` says what hides keys from queries: `none`, or
     `causal`, `lengths`, `window`, `padding`, `top-k` and `tensor` (some tensor) joined by ` + `; empty where unchanged.
     Where unchanged, `remedy` says what would have it rewritten, if anything, and `trail` how far the trace came: the
-    lines of source from the attention back to where it stopped.
+    lines of source from the attention back to where it stopped. `hint` says what else would save time, if anything.
     """
 
     node: str
@@ -33,6 +33,7 @@ class Outcome:
     mask: str = ""
     remedy: str = ""
     trail: tuple[str, ...] = ()
+    hint: str = ""
 
     @property
     def rewritten(self) -> bool:
@@ -47,9 +48,10 @@ def rewritten(
     shapes: dict[str, str],
     guards: tuple[str, ...],
     mask: str,
+    hint: str,
 ) -> Outcome:
     """The outcome of the attention at `node`, whose line of source is `frame`."""
-    return Outcome(node.name, *_place(frame), path, reason, shapes, guards, mask)
+    return Outcome(node.name, *_place(frame), path, reason, shapes, guards, mask, hint=hint)
 
 
 def unchanged(node: fx.Node, refusal: Refusal) -> Outcome:

@@ -13,6 +13,7 @@ from mla_compile.cost import Device
 
 from .algebra.sizes import Unaligned
 from .attention.find import Attention, find
+from .caches.grown import copying
 from .graph.gathers import remove_unused, waits_for_gathers
 from .graph.guards import GuardNeeded, no_guards
 from .graph.in_place import write_in_place
@@ -135,7 +136,8 @@ class Pipeline:
 def _rewritten(site: Site, meaning: Meaning, choice: Choice) -> Outcome:
     frame = common_frame(site.node, _sources(site))
     shapes = {name: str(size) for name, size in site.sizes.items()}
-    return rewritten(site.node, frame, choice.word, choice.reason, shapes, choice.guards, meaning.words)
+    hint = copying(site)
+    return rewritten(site.node, frame, choice.word, choice.reason, shapes, choice.guards, meaning.words, hint)
 
 
 def _refusal(node: fx.Node, error: Exception) -> Refusal:

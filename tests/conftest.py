@@ -1,10 +1,16 @@
 """Fixtures that every test may use."""
 
+import atexit
 import os
+import shutil
 import tempfile
 
-# Before torch is imported: artifacts of earlier runs must not decide what a test sees.
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="mla-compile-tests-")
+# Before torch is imported: artifacts of earlier runs must not decide what a test sees. Processes of one run, those that
+# tests start too, have one folder: what a C++ compiler made for one serves all.
+if os.environ.get("MLA_COMPILE_TESTS_CACHE") is None:
+    os.environ["MLA_COMPILE_TESTS_CACHE"] = tempfile.mkdtemp(prefix="mla-compile-tests-")
+    atexit.register(shutil.rmtree, os.environ["MLA_COMPILE_TESTS_CACHE"], ignore_errors=True)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["MLA_COMPILE_TESTS_CACHE"]
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # they share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,0 +1,30 @@
+"""A cache that is copied whenever it grows: `cat` of what was kept and what is new, which is kept in turn."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..algebra.terms import Read
+from ..mla.site import Site
+from ..nodes.arguments import arguments, aten
+
+
+def copying(site: Site) -> str:
+    """What a step copies of the cache, and what does not, for a report; empty if nothing is copied."""
+    read = [site.latent.read, *(rope.key.read for rope in site.ropes)]
+    copied = dict.fromkeys(node for part in read if (node := _grown(part)) is not None)
+    if not copied:
+        return ""
+    size = sum(tensor.shape[-1] * tensor.element_size() for tensor in (node.meta["val"] for node in copied))
+    saved = "one that is written in place saves that (mla_compile.LatentCache)"
+    return f"a step copies all of its cache, {size:,} bytes a token: {saved}"
+
+
+def _grown(read: Read) -> fx.Node | None:
+    """What was kept, if it is what is read with new tokens behind it, and that is kept in turn."""
+    node = read.source
+    if not isinstance(node, fx.Node) or node.target is not aten.cat.default:
+        return None
+    past, *new = arguments(node)[0]
+    kept = any(user.op == "output" for user in node.users)
+    return past if kept and new and past.op == "placeholder" else None
