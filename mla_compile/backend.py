@@ -31,6 +31,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_compile.kernels.register
+import mla_compile.sharding
 from mla_compile import device as devices
 from mla_compile.kernels import compiled as cpp_kernels
 from mla_compile.kernels._common.tuning import tuning

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from mla_compile import explain_command as explain
 from mla_compile.bench import command as bench
+from mla_compile.cluster import command as layout
 from mla_compile.errors import ConfigError
 from mla_compile.inspect import command as inspect
 from mla_compile.plan import command as memory
 from mla_compile.version import __version__
 
-COMMANDS = (explain, inspect, memory, bench)
+COMMANDS = (explain, inspect, memory, layout, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,10 +11,14 @@ from torch import Tensor, nn
 from ..errors import CacheMismatchError, OutOfPagesError
 from ..fp8 import FP8
 from .fp8_pool import FP8PagePool
-from .pool import PagePool
+from .pool import PagePool, check_count
+from .shared_table import SharedTable
+from .shares import Shares
 from .table import BlockTable
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     Base = object
 else:
     try:
@@ -30,13 +34,12 @@ class PagedLatentCache(Base):
     does `model(ids, past_key_values=cache)`. Sequences of a batch have one length, padding tokens counted: what padding
     may be seen is the attention mask's to say, as ever with transformers.
 
-    Args: pool, with as many layers as the model; max_pages, the most that one sequence may have (all).
+    Args: pool, with as many layers as the model; max_pages, the most that one sequence may have (all); shares, if the
+    tokens are dealt out to ranks, of which each has a pool of as many pages.
     """
 
-    is_compileable = False  # to transformers that is: masks are made before the forward, and the forward compiled by it
-
-    def __init__(self, pool: PagePool, max_pages: int | None = None) -> None:
-        self.pool, self.max_pages = pool, max_pages
+    def __init__(self, pool: PagePool, max_pages: int | None = None, shares: Shares | None = None) -> None:
+        self.pool, self.max_pages, self.shares = pool, max_pages, shares
         self.layers: list[Any] = []
         self._table: BlockTable | None = None
 
@@ -48,13 +51,17 @@ class PagedLatentCache(Base):
         page_size: int = 64,
         dtype: torch.dtype | None = None,
         scale: float | Tensor | None = None,
+        mesh: DeviceMesh | None = None,
+        interleave: int | None = None,
     ) -> PagedLatentCache:
         """An empty cache over a pool of its own, made to a transformers model with MLA: its layers, widths and dtype.
 
         Args: model; pages and page_size; dtype, the model's or torch.float8_e4m3fn, in which an `FP8PagePool` keeps the
-        latents, with that pool's `scale`.
+        latents, with that pool's `scale`; mesh, of one dimension, whose ranks share the tokens out, `interleave` at a
+        time (a page), each in as many pages.
         Raises: CacheMismatchError, if the model's configuration does not tell its sizes, for layers that keep more than
-        latents (an indexer's keys, the state of linear attention) or a window of them, or for another dtype or scale.
+        latents (an indexer's keys, the state of linear attention) or a window of them, for another dtype or scale, and
+        for another mesh or an interleave that does not divide page_size.
         """
         config: Any = getattr(model, "config", None)
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
@@ -74,8 +81,19 @@ class PagedLatentCache(Base):
         if dtype not in (None, parameter.dtype, FP8) or (scale is not None and dtype != FP8):
             found = dtype if scale is None else f"{dtype} with a scale"
             raise CacheMismatchError(f"expected a cache in the model's {parameter.dtype}, or in {FP8}, found {found}")
-        arguments = layers, latent_width, rope_width, pages, page_size, parameter.dtype, parameter.device
-        return cls(FP8PagePool(*arguments, scale) if dtype == FP8 else PagePool(*arguments))
+        check_count("pages", pages)
+        shares = None if mesh is None else Shares.of(mesh, interleave, page_size, spare=pages)
+        room = pages if shares is None else pages + 1
+        arguments = layers, latent_width, rope_width, room, page_size, parameter.dtype, parameter.device
+        pool = FP8PagePool(*arguments, scale) if dtype == FP8 else PagePool(*arguments)
+        if shares is not None:
+            pool.take(1)  # the last page, which is taken first
+        return cls(pool, shares=shares)
+
+    @property
+    def is_compileable(self) -> bool:
+        """To transformers: it makes a mask for one token too, and before the forward, which it may compile itself."""
+        return self.shares is not None
 
     def __len__(self) -> int:
         return len(self.pool.layers)
@@ -93,6 +111,9 @@ class PagedLatentCache(Base):
     ) -> tuple[Tensor, Tensor]:
         """Append latents `[B, 1, S, L]` and rope keys `[B, 1, S, R]` of one layer; returns both of all T tokens.
 
+        Where ranks share tokens out, those of all of them are gathered, whole pages of each: keys behind the last token
+        are for the mask to hide, as with a static cache.
+
         The first layer's call makes room for the tokens; each other layer's puts its own in the same places. What is
         returned is a naive read of the pages, which `backend="mla"` replaces by attention that reads the pages itself.
 
@@ -109,7 +130,7 @@ class PagedLatentCache(Base):
         for tensor in (key_states, value_states):
             self.pool.check(tensor)
         if self._table is None:
-            self._table = BlockTable(self.pool, batch, self.max_pages)
+            self._table = self._new_table(batch)
         if self._table.batch != batch:
             raise CacheMismatchError(f"expected tokens of {self._table.batch} sequences, found {batch}")
         if layer_idx == 0:
@@ -124,11 +145,14 @@ class PagedLatentCache(Base):
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """The most tokens that a sequence may have."""
-        return self.pool.page_size * (self.pool.pages if self.max_pages is None else self.max_pages)
+        if self.shares is None:
+            return self.pool.page_size * (self.pool.pages if self.max_pages is None else self.max_pages)
+        return self.shares.page_tokens * (self.shares.spare if self.max_pages is None else self.max_pages)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """How many keys attention over `query_length` more tokens has, and the position of the first."""
-        return self.get_seq_length() + query_length, 0
+        tokens = self.get_seq_length() + query_length
+        return (tokens if self.shares is None else self.shares.room(tokens)), 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The position of the next token."""
@@ -147,7 +171,7 @@ class PagedLatentCache(Base):
 
     def fork(self, rows: Tensor | None = None) -> PagedLatentCache:
         """A second cache that continues sequences `rows` (all), with which it shares the pages that neither writes."""
-        other = type(self)(self.pool, self.max_pages)
+        other = type(self)(self.pool, self.max_pages, self.shares)
         other._table = None if self._table is None else self._table.fork(rows)
         return other
 
@@ -168,6 +192,11 @@ class PagedLatentCache(Base):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences that `indices` names or, as a mask, marks."""
         self._select(torch.arange(self.batch_size)[indices.cpu()])
+
+    def _new_table(self, batch: int) -> BlockTable:
+        if self.shares is None:
+            return BlockTable(self.pool, batch, self.max_pages)
+        return SharedTable(self.pool, batch, self.max_pages, self.shares)
 
     def _select(self, rows: Tensor) -> None:
         if self._table is None:

@@ -30,6 +30,8 @@ class BlockTable:
 
     def __init__(self, pool: PagePool, batch: int, max_pages: int | None = None) -> None:
         self.pool, self.length = pool, 0
+        self.page_tokens = pool.page_size
+        """Tokens of a sequence in a page."""
         width = pool.pages if max_pages is None else max_pages
         self._pages: Tensor | None = torch.zeros(batch, width, dtype=torch.int64, device=pool.device)
         self._shares_tail = False
@@ -59,7 +61,7 @@ class BlockTable:
 
         Raises: OutOfPagesError or FreedError, with nothing changed; CacheMismatchError, if max_pages are too few.
         """
-        page_size, before = self.pool.page_size, self.used
+        page_size, before = self.page_tokens, self.used
         after = self._pages_for(self.length + count)
         taken = after - before  # by each sequence
         self.pool.require(self.batch * taken)
@@ -99,7 +101,7 @@ class BlockTable:
     def _places(self, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Page `[batch, count]` and row `[count]` of the tokens from `start` on."""
         position = torch.arange(start, start + count, device=self.pool.device)
-        return self.pages[:, position // self.pool.page_size], position % self.pool.page_size
+        return self.pages[:, position // self.page_tokens], position % self.page_tokens
 
     def fork(self, rows: Tensor | None = None) -> BlockTable:
         """Sequences `rows` `[n]` (all) once more, as often as named, in the same pages until one of them grows.
@@ -107,11 +109,11 @@ class BlockTable:
         Raises: FreedError; IndexError for a row that there is none of.
         """
         chosen = self.pages if rows is None else self.pages[rows.to(self.pool.device)]
-        other = BlockTable(self.pool, len(chosen), self.pages.shape[1])
+        other = self._empty(len(chosen))
         self.pool.share(chosen[:, : self.used])
         other.pages.copy_(chosen)
         other.length = self.length
-        self._shares_tail = other._shares_tail = self.length % self.pool.page_size != 0
+        self._shares_tail = other._shares_tail = self.length % self.page_tokens != 0
         return other
 
     def crop(self, length: int) -> None:
@@ -126,7 +128,7 @@ class BlockTable:
         kept = self._pages_for(length)
         self.pool.release(self.pages[:, kept : self.used])
         self.length = length
-        partial = length % self.pool.page_size != 0
+        partial = length % self.page_tokens != 0
         self._shares_tail = partial and bool((self.pool.references[self.pages[:, kept - 1]] > 1).any())
 
     def free(self) -> None:
@@ -169,7 +171,11 @@ class BlockTable:
         return torch.tensor(copied[::-1], dtype=torch.int64, device=self.pool.device)
 
     def _pages_for(self, length: int) -> int:
-        return (length + self.pool.page_size - 1) // self.pool.page_size
+        return (length + self.page_tokens - 1) // self.page_tokens
+
+    def _empty(self, batch: int) -> BlockTable:
+        """One like this, without tokens."""
+        return BlockTable(self.pool, batch, self.pages.shape[1])
 
 
 def stack(tables: Sequence[BlockTable]) -> tuple[Tensor, Tensor]:

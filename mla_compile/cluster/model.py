@@ -1,0 +1,129 @@
+"""The weights of a model, read from its config.json: what has heads, what is in experts, what is whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..plan.sizes import ModelSizes, Sizes, read_sizes
+
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+FP8_BLOCK = 128
+"""Rows and columns of a weight that have one float32 scale, where a checkpoint in FP8 does not say."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Elements of the weights of one layer."""
+
+    whole: int
+    """Without heads: what makes latents, norms, the router."""
+    heads: int
+    """Of attention, with heads."""
+    dense: int
+    """Of the MLP that every token takes: a dense layer's, or the shared experts."""
+    expert: int
+    """Of each routed expert, 0 in a dense layer."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a plan asks of a model."""
+
+    caches: ModelSizes
+    sizes: Sizes
+    """Of attention, in every layer."""
+    layers: tuple[Layer, ...]
+    hidden: int
+    vocabulary: int
+    tied: bool
+    """Whether embedding and head are one weight."""
+    experts: int
+    """Routed experts of a layer, 0 without any."""
+    experts_of_token: int
+    widths: Mapping[str, int]
+    """By name, the widths of MLPs that tensor parallelism cuts."""
+    fp8: bool
+    """Whether layers are in FP8; embedding and head never are."""
+    block: int
+    """What a cut of a width has to be a multiple of: in FP8, the rows of a scale."""
+
+    @property
+    def elements(self) -> int:
+        """Of all weights."""
+        ends = self.hidden * self.vocabulary * (1 if self.tied else 2) + self.hidden
+        routed = sum(layer.expert for layer in self.layers) * self.experts
+        return ends + routed + sum(layer.whole + layer.heads + layer.dense for layer in self.layers)
+
+    @property
+    def element_size(self) -> float:
+        """Bytes of an element of a layer, with its part of a scale."""
+        return 1 + 4 / self.block**2 if self.fp8 else 2
+
+
+def read_model(path: Path, fp8: bool | None = None) -> Model:
+    """The model of a directory with a config.json, or of that file.
+
+    Args: fp8, whether layers are in FP8; None for what the file says (`quantization_config`), else bfloat16.
+    Raises:
+        ConfigError: no MLA in every layer, an indexer, or a size that the file does not say.
+        OSError: no such file.
+    """
+    caches = read_sizes(path)
+    file = path / "config.json" if path.is_dir() else path
+    config = json.loads(file.read_text())
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    if len(caches.layers) > 1 or caches.others or caches.index_width or next(iter(caches.layers)).window:
+        raise ConfigError(
+            f"expected attention of one kind in every layer, to all tokens, found others in {file}: their weights and "
+            "what they read are not counted"
+        )
+    quantized = text.get("quantization_config") or config.get("quantization_config") or {}
+    in_fp8 = quantized.get("quant_method") == "fp8" if fp8 is None else fp8
+    (sizes,) = caches.layers
+    read = _Fields(text, file)
+    experts = next((int(text[key]) for key in EXPERTS if text.get(key)), 0)
+    widths = {"intermediate_size": read("intermediate_size")}
+    if experts:
+        widths["moe_intermediate_size"] = read("moe_intermediate_size")
+    return Model(
+        caches,
+        sizes,
+        tuple(_layer(i, read, sizes, experts) for i in range(caches.count)),
+        read("hidden_size"),
+        read("vocab_size"),
+        bool(text.get("tie_word_embeddings")),
+        experts,
+        read("num_experts_per_tok") if experts else 0,
+        widths,
+        in_fp8,
+        (quantized.get("weight_block_size") or [FP8_BLOCK])[0] if in_fp8 else 1,
+    )
+
+
+@dataclass(frozen=True)
+class _Fields:
+    config: Mapping[str, Any]
+    file: Path
+
+    def __call__(self, key: str) -> int:
+        value = self.config.get(key)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"expected {key} in {self.file} to be a positive number, found {value!r}")
+        return value
+
+
+def _layer(index: int, read: _Fields, s: Sizes, experts: int) -> Layer:
+    hidden, rank = read("hidden_size"), read.config.get("q_lora_rank") or 0
+    norms = 2 * hidden + s.L + rank
+    whole = norms + hidden * (rank + s.L + s.R)
+    heads = s.N * ((rank or hidden) * (s.P + s.R) + s.L * (s.P + s.V) + s.V * hidden)
+    if not experts or index < (read.config.get("first_k_dense_replace") or 0):
+        return Layer(whole, heads, 3 * hidden * read("intermediate_size"), 0)
+    expert = 3 * hidden * read("moe_intermediate_size")
+    shared = read.config.get("n_shared_experts") or 0
+    return Layer(whole + hidden * experts, heads, shared * expert, expert)

@@ -1,0 +1,40 @@
+"""Rates in the arguments of a command: `3.35TB/s`, `989T`, `450GB/s,3us`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from ..plan.command import in_bytes
+from .link import Link
+
+FLOPS = {"g": 1e9, "t": 1e12, "p": 1e15}
+SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
+
+
+def bytes_per_second(text: str) -> float:
+    """`3.35TB/s`, `900 GiB/s`."""
+    try:
+        return float(in_bytes(text.lower().removesuffix("/s")))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"expected bytes a second, such as 3.35TB/s, found {text!r}") from None
+
+
+def flops_per_second(text: str) -> float:
+    """`989T`, `1.98 PFLOP/s`."""
+    return _number(text, FLOPS, r"\s*(?:flop/?s)?", "FLOP a second, such as 989T")
+
+
+def link(text: str) -> Link:
+    """Bandwidth and latency: `450GB/s,3us`."""
+    bandwidth, comma, latency = text.partition(",")
+    if not comma:
+        raise argparse.ArgumentTypeError(f"expected bandwidth and latency, such as 450GB/s,3us, found {text!r}")
+    return Link(bytes_per_second(bandwidth), _number(latency, SECONDS, "", "seconds, such as 3us"))
+
+
+def _number(text: str, units: dict[str, float], rest: str, expected: str) -> float:
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({'|'.join(units)}){rest}", text.strip().lower())
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
+    return float(found[1]) * units[found[2]]

@@ -1,0 +1,156 @@
+"""The ops on DTensors: what each rank has to have of the operands, and then has of the results.
+
+An op takes a batch or its heads in shares, or everything on every rank; what is placed otherwise, torch redistributes
+first. Gradients of what all ranks have alike are sums over ranks, not taken yet (`Partial`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+from torch.distributed.tensor.experimental import register_sharding
+
+from . import ops
+
+Placements = tuple[list[Placement], list[Placement | None]]
+"""Of the results, and of the arguments, None for one that is no tensor."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A letter for each dimension of an op's tensors: B sequences, N heads, others any that ranks do not share out.
+
+    After a `*` come those of a tensor that broadcasts: it has the last of them, and where one is 1 it stands for all.
+    """
+
+    arguments: Mapping[str, str]
+    results: tuple[str, ...]
+    shared: str = "BN"
+    """Those that ranks may share out."""
+
+    def rules(self, arguments: Mapping[str, Any]) -> Iterator[Placements]:
+        """Of one dimension of a mesh; arguments by name, tensors of which the shapes are asked."""
+        for axis in ("", *self.shared):
+            yield (
+                [_placed(axes, axis) for axes in self.results],
+                [self._argument(name, given, axis) for name, given in arguments.items()],
+            )
+
+    def _argument(self, name: str, given: Any, axis: str) -> Placement | None:
+        return _placed(self.arguments[name], axis, given.shape) if hasattr(given, "shape") else None
+
+
+def _placed(axes: str, axis: str, shape: tuple[int, ...] | None = None) -> Placement:
+    """Of a tensor, of which an argument has a shape."""
+    dim = axes.find(axis) if axis else -1
+    if axes.startswith("*") and shape is not None:
+        dim -= len(axes) - len(shape)
+        return Shard(dim) if axis in axes and dim >= 0 and shape[dim] != 1 else Replicate()
+    return Shard(dim) if dim >= 0 else Replicate()
+
+
+_MASK = "*BNST"
+_QUERY = {"q_latent": "BSNL", "q_rope": "BSNR"}
+_KEYS = {"latent": "BTL", "k_rope": "BTR"}
+_PAGES = {
+    "latent_pages": "pcL",
+    "rope_pages": "pcR",
+    "block_table": "Bt",
+    "seq_lens": "B",
+    "latent_scales": "pcG",
+    "mask": _MASK,
+    "first_positions": "B",
+    "query_lens": "B",
+}
+_WEIGHTS = {"w_uk": "NPL", "w_uv": "NVL"}
+_HEADS = {"query": "BNSD", "key": "BNTD", "value": "BNTV", "attn_mask": _MASK}
+
+RULES: Mapping[str, Axes] = {
+    "latent_attention": Axes({**_QUERY, **_KEYS, "mask": _MASK}, ("BSNL", "BSN")),
+    "sparse_latent_attention": Axes(
+        {**_QUERY, **_KEYS, "indices": "BSk", "mask": _MASK, "latent_scales": "*BTG"}, ("BSNL", "BSN")
+    ),
+    "paged_latent_attention": Axes({**_QUERY, **_PAGES}, ("BSNL", "BSN")),
+    "expanded_attention": Axes({"q": "BSNd", **_KEYS, **_WEIGHTS, "mask": _MASK}, ("BSNV", "BSN")),
+    "paged_expanded_attention": Axes({"q": "BSNd", **_PAGES, **_WEIGHTS}, ("BSNV", "BSN")),
+    "per_head_matmul": Axes({"x": "BSNI", "weight": "NIO"}, ("BSNO",), "BSN"),
+}
+BACKWARD = Axes(
+    {
+        "grad_o": "BSNV",
+        "grad_lse": "BSN",
+        "o": "BSNV",
+        "lse": "BSN",
+        "q": "BSNd",
+        **_KEYS,
+        **_WEIGHTS,
+        "mask": _MASK,
+    },
+    (),
+)
+DIFFERENTIABLE = ("q", "latent", "k_rope", "w_uk", "w_uv", "mask")
+
+
+def _named(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in op._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _register(name: str, axes: Axes) -> None:
+    op = getattr(ops, name).default
+
+    def rules(*args: Any, **kwargs: Any) -> list[Placements]:
+        return list(axes.rules(_named(op, args, kwargs)))
+
+    register_sharding(op)(rules)
+
+
+def _merged(o_a: Any, *others: Any) -> list[Placements]:
+    """Rows are apart from each other: any dimension but the last."""
+    dims = [Replicate(), *map(Shard, range(len(o_a.shape) - 1))]
+    return [([placed, placed], [placed] * 4) for placed in dims]
+
+
+def _sealed(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, *others: Any) -> list[Placements]:
+    """As the attention that it stands for; one with dropout draws its numbers on every rank alike."""
+    axes = Axes(_HEADS, ("BNSV",), "BN" if len(query.shape) == 4 and not dropout_p else "")
+    named = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    found = [(results, [*placed, *[None] * (1 + len(others))]) for results, placed in axes.rules(named)]
+    return found if _each_rank_has_its_keys(query, key) else found[:2]
+
+
+def _each_rank_has_its_keys(query: Any, key: Any) -> bool:
+    """Whether groups of query heads that have a key head in common stay on one rank."""
+    return query.shape[1] == key.shape[1] or key.shape[1] % key.mesh.size() == 0
+
+
+def _gradients(schema: OpSchema) -> OpStrategy:
+    """Of a list of results: as many as are wanted."""
+    given = _named(ops.expanded_attention_backward.default, schema.args_schema, schema.kwargs_schema)
+    named: dict[str, Any] = {
+        name: each.strategies[0].output_spec if isinstance(each, OpStrategy) else each for name, each in given.items()
+    }
+    asked = [name for name, wanted in zip(DIFFERENTIABLE, named["wanted"], strict=True) if wanted]
+    rules = []
+    for axis, (_, placed) in zip(("", "B", "N"), BACKWARD.rules(named), strict=True):
+        of = dict(zip(named, placed, strict=True))
+        results = [Partial() if axis and of[name] == Replicate() else of[name] for name in asked]
+        rules.append([*results, *placed])
+    strategy = expand_to_full_mesh_op_strategy(schema.get_mesh_from_args(), schema, rules, input_index=len(asked))
+    for one in strategy.strategies:  # of one result too a list
+        one.output_specs = one.output_specs if isinstance(one.output_specs, tuple) else (one.output_specs,)
+    return strategy
+
+
+for _name, _axes in RULES.items():
+    _register(_name, _axes)
+register_sharding(ops.merge_states.default)(_merged)
+register_sharding(ops.sealed_attention.default)(_sealed)
+DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
+    ops.expanded_attention_backward.default, _gradients, RuntimeSchemaInfo(100, needs_pytree=True)
+)
