@@ -35,7 +35,7 @@ _ONE_LATENT = (
 
 _OTHER_GRAPH = (
     "have the up-projection in one graph with the attention: this one is given its result (TORCH_LOGS=graph_breaks "
-    "says what lies between; modules of torch.ao.quantization break graphs)"
+    "says what lies between; modules of torch.ao.quantization and accelerate's hooks break graphs)"
 )
 
 
