@@ -10,7 +10,7 @@ masks over these axes. Nothing here asks whether the attention is MLA.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,7 @@ from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
+from .functions import Function, Reading, derived, read_function
 from .pieces import PRODUCTS, is_join_of_products, pieces_of
 from .scores import Factor, KeyRange, Mask, Sink, Summand, products_within, scores_of
 from .softmax import Weights, divided_by_more, late, weights_of
@@ -51,6 +52,8 @@ class Opaque:
     weights: Read
     products: tuple[Read, ...]
     reader: fx.Node | None = None
+    function: Function | str = ""
+    """What is done to the products before the softmax, to each score by itself, or why it is no such function."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +206,13 @@ def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
     )
 
 
-def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trace: Trace) -> Attention:
-    """Attention that ends in `node`, `output` being its product, perhaps before it is divided."""
+def _from_weights(
+    node: fx.Node, output: Form, side: int, weights: Weights, trace: Trace, whole: str | None = None
+) -> Attention:
+    """Attention that ends in `node`, `output` being its product, perhaps before it is divided.
+
+    `whole`, if given, is why all scores of all heads have to be computed at once where they are more than a sum.
+    """
     if not isinstance(output.term.parts, Product):
         reason = "expected attention weights and values over common axes, found that they do not factor"
         raise Refusal(node, reason + trace.because(output.term))
@@ -223,7 +231,7 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     products = [s for s in summands if isinstance(s.what, float)]
     masks = [s for s in summands if isinstance(s.what, Mask)]
     sinks = [s for s in summands if isinstance(s.what, Sink)]
-    opaque = reader is not None or not products or _tangled(products, masks, KeyRange(dim, *keys_read), trace)
+    opaque = reader is not None or not products or _tangled(products, masks, weights)
     if opaque:
         products, masks, sinks = products_within(weights.scores, KeyRange(dim, *keys_read), trace), [], []
         if not products:
@@ -231,16 +239,30 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
             reason += trace.because(trace[weights.scores].term)
             raise Refusal(node, reason, stopped=weights.scores)
         if place is not node:  # divided after: only the product changes
-            return _from_weights(place, trace[place], side, weights, trace)
+            return _from_weights(place, trace[place], side, weights, trace, f"weights that {where(node)} divides after")
     own = [("out", i) for i in range(len(output.dims))]
     exposed = Form((*output.dims, *score_dims), output.term)
     factors = [factor for summand in products for factor in summand.factors]
-    operands: list[Summand | Factor] = [*products, *masks, *sinks, *factors]
-    aligned, axes = operations.align(
-        [exposed, *(operand.form for operand in operands)],
-        [[*own, *range(len(score_dims))], *(operand.labels for operand in operands)],
-    )
-    factor_terms = [form.term for form in aligned[len(aligned) - len(factors) :]]
+
+    def align(function: Sequence[Summand]) -> tuple[list[Form], dict[Hashable, Dim]]:
+        operands: list[Summand | Factor] = [*products, *masks, *sinks, *factors, *function]
+        return operations.align(
+            [exposed, *(operand.form for operand in operands)],
+            [[*own, *range(len(score_dims))], *(operand.labels for operand in operands)],
+        )
+
+    reading: Reading | str = whole or ""
+    if opaque and whole is None and reader is None:
+        reading = read_function(products, KeyRange(dim, *keys_read), weights, trace)
+    try:
+        aligned, axes = align(reading.forms if isinstance(reading, Reading) else ())
+    except Unaligned as error:
+        if not isinstance(reading, Reading):
+            raise
+        reading = f"that {error}"
+        aligned, axes = align(())
+    function_at = 1 + len(products) + len(masks) + len(sinks) + len(factors)
+    factor_terms = [form.term for form in aligned[function_at - len(factors) : function_at]]
     parts = aligned[0].term.parts
     assert isinstance(parts, Product)
     keys = axes[dim]
@@ -269,7 +291,8 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     kept = None
     if opaque:
         reads = tuple(form.term.read for form in aligned[1 : 1 + len(products)])
-        kept = Opaque((parts.left, parts.right)[side].read, reads, reader)
+        function = reading if isinstance(reading, str) else reading.aligned(aligned[function_at:], reads, dim)
+        kept = Opaque((parts.left, parts.right)[side].read, reads, reader, function)
     return Attention(
         node,
         dims,
@@ -285,12 +308,11 @@ def _from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trac
     )
 
 
-def _tangled(products: Sequence[Summand], masks: Sequence[Summand], keys: KeyRange, trace: Trace) -> bool:
-    """Whether a mask is made of the products that it is a mask of."""
-    own = {summand.form.term.read.source for summand in products}
-    nodes = [mask.form.term.read.source for mask in masks]
-    within = [p for node in nodes if isinstance(node, fx.Node) for p in products_within(node, keys, trace)]
-    return any(summand.form.term.read.source in own for summand in within)
+def _tangled(products: Sequence[Summand], masks: Sequence[Summand], weights: Weights) -> bool:
+    """Whether a mask or a factor is made of the products that it is one of."""
+    own = derived(products, weights.node)
+    beside = [mask.form for mask in masks] + [factor.form for product in products for factor in product.factors]
+    return any(form.term.read.source in own for form in beside)
 
 
 def _part(digits: Sequence[Digit]) -> tuple[Size, Size] | None:

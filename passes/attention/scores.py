@@ -106,26 +106,26 @@ def scores_of(node: fx.Node, keys: KeyRange, trace: Trace, times: float = 1.0) -
     Raises:
         Refusal: if the scores without values do not stand apart from those with.
     """
-    node, factor = _without_shift(node, keys.dim, trace)
+    node, factor = without_shift(node, keys.dim, trace)
     factor *= times
     labels = tuple(range(len(trace[node].dims)))
     if same(keys.size, trace[node].shape[keys.dim]):
         return _whole_summands(node, labels, factor, keys.dim, trace)
-    source, scale = _whole_source(node, trace)
+    source, scale = whole_source(node, trace)
     if source is None or source.target is not aten.cat.default:
         reason = "expected the whole of the attention weights to meet the values, found a part of them"
         raise Refusal(node, reason, "multiply all of the softmax's result with the values")
     return _joined(source, keys, labels, factor * scale, trace)
 
 
-def _without_shift(node: fx.Node, dim: int, trace: Trace) -> tuple[fx.Node, float]:
+def without_shift(node: fx.Node, dim: int, trace: Trace) -> tuple[fx.Node, float]:
     """Scores before their greatest was taken from all of a row, which a softmax does not see, and before a factor.
 
     A row of -inf alone is NaN either way.
     """
     factor = 1.0
     while True:
-        source, scale = _whole_source(node, trace)
+        source, scale = whole_source(node, trace)
         if source is None:
             return node, factor
         a, b = (*arguments(source), None, None)[:2]
@@ -139,7 +139,7 @@ def _without_shift(node: fx.Node, dim: int, trace: Trace) -> tuple[fx.Node, floa
             return node, factor
 
 
-def _whole_source(node: fx.Node, trace: Trace) -> tuple[fx.Node | None, float]:
+def whole_source(node: fx.Node, trace: Trace) -> tuple[fx.Node | None, float]:
     """The tensor whose elements `node` holds, dimension by dimension, and the positive factor between the two."""
     original = original_of(node, trace)
     if original is None or any(factor <= 0 for factor in original.factors):
@@ -149,7 +149,7 @@ def _whole_source(node: fx.Node, trace: Trace) -> tuple[fx.Node | None, float]:
 
 def _is_greatest(node: fx.Node, scores: Any, dim: int, trace: Trace) -> bool:
     """Whether `node` is the greatest of `scores` along `dim`, which it keeps."""
-    source, factor = _whole_source(node, trace)
+    source, factor = whole_source(node, trace)
     if source is None or factor != 1.0 or not is_tensor(scores):
         return False
     if source.target is operator.getitem and arguments(source)[1] == 0:
@@ -193,7 +193,7 @@ def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand
             continue
         seen.add(node)
         form = trace[node]
-        source, through = form.term.read.source, _labels_through(form, labels)
+        source, through = form.term.read.source, labels_through(form, labels)
         if isinstance(form.term.parts, Product):
             whole = all(digit.whole for dim in form.term.read.dims for digit in dim)
             factor = math.prod(step for step in form.term.read.then if isinstance(step, float))
@@ -245,7 +245,7 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, t
         return [Summand(form, labels, factor)]
     bias = [Summand(form, labels, Mask(form.term, attends=False, factor=factor))]
     source = form.term.read.source
-    through = _labels_through(form, labels)
+    through = labels_through(form, labels)
     added = isinstance(source, fx.Node) and source.target in (aten.add.Tensor, aten.sub.Tensor)
     if isinstance(form.term.parts, Sum) and not (added and through is not None):
         return [_term_of_sum(replace(form, term=term), labels, factor) for term in form.term.parts.terms]
@@ -352,7 +352,7 @@ def constant_of(value: Any) -> float | None:
     return None
 
 
-def _labels_through(form: Form, labels: tuple[int, ...]) -> tuple[int, ...] | None:
+def labels_through(form: Form, labels: tuple[int, ...]) -> tuple[int, ...] | None:
     """The labels of the source that a form reads whole, its dimensions perhaps in another order."""
     read = form.term.read
     if any(not digit.whole for dim in read.dims for digit in dim):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -235,7 +235,12 @@ def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize,
             stop = start + realize(digit.axis.size) * digit.step - (digit.step - 1)
             tensor = tensor[(slice(None),) * len(kept) + (slice(start, stop, digit.step),)]
         kept.append(digit.axis)
-    for step in read.then:
+    return _arrange(done(tensor, read.then), kept, layout, realize, broadcast)
+
+
+def done(tensor: Tensor, then: Sequence[Hashable]) -> Tensor:
+    """A tensor after what a read says was done to it."""
+    for step in then:
         if isinstance(step, float):
             tensor = tensor * step
         elif isinstance(step, Bits):
@@ -244,7 +249,7 @@ def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize,
         else:
             assert isinstance(step, torch.dtype)
             tensor = tensor.to(step)
-    return _arrange(tensor, kept, layout, realize, broadcast)
+    return tensor
 
 
 def _arrange(tensor: Tensor, axes: list[Axis], layout: Sequence[Dim], realize: Realize, broadcast: bool) -> Tensor:

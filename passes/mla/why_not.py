@@ -12,6 +12,7 @@ from ..nodes.arguments import aten, is_tensor, takes_tensors
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
+from .multiplied import multiplied_product
 
 _WRITES = {
     aten.cat.default,
@@ -35,7 +36,7 @@ _ONE_LATENT = (
 
 _OTHER_GRAPH = (
     "have the up-projection in one graph with the attention: this one is given its result (TORCH_LOGS=graph_breaks "
-    "says what lies between; modules of torch.ao.quantization break graphs)"
+    "says what lies between; modules of torch.ao.quantization and accelerate's hooks break graphs)"
 )
 
 
@@ -61,9 +62,13 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
     """The refusal if nothing in the keys is an up-projection of `latent`, or (None) the values are not one either."""
     node = attention.node
     if latent is None:
-        reason = f"expected values that are an up-projection of a latent, found {describe(attention.value, trace)}"
         stop = _stop(attention.value, trace)
         remedy = _ONE_LATENT if isinstance(attention.value.parts, Sum) else _LINEAR
+        multiplied = multiplied_product(attention.value, trace)
+        found = describe(attention.value, trace)
+        if multiplied is not None:
+            found, remedy = multiplied.found, multiplied.remedy
+        reason = f"expected values that are an up-projection of a latent, found {found}"
         if stop is not None and stop.op == "placeholder":
             remedy = _OTHER_GRAPH
         return Refusal(node, reason, remedy, stop)
@@ -74,9 +79,11 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
         if len(running) == 1:
             reason = f"expected keys and values from one latent, found keys from {name(running[0])} and values from "
             return Refusal(node, reason + name(latent), "project both from the same tensor", _node(running[0]))
-    found = "; ".join(describe(term, trace) for term in keys)
+    multiplied = next(filter(None, (multiplied_product(term, trace) for term in keys)), None)
+    found = "; ".join(describe(term, trace) for term in keys) if multiplied is None else multiplied.found
     reason = f"expected keys of which some columns are an up-projection of {name(latent)}, found {found}"
-    return Refusal(node, reason, _LINEAR, next(filter(None, (_stop(term, trace) for term in keys)), None))
+    remedy = _LINEAR if multiplied is None else multiplied.remedy
+    return Refusal(node, reason, remedy, next(filter(None, (_stop(term, trace) for term in keys)), None))
 
 
 def _node(read: Read) -> fx.Node | None:

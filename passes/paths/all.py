@@ -5,13 +5,14 @@ from __future__ import annotations
 from ..masks.meaning import Meaning
 from ..mla.site import Site
 from .absorbed import Absorbed
+from .by_heads import ByHeads
 from .chunked import Chunked
 from .opaque import Opaque
 from .path import Path
 from .sparse import Sparse
 from .trained import Trained
 
-PATHS: tuple[Path, ...] = (Absorbed(), Opaque(), Chunked(), Sparse())
+PATHS: tuple[Path, ...] = (Absorbed(), Opaque(), Chunked(), ByHeads(), Sparse())
 """In the order in which the cost model prefers them on a tie."""
 
 TRAINED: tuple[Path, ...] = (Trained(),)

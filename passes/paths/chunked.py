@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from mla_compile.cost import Cost, Dims, Size, cost_of
 
@@ -18,14 +18,13 @@ from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
 from ..mla.site import Site
 from ..nodes.refusal import Refusal
-from ..nodes.source import where
 from .as_written import expanded_multiply_adds
 from .carriers import Carrier, Lengths, MaskAndOffset
 from .exchange import Op
 from .one_op import OneOp
 from .operands import Operands
 
-_FORCE = "set options={'mla.path': 'absorbed'}"
+FORCE = "set options={'mla.path': 'absorbed'}"
 
 
 class Chunked(OneOp):
@@ -38,33 +37,13 @@ class Chunked(OneOp):
     expands = True
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
-        """All sites with up-projections, though it refuses some of them."""
-        return site.w_uk is not None and site.w_uv is not None
+        """All sites with up-projections whose scores are a sum, though it refuses some of them."""
+        return site.attention.opaque is None and site.w_uk is not None and site.w_uv is not None
 
     def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse scores that chunks cannot be merged through, and a latent that is not worth keeping.
-
-        With every key expanded anyway it is only where it is narrower than what it expands to.
-        """
-        if site.attention.opaque is not None and site.attention.opaque.reader is not None:
-            reason = (
-                f"expected the attention weights to meet the values only, found {where(site.attention.opaque.reader)}"
-            )
-            raise Refusal(site.node, reason, "do not return them or use them again (transformers: output_attentions)")
-        if site.attention.opaque is not None:
-            source = site.attention.opaque.weights.source
-            found = where(source) if isinstance(source, fx.Node) else str(source)
-            reason = f"expected a sum of products and masks for chunks, found {found} of other scores"
-            raise Refusal(site.node, reason, _FORCE)
-        sizes = site.sizes
-        latent, expanded = 2 * sympy.sympify(sizes["L"]), sympy.sympify(sizes["N"] * (sizes["P"] + sizes["V"]))
-        if not asked and latent.is_number and expanded.is_number and latent >= expanded:
-            raise Refusal(
-                site.node,
-                f"expected a latent narrower than the keys and the values it expands to, found width {sizes['L']} "
-                f"for {sizes['N']} heads of {sizes['P']} + {sizes['V']}",
-                _FORCE,
-            )
+        """Refuse a latent that is not worth keeping."""
+        if not asked:
+            refuse_wide_latent(site)
 
     def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
         """See `chunked_cost`."""
@@ -108,6 +87,19 @@ class Chunked(OneOp):
             operands = _queries(x), latent, x.k_rope, w_uk, w_uv, mask, offset, x.scale, workspace_tokens
             o, lse = op(*operands)
         return o, lse
+
+
+def refuse_wide_latent(site: Site) -> None:
+    """Refuse a latent that is as wide as what it expands to: with every key expanded anyway, nothing is saved."""
+    sizes = site.sizes
+    latent, expanded = 2 * sympy.sympify(sizes["L"]), sympy.sympify(sizes["N"] * (sizes["P"] + sizes["V"]))
+    if latent.is_number and expanded.is_number and latent >= expanded:
+        raise Refusal(
+            site.node,
+            f"expected a latent narrower than the keys and the values it expands to, found width {sizes['L']} "
+            f"for {sizes['N']} heads of {sizes['P']} + {sizes['V']}",
+            FORCE,
+        )
 
 
 def _queries(x: Operands) -> Tensor:

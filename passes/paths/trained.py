@@ -6,10 +6,14 @@ After    o = expanded_attention(q, latent, k_rope, W_UK, W_UV); kept for backwar
 
 from __future__ import annotations
 
+from torch import fx
+
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
 from ..mla.site import Site
 from ..nodes.refusal import Refusal
+from ..nodes.source import where
+from .by_heads import refuse_reader
 from .carriers import MaskAndOffset
 from .chunked import Chunked
 
@@ -37,6 +41,13 @@ class Trained(Chunked):
         if site.w_uk is None or site.w_uv is None:
             reason = "expected up-projections to do again for gradients, found attention that is absorbed by hand"
             raise Refusal(site.node, reason)
+        if site.attention.opaque is not None:
+            refuse_reader(site)
+            source = site.attention.opaque.weights.source
+            found = where(source) if isinstance(source, fx.Node) else str(source)
+            raise Refusal(
+                site.node, f"expected a sum of products and masks for gradients, found {found} of other scores"
+            )
         super().refuse(site, asked=asked)
 
     def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:

@@ -94,6 +94,33 @@ def _dots3_note() -> nn.Module:
     return hf.Dots3NoteForCausalLM(hf.Dots3NoteTextConfig(**ROUTED, **INDEXER, **layers, **sliding))
 
 
+def _deepseek_v4() -> nn.Module:
+    layers = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    sizes = _without(SIZES, "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "num_key_value_heads")
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = hf.DeepseekV4Config(
+        **sizes | QUERY_LORA | ROPE | experts | INDEXER | {"index_topk": 2},
+        num_hidden_layers=3,
+        head_dim=16,
+        layer_types=layers,
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        mlp_layer_types=["hash_moe", "moe", "moe"],
+        sliding_window=4,
+        hc_mult=2,
+        o_groups=2,
+        o_lora_rank=8,
+    )
+    return hf.DeepseekV4ForCausalLM(config)
+
+
+def _kimi_k25() -> nn.Module:
+    vision = VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
+    vision |= {"pos_emb_height": 4, "pos_emb_width": 4, "rope_parameters": {"rope_theta": 1e4, "rope_type": "axial"}}
+    text = PLAIN | EXPERTS | {"first_k_dense_replace": 1, "model_type": "deepseek_v3"}
+    config = hf.Kimi_K25Config(text_config=text, vision_config=vision, projection_hidden_size=16, image_token_id=1)
+    return hf.Kimi_K25ForConditionalGeneration(config)
+
+
 def _kimi_linear() -> nn.Module:
     experts = {"num_local_experts": 4} | _without(EXPERTS, "n_routed_experts")
     layers = {"layer_types": ["linear_attention", "full_attention"]}
@@ -138,9 +165,11 @@ FAMILIES = {
             attentions=FLEX,
         ),
         Family("deepseek_v32", lambda: hf.DeepseekV32ForCausalLM(hf.DeepseekV32Config(**ROUTED, **INDEXER))),
+        Family("deepseek_v4", _deepseek_v4, sites=3, attentions=("eager",), caches=("dynamic",)),
         Family("glm4_moe_lite", lambda: hf.Glm4MoeLiteForCausalLM(hf.Glm4MoeLiteConfig(**ROUTED)), attentions=FLEX),
         Family("glm_moe_dsa", lambda: hf.GlmMoeDsaForCausalLM(hf.GlmMoeDsaConfig(**ROUTED, **SHARED_INDEXER))),
         Family("glm5_next", _glm5_next, sites=1, counts=True),
+        Family("kimi_k25", _kimi_k25, attentions=FLEX),
         Family("kimi_linear", _kimi_linear, sites=1),
         Family("longcat_flash", _longcat_flash, attentions=FLEX),
         Family("minicpm3", lambda: hf.MiniCPM3ForCausalLM(hf.MiniCPM3Config(**PLAIN)), attentions=FLEX),

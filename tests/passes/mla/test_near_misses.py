@@ -150,7 +150,32 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "keys of rolled heads": (changed_keys(lambda k: torch.cat([k[:, 2:], k[:, :2]], 1)), "2 pieces"),
     "keys of reversed tokens": (changed_keys(lambda k: k.flip(2)), "found `flip`"),
     "keys of later tokens": (changed_keys(lambda k: torch.cat([k[:, :, 1:], k[:, :, :1]], 2)), "2 pieces"),
-    "keys of the first tokens only": (changed_keys(lambda k: k * (torch.arange(T) < 4)[:, None]), "found `mul"),
+    "keys of the first tokens only": (
+        changed_keys(lambda k: k * (torch.arange(T) < 4)[:, None]),
+        "an up-projection times `unsqueeze",
+    ),
+    "a gate of each key": (
+        changed_keys(lambda k: k * torch.ones(T).double().cumsum(0)[:, None]),
+        "an up-projection times `unsqueeze",
+    ),
+    "a gate of each key and head": (
+        changed_keys(lambda k: k * torch.ones(N, T, 1).double().cumsum(1)),
+        "an up-projection times `cumsum",
+    ),
+    "gated values": (
+        changed_values(lambda v: v * torch.ones(N, T, V).double().cumsum(1).sigmoid()),
+        "expected values that are an up-projection of a latent, found an up-projection times `sigmoid",
+    ),
+    "a norm of each head's key by hand": (
+        changed_keys(
+            lambda k: (k * (k.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()) * torch.ones(P).double().cumsum(0)
+        ),
+        "an up-projection of each head times `rsqrt` (rsqrt.default), which is made of it as a norm is",
+    ),
+    "a norm of each head's value": (
+        changed_values(lambda v: v / v.norm(dim=-1, keepdim=True)),
+        "which is made of it as a norm is",
+    ),
     "a scale on the values": (changed_values(lambda v: v * 2), "values without a scale"),
     "a nonlinearity on the values": (changed_values(torch.relu), "found `relu`"),
     "values from a part of the latent": (values_from_a_part, "keys and values from one latent"),

@@ -45,6 +45,7 @@ def test_each_path_has_its_own_cost() -> None:
         "absorbed": absorbed_cost(DIMS, 2),
         "opaque": absorbed_cost(DIMS, 2),
         "chunked": chunked_cost(DIMS, 2, 100),
+        "by heads": chunked_cost(DIMS, 2, 100),
         "sparse": sparse_cost(DIMS, 2, 7),
     }
     assert len(set(costs.values())) == 3

@@ -1,0 +1,226 @@
+"""What is done to scores before their softmax, as a function of each score by itself, and of tensors beside them.
+
+softmax(where(seen, 50 * tanh(q k^T / 50), -inf))  ->  div, tanh, mul, where; of a product and of `seen`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from ..algebra.sizes import same, total
+from ..algebra.terms import Form, Product, Read, Term, Unread
+from ..code.reading import done
+from ..nodes.arguments import argument, arguments, aten, is_elementwise, is_tensor
+from ..nodes.source import where
+from ..trace.trace import Trace
+from .scores import KeyRange, Sink, Summand, labels_through, whole_source, without_shift
+from .softmax import Weights
+
+_LIKE = {aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0, aten.full_like.default: None}
+"""Tensors of one number, where it is always the same, that take no more than its sizes from another."""
+
+
+class _Unreadable(Exception):
+    """What is done to scores is no function of each by itself; the message says where."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One of the products, of the tensors beside them or of the steps' results, and what was done to it `then`."""
+
+    kind: Literal["product", "operand", "step"]
+    index: int
+    then: tuple[Hashable, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """An elementwise op; its arguments are values, numbers, and what else ops take."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    dtype: torch.dtype
+    """Of its result, also where a number that was a tensor is one with dimensions here."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """`softmax(factor * result)`, beside it the scores of `sinks`.
+
+    `operands` are the tensors beside the products, over the axes of the attention; without any for a number.
+    """
+
+    steps: tuple[Step, ...]
+    result: Value
+    factor: float
+    safe: bool
+    """Whether the weights are 0, and not NaN, where no key is seen."""
+    weights_dtype: torch.dtype
+    operands: tuple[Term, ...] = ()
+    sinks: tuple[Sink, ...] = ()
+
+    def __call__(self, products: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
+        """Scores, before their factor, of products `[B, H, Sq, T]` and what is broadcast with them."""
+        results: list[Tensor] = []
+
+        def given(argument: Any) -> Any:
+            if not isinstance(argument, Value):
+                return argument
+            known = {"product": products, "operand": operands, "step": results}[argument.kind]
+            return done(known[argument.index], argument.then)
+
+        for step in self.steps:
+            result = step.target(*map(given, step.args), **{key: given(value) for key, value in step.kwargs})
+            results.append(result.to(step.dtype))
+        scores: Tensor = given(self.result)
+        return scores
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A function whose operands, sinks and products are still forms of their own, to be aligned with the scores."""
+
+    function: Function
+    operands: tuple[Summand, ...]
+    sinks: tuple[Summand, ...]
+    uses: tuple[tuple[int, Summand], ...]
+    """Where a product is taken, and which."""
+
+    @property
+    def forms(self) -> list[Summand]:
+        """All that is to be aligned."""
+        return [*self.operands, *self.sinks, *(use for _, use in self.uses)]
+
+    def aligned(self, forms: Sequence[Form], products: Sequence[Read], dim: int) -> Function | str:
+        """The function over common axes, given those of `forms` and the products' reads; or why it is none."""
+        count, end = len(self.operands), len(self.operands) + len(self.sinks)
+        for form in forms[:end]:
+            if isinstance(form.term.read.source, Unread):
+                return "a tensor that the graph does not hold"
+        for (index, _), form in zip(self.uses, forms[end:], strict=True):
+            if form.term.read.dims != products[index].dims:
+                return "scores that are taken at other places too"
+        sinks = []
+        for use, form in zip(self.sinks, forms[count:end], strict=True):
+            assert isinstance(use.what, Sink)
+            sinks.append(replace(use.what, term=form.term, keys=form.dims[dim]))
+        return replace(self.function, operands=tuple(form.term for form in forms[:count]), sinks=tuple(sinks))
+
+
+def read_function(products: Sequence[Summand], keys: KeyRange, weights: Weights, trace: Trace) -> Reading | str:
+    """What is done to `products` on the way to `weights`, or why it is more than functions of each score by itself."""
+    try:
+        return _read(products, keys, weights, trace)
+    except _Unreadable as error:
+        return str(error)
+
+
+def _read(products: Sequence[Summand], keys: KeyRange, weights: Weights, trace: Trace) -> Reading:
+    node, factor = without_shift(weights.scores, keys.dim, trace)
+    labels = tuple(range(len(trace[node].dims)))
+    builder = _Builder(products, weights.node, trace)
+    sinks: list[Summand] = []
+    if not same(keys.size, trace[node].shape[keys.dim]):
+        source, scale = whole_source(node, trace)
+        if source is None or source.target is not aten.cat.default or argument(source, "dim") % len(labels) != keys.dim:
+            raise _Unreadable(f"a part of {where(node)}")
+        factor *= scale
+        node, sinks = _without_sinks(source, keys, labels, trace)
+    result = builder.value(node, labels)
+    dtype = weights.node.meta["val"].dtype
+    function = Function(tuple(builder.steps), result, factor * weights.factor, weights.safe, dtype)
+    return Reading(function, tuple(builder.operands), tuple(sinks), tuple(builder.uses))
+
+
+def _without_sinks(
+    join: fx.Node, keys: KeyRange, labels: tuple[int, ...], trace: Trace
+) -> tuple[fx.Node, list[Summand]]:
+    """The piece of joined scores that has values, and the others."""
+    start: Any = 0
+    found: fx.Node | None = None
+    sinks: list[Summand] = []
+    for k, piece in enumerate(arguments(join)[0]):
+        form = trace[piece]
+        size = form.shape[keys.dim]
+        if same(start, keys.start) and same(size, keys.size):
+            found = piece
+        else:
+            own = tuple(("sink", k) if label == keys.dim else label for label in labels)
+            sinks.append(Summand(form, own, Sink(form.term, 1.0)))
+        start = total([start, size])
+    if found is None:
+        raise _Unreadable(f"a part of {where(join)}")
+    return found, sinks
+
+
+class _Builder:
+    """Goes from scores back to products."""
+
+    def __init__(self, products: Sequence[Summand], weights: fx.Node, trace: Trace) -> None:
+        self.trace = trace
+        self.steps: list[Step] = []
+        self.operands: list[Summand] = []
+        self.uses: list[tuple[int, Summand]] = []
+        self._products = {product.form.term.read.source: i for i, product in enumerate(products)}
+        self._derived = derived(products, weights)
+        self._known: dict[tuple[fx.Node, tuple[int, ...]], Value] = {}
+
+    def value(self, node: fx.Node, labels: tuple[int, ...]) -> Value:
+        """The value of a tensor whose dimensions are those `labels` of the scores."""
+        if node not in self._derived:
+            return self._operand(node, labels)
+        form = self.trace[node]
+        source, then = form.term.read.source, form.term.read.then
+        if source in self._products and isinstance(form.term.parts, Product):
+            self.uses.append((self._products[source], Summand(form, labels, 1.0)))
+            return Value("product", self._products[source], then)
+        through = labels_through(form, labels)
+        if not isinstance(source, fx.Node) or through is None or source.op != "call_function":
+            raise _Unreadable(f"a part of {where(node)}")
+        if (source, through) not in self._known:
+            step = self._step(source, through)
+            self.steps.append(step)
+            self._known[source, through] = Value("step", len(self.steps) - 1)
+        return replace(self._known[source, through], then=then)
+
+    def _step(self, node: fx.Node, labels: tuple[int, ...]) -> Step:
+        def given(argument: Any) -> Any:
+            if not isinstance(argument, fx.Node):
+                return argument
+            if not is_tensor(argument):
+                raise _Unreadable(f"a size in {where(node)}")
+            return self.value(argument, labels[len(labels) - len(self.trace[argument].dims) :])
+
+        dtype = node.meta["val"].dtype
+        if node.target in _LIKE:
+            like, *numbers = arguments(node)[:2]
+            number = numbers[0] if node.target is aten.full_like.default else _LIKE[node.target]
+            return Step(aten.full_like.default, (given(like), number), (), dtype)
+        if not is_elementwise(node):
+            raise _Unreadable(where(node))
+        args = tuple(map(given, node.args))
+        return Step(node.target, args, tuple((key, given(value)) for key, value in node.kwargs.items()), dtype)
+
+    def _operand(self, node: fx.Node, labels: tuple[int, ...]) -> Value:
+        form = self.trace[node]
+        self.operands.append(Summand(form, labels, 1.0))
+        return Value("operand", len(self.operands) - 1)
+
+
+def derived(products: Sequence[Summand], weights: fx.Node) -> set[Hashable]:
+    """Everything that is computed from the products, up to the weights."""
+    pending = [product.form.term.read.source for product in products]
+    found = set[Hashable](pending)
+    while pending:
+        source = pending.pop()
+        for user in source.users if isinstance(source, fx.Node) else ():
+            if user not in found and user is not weights:
+                found.add(user)
+                pending.append(user)
+    return found

@@ -1,0 +1,216 @@
+"""By heads: keys, values and scores of a group of heads at a time, which sees all of its keys at once.
+
+Before   s = q (latent @ W_UK + k_rope)^T;  o = softmax(f(s)) (latent @ W_UV)      of all heads
+After    for heads in groups:  the same of these heads, f too
+
+For functions of scores, a soft cap for instance, that chunks of keys could not be merged through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from mla_compile.cost import Cost, Dims, Size
+
+from ..algebra.terms import Read
+from ..attention.functions import Function
+from ..caches.stored import StoredKeys
+from ..code.loops import over_groups
+from ..code.reading import Reader, done, sources_of, wide, write_as
+from ..masks.meaning import Meaning
+from ..mla.site import Site
+from ..nodes.refusal import Refusal
+from ..nodes.shapes import hints_of
+from ..nodes.source import where
+from .carriers import Carrier
+from .chunked import FORCE, Chunked, chunked_cost, refuse_wide_latent
+from .padding import padded
+from .path import Part, Path
+
+SCORES_BYTES = 1 << 28
+"""Most bytes of scores in float32 at a time: 16 heads of 2,048 queries and keys. Of one head there may be more.
+
+A turn copies the output so far. With H of N heads at a time and as many queries as keys, that is
+N V 8 / (H T 2 (P + R + V)) bytes for each FLOP: of DeepSeek-V3's dims and 4,096 tokens 0.01, a tenth of what a CPU
+moves meanwhile, and less of more tokens.
+"""
+
+
+class ByHeads(Path):
+    """What the code does already, a group of heads after the other."""
+
+    name = "by heads"
+    why = "many queries meet many keys under a function of the scores, a group of heads at a time"
+    expands = True
+
+    @property
+    def word(self) -> str:
+        """It expands a part of the keys and values at a time too."""
+        return Chunked.name
+
+    def takes(self, site: Site, meaning: Meaning) -> bool:
+        """Sites with up-projections whose scores are more than a sum, though it refuses some of them."""
+        return site.attention.opaque is not None and site.w_uk is not None and site.w_uv is not None
+
+    def refuse(self, site: Site, *, asked: bool) -> None:
+        """Refuse weights that are read again, which all have to exist, and functions of several scores."""
+        opaque = site.attention.opaque
+        assert opaque is not None
+        refuse_reader(site)
+        function = opaque.function
+        if {piece.of for piece in (site.nope, *site.ropes)} != set(range(len(opaque.products))):
+            function = "a product that no key has a part in"
+        if isinstance(function, str):
+            reason = f"expected a function of each score by itself for many queries, found {function}"
+            raise Refusal(site.node, reason, FORCE)
+        if not isinstance(site.sizes["N"], int):
+            raise Refusal(site.node, f"expected a number of heads that is known, found {site.sizes['N']}", FORCE)
+        if not asked:
+            refuse_wide_latent(site)
+
+    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
+        """That of chunked attention: each head's keys and values are written and read."""
+        return chunked_cost(dims, element_size, workspace_tokens)
+
+    def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
+        """All in the place of the product with the values."""
+        return [Part(site.node, ByHeadsCode(site))]
+
+
+class ByHeadsCode:
+    """The torch code of a rewritten site, as a function of the tensors that it reads."""
+
+    said = None
+
+    def __init__(self, site: Site) -> None:
+        assert site.attention.opaque is not None
+        assert isinstance(site.attention.opaque.function, Function)
+        self.site, self.function = site, site.attention.opaque.function
+        self.pieces = (site.nope, *site.ropes)
+        self.dtypes = [dtype_of(product) for product in site.attention.opaque.products]
+        reads = [site.latent.read, site.w_uk, site.w_uv, *site.biases]
+        reads += [piece.query.read for piece in self.pieces] + [rope.key.read for rope in site.ropes]
+        reads += [read for shift in site.shifts for read in (shift.query.read, shift.key.read)]
+        reads += [term.read for term in self.function.operands]
+        reads += [sink.term.read for sink in self.function.sinks]
+        self.sources = sources_of(reads, site.node, site.attention.dims)
+
+    def __call__(self, *values: Any) -> Tensor:
+        site, read = self.site, Reader(self.sources, values)
+        rows, keys = (site.batch, site.heads, site.tokens), site.attention.keys
+        assert site.w_uk is not None
+        assert site.w_uv is not None
+        tensors = {
+            "latent": read(site.latent.read, site.batch, keys, site.rank),
+            "w_uk": read(site.w_uk, site.heads, site.nope.summed, site.rank),
+            "w_uv": read(site.w_uv, site.heads, site.attention.columns, site.rank),
+            "queries": [self._queries(i, read) for i in range(len(self.dtypes))],
+            "ropes": [read(rope.key.read, site.batch, keys, rope.summed) for rope in site.ropes],
+            "shifts": [
+                (read(s.query.read, *rows, s.summed) * read(s.key.read, *rows, s.summed)).sum(-1, keepdim=True)
+                for s in site.shifts
+            ],
+            "operands": [read(term.read, *rows, keys, broadcast=False) for term in self.function.operands],
+            "sinks": [read(sink.term.read, *rows, sink.keys) for sink in self.function.sinks],
+            "biases": [read(bias, *rows, site.attention.columns, broadcast=False) for bias in site.biases],
+        }
+        o, columns = padded(self._by_groups(tensors), site, read.realize)
+        return write_as(o, (*rows, columns), site.attention.dims, read.realize)
+
+    def _queries(self, index: int, read: Reader) -> Tensor:
+        """Those of one of the products, `[B, N, Sq, D]`, side by side as its keys are, and scaled as the first ones."""
+        site, own = self.site, [piece for piece in self.pieces if piece.of == index]
+        queries = [read(piece.query.read, site.batch, site.heads, site.tokens, piece.summed) for piece in own]
+        scaled = [
+            q if piece.scale == own[0].scale else q * (piece.scale / own[0].scale)
+            for piece, q in zip(own, queries, strict=True)
+        ]
+        return torch.cat([q.to(self.dtypes[index]) for q in scaled], dim=-1)
+
+    def _by_groups(self, tensors: dict[str, Any]) -> Tensor:
+        """`[B, N, Sq, V]`"""
+        queries, w_uv = tensors["queries"][0], tensors["w_uv"]
+        heads, group = w_uv.shape[0], heads_at_a_time(self.site)
+        if group == heads:
+            return self._attend(tensors)
+        leaves, spec = pytree.tree_flatten(tensors)
+        places = pytree.tree_leaves({name: _head_dims(name, value) for name, value in tensors.items()})
+        dims = [
+            place if place >= 0 and leaf.shape[place] == heads else None
+            for leaf, place in zip(leaves, places, strict=True)
+        ]
+        out = queries.new_zeros((*queries.shape[:3], w_uv.shape[1]), dtype=self.site.node.meta["val"].dtype)
+        return over_groups(lambda parts: self._attend(pytree.tree_unflatten(parts, spec)), leaves, dims, group, out)
+
+    def _attend(self, x: dict[str, Any]) -> Tensor:
+        """`[B, H, Sq, V]` of a group of heads."""
+        site, function = self.site, self.function
+        assert site.attention.opaque is not None
+        keys = [_up_projected(x["latent"], x["w_uk"]), *(rope[:, None] for rope in x["ropes"])]
+        products = [self._product(i, queries, keys, x["shifts"]) for i, queries in enumerate(x["queries"])]
+        scores = wide(function(products, x["operands"])) * function.factor
+        taken = [sink.to(scores.dtype) * own.factor for sink, own in zip(x["sinks"], function.sinks, strict=True)]
+        weights = torch.cat([scores, *taken], dim=-1) if taken else scores
+        weights = weights.softmax(-1).narrow(-1, 0, scores.shape[-1])
+        if function.safe:
+            weights = weights.masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
+        weights = done(weights.to(function.weights_dtype), site.attention.opaque.weights.then)
+        o = weights @ _up_projected(x["latent"], x["w_uv"]).to(weights.dtype)
+        for bias in x["biases"]:
+            o = o + bias * weights.sum(-1, keepdim=True)
+        return o.to(site.node.meta["val"].dtype)
+
+    def _product(self, index: int, queries: Tensor, keys: Sequence[Tensor], shifts: Sequence[Tensor]) -> Tensor:
+        """One of the products of queries and keys, `[B, H, Sq, T]`, in the graph's dtype."""
+        dtype, heads = queries.dtype, queries.shape[1]
+        own = [key for piece, key in zip(self.pieces, keys, strict=True) if piece.of == index]
+        columns = [(key if key.shape[1] == heads else key.expand(-1, heads, -1, -1)).to(dtype) for key in own]
+        product = queries @ torch.cat(columns, dim=-1).mT
+        scale = next(piece.scale for piece in self.pieces if piece.of == index)
+        product = product if scale == 1.0 else product * scale
+        for shift, added in zip(self.site.shifts, shifts, strict=True):
+            product = product + (added * shift.scale).to(dtype) if shift.of == index else product
+        return product
+
+
+def refuse_reader(site: Site) -> None:
+    """Refuse weights that something else reads: they have to exist."""
+    assert site.attention.opaque is not None
+    if site.attention.opaque.reader is not None:
+        reason = f"expected the attention weights to meet the values only, found {where(site.attention.opaque.reader)}"
+        raise Refusal(site.node, reason, "do not return them or use them again (transformers: output_attentions)")
+
+
+def dtype_of(product: Read) -> torch.dtype:
+    """That of a product's tensor."""
+    assert isinstance(product.source, fx.Node)
+    dtype: torch.dtype = product.source.meta["val"].dtype
+    return dtype
+
+
+def heads_at_a_time(site: Site) -> int:
+    """The most heads that divide all evenly and whose scores are not too many; of a few queries all."""
+    sizes = site.sizes
+    heads, mode = int(sizes["N"]), getattr(site.node.meta["val"], "fake_mode", None)
+    environment = None if mode is None else mode.shape_env
+    of_one: Any = 4 * sizes["B"] * sizes["Sq"] * sizes["T"]
+    if not isinstance(of_one, int):
+        of_one = of_one.subs(hints_of((of_one,), environment)) if environment is not None else SCORES_BYTES
+    most = max(SCORES_BYTES // int(of_one), 1)
+    return max(count for count in range(1, heads + 1) if heads % count == 0 and count <= most)
+
+
+def _up_projected(latent: Tensor, weight: Tensor) -> Tensor:
+    """`[B, T, L]` times `[H, D, L]`: `[B, H, T, D]`."""
+    return (latent @ weight.flatten(0, 1).mT).unflatten(-1, weight.shape[:2]).transpose(1, 2)
+
+
+def _head_dims(name: str, value: Any) -> Any:
+    """The dimension of heads of each tensor of a name, -1 where it has none."""
+    dim = {"w_uk": 0, "w_uv": 0, "latent": -1, "ropes": -1}.get(name, 1)
+    return pytree.tree_map(lambda _: dim, value)
