@@ -47,6 +47,7 @@ from .options import Options
 from .replicated import with_replicated_heads
 from .report import Report, record
 from .rewriting import raise_strict, rewrite_graph
+from .same_numbers import merge_same_numbers
 from .seal import seal, unseal
 from .stored import ReportStore
 from .training.rewrite import Check, rewrite_for_training
@@ -266,6 +267,8 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
     before, after = (list(m.graph.nodes)[-1] for m in (module, retraced))
     after.meta.update({k: v for k, v in before.meta.items() if k != "val"})
     retraced.meta.update(module.meta)
+    if merge_same_numbers(retraced.graph):
+        retraced.recompile()
     return _recursive_joint_graph_passes(retraced)
 
 
