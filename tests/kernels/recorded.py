@@ -16,6 +16,9 @@ class Launch:
     """One call of a kernel."""
 
     kernel: str
+    """Its name."""
+    function: Any
+    """What was launched."""
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
@@ -25,16 +28,16 @@ class Launch:
 class _Recorded:
     """In the place of a kernel."""
 
-    def __init__(self, name: str, launches: list[Launch]) -> None:
-        self._name, self._launches = name, launches
+    def __init__(self, name: str, function: Any, launches: list[Launch]) -> None:
+        self._of, self._launches = (name, function), launches
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments, **constants: self._launches.append(Launch(self._name, grid, arguments, constants))
+        return lambda *arguments, **constants: self._launches.append(Launch(*self._of, grid, arguments, constants))
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """All launches of this project's kernels within it, for an H100; tensors need no values."""
+def recorded(arch: str = "sm_90") -> Iterator[list[Launch]]:
+    """All launches of this project's kernels within it, on a machine of an architecture; tensors need no values."""
     from mla_compile.kernels._common import launch, machine
     from mla_compile.kernels.append_latents import triton as append_launcher
     from mla_compile.kernels.expanded_attention import triton as expanded_launcher
@@ -46,7 +49,7 @@ def recorded() -> Iterator[list[Launch]]:
     kernels += [(expanded_launcher, "attend_chunk"), (merge_launcher, "merge"), (gather_launcher, "gather_chunk")]
     with contextlib.ExitStack() as stack:
         for module, name in kernels:
-            stack.enter_context(mock.patch.object(module, name, _Recorded(name, launches)))
-        stack.enter_context(mock.patch.object(machine, "present", return_value=machine.Machine("sm_90", 132)))
+            stack.enter_context(mock.patch.object(module, name, _Recorded(name, getattr(module, name), launches)))
+        stack.enter_context(mock.patch.object(machine, "present", return_value=machine.Machine(arch, 132)))
         stack.enter_context(mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()))
         yield launches
