@@ -56,10 +56,10 @@ WORKSPACE = 64 << 20
 """Bytes: what a chunk of a prefill is expanded to. The caches of 64 sequences take 576 MiB a layer."""
 
 
-def lowered(cases: Sequence[Case], folder: Path) -> list[Lowered]:
-    """What a process that believes in an H100 finds of each case."""
+def lowered(cases: Sequence[Case], folder: Path, gpu: str = "h100") -> list[Lowered]:
+    """What a process that believes in a GPU finds of each case."""
     process = subprocess.run(
-        [sys.executable, "-m", "tests.fake_cuda", *(json.dumps(dataclasses.asdict(case)) for case in cases)],
+        [sys.executable, "-m", "tests.fake_cuda", gpu, *(json.dumps(dataclasses.asdict(case)) for case in cases)],
         cwd=ROOT,
         env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -99,6 +99,16 @@ def test_a_step(case: Case, always: dict[Case, Lowered]) -> None:
 @pytest.mark.parametrize("case", list(LAUNCHES)[2:], ids=lambda case: case.name)
 def test_a_step_of_other_sizes(case: Case, tmp_path: Path) -> None:
     check(*lowered([dataclasses.replace(case, layers=layers) for layers in (1, 2)], tmp_path), case)
+
+
+@pytest.mark.slow
+def test_fp8_pages_on_a_gpu_without_fp8(tmp_path: Path) -> None:
+    """Inductor generates no e4m3 for it: torch itself converts and writes, in place."""
+    case = Case("v3", "fp8 pages", 64, 1, layers=1)
+    (found,) = lowered([case], tmp_path, "a100")
+    assert (found.paths, found.moving, found.no_graphs) == (["absorbed"], [], "")
+    assert "aten.index_put_.default" in found.launches
+    assert max(found.buffers) <= WORKSPACE
 
 
 def test_the_example_with_pages(always: dict[Case, Lowered]) -> None:

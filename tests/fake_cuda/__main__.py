@@ -1,6 +1,6 @@
-"""Lower steps for an H100 and print what it would run, a JSON object a step.
+"""Lower steps for a GPU and print what it would run, a JSON object a step.
 
-python -m tests.fake_cuda '{"model": "v3", "cache": "static", "batch": 64, "tokens": 1, "layers": 2}' ...
+python -m tests.fake_cuda h100 '{"model": "v3", "cache": "static", "batch": 64, "tokens": 1, "layers": 2}' ...
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import torch
 
 from .cases import Case, call_of
 from .lowering import lower
-from .pretend import h100
+from .pretend import present
 
 
 def main() -> None:
-    with h100():
-        for argument in sys.argv[1:]:
+    gpu, *cases = sys.argv[1:]
+    with present(gpu):
+        for argument in cases:
             torch.compiler.reset()
             found = lower(call_of(Case(**json.loads(argument))))
             print(json.dumps(dataclasses.asdict(found)), flush=True)

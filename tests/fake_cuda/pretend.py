@@ -1,4 +1,4 @@
-"""One H100, as far as torch, Inductor and Triton ask for it before anything is launched."""
+"""One GPU, as far as torch, Inductor and Triton ask for it before anything is launched."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from mla_compile.cost import Device
 from mla_compile.kernels import native
 
 GUARD = Path(__file__).with_name("guard.cpp")
-RATES = Device("H100", flops_per_s=8e14, bytes_per_s=3e12)
-"""Of large products in bfloat16 and of copies, as they are commonly measured: they decide the paths."""
-_PROPERTIES = {
+RATES = {"h100": Device("H100", flops_per_s=8e14, bytes_per_s=3e12), "a100": Device("A100", 2.6e14, 1.6e12)}
+"""Of large products in bfloat16 and of copies, near what is commonly measured: they decide the paths."""
+_H100 = {
     "name": "NVIDIA H100 80GB HBM3",
     "type": "cuda",
     "index": 0,
@@ -48,16 +48,29 @@ _PROPERTIES = {
     "shared_memory_per_block_optin": 227 << 10,
     "shared_memory_per_multiprocessor": 228 << 10,
 }
-H100 = collections.namedtuple("H100", _PROPERTIES)(**_PROPERTIES)
+_A100 = _H100 | {
+    "name": "NVIDIA A100-SXM4-80GB",
+    "major": 8,
+    "cc": 80,
+    "L2_cache_size": 40 << 20,
+    "multi_processor_count": 108,
+    "shared_memory_per_block_optin": 163 << 10,
+    "shared_memory_per_multiprocessor": 164 << 10,
+}
+Properties = collections.namedtuple("Properties", _H100)
+GPUS = {"h100": Properties(**_H100), "a100": Properties(**_A100)}
 
 
 class _Driver:
     """Triton's, of a device that compiles and launches nothing."""
 
+    def __init__(self, gpu: Any) -> None:
+        self.gpu = gpu
+
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", H100.cc, H100.warp_size)
+        return GPUTarget("cuda", self.gpu.cc, self.gpu.warp_size)
 
     def get_current_device(self) -> int:
         return 0
@@ -73,8 +86,8 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def h100() -> Iterator[None]:
-    """Within it tensors with `device="cuda"` are fake, and what is compiled for them is compiled for an H100.
+def present(name: str) -> Iterator[None]:
+    """Within it tensors with `device="cuda"` are fake, and what is compiled for them is for that one of `GPUS`.
 
     Raises: RuntimeError, where torch has CUDA of its own, or without a C++ compiler.
     """
@@ -85,29 +98,30 @@ def h100() -> Iterator[None]:
     if native.start_library((GUARD,))() is None:
         raise RuntimeError("expected a C++ compiler, found none that torch finds")
     with contextlib.ExitStack() as stack:
-        for patch in _patches():
+        for patch in _patches(GPUS[name], RATES[name]):
             stack.enter_context(patch)
         stack.enter_context(inductor_config.patch(joint_graph_constant_folding=False, fx_graph_cache=False))
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         from triton.runtime.driver import driver
 
-        driver.set_active(_Driver())
+        driver.set_active(_Driver(GPUS[name]))
         stack.enter_context(FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True))
         yield
 
 
-def _patches() -> Iterator[Any]:
-    answers = {"get_device_properties": H100, "get_device_capability": (9, 0), "get_device_name": H100.name}
+def _patches(gpu: Any, rates: Device) -> Iterator[Any]:
+    answers = {"get_device_properties": gpu, "get_device_name": gpu.name}
+    answers["get_device_capability"] = gpu.major, gpu.minor
     answers |= {"current_device": 0, "device_count": 1, "is_available": True, "is_bf16_supported": True}
     answers["get_rng_state"] = torch.zeros(1)
     answers |= dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), 0)
     answers |= dict.fromkeys(("set_device", "synchronize", "set_rng_state", "_lazy_init"))
     for name, answer in answers.items():
         yield mock.patch.object(torch.cuda, name, _always(answer))
-    yield mock.patch.object(torch.cuda, "_get_device_properties", _always(H100), create=True)
-    yield mock.patch.object(CudaInterface.Worker, "get_device_properties", staticmethod(_always(H100)))
+    yield mock.patch.object(torch.cuda, "_get_device_properties", _always(gpu), create=True)
+    yield mock.patch.object(CudaInterface.Worker, "get_device_properties", staticmethod(_always(gpu)))
     yield mock.patch.object(CudaInterface.Worker, "current_device", staticmethod(_always(0)))
-    interface = {"get_compute_capability": 90, "is_available": True, "is_triton_capable": True}
+    interface = {"get_compute_capability": gpu.cc, "is_available": True, "is_triton_capable": True}
     for name, answer in (interface | {"raise_if_triton_unavailable": None}).items():
         yield mock.patch.object(CudaInterface, name, staticmethod(_always(answer)))
     # What looks for Triton's compiler, or traces patterns with tensors on the device.
@@ -120,7 +134,7 @@ def _patches() -> Iterator[Any]:
     yield mock.patch.object(passes.fuse_attention, "_sfdp_init", _always(None))
     yield mock.patch.object(passes.pad_mm, "_pad_mm_init", _always(None))
     yield mock.patch.object(passes.misc_patterns, "_misc_patterns_init", _always(None))
-    yield mock.patch.object(device, "measured", _always(RATES))
+    yield mock.patch.object(device, "measured", _always(rates))
 
 
 def _always(answer: Any) -> Any:
