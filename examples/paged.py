@@ -30,11 +30,11 @@ class PagedMLA(nn.Module):
         B, size = x.shape[0], pages.shape[1]
         q = self.q_proj(x).view(B, 1, self.N, -1).transpose(1, 2)
         last = lengths - 1
-        pages[table[torch.arange(B), last // size], last % size] = self.kv_a_proj(x)[:, 0]
+        pages[table[torch.arange(B, device=x.device), last // size], last % size] = self.kv_a_proj(x)[:, 0]
         latent, k_rope = pages[table].flatten(1, 2).split([self.L, self.R], dim=-1)
         k_nope, v = self.kv_b_proj(latent).view(B, -1, self.N, self.P + self.V).split([self.P, self.V], dim=-1)
         k = torch.cat([k_nope, k_rope[:, :, None].expand(-1, -1, self.N, -1)], dim=-1)
-        seen = torch.arange(k.shape[1]) < lengths[:, None, None, None]
+        seen = torch.arange(k.shape[1], device=x.device) < lengths[:, None, None, None]
         o = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen)
         return self.o_proj(o.transpose(1, 2).reshape(B, 1, -1))
 
@@ -45,7 +45,7 @@ def sequences(pool: PagePool, lengths: list[int]) -> list[BlockTable]:
     for length in lengths:
         table = BlockTable(pool, batch=1)
         table.extend(length)
-        table.write(0, torch.randn(1, length, pool.latent_width + pool.rope_width))
+        table.write(0, torch.randn(1, length, pool.latent_width + pool.rope_width, device=pool.device))
         tables.append(table)
     return tables
 

@@ -21,6 +21,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -47,9 +48,20 @@ DEFAULTS = {"temperature": 0, "n": 1, "best_of": 1, "echo": False, "logprobs": N
 class Engine:
     """Token ids in, tokens out, of many requests at a time."""
 
-    def __init__(self, folder: str, pages: int, page_size: int, eager: bool = False, dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        folder: str,
+        pages: int,
+        page_size: int,
+        eager: bool = False,
+        dtype: str = "auto",
+        device: str = "cpu",
+    ) -> None:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=_shared_out(folder))
+        ranks = _shared_out(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=ranks)
+        if ranks is None:  # a rank's part is on its device already
+            model = model.to(device)
         self.model = ContinuousModel(model, pages, page_size)
         self.most = min(pages * page_size, self.model.config.max_position_embeddings)
         decode = None if eager else CompileConfig(backend="mla", mode="default", dynamic=True)
@@ -233,8 +245,10 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--dtype", default="auto", help="of the model and its cache (as in its files)")
+    present = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=present, help="of one process (a GPU if there is one)")
     chosen = parser.parse_args()
-    engine = Engine(chosen.model, chosen.pages, chosen.page_size, chosen.eager, chosen.dtype)
+    engine = Engine(chosen.model, chosen.pages, chosen.page_size, chosen.eager, chosen.dtype, chosen.device)
     if engine.manager.is_tp_driver:
         uvicorn.run(application(engine, chosen.model), port=chosen.port)
     else:

@@ -12,7 +12,6 @@ A graph with nothing to rewrite goes to stock Inductor as if this backend had no
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from mla_compile.passes.paths.absorbed import Absorbed
 
 from . import options as option_parser
 from . import variants
+from .dynamo_graph import copied
 from .flex import write_out
 from .graph_log import is_observed, log_graph
 from .mm_of_one_row import mm_of_one_row
@@ -48,6 +48,7 @@ from .options import Options
 from .replicated import with_replicated_heads
 from .report import Report, record
 from .rewriting import raise_strict, rewrite_graph
+from .same_numbers import merge_same_numbers
 from .seal import seal, unseal
 from .stored import ReportStore
 from .training.rewrite import Check, rewrite_for_training
@@ -124,7 +125,7 @@ class _Compilation:
             return self._stock(reason)
         if self._needs_gradients():
             return self._train()
-        sealed = self._copy()
+        sealed = copied(self.module)
         seal(sealed)
         tag = cache_tag(self.options, devices.rates_of(self.inputs))
         if (compiled := self._without_flex(tag)) is not None:
@@ -147,14 +148,9 @@ class _Compilation:
             self.outcomes = stored.sites
         return compiled
 
-    def _copy(self) -> fx.GraphModule:
-        module = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
-        module.meta = dict(self.module.meta)
-        return module
-
     def _without_flex(self, tag: str) -> Callable[..., Any] | None:
         """The graph with every flex_attention written out, if it has some and nothing of its attention stays so."""
-        written_out = self._copy()
+        written_out = copied(self.module)
         if not write_out(written_out):
             return None
         seal(written_out)
@@ -171,10 +167,8 @@ class _Compilation:
 
     def _compile(self, sealed: fx.GraphModule, tag: str, use_cache: bool) -> Callable[..., Any]:
         """Compile a copy of the sealed graph through the passes, which do not run if torch's cache has the artifact."""
-        module = fx.GraphModule(sealed, copy.deepcopy(sealed.graph))
-        module.meta = dict(sealed.meta)
         with self._own_artifacts(tag, use_cache and not self.options.verify and not is_observed()):
-            compiled = _compile_fx(module, self.inputs, inner_compile=self._inner, decompositions={})
+            compiled = _compile_fx(copied(sealed), self.inputs, inner_compile=self._inner, decompositions={})
         cpp_kernels.make_ready(self._dtypes_on_cpu())
         return compiled
 
@@ -275,6 +269,8 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
     before, after = (list(m.graph.nodes)[-1] for m in (module, retraced))
     after.meta.update({k: v for k, v in before.meta.items() if k != "val"})
     retraced.meta.update(module.meta)
+    if merge_same_numbers(retraced.graph):
+        retraced.recompile()
     return _recursive_joint_graph_passes(retraced)
 
 

@@ -31,16 +31,23 @@ def test_steps_are_right_call_after_call():
     assert 0 < by_hand.error < 1e-5
 
 
-def test_compiled_steps_are_right(monkeypatch):
-    compiled = torch.compile
+def test_compiled_steps_are_right_and_make_their_mask(monkeypatch):
+    """As whole models do: of a mask that is an input, the passes know nothing."""
+    compiled, given = torch.compile, []
+
+    def graph(module, inputs):
+        given.extend(tensor.dtype for tensor in inputs if isinstance(tensor, torch.Tensor))
+        return module
 
     def without_code(module, backend, mode):
         assert (backend, mode) == ("mla", "reduce-overhead")
-        return compiled(module, backend="eager", fullgraph=True)
+        return compiled(module, backend=graph, fullgraph=True)
 
     monkeypatch.setattr(torch, "compile", without_code)
     (row,) = measured(["mla"])
     assert (row.seconds, row.note) == (0.002, "")
+    assert given
+    assert torch.bool not in given
 
 
 def test_what_is_wrong_or_fails_gets_no_time(monkeypatch):

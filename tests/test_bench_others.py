@@ -121,7 +121,10 @@ def vllm_decode(
     page_size=1,
     logit_cap=0.0,
     k_scale=None,
+    v_scale=None,
+    is_mla=False,
 ):
+    assert is_mla  # else values are loaded by themselves, and not taken from the keys
     assert attn_logits.shape == (*q.shape[:2], num_kv_splits, 513)
     assert attn_logits.dtype == torch.float32
     assert k_buffer.shape[-3:-1] == v_buffer.shape[-3:-1] == (page_size, 1)
@@ -147,7 +150,13 @@ def sglang_decode(
     k_scale,
     v_scale,
     logit_cap=0.0,
+    sinks=None,
+    xai_temperature_len=-1,
+    has_mla=False,
+    use_pdl=False,
+    page_size=1,
 ):
+    assert (has_mla, page_size) == (True, 1)
     assert attn_logits.shape == (*attn_lse.shape, v_buffer.shape[-1]) == (*q.shape[:2], max_kv_splits, 512)
     assert (num_kv_splits == max_kv_splits).all()
     assert k_buffer.shape[1] == 1
@@ -197,6 +206,28 @@ def test_it_is_called_as_its_signature_says(measured, monkeypatch, peer):
 @pytest.mark.parametrize("peer", TAKEN)
 def test_what_is_not_installed_is_left_out(measured, peer):
     assert measured(peer) == []
+
+
+def test_what_does_not_import_ends_nothing(measured, monkeypatch):
+    def broken(name):
+        raise ImportError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    (result,) = measured("vllm")
+    assert (result.status, result.note) == (
+        "failed",
+        "ImportError: libcudart.so.12: cannot open shared object file",
+    )
+
+
+def test_an_older_version_gets_no_argument_that_it_lacks(measured, monkeypatch):
+    def decode_attention_fwd(q, k, v, o, lse, table, lengths, logits, splits, sm_scale, page_size=1, logit_cap=0.0):
+        return vllm_decode(q, k, v, o, lse, table, lengths, logits, splits, sm_scale, page_size, is_mla=True)
+
+    older = SimpleNamespace(decode_attention_fwd=decode_attention_fwd)
+    monkeypatch.setattr(importlib, "import_module", lambda name: older)
+    (result,) = measured("vllm")
+    assert (result.status, result.note) == ("ok", "")
 
 
 def test_an_older_place_of_a_module_is_found(monkeypatch):

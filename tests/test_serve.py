@@ -65,6 +65,12 @@ class Running:
         return len(scheduler.active_requests) + len(scheduler.waiting_requests)
 
 
+def test_model_and_pages_are_on_the_device_that_is_named():
+    engine = load_example().Engine(str(CHECKPOINT), pages=4, page_size=8, eager=True, device="meta")
+    tensors = [*engine.model.parameters(), *engine.model.pool.tensors]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
 @pytest.fixture(scope="module")
 def running():
     with Running(pages=32, page_size=8, eager=True) as server:

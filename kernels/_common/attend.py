@@ -22,6 +22,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def aligned(stride, ALIGN: tl.constexpr):
+    """A stride of which it is known that ALIGN divides it, so that a thread may load as many elements at a time."""
+    if ALIGN > 1:
+        stride = stride // ALIGN * ALIGN
+    return stride
+
+
+@triton.jit
 def rows_at(base, first, second, stride_0, stride_1, RUN: tl.constexpr, ROWS: tl.constexpr):
     """A pointer and offsets of ROWS rows `[first, second]`. With RUN both indices are of the first row, and scalars."""
     if RUN:

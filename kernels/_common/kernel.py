@@ -27,7 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attend import LOWEST, add_keys, load_latents, load_rows, rows_at
+from .attend import LOWEST, add_keys, aligned, load_latents, load_rows, rows_at
 
 
 @triton.jit
@@ -144,6 +144,7 @@ def attend_latents(
     LEAST: tl.constexpr,
     FP8: tl.constexpr,
     FP8_ROPE: tl.constexpr,
+    ROPE_ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
     GROUP: tl.constexpr,
     SAME_A: tl.constexpr,
@@ -206,6 +207,9 @@ def attend_latents(
     dtype: tl.constexpr = q_a.dtype
     # Whether the keys of a tile lie side by side: a scalar address then, and small offsets the same for each tile.
     RUN: tl.constexpr = SOURCE == "rows" or (SOURCE == "pages" and PAGE % KEYS == 0)
+
+    rope_stride_0 = aligned(rope_stride_0, ROPE_ALIGN)
+    rope_stride_1 = aligned(rope_stride_1, ROPE_ALIGN)
 
     m = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)

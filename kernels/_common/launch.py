@@ -5,6 +5,7 @@ Nothing here looks at a value on the device, so a launch can be captured in a CU
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,11 +203,18 @@ def fp8_constants(machine: Machine, rank: int, rope: Tensor, scales: Tensor | No
     return {
         "FP8": scales is not None,
         "FP8_ROPE": rope.dtype == torch.float8_e4m3fn,
+        "ROPE_ALIGN": _align(rope),
         "NATIVE": machine.converts_fp8,
         "GROUP": group,
         "SAME_A": min(same, first),
         "SAME_B": min(same, max(second, 1)),
     }
+
+
+def _align(cache: Tensor) -> int:
+    """A power of two that divides the strides of rows, where Triton does not see it: it looks for multiples of 16."""
+    aligned = math.gcd(*cache.stride()[:2], 16)
+    return aligned if aligned < 16 else 1
 
 
 def mask_kind(mask: Tensor | None) -> MaskKind:

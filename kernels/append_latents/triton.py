@@ -40,6 +40,7 @@ def append_latents_triton(x: AppendLatents) -> None:
         *rope_out.stride()[:2],
         **constants_of(rank, rope, groups, scale is not None),
         num_warps=1,
+        enable_fp_fusion=True,
     )
 
 

@@ -22,7 +22,7 @@ def merge_states_triton(x: MergeStates) -> tuple[Tensor, Tensor]:
     if lse.numel():
         constants = constants_of(o.shape[-1])
         grid = (triton.cdiv(lse.numel(), constants["ROWS"]),)
-        merge[grid](o_a, lse_a, o_b, lse_b, o, lse, lse.numel(), **constants, num_warps=4)
+        merge[grid](o_a, lse_a, o_b, lse_b, o, lse, lse.numel(), **constants, num_warps=4, enable_fp_fusion=True)
     return o, lse
 
 

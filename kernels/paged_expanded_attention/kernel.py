@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.attend import load_latents
+from .._common.attend import aligned, load_latents
 
 
 @triton.jit(do_not_specialize=("begin", "keys", "page_size"))
@@ -45,6 +45,7 @@ def gather_chunk(
     ROPE: tl.constexpr,
     FP8: tl.constexpr,
     FP8_ROPE: tl.constexpr,
+    ROPE_ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
     GROUP: tl.constexpr,
     SAME_A: tl.constexpr,
@@ -77,7 +78,7 @@ def gather_chunk(
         )  # [KEYS, B]
         store_rows(latent_out, out, latent_b, exists, A, L, B)
     if R:
-        offsets = page * rope_stride_0 + row * rope_stride_1
+        offsets = page * aligned(rope_stride_0, ROPE_ALIGN) + row * aligned(rope_stride_1, ROPE_ALIGN)
         k_rope = load_latents(
             *(rope, offsets, seen, scales, scale_offsets, scale_stride_2),
             *(dtype, 0, R, ROPE, FP8_ROPE, NATIVE, R, ROPE),

@@ -62,6 +62,7 @@ def paged_expanded_attention_triton(
             *table.stride(),
             **constants_of(machine, pages),
             num_warps=WARPS,
+            enable_fp_fusion=True,
         )
         return latent_out, rope_out
 

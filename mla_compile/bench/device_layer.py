@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mla_compile.bench.layers import LAYERS, Built, Layer, build
 from mla_compile.bench.modes import MODES, Step, summary
@@ -86,9 +86,37 @@ def _row(
         return Row(context, mode, None, None, f"failed: {summary(failure)}")
 
 
+class _Decode(nn.Module):
+    """The layer with the mask that transformers' models make of their cache: compiled, it is known to be a length."""
+
+    def __init__(self, built: Built) -> None:
+        super().__init__()
+        self.attention, self.config = built.attention, built.config
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any) -> Tensor:
+        from transformers.masking_utils import create_causal_mask
+
+        position = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        mask: Any = create_causal_mask(
+            config=self.config,
+            inputs_embeds=hidden_states,
+            attention_mask=None,
+            past_key_values=past_key_values,
+            position_ids=(position + past_key_values.get_seq_length())[None],
+        )
+        arguments = {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
+        output: Tensor = self.attention(hidden_states=hidden_states, attention_mask=mask, **arguments)[0]
+        return output
+
+
 def _compiled(built: Built, backend: str) -> Step:
-    compiled = torch.compile(built.attention, backend=backend, mode="reduce-overhead")
-    return lambda arguments: compiled(**arguments)[0]
+    compiled = torch.compile(_Decode(built), backend=backend, mode="reduce-overhead")
+
+    def step(arguments: Mapping[str, Any]) -> Tensor:
+        output: Tensor = compiled(**{name: given for name, given in arguments.items() if name != "attention_mask"})
+        return output
+
+    return step
 
 
 def _call(built: Built, step: Step, context: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:

@@ -71,9 +71,10 @@ def _vllm(x: Inputs, module: Any) -> Call:
     o, lse = q.new_empty((case.B, case.N, L)), q.new_empty((case.B, case.N))
     partial = q.new_empty((case.B, case.N, VLLM_SPLITS, L + 1), dtype=torch.float32)
     given = q, pages, pages[..., :L], o, lse, x.table, x.lengths, partial, VLLM_SPLITS, SCALE, PAGE
+    named = _taken(module.decode_attention_fwd, is_mla=True)
 
     def call() -> Tensor:
-        module.decode_attention_fwd(*given)
+        module.decode_attention_fwd(*given, **named)
         return o[:, None]
 
     return call
@@ -90,13 +91,19 @@ def _sglang(x: Inputs, module: Any) -> Call:
     places = (x.table[:, :, None] * PAGE + torch.arange(PAGE, **integers)).flatten()
     splits = torch.full((case.B,), SGLANG_SPLITS, **integers)
     given = q, keys, keys[..., :L], o, starts, places, partial, lse, splits, SGLANG_SPLITS, SCALE
-    scales = inspect.signature(module.decode_attention_fwd).parameters.keys() & {"k_scale", "v_scale"}
+    named = _taken(module.decode_attention_fwd, k_scale=1.0, v_scale=1.0, has_mla=True)
 
     def call() -> Tensor:
-        module.decode_attention_fwd(*given, **dict.fromkeys(scales, 1.0))
+        module.decode_attention_fwd(*given, **named)
         return o[:, None]
 
     return call
+
+
+def _taken(function: Callable[..., Any], **named: Any) -> dict[str, Any]:
+    """Those of the arguments that an installed version has."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in named.items() if name in parameters}
 
 
 @dataclass(frozen=True)

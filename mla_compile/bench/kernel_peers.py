@@ -135,9 +135,20 @@ def calls(x: Inputs, names: Sequence[str]) -> dict[str, Callable[[], Call]]:
             makers["flex"] = lambda: _flex(x)
     for name in names:
         other = OTHERS.get(name)
-        if other is not None and other.takes(x.case) and (module := other.module()) is not None:
+        if other is None or not other.takes(x.case):
+            continue
+        try:
+            module = other.module()
+        except Exception as broken:  # an installed package that does not import is a failure of that peer's
+            makers[name] = functools.partial(_raise, broken)
+            continue
+        if module is not None:
             makers[name] = functools.partial(other.make, x, module)
     return {name: makers[name] for name in names if name in makers}
+
+
+def _raise(error: Exception) -> Call:
+    raise error
 
 
 def version(peer: str) -> str:

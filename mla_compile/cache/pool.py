@@ -27,6 +27,13 @@ def check_count(name: str, count: Any) -> None:
         raise CacheMismatchError(f"expected {name} to be at least 1, found {count}")
 
 
+def stays(*tensors: Tensor) -> None:
+    """Say of tensors that they stay where they are, so that CUDA graphs may write to them; nothing in compiled code."""
+    if not torch.compiler.is_compiling():
+        for tensor in tensors:
+            torch._dynamo.mark_static_address(tensor)
+
+
 def _check_room(pages: int, elements: int, device: torch.device) -> None:
     """Check that so many pages of so many elements may fit into a device's memory, each element in a byte.
 
@@ -75,6 +82,7 @@ class PagePool:
         self._free = torch.arange(pages, device=device)
         self.available = pages
         """How many pages are free: those that `_free` names before this place, the last one to be taken first."""
+        stays(*self.tensors, self.references, self._free)
 
     def _empty(
         self, layers: int, pages: int, width: int, dtype: torch.dtype | None, device: torch.device | str | None

@@ -9,16 +9,13 @@ block table and lengths of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import CacheMismatchError, FreedError
-
-if TYPE_CHECKING:
-    from .pool import PagePool
+from .pool import PagePool, stays
 
 
 class BlockTable:
@@ -33,7 +30,9 @@ class BlockTable:
         self.page_tokens = pool.page_size
         """Tokens of a sequence in a page."""
         width = pool.pages if max_pages is None else max_pages
-        self._pages: Tensor | None = torch.zeros(batch, width, dtype=torch.int64, device=pool.device)
+        pages = torch.zeros(batch, width, dtype=torch.int64, device=pool.device)
+        stays(pages)
+        self._pages: Tensor | None = pages
         self._shares_tail = False
         """Whether a page that the next token goes to may have another holder."""
 

@@ -8,7 +8,6 @@ an activation checkpoint is a graph of its own, and treated like one.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import fx
 
 from mla_compile.cost import Device
+from mla_compile.dynamo_graph import copied
 from mla_compile.options import KEEP_ALL, QUERIES, Options
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.outcome import Outcome, unchanged
@@ -49,8 +49,7 @@ class Trained:
 
 def rewrite_for_training(module: fx.GraphModule, device: Device, options: Options) -> Trained:
     """A copy of a Dynamo graph whose MLA sites are differentiable ops; the graph itself stays as it is."""
-    new = fx.GraphModule(module, copy.deepcopy(module.graph))
-    new.meta = dict(module.meta)
+    new = copied(module)
     try:
         captured = capture(new)
     except NotCaptured as error:

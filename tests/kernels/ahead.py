@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from mla_compile.kernels._common import combine as combining
 from mla_compile.kernels._common.kernel import attend_latents
@@ -30,6 +31,8 @@ from mla_compile.kernels.paged_expanded_attention.kernel import gather_chunk
 from mla_compile.kernels.paged_expanded_attention.triton import WARPS
 from mla_compile.kernels.paged_expanded_attention.triton import constants_of as gather_constants
 from mla_compile.kernels.pages import Pages
+
+from .recorded import Launch
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
@@ -174,17 +177,37 @@ def compile_merge(arch: str, columns: int = 512) -> Record:
     return _compile(arch, merge, types, merge_constants(columns), aligned, 4, 1)
 
 
+def compile_launch(arch: str, launch: Launch) -> Record:
+    """What a launch would run: with the types, the alignments and the options that Triton makes of its arguments."""
+    target = _target(arch)
+    backend = make_backend(target)
+    kernel, given = launch.function, launch.constants
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, _ = binder(*launch.arguments, **given)
+    options = {name: value for name, value in given.items() if name not in kernel.arg_names}
+    parsed, signature, constexprs, attributes = kernel._pack_args(backend, options, bound, specialization, None)
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    return _record(triton.compile(source, target=target, options=parsed.__dict__))
+
+
 def _compile(arch, kernel, types, constants, aligned, warps, stages) -> Record:
-    amd = arch.startswith("gfx")
-    target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     signature = types | dict.fromkeys(constants, "constexpr")
     places = {name: place for place, name in enumerate(kernel.arg_names)}
     attributes = {(places[name],): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    compiled = triton.compile(source, target=target, options=options)
+    return _record(triton.compile(source, target=_target(arch), options=options))
+
+
+def _target(arch: str) -> GPUTarget:
+    return (
+        GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    )
+
+
+def _record(compiled) -> Record:
     shared = compiled.metadata.shared
-    if amd:
+    if "amdgcn" in compiled.asm:
         assembly = compiled.asm["amdgcn"]
         registers, stack = (int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1]) for name in AMD_FIELDS)
         return Record(shared, registers, stack, assembly, Counter())

@@ -1,7 +1,5 @@
 """Fixtures of the kernels' tests."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -10,6 +8,8 @@ from mla_compile.kernels import compiled, dispatcher
 from mla_compile.kernels.expanded_attention import native as expanded_attention
 from mla_compile.kernels.latent_attention import cached
 from mla_compile.kernels.per_head_matmul import native as per_head_matmul
+
+from .recorded import recorded
 
 
 @pytest.fixture(autouse=True)
@@ -68,30 +68,8 @@ def implementation(request):
     return request.param
 
 
-class Recorded:
-    """In the place of a kernel: notes its grids and what it is called with."""
-
-    def __init__(self, launches):
-        self.launches = launches
-
-    def __getitem__(self, grid):
-        return lambda *arguments, **constants: self.launches.append((grid, arguments, constants))
-
-
 @pytest.fixture
-def launches(monkeypatch):
-    """Grid, arguments and constants of each launch, on tensors without values."""
-    from mla_compile.kernels._common import launch, machine
-    from mla_compile.kernels.append_latents import triton as append_launcher
-    from mla_compile.kernels.expanded_attention import triton as expanded_launcher
-    from mla_compile.kernels.merge_states import triton as merge_launcher
-    from mla_compile.kernels.paged_expanded_attention import triton as gather_launcher
-
-    found = []
-    kernels = [(launch, "attend_latents"), (launch, "combine"), (append_launcher, "append")]
-    kernels += [(expanded_launcher, "attend_chunk"), (merge_launcher, "merge"), (gather_launcher, "gather_chunk")]
-    for module, name in kernels:
-        monkeypatch.setattr(module, name, Recorded(found))
-    monkeypatch.setattr(machine, "present", lambda device: machine.Machine("sm_90", 132))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    return found
+def launches():
+    """Every launch of the test, on tensors without values."""
+    with recorded() as found:
+        yield found

@@ -154,13 +154,13 @@ class Greedy:
     def __call__(self, call):
         call()
         self.calls += 1
-        return next(constants["KEYS"] for _, _, constants in reversed(self.launches) if "ROWS" in constants)
+        return next(each.constants["KEYS"] for each in reversed(self.launches) if "ROWS" in each.constants)
 
 
 @pytest.mark.parametrize("call", [decode, rows, chunks], ids=["pages", "rows", "chunks"])
 def test_launches_take_what_was_found(launches, call):
     call()
-    usual = launches[-1 if call is not decode else 0][2]["KEYS"]
+    usual = launches[-1 if call is not decode else 0].constants["KEYS"]
     launches.clear()
     greedy = Greedy(launches)
     with tuning.tuning(greedy):
@@ -169,12 +169,12 @@ def test_launches_take_what_was_found(launches, call):
     launches.clear()
     with tuning.tuning(greedy):
         call()
-    taken = {constants["KEYS"] for _, _, constants in launches}
+    taken = {launch.constants["KEYS"] for launch in launches}
     assert len(taken) == 1
     assert taken.pop() < usual
     launches.clear()
     call()
-    assert {constants["KEYS"] for _, _, constants in launches} == {usual}
+    assert {launch.constants["KEYS"] for launch in launches} == {usual}
 
 
 def test_fixed_parts_are_never_tuned(launches):

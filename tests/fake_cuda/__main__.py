@@ -1,0 +1,29 @@
+"""Lower steps for a GPU and print what it would run, a JSON object a step.
+
+python -m tests.fake_cuda h100 '{"model": "v3", "cache": "static", "batch": 64, "tokens": 1, "layers": 2}' ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import torch
+
+from .cases import Case, call_of
+from .lowering import lower
+from .pretend import present
+
+
+def main() -> None:
+    gpu, *cases = sys.argv[1:]
+    with present(gpu):
+        for argument in cases:
+            torch.compiler.reset()
+            found = lower(call_of(Case(**json.loads(argument))))
+            print(json.dumps(dataclasses.asdict(found)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What Inductor would run, and what it knows of it: read from the code that it writes for a GPU."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor.graph
+from torch import fx
+from torch._inductor.cudagraph_utils import check_multiple_devices_or_any_cpu_nodes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import mla_compile
+from mla_compile import backend
+from mla_compile.kernels import (
+    expanded_attention,
+    latent_attention,
+    paged_expanded_attention,
+    paged_latent_attention,
+    per_head_matmul,
+)
+from tests.kernels.recorded import recorded
+
+OPS: dict[str, Callable[..., object]] = {
+    "latent_attention": latent_attention.latent_attention_gpu,
+    "paged_latent_attention": paged_latent_attention.paged_latent_attention_gpu,
+    "expanded_attention": expanded_attention.expanded_attention_gpu,
+    "paged_expanded_attention": paged_expanded_attention.paged_expanded_attention_gpu,
+    "per_head_matmul": per_head_matmul.per_head_matmul_aten,
+}
+"""What CUDA tensors get."""
+_CALLED = re.compile(r"\b(?:(\w+)\.run\(|extern_kernels\.(\w+)\(|torch\.ops\.((?:\w+\.)+\w+)\(|\w+\.(copy_)\()")
+_ALLOCATED = re.compile(r"= empty_strided_cuda\((\(.*?\)), \(.*?\), torch\.(\w+)\)")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A compiled graph as a GPU would have it: numbers and names only, as it travels as JSON."""
+
+    paths: list[str]
+    """Of each attention."""
+    launches: list[str]
+    """Kernels, library calls and copies in their order; what an op launches under the op's name."""
+    buffers: list[int]
+    """Bytes of what the graph allocates, and of what its ops do."""
+    host_calls: dict[str, int]
+    """Of each op, how many operations torch dispatches within one call of it, views and allocations included."""
+    moving: list[str]
+    """Inputs that are written to, and whose addresses are not known to stay: CUDA graphs would be skipped."""
+    no_graphs: str
+    """Why else CUDA graphs would be skipped."""
+
+
+class _Written(BaseException):
+    """Leaves Inductor once the code is there; not an `Exception`, which it would wrap."""
+
+
+def lower(call: Callable[[], object]) -> Lowered:
+    """The first graph that a call compiles, which ends where it would run."""
+    compile_fx_inner = backend.compile_fx_inner
+    found: dict[str, Any] = {}
+
+    def stop(graph: Any) -> None:
+        code, _ = graph.codegen()
+        raise _Written(getattr(code, "value", code), graph)
+
+    def inner(module: fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
+        ops = list(_launched_by_ops(module))
+        try:
+            compile_fx_inner(module, inputs, **options)
+        except _Written as written:
+            code, graph = written.args
+        found.update(_facts(code, ops, graph, options.get("static_input_idxs", ())))
+
+        def run(_: Any) -> None:
+            raise _Written
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    with (
+        mock.patch.object(backend, "compile_fx_inner", inner),
+        mock.patch.object(torch._inductor.graph.GraphLowering, "compile_to_module", stop),
+        torch.no_grad(),
+    ):
+        try:
+            call()
+        except _Written:
+            return Lowered([site.path for site in mla_compile.last_report().sites], **found)
+    raise AssertionError("expected a graph with attention to rewrite, found none")
+
+
+@dataclass(frozen=True)
+class _Op:
+    """One call of an op of ours."""
+
+    name: str
+    launches: list[str]
+    buffers: list[int]
+    host_calls: int
+
+
+class _Dispatched(TorchDispatchMode):
+    """Notes operations: how many, those that launch something, and the bytes that they allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.launches: list[str] = []
+        self.buffers: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += 1
+        name = func._schema.name.removeprefix("aten::")
+        returned = [value.alias_info for value in func._schema.returns]
+        if all(alias is None for alias in returned):
+            self.buffers.append(result.numel() * result.itemsize)
+        if "empty" not in name and not any(alias is not None and not alias.is_write for alias in returned):
+            self.launches.append(name)
+        return result
+
+
+def _launched_by_ops(module: fx.GraphModule) -> Iterator[_Op]:
+    """What each op of a graph launches, on tensors without values."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "namespace", "") == "mla":
+            name = node.target._schema.name.removeprefix("mla::")
+            arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with _disable_current_modes(), recorded() as kernels, _Dispatched() as dispatched:
+                args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, _without_values, arguments)
+                dispatched.count, dispatched.buffers[:] = 0, []
+                OPS[name](*args, **kwargs)
+            launches = dispatched.launches + [launch.kernel for launch in kernels]
+            yield _Op(name, launches, dispatched.buffers, dispatched.count)
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _facts(code: str, ops: list[_Op], graph: Any, static: Any) -> dict[str, Any]:
+    by_name = collections.defaultdict(list)
+    for op in ops:
+        by_name[op.name].append(op)
+    launches: list[str] = []
+    buffers = [bytes for op in ops for bytes in op.buffers]
+    for line in code[code.index("def call(") :].splitlines():
+        if (allocated := _ALLOCATED.search(line)) is not None:
+            shape, dtype = ast.literal_eval(allocated[1]), getattr(torch, allocated[2])
+            buffers.append(math.prod(shape) * dtype.itemsize)
+        if (called := _CALLED.search(line.partition("#")[0])) is None:
+            continue
+        triton, library, op_name, copy = called.groups()
+        if op_name is not None and op_name.startswith("mla."):
+            op = by_name[op_name.split(".")[1]].pop(0)
+            launches += [f"{op.name}: {launch}" for launch in op.launches]
+        else:
+            launches.append(triton or library or op_name or copy)
+    assert not any(by_name.values()), "an op of the graph that the code does not call"
+    names, moving = list(graph.graph_input_names), sorted(set(graph.mutated_input_idxs) - set(static))
+    return {
+        "launches": launches,
+        "buffers": buffers,
+        "host_calls": {op.name: op.host_calls for op in ops},
+        "moving": [names[i] for i in moving],
+        "no_graphs": graph.disable_cudagraphs_reason
+        or check_multiple_devices_or_any_cpu_nodes(dict(graph.device_node_mapping))
+        or "",
+    }

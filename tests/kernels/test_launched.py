@@ -1,0 +1,95 @@
+"""Launches compiled as they are made: Triton compiles for the strides and addresses that it is given.
+
+Of a stride that is no multiple of 16 elements it knows no alignment, and loads one element at a time.
+"""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.backends.nvidia")
+
+from mla_compile.fp8 import RowLayout
+from mla_compile.kernels import paged_expanded_attention as prefill
+from mla_compile.kernels import paged_latent_attention as paged
+
+from .ahead import CUOBJDUMP, compile_launch, machine_of
+from .recorded import recorded
+
+pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="Triton's package carries no cuobjdump here")
+
+L, R, PAGES, PAGE_SIZE = 512, 64, 4, 64
+SOME = ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100", "sm_120"))]
+
+STACK = {("packed", 16): 32}
+"""Bytes that are kept there before the loop and read behind it."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_cache(tmp_path_factory):
+    """Compiled now, and not by an earlier version of the kernel."""
+    from triton import knobs
+
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
+        yield
+
+
+def cache(kind):
+    """Pages of latents and of rope keys, and scales."""
+    if kind == "packed":
+        numbers, scales, ropes = RowLayout(L, R, torch.bfloat16).views(
+            torch.zeros(PAGES, PAGE_SIZE, 656, dtype=torch.uint8)
+        )
+        return numbers, ropes, scales
+    rows = torch.zeros(PAGES, PAGE_SIZE, L + R, dtype=torch.bfloat16)
+    return rows[..., :L], rows[..., L:], None
+
+
+TABLE, LENGTHS = torch.zeros(2, 2, dtype=torch.int32), torch.full((2,), 100, dtype=torch.int32)
+
+
+def decode(kind, heads):
+    latent, ropes, scales = cache(kind)
+    q = torch.zeros(2, 1, heads, L, dtype=torch.bfloat16), torch.zeros(2, 1, heads, R, dtype=torch.bfloat16)
+    paged.paged_latent_attention_gpu(*q, latent, ropes, TABLE, LENGTHS, True, 0.1, scales)
+
+
+def gather(kind, heads):
+    latent, ropes, scales = cache(kind)
+    weights = torch.zeros(2, heads, 128, L, dtype=torch.bfloat16)
+    q = torch.zeros(2, 8, heads, 128 + R, dtype=torch.bfloat16)
+    given = q, latent, ropes, TABLE, LENGTHS, *weights, True, 0.1, 64, scales
+    prefill.paged_expanded_attention_gpu(*given)
+
+
+def narrow(record):
+    """Loads of two bytes from global memory."""
+    return re.findall(r"ld\.global\S*\.[bu]16\s", record.assembly)
+
+
+@pytest.mark.parametrize("kind", ["rows", "packed"])
+@pytest.mark.parametrize("heads", [128, 16])
+@pytest.mark.parametrize("arch", SOME)
+def test_decode_loads_whole_words_and_leaves_nothing_on_the_stack(arch, heads, kind):
+    with recorded(arch) as launches:
+        decode(kind, heads)
+    record = compile_launch(arch, launches[0])
+    assert launches[0].kernel == "attend_latents"
+    assert record.shared <= machine_of(arch).shared_bytes
+    assert record.stack <= STACK.get((kind, heads), 0)
+    assert record.spills_in_loop == 0
+    assert narrow(record) == []
+
+
+@pytest.mark.parametrize("kind", ["rows", "packed"])
+@pytest.mark.parametrize("arch", SOME)
+def test_gathering_loads_whole_words(arch, kind):
+    with recorded(arch) as launches:
+        gather(kind, 16)
+    record = compile_launch(arch, launches[0])
+    assert launches[0].kernel == "gather_chunk"
+    assert record.stack == 0
+    assert narrow(record) == []

@@ -1,0 +1,123 @@
+"""Whole models as an H100 would run them: what is launched, copied and allocated, and whether CUDA graphs are taken.
+
+Nothing runs and nothing is timed: what is counted is in the code that Inductor writes. Each count is a ceiling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("triton")
+
+from tests.fake_cuda.cases import Case
+from tests.fake_cuda.lowering import Lowered
+
+pytestmark = pytest.mark.skipif(bool(torch.version.cuda or torch.version.hip), reason="torch has a CUDA of its own")
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 900
+"""For a process, on a machine with other things to do."""
+
+LAUNCHES = {
+    Case("v3", "static", 64, 1): 19,
+    Case("v3", "pages", 1, 1): 20,
+    Case("v3", "static", 1, 1): 21,
+    Case("v3", "pages", 64, 1): 19,
+    Case("v3", "fp8 pages", 64, 1): 20,
+    Case("v3", "fp8 pages", 1, 1): 21,
+    Case("v3", "dynamic", 64, 1): 20,
+    Case("v3", "dynamic", 1, 1): 21,
+    Case("v3", "static", 4, 4): 19,
+    Case("v3", "pages", 4, 4): 19,
+    Case("v3", "dynamic", 4, 4): 20,
+    Case("v3", "static", 1, 512): 53,
+    Case("v3", "pages", 1, 512): 38,
+    Case("v3", "dynamic", 1, 512): 33,
+    Case("v2-lite", "static", 1, 1): 19,
+    Case("v2-lite", "pages", 1, 1): 18,
+    Case("v2-lite", "fp8 pages", 1, 1): 19,
+}
+"""Kernels, library calls and copies of one more layer."""
+ALWAYS = list(LAUNCHES)[:2]
+EXAMPLE = Case("examples/paged.py", "pages", 3, 1, layers=1)
+HOST_CALLS = {"per_head_matmul": 6, "latent_attention": 6, "paged_latent_attention": 8}
+"""Of a decode step: operations that torch dispatches in one call of an op, its allocations and views."""
+WORKSPACE = 64 << 20
+"""Bytes: what a chunk of a prefill is expanded to. The caches of 64 sequences take 576 MiB a layer."""
+
+
+def lowered(cases: Sequence[Case], folder: Path, gpu: str = "h100") -> list[Lowered]:
+    """What a process that believes in a GPU finds of each case."""
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.fake_cuda", gpu, *(json.dumps(dataclasses.asdict(case)) for case in cases)],
+        cwd=ROOT,
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    return [Lowered(**json.loads(line)) for line in process.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def always(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Lowered]:
+    """Of one layer and of two, in one process: most of what a process takes is importing torch."""
+    cases = [dataclasses.replace(case, layers=layers) for case in ALWAYS for layers in (1, 2)] + [EXAMPLE]
+    return dict(zip(cases, lowered(cases, tmp_path_factory.mktemp("h100")), strict=True))
+
+
+def check(one: Lowered, two: Lowered, case: Case) -> None:
+    """That a layer more is no more than that."""
+    print(f"{case.name}\n  " + "\n  ".join(two.launches))  # what there is to save, with -s
+    assert two.paths == ["chunked" if case.tokens > 4 else "absorbed"] * 2
+    assert len(two.launches) - len(one.launches) <= LAUNCHES[case]
+    assert (two.moving, two.no_graphs) == ([], "")
+    assert not [name for name in two.launches if name.partition(": ")[2] in ("copy_", "clone", "contiguous")]
+    assert all(count <= HOST_CALLS[op] for op, count in two.host_calls.items() if case.tokens == 1)
+    if case.cache != "dynamic":  # which is copied with each token
+        assert max(two.buffers) <= WORKSPACE
+
+
+@pytest.mark.parametrize("case", ALWAYS, ids=lambda case: case.name)
+def test_a_step(case: Case, always: dict[Case, Lowered]) -> None:
+    check(*(always[dataclasses.replace(case, layers=layers)] for layers in (1, 2)), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(LAUNCHES)[2:], ids=lambda case: case.name)
+def test_a_step_of_other_sizes(case: Case, tmp_path: Path) -> None:
+    check(*lowered([dataclasses.replace(case, layers=layers) for layers in (1, 2)], tmp_path), case)
+
+
+@pytest.mark.slow
+def test_fp8_pages_on_a_gpu_without_fp8(tmp_path: Path) -> None:
+    """Inductor generates no e4m3 for it: torch itself converts and writes, in place."""
+    case = Case("v3", "fp8 pages", 64, 1, layers=1)
+    (found,) = lowered([case], tmp_path, "a100")
+    assert (found.paths, found.moving, found.no_graphs) == (["absorbed"], [], "")
+    assert "aten.index_put_.default" in found.launches
+    assert max(found.buffers) <= WORKSPACE
+
+
+def test_the_example_with_pages(always: dict[Case, Lowered]) -> None:
+    found = always[EXAMPLE]
+    assert (found.paths, found.moving, found.no_graphs) == (["absorbed"], [], "")
+    assert any(name.startswith("paged_latent_attention") for name in found.launches)
+
+
+def test_nothing_of_it_is_left_in_this_process(always: dict[Case, Lowered]) -> None:
+    assert not torch.cuda.is_available()
+    with pytest.raises(AssertionError, match="not compiled with CUDA"):
+        torch.empty(1, device="cuda")
