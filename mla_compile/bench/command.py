@@ -81,6 +81,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     gpu.add_argument("--dtypes", nargs="+", choices=["bf16", "fp8"], default=["bf16", "fp8"], metavar="DTYPE")
     gpu.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
     gpu.add_argument("--quick", action="store_true", help="12 cases, what counts most first, instead of all of these")
+    gpu.add_argument(
+        "--workspace-tokens", type=_positive, default=1024, metavar="N", help="of our prefill (default: 1024)"
+    )
     gpu.add_argument("--max-autotune", action="store_true", help="time the tiles of our kernels and take the fastest")
     parser.set_defaults(run=run, parser=parser)
 
@@ -164,7 +167,7 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
     from mla_compile.bench.plot import plot_kernels
     from mla_compile.kernels._common.tuning import tuning
 
-    cases = kernel_run.grid(
+    grid = kernel_run.grid(
         arguments.kernels,
         arguments.batches,
         [1024, 8192, 32768, 131072] if arguments.contexts is None else arguments.contexts,
@@ -173,6 +176,8 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
         arguments.queries,
         [name == "fp8" for name in arguments.dtypes],
     )
+    chosen = kernel_run.QUICK if arguments.quick else grid
+    cases = [replace(case, workspace_tokens=arguments.workspace_tokens) for case in chosen]
 
     def write(limits: "Device", results: list[kernel_run.Result]) -> None:
         if arguments.csv and results:  # what there is counts even if the run is cut short
@@ -180,7 +185,7 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
 
     with tuning() if arguments.max_autotune else contextlib.nullcontext():
         limits, results = kernel_run.run(
-            kernel_run.QUICK if arguments.quick else list(cases),
+            cases,
             arguments.peers,
             torch.device(arguments.device),
             progress=write,

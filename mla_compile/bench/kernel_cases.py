@@ -31,6 +31,8 @@ class Case:
     T: int
     N: int
     fp8: bool = False
+    workspace_tokens: int = 1024
+    """Of our prefill: `mla.workspace_tokens`."""
 
     def __str__(self) -> str:
         return f"{self.kind} B={self.B} Sq={self.Sq} T={self.T} N={self.N} {'fp8' if self.fp8 else 'bf16'}"

@@ -18,8 +18,6 @@ from mla_compile.bench.kernel_others import OTHERS
 from mla_compile.fp8 import RowLayout
 
 Call = Callable[[], Tensor]
-WORKSPACE_TOKENS = 1024
-"""What `mla.workspace_tokens` is without being told otherwise."""
 
 
 def _mla(x: Inputs) -> Call:
@@ -27,7 +25,7 @@ def _mla(x: Inputs) -> Call:
     if case.kind == "prefill":
         assert x.weight is not None
         latent, k_rope = x.cache[..., :L], x.cache[..., L:]
-        chunked = (x.q, latent, k_rope, x.weight[:, :P], x.weight[:, P:], None, 0, SCALE, WORKSPACE_TOKENS)
+        chunked = (x.q, latent, k_rope, x.weight[:, :P], x.weight[:, P:], None, 0, SCALE, case.workspace_tokens)
         return lambda: ops.expanded_attention(*chunked)[0]
     scales = None
     latent, k_rope = x.cache[..., :L], x.cache[..., L:]
