@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .shares import Shares
@@ -18,8 +19,14 @@ class SharedTable(BlockTable):
     """A `BlockTable` of which a page holds this rank's share of `ranks * page_size` tokens."""
 
     def __init__(self, pool: PagePool, batch: int, max_pages: int | None, shares: Shares) -> None:
-        super().__init__(pool, batch, max_pages)
+        super().__init__(pool, batch, shares.spare if max_pages is None else max_pages)
         self.shares, self.page_tokens = shares, shares.page_tokens
+        # A last column for the tokens of other ranks. (Of a page that is chosen instead, Inductor knows no bounds.)
+        self._pages = F.pad(self.pages, (0, 1), value=shares.spare)
+
+    @property
+    def max_pages(self) -> int:
+        return self.pages.shape[1] - 1
 
     def keys(self, layer: int) -> tuple[Tensor, Tensor]:
         """All ranks' latents `[batch, T, L]` and rope keys `[batch, T, R]` of one layer, of all tokens that their pages
@@ -35,7 +42,8 @@ class SharedTable(BlockTable):
         """Page and row, those of the spare page for tokens of other ranks."""
         position = torch.arange(start, start + count, device=self.pool.device)
         own, row = self.shares.places(position)
-        return torch.where(own, self.pages[:, position // self.page_tokens], self.shares.spare), row
+        column = torch.where(own, position, self.max_pages * self.page_tokens) // self.page_tokens
+        return self.pages[:, column], row
 
     def _empty(self, batch: int) -> BlockTable:
-        return SharedTable(self.pool, batch, self.pages.shape[1], self.shares)
+        return SharedTable(self.pool, batch, self.max_pages, self.shares)

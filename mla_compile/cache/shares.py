@@ -53,13 +53,13 @@ class Shares:
 
     def room(self, tokens: int) -> int:
         """Tokens that the pages of so many have room for."""
-        return -(-tokens // self.page_tokens) * self.page_tokens
+        return (tokens + self.page_tokens - 1) // self.page_tokens * self.page_tokens
 
     def places(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Of tokens at `[S]`, whether they are this rank's, and in which row of a page."""
         of_rank = position // self.interleave % self.ranks == self.rank
-        turn = position % self.page_tokens // (self.interleave * self.ranks)
-        return of_rank, turn * self.interleave + position % self.interleave
+        own = position // (self.interleave * self.ranks) * self.interleave + position % self.interleave
+        return of_rank, own % self.page_size
 
     def gathered(self, own: Tensor) -> Tensor:
         """`[B, k T, width]` of each rank's `[B, T, width]`, tokens in their order; T is whole pages."""

@@ -51,6 +51,11 @@ class BlockTable:
         return self.pages.shape[0]
 
     @property
+    def max_pages(self) -> int:
+        """The most pages that each sequence may have."""
+        return self.pages.shape[1]
+
+    @property
     def used(self) -> int:
         """Pages of each sequence."""
         return self._pages_for(self.length)
@@ -64,10 +69,9 @@ class BlockTable:
         after = self._pages_for(self.length + count)
         taken = after - before  # by each sequence
         self.pool.require(self.batch * taken)
-        if after > self.pages.shape[1]:
+        if after > self.max_pages:
             raise CacheMismatchError(
-                f"expected at most {self.pages.shape[1]} pages a sequence, found {after} "
-                f"for {self.length + count} tokens"
+                f"expected at most {self.max_pages} pages a sequence, found {after} for {self.length + count} tokens"
             )
         if self._shares_tail:
             self._copy_tail(self.batch * taken)
@@ -174,7 +178,7 @@ class BlockTable:
 
     def _empty(self, batch: int) -> BlockTable:
         """One like this, without tokens."""
-        return BlockTable(self.pool, batch, self.pages.shape[1])
+        return BlockTable(self.pool, batch, self.max_pages)
 
 
 def stack(tables: Sequence[BlockTable]) -> tuple[Tensor, Tensor]:

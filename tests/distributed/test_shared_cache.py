@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch._functorch import config as functorch_config
 from torch.distributed.tensor import init_device_mesh
 
 import mla_compile
-from mla_compile import PagedLatentCache
+from mla_compile import PagedLatentCache, backend
 from mla_compile.cache.shares import Shares
 from tests.distributed.processes import in_processes
+from tests.interpreted import interpreted
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,9 +37,9 @@ SEARCHES = {
 }
 
 
-def build(attention="sdpa"):
+def build(attention="sdpa", layers=2):
     torch.manual_seed(0)
-    config = transformers.DeepseekV3Config(**SIZES)
+    config = transformers.DeepseekV3Config(**SIZES | {"num_hidden_layers": layers})
     return transformers.DeepseekV3ForCausalLM._from_config(config, attn_implementation=attention).eval()
 
 
@@ -159,3 +161,66 @@ def test_each_token_has_one_place(ranks, interleave):
         assert torch.equal(rows[rank] // interleave % ranks, torch.full((20,), rank))
     assert torch.equal(torch.cat(list(rows.values())).sort().values, position)
     assert [shares.room(tokens) for tokens in (0, 1, 4 * ranks, 4 * ranks + 1)] == [0, 4 * ranks, 4 * ranks, 8 * ranks]
+
+
+COMPILED = [("queries", None, False), ("masks", None, True), ("queries", 2, False)]
+"""What ranks have in common, interleave, and whether `generate` makes the masks."""
+
+
+def compiled_steps():
+    """Of each case what is expected and found, what became of the attention, and the last graph's collectives."""
+    mesh, found, modules = init_device_mesh("cpu", (RANKS,)), [], []
+
+    def recorded(module, inputs, **named):
+        modules.append(module)
+        return interpreted(module, inputs, **named)
+
+    backend.compile_fx_inner = recorded
+    with functorch_config.patch(enable_autograd_cache=False), torch.inference_mode():
+        for same, interleave, generates in COMPILED:
+            torch._dynamo.reset()
+            model, before = build(layers=1), len(mla_compile.reports())
+            whole = PagedLatentCache.of(model, 60, PAGE)
+            cache = PagedLatentCache.of(model, 30, PAGE, mesh=mesh, interleave=interleave)
+            expected = continued(model, whole, generates)
+            model.compile(backend="mla", options={"mla.same_on_ranks": same}, fullgraph=True)
+            results = continued(model, cache, generates)
+            sites = [site for report in mla_compile.reports()[before:] for site in report.sites]
+            collectives = [
+                (node.target.__name__.partition(".")[0], [str(size) for size in node.meta["val"].shape])
+                for node in modules[-1].graph.nodes
+                if str(node.target).startswith("_c10d_functional.all")
+            ]
+            found.append((expected, results, [(site.path, site.reason) for site in sites], collectives))
+    return found
+
+
+def continued(model, cache, generates):
+    """Tokens of `generate` over a padded prompt, or the logits of steps."""
+    if generates:
+        return generated(model, cache, True, "greedy")
+    ids = torch.randint(1, 64, (2, 20), generator=torch.Generator().manual_seed(3))
+    return [model(ids[:, i : i + 1] if i > 9 else ids[:, :9], past_key_values=cache).logits for i in range(9, 20)]
+
+
+OUTPUTS = [("all_gather_into_tensor", ["4", "1", "4", "36"])]
+"""Bytes of both ranks' two sequences: for each head 8 values and a log-sum-exp."""
+QUERIES_AND_OUTPUTS = [
+    ("all_gather_into_tensor", ["4", "1", "4", "20"]),
+    ("all_to_all_single", ["2", "2", "1", "4", "68"]),
+]
+"""Queries in latent space, 16 + 4 wide, and bytes of outputs there with a log-sum-exp."""
+
+
+@pytest.mark.slow
+def test_compiled_each_rank_attends_to_its_own_pages():
+    """No decode step gathers latents, which ranks have some more of with each page."""
+    for of_rank in in_processes(compiled_steps, RANKS):
+        for (same, _, generates), (expected, results, sites, collectives) in zip(COMPILED, of_rank, strict=True):
+            torch.testing.assert_close(results, expected)
+            (prompt_path, _), *decodes = sites
+            assert prompt_path == ("chunked" if generates else "unchanged")  # transformers cuts its keys
+            assert [path for path, _ in decodes] == ["absorbed"] * 2
+            ending = "2 ranks attend to their own keys and exchange outputs; reads the pages"
+            assert all(reason.endswith(ending) for _, reason in decodes)
+            assert collectives == (OUTPUTS if same == "queries" else QUERIES_AND_OUTPUTS)
