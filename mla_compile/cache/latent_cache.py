@@ -60,7 +60,7 @@ class PagedLatentCache(Base):
         """
         config: Any = getattr(model, "config", None)
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        if others := _other_layers(config):
+        if others := other_layers(config, indexers=True):
             raise CacheMismatchError(
                 "expected layers that cache a latent and a rope key a token, and at most an indexer's keys, found "
                 f"{type(model).__name__}, of which some have a {' and a '.join(others)}: let it make its own cache"
@@ -221,15 +221,16 @@ class PagedLatentCache(Base):
         """Nothing is forgotten before it is cropped."""
 
 
-def _other_layers(config: Any) -> list[str]:
+def other_layers(config: Any, *, indexers: bool) -> list[str]:
     """The layers, by their class in transformers, that a model's own cache has besides those that grow by the token.
 
-    An indexer may keep its keys, but no positions of its own.
+    Those with an indexer's keys are among them but with `indexers`.
     """
     if Base is object:
         return []
     from transformers import DynamicCache, PreTrainedConfig
     from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
+    known = (DynamicLayer, DynamicIndexedLayer) if indexers else (DynamicLayer,)
     layers = DynamicCache(config=config).layers if isinstance(config, PreTrainedConfig) else []
-    return sorted({type(layer).__name__ for layer in layers if type(layer) not in (DynamicLayer, DynamicIndexedLayer)})
+    return sorted({type(layer).__name__ for layer in layers if type(layer) not in known})
