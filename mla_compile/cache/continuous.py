@@ -20,7 +20,7 @@ from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConf
 from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
 
 from ..errors import CacheError, CacheMismatchError
-from .latent_cache import PagedLatentCache
+from .latent_cache import PagedLatentCache, other_layers
 from .pool import PagePool, check_count
 
 _CALL = "call generate_batch or continuous_batching_context_manager, or the model that this one was made of"
@@ -36,7 +36,8 @@ class ContinuousModel(nn.Module, ContinuousMixin):
     what the first of them is asked for.
 
     Args: model, under `sdpa` or `eager` attention; pages, page_size, dtype and scale, as of `PagedLatentCache.of`.
-    Raises: CacheMismatchError, if the model's config does not tell its sizes, for another attention, dtype or scale.
+    Raises: CacheMismatchError, if the model's config does not tell its sizes, for layers that keep more than latents
+    (an indexer's keys), for another attention, dtype or scale.
     """
 
     _supports_flash_attn = False  # to the engine that is: no flash attention takes latents
@@ -56,6 +57,11 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         attention = inner.config._attn_implementation
         if attention not in ("sdpa", "eager"):
             raise CacheMismatchError(f"expected a model under sdpa or eager attention, found {attention}")
+        if others := other_layers(inner.config.get_text_config(decoder=True), indexers=False):
+            raise CacheMismatchError(
+                "expected layers that cache a latent and a rope key a token and nothing else, found "
+                f"{type(model).__name__}, of which some have a {' and a '.join(others)}"
+            )
         self.model, self.generation_config = inner, inner.generation_config
         self.device: torch.device = inner.device
         self.dtype: torch.dtype = inner.dtype

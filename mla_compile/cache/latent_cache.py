@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..errors import CacheMismatchError, OutOfPagesError
 from ..fp8 import FP8
 from .fp8_pool import FP8PagePool
+from .indexer_keys import IndexerKeys
 from .pool import PagePool, check_count
 from .shared_table import SharedTable
 from .shares import Shares
@@ -42,6 +43,7 @@ class PagedLatentCache(Base):
         self.pool, self.max_pages, self.shares = pool, max_pages, shares
         self.layers: list[Any] = []
         self._table: BlockTable | None = None
+        self._indexer_keys = IndexerKeys()
 
     @classmethod
     def of(
@@ -59,15 +61,16 @@ class PagedLatentCache(Base):
         Args: model; pages and page_size; dtype, the model's or torch.float8_e4m3fn, in which an `FP8PagePool` keeps the
         latents, with that pool's `scale`; mesh, of one dimension, whose ranks share the tokens out, `interleave` at a
         time (a page), each in as many pages.
-        Raises: CacheMismatchError, if the model's configuration does not tell its sizes, for layers that keep more than
-        latents (an indexer's keys, the state of linear attention) or a window of them, for another dtype or scale, and
-        for another mesh or an interleave that does not divide page_size.
+        Raises: CacheMismatchError, if the model's configuration does not tell its sizes, for layers that keep
+        something else than latents (the state of linear attention; over a mesh an indexer's keys too) or a window of
+        them, for another dtype or scale, and for another mesh or an interleave that does not divide page_size.
         """
         config: Any = getattr(model, "config", None)
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        if others := _other_layers(config):
+        if others := other_layers(config, indexers=mesh is None):
+            besides = ", and at most an indexer's keys" if mesh is None else ""
             raise CacheMismatchError(
-                "expected layers that cache a latent and a rope key a token and nothing else, found "
+                f"expected layers that cache a latent and a rope key a token{besides}, found "
                 f"{type(model).__name__}, of which some have a {' and a '.join(others)}: let it make its own cache"
             )
         sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")]
@@ -139,6 +142,10 @@ class PagedLatentCache(Base):
         latent, k_rope = self._table.keys(layer_idx)
         return latent[:, None], k_rope[:, None]
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Append an indexer's keys `[B, S, I]` of one layer; returns those of all T tokens, which are no pages."""
+        return self._indexer_keys.update(indexer_key_states, layer_idx)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of each sequence."""
         return 0 if self._table is None else self._table.length
@@ -167,19 +174,23 @@ class PagedLatentCache(Base):
             raise CacheMismatchError(f"expected tokens to remove as a number below zero, found {tokens_to_remove}")
         if tokens_to_remove and self._table is not None:
             self._table.crop(self._table.length + int(tokens_to_remove))
+            self._indexer_keys.crop(-int(tokens_to_remove))
             self._own()
 
     def fork(self, rows: Tensor | None = None) -> PagedLatentCache:
         """A second cache that continues sequences `rows` (all), with which it shares the pages that neither writes."""
         other = type(self)(self.pool, self.max_pages, self.shares)
-        other._table = None if self._table is None else self._table.fork(rows)
+        if self._table is not None:
+            other._table = self._table.fork(rows)
+            every = torch.arange(self.batch_size) if rows is None else rows
+            other._indexer_keys = self._indexer_keys.select(every)
         return other
 
     def reset(self) -> None:
         """Release all pages; the cache is empty and can be used again."""
         if self._table is not None:
             self._table.free()
-        self._table = None
+        self._table, self._indexer_keys = None, IndexerKeys()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes what sequence `beam_idx[i]` was."""
@@ -203,6 +214,7 @@ class PagedLatentCache(Base):
             return
         before, self._table = self._table, self._table.fork(rows)
         before.free()
+        self._indexer_keys = self._indexer_keys.select(rows)
         self._own()
 
     def _own(self) -> None:
@@ -239,12 +251,16 @@ class PagedLatentCache(Base):
         """Nothing is forgotten before it is cropped."""
 
 
-def _other_layers(config: Any) -> list[str]:
-    """The layers, by their class in transformers, that a model's own cache has besides those that grow by the token."""
+def other_layers(config: Any, *, indexers: bool) -> list[str]:
+    """The layers, by their class in transformers, that a model's own cache has besides those that grow by the token.
+
+    Those with an indexer's keys are among them but with `indexers`.
+    """
     if Base is object:
         return []
     from transformers import DynamicCache, PreTrainedConfig
-    from transformers.cache_utils import DynamicLayer
+    from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
+    known = (DynamicLayer, DynamicIndexedLayer) if indexers else (DynamicLayer,)
     layers = DynamicCache(config=config).layers if isinstance(config, PreTrainedConfig) else []
-    return sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
+    return sorted({type(layer).__name__ for layer in layers if type(layer) not in known})

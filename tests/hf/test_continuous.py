@@ -5,6 +5,7 @@ import torch
 
 import mla_compile
 from mla_compile import ContinuousModel
+from tests.hf import families
 from tests.hf.test_generate import CHECKPOINT, load
 
 transformers = pytest.importorskip("transformers")
@@ -163,3 +164,9 @@ def test_what_is_called_instead_is_said(model):
         continuous(torch.ones(1, 3, dtype=torch.int64))
     with pytest.raises(mla_compile.CacheMismatchError, match="expected pages to be a whole number, found '4'"):
         ContinuousModel(model, pages="4")
+
+
+def test_an_indexers_keys_are_not_paged():
+    model = families.build(families.FAMILIES["deepseek_v32"], "sdpa")
+    with pytest.raises(mla_compile.CacheMismatchError, match=r"nothing else, found .* have a DynamicIndexedLayer"):
+        mla_compile.ContinuousModel(model, pages=4)

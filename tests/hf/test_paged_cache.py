@@ -5,6 +5,7 @@ import torch
 
 import mla_compile
 from mla_compile import PagedLatentCache
+from tests.errors import assert_as_close_as_eager
 from tests.hf import families
 from tests.hf.test_deepseek import SIZES, build
 
@@ -158,15 +159,49 @@ def test_logits_over_fp8_are_as_near_as_three_bits_are():
 
 @pytest.mark.parametrize(
     ("family", "layers"),
-    [
-        ("deepseek_v32", "DynamicIndexedLayer"),
-        ("kimi_linear", "LinearAttentionLayer"),
-        ("dots3_note", "DynamicIndexedLayer and a DynamicSlidingWindowLayer"),
-    ],
+    [("kimi_linear", "LinearAttentionLayer"), ("dots3_note", "DynamicSlidingWindowLayer")],
 )
-def test_layers_that_keep_more_than_latents_are_named(family, layers):
+def test_layers_that_keep_something_else_are_named(family, layers):
     model = families.build(families.FAMILIES[family], "sdpa")
     with pytest.raises(
         mla_compile.CacheMismatchError, match=f"expected layers that cache a latent .* have a {layers}: let"
     ):
         mla_compile.PagedLatentCache.of(model, pages=4)
+
+
+@pytest.mark.parametrize("search", ["greedy", "beams", "sampling several"])
+def test_an_indexers_keys_are_kept_beside_the_pages(search):
+    model = families.build(families.FAMILIES["deepseek_v32"], "sdpa")
+    inputs = prompt(2)
+    expected = generate(model, inputs, None, SEARCHES[search])
+    cache = PagedLatentCache.of(model, pages=96, page_size=4)
+    assert torch.equal(generate(model, inputs, cache, SEARCHES[search]), expected)
+    cache.reset()
+    assert cache.pool.available == 96
+
+
+def test_an_indexers_keys_are_cropped_and_forked_with_the_pages():
+    model = families.build(families.FAMILIES["deepseek_v32"], "sdpa")
+    ids, more = prompt(2)["input_ids"], torch.randint(1, 60, (2, 5))
+    whole = torch.cat([ids, more], dim=1)
+    eager, exact = (each(whole).logits[:, ids.shape[1] :] for each in (model, families.exact(model)))
+    cache = PagedLatentCache.of(model, pages=96, page_size=4)
+    model(torch.cat([ids, more.flip(1)], dim=1), past_key_values=cache)
+    cache.crop(-5)
+    last = torch.tensor([1])
+    for continued, rows in ((cache.fork(), [0, 1]), (cache.fork(last), [1]), (cache, [0, 1])):
+        logits = model(more[rows], past_key_values=continued).logits
+        assert_as_close_as_eager(logits, eager[rows], exact[rows])
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_compiled_generation_with_an_indexer_is_eagers():
+    model = families.build(families.FAMILIES["deepseek_v32"], "sdpa")
+    inputs = prompt(2)
+    expected = generate(model, inputs, None, {})
+    model.compile(backend="mla")
+    cache = PagedLatentCache.of(model, pages=96, page_size=4)
+    assert torch.equal(generate(model, inputs, cache, {}), expected)
+    sites = [site for report in mla_compile.reports() for site in report.sites]
+    assert sites
+    assert all(site.rewritten for site in sites)

@@ -1,0 +1,34 @@
+"""What layers with an indexer keep beside latents: its keys, small and dense, in buffers that grow."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .room import Room
+
+
+class IndexerKeys:
+    """Keys `[B, T, I]` of each layer that has an indexer of its own."""
+
+    def __init__(self) -> None:
+        self._room = Room(0)
+        self._buffers: dict[int, Tensor] = {}
+
+    def update(self, keys: Tensor, layer: int) -> Tensor:
+        """Write keys `[B, S, I]` of a layer behind the others; returns those of all T tokens."""
+        self._room.extend(layer, keys.shape[-2])
+        buffer = self._room.put(self._buffers.get(layer), keys)
+        self._buffers[layer] = buffer
+        return buffer.narrow(-2, 0, self._room.length)
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens."""
+        for layer in self._buffers:
+            self._room.crop(layer, count)
+
+    def select(self, rows: Tensor) -> IndexerKeys:
+        """Those of sequences `rows`, in buffers of their own."""
+        other = type(self)()
+        for layer, buffer in self._buffers.items():
+            other.update(buffer.narrow(-2, 0, self._room.length).index_select(0, rows.to(buffer.device)), layer)
+        return other

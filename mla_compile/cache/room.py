@@ -1,0 +1,47 @@
+"""Room for tokens in buffers that are written in place, and copied only when they are full."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class Room:
+    """How many tokens layers hold, `length`, and for how many each has room, `rows`.
+
+    Layers share one, so that a compiled step knows one length: the first that asked for room `leads`, and what it says
+    counts; the others write to the same rows.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.length, self.rows = 0, tokens + 1
+        self._leads: int | None = None
+
+    def extend(self, layer: int, count: int) -> None:
+        """For `count` more tokens of a layer."""
+        if self._leads is None:
+            self._leads = layer
+        if layer == self._leads:
+            self.length += count
+            if self.length >= self.rows:  # never full: a buffer's tokens are then part of it in all compiled code
+                self.rows = 2 * self.length
+
+    def crop(self, layer: int, count: int) -> None:
+        """Forget the last `count` tokens of a layer."""
+        if layer == self._leads:
+            self.length = max(0, self.length - count)
+
+    def put(self, buffer: Tensor | None, new: Tensor) -> Tensor:
+        """`buffer` `[..., rows, W]`, or a larger one in its place, with `new` `[..., S, W]` as the last tokens."""
+        count = new.shape[-2]
+        start = self.length - count
+        if buffer is None or buffer.shape[-2] < self.rows:
+            larger = new.new_empty(*new.shape[:-2], self.rows, new.shape[-1])
+            if buffer is not None:
+                larger.narrow(-2, 0, start).copy_(buffer.narrow(-2, 0, start))
+            buffer = larger
+        buffer.narrow(-2, start, count).copy_(new)
+        return buffer
+
+    def filled(self, buffer: Tensor | None) -> Tensor | None:
+        """The tokens that a buffer holds."""
+        return None if buffer is None else buffer.narrow(-2, 0, self.length)
