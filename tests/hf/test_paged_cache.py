@@ -194,6 +194,12 @@ def test_an_indexers_keys_are_cropped_and_forked_with_the_pages():
         assert_as_close_as_eager(logits, eager[rows], exact[rows])
 
 
+def test_an_indexers_keys_are_not_shared_out_over_a_mesh():
+    model = families.build(families.FAMILIES["deepseek_v32"], "sdpa")
+    with pytest.raises(mla_compile.CacheMismatchError, match="have a DynamicIndexedLayer: let"):
+        mla_compile.PagedLatentCache.of(model, pages=4, mesh=object())  # never asked
+
+
 @pytest.mark.usefixtures("without_codegen")
 def test_compiled_generation_with_an_indexer_is_eagers():
     model = families.build(families.FAMILIES["deepseek_v32"], "sdpa")
