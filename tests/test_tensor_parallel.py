@@ -15,6 +15,7 @@ LINEAR = ("glm5_next", "kimi_linear", "bailing_hybrid")
 MISSING = {
     "deepseek_v3": {"q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
     "mistral4": {"q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
+    "kimi_k25": {"q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
     "youtu": {"q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
     "axk1": {"q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
     "mistral_large4": {
@@ -24,7 +25,7 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in LINEAR])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*LINEAR, "deepseek_v4")])
 def test_what_transformers_lacks_is_added_under_the_names_of_the_model(family):
     model = FAMILIES[family].build()
     plan = mla_compile.tp_plan(model.config)
@@ -49,10 +50,11 @@ class Unheard(transformers.DeepseekV3Config):
     ("config", "message"),
     [
         (transformers.LlamaConfig(), r"expected a model with MLA \(a config with kv_lora_rank\), found llama"),
+        ("deepseek_v4", r"expected a model with MLA \(a config with kv_lora_rank\), found deepseek_v4"),
         (Unheard(), "expected a family with rules in transformers or one of axk1, deepseek_v3, .*, found unheard"),
         *((name, "expected MLA in every layer, found linear attention too") for name in LINEAR),
     ],
-    ids=["no MLA", "unknown", *LINEAR],
+    ids=["no MLA", "keys that are values", "unknown", *LINEAR],
 )
 def test_what_cannot_be_shared_out_is_refused(config, message):
     config = FAMILIES[config].build().config if isinstance(config, str) else config

@@ -91,6 +91,9 @@ def check(spelling: Spelling, seed: int) -> Outcome:
     # Scores that exist are between products: of queries with latents, with rope keys, and of weights with latents; by
     # heads of latents with weights, of queries with keys, and of weights with values.
     scores = {"absorbed": 3, "chunked": 4 + (spelling.keys == "two scores")}
+    # Of two scores a loop over those with rope keys stays, and over values that are the latent.
+    loops = (spelling.keys == "two scores") + (spelling.absorbed == "values")
+    scores["absorbed"] += loops * ({"no": 1, "heads": spelling.heads}.get(spelling.loop, spelling.batch) - 1)
     for path in PATHS:
         rewritten = fx.GraphModule(captured, copy.deepcopy(captured.graph))
         found = rewrite(rewritten, path)
