@@ -73,7 +73,7 @@ def test_with_generated_code():
 
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.filterwarnings("ignore:variant 8 of forward of Combined")  # as many ways as torch makes variants of
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [Adapted, pytest.param(WithMagnitudes, marks=pytest.mark.slow)])
 def test_an_adapter_is_switched_while_the_model_is_compiled(kind):
     module = Combined()
     adapter = adapt(module, "kv_b_proj", kind=kind, names=("one", "other"))["kv_b_proj"]

@@ -35,8 +35,11 @@ def offloaded(model: nn.Module) -> nn.Module:
     return cpu_offload(model, execution_device=torch.device("cpu"), preload_module_classes=["DeepseekV3Attention"])
 
 
+CASES = [(everywhere, False), pytest.param(on_layers, True, marks=pytest.mark.slow), (offloaded, True)]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("hooked", "rewritten"), [(everywhere, False), (on_layers, True), (offloaded, True)])
+@pytest.mark.parametrize(("hooked", "rewritten"), CASES)
 def test_attention_is_rewritten_where_no_hook_is_inside(hooked, rewritten) -> None:
     torch._dynamo.reset()
     model, ids = build(FAMILY, "sdpa"), some_ids()

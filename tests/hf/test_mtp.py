@@ -30,6 +30,7 @@ def random_layers(model: nn.Module, **_: Any) -> nn.Module:
     return layers
 
 
+@pytest.mark.slow
 def test_tokens_are_those_without_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_layers.MtpModel, "from_pretrained", random_layers)
     model, ids = build(FAMILY, "sdpa"), some_ids()[:1]

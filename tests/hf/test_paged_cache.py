@@ -200,6 +200,7 @@ def test_an_indexers_keys_are_not_shared_out_over_a_mesh():
         mla_compile.PagedLatentCache.of(model, pages=4, mesh=object())  # never asked
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_codegen")
 def test_compiled_generation_with_an_indexer_is_eagers():
     model = families.build(families.FAMILIES["deepseek_v32"], "sdpa")
