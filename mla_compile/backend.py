@@ -30,7 +30,6 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_compile.kernels.register
-import mla_compile.sharding
 from mla_compile import device as devices
 from mla_compile.kernels import compiled as cpp_kernels
 from mla_compile.kernels._common.tuning import tuning
@@ -55,6 +54,11 @@ from .training.rewrite import Check, rewrite_for_training
 from .uncompiled import warn_of_generate
 from .verify import Verified
 from .version import __version__
+
+if torch.distributed.is_available():
+    # The rules need parts of torch that are its own. Where it has others, our ops are refused on DTensors, no more.
+    with contextlib.suppress(ImportError, AttributeError):
+        import mla_compile.sharding
 
 Inputs = Sequence[Any]
 

@@ -1,5 +1,8 @@
 """The ops on DTensors: shares of a batch or of heads give the shares of what the op gives of the whole."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -245,3 +248,9 @@ def test_naive_attention_to_dtensors_is_rewritten():
     assert of_axes[1::2] == [["absorbed"], ["absorbed"]]
     for one in of_axes[::2]:
         torch.testing.assert_close(one, eager)
+
+
+def test_a_torch_whose_own_parts_are_others_has_the_backend_all_the_same():
+    code = "from torch.distributed.tensor._ops import utils; del utils.expand_to_full_mesh_op_strategy"
+    code += "; import sys, mla_compile.backend; assert 'mla_compile.sharding' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
