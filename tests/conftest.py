@@ -1,6 +1,7 @@
 """Fixtures that every test may use."""
 
 import atexit
+import json
 import os
 import shutil
 import tempfile
@@ -47,3 +48,14 @@ def without_codegen(monkeypatch):
     monkeypatch.setattr(backend, "compile_fx_inner", interpreted)
     with functorch_config.patch(enable_autograd_cache=False):
         yield
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes a config.json of these fields, and returns its directory."""
+
+    def write(**fields):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        return tmp_path
+
+    return write

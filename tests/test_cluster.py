@@ -34,17 +34,6 @@ CLUSTER = "--memory 72GiB --bandwidth 3.35TB/s --flops 989T --link 450GB/s,5us"
 
 
 @pytest.fixture
-def config(tmp_path):
-    """Writes a config.json of these fields, and returns its directory."""
-
-    def write(**fields):
-        (tmp_path / "config.json").write_text(json.dumps(fields))
-        return tmp_path
-
-    return write
-
-
-@pytest.fixture
 def v3(config):
     return read_model(config(**V3 | FP8))
 

@@ -31,17 +31,6 @@ HEADS = Sizes(N=128, L=512, P=128, R=64, V=128)
 
 
 @pytest.fixture
-def config(tmp_path):
-    """Writes a config.json of these fields, and returns its directory."""
-
-    def write(**fields):
-        (tmp_path / "config.json").write_text(json.dumps(fields))
-        return tmp_path
-
-    return write
-
-
-@pytest.fixture
 def without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
 

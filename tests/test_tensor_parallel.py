@@ -6,12 +6,13 @@ import pytest
 
 import mla_compile
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from tests.hf import families  # noqa: E402
-from tests.hf.families import FAMILIES  # noqa: E402
+import transformers
 
-LINEAR = ("glm5_next", "kimi_linear", "bailing_hybrid")
+from tests.hf import families
+from tests.hf.families import FAMILIES, SHARED_OUT, WITH_LINEAR_ATTENTION
+
 MISSING = {
     "deepseek_v3": {"q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
     "mistral4": {"q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
@@ -25,7 +26,7 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*LINEAR, "deepseek_v4")])
+@pytest.mark.parametrize("family", SHARED_OUT)
 def test_what_transformers_lacks_is_added_under_the_names_of_the_model(family):
     model = FAMILIES[family].build()
     plan = mla_compile.tp_plan(model.config)
@@ -52,9 +53,9 @@ class Unheard(transformers.DeepseekV3Config):
         (transformers.LlamaConfig(), r"expected a model with MLA \(a config with kv_lora_rank\), found llama"),
         ("deepseek_v4", r"expected a model with MLA \(a config with kv_lora_rank\), found deepseek_v4"),
         (Unheard(), "expected a family with rules in transformers or one of axk1, deepseek_v3, .*, found unheard"),
-        *((name, "expected MLA in every layer, found linear attention too") for name in LINEAR),
+        *((name, "expected MLA in every layer, found linear attention too") for name in WITH_LINEAR_ATTENTION),
     ],
-    ids=["no MLA", "keys that are values", "unknown", *LINEAR],
+    ids=["no MLA", "keys that are values", "unknown", *WITH_LINEAR_ATTENTION],
 )
 def test_what_cannot_be_shared_out_is_refused(config, message):
     config = FAMILIES[config].build().config if isinstance(config, str) else config

@@ -150,6 +150,7 @@ class BlockTable:
         if self._shares_tail:
             self._copy_tail(0)
 
+    # torch has no types for `disable`.
     @torch.compiler.disable(reason="which pages have other holders is read on the host")  # type: ignore[untyped-decorator]
     def _copy_tail(self, further: int) -> None:
         """Give each sequence a last page of its own, if `further` pages are free besides."""

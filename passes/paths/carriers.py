@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Self
 
@@ -22,15 +23,15 @@ from ..mla.site import Site
 
 
 @dataclass(frozen=True)
-class Carrier:
+class Carrier(ABC):
     """The masks of a site, told in one way."""
 
     told: Told
 
     @classmethod
+    @abstractmethod
     def of(cls, site: Site, meaning: Meaning, keys: StoredKeys) -> Self | None:
         """The masks of a site told so, None if ops do not take it of keys that are stored so, or it cannot be."""
-        raise NotImplementedError
 
     @property
     def reads(self) -> list[Read]:

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch._inductor.graph
+from functorch.compile import make_boxed_func
 from torch import fx
 from torch._inductor.cudagraph_utils import check_multiple_devices_or_any_cpu_nodes
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -79,11 +80,10 @@ def lower(call: Callable[[], object]) -> Lowered:
             code, graph = written.args
         found.update(_facts(code, ops, graph, options.get("static_input_idxs", ())))
 
-        def run(_: Any) -> None:
+        def run(*_: Any) -> None:
             raise _Written
 
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return make_boxed_func(run)
 
     with (
         mock.patch.object(backend, "compile_fx_inner", inner),

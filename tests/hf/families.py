@@ -193,6 +193,11 @@ PHASES = {"prefill": 6, "decode": 1, "decode again": 1, "four tokens": 4}
 TOKENS = sum(PHASES.values())
 
 
+WITH_LINEAR_ATTENTION = ("glm5_next", "kimi_linear", "bailing_hybrid")
+SHARED_OUT = tuple(name for name in FAMILIES if name not in (*WITH_LINEAR_ATTENTION, "deepseek_v4"))
+"""Those for which there is a `tp_plan`: DeepSeek-V4's keys are their values, of no `kv_lora_rank`."""
+
+
 def build(family: Family, attention: str) -> nn.Module:
     """A random model of a family, the same for every attention implementation."""
     torch.manual_seed(0)

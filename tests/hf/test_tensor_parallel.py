@@ -11,15 +11,15 @@ import torch
 
 from tests.errors import assert_as_close_as_eager
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.hf import families  # noqa: E402
-from tests.hf.families import FAMILIES  # noqa: E402
-from tests.hf.tensor_parallel import RANKS, generate  # noqa: E402
+import transformers
 
-LINEAR = ("glm5_next", "kimi_linear", "bailing_hybrid")
-SHARED_OUT = tuple(name for name in FAMILIES if name not in LINEAR)
+from tests.hf import families
+from tests.hf.families import FAMILIES, SHARED_OUT
+from tests.hf.tensor_parallel import RANKS, generate
+
 PROJECTIONS = "q_proj", "q_b_proj", "q_gate_proj", "kv_b_proj", "o_proj"
 
 
