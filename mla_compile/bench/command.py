@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mla_compile.bench.generation.caches import CACHES
+from mla_compile.bench.generation.models import MODELS
 from mla_compile.bench.layers import LAYERS
 from mla_compile.bench.modes import MODES
 from mla_compile.optional_packages import require
@@ -22,9 +24,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Describe the arguments; the parsed ones carry `run` and `parser`."""
     parser = subparsers.add_parser(
         "bench",
-        help="time one MLA layer of transformers, or the GPU kernels, against the machine's limit",
+        help="time an MLA layer or a whole model of transformers, or the GPU kernels, against the machine's limit",
         description="Time the unmodified attention layer of transformers on the CPU in several modes in turn; "
-        "with --device cuda the attention kernels alone, in bf16 and FP8. "
+        "with --model `generate` of a whole model; with --device cuda the attention kernels alone, in bf16 and FP8. "
         "Every output is checked against float64 before it gets a time.",
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -62,6 +64,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "and with its checkpointing to compare",
     )
     parser.add_argument(
+        "--batches",
+        type=_positive,
+        nargs="+",
+        metavar="B",
+        help="sequences at once, with --model (default: 1) and on a GPU (default: 1 16 64 256)",
+    )
+    parser.add_argument(
         "--csv", type=Path, metavar="FILE", help="write a row for each mode and workload, on a GPU as they come"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
@@ -71,11 +80,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FILE",
         help="draw time against length, on a GPU what share of the limit is reached (png, svg, pdf)",
     )
+    model = parser.add_argument_group("with --model: modes are combined with caches")
+    model.add_argument("--model", choices=MODELS, help="instead: tokens a second of a whole model with random weights")
+    model.add_argument("--layers", type=_positive, default=4, help="of it, its vocabulary cut alike (default: 4)")
+    model.add_argument(
+        "--caches", nargs="+", choices=CACHES, default=list(CACHES), metavar="CACHE", help=", ".join(CACHES)
+    )
     gpu = parser.add_argument_group("with --device cuda")
     gpu.add_argument(
         "--kernels", nargs="+", choices=KINDS, default=list(KINDS), metavar="KERNEL", help=", ".join(KINDS)
     )
-    gpu.add_argument("--batches", type=_positive, nargs="+", default=[1, 16, 64, 256], metavar="B")
     gpu.add_argument("--heads", type=_positive, nargs="+", default=[16, 128], metavar="N")
     gpu.add_argument("--queries", type=_positive, nargs="+", default=[1, 2, 4], metavar="SQ")
     gpu.add_argument("--dtypes", nargs="+", choices=["bf16", "fp8"], default=["bf16", "fp8"], metavar="DTYPE")
@@ -101,6 +115,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.device == "cuda":
         return _run_kernels(arguments)
+    if arguments.model is not None:
+        return _run_generation(arguments)
     if arguments.train is not None:
         return _run_training(arguments)
     contexts = [1024, 4096, 16384, 32768] if arguments.contexts is None else arguments.contexts
@@ -133,6 +149,38 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         plot(benchmark, arguments.plot)
     return int(any(result.status in ("wrong", "failed") for result in benchmark.results))
+
+
+def _run_generation(arguments: argparse.Namespace) -> int:
+    """The same for `generate` of a whole model."""
+    import torch
+
+    from mla_compile.bench.generation import table
+    from mla_compile.bench.generation.plot import plot
+    from mla_compile.bench.generation.run import run as run_ways
+    from mla_compile.bench.generation.ways import WAYS, Batch
+    from mla_compile.bench.workloads import Workload
+
+    contexts = [4096, 16384, 32768] if arguments.contexts is None else arguments.contexts
+    prompts = [1024, 8192] if arguments.prefill is None else arguments.prefill
+    workloads = [Workload("decode", n) for n in contexts] + [Workload("prefill", n) for n in prompts]
+    batches = [Batch(size, workload) for size in arguments.batches or [1] for workload in workloads]
+    ways = [way for way in WAYS if way.compiler in arguments.modes and way.cache in arguments.caches]
+    if not batches or not ways:
+        arguments.parser.error("--model: expected a workload, and a mode other than by-hand with a cache that it takes")
+    if arguments.plot:
+        require("matplotlib.figure", "plot", "--plot")  # before minutes of measuring
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    whole = MODELS[arguments.model].cut_to(arguments.layers)
+    whole = replace(whole, layer=replace(whole.layer, dtype=arguments.dtype))
+    measured = run_ways(whole, batches, ways, arguments.repeats)
+    print(table.as_text(measured))
+    if arguments.csv:
+        arguments.csv.write_text(table.as_csv(measured))
+    if arguments.plot:
+        plot(measured, arguments.plot)
+    return int(any(result.status in ("wrong", "failed") for result in measured.results))
 
 
 def _run_training(arguments: argparse.Namespace) -> int:
@@ -169,7 +217,7 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
 
     grid = kernel_run.grid(
         arguments.kernels,
-        arguments.batches,
+        arguments.batches or [1, 16, 64, 256],
         [1024, 8192, 32768, 131072] if arguments.contexts is None else arguments.contexts,
         [1024, 4096, 16384] if arguments.prefill is None else arguments.prefill,
         arguments.heads,

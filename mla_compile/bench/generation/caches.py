@@ -1,0 +1,49 @@
+"""Caches of a whole model, empty."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+PAGE_SIZE = 64
+
+
+def _dynamic(model: Any, batch: int, tokens: int) -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+def _static(model: Any, batch: int, tokens: int) -> Any:
+    from transformers import StaticCache
+
+    return StaticCache(config=model.config, max_cache_len=tokens)
+
+
+def _latent(model: Any, batch: int, tokens: int) -> Any:
+    from mla_compile import LatentCache
+
+    return LatentCache.of(model, tokens)
+
+
+def _pages(model: Any, batch: int, tokens: int) -> Any:
+    from mla_compile import PagedLatentCache
+
+    return PagedLatentCache.of(model, pages=batch * -(-tokens // PAGE_SIZE), page_size=PAGE_SIZE)
+
+
+def _fp8_pages(model: Any, batch: int, tokens: int) -> Any:
+    from mla_compile import PagedLatentCache
+
+    pages = batch * -(-tokens // PAGE_SIZE)
+    return PagedLatentCache.of(model, pages=pages, page_size=PAGE_SIZE, dtype=torch.float8_e4m3fn)
+
+
+CACHES: dict[str, Callable[[Any, int, int], Any]] = {
+    "dynamic": _dynamic,
+    "static": _static,
+    "latent": _latent,
+    "pages": _pages,
+    "fp8-pages": _fp8_pages,
+}
+"""An empty cache for a model, with room for so many sequences of so many tokens."""

@@ -1,0 +1,202 @@
+"""Time `generate` of a whole model of transformers, each way to compile it with each cache.
+
+A workload begins with a cache of so many tokens (random latents of unit variance, written by the cache's own `update`)
+or with none; what is timed are the steps of `generate` itself, from one choice of a token to the next.
+"""
+
+import copy
+import gc
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mla_compile.bench.check import HALF_FACTOR
+from mla_compile.bench.generation.caches import CACHES
+from mla_compile.bench.generation.models import WholeModel
+from mla_compile.bench.generation.ways import Batch, Result, Way
+from mla_compile.bench.layers import Layer
+from mla_compile.bench.memory import available_bytes, needed_bytes
+from mla_compile.bench.modes import summary
+from mla_compile.bench.workloads import Workload
+
+SLOW_SECONDS = 120.0
+"""A way that takes longer than this for one workload ends its timed steps early, after two at least."""
+
+
+@dataclass
+class _Clock:
+    """The times at which `generate` had chosen a token, as one of its stopping criteria."""
+
+    most: int
+    times: list[float] = field(default_factory=list)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.times.append(time.perf_counter())
+        over = len(self.times) >= 3 and self.times[-1] - self.times[0] > SLOW_SECONDS
+        done = over or len(self.times) >= self.most
+        return torch.full((input_ids.shape[0],), done, device=input_ids.device)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One call of `generate`."""
+
+    logits: Tensor
+    """Of the first step, `[B, vocabulary]`, float32."""
+    first: float
+    """Seconds to the first token."""
+    steps: tuple[float, ...]
+    """Seconds of each further one."""
+
+
+def measure(
+    model: nn.Module, whole: WholeModel, batches: Sequence[Batch], ways: Sequence[Way], repeats: int
+) -> list[Result]:
+    """A result for each way and workload, a way at a time: what it compiled for one workload serves the next.
+
+    Compilation, warm-up and the filling of caches are outside of the times. Every way begins from the same latents.
+    """
+    _log(f"logits in float64 of {len(batches)} workloads")
+    references = {batch: _reference(model, whole, batch) for batch in batches}
+    results: list[Result] = []
+    allowed: dict[tuple[str, Batch], float] = {}
+    for way in ways:
+        torch.compiler.reset()
+        compiled: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in _tensors(model)})
+        if way.compiler != "eager":
+            compiled.compile(backend=way.compiler)
+        for batch in batches:
+            _log(f"{way}: {batch}")
+            exact = references[batch]
+            if isinstance(exact, str):
+                results.append(Result(way, batch, "skipped", exact))
+                continue
+            key = way.cache, batch
+            if key not in allowed:  # how far transformers as it is goes with the same cache
+                allowed[key] = HALF_FACTOR * max(
+                    _distance(_generate(model, whole, batch, way.cache, 1).logits, exact),
+                    torch.finfo(whole.layer.torch_dtype).eps,
+                )
+            results.append(_measure(compiled, whole, batch, way, repeats, exact, allowed[key]))
+    return results
+
+
+def _measure(
+    model: nn.Module, whole: WholeModel, batch: Batch, way: Way, repeats: int, exact: Tensor, allowed: float
+) -> Result:
+    if missing := _missing(whole.layer, batch, way.compiler):
+        return Result(way, batch, "skipped", missing)
+    decodes = batch.workload.kind == "decode"
+    try:
+        _warm_up(model, whole, batch, way)
+        note = _rewritten() if way.compiler == "mla" else ""
+        gc.collect()
+        runs = [_generate(model, whole, batch, way.cache, 2 + repeats if decodes else 1)]
+        error = _distance(runs[0].logits, exact)
+        if error > allowed:
+            return Result(way, batch, "wrong", f"{error:.1e} off float64, rounding explains {allowed:.1e}", (), error)
+        while not decodes and len(runs) < repeats and sum(run.first for run in runs) < SLOW_SECONDS:
+            runs.append(_generate(model, whole, batch, way.cache, 1))
+    except Exception as failure:  # whatever a compiler raises is a result of the benchmark, not its end
+        return Result(way, batch, "failed", summary(failure))
+    seconds = runs[0].steps[1:] if decodes else tuple(run.first for run in runs)
+    return Result(way, batch, "ok", note, seconds, error)
+
+
+def _warm_up(model: nn.Module, whole: WholeModel, batch: Batch, way: Way) -> None:
+    """Compile what the timed calls run: sizes that change from call to call become symbolic at the second."""
+    shorter = Batch(batch.size, Workload(batch.workload.kind, max(batch.workload.tokens - 1, 1)))
+    _generate(model, whole, shorter, way.cache, 3 if batch.workload.kind == "decode" else 1)
+    for _ in range(3):
+        before = _graphs()
+        _generate(model, whole, batch, way.cache, 3 if batch.workload.kind == "decode" else 1)
+        if _graphs() == before:
+            return
+
+
+def _graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _generate(model: Any, whole: WholeModel, batch: Batch, cache_kind: str, tokens: int) -> _Run:
+    """Write so many tokens, or fewer where that is slow, with a cache of this kind."""
+    workload, dtype = batch.workload, next(model.parameters()).dtype
+    room = workload.keys + tokens
+    cache = CACHES[cache_kind](model, batch.size, room)
+    if workload.context:
+        latent, rope = (part.expand(batch.size, -1, -1, -1).to(dtype) for part in _latents(whole.layer, workload))
+        for i in range(whole.layers):
+            cache.update(latent.clone(), rope.clone(), i)
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(1, whole.vocabulary, (1, workload.keys), generator=generator).expand(batch.size, -1)
+    clock = _Clock(tokens)
+    start = time.perf_counter()
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=tokens,
+        do_sample=False,
+        stopping_criteria=[clock],
+        output_logits=True,
+        return_dict_in_generate=True,
+        disable_compile=True,  # transformers' own compilation of a static cache's steps: ways say how they compile
+    )
+    steps = tuple(after - before for before, after in zip(clock.times, clock.times[1:], strict=False))
+    return _Run(output.logits[0].float(), clock.times[0] - start, steps)
+
+
+def _latents(layer: Layer, workload: Workload) -> tuple[Tensor, Tensor]:
+    """Those of one sequence, `[1, 1, T, L]` and `[1, 1, T, R]` in bfloat16: what each dtype holds."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (1, 1, workload.context, layer.L), (1, 1, workload.context, layer.R)
+    latent, rope = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    return latent, rope
+
+
+def _reference(model: nn.Module, whole: WholeModel, batch: Batch) -> Tensor | str:
+    """The first step's logits `[1, vocabulary]` of one sequence in float64, or why there are none."""
+    weights = 8 * sum(weight.numel() for weight in model.parameters())
+    doubled = replace(whole.layer, dtype="float64")
+    available = available_bytes()
+    needed = weights + needed_bytes(doubled, batch.workload, "eager")
+    if available is not None and needed > available:
+        return "there is not enough memory to check the logits against float64"
+    exact: Any = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")  # the grouped product does not take float64
+    return _generate(exact, whole, Batch(1, batch.workload), "dynamic", 1).logits
+
+
+def _missing(layer: Layer, batch: Batch, compiler: str) -> str:
+    """What memory there is too little of, or nothing."""
+    needed, available = batch.size * needed_bytes(layer, batch.workload, compiler), available_bytes()
+    if available is None or needed < available:
+        return ""
+    return f"needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available"
+
+
+def _distance(found: Tensor, exact: Tensor) -> float:
+    distance = ((found.double() - exact.double()).abs().max() / exact.abs().max()).item()
+    return float("inf") if distance != distance else distance
+
+
+def _rewritten() -> str:
+    """What became of the attentions of the latest graph."""
+    from mla_compile.report import last_report
+
+    report = last_report()
+    paths = [site.path for site in report.sites] if report else []
+    return ", ".join(f"{paths.count(path)} {path}" for path in dict.fromkeys(paths)) or "no attention found"
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]

@@ -1,0 +1,107 @@
+"""Whole models to generate with: those of transformers with random weights, fewer layers and fewer experts."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from mla_compile.bench.layers import LAYERS, Layer
+from mla_compile.bench.workloads import Workload
+from mla_compile.cost import Cost, Device, Dims, predicted_seconds
+from mla_compile.optional_packages import require
+from mla_compile.passes.paths.absorbed import absorbed_cost
+from mla_compile.passes.paths.as_written import expanded_cost
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model's sizes, per layer as published."""
+
+    layer: Layer
+    """Its attention."""
+    layers: int
+    """The first of them is dense."""
+    intermediate: int
+    """Of the dense layer."""
+    expert_intermediate: int
+    experts: int
+    """Routed experts that a token takes."""
+    shared_experts: int
+    vocabulary: int
+
+    def cut_to(self, layers: int) -> "WholeModel":
+        """With so many layers, and a vocabulary cut alike: a product with all of it would hide what layers take."""
+        share = self.vocabulary * layers // self.layers
+        return replace(self, layers=layers, vocabulary=max(share // 64, 1) * 64)
+
+
+MODELS = {
+    "v2-lite": WholeModel(
+        LAYERS["v2-lite"],
+        layers=27,
+        intermediate=10944,
+        expert_intermediate=1408,
+        experts=6,
+        shared_experts=2,
+        vocabulary=102400,
+    )
+}
+
+
+def build(whole: WholeModel, seed: int = 0) -> nn.Module:
+    """The causal language model of transformers on CPU, no gradients, transformers' own initialisation.
+
+    It has no more routed experts than a token takes: which of several are taken hangs on the last bit, and two right
+    runs could not be compared. Raises ImportError, naming the extra, without transformers.
+    """
+    require("transformers", "hf", "the benchmark")
+    import transformers
+
+    layer = whole.layer
+    config = transformers.AutoConfig.for_model(
+        layer.model_type,
+        hidden_size=layer.hidden,
+        num_attention_heads=layer.N,
+        num_key_value_heads=layer.N,
+        q_lora_rank=layer.Lq,
+        kv_lora_rank=layer.L,
+        qk_nope_head_dim=layer.P,
+        qk_rope_head_dim=layer.R,
+        v_head_dim=layer.V,
+        max_position_embeddings=2**17,
+        num_hidden_layers=whole.layers,
+        first_k_dense_replace=1,
+        intermediate_size=whole.intermediate,
+        moe_intermediate_size=whole.expert_intermediate,
+        n_routed_experts=whole.experts,
+        num_experts_per_tok=whole.experts,
+        n_shared_experts=whole.shared_experts,
+        vocab_size=whole.vocabulary,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    from_config: Any = transformers.AutoModelForCausalLM.from_config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = from_config(config, attn_implementation="sdpa", dtype=layer.torch_dtype)
+    return model.eval().requires_grad_(False)
+
+
+def limit(model: nn.Module, whole: WholeModel, workload: Workload, batch: int, device: Device) -> float:
+    """Seconds below which a step cannot be done at the device's rates.
+
+    Bytes: every weight and the latent cache once; of the embedding the rows that are read. FLOPs: every matrix with
+    each token, the output head with the last one alone, and the cheaper of absorbing and expanding in each attention.
+    """
+    layer, tokens = whole.layer, batch * workload.queries
+    size = layer.torch_dtype.itemsize
+    dims = Dims(batch, workload.queries, workload.keys, layer.N, layer.L, layer.P, layer.R, layer.V)
+    table = whole.vocabulary * layer.hidden  # of the embedding, and of the output head
+    weights = sum(weight.numel() for weight in model.parameters()) - table
+    up_projections = whole.layers * layer.N * layer.L * (layer.P + layer.V)  # part of what both costs count
+    attending = whole.layers * min(cost(dims, size, causal=True).flops for cost in (absorbed_cost, expanded_cost))
+    flops = attending + 2 * tokens * (weights - table - up_projections) + 2 * batch * table
+    elements = weights + tokens * layer.hidden + batch * workload.keys * whole.layers * (layer.L + layer.R)
+    return predicted_seconds(Cost(flops, size * elements), device)
