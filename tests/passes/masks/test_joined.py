@@ -11,6 +11,7 @@ from torch import Tensor, arange, fx
 
 from mla_compile.cost import Device
 from mla_compile.passes.pipeline import Pipeline
+from tests.errors import assert_as_close_as_eager
 from tests.passes.checks import check_right
 from tests.passes.graphs import capture, rewrite, run
 
@@ -185,3 +186,27 @@ def test_without_named_keys_the_mask_is_the_graphs_own() -> None:
     (outcome,) = rewrite(module, "absorbed")
     assert (outcome.path, outcome.mask) == ("absorbed", "causal + window + top-k")
     check_right(before, run(module, *given))
+
+
+def test_sinks_take_all_the_weight_of_a_query_that_sees_no_key() -> None:
+    """Padding hides the first keys by a finite number, and nothing of the second part is ready for the first query."""
+
+    def padded(queries: int, near: int, scores: Tensor) -> Tensor:
+        hidden = arange(near) < torch.tensor([2, 0])[:, None, None, None]
+        return window(queries, near, scores).to(scores).masked_fill(hidden, LEAST)
+
+    def attend(x: Tensor, near: Tensor, far: Tensor, w_q: Tensor, scores: Tensor, sinks: Tensor) -> Tensor:
+        q = (x @ w_q).view(*x.shape[:2], N, L).transpose(1, 2)
+        keys = torch.cat([near, far], 1)[:, None].expand(-1, N, -1, -1)
+        logits = q @ keys.mT * 0.3 + of_two(padded)(x.shape[1], near.shape[1], scores)
+        logits = torch.cat([logits, sinks.view(1, N, 1, 1).expand(B, N, x.shape[1], 1)], -1)
+        return logits.softmax(-1)[..., :-1] @ keys
+
+    given = [*(t.float() for t in tensors(5, 5, 7)), torch.tensor([0.5, -1.0, 2.0])]
+    module = capture(attend, *given)
+    eager = run(copy.deepcopy(module), *given)
+    (outcome,) = rewrite(module, "sparse")
+    assert (outcome.path, outcome.mask) == ("sparse", "causal + window + top-k")
+    compiled = run(module, *given)
+    assert (compiled[0, :, 0] == 0).all()
+    assert_as_close_as_eager(compiled, eager, attend(*(t.double() for t in given)))
