@@ -27,6 +27,7 @@ from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
 from .functions import Function, Reading, derived, read_function
+from .kernels import is_kernel
 from .pieces import PRODUCTS, is_join_of_products, pieces_of
 from .scores import Factor, KeyRange, Mask, Sink, Summand, products_within, scores_of
 from .softmax import Weights, divided_by_more, late, weights_of
@@ -110,6 +111,13 @@ def _all(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
                     "expected scores and masks that are tensors of the graph, found flex_attention, which has them in "
                     "functions",
                     "call scaled_dot_product_attention (transformers: model.set_attn_implementation('sdpa'))",
+                )
+            elif is_kernel(node):
+                yield Refusal(
+                    node,
+                    "expected attention that torch's own operations say, found an op of a library's kernel",
+                    "call scaled_dot_product_attention (transformers: model.set_attn_implementation('sdpa')), for "
+                    "packed sequences with a mask of the pairs that have one sequence",
                 )
             elif (product := _product_of_weights(node, trace)) is not None:
                 yield _unpadded(_from_weights(node, trace[node], *product, trace))

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import sympy
+import torch
 from torch import Tensor
 
 from ..algebra.sizes import Size
 from ..algebra.terms import Axis, Read
+from ..code.reading import Reader
 from ..mla.site import Site
-from .pairs import Pairs
-from .positions import Affine, Named
+from .naming import Naming
+from .pairs import NamedPairs, Pairs
+from .positions import Affine
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,8 @@ class Kind(ABC):
         return None
 
     @property
-    def names(self) -> Named | None:
-        """Where that is all that it says: the indices that name every query's keys."""
+    def names(self) -> Naming | None:
+        """Where that is all that it says: what names every query's keys."""
         return None
 
     def implies(self, other: Kind) -> bool:
@@ -111,3 +114,14 @@ def without_causal(kinds: Sequence[Kind]) -> tuple[Size | None, tuple[Kind, ...]
         if kind.causal_offset is not None:
             return kind.causal_offset, tuple(other for other in kinds if other is not kind)
     return None, tuple(kinds)
+
+
+def not_hidden(indices: Tensor, kinds: Sequence[Kind], site: Site, read: Reader) -> Tensor:
+    """Indices of keys `[B, Sq, count]`, -1 where one of the kinds, all `pair_by_pair`, hides the key from the query."""
+    pairs = NamedPairs(site, read, indices.clamp_min(0))
+    for kind in kinds:
+        seen = kind.tensor(pairs)
+        assert isinstance(seen, Tensor)
+        assert seen.dtype == torch.bool
+        indices = indices.masked_fill(~seen, -1)
+    return indices

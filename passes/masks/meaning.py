@@ -5,6 +5,7 @@
     k > q + s - w               a sliding window
     seen[b, k]                  padding
     k in indices[b, q, :]       top-k                     scatter of a constant into a constant
+    one of these up to T1, another from there on          cat of masks, one of which is top-k
 
 A mask that is a conjunction of these is known. One that is added is, where it adds 0 to the pairs that it lets meet
 and a number that leaves nothing of a score to all others. Whatever is in doubt stays some tensor.
@@ -17,14 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..algebra.sizes import known_at_most, total
-from ..algebra.terms import Axis
+from ..algebra.terms import Axis, Join
 from ..attention.scores import ALL_ALIKE, Mask, highest_fill
 from ..mla.site import Site
 from ..trace.trace import Trace
 from .causal import Causal, after_query
+from .joined import Joined, joined, part_of
 from .kind import Kind
 from .kinds import RULES, WORDS, recognise
-from .positions import Affine, AtMost, Choice, Literal, Truth, conjunction, negation
+from .positions import ALWAYS, Affine, AtMost, Choice, Literal, Truth, conjunction, negation
 from .tensor import tensor_mask
 from .valuation import Valuation
 
@@ -60,6 +62,8 @@ def understand(site: Site, trace: Trace) -> Meaning:
     if len(attention.keys) != 1 or len(site.tokens) > 1:
         return unknown
     valuation = Valuation(trace, RULES)
+    if (of_parts := _joined(site, valuation)) is not None:
+        return Meaning((of_parts,))
     rejections = [(mask, _attends(mask, valuation, highest_fill(site.node))) for mask in attention.masks]
     tensors = [mask for mask, found in rejections if found is None]
     known = [found for _, found in rejections if found is not None]
@@ -98,9 +102,39 @@ def _attends(mask: Mask, valuation: Valuation, highest: float) -> tuple[Truth, f
     if not isinstance(value, Choice):
         return None
     then, otherwise = value.then * mask.factor, value.otherwise * mask.factor
+    if then == otherwise == 0:
+        return ALWAYS, -math.inf
     if then == 0 and otherwise <= highest:
         return value.condition, otherwise
     return (negation(value.condition), then) if otherwise == 0 and then <= highest else None
+
+
+def _joined(site: Site, valuation: Valuation) -> Joined | None:
+    """The one mask of a site as masks of parts of its keys, if one names keys and nothing is left of what they hide."""
+    attention = site.attention
+    if len(attention.masks) != 1 or attention.causal:
+        return None
+    (mask,) = attention.masks
+    join = mask.term.parts if mask.term.parts is not None or mask.term.read.then else mask.term.joined
+    if not isinstance(join, Join) or join.axis is not attention.keys[0]:
+        return None
+    segments, fills, all_see_some = [], [], False
+    for segment in join.segments:
+        found = _attends(replace(mask, term=segment.term), valuation, highest_fill(site.node))
+        truth = conjunction([found[0]]) if found is not None else None
+        if found is None or truth is None or truth.negated or len(segment.axes) != 1:
+            return None
+        part = part_of(site, segment.axes[0])
+        literals = [literal for literal in truth.literals if not _always(literal)]
+        kinds = [kind for literal in literals if (kind := recognise(literal, part, ())) is not None]
+        if len(kinds) < len(literals):
+            return None
+        segments.append((part, kinds))
+        fills.append(found[1])
+        all_see_some = all_see_some or _all_see_some(literals, part)
+    # Sinks take all the weight of a query that sees no key, whatever its scores were hidden by.
+    vanish = all(map(math.isinf, fills)) or all_see_some or bool(attention.sinks)
+    return joined(mask, segments) if vanish else None
 
 
 def _without_implied(kinds: Sequence[Kind]) -> list[Kind]:
@@ -113,14 +147,14 @@ def _without_implied(kinds: Sequence[Kind]) -> list[Kind]:
 
 
 def _all_see_some(literals: Sequence[Literal], site: Site) -> bool:
-    """Whether every query provably sees the first key, or the last one that a causal limit leaves it."""
+    """Whether every query provably sees the first key, the last, or the last one that a causal limit leaves it."""
     axis = site.attention.keys[0]
     key = Affine(0, ((axis, 1),))
     inequalities = [literal.what for literal in literals if isinstance(literal, AtMost)]
     if len(inequalities) < len(literals):
         return False
     last = [key - what for what in inequalities if what.factor(axis) == 1]
-    for candidate in (Affine(), *last):
+    for candidate in (Affine(), Affine(total([axis.size, -1])), *last):
         there = key - candidate
         exists = _never_positive(candidate * -1) and _never_positive(candidate - Affine(total([axis.size, -1])))
         if exists and all(_never_positive(what - there * what.factor(axis)) for what in inequalities):

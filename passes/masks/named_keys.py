@@ -11,19 +11,18 @@ from torch import Tensor
 
 from ..algebra.sizes import Size
 from ..algebra.terms import Read
-from ..code.reading import Reader, symbols_of
+from ..code.reading import Reader
 from ..mla.site import Site
-from .kind import Kind, without_causal
+from .kind import Kind, not_hidden, without_causal
 from .meaning import Meaning
-from .pairs import NamedPairs
-from .positions import Named
+from .naming import Naming
 
 
 @dataclass(frozen=True)
 class NamedKeys:
-    """Every query attends to the keys that `named` names, but for those that `hiding` hides, up to a causal offset."""
+    """Every query attends to the keys that `naming` names, but for those that `hiding` hides, up to a causal offset."""
 
-    named: Named
+    naming: Naming
     hiding: tuple[Kind, ...]
     offset: Size | None
     uniform_when_empty: bool
@@ -43,18 +42,18 @@ class NamedKeys:
     @property
     def count(self) -> Size:
         """How many keys a query names."""
-        return self.named.named.size
+        return self.naming.count
 
     @property
     def reads(self) -> list[Read]:
         """What the indices are made of."""
-        return [*(read for kind in self.hiding for read in kind.reads), self.named.indices]
+        return [*(read for kind in self.hiding for read in kind.reads), *self.naming.reads]
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
         """The symbols in sizes that are no tensor's."""
         own = sympy.sympify(self.offset or 0).free_symbols
-        return symbols_of(self.named.indices).union(own, *(kind.symbols for kind in self.hiding))
+        return self.naming.symbols.union(own, *(kind.symbols for kind in self.hiding))
 
     @property
     def may_be_empty(self) -> bool:
@@ -63,18 +62,7 @@ class NamedKeys:
 
     def indices(self, read: Reader) -> tuple[Tensor, int | torch.SymInt | None]:
         """The keys that each query attends to, `[B, Sq, topk]`, -1 for none; and a causal offset that holds besides."""
-        site, named = self.site, self.named
-        indices = read(named.indices, site.batch, site.tokens, (named.named,))
-        if not named.distinct:
-            indices = indices.sort(dim=-1).values
-            again = indices[..., 1:] == indices[..., :-1]
-            indices = torch.cat([indices[..., :1], indices[..., 1:].masked_fill(again, -1)], dim=-1)
-        pairs = NamedPairs(site, read, indices.clamp_min(0))
-        for kind in self.hiding:
-            seen = kind.tensor(pairs)
-            assert isinstance(seen, Tensor)
-            assert seen.dtype == torch.bool
-            indices = indices.masked_fill(~seen, -1)
+        indices = not_hidden(self.naming.indices(self.site, read), self.hiding, self.site, read)
         return indices, None if self.offset is None else read.realize(self.offset)
 
     def slots(self, read: Reader, table: Tensor, rows: Any) -> Tensor:

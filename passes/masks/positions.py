@@ -85,6 +85,8 @@ class Named(Literal):
     indices: Read
     named: Axis
     key: Axis
+    extent: Size
+    """More than any of the indices; those that are no index of `key` name nothing."""
     distinct: bool
     """Whether provably no index is there twice."""
     inverted: bool = False

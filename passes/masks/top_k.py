@@ -9,10 +9,11 @@ import sympy
 import torch
 from torch import Tensor
 
+from ..algebra.sizes import same
 from ..algebra.terms import Read
-from ..code.reading import symbols_of
 from ..mla.site import Site
 from .kind import Kind
+from .naming import Listed
 from .pairs import Pairs
 from .positions import Literal, Named
 
@@ -34,19 +35,20 @@ class TopK(Kind):
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        return symbols_of(self.named.indices)
+        return Listed(self.named).symbols
 
     @property
-    def names(self) -> Named | None:
-        return None if self.named.inverted else self.named
+    def names(self) -> Listed | None:
+        return None if self.named.inverted else Listed(self.named)
 
     def tensor(self, pairs: Pairs) -> Tensor:
         site, named = pairs.site, self.named
         layout = (site.batch, site.heads, site.tokens, (named.named,))
         indices = pairs.read(named.indices, *layout, broadcast=False).long()
-        count: Any = pairs.read.realize(site.sizes["T"])  # int or SymInt
-        rows = indices.new_full((*indices.shape[:3], count), named.inverted, dtype=torch.bool)
-        return rows.scatter(-1, indices, not named.inverted)
+        keys: Any = pairs.read.realize(site.sizes["T"])  # int or SymInt
+        extent: Any = keys if same(named.extent, site.sizes["T"]) else pairs.read.realize(named.extent)
+        rows = indices.new_full((*indices.shape[:3], extent), named.inverted, dtype=torch.bool)
+        return rows.scatter(-1, indices, not named.inverted).narrow(-1, 0, keys)
 
 
 def recognise(literal: Literal, site: Site, origin: tuple[Kind, ...]) -> Kind | None:

@@ -159,6 +159,8 @@ def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
                     _SHARE,
                 )
     tokens = set(attention.queries) if attention.queries is not None else rows - heads - batch
+    if attention.queries is None and attention.masks and not heads:  # a head is any row: masks are the same for all
+        tokens &= set[Axis]().union(*(mask.term.axes for mask in attention.masks))
     if tokens & (heads | batch):
         reason = "expected keys and values that are the same for every query, found some that differ"
         raise Refusal(node, reason, "attend to the same keys from every query, and tell them apart by a mask")

@@ -252,11 +252,16 @@ def _holds(condition: Relational, ranges: Ranges) -> bool:
 
 
 def _least(topk: Size, hints: dict[sympy.Symbol, int]) -> tuple[Size, tuple[Relational, ...]]:
-    """The number of named keys, and where that holds: of `min(k, T)` the one that it is at the hints."""
-    if isinstance(topk, int) or type(topk).__name__ != "Min":  # sympy's or torch's
-        return topk, ()
-    least, *others = sorted(topk.args, key=lambda size: size.subs(hints))
-    return least, tuple(sympy.Ge(other, least) for other in others)
+    """The number of named keys, and where that holds: of each `min(k, T)` in it the one that it is at the hints."""
+    conditions: tuple[Relational, ...] = ()
+    if isinstance(topk, int):
+        return topk, conditions
+    chosen: dict[sympy.Basic, sympy.Basic] = {}
+    for lesser in topk.find(lambda part: type(part).__name__ == "Min"):  # sympy's or torch's
+        least, *others = sorted(lesser.args, key=lambda size: size.subs(hints))
+        chosen[lesser] = least
+        conditions += tuple(sympy.Ge(other, least) for other in others)
+    return topk.xreplace(chosen), conditions
 
 
 @lru_cache(maxsize=256)

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 
 from ..algebra.sizes import same
 from ..algebra.terms import Axis
+from ..masks.joined import OfParts
 from ..masks.kind import Kind
 from ..masks.meaning import Meaning
+from ..masks.naming import Listed, Naming
 from ..masks.positions import Affine
 from ..mla.site import Site
 from .names import Names, names_of
@@ -34,12 +36,25 @@ def _conditions(kind: Kind, site: Site, names: Names) -> Iterator[str]:
     if kind.causal_offset is not None:
         yield f"{key} <= {_sum(query or '0', _affine(Affine(kind.causal_offset), names))}"
     elif kind.names is not None:
-        yield f"{key} {'not ' * kind.names.inverted}in {read_text(kind.names.indices, names)}"
+        yield from _named(kind.names, key, names)
     elif bound is not None:
         yield from (f"{key} < {_affine(length, names)}" for length in bound.lengths)
         yield from (f"{key} <= {_sum(query or '0', _affine(place, names))}" for place in bound.positions)
     else:
         yield "of " + ", ".join(read_text(read, names) for read in kind.reads)
+
+
+def _named(naming: Naming, key: str, names: Names) -> Iterator[str]:
+    match naming:
+        case Listed(named):
+            yield f"{key} in {read_text(named.indices, names)}"
+        case OfParts(parts):
+            for part in parts:
+                own = names(part.key)
+                yield f"{key} = {_sum(own, _affine(Affine(part.start), names))}"
+                yield from _named(part.naming, own, names)
+                for kind in part.kinds:
+                    yield from _conditions(kind, part.site, names)
 
 
 def _affine(value: Affine, names: Names) -> str:

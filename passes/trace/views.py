@@ -24,12 +24,16 @@ HANDLERS = Handlers()
     aten.contiguous.default,
     aten.detach.default,
     aten.detach_copy.default,
-    aten.lift.default,
-    aten.lift_fresh.default,
-    aten.lift_fresh_copy.default,
 )
 def _same(trace: Forms, node: fx.Node) -> Form:
     return trace[arguments(node)[0]]
+
+
+@HANDLERS.of(aten.lift.default, aten.lift_fresh.default, aten.lift_fresh_copy.default)
+def _lifted(trace: Forms, node: fx.Node) -> Form:
+    """A copy of a constant, which stands for it: under fake tensors no code can be traced that reads the constant."""
+    (constant,) = node.all_input_nodes
+    return operations.leaf(node, shape_of(node)) if constant.op == "get_attr" else trace[constant]
 
 
 @HANDLERS.of(

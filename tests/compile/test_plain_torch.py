@@ -75,3 +75,22 @@ def test_the_report_names_the_line_of_the_module():
     assert "scaled_dot_product_attention" in site.code
     sizes = {"B": 1, "Sq": 1, "T": 41, "N": 4, "L": 16, "P": 12, "V": 10, "R": 8}
     assert site.shapes == {word: str(size) for word, size in sizes.items()}
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_lengths_that_the_code_writes_down():
+    """A `torch.tensor([...])` in the code is a constant of its graph, which pages take as it is."""
+
+    def attend(q, pages, table):
+        keys = pages[table].flatten(1, 2)[:, None].expand(-1, q.shape[1], -1, -1)
+        seen = torch.arange(keys.shape[2]) < torch.tensor([9, 11])[:, None]
+        return torch.nn.functional.scaled_dot_product_attention(q, keys, keys[..., :8], seen[:, None, None])
+
+    inputs = torch.randn(2, 4, 1, 10), torch.randn(8, 4, 10), torch.tensor([[1, 3, 5], [0, 2, 7]])
+    with torch.no_grad():
+        compiled = torch.compile(attend, backend="mla")(*inputs)
+    (site,) = mla_compile.last_report().sites
+    assert (site.path, site.mask) == ("absorbed", "lengths")
+    assert site.reason.endswith("reads the pages")
+    exact = attend(inputs[0].double(), inputs[1].double(), inputs[2])
+    assert_as_close_as_eager(compiled, attend(*inputs), exact)

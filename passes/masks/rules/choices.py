@@ -101,13 +101,13 @@ def _scatter(values: Values, node: fx.Node, index: Index) -> Value | None:
     axis = key.terms[0][0]
     shape, own = shape_of(node), shape_of(indices)
     others = [i for i in range(len(shape)) if i != dim]
-    if not same(shape[dim], axis.size) or any(not same(shape[i], own[i]) for i in others):
+    if not known_at_most(axis.size, shape[dim]) or any(not same(shape[i], own[i]) for i in others):
         return None  # rows that no index speaks of
     named = Axis(own[dim])
     read = at(indices, own, [Affine(0, ((named, 1),)) if i == dim else entry for i, entry in enumerate(index)])
     if read is None or any(axis in index[i].axes for i in others):
         return None
-    return _select(Truth((Named(read, named, axis, _distinct(indices, dim)),)), value, base_value)
+    return _select(Truth((Named(read, named, axis, shape[dim], _distinct(indices, dim)),)), value, base_value)
 
 
 def _distinct(indices: fx.Node, dim: int) -> bool:

@@ -116,7 +116,7 @@ def holds(literal: Literal, at: dict[Axis, int], tensors: dict[fx.Node, Tensor])
             return number(what, at, tensors) <= 0
         case Element(read, inverted):
             return bool(element(read, at, tensors)) != inverted
-        case Named(indices, axis, key, _, inverted):
+        case Named(indices, axis, key, _, _, inverted):
             found = (int(element(indices, at | {axis: i}, tensors)) for i in range(int(axis.size)))
             return (at[key] in found) != inverted
     raise AssertionError(literal)
