@@ -41,6 +41,7 @@ from . import variants
 from .dynamo_graph import copied
 from .flex import write_out
 from .graph_log import is_observed, log_graph
+from .loops import settings_of_loops
 from .mm_of_one_row import mm_of_one_row
 from .ops import SEALED
 from .options import Options
@@ -209,7 +210,8 @@ class _Compilation:
             raise_strict(self.outcomes, self.note)
         log_graph("mla_trained", trained.module)
         with self._own_artifacts(cache_tag(self.options, rates), use_cache=True):
-            compiled = _compile_fx(trained.module, self.inputs, inner_compile=compile_fx_inner)
+            loops = settings_of_loops(trained.module.graph)
+            compiled = _compile_fx(trained.module, self.inputs, inner_compile=compile_fx_inner, config_patches=loops)
         return _checked(compiled, trained.checks) if trained.checks else compiled
 
     def _stock(self, note: str) -> Callable[..., Any]:
@@ -234,7 +236,8 @@ class _Compilation:
         log_graph("mla_retraced", retraced)
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
-        compiled = compile_fx_inner(retraced, inputs, **kwargs)
+        with inductor_config.patch(settings_of_loops(retraced.graph)):
+            compiled = compile_fx_inner(retraced, inputs, **kwargs)
         if rewriting.original is None:
             return compiled
         return Verified(compiled, rewriting.original, module, self.outcomes)

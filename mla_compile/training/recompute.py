@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from mla_compile.passes.code.differentiable import OVER_GROUPS
 from mla_compile.passes.nodes.arguments import aten
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
@@ -25,19 +26,20 @@ from .capture import Captured
 
 _SAME = (aten._to_copy.default, aten._unsafe_view.default, aten.view.default, aten.clone.default, aten.alias.default)
 _ATTENTION = torch.ops.mla.expanded_attention.default
+_ATTENTIONS = (_ATTENTION, OVER_GROUPS)
 
 
 def recompute_operands(code: Collection[fx.Node]) -> None:
     """Mark what makes the latent, the rope key and the weights of a site, of the code that was put in for it."""
     own = set(code)
-    operands = [operand for node in own if node.target is _ATTENTION for operand in node.all_input_nodes[1:]]
+    operands = [operand for node in own if node.target in _ATTENTIONS for operand in _operands(node)[1:]]
     for node in _walk(operands, lambda node: node.all_input_nodes if node in own else ()):
         if node in own:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
-def recompute_queries(captured: Captured, output: fx.Node) -> None:
-    """Mark the queries of the site that ends in `output`, of the ATen graph, after its code was put in Dynamo's.
+def recompute_queries(captured: Captured, output: fx.Node, code: Collection[fx.Node]) -> None:
+    """Mark the queries of the site that ends in `output`, of the ATen graph, given its code in Dynamo's.
 
     Raises:
         Refusal: if they are no up-projection of a latent of their own, or not the same when computed again.
@@ -47,12 +49,12 @@ def recompute_queries(captured: Captured, output: fx.Node) -> None:
     starts = [origin for node in _first_known(captured, latent) for origin in captured.origins[node]]
     if latent is None or not starts:
         raise Refusal(output, "expected queries that are an up-projection of a narrower latent to compute them again")
-    seeded = next(filter(_is_seeded, _between([latent], _attention_of(output))), None)
+    seeded = next(filter(_is_seeded, _between([latent], attention_of(output))), None)
     if seeded is not None:
         raise Refusal(output, f"expected queries that are the same when they are computed again, found {where(seeded)}")
-    (end,) = captured.origins[output][:1]
-    for node in _between(starts, _attention_of(end)):
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    for attention in code:
+        for node in _between(starts, attention) if attention.target in _ATTENTIONS else ():
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _first_known(captured: Captured, latent: fx.Node | None) -> Iterable[fx.Node]:
@@ -63,16 +65,21 @@ def _first_known(captured: Captured, latent: fx.Node | None) -> Iterable[fx.Node
     return (node for node in own if captured.origins.get(node))
 
 
-def _attention_of(end: fx.Node) -> fx.Node:
+def attention_of(end: fx.Node) -> fx.Node:
     """The op that `end` is made of, and no other site's."""
-    return next(node for node in _walk([end], lambda node: node.all_input_nodes) if node.target is _ATTENTION)
+    return next(node for node in _walk([end], lambda node: node.all_input_nodes) if node.target in _ATTENTIONS)
+
+
+def _operands(attention: fx.Node) -> list[fx.Node]:
+    """The tensors of an op, its queries first."""
+    tensors = attention.all_input_nodes if attention.target is _ATTENTION else attention.args[2]
+    assert isinstance(tensors, list | tuple)
+    return [tensor for tensor in tensors if isinstance(tensor, fx.Node)]
 
 
 def _between(starts: Iterable[fx.Node], attention: fx.Node) -> list[fx.Node]:
     """What the queries of an op are made of from `starts` on, without these."""
-    queries = attention.args[0]
-    assert isinstance(queries, fx.Node)
-    made_of = set(_walk([queries], lambda node: node.all_input_nodes))
+    made_of = set(_walk(_operands(attention)[:1], lambda node: node.all_input_nodes))
     return [node for node in _walk(list(starts), lambda node: node.users) if node in made_of and node not in starts]
 
 

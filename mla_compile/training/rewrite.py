@@ -18,13 +18,14 @@ from torch import fx
 from mla_compile.cost import Device
 from mla_compile.dynamo_graph import copied
 from mla_compile.options import KEEP_ALL, QUERIES, Options
+from mla_compile.passes.code.differentiable import OVER_GROUPS
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.outcome import Outcome, unchanged
 from mla_compile.rewriting import rewrite_graph
 from mla_compile.verify import check
 
 from .capture import Captured, NotCaptured, capture
-from .recompute import recompute_operands, recompute_queries
+from .recompute import attention_of, recompute_operands, recompute_queries
 from .splice import splice
 
 Check = Callable[[tuple[Any, ...]], None]
@@ -47,8 +48,13 @@ class Trained:
     """With `mla.verify`."""
 
 
-def rewrite_for_training(module: fx.GraphModule, device: Device, options: Options) -> Trained:
-    """A copy of a Dynamo graph whose MLA sites are differentiable ops; the graph itself stays as it is."""
+def rewrite_for_training(
+    module: fx.GraphModule, device: Device, options: Options, *, checkpointed: bool = False
+) -> Trained:
+    """A copy of a Dynamo graph whose MLA sites are differentiable ops; the graph itself stays as it is.
+
+    `checkpointed` where it is the body of a checkpoint, which computes all of it again.
+    """
     new = copied(module)
     try:
         captured = capture(new)
@@ -59,7 +65,7 @@ def rewrite_for_training(module: fx.GraphModule, device: Device, options: Option
     for outcome in rewriting.outcomes:
         _move_origins(captured, outcome, sites)
     captured.share_origins()
-    outcomes = tuple(_spliced(captured, outcome, options.recompute) for outcome in rewriting.outcomes)
+    outcomes = tuple(_spliced(captured, outcome, options.recompute, checkpointed) for outcome in rewriting.outcomes)
     checks: tuple[Check, ...] = ()
     if rewriting.original is not None and any(outcome.rewritten for outcome in outcomes):
         original = rewriting.original
@@ -69,7 +75,7 @@ def rewrite_for_training(module: fx.GraphModule, device: Device, options: Option
     for name in _checkpoints(new):
         written = new.get_submodule(name)
         assert isinstance(written, fx.GraphModule)
-        body = rewrite_for_training(written, device, replace(options, recompute=KEEP_ALL))  # it is all computed again
+        body = rewrite_for_training(written, device, replace(options, recompute=KEEP_ALL), checkpointed=True)
         setattr(new, name, body.module)
         trained = replace(
             trained,
@@ -93,19 +99,23 @@ def _move_origins(captured: Captured, outcome: Outcome, sites: dict[str, fx.Node
         captured.origins[_output(captured, outcome)] = captured.origins.pop(place)
 
 
-def _spliced(captured: Captured, outcome: Outcome, recompute: str) -> Outcome:
+def _spliced(captured: Captured, outcome: Outcome, recompute: str, checkpointed: bool) -> Outcome:
     """What became of a site after its code was put into the Dynamo graph, or was not."""
     if not outcome.rewritten:
         return outcome
     output = _output(captured, outcome)
     try:
-        recompute_operands(splice(captured, output))
+        if checkpointed and attention_of(output).target is OVER_GROUPS:
+            reason = "expected a sum of products and masks in a checkpoint, found a function of the scores"
+            raise Refusal(output, reason)
+        code = splice(captured, output)
+        recompute_operands(code)
     except Refusal as refusal:
         return replace(unchanged(output, refusal), node=outcome.node)
     if recompute != QUERIES:
         return outcome
     try:
-        recompute_queries(captured, output)
+        recompute_queries(captured, output, code)
     except Refusal as refusal:
         return replace(outcome, reason=f"{outcome.reason}; queries are kept: {refusal.reason}")
     return replace(outcome, reason=f"{outcome.reason}, and so are queries")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from mla_compile.passes.code.splicing import adopted
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
 
@@ -83,11 +84,12 @@ class _Part:
     def check(self) -> None:
         """Raises: Refusal, if the code cannot stand in the Dynamo graph, or would have other gradients."""
         for node in self.code:
-            target = node.target
-            if node.op != "call_function" or (
-                isinstance(target, torch._ops.OpOverload)
-                and (target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)
-            ):
+            inner = getattr(self.captured.module, str(node.target), None) if node.op == "get_attr" else None
+            if isinstance(inner, fx.GraphModule):  # what an op of the code runs
+                calls = [own for own in inner.graph.nodes if own.op not in ("placeholder", "output")]
+            else:
+                calls = [node]
+            if not all(map(_is_function, calls)):
                 raise Refusal(self.end, f"expected code of functions of tensors, found {where(node)}")
         earlier = set[fx.Node]()
         for node in self.captured.dynamo.nodes:
@@ -107,6 +109,9 @@ class _Part:
             # What is traced has been cast already.
             entered = [self._call(torch.amp.autocast_mode._enter_autocast, d, None, False, None) for d in devices]
             for node in self.code:
+                if node.op == "get_attr":
+                    known[node] = graph.get_attr(adopted(graph, self.captured.module.get_submodule(str(node.target))))
+                    continue
                 known[node] = graph.node_copy(node, lambda n: known[n])
                 meta = self.place.meta if node is self.end else node.meta
                 known[node].meta = {key: value for key, value in meta.items() if key != "val"}
@@ -124,10 +129,18 @@ class _Part:
         graph.erase_node(self.place)
         for origins in self.captured.origins.values():
             origins[:] = [new if origin is self.place else origin for origin in origins]
-        return [known[node] for node in self.code]
+        return [known[node] for node in self.code if node.op != "get_attr"]
 
     def _call(self, function: Any, *arguments: Any) -> fx.Node:
         return self.captured.dynamo.call_function(function, arguments)
+
+
+def _is_function(node: fx.Node) -> bool:
+    """Whether a node computes the same each time, and writes to nothing."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return node.op == "call_function"
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _with_gradient(value: Any, place: fx.Node) -> Any:

@@ -1,4 +1,4 @@
-"""A loop over groups of heads that a graph can hold."""
+"""Loops over groups of heads that a graph can hold."""
 
 from __future__ import annotations
 
@@ -10,34 +10,51 @@ from torch import Tensor
 
 _torch_c: Any = torch._C  # `_is_alias_of` is not in its stubs
 
+Attend = Callable[[Sequence[Tensor]], Tensor]
+"""Attention of a group of heads, `[B, H, Sq, V]`, out of their part of each tensor."""
+HeadDims = Sequence[int | None]
+"""The dimension of heads of each tensor, None where it has none."""
 
-def over_groups(
-    attend: Callable[[Sequence[Tensor]], Tensor],
+
+def over_groups(attend: Attend, tensors: Sequence[Tensor], dims: HeadDims, group: int, out: Tensor) -> Tensor:
+    """`out` `[B, N, Sq, V]`, filled by `attend`, which gets `group` of the heads at a time; N is a multiple of that."""
+
+    def turn(here: Tensor, parts: Sequence[Tensor], out: Tensor) -> tuple[Tensor, ...]:
+        return (out.index_copy(1, here, attend(parts)),)
+
+    (filled,) = loop(turn, [out], tensors, dims, group, out.shape[1])
+    return filled
+
+
+def loop(
+    turn: Callable[..., tuple[Tensor, ...]],
+    carried: Sequence[Tensor],
     tensors: Sequence[Tensor],
-    dims: Sequence[int | None],
+    dims: HeadDims,
     group: int,
-    out: Tensor,
-) -> Tensor:
-    """`out` `[B, N, Sq, V]`, filled by `attend`, which gets `group` of the heads of each of `tensors` at a time.
+    heads: int,
+) -> Sequence[Tensor]:
+    """What `turn(here, parts, *carried)` makes of `carried`, one group of heads after the other.
 
-    `dims[i]` is the dimension of heads of tensor i, None where it has none; N is a multiple of `group`.
+    `here` is which heads, int64 `[group]`, and `parts` are theirs of `tensors`.
     """
-    heads, kept = out.shape[1], _apart(tensors)
+    count = len(carried)
 
-    def more(start: Tensor, out: Tensor, *tensors: Tensor) -> Tensor:
+    def more(start: Tensor, *others: Tensor) -> Tensor:
         return (start < heads).squeeze(0)
 
-    def turn(start: Tensor, out: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def body(start: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         here = start + torch.arange(group, device=start.device)
-        parts = [t if dim is None else t.index_select(dim, here) for t, dim in zip(tensors, dims, strict=True)]
-        return start + group, out.index_copy(1, here, attend(parts))
+        whole = others[count:]
+        parts = [t if dim is None else t.index_select(dim, here) for t, dim in zip(whole, dims, strict=True)]
+        return start + group, *turn(here, parts, *others[:count])
 
-    start = torch.zeros(1, dtype=torch.int64, device=out.device)
-    _, out = torch.ops.higher_order.while_loop(more, turn, (start, out), tuple(kept))
-    return out
+    start = torch.zeros(1, dtype=torch.int64, device=carried[0].device)
+    results = torch.ops.higher_order.while_loop(more, body, (start, *carried), tuple(apart(tensors)))
+    return tuple(results[1:])
 
 
-def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of those that share memory with an earlier one: a loop takes none such."""
     kept: list[Tensor] = []
     for tensor in tensors:

@@ -31,7 +31,7 @@ def inline(graph: fx.Graph, inner: fx.Graph, arguments: Sequence[fx.Node], origi
         elif node.op == "output":
             result = mapped[node.args[0]]
         elif node.op == "get_attr":
-            mapped[node] = graph.get_attr(_adopted(graph, inner, node.target))
+            mapped[node] = graph.get_attr(adopted(graph, getattr(inner.owning_module, node.target)))
         else:
             copied = graph.node_copy(node, lambda n: mapped[n])
             copied.meta.update({key: origin.meta[key] for key in _COPIED_META if key in origin.meta})
@@ -40,9 +40,9 @@ def inline(graph: fx.Graph, inner: fx.Graph, arguments: Sequence[fx.Node], origi
     return result
 
 
-def _adopted(graph: fx.Graph, inner: fx.Graph, name: Any) -> str:
-    """The name in the module of `graph` for what the module of `inner` calls `name`: code that an op takes."""
-    owner, code = graph.owning_module, getattr(inner.owning_module, name)
+def adopted(graph: fx.Graph, code: Any) -> str:
+    """The name of `code`, a graph that an op takes, in the module of `graph`, which gets it if it has it not."""
+    owner = graph.owning_module
     assert owner is not None
     known = {child: own for own, child in owner.named_children()}
     if code not in known:

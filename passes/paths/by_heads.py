@@ -8,7 +8,7 @@ For functions of scores, a soft cap for instance, that chunks of keys could not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from mla_compile.cost import Cost, Dims, Size
 from ..algebra.terms import Read
 from ..attention.functions import Function
 from ..caches.stored import StoredKeys
-from ..code.loops import over_groups
+from ..code.loops import Attend, HeadDims, over_groups
 from ..code.reading import Reader, done, sources_of, wide, write_as
 from ..masks.meaning import Meaning
 from ..mla.site import Site
@@ -39,6 +39,10 @@ A turn copies the output so far. With H of N heads at a time and as many queries
 N V 8 / (H T 2 (P + R + V)) bytes for each FLOP: of DeepSeek-V3's dims and 4,096 tokens 0.01, a tenth of what a CPU
 moves meanwhile, and less of more tokens.
 """
+
+
+ByGroups = Callable[[Attend, Sequence[Tensor], HeadDims, Site, Tensor], Tensor]
+"""Fills its last argument with attention of all heads."""
 
 
 class ByHeads(Path):
@@ -79,7 +83,12 @@ class ByHeads(Path):
 
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
         """All in the place of the product with the values."""
-        return [Part(site.node, ByHeadsCode(site))]
+        return [Part(site.node, ByHeadsCode(site, self._by_groups))]
+
+    def _by_groups(self, attend: Attend, tensors: Sequence[Tensor], dims: HeadDims, site: Site, out: Tensor) -> Tensor:
+        """`out`, filled by `attend`, as many heads at a time as are not too many."""
+        group = heads_at_a_time(site, SCORES_BYTES)
+        return attend(tensors) if group == site.sizes["N"] else over_groups(attend, tensors, dims, group, out)
 
 
 class ByHeadsCode:
@@ -87,10 +96,10 @@ class ByHeadsCode:
 
     said = None
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, by_groups: ByGroups) -> None:
         assert site.attention.opaque is not None
         assert isinstance(site.attention.opaque.function, Function)
-        self.site, self.function = site, site.attention.opaque.function
+        self.site, self.function, self.by_groups = site, site.attention.opaque.function, by_groups
         self.pieces = (site.nope, *site.ropes)
         self.dtypes = [dtype_of(product) for product in site.attention.opaque.products]
         reads = [site.latent.read, site.w_uk, site.w_uv, *site.biases]
@@ -106,10 +115,10 @@ class ByHeadsCode:
         assert site.w_uk is not None
         assert site.w_uv is not None
         tensors = {
+            "queries": [self._queries(i, read) for i in range(len(self.dtypes))],
             "latent": read(site.latent.read, site.batch, keys, site.rank),
             "w_uk": read(site.w_uk, site.heads, site.nope.summed, site.rank),
             "w_uv": read(site.w_uv, site.heads, site.attention.columns, site.rank),
-            "queries": [self._queries(i, read) for i in range(len(self.dtypes))],
             "ropes": [read(rope.key.read, site.batch, keys, rope.summed) for rope in site.ropes],
             "shifts": [
                 (read(s.query.read, *rows, s.summed) * read(s.key.read, *rows, s.summed)).sum(-1, keepdim=True)
@@ -119,7 +128,7 @@ class ByHeadsCode:
             "sinks": [read(sink.term.read, *rows, sink.keys) for sink in self.function.sinks],
             "biases": [read(bias, *rows, site.attention.columns, broadcast=False) for bias in site.biases],
         }
-        o, columns = padded(self._by_groups(tensors), site, read.realize)
+        o, columns = padded(self._of_all_heads(tensors), site, read.realize)
         return write_as(o, (*rows, columns), site.attention.dims, read.realize)
 
     def _queries(self, index: int, read: Reader) -> Tensor:
@@ -132,20 +141,18 @@ class ByHeadsCode:
         ]
         return torch.cat([q.to(self.dtypes[index]) for q in scaled], dim=-1)
 
-    def _by_groups(self, tensors: dict[str, Any]) -> Tensor:
+    def _of_all_heads(self, tensors: dict[str, Any]) -> Tensor:
         """`[B, N, Sq, V]`"""
         queries, w_uv = tensors["queries"][0], tensors["w_uv"]
-        heads, group = w_uv.shape[0], heads_at_a_time(self.site)
-        if group == heads:
-            return self._attend(tensors)
         leaves, spec = pytree.tree_flatten(tensors)
         places = pytree.tree_leaves({name: _head_dims(name, value) for name, value in tensors.items()})
         dims = [
-            place if place >= 0 and leaf.shape[place] == heads else None
+            place if place >= 0 and leaf.shape[place] == w_uv.shape[0] else None
             for leaf, place in zip(leaves, places, strict=True)
         ]
         out = queries.new_zeros((*queries.shape[:3], w_uv.shape[1]), dtype=self.site.node.meta["val"].dtype)
-        return over_groups(lambda parts: self._attend(pytree.tree_unflatten(parts, spec)), leaves, dims, group, out)
+        attend = lambda parts: self._attend(pytree.tree_unflatten(parts, spec))  # noqa: E731
+        return self.by_groups(attend, leaves, dims, self.site, out)
 
     def _attend(self, x: dict[str, Any]) -> Tensor:
         """`[B, H, Sq, V]` of a group of heads."""
@@ -156,9 +163,12 @@ class ByHeadsCode:
         scores = wide(function(products, x["operands"])) * function.factor
         taken = [sink.to(scores.dtype) * own.factor for sink, own in zip(x["sinks"], function.sinks, strict=True)]
         weights = torch.cat([scores, *taken], dim=-1) if taken else scores
+        empty = scores.isneginf().all(-1, keepdim=True) if function.safe else None
+        if empty is not None:
+            weights = weights.masked_fill(empty, 0.0)  # gradients of such a row are 0 too
         weights = weights.softmax(-1).narrow(-1, 0, scores.shape[-1])
-        if function.safe:
-            weights = weights.masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
+        if empty is not None:
+            weights = weights.masked_fill(empty, 0.0)
         weights = done(weights.to(function.weights_dtype), site.attention.opaque.weights.then)
         o = weights @ _up_projected(x["latent"], x["w_uv"]).to(weights.dtype)
         for bias in x["biases"]:
@@ -193,15 +203,15 @@ def dtype_of(product: Read) -> torch.dtype:
     return dtype
 
 
-def heads_at_a_time(site: Site) -> int:
+def heads_at_a_time(site: Site, scores_bytes: int) -> int:
     """The most heads that divide all evenly and whose scores are not too many; of a few queries all."""
     sizes = site.sizes
     heads, mode = int(sizes["N"]), getattr(site.node.meta["val"], "fake_mode", None)
     environment = None if mode is None else mode.shape_env
     of_one: Any = 4 * sizes["B"] * sizes["Sq"] * sizes["T"]
     if not isinstance(of_one, int):
-        of_one = of_one.subs(hints_of((of_one,), environment)) if environment is not None else SCORES_BYTES
-    most = max(SCORES_BYTES // int(of_one), 1)
+        of_one = of_one.subs(hints_of((of_one,), environment)) if environment is not None else scores_bytes
+    most = max(scores_bytes // int(of_one), 1)
     return max(count for count in range(1, heads + 1) if heads % count == 0 and count <= most)
 
 

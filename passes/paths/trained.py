@@ -6,14 +6,10 @@ After    o = expanded_attention(q, latent, k_rope, W_UK, W_UV); kept for backwar
 
 from __future__ import annotations
 
-from torch import fx
-
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
 from ..mla.site import Site
 from ..nodes.refusal import Refusal
-from ..nodes.source import where
-from .by_heads import refuse_reader
 from .carriers import MaskAndOffset
 from .chunked import Chunked
 
@@ -33,21 +29,12 @@ class Trained(Chunked):
         return Chunked.name
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
-        """All sites, though it refuses some of them."""
-        return True
+        """Sites whose scores are a sum, though it refuses some of them."""
+        return site.attention.opaque is None
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse as chunked does, and what has no up-projections."""
-        if site.w_uk is None or site.w_uv is None:
-            reason = "expected up-projections to do again for gradients, found attention that is absorbed by hand"
-            raise Refusal(site.node, reason)
-        if site.attention.opaque is not None:
-            refuse_reader(site)
-            source = site.attention.opaque.weights.source
-            found = where(source) if isinstance(source, fx.Node) else str(source)
-            raise Refusal(
-                site.node, f"expected a sum of products and masks for gradients, found {found} of other scores"
-            )
+        refuse_absorbed(site)
         super().refuse(site, asked=asked)
 
     def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
@@ -57,3 +44,10 @@ class Trained(Chunked):
     def prefers_lengths(self, device: str) -> bool:
         """Never: all keys that there are have gradients."""
         return False
+
+
+def refuse_absorbed(site: Site) -> None:
+    """Refuse what has no up-projections: it keeps the latent alone already."""
+    if site.w_uk is None or site.w_uv is None:
+        reason = "expected up-projections to do again for gradients, found attention that is absorbed by hand"
+        raise Refusal(site.node, reason)

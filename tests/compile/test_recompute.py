@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import mla_compile
 from mla_compile.bench.memory import kept_for_backward
 from tests.adapters import adapt
-from tests.compile.test_training import Layer, hidden
+from tests.compile.test_training import ByHand, Layer, hidden
 from tests.models import HIDDEN, Combined, L, N, P, R, V
 from tests.training import assert_gradients_close, gradients
 
@@ -78,6 +78,16 @@ def test_an_adapter_beside_the_projection_of_queries():
     module.mla.q_proj[2].requires_grad_(False)
     adapt(module.mla.q_proj, "2")
     x = hidden()
+    found = gradients(compiled(module), module, [x])
+    for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert mla_compile.last_report().sites[0].reason.endswith("and so are queries")
+
+
+def test_a_softmax_by_hand():
+    """Whose result no node of Dynamo's graph is before a view of it."""
+    module, x = ByHand(), hidden()
+    module.mla = Combined(True)
     found = gradients(compiled(module), module, [x])
     for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)

@@ -14,9 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mla_compile
 from mla_compile import backend
+from mla_compile.options import KEEP_ALL, QUERIES
+from tests.adapters import adapt
 from tests.compile.test_training import Layer
 from tests.interpreted import interpreted
-from tests.models import HIDDEN
+from tests.models import HIDDEN, Combined
 
 WIDE = 12000
 """Columns of a projection whose weights fill a bucket of gradients by themselves: DDP cuts the graph there."""
@@ -25,10 +27,13 @@ WIDE = 12000
 class Model(nn.Module):
     """Two layers and what is wide between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *adapted: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Layer(), Layer()])
         self.wide = nn.Sequential(nn.Linear(HIDDEN, WIDE), nn.ReLU(), nn.Linear(WIDE, HIDDEN))
+        for layer in self.layers:
+            layer.mla = Combined(True)
+            adapt(layer.mla, *adapted)
 
     def forward(self, x):
         x = x + self.layers[0](x)
@@ -36,12 +41,12 @@ class Model(nn.Module):
         return x + self.layers[1](x)
 
 
-def _train(rank: int, way: str, path: str) -> None:
+def _train(rank: int, way: str, adapted: tuple[str, ...], recompute: str, path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
     torch.set_num_threads(1)
     backend.compile_fx_inner = interpreted
     torch.manual_seed(0)
-    model = Model()
+    model = Model(*adapted)
     plain, batches = copy.deepcopy(model), torch.randn(2, 2, 13, HIDDEN)
     for batch in batches:
         (plain(batch).square().mean() / 2).backward()
@@ -49,16 +54,29 @@ def _train(rank: int, way: str, path: str) -> None:
         for part in (*model.layers, model):
             fully_shard(part)
     wrapped = model if way == "fsdp" else DistributedDataParallel(model, bucket_cap_mb=1)
-    torch.compile(wrapped, backend="mla")(batches[rank]).square().mean().backward()
+    options = {"mla.recompute": recompute}
+    torch.compile(wrapped, backend="mla", options=options)(batches[rank]).square().mean().backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.requires_grad == theirs.requires_grad
+        if not ours.requires_grad:
+            assert ours.grad is None
+            continue
         gradient = ours.grad.full_tensor() if way == "fsdp" else ours.grad
         torch.testing.assert_close(gradient, theirs.grad, rtol=1e-4, atol=1e-6)
-    assert sum(report.rewritten for report in mla_compile.reports()) == 2
-    assert len(mla_compile.reports()) > 1  # the graph was cut
+    reports = mla_compile.reports()
+    assert sum(report.rewritten for report in reports) == 2
+    if recompute == QUERIES:
+        assert all(site.reason.endswith("and so are queries") for report in reports for site in report.sites)
+    assert len(reports) > 1  # the graph was cut
     dist.barrier()
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(
+    ("adapted", "recompute"),
+    [((), KEEP_ALL), (("kv_b_proj", "o_proj"), QUERIES)],
+    ids=["all weights", "adapters, queries again"],
+)
 @pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_two_processes_train_as_one(way, tmp_path):
-    mp.spawn(_train, args=(way, str(tmp_path)), nprocs=2)
+def test_two_processes_train_as_one(way, adapted, recompute, tmp_path):
+    mp.spawn(_train, args=(way, adapted, recompute, str(tmp_path)), nprocs=2)

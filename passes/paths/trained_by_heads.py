@@ -1,0 +1,53 @@
+"""Trained by heads: functions of the scores where gradients are needed.
+
+Before   s = q (latent @ W_UK + k_rope)^T;  o = softmax(f(s)) (latent @ W_UV);  kept for backward: q, k, v, all scores
+After    for heads in groups:  the same of these heads;  kept for backward: q, latent, k_rope and what f reads
+
+The backward is a loop over the groups too: scores are computed again, and f is differentiated as torch does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..caches.stored import StoredKeys
+from ..code.differentiable import over_groups_with_gradients
+from ..code.loops import Attend, HeadDims
+from ..masks.meaning import Meaning
+from ..mla.site import Site
+from .by_heads import ByHeads, heads_at_a_time
+from .trained import Trained, refuse_absorbed
+
+SCORES_BYTES = 1 << 24
+"""Most bytes of scores in float32 at a time; of one head there may be more.
+
+The backward of a turn has five tensors of that size: products, scores, weights and gradients. With four times as much a
+layer of DeepSeek-V2-Lite's dims takes 349 MiB for 1,024 tokens, with this 150, stock Inductor 255.
+"""
+
+
+class TrainedByHeads(ByHeads):
+    """A group of heads after the other, forward and backward."""
+
+    name = "trained by heads"
+    why = "keys, values and a function of the scores are computed again for gradients, a group of heads at a time"
+    may_be_asked = False
+
+    def takes(self, site: Site, meaning: Meaning) -> bool:
+        """Sites whose scores are more than a sum, though it refuses some of them."""
+        return site.attention.opaque is not None
+
+    def refuse(self, site: Site, *, asked: bool) -> None:
+        """Refuse as without gradients, and what has no up-projections."""
+        refuse_absorbed(site)
+        super().refuse(site, asked=asked)
+
+    def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
+        """As `Trained`."""
+        return Trained().can_read(keys, site, meaning)
+
+    def _by_groups(self, attend: Attend, tensors: Sequence[Tensor], dims: HeadDims, site: Site, out: Tensor) -> Tensor:
+        """In a loop even where one turn is enough: what it computes is then not kept."""
+        return over_groups_with_gradients(attend, tensors, dims, heads_at_a_time(site, SCORES_BYTES), out)

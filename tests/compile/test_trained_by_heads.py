@@ -1,0 +1,204 @@
+"""Functions of the scores where gradients are needed: a group of heads at a time, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mla_compile
+from mla_compile.bench.memory import kept_for_backward
+from mla_compile.passes.code.differentiable import OVER_GROUPS
+from mla_compile.passes.paths import trained_by_heads
+from tests.compile.test_training import Layer, hidden
+from tests.models import Combined, L, N, P, R, V
+from tests.training import Rewritten, assert_gradients_close, gradients
+
+TOKENS = 64
+
+
+@pytest.fixture(params=[1, 1 << 26], ids=["one head at a time", "all heads at once"])
+def scores_bytes(request, monkeypatch):
+    monkeypatch.setattr(trained_by_heads, "SCORES_BYTES", request.param)
+
+
+class Capped(Layer):
+    """A soft cap, under a causal mask."""
+
+    def weights(self, scores: Tensor) -> Tensor:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        return self.function(scores).masked_fill(~seen, -math.inf).softmax(-1)
+
+    def function(self, scores: Tensor) -> Tensor:
+        return 3 * torch.tanh(scores / 3)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.weights(q @ k.mT * q.shape[-1] ** -0.5) @ v
+
+
+class Learned(Capped):
+    """A cap that every head learns, a bias of positions, and a sink."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cap = nn.Parameter(torch.linspace(1, 3, N))
+        self.bias = nn.Parameter(torch.linspace(-1, 1, 200))
+        self.sink = nn.Parameter(torch.linspace(-1, 1, N))
+
+    def function(self, scores: Tensor) -> Tensor:
+        cap, place = self.cap[:, None, None], torch.arange(scores.shape[-1])
+        return cap * torch.tanh(scores / cap) + self.bias[place[:, None] - place + 100]
+
+    def weights(self, scores: Tensor) -> Tensor:
+        sink = self.sink[:, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)
+        return torch.cat([self.function(scores), sink], dim=-1).softmax(-1)[..., :-1]
+
+
+class TwoScores(Capped):
+    """One product of its own for the rope keys, and a function of their sum."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q[..., :P] @ k[..., :P].mT + q[..., P:] @ k[..., P:].mT
+        return self.weights(scores * q.shape[-1] ** -0.5) @ v
+
+
+class Blind(Capped):
+    """The first token sees no key."""
+
+    def weights(self, scores: Tensor) -> Tensor:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(-1)
+        return torch.ops.aten._safe_softmax(self.function(scores).masked_fill(~seen, -math.inf), -1)
+
+
+class ExpTwo(Capped):
+    def weights(self, scores: Tensor) -> Tensor:
+        powers = self.function(scores).exp2()
+        return powers / powers.sum(-1, keepdim=True)
+
+
+LAYERS = [Capped, Learned, TwoScores, Blind, ExpTwo]
+
+
+@pytest.mark.usefixtures("scores_bytes")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_every_gradient_is_as_close_to_float64_as_eager(kind, dtype):
+    torch.manual_seed(0)
+    module, x = kind().to(dtype), hidden(dtype)
+    wide = copy.deepcopy(module).double()
+    exact, eager = gradients(wide, wide, [x.double()]), gradients(module, module, [x])
+    rewritten = Rewritten(module)
+    assert_gradients_close(gradients(rewritten, module, [x]), eager, exact)
+    (outcome,) = rewritten.outcomes
+    assert (outcome.path, outcome.reason) == ("chunked", trained_by_heads.TrainedByHeads.why)
+    assert len(rewritten.nodes(OVER_GROUPS)) == 1
+
+
+def test_gradients_by_differences():
+    """Of whatever the function of the scores reads, and of the layer's weights."""
+    torch.manual_seed(0)
+    module, x = Learned().double(), hidden(torch.float64, tokens=3)[:1].requires_grad_()
+    rewritten = Rewritten(module)
+    weights = [module.cap, module.bias, module.sink, module.mla.kv_b_proj.weight]
+    with torch.enable_grad():
+        assert torch.autograd.gradcheck(lambda *_: rewritten(x), (x, *weights), fast_mode=True)
+    assert len(rewritten.nodes(OVER_GROUPS)) == 1
+
+
+def compiled(module, **options):
+    torch._dynamo.reset()
+    return torch.compile(module, backend="mla", options=options)
+
+
+@pytest.mark.usefixtures("scores_bytes")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["known sizes", "symbolic sizes"])
+def test_compiled(dynamic):
+    module, x = Learned(), hidden()
+    torch._dynamo.reset()
+    found = gradients(torch.compile(module, backend="mla", dynamic=dynamic), module, [x])
+    for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+
+
+class Autocast(Capped):
+    """Turns autocast on for its attention alone."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().attend(q, k, v).to(q.dtype)
+
+
+@pytest.mark.parametrize("kind", [Capped, Autocast])
+def test_under_autocast(kind):
+    torch.manual_seed(0)
+    module, x = kind(), hidden()
+    wide = Capped().double()
+    wide.load_state_dict(module.state_dict())
+    exact = gradients(wide, wide, [x.double()])
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind is Capped):
+        eager, found = gradients(module, module, [x]), gradients(compiled(module), module, [x])
+    assert_gradients_close(found, eager, exact)
+    assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+
+
+class Dropped(Capped):
+    """Dropout on the scores, each time another."""
+
+    def function(self, scores: Tensor) -> Tensor:
+        return super().function(nn.functional.dropout(scores, 0.5))
+
+
+def test_a_function_that_is_another_each_time_stays_as_it_is():
+    module = Dropped()
+    rewritten = Rewritten(module)
+    gradients(rewritten, module, [hidden()])
+    assert not rewritten.outcomes[0].rewritten
+
+
+def test_frozen_weights_have_no_gradient():
+    module, x = Learned(), hidden()
+    module.requires_grad_(False)
+    module.cap.requires_grad_(True)
+    found = gradients(compiled(module), module, [x])
+    for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+
+
+def test_neither_scores_nor_keys_are_kept():
+    module, x = Capped(), hidden(tokens=TOKENS).requires_grad_()
+
+    def kept(backend):
+        torch._dynamo.reset()
+        function = functools.partial(torch.compile(module, backend=backend, dynamic=False), x)
+        return kept_for_backward(function, (x, *module.parameters())) / (x.shape[0] * TOKENS * 4)
+
+    ours, stock = kept("mla"), kept("inductor")
+    layer = N * (P + R) + L + R + N * V
+    assert ours <= 2 * layer + 2 * L + 4, "what the attention reads, and what the layer keeps of it besides"
+    assert stock > ours + N * TOKENS
+
+
+def test_queries_are_computed_again_if_asked():
+    module, x = Capped(), hidden()
+    module.mla = Combined(True)
+    found = gradients(compiled(module, **{"mla.recompute": "queries"}), module, [x])
+    for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert mla_compile.last_report().sites[0].reason.endswith(", and so are queries")
+
+
+def test_a_checkpoint_stays_as_it_is():
+    """torch's checkpoints run no loops, and keep nothing anyway."""
+    module, x = Capped(), hidden()
+    rewritten = Rewritten(lambda x: checkpoint(module, x, use_reentrant=False))
+    for ours, plain in zip(gradients(rewritten, module, [x]), gradients(module, module, [x]), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    (outcome,) = rewritten.outcomes
+    assert outcome.reason.startswith("expected a sum of products and masks in a checkpoint, found a function")

@@ -1,0 +1,94 @@
+"""transformers' Trainer, and peft's adapters beside every projection, trained by a model compiled with `mla`."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mla_compile
+from tests.hf.test_training import LAYERS, assert_trained, model_of, tokens
+
+pytest.importorskip("transformers")
+
+import transformers
+
+pytestmark = pytest.mark.usefixtures("without_codegen")
+PROJECTIONS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Eight of 15 tokens, the same each time."""
+
+    def __init__(self) -> None:
+        self.ids = torch.randint(50, (8, 15), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[i], "labels": self.ids[i]}
+
+
+def trained(model: nn.Module, folder: str, **settings: object) -> list[float]:
+    """The losses of three steps of transformers' Trainer, of two batches of two each."""
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        **settings,
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Sentences())
+    with torch.enable_grad():
+        trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def with_lora(model: nn.Module, *projections: str, **settings: object) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=3, target_modules=list(projections), init_lora_weights=False, **settings)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
+def test_the_trainer_trains_a_compiled_model(adapted, tmp_path):
+    model = model_of("deepseek_v3")
+    if adapted:
+        model = with_lora(model, *PROJECTIONS)
+    plain = trained(copy.deepcopy(model), str(tmp_path))
+    model.compile(backend="mla")
+    found = trained(model, str(tmp_path))
+    assert found == pytest.approx(plain, rel=1e-4)
+    assert plain[0] != plain[-1]
+    assert mla_compile.last_report().rewritten == LAYERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_an_adapter_of_peft_beside_a_projection(projection):
+    assert_trained(with_lora(model_of("deepseek_v3"), projection), tokens())
+
+
+def test_adapters_of_peft_beside_all_projections():
+    assert_trained(with_lora(model_of("deepseek_v3"), *PROJECTIONS), tokens())
+
+
+def test_rank_stabilized_adapters_of_peft():
+    assert_trained(with_lora(model_of("deepseek_v3"), "kv_b_proj", use_rslora=True), tokens())
+
+
+def test_accelerate_knows_a_list_of_backends():
+    """Why `torch_compile_backend="mla"` is no way to it."""
+    plugin = pytest.importorskip("accelerate.utils").TorchDynamoPlugin
+    with pytest.raises(ValueError, match="'MLA' is not a valid DynamoBackend"):
+        plugin(backend="mla")
