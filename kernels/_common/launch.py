@@ -16,7 +16,7 @@ from torch import Tensor
 from .combine import combine
 from .kernel import attend_latents
 from .machine import Machine
-from .parts import number_of_parts
+from .parts import Work, combination, in_parts, number_of_parts, shared_out
 from .tiles import MaskKind, Tiles, choose, columns, fits, power_of_two
 from .tuning import bucket, neighbours, tuned
 
@@ -75,16 +75,16 @@ def attend(
         tiles = choose(machine, rows, rank, rope, q_latent.itemsize, fp8, mask_kind(source.mask))
         if split_tokens is None:
             tiles = _tuned(machine, q_latent, q_rope, source, scale, (groups, rows), tiles)
-    programs = groups * triton.cdiv(rows, tiles.rows)
     fixed = 0 if split_tokens is None else triton.cdiv(split_tokens, tiles.keys) * tiles.keys
-    parts = _parts(machine, source, tiles, programs, fixed, rank, rope, q_latent.itemsize)
+    work = _work(machine, source, tiles, (groups, rows), fixed, rank, rope, q_latent.itemsize)
     partial = [q_latent.new_empty(0, dtype=torch.float32)] * 3
-    if parts > 1:
-        shape = parts, groups * rows
-        partial = [q_latent.new_empty(size, dtype=torch.float32) for size in ((*shape, rank), shape, shape)]
-    constants = constants_of(machine, q_latent, rope, source, tiles, parts > 1)
+    if work.slots:
+        sizes = (work.slots, rank), work.slots, work.slots
+        partial = [q_latent.new_empty(size, dtype=torch.float32) for size in sizes]
+    constants = constants_of(machine, q_latent, rope, source, tiles, work.kind)
     lengths, starts = (lse if t is None else t for t in (source.lengths, source.starts))
-    attend_latents[(programs * parts,)](
+    numbers = work.batch, work.parts, fixed, work.own
+    attend_latents[(work.programs,)](
         q_latent,
         q_rope,
         *(_bytes(part) if part.dtype == torch.float8_e4m3fn else part for part in (source.latent, source.rope)),
@@ -97,7 +97,7 @@ def attend(
         lse,
         *partial,
         scale,
-        *(queries, heads, source.tokens, source.cached, source.causal_offset, parts, fixed),
+        *(queries, heads, source.tokens, source.cached, source.causal_offset, *numbers),
         *q_latent.stride()[:3],
         *q_rope.stride()[:3],
         *source.latent.stride()[:2],
@@ -110,21 +110,23 @@ def attend(
         num_stages=tiles.stages,
         enable_fp_fusion=True,
     )
-    if parts > 1:
-        combine[(groups * rows,)](
+    if work.slots:
+        shape = combination(work.combined, rows, rank, machine.processors)
+        combine[(work.combined * triton.cdiv(rows, shape["ROWS"]) * shape["SPREAD"],)](
             *partial,
             lengths,
             starts,
             o,
             lse,
-            *(queries, heads, source.tokens, source.causal_offset, parts, fixed),
+            *(queries, heads, source.tokens, source.causal_offset, *numbers),
             SOURCE=source.kind,
             CAUSAL=source.causal,
             STARTS=source.starts is not None,
+            SHARED=work.kind == "shared",
             L=rank,
-            BLOCK=power_of_two(rank),
             KEYS=tiles.keys,
             LEAST=LEAST_TILES,
+            **shape,
             num_warps=4,
             enable_fp_fusion=True,
         )
@@ -142,7 +144,7 @@ def _tuned(
 ) -> Tiles:
     """The fastest tiles, while tuning is on."""
     rank, rope, size = q_latent.shape[3], q_rope.shape[3], q_latent.itemsize
-    constants = constants_of(machine, q_latent, rope, source, default, several=False)
+    constants = constants_of(machine, q_latent, rope, source, default, "whole")
     same = [
         constants[name]
         for name in ("SOURCE", "MASK", "BY_ROW", "CAUSAL", "STARTS", "PAGE", "L", "R", "FP8", "FP8_ROPE")
@@ -157,20 +159,34 @@ def _tuned(
     )
 
 
-def _parts(
-    machine: Machine, source: Source, tiles: Tiles, programs: int, fixed: int, rank: int, rope: int, itemsize: int
-) -> int:
-    if fixed:
-        return max(triton.cdiv(source.tokens, fixed), 1)
+def _work(
+    machine: Machine,
+    source: Source,
+    tiles: Tiles,
+    groups_rows: tuple[int, int],
+    fixed: int,
+    rank: int,
+    rope: int,
+    itemsize: int,
+) -> Work:
+    """Where lengths are on the device keys are shared out by them, unless parts are fixed; else cut in parts."""
+    groups, rows = groups_rows
+    row_tiles = triton.cdiv(rows, tiles.rows)
     key_bytes = (rank + rope) * itemsize
     row_keys = tiles.rows * (key_bytes + 4 * rank) / key_bytes
-    return number_of_parts(programs, source.tokens, LEAST_TILES * tiles.keys, machine.processors, row_keys)
+    if fixed:
+        return in_parts(groups, rows, row_tiles, max(triton.cdiv(source.tokens, fixed), 1))
+    if source.lengths is not None:
+        return shared_out(groups, rows, row_tiles, machine.processors, row_keys / tiles.keys)
+    least = LEAST_TILES * tiles.keys
+    parts = number_of_parts(groups * row_tiles, source.tokens, least, machine.processors, row_keys)
+    return in_parts(groups, rows, row_tiles, parts)
 
 
 def constants_of(
-    machine: Machine, q_latent: Tensor, rope: int, source: Source, tiles: Tiles, several: bool
+    machine: Machine, q_latent: Tensor, rope: int, source: Source, tiles: Tiles, work: str
 ) -> dict[str, Any]:
-    """What the kernel is specialised to; `several` parts or one."""
+    """What the kernel is specialised to; `work` is that of `Work`."""
     _, queries, heads, rank = q_latent.shape
     first, second = columns(rank)
     return {
@@ -179,7 +195,7 @@ def constants_of(
         "BY_ROW": mask_kind(source.mask) == "of rows",
         "CAUSAL": source.causal,
         "STARTS": source.starts is not None,
-        "PARTS": several,
+        "WORK": work,
         "WHOLE": (heads if source.kind == "named" else queries * heads) % tiles.rows == 0,
         "PAGE": source.page_size,
         "L": rank,

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="Triton's package
 L, R, PAGES, PAGE_SIZE = 512, 64, 4, 64
 SOME = ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100", "sm_120"))]
 
-STACK = {("packed", 16): 32}
+STACK = {("packed", 16): 40}
 """Bytes that are kept there before the loop and read behind it."""
 
 
