@@ -35,6 +35,8 @@ LAUNCHES = {
     Case("v3", "pages", 64, 1): 20,
     Case("v3", "fp8 pages", 64, 1): 21,
     Case("v3", "fp8 pages", 1, 1): 21,
+    Case("v3", "fixed pages", 64, 1): 20,
+    Case("v3", "fixed pages", 1, 1): 21,
     Case("v3", "dynamic", 64, 1): 20,
     Case("v3", "dynamic", 1, 1): 21,
     Case("v3", "static", 4, 4): 19,
