@@ -19,7 +19,7 @@ from mla_compile.kernels._common.kernel import attend_latents
 from mla_compile.kernels._common.launch import LEAST_TILES, Source, constants_of, mask_kind
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels._common.parts import combination
-from mla_compile.kernels._common.tiles import choose
+from mla_compile.kernels._common.tiles import Tiles, choose
 from mla_compile.kernels.append_latents.kernel import append
 from mla_compile.kernels.append_latents.triton import constants_of as append_constants
 from mla_compile.kernels.expanded_attention.kernel import attend_chunk
@@ -77,8 +77,9 @@ def compile_attention(
     starts: bool = False,
     rank: int = 512,
     rope: int = 64,
+    tiles: Tiles | None = None,
 ) -> Record:
-    """The kernel that a decode step of DeepSeek launches, with the table's tiles."""
+    """The kernel that a decode step of DeepSeek launches, with some tiles or those of the table."""
     machine = machine_of(arch)
     q = torch.empty(1, 1, heads, rank, dtype=dtype, device="meta")
     cache = torch.empty(1, page_size, rank, dtype=torch.float8_e4m3fn if fp8 else dtype, device="meta")
@@ -93,7 +94,7 @@ def compile_attention(
         causal=True,
         starts=torch.empty(1, dtype=torch.int32, device="meta") if starts else None,
     )
-    tiles = choose(machine, heads, rank, rope, dtype.itemsize, fp8, mask_kind(source.mask))
+    tiles = tiles or choose(machine, heads, rank, rope, dtype.itemsize, fp8, mask_kind(source.mask))
     constants = constants_of(machine, q, rope, source, tiles, work)
     types = dict.fromkeys(attend_latents.arg_names, "i32") | {"scale": "fp32"}
     types |= dict.fromkeys(("q_latent", "q_rope", "latent", "rope", "o"), POINTERS[dtype])
