@@ -1,9 +1,12 @@
 """One result out of what the parts of a group's keys gave.
 
-    acc [parts, groups, rows, L], m and total [parts, groups, rows]   float32
+    acc [slots, L], m and total [slots]   float32; slots [parts, groups, rows], of shared keys [2 * parts, rows]
     o [groups, rows, L], lse [groups, rows]
 
-A program takes one row. It knows from the group's length which parts there are, and sums them in their order.
+A program takes a few rows of a group and every SPREADth block of columns. It knows from lengths which parts there are:
+their greatest score first, then their sums in their order, so that loads wait for nothing. Of keys that are shared out
+a program looks for a sequence that is cut: for each sequence, or if there are fewer cuts than sequences, for each cut.
+Where there is none it does nothing, as the result is there already.
 """
 
 from __future__ import annotations
@@ -12,10 +15,15 @@ import triton
 import triton.language as tl
 
 from .attend import LOG2E, LOWEST
-from .kernel import key_count, part_size
+from .pieces import key_count, part_size, place_on_line
+
+AT_ONCE = tl.constexpr(8)
+"""Parts whose greatest scores are looked at, and whose sums are loaded, at a time."""
+
+_ANY_VALUE = ("queries", "heads", "tokens", "causal_offset", "batch", "parts", "fixed", "own")
 
 
-@triton.jit(do_not_specialize=("queries", "heads", "tokens", "causal_offset", "parts", "fixed"))
+@triton.jit(do_not_specialize=_ANY_VALUE)
 def combine(
     acc,
     m_in,
@@ -28,36 +36,72 @@ def combine(
     heads,
     tokens,
     causal_offset,
+    batch,
     parts,
     fixed,
+    own,
     SOURCE: tl.constexpr,
     CAUSAL: tl.constexpr,
     STARTS: tl.constexpr,
+    SHARED: tl.constexpr,
     L: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPREAD: tl.constexpr,
     KEYS: tl.constexpr,
     LEAST: tl.constexpr,
 ):
     rows = heads if SOURCE == "named" else queries * heads
-    row = tl.program_id(0).to(tl.int64)
-    group = row // rows
-    count = key_count(lengths, starts, group, queries, tokens, causal_offset, SOURCE, CAUSAL, STARTS)
-    used = tl.cdiv(count, part_size(count, parts, fixed, KEYS, LEAST))
+    tiles = tl.cdiv(rows, ROWS)
+    program = tl.program_id(0)
+    row = program // SPREAD % tiles * ROWS + tl.arange(0, ROWS)
+    exists = row < rows
+    group = program // SPREAD // tiles
+    if SHARED:
+        # By sequences where there are few, or else by the cuts, of which the first within a sequence counts.
+        few = batch < parts
+        payload, _, found, begin, end, _, _ = place_on_line(
+            *(lengths, starts, batch, queries, tokens, parts, own),
+            *(tl.where(few, group, group + 1), few, CAUSAL, STARTS, KEYS, LEAST),
+        )
+        first = begin // payload
+        used = (end - 1) // payload - first + 1
+        if (end == begin) | (used < 2) | ((not few) & ((end <= (group + 1) * payload) | (first != group))):
+            return
+        group = found - 1
+        slot = 2 * first * rows
+        each = 2 * rows
+        ahead = rows  # the beginning is in the odd slot
+    else:
+        count = key_count(lengths, starts, group, queries, tokens, causal_offset, SOURCE, CAUSAL, STARTS)
+        used = tl.cdiv(count, part_size(count, parts, fixed, KEYS, LEAST))
+        slot = group * rows
+        each = tl.num_programs(0) // SPREAD // tiles * rows
+        ahead = 0
 
-    columns = tl.arange(0, BLOCK)
-    exists = columns < L
-    m = tl.full([], LOWEST, tl.float32)
-    total = tl.zeros([], tl.float32)
-    out = tl.zeros([BLOCK], tl.float32)
-    rows_of_all = tl.num_programs(0) + tl.full([], 0, tl.int64)
-    for part in tl.range(0, used):
-        place = row + part * rows_of_all
-        m_part = tl.load(m_in + place)
-        m_new = tl.maximum(m, m_part)
-        decay = tl.exp2((m - m_new) * LOG2E)
-        weight = tl.exp2((m_part - m_new) * LOG2E)
-        total = total * decay + tl.load(total_in + place) * weight
-        out = out * decay + tl.load(acc + place * L + columns, mask=exists, other=0.0) * weight
-        m = m_new
-    tl.store(lse + row, m + tl.log(total))
-    tl.store(o + row * L + columns, (out / tl.maximum(total, 1.0)).to(o.dtype.element_ty), mask=exists)
+    m = tl.full([ROWS], LOWEST, tl.float32)
+    for first_part in tl.range(0, used, AT_ONCE):
+        part = first_part + tl.arange(0, AT_ONCE)
+        places = slot + part * each + tl.where(part == 0, ahead, 0)
+        there = (part < used)[:, None] & exists[None, :]
+        m = tl.maximum(m, tl.max(tl.load(m_in + places[:, None] + row[None, :], mask=there, other=LOWEST), 0))
+
+    row_of_all = group.to(tl.int64) * rows + row
+    for block in tl.range(program % SPREAD, tl.cdiv(L, COLUMNS), SPREAD):
+        columns = block * COLUMNS + tl.arange(0, COLUMNS)
+        inside = exists[:, None] & (columns < L)[None, :]
+        total = tl.zeros([ROWS], tl.float32)
+        out = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for first_part in tl.range(0, used, AT_ONCE):
+            for i in tl.static_range(AT_ONCE):
+                part = first_part + i
+                there = exists & (row * 0 + part < used)
+                place = slot + part * each + tl.where(part == 0, ahead, 0) + row
+                weight = tl.exp2((tl.load(m_in + place, mask=there, other=LOWEST) - m) * LOG2E)
+                total += tl.load(total_in + place, mask=there, other=0.0) * weight
+                sums = acc + (place.to(tl.int64) * L)[:, None] + columns[None, :]
+                out += tl.load(sums, mask=inside & there[:, None], other=0.0) * weight[:, None]
+        if block == 0:
+            tl.store(lse + row_of_all, m + tl.log(total), mask=exists)
+        out = out / tl.maximum(total, 1.0)[:, None]
+        tl.store(o + row_of_all[:, None] * L + columns[None, :], out.to(o.dtype.element_ty), mask=inside)

@@ -1,9 +1,9 @@
 """The one kernel of attention over latents, whatever holds them: a cache in rows, in pages, or the keys that a query
 names.
 
-A program takes a tile of rows (heads of queries) of one group and one part of the group's keys. With pages and rows a
-group is a sequence: all its queries and heads are its rows, so that a tile of them reads each key once. With named keys
-it is one query.
+A program takes a tile of rows (heads of queries) of one group and one part of the group's keys; where keys are shared
+out (`pieces`) a piece of all sequences' keys, one sequence after the other. With pages and rows a group is a sequence:
+all its queries and heads are its rows, so that a tile of them reads each key once. With named keys it is one query.
 
     q_latent [B, Sq, N, L], q_rope [B, Sq, N, R]              any strides but 1 in the last dim
     latent, rope                                              row-major, their last stride 1
@@ -13,10 +13,12 @@ it is one query.
     lengths     pages [B]; starts likewise, the position of each sequence's first query where that is not its last Sq
     tokens      pages max_pages * page_size; rows T; named topk; cached is T
     mask        [B, N, Sq, T], any strides, 0 where it broadcasts
-    with one part
+    groups of one part (WORK "whole"), and what is not cut of keys that are shared out ("shared")
         o [B, Sq, N, L], lse [B, Sq, N]                       contiguous
-    with several
-        acc [parts, groups, rows, L], m and total [parts, groups, rows]   float32, contiguous; see `combine`
+    groups of several parts ("parts"), and what is cut
+        acc [slots, L], m and total [slots]                   float32, contiguous; see `combine`
+        "parts"   slots [parts, groups, rows]
+        "shared"  slots [2 * parts, rows], as many parts as the line is cut in
 
 Programs of one part lie side by side, so that the tiles of rows that read the same keys run at the same time and all
 but the first find them in the second-level cache.
@@ -28,36 +30,7 @@ import triton
 import triton.language as tl
 
 from .attend import LOWEST, add_keys, aligned, load_latents, load_rows, rows_at
-
-
-@triton.jit
-def part_size(keys, parts, fixed, KEYS: tl.constexpr, LEAST: tl.constexpr):
-    """How many keys a program takes: `fixed` if that is not 0, else an equal share, at least LEAST tiles."""
-    share = tl.cdiv(tl.cdiv(keys, parts), KEYS) * KEYS
-    return tl.where(fixed > 0, fixed, tl.maximum(share, LEAST * KEYS))
-
-
-@triton.jit
-def key_count(
-    lengths,
-    starts,
-    group,
-    queries,
-    tokens,
-    causal_offset,
-    SOURCE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    STARTS: tl.constexpr,
-):
-    """How many keys of a group, or names of keys, there are to look at."""
-    count = tokens
-    if SOURCE == "pages":
-        count = tl.minimum(tl.load(lengths + group).to(tl.int32), tokens)
-        if CAUSAL and STARTS:
-            count = tl.maximum(tl.minimum(count, tl.load(starts + group).to(tl.int32) + queries), 0)
-    elif SOURCE == "rows" and CAUSAL:
-        count = tl.maximum(tl.minimum(tokens, queries + causal_offset), 0)
-    return count
+from .pieces import key_count, part_size, place_on_line
 
 
 @triton.jit
@@ -78,7 +51,7 @@ def look_up(
 
 # Numbers that change from call to call, as sequences grow, and from which no wide load follows: the kernel is not
 # compiled anew because one became a multiple of 16, or 1.
-_ANY_VALUE = ("scale", "queries", "heads", "tokens", "cached", "causal_offset", "parts", "fixed")
+_ANY_VALUE = ("scale", "queries", "heads", "tokens", "cached", "causal_offset", "batch", "parts", "fixed", "own")
 _ANY_VALUE += ("table_stride_0", "mask_stride_b", "mask_stride_n", "mask_stride_s")
 
 
@@ -104,8 +77,10 @@ def attend_latents(
     tokens,
     cached,
     causal_offset,
+    batch,
     parts,
     fixed,
+    own,
     q_stride_b,
     q_stride_s,
     q_stride_n,
@@ -131,7 +106,7 @@ def attend_latents(
     BY_ROW: tl.constexpr,
     CAUSAL: tl.constexpr,
     STARTS: tl.constexpr,
-    PARTS: tl.constexpr,
+    WORK: tl.constexpr,
     WHOLE: tl.constexpr,
     PAGE: tl.constexpr,
     L: tl.constexpr,
@@ -158,160 +133,230 @@ def attend_latents(
     part = program // tiles % parts
     group = program // tiles // parts
 
-    row = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    exists = row < rows
-    if WHOLE:  # no tile has rows to spare, and none is masked
-        exists = row >= 0
-    if SOURCE == "named":
-        b = (group // queries).to(tl.int64)
-        query = row * 0 + group % queries
-        head = row
-    else:
-        b = group.to(tl.int64)
-        query = row // heads
-        head = row % heads
-    count = key_count(lengths, starts, group, queries, tokens, causal_offset, SOURCE, CAUSAL, STARTS)
-    last = query * 0 + (cached if SOURCE == "named" else count) - 1  # the last key that a row sees
-    if CAUSAL:
-        if SOURCE != "pages":
-            last = query + causal_offset
-        elif STARTS:
-            last = query + tl.load(starts + group).to(tl.int32)
-        else:
-            last = query + count - queries
-
-    size = part_size(count, parts, fixed, KEYS, LEAST)
-    begin = part * size
-    end = tl.minimum(begin + size, count)
-    if PARTS:  # noqa: SIM102  one is known when compiling, the other when running
-        # What an empty part would leave is not read.
-        if begin >= end:
-            return
-    if CAUSAL and SOURCE == "rows":
-        # A tile of early queries need not look at what only later ones see.
-        end = tl.minimum(end, (tile * ROWS + ROWS - 1) // heads + causal_offset + 1)
-
-    first_row = group * rows + tile * ROWS  # as many as 2^31 rows of float32 sums no memory holds
-    if PARTS:
-        first_row += part * (tl.num_programs(0) // tiles // parts * rows)
-
-    q_rows = b * q_stride_b + query.to(tl.int64) * q_stride_s + head.to(tl.int64) * q_stride_n
-    q_a = load_rows(q_latent, q_rows, exists, 0, L, A)  # [ROWS, A]
-    q_b = q_a
-    if B:
-        q_b = load_rows(q_latent, q_rows, exists, A, L, B)  # [ROWS, B]
-    q_r = q_a
-    if R:
-        qr_rows = b * qr_stride_b + query.to(tl.int64) * qr_stride_s + head.to(tl.int64) * qr_stride_n
-        q_r = load_rows(q_rope, qr_rows, exists, 0, R, ROPE)  # [ROWS, ROPE]
-    dtype: tl.constexpr = q_a.dtype
     # Whether the keys of a tile lie side by side: a scalar address then, and small offsets the same for each tile.
     RUN: tl.constexpr = SOURCE == "rows" or (SOURCE == "pages" and PAGE % KEYS == 0)
-
     rope_stride_0 = aligned(rope_stride_0, ROPE_ALIGN)
     rope_stride_1 = aligned(rope_stride_1, ROPE_ALIGN)
 
-    m = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc_a = tl.zeros([ROWS, A], tl.float32)
-    acc_b = acc_a
-    if B:
-        acc_b = tl.zeros([ROWS, B], tl.float32)
-
-    entries = table + b * table_stride_0
-    stride = table_stride_1
-    if SOURCE == "named":
-        entries += (group % queries).to(tl.int64) * table_stride_1
-        stride = table_stride_2
-    # Looked up a tile ahead, so that keys can be loaded without waiting for where they are.
-    upcoming = look_up(entries, stride, begin, end, SOURCE, RUN, PAGE, KEYS)
-
-    # One tile at least, if nothing in it is seen: around a loop that may not run, the compiler waits for each product.
-    for i in tl.range(0, tl.maximum(tl.cdiv(end - begin, KEYS), 1), num_stages=STAGES):
-        start = begin + i * KEYS
-        place = start + tl.arange(0, KEYS)  # [KEYS]
-        start_64 = start + tl.full([], 0, tl.int64)
-        seen = place < end
-        found = upcoming.to(tl.int64)
-        upcoming = look_up(entries, stride, start + KEYS, end, SOURCE, RUN, PAGE, KEYS)
-        # Where the keys are: first and second index of the cache.
-        position = place
-        if SOURCE == "pages":
-            first = found
-            second = start_64 % PAGE if RUN else place % PAGE
-        elif SOURCE == "rows":
-            first = b
-            second = start_64
+    turns = 1
+    if WORK == "shared":
+        payload, width, group, on_line, end_before, following, behind = place_on_line(
+            *(lengths, starts, batch, queries, tokens, parts, own, part, False, CAUSAL, STARTS, KEYS, LEAST)
+        )
+        piece = part * payload
+        if end_before > piece:  # the last that began before the piece goes on in it
+            group -= 1
         else:
-            seen = (found >= 0) & (found < cached)
-            if CAUSAL:
-                seen = seen & (found <= group % queries + causal_offset)
-            position = tl.where(seen, found, 0).to(tl.int32)
-            first = b
-            second = position
-        of_keys = mask + b * mask_stride_b + position.to(tl.int64) * mask_stride_t
-        if MASK != "none" and not BY_ROW:
-            bias = tl.load(of_keys, mask=seen, other=0)  # [KEYS]
-            if MASK == "bool":
-                seen = seen & (bias != 0)
-            bias = bias[None, :]
-        allowed = seen[None, :] & (position[None, :] <= last[:, None])
-        if MASK != "none" and BY_ROW:
-            of_rows = head.to(tl.int64) * mask_stride_n + query.to(tl.int64) * mask_stride_s
-            bias = tl.load(of_keys[None, :] + of_rows[:, None], mask=allowed & exists[:, None], other=0)
-            if MASK == "bool":
-                allowed = allowed & (bias != 0)
-                # What no row sees may hold anything, and 0 times NaN is NaN.
-                seen = tl.max(allowed.to(tl.int32), 0) > 0
-
-        latents, offsets = rows_at(latent, first, second, latent_stride_0, latent_stride_1, RUN, KEYS)
-        key_scales, scale_offsets = latents, offsets
-        if FP8 or FP8_ROPE:
-            key_scales, scale_offsets = rows_at(scales, first, second, scale_stride_0, scale_stride_1, RUN, KEYS)
-        latent_a = load_latents(
-            *(latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
-            *(dtype, 0, L, A, FP8, NATIVE, GROUP, SAME_A),
-        )  # [KEYS, A]
-        scores = tl.dot(q_a, tl.trans(latent_a), input_precision="ieee") * scale
-        latent_b = latent_a
-        if B:
-            latent_b = load_latents(
-                *(latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
-                *(dtype, A, L, B, FP8, NATIVE, GROUP, SAME_B),
-            )  # [KEYS, B]
-            scores += tl.dot(q_b, tl.trans(latent_b), input_precision="ieee") * scale
-        if R:
-            ropes, rope_offsets = rows_at(rope, first, second, rope_stride_0, rope_stride_1, RUN, KEYS)
-            k_rope = load_latents(
-                *(ropes, rope_offsets, seen, key_scales, scale_offsets, scale_stride_2),
-                *(dtype, 0, R, ROPE, FP8_ROPE, NATIVE, R, ROPE),
-            )  # [KEYS, ROPE]
-            scores += tl.dot(q_r, tl.trans(k_rope), input_precision="ieee") * scale
-        if MASK == "bias":
-            scores += bias.to(tl.float32)
-        # Always so, which Triton does not know and LLVM does. Where Triton sees that a product goes on into another, it
-        # has both warp groups of a Hopper program compute all scores of 64 rows; through an `if` it does not see it.
-        if tl.num_programs(0) > 0:
-            scores = tl.where(allowed, scores, -float("inf"))  # [ROWS, KEYS]
-        m, total, acc_a, acc_b = add_keys(m, total, acc_a, acc_b, scores, latent_a, latent_b, B)
-
-    # A scalar address and offsets that are constants of a thread: what else the stores take lives in registers all
-    # through the loop.
-    first_row = first_row.to(tl.int64)
-    row = tl.arange(0, ROWS)
-    if PARTS:
-        tl.store(m_out + first_row + row, m, mask=exists)
-        tl.store(total_out + first_row + row, total, mask=exists)
-        store_columns(acc + first_row * L, row, acc_a, exists, 0, L, A)
-        if B:
-            store_columns(acc + first_row * L, row, acc_b, exists, A, L, B)
+            on_line = following
+        turns = behind - group
     else:
-        # The greatest score adds exp(0) = 1 to total, so only a row that saw no key is below 1.
-        share = 1.0 / tl.maximum(total, 1.0)
-        tl.store(lse + first_row + row, m + tl.log(total), mask=exists)
-        store_columns(o + first_row * L, row, acc_a * share[:, None], exists, 0, L, A)
+        count = key_count(lengths, starts, group, queries, tokens, causal_offset, SOURCE, CAUSAL, STARTS)
+        size = part_size(count, parts, fixed, KEYS, LEAST)
+        begin = part * size
+        end = tl.minimum(begin + size, count)
+        if WORK == "parts":  # noqa: SIM102  one is known when compiling, the other when running
+            # What an empty part would leave is not read.
+            if begin >= end:
+                return
+        if CAUSAL and SOURCE == "rows":
+            # A tile of early queries need not look at what only later ones see.
+            end = tl.minimum(end, (tile * ROWS + ROWS - 1) // heads + causal_offset + 1)
+
+    # What each sequence needs before and after its keys is computed again for each: it would take registers in between.
+    for _ in tl.range(0, turns, disable_licm=True):
+        row = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
+        exists = row < rows
+        if WHOLE:  # no tile has rows to spare, and none is masked
+            exists = row >= 0
+        if SOURCE == "named":
+            b = (group // queries).to(tl.int64)
+            query = row * 0 + group % queries
+            head = row
+        else:
+            b = group.to(tl.int64)
+            query = row // heads
+            head = row % heads
+        if WORK == "shared":
+            count = key_count(lengths, starts, group, queries, tokens, causal_offset, SOURCE, CAUSAL, STARTS)
+            begin = tl.maximum(piece - on_line, 0) * KEYS
+            end = tl.minimum((piece + payload - on_line) * KEYS, count)
+        last = query * 0 + (cached if SOURCE == "named" else count) - 1  # the last key that a row sees
+        if CAUSAL:
+            if SOURCE != "pages":
+                last = query + causal_offset
+            elif STARTS:
+                last = query + tl.load(starts + group).to(tl.int32)
+            else:
+                last = query + count - queries
+
+        first_row = group * rows + tile * ROWS  # as many as 2^31 rows of float32 sums no memory holds
+        if WORK == "parts":
+            first_row += part * (tl.num_programs(0) // tiles // parts * rows)
+        if WORK == "shared":
+            cut = (begin > 0) | (end < count)
+            slot = 2 * part + (begin == 0).to(tl.int32)
+            first_row = tl.where(cut, slot * rows + tile * ROWS, first_row)
+
+        q_rows = b * q_stride_b + query.to(tl.int64) * q_stride_s + head.to(tl.int64) * q_stride_n
+        q_a = load_rows(q_latent, q_rows, exists, 0, L, A)  # [ROWS, A]
+        q_b = q_a
         if B:
-            store_columns(o + first_row * L, row, acc_b * share[:, None], exists, A, L, B)
+            q_b = load_rows(q_latent, q_rows, exists, A, L, B)  # [ROWS, B]
+        q_r = q_a
+        if R:
+            qr_rows = b * qr_stride_b + query.to(tl.int64) * qr_stride_s + head.to(tl.int64) * qr_stride_n
+            q_r = load_rows(q_rope, qr_rows, exists, 0, R, ROPE)  # [ROWS, ROPE]
+        dtype: tl.constexpr = q_a.dtype
+        m = tl.full([ROWS], LOWEST, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc_a = tl.zeros([ROWS, A], tl.float32)
+        acc_b = acc_a
+        if B:
+            acc_b = tl.zeros([ROWS, B], tl.float32)
+
+        entries = table + b * table_stride_0
+        stride = table_stride_1
+        if SOURCE == "named":
+            entries += (group % queries).to(tl.int64) * table_stride_1
+            stride = table_stride_2
+        # Looked up a tile ahead, so that keys can be loaded without waiting for where they are.
+        upcoming = look_up(entries, stride, begin, end, SOURCE, RUN, PAGE, KEYS)
+
+        # One tile at least, if nothing in it is seen: around a loop that may not run, the compiler waits for each
+        # product.
+        for i in tl.range(0, tl.maximum(tl.cdiv(end - begin, KEYS), 1), num_stages=STAGES):
+            start = begin + i * KEYS
+            place = start + tl.arange(0, KEYS)  # [KEYS]
+            start_64 = start + tl.full([], 0, tl.int64)
+            seen = place < end
+            found = upcoming.to(tl.int64)
+            upcoming = look_up(entries, stride, start + KEYS, end, SOURCE, RUN, PAGE, KEYS)
+            # Where the keys are: first and second index of the cache.
+            position = place
+            if SOURCE == "pages":
+                first = found
+                second = start_64 % PAGE if RUN else place % PAGE
+            elif SOURCE == "rows":
+                first = b
+                second = start_64
+            else:
+                seen = (found >= 0) & (found < cached)
+                if CAUSAL:
+                    seen = seen & (found <= group % queries + causal_offset)
+                position = tl.where(seen, found, 0).to(tl.int32)
+                first = b
+                second = position
+            of_keys = mask + b * mask_stride_b + position.to(tl.int64) * mask_stride_t
+            if MASK != "none" and not BY_ROW:
+                bias = tl.load(of_keys, mask=seen, other=0)  # [KEYS]
+                if MASK == "bool":
+                    seen = seen & (bias != 0)
+                bias = bias[None, :]
+            allowed = seen[None, :] & (position[None, :] <= last[:, None])
+            if MASK != "none" and BY_ROW:
+                of_rows = head.to(tl.int64) * mask_stride_n + query.to(tl.int64) * mask_stride_s
+                bias = tl.load(of_keys[None, :] + of_rows[:, None], mask=allowed & exists[:, None], other=0)
+                if MASK == "bool":
+                    allowed = allowed & (bias != 0)
+                    # What no row sees may hold anything, and 0 times NaN is NaN.
+                    seen = tl.max(allowed.to(tl.int32), 0) > 0
+
+            latents, offsets = rows_at(latent, first, second, latent_stride_0, latent_stride_1, RUN, KEYS)
+            key_scales, scale_offsets = latents, offsets
+            if FP8 or FP8_ROPE:
+                key_scales, scale_offsets = rows_at(scales, first, second, scale_stride_0, scale_stride_1, RUN, KEYS)
+            latent_a = load_latents(
+                *(latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
+                *(dtype, 0, L, A, FP8, NATIVE, GROUP, SAME_A),
+            )  # [KEYS, A]
+            scores = tl.dot(q_a, tl.trans(latent_a), input_precision="ieee") * scale
+            latent_b = latent_a
+            if B:
+                latent_b = load_latents(
+                    *(latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
+                    *(dtype, A, L, B, FP8, NATIVE, GROUP, SAME_B),
+                )  # [KEYS, B]
+                scores += tl.dot(q_b, tl.trans(latent_b), input_precision="ieee") * scale
+            if R:
+                ropes, rope_offsets = rows_at(rope, first, second, rope_stride_0, rope_stride_1, RUN, KEYS)
+                k_rope = load_latents(
+                    *(ropes, rope_offsets, seen, key_scales, scale_offsets, scale_stride_2),
+                    *(dtype, 0, R, ROPE, FP8_ROPE, NATIVE, R, ROPE),
+                )  # [KEYS, ROPE]
+                scores += tl.dot(q_r, tl.trans(k_rope), input_precision="ieee") * scale
+            if MASK == "bias":
+                scores += bias.to(tl.float32)
+            # Always so, which Triton does not know and LLVM does. Where Triton sees that a product goes on into
+            # another, it has both warp groups of a Hopper program compute all scores of 64 rows; through an `if` it
+            # does not see it.
+            if tl.num_programs(0) > 0:
+                scores = tl.where(allowed, scores, -float("inf"))  # [ROWS, KEYS]
+            m, total, acc_a, acc_b = add_keys(m, total, acc_a, acc_b, scores, latent_a, latent_b, B)
+
+        # A scalar address and offsets that are constants of a thread: what else the stores take lives in registers all
+        # through the loop.
+        first_row = first_row.to(tl.int64)
+        in_tile = tl.arange(0, ROWS)
+        sums = acc_a, acc_b, m, total
+        if WORK == "parts":
+            store_part(acc, m_out, total_out, first_row, in_tile, *sums, exists, L, A, B)
+        elif WORK == "whole":
+            store_result(o, lse, first_row, in_tile, *sums, exists, L, A, B)
+        elif cut:
+            store_part(acc, m_out, total_out, first_row, in_tile, *sums, exists, L, A, B)
+        else:
+            store_result(o, lse, first_row, in_tile, *sums, exists, L, A, B)
+        if WORK == "shared":
+            on_line += tl.where(width > 0, width, tl.cdiv(count, KEYS)) + own
+            group += 1
+
+
+@triton.jit
+def store_part(
+    acc,
+    m_out,
+    total_out,
+    first_row,
+    row,
+    acc_a,
+    acc_b,
+    m,
+    total,
+    exists,
+    L: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+):
+    """The sums of a part as they are, for `combine`."""
+    tl.store(m_out + first_row + row, m, mask=exists)
+    tl.store(total_out + first_row + row, total, mask=exists)
+    store_columns(acc + first_row * L, row, acc_a, exists, 0, L, A)
+    if B:
+        store_columns(acc + first_row * L, row, acc_b, exists, A, L, B)
+
+
+@triton.jit
+def store_result(
+    o,
+    lse,
+    first_row,
+    row,
+    acc_a,
+    acc_b,
+    m,
+    total,
+    exists,
+    L: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+):
+    """What the sums of all keys come to."""
+    # The greatest score adds exp(0) = 1 to total, so only a row that saw no key is below 1.
+    share = 1.0 / tl.maximum(total, 1.0)
+    tl.store(lse + first_row + row, m + tl.log(total), mask=exists)
+    store_columns(o + first_row * L, row, acc_a * share[:, None], exists, 0, L, A)
+    if B:
+        store_columns(o + first_row * L, row, acc_b * share[:, None], exists, A, L, B)
 
 
 @triton.jit

@@ -16,9 +16,10 @@ from torch import Tensor
 from .combine import combine
 from .kernel import attend_latents
 from .machine import Machine
-from .parts import number_of_parts
+from .parts import Work, combination, in_parts, number_of_parts, shared_out
+from .plans import Plans, layout
 from .tiles import MaskKind, Tiles, choose, columns, fits, power_of_two
-from .tuning import bucket, neighbours, tuned
+from .tuning import bucket, is_on, neighbours, tuned
 
 LEAST_TILES = 4
 """Tiles of keys that a part has at least, so that loading ahead pays."""
@@ -61,30 +62,18 @@ def attend(
     which do not depend on the batch. With `split_tokens`, rounded up to whole tiles, a group's keys are cut at the
     same places in any batch.
     """
-    batch, queries, heads, rank = q_latent.shape
-    rope = q_rope.shape[3]
+    batch, queries, heads, _ = q_latent.shape
     q_latent, q_rope = (q if q.shape[3] < 2 or q.stride(3) == 1 else q.contiguous() for q in (q_latent, q_rope))
     o = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     lse = q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
     if lse.numel() == 0:
         return o, lse
-    named = source.kind == "named"
-    groups, rows = (batch * queries, heads) if named else (batch, queries * heads)
-    if tiles is None:
-        fp8 = source.scales is not None
-        tiles = choose(machine, rows, rank, rope, q_latent.itemsize, fp8, mask_kind(source.mask))
-        if split_tokens is None:
-            tiles = _tuned(machine, q_latent, q_rope, source, scale, (groups, rows), tiles)
-    programs = groups * triton.cdiv(rows, tiles.rows)
-    fixed = 0 if split_tokens is None else triton.cdiv(split_tokens, tiles.keys) * tiles.keys
-    parts = _parts(machine, source, tiles, programs, fixed, rank, rope, q_latent.itemsize)
-    partial = [q_latent.new_empty(0, dtype=torch.float32)] * 3
-    if parts > 1:
-        shape = parts, groups * rows
-        partial = [q_latent.new_empty(size, dtype=torch.float32) for size in ((*shape, rank), shape, shape)]
-    constants = constants_of(machine, q_latent, rope, source, tiles, parts > 1)
+    plan = _plan(machine, q_latent, q_rope, source, scale, split_tokens, tiles)
+    partial = [lse] * 3
+    if plan.work.slots:
+        partial = [lse.new_empty(size) for size in plan.sizes]
     lengths, starts = (lse if t is None else t for t in (source.lengths, source.starts))
-    attend_latents[(programs * parts,)](
+    attend_latents[plan.grid](
         q_latent,
         q_rope,
         *(_bytes(part) if part.dtype == torch.float8_e4m3fn else part for part in (source.latent, source.rope)),
@@ -97,57 +86,111 @@ def attend(
         lse,
         *partial,
         scale,
-        *(queries, heads, source.tokens, source.cached, source.causal_offset, parts, fixed),
-        *q_latent.stride()[:3],
-        *q_rope.stride()[:3],
-        *source.latent.stride()[:2],
-        *source.rope.stride()[:2],
-        *strides_of(source.scales, 3),
-        *strides_of(source.table, 3),
-        *strides_of(source.mask, 4),
-        **constants,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        enable_fp_fusion=True,
+        *plan.numbers,
+        **plan.constants,
     )
-    if parts > 1:
-        combine[(groups * rows,)](
-            *partial,
-            lengths,
-            starts,
-            o,
-            lse,
-            *(queries, heads, source.tokens, source.causal_offset, parts, fixed),
-            SOURCE=source.kind,
-            CAUSAL=source.causal,
-            STARTS=source.starts is not None,
-            L=rank,
-            BLOCK=power_of_two(rank),
-            KEYS=tiles.keys,
-            LEAST=LEAST_TILES,
-            num_warps=4,
-            enable_fp_fusion=True,
+    if plan.work.slots:
+        combine[plan.combining_grid](
+            *partial, lengths, starts, o, lse, *plan.combining_numbers, **plan.combining_constants
         )
     return o, lse
 
 
-def _tuned(
+@dataclass(frozen=True)
+class _Plan:
+    """All of a launch but its tensors and the scale."""
+
+    work: Work
+    sizes: tuple[Any, ...]
+    """Of the partial results."""
+    grid: tuple[int]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+    """The compiler's options too."""
+    combining_grid: tuple[int]
+    combining_numbers: tuple[int, ...]
+    combining_constants: dict[str, Any]
+
+
+PLANS = Plans[_Plan]()
+
+
+def _plan(
     machine: Machine,
     q_latent: Tensor,
     q_rope: Tensor,
     source: Source,
     scale: float,
-    groups_rows: tuple[int, int],
-    default: Tiles,
-) -> Tiles:
+    split_tokens: int | None,
+    tiles: Tiles | None,
+) -> _Plan:
+    if tiles is None and split_tokens is None and is_on():
+        tiles = _tuned(machine, q_latent, q_rope, source, scale)
+    tensors = q_latent, q_rope, source.latent, source.rope, source.table, source.scales, source.mask
+    lengths = source.lengths is not None, source.starts is not None
+    keys = source.kind, source.tokens, source.cached, source.page_size, source.causal, source.causal_offset
+    key = machine, tiles, split_tokens, keys, lengths, *map(layout, tensors)
+    return PLANS.get(key, lambda: _new_plan(machine, q_latent, q_rope, source, split_tokens, tiles))
+
+
+def _new_plan(
+    machine: Machine, q_latent: Tensor, q_rope: Tensor, source: Source, split_tokens: int | None, tiles: Tiles | None
+) -> _Plan:
+    _, queries, heads, rank = q_latent.shape
+    rope = q_rope.shape[3]
+    groups, rows = _groups_rows(q_latent, source)
+    tiles = tiles or _of_table(machine, q_latent, q_rope, source)
+    fixed = 0 if split_tokens is None else triton.cdiv(split_tokens, tiles.keys) * tiles.keys
+    work = _work(machine, source, tiles, (groups, rows), fixed, rank, rope, q_latent.itemsize)
+    shared = work.batch, work.parts, fixed, work.own
+    strides = [
+        *(*q_latent.stride()[:3], *q_rope.stride()[:3], *source.latent.stride()[:2], *source.rope.stride()[:2]),
+        *(*strides_of(source.scales, 3), *strides_of(source.table, 3), *strides_of(source.mask, 4)),
+    ]
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True}
+    combining = {
+        "SOURCE": source.kind,
+        "CAUSAL": source.causal,
+        "STARTS": source.starts is not None,
+        "SHARED": work.kind == "shared",
+        "L": rank,
+        "KEYS": tiles.keys,
+        "LEAST": LEAST_TILES,
+        **combination(work.combined, rows, rank, machine.processors),
+    }
+    return _Plan(
+        work,
+        ((work.slots, rank), work.slots, work.slots),
+        (work.programs,),
+        (queries, heads, source.tokens, source.cached, source.causal_offset, *shared, *strides),
+        constants_of(machine, q_latent, rope, source, tiles, work.kind) | options,
+        (work.combined * triton.cdiv(rows, combining["ROWS"]) * combining["SPREAD"],),
+        (queries, heads, source.tokens, source.causal_offset, *shared),
+        combining | {"num_warps": 4, "enable_fp_fusion": True},
+    )
+
+
+def _groups_rows(q_latent: Tensor, source: Source) -> tuple[int, int]:
+    batch, queries, heads, _ = q_latent.shape
+    return (batch * queries, heads) if source.kind == "named" else (batch, queries * heads)
+
+
+def _of_table(machine: Machine, q_latent: Tensor, q_rope: Tensor, source: Source) -> Tiles:
+    _, rows = _groups_rows(q_latent, source)
+    widths = q_latent.shape[3], q_rope.shape[3], q_latent.itemsize
+    return choose(machine, rows, *widths, source.scales is not None, mask_kind(source.mask))
+
+
+def _tuned(machine: Machine, q_latent: Tensor, q_rope: Tensor, source: Source, scale: float) -> Tiles:
     """The fastest tiles, while tuning is on."""
+    default = _of_table(machine, q_latent, q_rope, source)
     rank, rope, size = q_latent.shape[3], q_rope.shape[3], q_latent.itemsize
-    constants = constants_of(machine, q_latent, rope, source, default, several=False)
+    constants = constants_of(machine, q_latent, rope, source, default, "whole")
     same = [
         constants[name]
         for name in ("SOURCE", "MASK", "BY_ROW", "CAUSAL", "STARTS", "PAGE", "L", "R", "FP8", "FP8_ROPE")
     ]
-    grown = [bucket(number) for number in (*groups_rows, source.tokens)]
+    grown = [bucket(number) for number in (*_groups_rows(q_latent, source), source.tokens)]
     return tuned(
         machine,
         ("attend", q_latent.dtype, *same, *grown),
@@ -157,20 +200,34 @@ def _tuned(
     )
 
 
-def _parts(
-    machine: Machine, source: Source, tiles: Tiles, programs: int, fixed: int, rank: int, rope: int, itemsize: int
-) -> int:
-    if fixed:
-        return max(triton.cdiv(source.tokens, fixed), 1)
+def _work(
+    machine: Machine,
+    source: Source,
+    tiles: Tiles,
+    groups_rows: tuple[int, int],
+    fixed: int,
+    rank: int,
+    rope: int,
+    itemsize: int,
+) -> Work:
+    """Where lengths are on the device keys are shared out by them, unless parts are fixed; else cut in parts."""
+    groups, rows = groups_rows
+    row_tiles = triton.cdiv(rows, tiles.rows)
     key_bytes = (rank + rope) * itemsize
     row_keys = tiles.rows * (key_bytes + 4 * rank) / key_bytes
-    return number_of_parts(programs, source.tokens, LEAST_TILES * tiles.keys, machine.processors, row_keys)
+    if fixed:
+        return in_parts(groups, rows, row_tiles, max(triton.cdiv(source.tokens, fixed), 1))
+    if source.lengths is not None:
+        return shared_out(groups, rows, row_tiles, machine.processors, row_keys / tiles.keys)
+    least = LEAST_TILES * tiles.keys
+    parts = number_of_parts(groups * row_tiles, source.tokens, least, machine.processors, row_keys)
+    return in_parts(groups, rows, row_tiles, parts)
 
 
 def constants_of(
-    machine: Machine, q_latent: Tensor, rope: int, source: Source, tiles: Tiles, several: bool
+    machine: Machine, q_latent: Tensor, rope: int, source: Source, tiles: Tiles, work: str
 ) -> dict[str, Any]:
-    """What the kernel is specialised to; `several` parts or one."""
+    """What the kernel is specialised to; `work` is that of `Work`."""
     _, queries, heads, rank = q_latent.shape
     first, second = columns(rank)
     return {
@@ -179,7 +236,7 @@ def constants_of(
         "BY_ROW": mask_kind(source.mask) == "of rows",
         "CAUSAL": source.causal,
         "STARTS": source.starts is not None,
-        "PARTS": several,
+        "WORK": work,
         "WHOLE": (heads if source.kind == "named" else queries * heads) % tiles.rows == 0,
         "PAGE": source.page_size,
         "L": rank,

@@ -1,18 +1,88 @@
-"""In how many parts the keys of a group are attended to, so that a small batch fills the machine.
+"""How keys are divided among programs, so that a small batch fills the machine.
 
 More parts mean more programs at a time, and more partial results to write and to merge. Both are counted in keys read:
 a program moves `rank + rope` numbers a key, reads a row's query once and, of several parts, writes a float32 row of the
-output, which the merge reads again. Lengths are on the device and not known: what is counted is the longest that fits.
+output, which the merge reads again. Of keys that are shared out by lengths on the device (`pieces`) only the number of
+programs is chosen here.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import dataclass
+
+from .tiles import power_of_two
 
 _LAUNCH_KEYS = 71
 """A second launch, about 2.5 us, in keys of 1,152 B at a multiprocessor's share of an H200's 4.3 TB/s, 32.6 GB/s."""
 _MOST_WAVES = 4
 """More parts than this many waves of programs only add to what is merged."""
+
+_IDLE = 1.1
+"""Processors over programs that still counts as full."""
+_COLUMNS = 128
+"""Columns that a program combines at a time: 512 bytes of each row of sums."""
+_COMBINING = 4
+"""Programs that combine parts, a multiprocessor: with 8 loads of 512 bytes each they wait for 16 KiB at a time, what
+its share of the bandwidth brings in half a microsecond."""
+_MOST_ROWS = 8
+"""Of a program that combines parts: 1,024 numbers for 128 threads."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Programs and what they leave to be combined."""
+
+    kind: str
+    """`whole`, `parts` or `shared`: of a group in one part, in several, or of all sequences."""
+    programs: int
+    parts: int
+    """Of a group, or of all keys where they are shared out."""
+    slots: int = 0
+    """Rows of sums."""
+    combined: int = 0
+    """Groups that may have to be combined."""
+    batch: int = 0
+    own: int = 0
+    """What a program does for a sequence besides its keys, in tiles of them."""
+
+
+def in_parts(groups: int, rows: int, tiles: int, parts: int) -> Work:
+    """Each group's keys in as many parts, by each of its tiles of rows."""
+    if parts == 1:
+        return Work("whole", groups * tiles, 1)
+    return Work("parts", groups * tiles * parts, parts, parts * groups * rows, groups)
+
+
+def shared_out(batch: int, rows: int, tiles: int, processors: int, own: float) -> Work:
+    """The keys of all sequences together, by each tile of a sequence's rows."""
+    pieces = number_of_pieces(tiles, processors)
+    slots = 2 * pieces * rows if pieces > 1 else 0
+    return Work("shared", pieces * tiles, pieces, slots, min(batch, pieces - 1), batch, max(round(own), 1))
+
+
+@functools.cache
+def number_of_pieces(tiles: int, processors: int) -> int:
+    """In how many pieces all keys are cut, if each takes `tiles` programs.
+
+    The machine is full once, or as many times as leave few processors without a program.
+    """
+    waves = range(1, _MOST_WAVES + 1)
+    pieces = [max(wave * processors // tiles, 1) for wave in waves]
+    idle = [-(-piece * tiles // processors) * processors / (piece * tiles) for piece in pieces]
+    full = (piece for piece, share in zip(pieces, idle, strict=True) if share <= _IDLE)
+    return next(full, pieces[idle.index(min(idle))])
+
+
+def combination(groups: int, rows: int, rank: int, processors: int) -> dict[str, int]:
+    """What a program that combines parts takes: so little that all processors have something to do, and no less."""
+    columns = min(power_of_two(rank), _COLUMNS)
+    blocks = -(-rank // columns)
+    wave = _COMBINING * processors
+    at_once = min(1 << max(math.ceil(groups * rows * blocks / wave) - 1, 0).bit_length(), _MOST_ROWS)
+    spread = blocks if groups * -(-rows // at_once) * blocks <= wave else 1
+    return {"ROWS": at_once, "COLUMNS": columns, "SPREAD": spread}
 
 
 @functools.cache

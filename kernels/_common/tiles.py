@@ -39,7 +39,7 @@ class ArchTiles:
     """For up to 16 rows of a group."""
     many: Tiles
     fp8: Tiles
-    """For more rows, keys in FP8."""
+    """For more rows, keys in FP8; with no more than 16 rows, for few too."""
     masked: Tiles
     """For more rows, under a mask that says the same of each; with no more than 16 rows, for few too."""
     by_row: Tiles
@@ -57,7 +57,7 @@ _TABLE: dict[str, ArchTiles] = {
         Tiles(16, 64, 8, 3), Tiles(32, 32, 8, 3), Tiles(32, 16, 8, 3), Tiles(32, 16, 8, 3), Tiles(16, 64, 8, 2)
     ),
     "sm_120": ArchTiles(Tiles(16, 32, 4, 3), _SMALL, Tiles(32, 16, 8, 3), *[Tiles(16, 16, 8, 2)] * 2),
-    "gfx942": ArchTiles(*[Tiles(16, 32, 4, 1)] * 5),
+    "gfx942": replace(ArchTiles(*[Tiles(16, 32, 4, 1)] * 5), fp8=Tiles(16, 16, 4, 1)),
 }
 _FLOAT32 = Tiles(16, 16, 8, 2)
 """Products of float32 take no matrix unit, and twice the memory."""
@@ -102,7 +102,8 @@ def choose(
     elif mask == "of rows":
         tiles = choice.by_row
     elif rows <= choice.few.rows:
-        tiles = choice.masked if mask != "none" and choice.masked.rows <= choice.few.rows else choice.few
+        special = choice.masked if mask != "none" else choice.fp8 if fp8 else choice.few
+        tiles = special if special.rows <= choice.few.rows else choice.few
     else:
         tiles = choice.fp8 if fp8 else choice.many if mask == "none" else choice.masked
     while tiles.rows > LEAST and tiles.rows * sum(columns(rank)) > choice.many.rows * _WIDEST:

@@ -43,6 +43,11 @@ def tuning(timer: Timer | None = None) -> Iterator[None]:
         _TIMER.reset(token)
 
 
+def is_on() -> bool:
+    """Whether launches here and now time their candidates."""
+    return _TIMER.get() is not None
+
+
 def tuned(
     machine: Machine,
     problem: Sequence[object],

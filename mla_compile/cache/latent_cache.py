@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import CacheMismatchError, OutOfPagesError
 from ..fp8 import FP8
+from .fixed_table import FixedTable
 from .fp8_pool import FP8PagePool
 from .indexer_keys import IndexerKeys
 from .pool import PagePool, check_count
@@ -36,13 +37,23 @@ class PagedLatentCache(Base):
     may be seen is the attention mask's to say, as ever with transformers.
 
     Args: pool, with as many layers as the model; max_pages, the most that one sequence may have (all); shares, if the
-    tokens are dealt out to ranks, of which each has a pool of as many pages.
+    tokens are dealt out to ranks, of which each has a pool of as many pages; batch, if that many sequences are to have
+    max_pages at once, and their length is to be a number on the device.
+    Raises: CacheMismatchError for a batch without max_pages or with shares; OutOfPagesError.
     """
 
-    def __init__(self, pool: PagePool, max_pages: int | None = None, shares: Shares | None = None) -> None:
-        self.pool, self.max_pages, self.shares = pool, max_pages, shares
+    def __init__(
+        self,
+        pool: PagePool,
+        max_pages: int | None = None,
+        shares: Shares | None = None,
+        batch: int | None = None,
+    ) -> None:
+        if batch is not None and (max_pages is None or shares is not None):
+            raise CacheMismatchError("expected max_pages and no shares with a batch whose pages are taken at once")
+        self.pool, self.max_pages, self.shares, self.batch = pool, max_pages, shares, batch
         self.layers: list[Any] = []
-        self._table: BlockTable | None = None
+        self._table: BlockTable | None = None if batch is None else self._new_table(batch)
         self._indexer_keys = IndexerKeys()
 
     @classmethod
@@ -55,20 +66,29 @@ class PagedLatentCache(Base):
         scale: float | Tensor | None = None,
         mesh: DeviceMesh | None = None,
         interleave: int | None = None,
+        batch: int | None = None,
+        tokens: int | None = None,
     ) -> PagedLatentCache:
         """An empty cache over a pool of its own, made to a transformers model with MLA: its layers, widths and dtype.
 
         Args: model; pages and page_size; dtype, the model's or torch.float8_e4m3fn, in which an `FP8PagePool` keeps the
         latents, with that pool's `scale`; mesh, of one dimension, whose ranks share the tokens out, `interleave` at a
-        time (a page), each in as many pages.
+        time (a page), each in as many pages; batch and tokens, if so many sequences are to have pages for so many
+        tokens at once. Their length is a number on the device then, and a compiled step one graph for all lengths.
         Raises: CacheMismatchError, if the model's configuration does not tell its sizes, for layers that keep
-        something else than latents (the state of linear attention; over a mesh an indexer's keys too) or a window of
-        them, for another dtype or scale, and for another mesh or an interleave that does not divide page_size.
+        something else than latents (the state of linear attention; over a mesh or with a batch an indexer's keys too)
+        or a window of them, for another dtype or scale, for another mesh or an interleave that does not divide
+        page_size, and for a batch without tokens or with a mesh; OutOfPagesError, if pages do not hold the batch.
         """
+        if (batch is None) != (tokens is None) or (batch is not None and mesh is not None):
+            raise CacheMismatchError("expected batch and tokens together, and no mesh with them")
+        for name, count in {} if batch is None else {"batch": batch, "tokens": tokens}.items():
+            check_count(name, count)
         config: Any = getattr(model, "config", None)
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        if others := other_layers(config, indexers=mesh is None):
-            besides = ", and at most an indexer's keys" if mesh is None else ""
+        indexers = mesh is None and batch is None
+        if others := other_layers(config, indexers=indexers):
+            besides = ", and at most an indexer's keys" if indexers else ""
             raise CacheMismatchError(
                 f"expected layers that cache a latent and a rope key a token{besides}, found "
                 f"{type(model).__name__}, of which some have a {' and a '.join(others)}: let it make its own cache"
@@ -91,18 +111,19 @@ class PagedLatentCache(Base):
         pool = FP8PagePool(*arguments, scale) if dtype == FP8 else PagePool(*arguments)
         if shares is not None:
             pool.take(1)  # the last page, which is taken first
-        return cls(pool, shares=shares)
+        max_pages = None if tokens is None else (tokens + page_size - 1) // page_size
+        return cls(pool, max_pages, shares, batch)
 
     @property
     def is_compileable(self) -> bool:
         """To transformers: it makes a mask for one token too, and before the forward, which it may compile itself."""
-        return self.shares is not None
+        return self.shares is not None or self.batch is not None
 
     def __len__(self) -> int:
         return len(self.pool.layers)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.get_seq_length()} tokens, {self.pool.available} pages free)"
+        return f"{type(self).__name__}({int(self.get_seq_length())} tokens, {self.pool.available} pages free)"
 
     @property
     def table(self) -> BlockTable | None:
@@ -115,7 +136,7 @@ class PagedLatentCache(Base):
         """Append latents `[B, 1, S, L]` and rope keys `[B, 1, S, R]` of one layer; returns both of all T tokens.
 
         Where ranks share tokens out, those of all of them are gathered, whole pages of each: keys behind the last token
-        are for the mask to hide, as with a static cache.
+        are for the mask to hide, as with a static cache, and as where a batch has all its pages from the beginning.
 
         The first layer's call makes room for the tokens; each other layer's puts its own in the same places. What is
         returned is a naive read of the pages, which `backend="mla"` replaces by attention that reads the pages itself.
@@ -146,9 +167,11 @@ class PagedLatentCache(Base):
         """Append an indexer's keys `[B, S, I]` of one layer; returns those of all T tokens, which are no pages."""
         return self._indexer_keys.update(indexer_key_states, layer_idx)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of each sequence."""
-        return 0 if self._table is None else self._table.length
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        """Tokens of each sequence: of a batch that has all its pages from the beginning a tensor `[]`, int64."""
+        if isinstance(self._table, FixedTable):
+            return self._table.tokens
+        return self._length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """The most tokens that a sequence may have."""
@@ -158,10 +181,12 @@ class PagedLatentCache(Base):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """How many keys attention over `query_length` more tokens has, and the position of the first."""
-        tokens = self.get_seq_length() + query_length
+        if self.batch is not None:
+            return self.get_max_length(), 0
+        tokens = self._length + query_length
         return (tokens if self.shares is None else self.shares.room(tokens)), 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:
         """The position of the next token."""
         return self.get_seq_length()
 
@@ -173,13 +198,14 @@ class PagedLatentCache(Base):
         if tokens_to_remove > 0:
             raise CacheMismatchError(f"expected tokens to remove as a number below zero, found {tokens_to_remove}")
         if tokens_to_remove and self._table is not None:
-            self._table.crop(self._table.length + int(tokens_to_remove))
+            self._table.crop(int(self.get_seq_length()) + int(tokens_to_remove))
             self._indexer_keys.crop(-int(tokens_to_remove))
             self._own()
 
     def fork(self, rows: Tensor | None = None) -> PagedLatentCache:
         """A second cache that continues sequences `rows` (all), with which it shares the pages that neither writes."""
         other = type(self)(self.pool, self.max_pages, self.shares)
+        other.batch = self.batch if rows is None or self.batch is None else len(rows)
         if self._table is not None:
             other._table = self._table.fork(rows)
             every = torch.arange(self.batch_size) if rows is None else rows
@@ -204,7 +230,14 @@ class PagedLatentCache(Base):
         """Keep the sequences that `indices` names or, as a mask, marks."""
         self._select(torch.arange(self.batch_size)[indices.cpu()])
 
+    @property
+    def _length(self) -> int:
+        """Tokens that the host counts."""
+        return 0 if self._table is None else self._table.length
+
     def _new_table(self, batch: int) -> BlockTable:
+        if self.batch is not None and self.max_pages is not None:
+            return FixedTable(self.pool, batch, self.max_pages)
         if self.shares is None:
             return BlockTable(self.pool, batch, self.max_pages)
         return SharedTable(self.pool, batch, self.max_pages, self.shares)
@@ -212,8 +245,8 @@ class PagedLatentCache(Base):
     def _select(self, rows: Tensor) -> None:
         if self._table is None:
             return
-        before, self._table = self._table, self._table.fork(rows)
-        before.free()
+        self._table = self._table.select(rows)
+        self.batch = self.batch and self._table.batch
         self._indexer_keys = self._indexer_keys.select(rows)
         self._own()
 

@@ -168,10 +168,14 @@ class PagePool:
     def copy(self, pages: Tensor) -> Tensor:
         """New pages with the contents of `pages`, in every layer."""
         taken = self.take(len(pages))
+        self.overwrite(taken, pages)
+        return taken
+
+    def overwrite(self, targets: Tensor, pages: Tensor) -> None:
+        """Give pages `targets` the contents that `pages` have, in every layer."""
         for tensor in self.tensors:
             rows = tensor.view(torch.uint8)  # not every device indexes FP8: bytes do
-            rows[taken] = rows[pages]
-        return taken
+            rows[targets] = rows[pages]
 
     def write(self, layer: int, pages: Tensor, rows: Tensor, tokens: Tensor) -> None:
         """Put `tokens` `[..., L + R]` into rows `rows` of pages `pages`, both `[...]`, of one layer, in place.
@@ -179,7 +183,7 @@ class PagePool:
         Raises: CacheMismatchError for another width, dtype or device; PageIndexError or FreedError for pages that are
         not there or not held (not checked on a GPU and in compiled code), with nothing written.
         """
-        if _values_at_hand(pages):
+        if values_at_hand(pages):
             self._held(pages)
         width = self.latent_width + self.rope_width
         if tokens.shape[-1] != width:
@@ -206,7 +210,7 @@ class PagePool:
 
     def keys(self, layer: int, pages: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`read` as latents `[..., L]` and rope keys `[..., R]`; without rows, all `[..., page_size]` of the pages."""
-        if _values_at_hand(pages):
+        if values_at_hand(pages):
             self._in_pool(pages)
         return self._get(layer, (pages,) if rows is None else (pages, rows))
 
@@ -231,6 +235,6 @@ class PagePool:
         return pages
 
 
-def _values_at_hand(tensor: Tensor) -> bool:
+def values_at_hand(tensor: Tensor) -> bool:
     """Whether looking at values costs no wait for a device and no break of a graph."""
     return not torch.compiler.is_compiling() and tensor.device.type == "cpu"

@@ -119,6 +119,12 @@ class BlockTable:
         self._shares_tail = other._shares_tail = self.length % self.page_tokens != 0
         return other
 
+    def select(self, rows: Tensor) -> BlockTable:
+        """A table of sequences `rows` `[n]`, as often as named, in the place of this one, which is freed."""
+        other = self.fork(rows)
+        self.free()
+        return other
+
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on; pages that hold none then are released.
 

@@ -94,10 +94,15 @@ def _pages(dtype: torch.dtype | None) -> Callable[[Case, Any], Any]:
     return made
 
 
+def _fixed(case: Case, model: Any) -> Any:
+    return PagedLatentCache.of(model, case.batch * ROOM // PAGE_SIZE, PAGE_SIZE, batch=case.batch, tokens=ROOM)
+
+
 CACHES: dict[str, Callable[[Case, Any], Any]] = {
     "dynamic": _dynamic,
     "static": _static,
     "pages": _pages(None),
+    "fixed pages": _fixed,
     "fp8 pages": _pages(torch.float8_e4m3fn),
 }
 

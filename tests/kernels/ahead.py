@@ -18,7 +18,8 @@ from mla_compile.kernels._common import combine as combining
 from mla_compile.kernels._common.kernel import attend_latents
 from mla_compile.kernels._common.launch import LEAST_TILES, Source, constants_of, mask_kind
 from mla_compile.kernels._common.machine import Machine
-from mla_compile.kernels._common.tiles import choose, power_of_two
+from mla_compile.kernels._common.parts import combination
+from mla_compile.kernels._common.tiles import Tiles, choose
 from mla_compile.kernels.append_latents.kernel import append
 from mla_compile.kernels.append_latents.triton import constants_of as append_constants
 from mla_compile.kernels.expanded_attention.kernel import attend_chunk
@@ -67,7 +68,7 @@ def compile_attention(
     arch: str,
     heads: int,
     dtype: torch.dtype = torch.bfloat16,
-    several_parts: bool = True,
+    work: str = "shared",
     fp8: bool = False,
     kind: str = "pages",
     page_size: int = 64,
@@ -76,8 +77,9 @@ def compile_attention(
     starts: bool = False,
     rank: int = 512,
     rope: int = 64,
+    tiles: Tiles | None = None,
 ) -> Record:
-    """The kernel that a decode step of DeepSeek launches, with the table's tiles."""
+    """The kernel that a decode step of DeepSeek launches, with some tiles or those of the table."""
     machine = machine_of(arch)
     q = torch.empty(1, 1, heads, rank, dtype=dtype, device="meta")
     cache = torch.empty(1, page_size, rank, dtype=torch.float8_e4m3fn if fp8 else dtype, device="meta")
@@ -92,8 +94,8 @@ def compile_attention(
         causal=True,
         starts=torch.empty(1, dtype=torch.int32, device="meta") if starts else None,
     )
-    tiles = choose(machine, heads, rank, rope, dtype.itemsize, fp8, mask_kind(source.mask))
-    constants = constants_of(machine, q, rope, source, tiles, several_parts)
+    tiles = tiles or choose(machine, heads, rank, rope, dtype.itemsize, fp8, mask_kind(source.mask))
+    constants = constants_of(machine, q, rope, source, tiles, work)
     types = dict.fromkeys(attend_latents.arg_names, "i32") | {"scale": "fp32"}
     types |= dict.fromkeys(("q_latent", "q_rope", "latent", "rope", "o"), POINTERS[dtype])
     types |= dict.fromkeys(("scales", "lse", "acc", "m_out", "total_out"), "*fp32")
@@ -106,14 +108,14 @@ def compile_attention(
     return _compile(arch, attend_latents, types, constants, aligned, tiles.warps, tiles.stages)
 
 
-def compile_combination(arch: str, rank: int = 512) -> Record:
+def compile_combination(arch: str, shared: bool = True, rank: int = 512) -> Record:
     """The kernel that merges the parts of a decode step in bfloat16."""
     kernel = combining.combine
     types = dict.fromkeys(kernel.arg_names, "i32") | {"o": "*bf16", "lse": "*fp32"}
     types |= dict.fromkeys(("lengths", "starts"), "*i32")
     types |= dict.fromkeys(("acc", "m_in", "total_in"), "*fp32")
-    constants = {"SOURCE": "pages", "CAUSAL": True, "STARTS": False, "L": rank, "BLOCK": power_of_two(rank)}
-    constants |= {"KEYS": 32, "LEAST": LEAST_TILES}
+    constants = {"SOURCE": "pages", "CAUSAL": True, "STARTS": False, "SHARED": shared, "L": rank}
+    constants |= {"KEYS": 32, "LEAST": LEAST_TILES, **combination(64, 128, rank, machine_of(arch).processors)}
     aligned = [name for name in types if types[name].startswith("*")]
     return _compile(arch, kernel, types, constants, aligned, 4, 1)
 
@@ -225,15 +227,20 @@ def _cuobjdump(flag: str, cubin: Path) -> str:
 
 
 def _loop(sass: str) -> Counter[str]:
-    """Instructions between the target of a backward branch and the branch, products within: the longest stretch."""
+    """Instructions between the target of a backward branch and the branch: of the innermost loops around products the
+    longest."""
     lines = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+ )?(.*?);", sass)
     code = [(int(address, 16), text) for address, text in lines]
-    longest: list[str] = []
+    loops: list[tuple[int, int]] = []
     for address, text in code:
         branch = re.search(r"\bBRA(?:\.\w+)* (?:!?\w+, )*`?\(?(?:\.L_x_\d+|0x([0-9a-f]+))", text)
         target = int(branch[1], 16) if branch and branch[1] else address
-        if target < address:
-            body = [line for place, line in code if target <= place <= address]
-            if len(body) > len(longest) and any("MMA" in line for line in body):
-                longest = body
-    return Counter(re.split(r"[. ]", line)[0] for line in longest)
+        if target < address and any("MMA" in line for place, line in code if target <= place <= address):
+            loops.append((target, address))
+    innermost = [
+        (first, last)
+        for first, last in loops
+        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
+    ]
+    first, last = max(innermost, key=lambda loop: loop[1] - loop[0], default=(0, -1))
+    return Counter(re.split(r"[. ]", line)[0] for place, line in code if first <= place <= last)

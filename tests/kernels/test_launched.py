@@ -17,13 +17,15 @@ from mla_compile.kernels import paged_latent_attention as paged
 
 from .ahead import CUOBJDUMP, compile_launch, machine_of
 from .recorded import recorded
+from .test_no_sync import CALLS
 
 pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="Triton's package carries no cuobjdump here")
 
 L, R, PAGES, PAGE_SIZE = 512, 64, 4, 64
 SOME = ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100", "sm_120"))]
 
-STACK = {("packed", 16): 32}
+QUICK = ("decode", "append", "merge")
+STACK = {("packed", 16): 40}
 """Bytes that are kept there before the loop and read behind it."""
 
 
@@ -93,3 +95,20 @@ def test_gathering_loads_whole_words(arch, kind):
     assert launches[0].kernel == "gather_chunk"
     assert record.stack == 0
     assert narrow(record) == []
+
+
+SOME_CALLS = [
+    pytest.param(call, marks=() if name in QUICK else pytest.mark.slow, id=name) for name, call in CALLS.items()
+]
+
+
+@pytest.mark.parametrize("call", SOME_CALLS)
+def test_every_launch_compiles_with_the_arguments_and_options_that_it_has(call):
+    """Triton warns of options that it will not take, and a warning is an error here."""
+    with recorded("sm_90") as launches:
+        call()
+    different = {(launch.kernel, str(sorted(launch.constants.items()))): launch for launch in launches}
+    for launch in different.values():
+        record = compile_launch("sm_90", launch)
+        assert record.shared <= machine_of("sm_90").shared_bytes
+        assert "trap;" not in record.assembly

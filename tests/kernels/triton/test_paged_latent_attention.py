@@ -75,6 +75,36 @@ def test_page_sizes_of_several_tiles_and_of_less_than_one(page_size):
     assert_right(x, True, tiles=dataclasses.replace(TILES, keys=32))
 
 
+SHARED = {
+    "one long among short": ([900, 5, 0, 17, 64, 1], (1, 4, 24, 8)),
+    "more sequences than programs": ([70, 0, 250, 16, 33, 1, 90, 48, 120, 7, 64, 200], (2, 2, 16, 4)),
+    "more tiles of rows than processors": ([200, 30], (9, 16, 16, 4)),
+    "whole ones": ([130, 140, 0], (1, 3, 16, 4)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", SHARED.values(), ids=SHARED)
+def test_keys_that_are_shared_out(case, dtype):
+    assert_right(make_paged(*case, 16, dtype), True)
+
+
+def test_shared_keys_of_queries_that_are_not_the_last():
+    x = make_paged([400, 16, 60, 0], (3, 4, 24, 8), 16)
+    assert_right_with(x, True, first=torch.tensor([200, 9, 57, 0]))
+
+
+def test_shared_keys_in_fp8_give_the_same_numbers_each_time():
+    x = make_paged([500, 7, 90], (2, 3, 48, 8), 16, torch.bfloat16)
+    arguments, scales = quantised(x, 1)
+    first, second = (run(arguments, True, x.scale, scales) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    whole = run(arguments, True, x.scale, scales, split_tokens=1024)
+    exact = paged_latent_attention_reference(*arguments, True, x.scale, scales)
+    for shared, once, wanted in zip(first, whole, exact, strict=True):
+        assert_as_close_as(once.float(), shared.float(), wanted.double())
+
+
 def assert_right_with(x, causal, **more):
     o, lse = run(x.arguments, causal, x.scale, **more)
     named = {"mask": more.get("mask"), "first_positions": more.get("first")}

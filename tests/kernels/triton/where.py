@@ -15,7 +15,7 @@ ON_GPU = () if INTERPRETED else (pytest.mark.gpu,)
 
 def machine() -> Machine:
     """The GPU that there is; a small imagined one for the interpreter, so that small problems have several parts."""
-    return Machine("sm_90", 8) if INTERPRETED else present(torch.device("cuda", torch.cuda.current_device()))
+    return Machine("sm_90", 4) if INTERPRETED else present(torch.device("cuda", torch.cuda.current_device()))
 
 
 def to_device(tensors):

@@ -1,0 +1,114 @@
+"""The table of sequences that have all their pages from the beginning, and whose length is a number on the device.
+
+A compiled step is the same graph whatever the length is: it takes no page, reads all that there are, and leaves what is
+behind the last token to the mask, as a static cache does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheMismatchError
+from .pool import stays, values_at_hand
+from .table import BlockTable
+
+if TYPE_CHECKING:
+    from .pool import PagePool
+
+
+class FixedTable(BlockTable):
+    """A `BlockTable` of `max_pages` pages a sequence, which it takes at once.
+
+    Pages from that of the next token on have no other holder, so that a token is written without asking.
+
+    Raises: OutOfPagesError.
+    """
+
+    def __init__(self, pool: PagePool, batch: int, max_pages: int, pages: Tensor | None = None) -> None:
+        super().__init__(pool, batch, max_pages)
+        self.tokens = torch.zeros((), dtype=torch.int64, device=pool.device)
+        """How many each sequence has: it stays where it is."""
+        stays(self.tokens)
+        self.pages.copy_(pool.take(batch * max_pages).view(batch, max_pages) if pages is None else pages)
+
+    @property
+    def room(self) -> int:
+        """Tokens that each sequence has pages for."""
+        return self.max_pages * self.page_tokens
+
+    @property
+    def used(self) -> int:
+        return self.max_pages
+
+    def extend(self, count: int) -> None:
+        """Count `count` more tokens of each sequence.
+
+        Raises: FreedError; CacheMismatchError without room for them (not checked on a GPU and in compiled code).
+        """
+        if values_at_hand(self.pages) and int(self.tokens) + count > self.room:
+            raise CacheMismatchError(f"expected room for {count} tokens more, found {self.room - int(self.tokens)}")
+        self.tokens.add_(count)
+
+    def write(self, layer: int, tokens: Tensor) -> None:
+        batch, count, _ = tokens.shape
+        if batch != self.batch:
+            raise CacheMismatchError(f"expected tokens of {self.batch} sequences, found {batch}")
+        position = self.tokens - count + torch.arange(count, device=self.pool.device)
+        self.pool.write(layer, self.pages[:, position // self.page_tokens], position % self.page_tokens, tokens)
+
+    def read(self, layer: int) -> Tensor:
+        return torch.cat(self.keys(layer), dim=-1)[:, : int(self.tokens)]
+
+    def keys(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Latents `[batch, room, L]` and rope keys `[batch, room, R]`: what is behind the last token means nothing."""
+        latent, k_rope = self.pool.keys(layer, self.pages)
+        return latent.flatten(1, 2), k_rope.flatten(1, 2)
+
+    def fork(self, rows: Tensor | None = None) -> FixedTable:
+        chosen = self.pages if rows is None else self.pages[rows.to(self.pool.device)]
+        whole = int(self.tokens) // self.page_tokens
+        own = self.pool.take(len(chosen) * (self.max_pages - whole)).view(len(chosen), -1)
+        self.pool.share(chosen[:, :whole])
+        other = FixedTable(self.pool, len(chosen), self.max_pages, torch.cat([chosen[:, :whole], own], dim=1))
+        other.tokens.copy_(self.tokens)
+        other._copy_begun(chosen[:, whole:])
+        return other
+
+    def select(self, rows: Tensor) -> FixedTable:
+        """As a table's; where there are as many rows as sequences, in place."""
+        if len(rows) != self.batch:
+            other = self.fork(rows)
+            self.free()
+            return other
+        chosen, whole = self.pages[rows.to(self.pool.device)], int(self.tokens) // self.page_tokens
+        self.pool.share(chosen[:, :whole])
+        self.pool.release(self.pages[:, :whole])
+        self.pages[:, :whole] = chosen[:, :whole]
+        self._copy_begun(chosen[:, whole:])
+        return self
+
+    def crop(self, length: int) -> None:
+        if not 0 <= length <= int(self.tokens):
+            raise CacheMismatchError(f"expected a length from 0 to {int(self.tokens)}, found {length}")
+        behind = self.pages[:, length // self.page_tokens :]
+        shared = self.pool.references[behind] > 1
+        taken = self.pool.copy(behind[shared])
+        self.pool.release(behind[shared])
+        behind[shared] = taken
+        self.tokens.fill_(length)
+
+    def free(self) -> None:
+        self.pool.release(self.pages)
+        self._pages = None
+
+    def own(self) -> None:
+        """Nothing: what will be written has no other holder."""
+
+    def _copy_begun(self, pages: Tensor) -> None:
+        """The contents of a page that is not full, the first of `pages` `[batch, n]`, to this table's in its place."""
+        length = int(self.tokens)
+        if length % self.page_tokens:
+            self.pool.overwrite(self.pages[:, length // self.page_tokens], pages[:, 0])

@@ -1,0 +1,88 @@
+"""Sequences with all their pages from the beginning: what a `BlockTable` does, with a length on the device."""
+
+import pytest
+import torch
+
+import mla_compile
+from mla_compile.cache import BlockTable, FP8PagePool, PagePool
+from mla_compile.cache.fixed_table import FixedTable
+
+PAGES, PAGE_SIZE, WIDTH = 64, 2, 6
+
+
+def pool(kind=PagePool, pages=PAGES):
+    return kind(2, 4, 2, pages, PAGE_SIZE)
+
+
+def append(table, tokens):
+    table.extend(tokens.shape[1])
+    for layer in range(2):
+        table.write(layer, tokens + layer)
+
+
+@pytest.mark.parametrize("kind", [PagePool, FP8PagePool])
+def test_it_holds_what_a_growing_table_holds(kind):
+    pages = pool(kind)
+    fixed, grown = FixedTable(pages, 2, 5), BlockTable(pages, 2)
+    address = fixed.pages.data_ptr(), fixed.tokens.data_ptr()
+
+    def assert_same(a, b):
+        for layer in range(2):
+            assert torch.equal(a.read(layer), b.read(layer))
+
+    tables = [(fixed, grown)]
+    for count in (3, 1, 2):
+        for pair in tables:
+            tokens = torch.randn(pair[1].batch, count, WIDTH)
+            for table in pair:
+                append(table, tokens)
+        tables.append((fixed.fork(torch.tensor([1])), grown.fork(torch.tensor([1]))))
+        for pair in tables:
+            assert_same(*pair)
+    for rows in ([1, 1], [1, 0], [0, 0]):
+        fixed, grown = fixed.select(torch.tensor(rows)), grown.select(torch.tensor(rows))
+        length = grown.length - 1
+        for table in (fixed, grown):
+            table.crop(length)
+        tokens = torch.randn(2, 2, WIDTH)
+        for table in (fixed, grown):
+            append(table, tokens)
+        for pair in [(fixed, grown), *tables[1:]]:
+            assert_same(*pair)
+    assert (fixed.pages.data_ptr(), fixed.tokens.data_ptr()) == address
+    for pair in [(fixed, grown), *tables[1:]]:
+        for table in pair:
+            table.free()
+    assert pages.available == PAGES
+
+
+def test_another_number_of_sequences_is_another_table():
+    pages = pool()
+    table = FixedTable(pages, 2, 3)
+    append(table, torch.randn(2, 3, WIDTH))
+    before = table.read(1)
+    wider = table.select(torch.tensor([0, 1, 1]))
+    assert torch.equal(wider.read(1), before[[0, 1, 1]])
+    wider.free()
+    assert pages.available == PAGES
+
+
+def test_pages_are_taken_at_once():
+    pages = pool(pages=7)
+    FixedTable(pages, 2, 3)
+    assert pages.available == 1
+    with pytest.raises(mla_compile.OutOfPagesError, match="expected 2 free pages, found 1 of 7"):
+        FixedTable(pages, 1, 2)
+    assert pages.available == 1
+
+
+def test_more_tokens_than_there_is_room_for_are_an_error():
+    table = FixedTable(pool(), 1, 2)
+    append(table, torch.randn(1, 3, WIDTH))
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected room for 2 tokens more, found 1"):
+        table.extend(2)
+    assert int(table.tokens) == 3
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected a length from 0 to 3, found 4"):
+        table.crop(4)
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected tokens of 1 sequences, found 2"):
+        table.write(0, torch.randn(2, 1, WIDTH))

@@ -1,0 +1,111 @@
+"""What a launcher works out is kept for the next call with the same shapes, strides and dtypes."""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mla_compile.kernels._common import launch, tuning
+from mla_compile.kernels._common.machine import Machine
+from mla_compile.kernels._common.plans import Plans
+from mla_compile.kernels._common.tiles import Tiles
+from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
+from mla_compile.kernels.paged_latent_attention.triton import paged_latent_attention_triton
+
+L, R = 32, 16
+H100 = Machine("sm_90", 132)
+
+
+def made(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def bundle(**changes):
+    pages = made(9, 16, L + R)
+    q = made(2, 1, 4, L), made(2, 1, 4, R)
+    numbers = made(2, 8, dtype=torch.int32), made(2, dtype=torch.int32)
+    given = PagedLatentAttention(*q, pages[..., :L], pages[..., L:], *numbers, True, 0.1)
+    return dataclasses.replace(given, **changes)
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The launcher's, none at first."""
+    own = Plans()
+    monkeypatch.setattr(launch, "PLANS", own)
+    return own
+
+
+def test_a_second_call_makes_no_plan_and_launches_the_same(plans, launches, monkeypatch):
+    paged_latent_attention_triton(bundle(), H100)
+    first, launches[:] = list(launches), []
+    assert len(plans) == 1
+    monkeypatch.setattr(launch, "_new_plan", None)
+    paged_latent_attention_triton(bundle(scale=0.2), H100)
+    assert len(first) == len(launches) == 2
+    for one, other in zip(first, launches, strict=True):
+        assert (one.kernel, one.grid, one.constants) == (other.kernel, other.grid, other.constants)
+        numbers = [[a for a in launch.arguments if isinstance(a, int)] for launch in (one, other)]
+        assert numbers[0] == numbers[1]
+    assert [a for a in launches[0].arguments if isinstance(a, float)] == [0.2]
+
+
+OTHERS = {
+    "a longer table": {"block_table": made(2, 9, dtype=torch.int32)},
+    "strides of queries": {"q_latent": made(2, 4, 1, L).transpose(1, 2)},
+    "strides of pages": {"latent_pages": made(9, 16, L + R + 8)[..., :L]},
+    "a dtype of numbers": {"block_table": made(2, 8, dtype=torch.int64)},
+    "a mask": {"mask": made(2, 1, 1, 128, dtype=torch.bool)},
+    "no causal limit": {"causal": False},
+    "fixed parts": {"split_tokens": 32},
+    "first positions": {"first_positions": made(2, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_what_a_launch_depends_on_makes_another(plans, launches, change):
+    paged_latent_attention_triton(bundle(), H100)
+    paged_latent_attention_triton(bundle(**change), H100)
+    assert len(plans) == 2
+    fresh = [(launch.grid, launch.constants) for launch in launches[2:]]
+    plans._known.clear()
+    launches.clear()
+    paged_latent_attention_triton(bundle(**change), H100)
+    assert [(launch.grid, launch.constants) for launch in launches] == fresh
+
+
+def test_another_machine_and_other_tiles_make_another(plans, launches):
+    for machine, tiles in ((H100, None), (Machine("sm_80", 108), None), (H100, Tiles(16, 16, 4, 2))):
+        paged_latent_attention_triton(bundle(), machine, tiles)
+    assert len(plans) == 3
+    assert launches[-2].constants["KEYS"] == 16
+
+
+def test_tiles_that_were_measured_are_not_what_is_kept_for_calls_that_do_not_ask(
+    plans, launches, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "_KNOWN", {})
+    paged_latent_attention_triton(bundle(), H100)
+    table = launches[0].constants
+    seconds = iter(range(1000, 0, -1))  # the last is the fastest
+    with tuning.tuning(lambda run: (run(), next(seconds))[1]):
+        paged_latent_attention_triton(bundle(), H100)
+    assert launches[-2].constants != table
+    paged_latent_attention_triton(bundle(), H100)
+    assert launches[-2].constants == table
+
+
+def test_there_are_never_more_than_so_many():
+    plans, calls = Plans(most=3), []
+
+    def make(i):
+        calls.append(i)
+        return i
+
+    for i in (1, 2, 3, 1, 4, 1, 2):
+        assert plans.get(i, lambda i=i: make(i)) == i
+        assert len(plans) <= 3
+    assert calls == [1, 2, 3, 4, 1, 2]
