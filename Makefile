@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo train-curves test check types layers installed format clean
+.PHONY: demo train-curves test vllm check types layers installed format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -14,6 +14,10 @@ train-curves: $(STAMP)
 
 test: $(STAMP) check
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+# vLLM wants other versions of what we use: an environment of its own, of some 3 GB.
+vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest -m "slow or not slow" tests/vllm
 
 check: $(STAMP) types layers
 	$(BIN)/ruff check .
@@ -41,5 +45,13 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
+# The torchvision that it brings does not load beside torch for CPUs, and vLLM does without.
+.venv-vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet "torch==2.13.0"
+	.venv-vllm/bin/python -m pip install --quiet --editable ".[vllm]" pytest
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-vllm build dist *.egg-info

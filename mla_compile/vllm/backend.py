@@ -1,0 +1,106 @@
+"""The backend as vLLM knows it. Importing this module imports vLLM."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonImpl, MLACommonMetadata
+from vllm.v1.attention.backend import AttentionType, MultipleOf
+
+from . import NAME
+from .pages import attend, write
+
+
+class MLACompileBackend(MLACommonBackend):
+    """What vLLM may ask of it: caches of the model's dtype, any page of 16 tokens or a multiple."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        """Its name in vLLM's messages."""
+        return NAME
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """L + R: any."""
+        return []
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Tokens a page."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """Whether pages may have so many tokens."""
+        return block_size is None or block_size % 16 == 0
+
+    @staticmethod
+    def get_impl_cls() -> type[MLACompileImpl]:
+        """What runs a layer."""
+        return MLACompileImpl
+
+
+class MLACompileImpl(MLACommonImpl[MLACommonMetadata]):
+    """Decoding, and the writing of the cache, of one layer; prefill is vLLM's own."""
+
+    can_return_lse_for_decode: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **sizes: Any,
+    ) -> None:
+        asked = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
+        if given := [name for name, value in asked.items() if value]:
+            raise NotImplementedError(f"{NAME}: expected plain causal attention, found {', '.join(given)}")
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"{NAME}: expected a decoder's self-attention, found {attn_type}")
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **sizes,
+        )
+        self.supports_quant_query_input = False
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Absorbed queries `[B, N, L + R]`, or their two parts, over the cache: o `[B, N, L]` and lse `[B, N]`."""
+        decode = attn_metadata.decode
+        joined = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        return attend(joined, kv_c_and_k_pe_cache, decode.block_table, decode.seq_lens, self.kv_lora_rank, self.scale)
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+    ) -> None:
+        """Write latents `[tokens, L]` and rope keys `[tokens, 1, R]` to their slots."""
+        if kv_cache.numel():
+            write(kv_c_normed, k_pe.squeeze(1), kv_cache, slot_mapping.flatten())

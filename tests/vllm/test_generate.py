@@ -1,0 +1,99 @@
+"""vLLM on our kernels writes what transformers writes, in one process and with heads shared out.
+
+Needs vLLM for CPUs: `make vllm` makes an environment of its own and runs this there.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[1, 17, 5, 92, 33], [2, 8, 8, 61, 7, 7, 40, 120, 9, 3, 55], list(range(3, 40))]
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A DeepSeek-V2 of two layers in float32, of latents as wide as vLLM wants, and what transformers writes with it.
+
+    Rope is stretched, as all of DeepSeek's is: with plain rope vLLM 0.32 on CPUs gives other logits than transformers
+    from the second token on, whatever the backend.
+    """
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        "deepseek_v2",
+        architectures=["DeepseekV2ForCausalLM"],
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        intermediate_size=256,
+        vocab_size=128,
+        max_position_embeddings=2560,
+        rope_parameters=ROPE,
+        initializer_range=0.1,
+        eos_token_id=None,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    path = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(path)
+    return path, [_continued(model, prompt) for prompt in PROMPTS]
+
+
+def _continued(model, prompt):
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def write(checkpoint, answer, **options):
+    command = [sys.executable, str(Path(__file__).with_name("generate.py"))]
+    options = {"dtype": "float32", "max_model_len": 128, "block_size": 16, **options}
+    done = subprocess.run(
+        [*command, str(checkpoint), json.dumps(options), json.dumps(PROMPTS), str(answer)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return json.loads(answer.read_text())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_are_those_of_transformers(checkpoint, tmp_path, ranks):
+    path, expected = checkpoint
+    found = write(path, tmp_path / "answer.json", tensor_parallel_size=ranks)
+    assert found["backends"] == [["MLA_COMPILE"] * 2] * ranks
+    assert found["tokens"] == expected
+
+
+def test_without_the_plugin_vllm_takes_its_own(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "none")
+    assert write(checkpoint[0], tmp_path / "answer.json")["backends"] == [["CPU_MLA"] * 2]
