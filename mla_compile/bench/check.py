@@ -49,9 +49,9 @@ def error(step: Step, built: Built, workload: Workload, cache_kind: CacheKind, e
     """
     found = _run(step, built, workload, cache_kind, built.layer.torch_dtype)
     return max(
-        _distance(found.output, exact.output),
-        _distance(found.latent, exact.latent),
-        _distance(found.rope_key, exact.rope_key),
+        distance(found.output, exact.output),
+        distance(found.latent, exact.latent),
+        distance(found.rope_key, exact.rope_key),
     )
 
 
@@ -78,8 +78,9 @@ def _run(step: Step, built: Built, workload: Workload, cache_kind: CacheKind, dt
     return Reference(output, cached.keys, cached.values)
 
 
-def _distance(found: Tensor, exact: Tensor) -> float:
+def distance(found: Tensor, exact: Tensor) -> float:
+    """Largest difference, relative to the largest element; infinite for another shape and for what is no number."""
     if found.shape != exact.shape:
         return math.inf
-    distance = ((found.double() - exact).abs().max() / exact.abs().max()).item()
-    return math.inf if math.isnan(distance) else distance
+    relative = ((found.double() - exact).abs().max() / exact.abs().max()).item()
+    return math.inf if math.isnan(relative) else relative

@@ -178,6 +178,8 @@ def _run_generation(arguments: argparse.Namespace) -> int:
     print(table.as_text(measured))
     if arguments.csv:
         arguments.csv.write_text(table.as_csv(measured))
+    if arguments.json:
+        arguments.json.write_text(table.as_json(measured))
     if arguments.plot:
         plot(measured, arguments.plot)
     return int(any(result.status in ("wrong", "failed") for result in measured.results))

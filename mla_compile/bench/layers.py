@@ -53,16 +53,11 @@ class Built:
     """Makes the attention's `position_embeddings` from hidden states and positions `[B, Sq]`."""
 
 
-def build(layer: Layer, seed: int = 0) -> Built:
-    """Attention module of a one-layer transformers model on CPU, no gradients.
-
-    Weights are normal with variance `1 / in_features` (activations keep their size), norm weights around 1.
-    Raises ImportError, naming the extra, without transformers.
-    """
-    require("transformers", "hf", "the benchmark")
+def config_of(layer: Layer, **others: Any) -> Any:
+    """A transformers config whose attention is the layer's, with `others` of its fields."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(
+    return transformers.AutoConfig.for_model(
         layer.model_type,
         hidden_size=layer.hidden,
         num_attention_heads=layer.N,
@@ -73,6 +68,21 @@ def build(layer: Layer, seed: int = 0) -> Built:
         qk_rope_head_dim=layer.R,
         v_head_dim=layer.V,
         max_position_embeddings=2**17,
+        **others,
+    )
+
+
+def build(layer: Layer, seed: int = 0) -> Built:
+    """Attention module of a one-layer transformers model on CPU, no gradients.
+
+    Weights are normal with variance `1 / in_features` (activations keep their size), norm weights around 1.
+    Raises ImportError, naming the extra, without transformers.
+    """
+    require("transformers", "hf", "the benchmark")
+    import transformers
+
+    config = config_of(
+        layer,
         # The rest of the model is not used: as small as it goes, and no experts.
         num_hidden_layers=1,
         first_k_dense_replace=1,

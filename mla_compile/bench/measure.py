@@ -3,6 +3,7 @@
 import gc
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -107,14 +108,15 @@ def _prepare(
         return Result(
             mode, workload, "wrong", f"is {error:.1e} off float64, rounding explains {allowed:.1e}", (), error
         )
-    return step, Result(mode, workload, "ok", _rewritten() if mode == "mla" else "", (), error)
+    return step, Result(mode, workload, "ok", rewritten() if mode == "mla" else "", (), error)
 
 
-def _rewritten() -> str:
-    """What the backend made of the attention, or why it left it."""
+def rewritten() -> str:
+    """What the backend made of the attentions of the latest graph, or why it left them."""
     from mla_compile.report import last_report
 
     report = last_report()
     if report is None or not report.sites:
         return "no attention found" + (f": {report.note}" if report and report.note else "")
-    return ", ".join(site.path if site.rewritten else f"unchanged: {site.reason}" for site in report.sites)
+    told = Counter(site.path if site.rewritten else f"unchanged: {site.reason}" for site in report.sites)
+    return ", ".join(what if count == 1 else f"{count} {what}" for what, count in told.items())

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from mla_compile.bench.check import ROUNDING_FACTOR
+from mla_compile.bench.check import ROUNDING_FACTOR, distance
 from mla_compile.bench.layers import Built, Layer, build
 from mla_compile.bench.memory import kept_for_backward, peak_growth
 from mla_compile.bench.modes import summary
@@ -122,7 +122,7 @@ def measure(layer: Layer, lengths: Sequence[int], modes: Sequence[str], repeats:
             print(f"{mode} at {tokens} tokens", file=sys.stderr, flush=True)
             try:
                 found = _gradients(_step(mode, built), built, _arguments(built, CHECKED_TOKENS))
-                errors[mode] = max(_distance(a, b) for a, b in zip(found, exact, strict=True))
+                errors[mode] = max(distance(a, b) for a, b in zip(found, exact, strict=True))
                 steps[mode], seconds[mode] = _step(mode, built), []
                 _gradients(steps[mode], built, _arguments(built, tokens))
             except Exception as failure:  # whatever a compiler raises is a result of the benchmark
@@ -140,10 +140,6 @@ def measure(layer: Layer, lengths: Sequence[int], modes: Sequence[str], repeats:
             taken, error = tuple(seconds.get(mode, ())), errors.get(mode, float("inf"))
             results.append(TrainingResult(mode, tokens, taken, error, allowed, peak, saved, notes.get(mode, "")))
     return results
-
-
-def _distance(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).abs().max() / exact.abs().max())
 
 
 def _memory(layer: Layer, mode: str, tokens: int) -> tuple[int | None, int | None]:

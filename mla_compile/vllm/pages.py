@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_compile.kernels import register as _registers_the_kernels  # noqa: F401
+import mla_compile.kernels.register  # noqa: F401  what the op computes
 from mla_compile.ops import paged_latent_attention
 
 

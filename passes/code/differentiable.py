@@ -53,7 +53,6 @@ class OverGroups(HigherOrderOperator):
 
 
 OVER_GROUPS: Any = OverGroups()
-_impl: Any = OVER_GROUPS.py_impl
 
 
 def over_groups_with_gradients(
@@ -146,7 +145,6 @@ def _zeros(tensor: Tensor, *, summed: bool) -> Tensor:
     return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
 
 
-@_impl(DispatchKey.Autograd)  # type: ignore[untyped-decorator]
 def _autograd(forward: Any, backward: Any, tensors: Any, dims: Any, group: int, out: Tensor) -> Any:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _Differentiated.apply(forward, backward, dims, group, out, *tensors)
@@ -154,25 +152,21 @@ def _autograd(forward: Any, backward: Any, tensors: Any, dims: Any, group: int, 
         return OVER_GROUPS(forward, backward, tensors, dims, group, out)
 
 
-@_impl(DispatchKey.CompositeExplicitAutograd)  # type: ignore[untyped-decorator]
 def _run(forward: Any, backward: Any, tensors: Any, dims: Any, group: int, out: Tensor) -> Tensor:
     return over_groups(lambda parts: forward(*parts), tensors, dims, group, out)
 
 
-@OVER_GROUPS.py_functionalize_impl  # type: ignore[untyped-decorator]
 def _functional(ctx: Any, forward: Any, backward: Any, tensors: Any, dims: Any, group: int, out: Tensor) -> Any:
     tensors, out = ctx.unwrap_tensors(tensors), ctx.unwrap_tensors(out)
     with ctx.redispatch_to_next():
         return ctx.wrap_tensors(_run(forward, backward, tensors, dims, group, out))
 
 
-@_impl(FakeTensorMode)  # type: ignore[untyped-decorator]
 def _fake(mode: Any, forward: Any, backward: Any, tensors: Any, dims: Any, group: int, out: Tensor) -> Tensor:
     with mode:
         return torch.empty_like(out)
 
 
-@_impl(ProxyTorchDispatchMode)  # type: ignore[untyped-decorator]
 def _traced(mode: Any, forward: Any, backward: Any, tensors: Any, dims: Any, group: int, out: Tensor) -> Any:
     for name, graph in (("over_groups_forward", forward), ("over_groups_backward", backward)):
         taken = sum(hasattr(mode.tracer.root, f"{name}_{i}") for i in range(len(mode.tracer.root._modules) + 1))
@@ -182,3 +176,10 @@ def _traced(mode: Any, forward: Any, backward: Any, tensors: Any, dims: Any, gro
     with disable_proxy_modes_tracing():
         example = torch.empty_like(out)
     return track_tensor_tree(example, proxy, constant=None, tracer=mode.tracer)
+
+
+OVER_GROUPS.py_impl(DispatchKey.Autograd)(_autograd)
+OVER_GROUPS.py_impl(DispatchKey.CompositeExplicitAutograd)(_run)
+OVER_GROUPS.py_functionalize_impl(_functional)
+OVER_GROUPS.py_impl(FakeTensorMode)(_fake)
+OVER_GROUPS.py_impl(ProxyTorchDispatchMode)(_traced)

@@ -151,7 +151,10 @@ class ByHeadsCode:
             for leaf, place in zip(leaves, places, strict=True)
         ]
         out = queries.new_zeros((*queries.shape[:3], w_uv.shape[1]), dtype=self.site.node.meta["val"].dtype)
-        attend = lambda parts: self._attend(pytree.tree_unflatten(parts, spec))  # noqa: E731
+
+        def attend(parts: Sequence[Tensor]) -> Tensor:
+            return self._attend(pytree.tree_unflatten(parts, spec))
+
         return self.by_groups(attend, leaves, dims, self.site, out)
 
     def _attend(self, x: dict[str, Any]) -> Tensor:

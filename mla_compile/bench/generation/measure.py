@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_compile.bench.check import HALF_FACTOR
+from mla_compile.bench.check import HALF_FACTOR, distance
 from mla_compile.bench.generation.caches import CACHES
 from mla_compile.bench.generation.models import WholeModel
 from mla_compile.bench.generation.ways import Batch, Result, Way
 from mla_compile.bench.layers import Layer
+from mla_compile.bench.measure import rewritten
 from mla_compile.bench.memory import available_bytes, needed_bytes
 from mla_compile.bench.modes import summary
 from mla_compile.bench.workloads import Workload
@@ -77,10 +78,10 @@ def measure(
                 results.append(Result(way, batch, "skipped", exact))
                 continue
             key = way.cache, batch
-            if key not in allowed:  # how far transformers as it is goes with the same cache
+            if key not in allowed:  # how far transformers as it is goes with the same cache, of one sequence
+                plain = _generate(model, whole, Batch(1, batch.workload), way.cache, 1)
                 allowed[key] = HALF_FACTOR * max(
-                    _distance(_generate(model, whole, batch, way.cache, 1).logits, exact),
-                    torch.finfo(whole.layer.torch_dtype).eps,
+                    distance(plain.logits, exact), torch.finfo(whole.layer.torch_dtype).eps
                 )
             results.append(_measure(compiled, whole, batch, way, repeats, exact, allowed[key]))
     return results
@@ -94,10 +95,10 @@ def _measure(
     decodes = batch.workload.kind == "decode"
     try:
         _warm_up(model, whole, batch, way)
-        note = _rewritten() if way.compiler == "mla" else ""
+        note = rewritten() if way.compiler == "mla" else ""
         gc.collect()
         runs = [_generate(model, whole, batch, way.cache, 2 + repeats if decodes else 1)]
-        error = _distance(runs[0].logits, exact)
+        error = distance(runs[0].logits, exact.expand(batch.size, -1))
         if error > allowed:
             return Result(way, batch, "wrong", f"{error:.1e} off float64, rounding explains {allowed:.1e}", (), error)
         while not decodes and len(runs) < repeats and sum(run.first for run in runs) < SLOW_SECONDS:
@@ -169,7 +170,7 @@ def _reference(model: nn.Module, whole: WholeModel, batch: Batch) -> Tensor | st
         return "there is not enough memory to check the logits against float64"
     exact: Any = copy.deepcopy(model).double()
     exact.set_experts_implementation("eager")  # the grouped product does not take float64
-    return _generate(exact, whole, Batch(1, batch.workload), "dynamic", 1).logits
+    return _generate(exact, whole, Batch(1, batch.workload), "dynamic", 1).logits.double()
 
 
 def _missing(layer: Layer, batch: Batch, compiler: str) -> str:
@@ -178,20 +179,6 @@ def _missing(layer: Layer, batch: Batch, compiler: str) -> str:
     if available is None or needed < available:
         return ""
     return f"needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available"
-
-
-def _distance(found: Tensor, exact: Tensor) -> float:
-    distance = ((found.double() - exact.double()).abs().max() / exact.abs().max()).item()
-    return float("inf") if distance != distance else distance
-
-
-def _rewritten() -> str:
-    """What became of the attentions of the latest graph."""
-    from mla_compile.report import last_report
-
-    report = last_report()
-    paths = [site.path for site in report.sites] if report else []
-    return ", ".join(f"{paths.count(path)} {path}" for path in dict.fromkeys(paths)) or "no attention found"
 
 
 def _log(line: str) -> None:

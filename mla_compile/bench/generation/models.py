@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mla_compile.bench.layers import LAYERS, Layer
+from mla_compile.bench.layers import LAYERS, Layer, config_of
 from mla_compile.bench.workloads import Workload
 from mla_compile.cost import Cost, Device, Dims, predicted_seconds
 from mla_compile.optional_packages import require
@@ -59,17 +59,8 @@ def build(whole: WholeModel, seed: int = 0) -> nn.Module:
     import transformers
 
     layer = whole.layer
-    config = transformers.AutoConfig.for_model(
-        layer.model_type,
-        hidden_size=layer.hidden,
-        num_attention_heads=layer.N,
-        num_key_value_heads=layer.N,
-        q_lora_rank=layer.Lq,
-        kv_lora_rank=layer.L,
-        qk_nope_head_dim=layer.P,
-        qk_rope_head_dim=layer.R,
-        v_head_dim=layer.V,
-        max_position_embeddings=2**17,
+    config = config_of(
+        layer,
         num_hidden_layers=whole.layers,
         first_k_dense_replace=1,
         intermediate_size=whole.intermediate,

@@ -1,7 +1,9 @@
-"""What was measured as text and CSV."""
+"""What was measured as text, CSV and JSON."""
 
 import csv
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from io import StringIO
 from typing import Any
 
@@ -57,6 +59,22 @@ def as_csv(generation: Generation) -> str:
     writer.writeheader()
     writer.writerows(table)
     return text.getvalue()
+
+
+def as_json(generation: Generation) -> str:
+    """Machine, model, rows and every single time (seconds)."""
+    return json.dumps(
+        {
+            "device": asdict(generation.device),
+            "load": generation.load,
+            "model": asdict(generation.whole) | {"parameters": generation.parameters},
+            "rows": [
+                row | {"seconds": result.seconds}
+                for row, result in zip(rows(generation), generation.results, strict=True)
+            ],
+        },
+        indent=1,
+    )
 
 
 def as_text(generation: Generation) -> str:
