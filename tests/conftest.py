@@ -21,10 +21,13 @@ import torch
 from torch._functorch import config as functorch_config
 
 from mla_compile import backend, report
+from tests import diagonal
 from tests.interpreted import interpreted
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    diagonal.mark_others_slow(items)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:

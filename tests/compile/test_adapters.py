@@ -44,6 +44,7 @@ def assert_right(
         assert [site.path for site in report.sites] in [[path] for path in paths], report
 
 
+@pytest.mark.diagonal
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("path", ["absorbed", "chunked"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,6 +116,7 @@ def test_an_adapter_is_merged_while_the_model_is_compiled():
     assert_right(module, compiled)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("projections", [("kv_b_proj",), ALL], ids=["kv_b_proj", "all"])

@@ -56,6 +56,7 @@ def inputs(heads=N):
     return torch.randn(B, heads, S, P + R), torch.randn(B, S, L), torch.randn(B, S, R)
 
 
+@pytest.mark.diagonal
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("path", ["auto", "absorbed"])
 @pytest.mark.parametrize("way", WAYS)

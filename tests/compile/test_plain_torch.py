@@ -42,6 +42,7 @@ def check(module, dtype, batch=2, options=None):
     return mla_compile.reports()
 
 
+@pytest.mark.diagonal
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", MODULES)
@@ -53,6 +54,7 @@ def test_every_attention_is_rewritten_and_as_right_as_eager(name, dtype):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.diagonal
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("path", ["absorbed", "chunked"])
 @pytest.mark.parametrize("batch", [1, 2])

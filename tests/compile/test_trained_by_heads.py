@@ -84,6 +84,7 @@ class ExpTwo(Capped):
 LAYERS = [Capped, Learned, TwoScores, Blind, ExpTwo]
 
 
+@pytest.mark.diagonal
 @pytest.mark.usefixtures("scores_bytes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", LAYERS)

@@ -50,6 +50,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
 def test_what_happens_to_a_cache_happens_to_it(family, change):

@@ -83,7 +83,7 @@ def test_no_pages_left_is_an_error_and_what_others_wrote_stays():
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("search", ["beams", "lookup"])
+@pytest.mark.parametrize("search", ["beams", pytest.param("lookup", marks=pytest.mark.slow)])
 def test_compiled_generation_is_eagers_in_few_compilations_and_one_graph(search):
     model, inputs = build("v3"), prompt(1 if search == "lookup" else 2, padded=search != "lookup")
     expected = generate(model, inputs, None, SEARCHES[search])

@@ -74,6 +74,7 @@ def assert_trained(model, batch, rewritten=LAYERS, autocast=False):
 SOON = [pytest.param("deepseek_v2", marks=pytest.mark.slow), "deepseek_v3"]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_all_layers_are_trained(family, attention):

@@ -43,6 +43,7 @@ def run(operands: list[Tensor], weights: list[Tensor], mask: Tensor | None, offs
     return [o, lse, *grads]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES)

@@ -61,6 +61,7 @@ def test_every_op_has_one():
     assert {op._schema.name.split("::")[1] for op in decompositions.decompositions()} == own - without - general
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_latent_attention(dtype, mask):
@@ -70,6 +71,7 @@ def test_latent_attention(dtype, mask):
     assert_right(decomposed(mla.latent_attention, *arguments), latent_attention_reference, arguments)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("attend", ["_flash", "_composed"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -155,6 +157,7 @@ PREFILLS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("attend", ["_flash", "_composed"])
 @pytest.mark.parametrize("more", PREFILLS.values(), ids=PREFILLS)
 @pytest.mark.parametrize("causal", [True, False])

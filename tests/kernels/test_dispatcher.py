@@ -61,6 +61,7 @@ def absorbed(x):
     return torch.einsum("bsnp,npl->bsnl", q_nope, x.w_uk), q_rope, x.latent, x.k_rope
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("mask", IN_CPP)
@@ -102,6 +103,7 @@ def assert_right(results, reference, arguments, merges=0, **more):
     assert_as_close_as(measure[1].float(), results[1], exact[1], merges)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("more", [{}, {"split_tokens": 32}, {"first_positions": (1, -9, 4, 500)}], ids=str)
@@ -125,6 +127,7 @@ def test_a_decode_step_over_fp8_pages_runs_no_python(no_python, groups, rope_too
     assert_right(results, paged_latent_attention_reference, arguments, latent_scales=scales)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("causal_offset", "uniform"), [(None, False), (None, True), (20, True), (-2, False)])
 def test_named_keys_run_no_python(no_python, causal_offset, uniform, dtype):
@@ -137,6 +140,7 @@ def test_named_keys_run_no_python(no_python, causal_offset, uniform, dtype):
     assert_right(torch.ops.mla.sparse_latent_attention(*arguments), sparse_latent_attention_reference, arguments)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("workspace_tokens", [1, 32, 1000])
 @pytest.mark.parametrize("mask", ["none", "causal", "causal, first queries see nothing", "causal, last keys unseen"])

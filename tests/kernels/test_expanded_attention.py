@@ -59,6 +59,7 @@ def test_reference_is_naive_mla(sizes, mask):
     torch.testing.assert_close(lse, expected_lse, rtol=ATOL, atol=ATOL)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.usefixtures("implementation")
@@ -67,6 +68,7 @@ def test_float32(sizes, mask):
     assert_right(make_inputs(sizes), case, workspace_tokens=32)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", HALF.values(), ids=HALF)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -90,6 +92,7 @@ def test_float64(mask):
     torch.testing.assert_close(lse, expected_lse.float(), rtol=torch.finfo(torch.float32).eps, atol=0)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("workspace_tokens", [1, 7, 64, 70, 1000])
 @pytest.mark.usefixtures("implementation")

@@ -63,6 +63,7 @@ def assert_finite(make, dtype, value, compute):
     return poisoned.products
 
 
+@pytest.mark.diagonal
 @values
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
@@ -71,6 +72,7 @@ def test_on_cpu(make, dtype, value):
     assert_finite(make, dtype, value, compute)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 @pytest.mark.usefixtures("poisoned_buffers")
@@ -78,6 +80,7 @@ def test_buffers_of_the_kernels(make, dtype):
     assert_finite(make, dtype, torch.nan, compute)
 
 
+@pytest.mark.diagonal
 @values
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
@@ -86,6 +89,7 @@ def test_where_values_are_not_read(make, dtype, value):
     assert assert_finite(make, dtype, value, compute)
 
 
+@pytest.mark.diagonal
 @values
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)

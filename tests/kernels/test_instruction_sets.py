@@ -75,6 +75,7 @@ SIZES = {
 MASKS = ("none", "causal", "causal, first queries see nothing", "right padding", "bias of -inf")
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -98,6 +99,7 @@ def test_latent_attention(monkeypatch, dtype, sizes, threads, mask):
     assert_as_close_as(measure[1].float(), lse, exact[1])
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter: every test of `tests/kernels/triton`, without a GPU.
+"""The Triton kernels in Triton's interpreter: the tests of `tests/kernels/triton`, without a GPU.
 
 Triton reads TRITON_INTERPRET when it is imported, and Inductor imports it here: so this takes a process of its own.
 """
@@ -16,19 +16,17 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (HERE / "triton").glob("test_*.py")))
-def test_in_the_interpreter(name):
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_the_interpreter(which):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--no-header",
-        "-p",
-        "no:cacheprovider",
-        str(HERE / "triton" / name),
-    ]
-    done = subprocess.run(command, env=environment, cwd=HERE.parent.parent, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-m", which]
+    done = subprocess.run(
+        [*command, str(HERE / "triton")],
+        env=environment,
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^\d+ passed", done.stdout.splitlines()[-1]), done.stdout

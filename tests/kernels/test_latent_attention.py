@@ -50,6 +50,7 @@ def assert_right(arguments, case, scale):
     assert o.is_contiguous()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_reference_is_naive_mla(sizes, mask):
@@ -61,6 +62,7 @@ def test_reference_is_naive_mla(sizes, mask):
     torch.testing.assert_close(lse, expected_lse, rtol=ATOL, atol=ATOL)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_float32(implementation, sizes, mask):
@@ -80,6 +82,7 @@ TILES = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("threads", [1, 2, 7])
 @pytest.mark.parametrize("sizes", TILES.values(), ids=TILES)
@@ -95,6 +98,7 @@ def test_float32_rows_over_a_range_of_keys_take_the_native_kernel(monkeypatch):
     latent_attention(*absorb(x), torch.arange(50) < torch.tensor([50, 7])[:, None, None, None], 47, x.scale)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_of_keys_and_queries(monkeypatch, no_compiler, chunk, mask):
@@ -105,6 +109,7 @@ def test_chunks_of_keys_and_queries(monkeypatch, no_compiler, chunk, mask):
     assert_right(absorb(x), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], x.scale)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype, mask):

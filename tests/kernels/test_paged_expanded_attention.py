@@ -91,6 +91,7 @@ def assert_right(x, causal, workspace_tokens, op=paged_expanded_attention, **mor
     assert lse.is_contiguous()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("workspace_tokens", [1, 7, 1000])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("case", SIZES.values(), ids=SIZES)
@@ -99,6 +100,7 @@ def test_float32(case, causal, workspace_tokens):
     assert_right(make_paged_heads(*case), causal, workspace_tokens)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", SIZES.values(), ids=SIZES)
 @pytest.mark.usefixtures("implementation")

@@ -24,6 +24,7 @@ def test_as_close_to_float64_as_a_product_in_its_dtype(implementation, batch, qu
 SIZES = [(1, 1, 1), (2, 3, 5), (1, 37, 67), (9, 66, 33), (3, 128, 64)]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("inner_is_contiguous", [True, False])
 @pytest.mark.parametrize("threads", [1, 2, 7])

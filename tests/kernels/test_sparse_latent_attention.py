@@ -60,6 +60,7 @@ def assert_right(arguments, indices, case, scale, uniform=False):
     assert o.is_contiguous()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("sizes", "named"), SIZES.values(), ids=SIZES)
 def test_reference_is_latent_attention_under_a_mask(sizes, named, mask):
@@ -71,6 +72,7 @@ def test_reference_is_latent_attention_under_a_mask(sizes, named, mask):
     torch.testing.assert_close(lse, expected[1], rtol=ATOL, atol=ATOL)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("sizes", "named"), SIZES.values(), ids=SIZES)

@@ -20,6 +20,7 @@ def run(given):
     return tensors[3].cpu().view(torch.uint8)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("one_scale", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

@@ -57,6 +57,7 @@ def assert_right(x, case, workspace_tokens, tiles=TILES, on=None):
     assert o.is_contiguous()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", ["none", "causal", "causal, first queries see nothing", "causal, last keys unseen"])
 @pytest.mark.parametrize(("sizes", "workspace_tokens"), SIZES.values(), ids=SIZES)
 def test_causal_limits(sizes, workspace_tokens, mask):
@@ -69,6 +70,7 @@ def test_masks(mask):
     assert_right(make_inputs(sizes), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], workspace_tokens)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "right padding", "bias of finfo.min"])
 def test_half_precision(mask, dtype):
@@ -79,6 +81,7 @@ def test_half_precision(mask, dtype):
     assert_right(make_inputs(sizes, dtype), (tensor, causal_offset), 32)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("nope", [16, 48, 80, 192])
 @pytest.mark.parametrize(("rope", "columns"), [(0, 40), (16, 96)])
 def test_widths_that_are_no_power_of_two(nope, rope, columns):

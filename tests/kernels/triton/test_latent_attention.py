@@ -43,6 +43,7 @@ def assert_right(arguments, case, scale):
     assert o.is_contiguous()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_float32(sizes, mask):
@@ -50,6 +51,7 @@ def test_float32(sizes, mask):
     assert_right(absorb(x), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], x.scale)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", ["none", "causal", "right padding", "bias", "bias of finfo.min"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype, mask):

@@ -17,6 +17,7 @@ def run(*tensors):
     return [t.cpu() for t in merge_states_triton(MergeStates(*to_device(tensors)))]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(), (7,), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("columns", [1, 9, 128, 600])

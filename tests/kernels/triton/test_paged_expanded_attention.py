@@ -43,13 +43,15 @@ def run(*arguments, tiles=TILES, latent_scales=None, mask=None, first_positions=
     return [t.cpu() for t in result]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("case", "workspace_tokens"), SIZES.values(), ids=SIZES)
 def test_float32(case, workspace_tokens, causal):
     assert_right(make_paged_heads(*case), causal, workspace_tokens, run)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.diagonal
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["prefill in chunks", "one chunk", "empty sequences"])
 def test_half_precision(name, dtype):
     case, workspace_tokens = SIZES[name]
@@ -61,6 +63,7 @@ def test_page_sizes_around_that_of_a_workspace(page_size):
     assert_right(make_paged_heads([50, 17], (20, 1, 16, 8, 4, 8), page_size), True, 24, run)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_as_many_new_tokens_as_a_sequence_has(counts, causal):
@@ -69,6 +72,7 @@ def test_as_many_new_tokens_as_a_sequence_has(counts, causal):
     assert_right(x, causal, 32, run, query_lens=torch.tensor(counts))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("starts", [[30, 9, -2], [0, 200, 2]], ids=str)
 @pytest.mark.parametrize("counts", [None, [33, 40, 3]], ids=str)
 def test_queries_that_are_not_the_last(starts, counts):
@@ -83,6 +87,7 @@ def test_masks(mask):
     assert_right(x, True, 20, run, mask=masks(3, 2, 18, 41)[mask], query_lens=torch.tensor([18, 7, 0]))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, False), (1, True), (3, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fp8(dtype, groups, rope_too):

@@ -50,6 +50,7 @@ def assert_right(x, causal, split_tokens=None, tiles=TILES):
     assert o.is_contiguous()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("split_tokens", [None, 16])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("case", SIZES.values(), ids=SIZES)
@@ -57,6 +58,7 @@ def test_float32(case, causal, split_tokens):
     assert_right(make_paged(*case), causal, split_tokens)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", SIZES.values(), ids=SIZES)
 def test_half_precision(case, dtype):
@@ -83,6 +85,7 @@ SHARED = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", SHARED.values(), ids=SHARED)
 def test_keys_that_are_shared_out(case, dtype):
@@ -166,6 +169,7 @@ def test_any_strides_of_queries_and_pages():
         assert torch.equal(actual, wanted)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, False), (1, True), (3, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fp8(dtype, groups, rope_too):

@@ -35,6 +35,7 @@ def assert_right(arguments, indices, case, scale, uniform=False):
     assert o.is_contiguous()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ["decode", "several tokens", "one key"])
 def test_float32(name, mask):
@@ -72,6 +73,7 @@ def test_keys_that_are_not_named_may_hold_nan():
         assert torch.equal(actual, wanted)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("one_scale", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -79,6 +79,7 @@ def tensors_of(module: fx.GraphModule) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("one_head", [False, True], ids=["all heads at once", "one head at a time"])
 @pytest.mark.parametrize("symbolic", [(), UNKNOWN], ids=["known", "unknown"])
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
