@@ -23,11 +23,9 @@ import torch
 import torch.compiler.config
 from torch import fx
 from torch._functorch import config as functorch_config
-from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx, compile_fx_inner
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_compile.kernels.register
 from mla_compile import device as devices
@@ -42,14 +40,12 @@ from .dynamo_graph import copied
 from .flex import write_out
 from .graph_log import is_observed, log_graph
 from .loops import settings_of_loops
-from .mm_of_one_row import mm_of_one_row
-from .ops import SEALED
 from .options import Options
 from .replicated import with_replicated_heads
 from .report import Report, record
+from .retrace import calls_of, retrace
 from .rewriting import raise_strict, rewrite_graph
-from .same_numbers import merge_same_numbers
-from .seal import seal, unseal
+from .seal import seal
 from .stored import ReportStore
 from .training.rewrite import Check, rewrite_for_training
 from .uncompiled import warn_of_generate
@@ -221,6 +217,7 @@ class _Compilation:
         return _compile_fx(self.module, self.inputs)
 
     def _inner(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
+        before = calls_of(module.graph)
         rewriting = rewrite_graph(module, devices.rates_of(self.inputs), self.options)
         self.outcomes = with_replicated_heads(rewriting.outcomes, module, self.inputs)
         self.seconds["passes"] = rewriting.seconds
@@ -231,7 +228,7 @@ class _Compilation:
             raise_strict(self.outcomes, "")
         cpp_kernels.begin(self._dtypes_on_cpu())
         start = time.perf_counter()
-        retraced = retrace(module)
+        retraced = retrace(module, before)
         self.seconds["retrace"] = time.perf_counter() - start
         log_graph("mla_retraced", retraced)
         if "get_decomp_fn" in kwargs:
@@ -259,26 +256,6 @@ def _compile_fx(module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Callab
     compiled: Any = compile_fx(module, list(inputs), **kwargs)
     assert callable(compiled)
     return compiled
-
-
-def retrace(module: fx.GraphModule) -> fx.GraphModule:
-    """Trace a rewritten graph again with Inductor's decompositions, and run the passes of Inductor that come first."""
-    placeholders = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-    table: dict[Any, Callable[..., Any]] = {
-        **select_decomp_table(),
-        SEALED: unseal,
-        torch.ops.aten.mm.default: mm_of_one_row,
-    }
-    mode = detect_fake_mode(placeholders)
-    with torch._C._DisableAutocast(), torch.fx.traceback.preserve_node_meta(), mode or contextlib.nullcontext():
-        interpreter = fx.Interpreter(module)
-        retraced = make_fx(lambda *args: interpreter.run(*args), decomposition_table=table)(*placeholders)
-    before, after = (list(m.graph.nodes)[-1] for m in (module, retraced))
-    after.meta.update({k: v for k, v in before.meta.items() if k != "val"})
-    retraced.meta.update(module.meta)
-    if merge_same_numbers(retraced.graph):
-        retraced.recompile()
-    return _recursive_joint_graph_passes(retraced)
 
 
 @cache

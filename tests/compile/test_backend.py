@@ -60,9 +60,9 @@ def test_inductor_options_reach_inductor(monkeypatch):
     seen = []
     retrace = mla_compile.backend.retrace
 
-    def spy(module):
+    def spy(*arguments):
         seen.append(torch._inductor.config.max_autotune)
-        return retrace(module)
+        return retrace(*arguments)
 
     monkeypatch.setattr(mla_compile.backend, "retrace", spy)
     torch.compile(Combined(), backend="mla", mode="max-autotune-no-cudagraphs")(*decode_inputs())
