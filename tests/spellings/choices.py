@@ -70,7 +70,8 @@ class Spelling:
     spoiled: str = "no"
     """What makes it no MLA after all, see `SPOILERS`."""
     latents: str = "one"
-    """`one` for all heads, or one for each of two `groups` of heads: half of the columns each."""
+    """`one` for all heads, or one for each of two `groups` of heads: half of the columns each, or in `normed groups` a
+    norm of that half."""
     loop: str = "no"
     """Of what the products of attention by hand are taken one by one: `sequences`, joined or written to a `buffer`, or
     `heads`."""
@@ -121,7 +122,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "rope_width": (2, 4),
     "value": (4, 5, 6),
     "spoiled": ("no",) * 8 + ("yes",),
-    "latents": ("one",) * 7 + ("groups",),
+    "latents": ("one",) * 6 + ("groups", "normed groups"),
     "loop": ("no",) * 5 + ("sequences", "buffer", "heads"),
 }
 
@@ -140,8 +141,10 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
         s = replace(s, scale="query") if s.scale == "key" else s
         if s.absorbed in ("both", "joined"):
             s = replace(s, softcap=False, returned=False)  # then nothing is left to regroup
-    if s.latents == "groups":  # a soft cap or weights that are returned leave scores of all groups
+    if s.latents != "one":  # a soft cap or weights that are returned leave scores of all groups
         s = replace(s, heads=2 * (s.heads // 2), absorbed="no", bias=False, softcap=False, returned=False)
+    if s.latents == "normed groups":
+        s = replace(s, loop="no")  # its products are of several tensors
     if s.returned and s.softmax == "late":
         s = replace(s, softmax="by hand")
     if s.softcap or s.sink or s.returned or (s.keys == "two scores" and s.rope != "none"):
