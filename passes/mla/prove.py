@@ -25,6 +25,7 @@ from ..algebra.terms import Axis, Dim, Join, Read, Sum, Term, Undefined, Unread,
 from ..attention.find import Attention, Score
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
+from .gated import ungated
 from .groups import groups_of, in_groups
 from .products import UpProjection, gathered, same_tensor, up_projection
 from .site import Groups, Piece, Site
@@ -69,6 +70,9 @@ def prove(attention: Attention, trace: Trace) -> Site:
         if best is None or known_at_most(total([_width(site), 1]), _width(best)):
             best = site
     if best is None:
+        with contextlib.suppress(Refusal):
+            if (multiplied := ungated(attention, trace)) is not None:
+                return prove(multiplied, trace)
         with contextlib.suppress(Refusal):
             if (split := in_groups(attention)) is not None:
                 return _of_groups(*split, trace)

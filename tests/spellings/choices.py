@@ -75,6 +75,8 @@ class Spelling:
     loop: str = "no"
     """Of what the products of attention by hand are taken one by one: `sequences`, joined or written to a `buffer`, or
     `heads`."""
+    gated: bool = False
+    """Whether keys and values are multiplied by one factor of each token."""
 
     @property
     def needs_scores(self) -> bool:
@@ -124,6 +126,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "spoiled": ("no",) * 8 + ("yes",),
     "latents": ("one",) * 6 + ("groups", "normed groups"),
     "loop": ("no",) * 5 + ("sequences", "buffer", "heads"),
+    "gated": (False,) * 9 + (True,),
 }
 
 
@@ -136,6 +139,8 @@ def draw(seed: int) -> Spelling:
 
 def _possible(s: Spelling, dice: random.Random) -> Spelling:
     """The nearest spelling that somebody could have written: some choices rule others out."""
+    if s.gated:  # a bias would differ between tokens
+        s = replace(s, absorbed="no", bias=False, latents="one")
     if s.absorbed != "no":
         s = replace(s, bias=False, groups="none", spoiled="no")
         s = replace(s, scale="query") if s.scale == "key" else s

@@ -119,6 +119,9 @@ class Attention(Attending):
         elif s.scale == "weight":
             scale = 1.0
         k_nope, v = self.up_project(latent)
+        if s.gated:
+            gate = latent[..., :1].sigmoid().unsqueeze(self.letters.format("t").index("n"))
+            k_nope, v = k_nope * gate, v * gate
         k_nope, k_rope, v = self.spoil(latent, k_nope, k_rope, v)
         w_uk, w_uv = self.up_weights()
         if s.absorbed in ("keys", "both", "joined"):
