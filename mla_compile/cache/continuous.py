@@ -20,7 +20,7 @@ from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConf
 from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
 
 from ..errors import CacheError, CacheMismatchError
-from .latent_cache import PagedLatentCache, other_layers
+from .latent_cache import PagedLatentCache, other_layers, own_layers
 from .pool import PagePool, check_count
 
 _CALL = "call generate_batch or continuous_batching_context_manager, or the model that this one was made of"
@@ -57,7 +57,7 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         attention = inner.config._attn_implementation
         if attention not in ("sdpa", "eager"):
             raise CacheMismatchError(f"expected a model under sdpa or eager attention, found {attention}")
-        if others := other_layers(inner.config.get_text_config(decoder=True), indexers=False):
+        if others := other_layers(own_layers(inner.config.get_text_config(decoder=True)), indexers=False):
             raise CacheMismatchError(
                 "expected layers that cache a latent and a rope key a token and nothing else, found "
                 f"{type(model).__name__}, of which some have a {' and a '.join(others)}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,10 +38,12 @@ class PagedLatentCache(Base):
     does `model(ids, past_key_values=cache)`. Sequences of a batch have one length, padding tokens counted: what padding
     may be seen is the attention mask's to say, as ever with transformers.
 
-    Args: pool, with as many layers as the model; max_pages, the most that one sequence may have (all); shares, if the
-    tokens are dealt out to ranks, of which each has a pool of as many pages; batch, if that many sequences are to have
-    max_pages at once, and their length is to be a number on the device.
-    Raises: CacheMismatchError for a batch without max_pages or with shares; OutOfPagesError.
+    Args: pool, with as many layers as the model has that keep latents; max_pages, the most that one sequence may have
+    (all); shares, if the tokens are dealt out to ranks, of which each has a pool of as many pages; batch, if that many
+    sequences are to have max_pages at once, and their length is to be a number on the device; layers, transformers' own
+    of the model's layers that keep something else (states, a window), and None in the place of each other.
+    Raises: CacheMismatchError for a batch without max_pages or with shares, and for layers with either or beside a pool
+    of another number; OutOfPagesError.
     """
 
     def __init__(
@@ -48,11 +52,20 @@ class PagedLatentCache(Base):
         max_pages: int | None = None,
         shares: Shares | None = None,
         batch: int | None = None,
+        layers: Sequence[Any] = (),
     ) -> None:
         if batch is not None and (max_pages is None or shares is not None):
             raise CacheMismatchError("expected max_pages and no shares with a batch whose pages are taken at once")
         self.pool, self.max_pages, self.shares, self.batch = pool, max_pages, shares, batch
-        self.layers: list[Any] = []
+        latents = [i for i, layer in enumerate(layers) if layer is None]
+        if layers and (batch is not None or shares is not None or len(latents) != len(pool.layers)):
+            raise CacheMismatchError(
+                f"expected layers without latents beside {len(pool.layers)} in the pool, on one device and without a "
+                f"batch, found {len(latents)} with latents"
+            )
+        self._unused = list(layers)
+        self.layers: list[Any] = copy.deepcopy(self._unused)
+        self._places = dict(zip(latents, range(len(latents)), strict=True))
         self._table: BlockTable | None = None if batch is None else self._new_table(batch)
         self._indexer_keys = IndexerKeys()
 
@@ -75,10 +88,11 @@ class PagedLatentCache(Base):
         latents, with that pool's `scale`; mesh, of one dimension, whose ranks share the tokens out, `interleave` at a
         time (a page), each in as many pages; batch and tokens, if so many sequences are to have pages for so many
         tokens at once. Their length is a number on the device then, and a compiled step one graph for all lengths.
+        Layers that keep a window of latents, or the state of linear attention, keep it as transformers has it.
         Raises: CacheMismatchError, if the model's configuration does not tell its sizes, for layers that keep
-        something else than latents (the state of linear attention; over a mesh or with a batch an indexer's keys too)
-        or a window of them, for another dtype or scale, for another mesh or an interleave that does not divide
-        page_size, and for a batch without tokens or with a mesh; OutOfPagesError, if pages do not hold the batch.
+        something else (over a mesh or with a batch: than latents), for another dtype or scale, for another mesh or an
+        interleave that does not divide page_size, and for a batch without tokens or with a mesh; OutOfPagesError, if
+        pages do not hold the batch.
         """
         if (batch is None) != (tokens is None) or (batch is not None and mesh is not None):
             raise CacheMismatchError("expected batch and tokens together, and no mesh with them")
@@ -86,33 +100,36 @@ class PagedLatentCache(Base):
             check_count(name, count)
         config: Any = getattr(model, "config", None)
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        indexers = mesh is None and batch is None
-        if others := other_layers(config, indexers=indexers):
-            besides = ", and at most an indexer's keys" if indexers else ""
+        alone = mesh is None and batch is None
+        layers = own_layers(config)
+        if others := others_than_kept(layers, alone=alone):
+            besides = ", and at most an indexer's keys, a window or a state" if alone else ""
             raise CacheMismatchError(
                 f"expected layers that cache a latent and a rope key a token{besides}, found "
                 f"{type(model).__name__}, of which some have a {' and a '.join(others)}: let it make its own cache"
             )
-        sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")]
-        if None in sizes:
+        latents = [i for i, layer in enumerate(layers) if is_latents(layer, indexers=alone)]
+        sizes = sizes_of(config, latents)
+        if sizes is None:
             raise CacheMismatchError(
-                "expected a model whose config has num_hidden_layers, kv_lora_rank and qk_rope_head_dim, "
-                f"found {type(model).__name__}"
+                "expected a model whose config has num_hidden_layers, kv_lora_rank and qk_rope_head_dim, the same in "
+                f"all layers that cache latents, found {type(model).__name__}"
             )
         parameter = next(model.parameters())
-        layers, latent_width, rope_width = (int(size) for size in sizes if size is not None)
+        count, latent_width, rope_width = sizes
         if dtype not in (None, parameter.dtype, FP8) or (scale is not None and dtype != FP8):
             found = dtype if scale is None else f"{dtype} with a scale"
             raise CacheMismatchError(f"expected a cache in the model's {parameter.dtype}, or in {FP8}, found {found}")
         check_count("pages", pages)
         shares = None if mesh is None else Shares.of(mesh, interleave, page_size, spare=pages)
         room = pages if shares is None else pages + 1
-        arguments = layers, latent_width, rope_width, room, page_size, parameter.dtype, parameter.device
+        arguments = count, latent_width, rope_width, room, page_size, parameter.dtype, parameter.device
         pool = FP8PagePool(*arguments, scale) if dtype == FP8 else PagePool(*arguments)
         if shares is not None:
             pool.take(1)  # the last page, which is taken first
         max_pages = None if tokens is None else (tokens + page_size - 1) // page_size
-        return cls(pool, max_pages, shares, batch)
+        kept = [None if i in latents else layer for i, layer in enumerate(layers)]
+        return cls(pool, max_pages, shares, batch, kept if any(kept) else ())
 
     @property
     def is_compileable(self) -> bool:
@@ -120,7 +137,7 @@ class PagedLatentCache(Base):
         return self.shares is not None or self.batch is not None
 
     def __len__(self) -> int:
-        return len(self.pool.layers)
+        return len(self.layers) or len(self.pool.layers)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({int(self.get_seq_length())} tokens, {self.pool.available} pages free)"
@@ -144,6 +161,10 @@ class PagedLatentCache(Base):
         Raises: OutOfPagesError, FreedError, with nothing changed; CacheMismatchError for other widths, another dtype,
         device or batch.
         """
+        if self._keeps(layer_idx):
+            states: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+            return states
+        layer_idx = self._places.get(layer_idx, layer_idx)
         batch, _, count, _ = key_states.shape
         widths = key_states.shape[-1], value_states.shape[-1]
         if widths != (self.pool.latent_width, self.pool.rope_width):
@@ -171,6 +192,9 @@ class PagedLatentCache(Base):
         """Tokens of each sequence: of a batch that has all its pages from the beginning a tensor `[]`, int64."""
         if isinstance(self._table, FixedTable):
             return self._table.tokens
+        if self._slides(layer_idx):
+            window: int = self.layers[layer_idx].get_seq_length()
+            return window
         return self._length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -183,6 +207,9 @@ class PagedLatentCache(Base):
         """How many keys attention over `query_length` more tokens has, and the position of the first."""
         if self.batch is not None:
             return self.get_max_length(), 0
+        if self._slides(layer_idx):
+            sizes: tuple[int, int] = self.layers[layer_idx].get_mask_sizes(query_length)
+            return sizes
         tokens = self._length + query_length
         return (tokens if self.shares is None else self.shares.room(tokens)), 0
 
@@ -197,6 +224,8 @@ class PagedLatentCache(Base):
         """
         if tokens_to_remove > 0:
             raise CacheMismatchError(f"expected tokens to remove as a number below zero, found {tokens_to_remove}")
+        for layer in self._kept():
+            layer.crop(tokens_to_remove)
         if tokens_to_remove and self._table is not None:
             self._table.crop(int(self.get_seq_length()) + int(tokens_to_remove))
             self._indexer_keys.crop(-int(tokens_to_remove))
@@ -204,12 +233,15 @@ class PagedLatentCache(Base):
 
     def fork(self, rows: Tensor | None = None) -> PagedLatentCache:
         """A second cache that continues sequences `rows` (all), with which it shares the pages that neither writes."""
-        other = type(self)(self.pool, self.max_pages, self.shares)
+        other = type(self)(self.pool, self.max_pages, self.shares, layers=self._unused)
         other.batch = self.batch if rows is None or self.batch is None else len(rows)
         if self._table is not None:
             other._table = self._table.fork(rows)
             every = torch.arange(self.batch_size) if rows is None else rows
             other._indexer_keys = self._indexer_keys.select(every)
+            other.layers = copy.deepcopy(self.layers)
+            for layer in other._kept():
+                layer.reorder_cache(every)
         return other
 
     def reset(self) -> None:
@@ -217,6 +249,7 @@ class PagedLatentCache(Base):
         if self._table is not None:
             self._table.free()
         self._table, self._indexer_keys = None, IndexerKeys()
+        self.layers = copy.deepcopy(self._unused)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes what sequence `beam_idx[i]` was."""
@@ -248,7 +281,21 @@ class PagedLatentCache(Base):
         self._table = self._table.select(rows)
         self.batch = self.batch and self._table.batch
         self._indexer_keys = self._indexer_keys.select(rows)
+        for layer in self._kept():
+            layer.reorder_cache(rows)
         self._own()
+
+    def _keeps(self, layer_idx: int) -> bool:
+        """Whether a layer's cache is transformers' own."""
+        return bool(self.layers) and self.layers[layer_idx] is not None
+
+    def _slides(self, layer_idx: int) -> bool:
+        """Whether a layer keeps a window."""
+        return self._keeps(layer_idx) and bool(getattr(self.layers[layer_idx], "is_sliding", False))
+
+    def _kept(self) -> list[Any]:
+        """The layers whose cache is transformers' own."""
+        return [layer for layer in self.layers if layer is not None]
 
     def _own(self) -> None:
         """Copy now what the next token would be written beside: in compiled code it would break the graph."""
@@ -266,34 +313,71 @@ class PagedLatentCache(Base):
 
     @property
     def is_croppable(self) -> bool:
-        return True
+        return all(layer.is_croppable for layer in self._kept())
 
     @property
     def is_sliding(self) -> list[bool]:
-        return [False] * len(self)
+        return [self._slides(i) for i in range(len(self))]
 
     @property
     def is_linear(self) -> list[bool]:
-        return [False] * len(self)
+        return [self._keeps(i) and not self._slides(i) for i in range(len(self))]
 
     @property
     def is_dummy(self) -> list[bool]:
         return [False] * len(self)
 
     def activate_past_recording(self) -> None:
-        """Nothing is forgotten before it is cropped."""
+        """No page is forgotten before it is cropped; windows and states are to be kept whole until then."""
+        for layer in self._kept():
+            layer.activate_past_recording()
 
 
-def other_layers(config: Any, *, indexers: bool) -> list[str]:
-    """The layers, by their class in transformers, that a model's own cache has besides those that grow by the token.
+KEPT = {"DynamicSlidingWindowLayer", "LinearAttentionLayer"}
+"""The layers of transformers' caches, by their class, that may be beside those of latents."""
 
-    Those with an indexer's keys are among them but with `indexers`.
-    """
+
+def own_layers(config: Any) -> list[Any]:
+    """The layers that transformers' own cache for a model has; none of what is no configuration of transformers."""
     if Base is object:
         return []
     from transformers import DynamicCache, PreTrainedConfig
-    from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
-    known = (DynamicLayer, DynamicIndexedLayer) if indexers else (DynamicLayer,)
-    layers = DynamicCache(config=config).layers if isinstance(config, PreTrainedConfig) else []
-    return sorted({type(layer).__name__ for layer in layers if type(layer) not in known})
+    return list(DynamicCache(config=config).layers) if isinstance(config, PreTrainedConfig) else []
+
+
+def is_latents(layer: Any, *, indexers: bool) -> bool:
+    """Whether a layer of transformers' keeps all tokens; with `indexers` also if it keeps an indexer's keys beside."""
+    return type(layer).__name__ in ("DynamicLayer", *(("DynamicIndexedLayer",) if indexers else ()))
+
+
+def other_layers(layers: Sequence[Any], *, indexers: bool) -> list[str]:
+    """The layers, by their class in transformers, that keep something else than all tokens (and an indexer's keys)."""
+    return sorted({type(layer).__name__ for layer in layers if not is_latents(layer, indexers=indexers)})
+
+
+def others_than_kept(layers: Sequence[Any], *, alone: bool) -> list[str]:
+    """The layers, by their class, that no `PagedLatentCache` keeps; on one device and without a batch it keeps some.
+
+    A model with states beside an indexer's keys (GLM-5-Next) looks into the layers of its cache, which are no pages.
+    """
+    if not alone:
+        return other_layers(layers, indexers=False)
+    others = other_layers(layers, indexers=True)
+    indexed = others != other_layers(layers, indexers=False)
+    return [name for name in others if name not in KEPT or (indexed and name == "LinearAttentionLayer")]
+
+
+def sizes_of(config: Any, latents: Sequence[int]) -> tuple[int, int, int] | None:
+    """How many layers keep latents, `latents` where that is told, and the widths of a latent and a rope key.
+
+    None if a configuration does not tell them, or layers have other ones.
+    """
+    count = len(latents) or getattr(config, "num_hidden_layers", None)
+    each = getattr(config, "per_layer_config", None)
+    configs = [each[i] for i in latents] if each else [config]
+    widths = {(getattr(own, "kv_lora_rank", None), getattr(own, "qk_rope_head_dim", None)) for own in configs}
+    if len(widths) != 1:
+        return None
+    ((latent, rope),) = widths
+    return None if count is None or latent is None or rope is None else (int(count), int(latent), int(rope))

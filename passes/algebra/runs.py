@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from .operations import alike, read_of
-from .sizes import Size, quotient, same, total
+from .sizes import Size, product, quotient, same, total
 from .substitution import change_term
 from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Sum, Term, Undefined, Unread, Zero
 
@@ -81,10 +81,11 @@ class _Seam:
 
     def _digits(self, a: Digits, b: Digits) -> Digits | None:
         """The digits of one dimension, of which the two pieces have others."""
-        if len(a) == 1 == len(b) or len(a) > len(b) == 1:
-            parts = self._parts_of(a, b[0])
+        whole = len(b) - 1  # digits that do not count the parts
+        if len(b) <= len(a) and a[len(a) - whole :] == b[1:]:
+            parts = self._parts_of(a[: len(a) - whole], b[0], product(digit.extent for digit in b[1:]))
             if parts is not None:
-                return parts
+                return *parts, *b[1:]
         a, b = self._divided(a), self._divided(b)
         places = [i for i, (own, other) in enumerate(zip(a, b, strict=False)) if own != other]
         if len(places) != 1 or len(a) != len(b):
@@ -93,22 +94,29 @@ class _Seam:
         digit = self._digit(a[i], b[i])
         return None if digit is None else (*a[:i], digit, *a[i + 1 :])
 
-    def _parts_of(self, a: Digits, part: Digit) -> Digits | None:
-        """Those of parts of a dimension, of one size and one behind the other, where it is no number of such parts."""
+    def _parts_of(self, a: Digits, part: Digit, each: Size) -> Digits | None:
+        """Those of parts of a dimension, of one size and one behind the other, where it is no number of such parts.
+
+        Each of what they count has `each` indices of the dimension.
+        """
         if part.axis is None or part.axis in (self.first, self.second) or self.second is not None or part.step != 1:
             return None
         size = part.axis.size
         if quotient(part.extent, size) is not None and quotient(part.start, size) is not None:
             return None
+
+        def behind(digit: Digit) -> Size:
+            return total([digit.extent, -digit.start, -size]) * each
+
         count, (slow, *faster) = self.axis.size - 1, a
         if not faster and self.first is None and slow.axis is part.axis and slow.step == 1:
-            before, after = total([slow.before, slow.start]), total([slow.after, slow.extent, -slow.start, -size])
+            before, after = total([slow.before, slow.start * each]), total([slow.after, behind(slow)])
         elif len(faster) == 1 and slow.axis is self.first and faster[0] == Digit(part.axis, size):
             before, after = slow.before, slow.after
         else:
             return None
-        starts = total([before, count * size]), total([part.before, part.start])
-        rests = total([after, -size]), total([part.after, part.extent, -part.start, -size])
+        starts = total([before, count * size * each]), total([part.before, part.start * each])
+        rests = total([after, -size * each]), total([part.after, behind(part)])
         if not (same(*starts) and same(*rests)):
             return None
         return Digit(self.axis, self.axis.size, before=before, after=rests[0]), Digit(part.axis, size)

@@ -1,16 +1,23 @@
 """Attention whose groups of heads have a latent each is one attention for each group, beside one another.
 
 key[b, g, n, t, p] = sum_l latent[b, t, g, l] W_UK[g, n, p, l]
+
+Latents and weights may be tensors of their own, their values joined over heads:
+
+value[b, n, t, v] = sum_l latent_0[b, t, l] W_0[n, v, l]            n < N / 2
+                    sum_l latent_1[b, t, l] W_1[n - N / 2, v, l]    else
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ..algebra.sizes import product
-from ..algebra.substitution import Change, Pin, change_term
-from ..algebra.terms import Axis, Dim, Term
+from ..algebra.sizes import Unaligned, product, same
+from ..algebra.substitution import Pin, Split, change_term
+from ..algebra.terms import Axis, Dim, Join, Term
 from ..attention.find import Attention
 from ..nodes.refusal import Refusal
 
@@ -32,24 +39,54 @@ def groups_of(attention: Attention, axes: Dim) -> list[Attention]:
         raise Refusal(attention.node, reason, "share one latent between all heads")
     sizes = [range(int(axis.size)) for axis in axes]
     return [
-        _pinned(attention, {axis: Pin(index) for axis, index in zip(axes, indices, strict=True)})
+        _changed(attention, {axis: Pin(index) for axis, index in zip(axes, indices, strict=True)})
         for indices in itertools.product(*sizes)
     ]
 
 
-def _pinned(attention: Attention, pins: dict[Axis, Change]) -> Attention:
-    """An attention at one index of some of its rows."""
+def in_groups(attention: Attention) -> tuple[Attention, Dim] | None:
+    """An attention whose values or keys are joined over heads, and the axes of the pieces; None where none are."""
+    terms = attention.value, *(score.key for score in attention.scores)
+    for join in (join for term in terms for join in _joins(term)):
+        heads = join.segments[0].size
+        if join.axis not in attention.rows or not all(same(segment.size, heads) for segment in join.segments):
+            continue
+        if same(heads, 1):
+            return attention, (join.axis,)
+        group = Axis(len(join.segments))
+        with contextlib.suppress(Unaligned):
+            return _changed(attention, {join.axis: Split(group, Axis(heads))}), (group,)
+    return None
 
-    def without(dim: Dim) -> Dim:
-        return tuple(axis for axis in dim if axis not in pins)
+
+def _joins(term: Term) -> Iterator[Join]:
+    """What a term is joined of, and what its pieces are."""
+    if isinstance(term.parts, Join):
+        yield term.parts
+        for segment in term.parts.segments:
+            yield from _joins(segment.term)
+
+
+def _changed(attention: Attention, changes: Mapping[Axis, Pin | Split]) -> Attention:
+    """An attention some of whose rows are split, or at one index of them."""
+
+    def axes(dim: Dim) -> Dim:
+        changed: list[Axis] = []
+        for axis in dim:
+            match changes.get(axis):
+                case Split(slow, fast):
+                    changed += [slow, fast]
+                case None:
+                    changed.append(axis)
+        return tuple(changed)
 
     def at(term: Term) -> Term:
-        return change_term(term, pins)
+        return change_term(term, changes)
 
     return replace(
         attention,
-        dims=tuple(map(without, attention.dims)),
-        rows=without(attention.rows),
+        dims=tuple(map(axes, attention.dims)),
+        rows=axes(attention.rows),
         scores=tuple(replace(score, query=at(score.query), key=at(score.key)) for score in attention.scores),
         value=at(attention.value),
         masks=tuple(replace(mask, term=at(mask.term)) for mask in attention.masks),

@@ -46,7 +46,7 @@ class Multiplied:
         """What would have it rewritten."""
         if self.is_norm:
             return "norm the latent before the up-projection: the norm of a head's key takes all of that key to compute"
-        return "multiply the latent by it instead: the same, where it is one number a key, and of keys and values alike"
+        return "multiply keys and values alike, by one number a key: what only one of them has makes two latents of one"
 
 
 def multiplied_product(term: Term, trace: Trace) -> Multiplied | None:

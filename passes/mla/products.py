@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from ..algebra.made import added, contracted
 from ..algebra.operations import alike
+from ..algebra.sizes import total
 from ..algebra.substitution import change_read
-from ..algebra.terms import Axis, Dim, Product, Read, Term, Unread
+from ..algebra.terms import Axis, Digit, Dim, Product, Read, Scaled, Term, Unread
 from ..trace.fp8 import without_widening
 
 
@@ -87,4 +88,27 @@ def _times(read: Read, factor: float) -> Read:
 
 def same_tensor(a: Read, b: Read) -> bool:
     """Whether two reads name the same numbers, perhaps in other dtypes: what rounds one must round the other."""
-    return without_widening(a) == without_widening(b)
+    a, b = _plainly(without_widening(a)), _plainly(without_widening(b))
+    if not isinstance(a.source, Scaled) or not isinstance(b.source, Scaled) or a == b:
+        return a == b
+    if replace(a, source=None) != replace(b, source=None) or a.source.divides != b.source.divides:
+        return False
+    own = dict(zip(b.source.axes, a.source.axes, strict=True))  # the dimensions, alike as they are read alike
+    pairs = (a.source.of, b.source.of), (a.source.by, b.source.by)
+    return all(same_tensor(one, change_read(other, own)) for one, other in pairs)
+
+
+def _plainly(read: Read) -> Read:
+    """A read whose indices at one part of a dimension, `x.view(2, 3)[1]`, are a slice of it, `x[3:6]`."""
+
+    def sliced(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
+        if len(digits) < 2 or digits[0].axis is not None:
+            return digits
+        part, digit, *faster = digits
+        extent, start = part.extent * digit.extent, part.start * digit.extent + digit.start
+        before, after = part.before, part.after
+        if not faster:
+            extent, start, before, after = total([before, extent, after]), total([before, start]), 0, 0
+        return sliced((replace(digit, extent=extent, start=start, before=before, after=after), *faster))
+
+    return replace(read, dims=tuple(map(sliced, read.dims)))

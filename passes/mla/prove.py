@@ -10,6 +10,7 @@ so it leaves the weights as they are; that of the values is added to the output.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +25,8 @@ from ..algebra.terms import Axis, Dim, Join, Read, Sum, Term, Undefined, Unread,
 from ..attention.find import Attention, Score
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
-from .groups import groups_of
+from .gated import ungated
+from .groups import groups_of, in_groups
 from .products import UpProjection, gathered, same_tensor, up_projection
 from .site import Groups, Piece, Site
 from .why_not import describe, name, no_up_projection, stored_expanded
@@ -68,8 +70,20 @@ def prove(attention: Attention, trace: Trace) -> Site:
         if best is None or known_at_most(total([_width(site), 1]), _width(best)):
             best = site
     if best is None:
+        with contextlib.suppress(Refusal):
+            if (multiplied := ungated(attention, trace)) is not None:
+                return prove(multiplied, trace)
+        with contextlib.suppress(Refusal):
+            if (split := in_groups(attention)) is not None:
+                return _of_groups(*split, trace)
         raise refusals[0]
     return best
+
+
+def _of_groups(attention: Attention, axes: Dim, trace: Trace) -> Site:
+    """The site of an attention whose groups of heads, over `axes`, have a latent each."""
+    sites = tuple(prove(group, trace) for group in groups_of(attention, axes))
+    return replace(sites[0], groups=Groups(attention, axes, sites))
 
 
 def _share_a_tensor(attention: Attention) -> bool:
@@ -147,8 +161,7 @@ def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
     heads = {axis for weight in (w_uk, w_uv) if weight is not None for axis in weight.axes} & rows
     batch = {axis for read in (latent.read, *(rope.key.read for rope in ropes)) for axis in read.axes} & rows
     if shared := tuple(axis for axis in attention.rows if axis in heads & latent.read.axes):
-        sites = tuple(prove(group, trace) for group in groups_of(attention, shared))
-        return replace(sites[0], groups=Groups(attention, shared, sites))
+        return _of_groups(attention, shared, trace)
     if heads & batch:
         for rope in ropes:
             if rope.key.axes & heads:

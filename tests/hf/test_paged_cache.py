@@ -158,15 +158,79 @@ def test_logits_over_fp8_are_as_near_as_three_bits_are():
 
 
 @pytest.mark.parametrize(
-    ("family", "layers"),
-    [("kimi_linear", "LinearAttentionLayer"), ("dots3_note", "DynamicSlidingWindowLayer")],
+    ("family", "more", "layers"),
+    [
+        ("glm5_next", {}, "LinearAttentionLayer"),
+        ("kimi_linear", {"batch": 1, "tokens": 8}, "LinearAttentionLayer"),
+        ("dots3_note", {"mesh": object()}, "DynamicIndexedLayer and a DynamicSlidingWindowLayer"),
+    ],
 )
-def test_layers_that_keep_something_else_are_named(family, layers):
+def test_layers_that_keep_something_else_are_named(family, more, layers):
     model = families.build(families.FAMILIES[family], "sdpa")
     with pytest.raises(
         mla_compile.CacheMismatchError, match=f"expected layers that cache a latent .* have a {layers}: let"
     ):
-        mla_compile.PagedLatentCache.of(model, pages=4)
+        mla_compile.PagedLatentCache.of(model, pages=4, **more)
+
+
+MIXED = ("kimi_linear", "bailing_hybrid", "dots3_note")
+"""Families of which some layers keep a state or a window, and no latents in pages."""
+
+
+@pytest.mark.parametrize("search", ["greedy", "beams", "sampling several"])
+@pytest.mark.parametrize("family", MIXED)
+def test_states_and_windows_are_kept_beside_the_pages(family, search):
+    model = families.build(families.FAMILIES[family], "sdpa")
+    inputs = prompt(2)
+    expected = generate(model, inputs, None, SEARCHES[search])
+    cache = PagedLatentCache.of(model, pages=96, page_size=4)
+    assert len(cache.pool.layers) == 1 < len(cache) == model.config.num_hidden_layers
+    for _ in range(2):
+        assert torch.equal(generate(model, inputs, cache, SEARCHES[search]), expected)
+        cache.reset()
+        assert cache.pool.available == 96
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_a_fork_has_states_and_windows_of_its_own(family):
+    model = families.build(families.FAMILIES[family], "sdpa")
+    ids, more = prompt(2)["input_ids"], torch.randint(1, 60, (2, 1))
+    whole = torch.cat([ids, more], dim=1)
+    eager, exact = (each(whole).logits[:, ids.shape[1] :] for each in (model, families.exact(model)))
+    cache = PagedLatentCache.of(model, pages=96, page_size=4)
+    model(ids, past_key_values=cache)
+    last = torch.tensor([1])
+    for continued, rows in ((cache.fork(), [0, 1]), (cache.fork(last), [1]), (cache, [0, 1])):
+        logits = model(more[rows], past_key_values=continued).logits
+        assert_as_close_as_eager(logits, eager[rows], exact[rows])
+
+
+def test_a_window_is_cropped_with_the_pages_where_it_was_recorded():
+    model = families.build(families.FAMILIES["dots3_note"], "sdpa")
+    ids, more = prompt(2)["input_ids"], torch.randint(1, 60, (2, 3))
+    logits = []
+    for cache in (transformers.DynamicCache(config=model.config), PagedLatentCache.of(model, pages=96, page_size=4)):
+        cache.activate_past_recording()
+        model(ids, past_key_values=cache)
+        model(more.flip(1), past_key_values=cache)
+        cache.crop(-3)
+        logits.append(model(more, past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("family", ["kimi_linear", "dots3_note"])
+def test_compiled_generation_beside_states_and_windows_is_eagers(family):
+    model = families.build(families.FAMILIES[family], "sdpa")
+    inputs = prompt(2)
+    expected = generate(model, inputs, None, {})
+    model.compile(backend="mla")
+    cache = PagedLatentCache.of(model, pages=96, page_size=4)
+    assert torch.equal(generate(model, inputs, cache, {}), expected)
+    sites = [site for report in mla_compile.reports() for site in report.sites]
+    assert sites
+    assert any(site.rewritten for site in sites)
 
 
 @pytest.mark.parametrize("search", ["greedy", "beams", "sampling several"])

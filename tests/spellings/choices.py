@@ -70,10 +70,13 @@ class Spelling:
     spoiled: str = "no"
     """What makes it no MLA after all, see `SPOILERS`."""
     latents: str = "one"
-    """`one` for all heads, or one for each of two `groups` of heads: half of the columns each."""
+    """`one` for all heads, or one for each of two `groups` of heads: half of the columns each, or in `normed groups` a
+    norm of that half."""
     loop: str = "no"
     """Of what the products of attention by hand are taken one by one: `sequences`, joined or written to a `buffer`, or
     `heads`."""
+    gated: bool = False
+    """Whether keys and values are multiplied by one factor of each token."""
 
     @property
     def needs_scores(self) -> bool:
@@ -121,8 +124,9 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "rope_width": (2, 4),
     "value": (4, 5, 6),
     "spoiled": ("no",) * 8 + ("yes",),
-    "latents": ("one",) * 7 + ("groups",),
+    "latents": ("one",) * 6 + ("groups", "normed groups"),
     "loop": ("no",) * 5 + ("sequences", "buffer", "heads"),
+    "gated": (False,) * 9 + (True,),
 }
 
 
@@ -135,13 +139,17 @@ def draw(seed: int) -> Spelling:
 
 def _possible(s: Spelling, dice: random.Random) -> Spelling:
     """The nearest spelling that somebody could have written: some choices rule others out."""
+    if s.gated:  # a bias would differ between tokens
+        s = replace(s, absorbed="no", bias=False, latents="one")
     if s.absorbed != "no":
         s = replace(s, bias=False, groups="none", spoiled="no")
         s = replace(s, scale="query") if s.scale == "key" else s
         if s.absorbed in ("both", "joined"):
             s = replace(s, softcap=False, returned=False)  # then nothing is left to regroup
-    if s.latents == "groups":  # a soft cap or weights that are returned leave scores of all groups
+    if s.latents != "one":  # a soft cap or weights that are returned leave scores of all groups
         s = replace(s, heads=2 * (s.heads // 2), absorbed="no", bias=False, softcap=False, returned=False)
+    if s.latents == "normed groups":
+        s = replace(s, loop="no")  # its products are of several tensors
     if s.returned and s.softmax == "late":
         s = replace(s, softmax="by hand")
     if s.softcap or s.sink or s.returned or (s.keys == "two scores" and s.rope != "none"):

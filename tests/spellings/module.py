@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +119,9 @@ class Attention(Attending):
         elif s.scale == "weight":
             scale = 1.0
         k_nope, v = self.up_project(latent)
+        if s.gated:
+            gate = latent[..., :1].sigmoid().unsqueeze(self.letters.format("t").index("n"))
+            k_nope, v = k_nope * gate, v * gate
         k_nope, k_rope, v = self.spoil(latent, k_nope, k_rope, v)
         w_uk, w_uv = self.up_weights()
         if s.absorbed in ("keys", "both", "joined"):
@@ -227,8 +231,11 @@ class Attention(Attending):
 
     def up_project(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         s = self.spelling
-        if s.latents == "groups":
-            return tuple(self.of_groups(latent, weight) for weight in self.up_weights())
+        if s.latents != "one":
+            halves = latent.chunk(2, dim=-1)
+            if s.latents == "normed groups":
+                halves = tuple(F.rms_norm(half, half.shape[-1:]) for half in halves)
+            return tuple(self.of_groups(halves, weight) for weight in self.up_weights())
         if s.weights == "apart":
             return tuple(self.project(latent, w, width) for w, width in zip(self.w_up, (s.nope, s.value), strict=True))
         if s.weights == "keys before values":
@@ -245,14 +252,14 @@ class Attention(Attending):
             return kv[..., s.value :], kv[..., : s.value]
         return kv.split([s.nope, s.value], dim=-1)
 
-    def of_groups(self, latent: Tensor, weight: Tensor) -> Tensor:
+    def of_groups(self, halves: Sequence[Tensor], weight: Tensor) -> Tensor:
         """The latent's halves times the matrices, `[N, D, L / 2]`, of half of the heads each."""
         if self.spelling.projection in ("einsum", "bmm"):
-            halves = latent.unflatten(-1, (2, -1))
-            product = torch.einsum("btgl,gndl->btgnd", halves, weight.unflatten(0, (2, -1))).flatten(2, 3)
+            both = torch.stack(list(halves), 2)
+            product = torch.einsum("btgl,gndl->btgnd", both, weight.unflatten(0, (2, -1))).flatten(2, 3)
         else:
-            halves = zip(latent.chunk(2, dim=-1), weight.chunk(2), strict=True)
-            product = torch.cat([(half @ w.flatten(0, 1).t()).unflatten(-1, w.shape[:2]) for half, w in halves], dim=2)
+            pairs = zip(halves, weight.chunk(2), strict=True)
+            product = torch.cat([(half @ w.flatten(0, 1).t()).unflatten(-1, w.shape[:2]) for half, w in pairs], dim=2)
         return self.ordered(product)
 
     def up_weights(self) -> tuple[Tensor, Tensor]:

@@ -127,6 +127,23 @@ def test_products_of_parts_of_a_dimension_are_one_product(width: int, start: int
     world.check(joined, world.tensors["joined"])
 
 
+@pytest.mark.parametrize(("rows", "start"), [(36, 0), (36, 16), (20, 4)])
+def test_parts_of_a_dimension_that_several_axes_count_are_one(rows: int, start: int) -> None:
+    """Each of two groups takes two heads of four rows, of a number of rows that is none of groups'."""
+    latent, w = numbers(5, 2, 3), numbers(rows, 3)
+    world, (left, right) = world_of(latent=latent, w=w)
+    pieces, arrays = [], []
+    for g in range(2):
+        first = start + 8 * g
+        heads = operations.view(operations.take(right, 0, first, 8), (2, 4, 3))
+        pieces.append(operations.contract(f"product {g}", operations.select(left, 1, g), heads, [], (1, 2)))
+        arrays.append(np.einsum("tl,ndl->tnd", latent[:, g], w[first : first + 8].reshape(2, 4, 3)))
+    world.tensors["joined"] = np.concatenate(arrays, 1)
+    joined = joins.join("joined", pieces, 1)
+    assert isinstance(joined.term.parts, Product)
+    world.check(joined, world.tensors["joined"])
+
+
 def test_heads_one_by_one_whose_groups_have_a_latent_each_are_one_product() -> None:
     """Two groups of two heads: the pieces of a group are a run, and the runs are one."""
     latent, w = numbers(2, 5, 3), numbers(2, 2, 3, 4)

@@ -80,7 +80,33 @@ def in_one_tensor(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv
     return sealed(q, torch.cat([project(w_uk), to_heads(cache[..., :R])], -1), project(w_uv))
 
 
+def of_its_own(*order: int) -> Callable[..., Tensor]:
+    """Each group has a latent and a matrix that are tensors of their own, and heads of other groups behind its own;
+    the keys' latents in this `order`."""
+
+    def function(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
+        normed = [F.rms_norm(c, (L,)) * (g + 1) for g, c in enumerate(latents.unbind(2))]
+
+        def project(latents: list[Tensor], weight: Tensor) -> Tensor:
+            pairs = zip(latents, weight.chunk(G), strict=True)
+            return torch.cat([torch.einsum("btl,ndl->bntd", c, w.exp()) for c, w in pairs], 1)
+
+        k = project([normed[g] for g in order], w_uk)
+        return sealed(q, torch.cat([k, to_heads(k_rope)], -1), project(normed, w_uv))
+
+    return function
+
+
+def a_head_each(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
+    """As many groups as heads, none of which is a slice of a tensor that all are in."""
+    normed = [F.rms_norm(c, (L,)) for c in latents.unbind(2)]
+    k, v = (torch.stack([c @ w.exp().T for c, w in zip(normed, each, strict=False)], 1) for each in (w_uk, w_uv))
+    return sealed(q[:, :G], torch.cat([k, to_heads(k_rope)[:, :G]], -1), v)
+
+
 GROUPED = {
+    "tensors of their own": of_its_own(0, 1, 2),
+    "a head each": a_head_each,
     "einsum": attention(expanded),
     "repeated": attention(repeated),
     "joined": attention(joined),
@@ -127,6 +153,7 @@ REFUSED = {
         G,
         "expected keys and values from one latent",
     ),
+    "keys of another group's tensor": (of_its_own(1, 0, 2), G, "expected values that are an up-projection"),
     "a norm a head": (
         lambda q, c, _, w_uk, w_uv: sealed(q[..., :P], knorm(expanded(c, w_uk)), expanded(c, w_uv)),
         G,

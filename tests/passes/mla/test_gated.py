@@ -1,0 +1,103 @@
+"""One factor a key on keys and values: the latent times it is the latent of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.passes import spellings as mla
+from tests.passes.checks import check_rewritten
+from tests.passes.graphs import capture, rewrite
+from tests.passes.spellings import Function, N, P, T, V, sealed
+
+
+def gate(latent: Tensor) -> Tensor:
+    """A number a key, `[B, T]`."""
+    return latent[..., 0].sigmoid()
+
+
+def norm(latent: Tensor) -> Tensor:
+    return latent.pow(2).mean(-1).add(1e-6).rsqrt()
+
+
+def gated(
+    factor: Function = gate,
+    *,
+    keys: Function = lambda k, g: k * g,
+    values: Function = lambda v, g: v * g,
+    whole: bool = False,
+    attend: Function = sealed,
+) -> Function:
+    """Keys without rope (or with it, the `whole` of them) and values times a factor of each key."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        g = factor(latent)[:, None, :, None]
+        k, v = mla.up_projected(latent, w_kv)
+        rope = mla.to_heads(k_rope)
+        k = keys(torch.cat([k, rope], -1), g) if whole else torch.cat([keys(k, g), rope], -1)
+        return attend(mla.queries(x, w_q), k, values(v, g))
+
+    return attention
+
+
+def together(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """The product of keys and values is gated before heads are split off."""
+    kv = (latent @ w_kv) * gate(latent)[..., None]
+    k, v = kv.unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], -1)
+    return sealed(mla.queries(x, w_q), torch.cat([k, mla.to_heads(k_rope)], -1), v)
+
+
+GATED: dict[str, Callable[..., Tensor]] = {
+    "a gate": gated(),
+    "a gate before heads are split off": together,
+    "a gate of all of the keys": gated(whole=True),
+    "a norm of the latent, after it": gated(norm),
+    "a divisor": gated(keys=lambda k, g: k / g, values=lambda v, g: v / g),
+    "two factors": gated(keys=lambda k, g: k * g * g.exp(), values=lambda v, g: v * g * g.exp()),
+    "the factor first": gated(keys=lambda k, g: g * k, values=lambda v, g: g * v),
+    "softmax by hand": gated(attend=mla.softmax),
+    "a factor, then a number": gated(keys=lambda k, g: k * g * 0.5, values=lambda v, g: v * g),
+    "a factor, then a number on all of the keys": lambda *args: gated(attend=lambda q, k, v: sealed(q, k * 0.5, v))(
+        *args
+    ),
+    "a factor of each sequence": gated(lambda c: c[:, :1, 0].expand(-1, T)),
+    "a factor a head on the values": gated(
+        keys=lambda k, _: k, values=lambda v, _: v * torch.arange(1, N + 1).double()[:, None, None]
+    ),
+}
+
+
+@pytest.mark.parametrize("function", GATED.values(), ids=GATED)
+def test_a_factor_of_keys_and_values_goes_to_the_latent(function: Function) -> None:
+    check_rewritten(function, mla.tensors())
+
+
+UNCHANGED: dict[str, tuple[Function, str]] = {
+    "keys alone": (gated(values=lambda v, _: v), "an up-projection times `unsqueeze"),
+    "values alone": (gated(keys=lambda k, _: k), "an up-projection times `unsqueeze"),
+    "another factor": (gated(values=lambda v, g: v * g.exp()), "an up-projection times `exp"),
+    "divided by what the keys are multiplied by": (
+        gated(values=lambda v, g: v / g),
+        "an up-projection times `unsqueeze",
+    ),
+    "the factor of the key before": (gated(values=lambda v, g: v * g.roll(1, 2)), "an up-projection times `roll"),
+    "a factor of each key and head": (
+        gated(
+            keys=lambda k, _: F.normalize(k, dim=-1),
+            values=lambda v, _: F.normalize(v, dim=-1),
+        ),
+        "made of it as a norm is",
+    ),
+}
+"""Near misses: the latent of the keys would be another than that of the values."""
+
+
+@pytest.mark.parametrize(("function", "reason"), UNCHANGED.values(), ids=UNCHANGED)
+def test_a_near_miss_stays_as_it_is(function: Function, reason: str) -> None:
+    (outcome,) = rewrite(capture(function, *mla.tensors()))
+    assert outcome.path == "unchanged"
+    assert reason in outcome.reason
