@@ -49,11 +49,15 @@ class Options:
     """What the ranks of a process group from which latents are gathered have the same of, which no graph can tell: the
     `program`, `masks` too (each has heads of its own), `queries` too (context parallelism alone), or `nothing`."""
 
+    keys_stay: bool = False
+    """Leave those latents on the ranks that have them wherever they can stay there, also where gathering them would be
+    fewer bytes than exchanging queries and outputs, as it is for a first prompt."""
+
     def __post_init__(self) -> None:
         known = (AUTO, *may_be_asked(), OFF)
         if self.path not in known:
             raise OptionError(f"mla.path: expected one of {', '.join(known)}, found {self.path!r}")
-        for name in ("strict", "verify"):
+        for name in ("strict", "verify", "keys_stay"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"mla.{name}: expected True or False, found {getattr(self, name)!r}")
         if self.recompute not in (KEEP_ALL, QUERIES):

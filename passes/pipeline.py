@@ -80,6 +80,9 @@ class Pipeline:
     same_on_ranks: str = NOTHING
     """What the ranks of a group that shares out keys have the same of: see `SAME`."""
 
+    keys_stay: bool = False
+    """Whether those keys stay on their ranks wherever they can, however many bytes are exchanged instead."""
+
     def __call__(self, module: fx.GraphModule) -> list[Result]:
         """Rewrite the MLA sites of a functional ATen graph in place. Every node has its fake value in `meta["val"]`."""
         graph = module.graph
@@ -93,6 +96,7 @@ class Pipeline:
             self.ranges,
             training=self.training,
             same_on_ranks=self.same_on_ranks,
+            keys_stay=self.keys_stay,
         )
         rewriter = Rewriter(graph, self.workspace_tokens, environment)
         trace = Trace(graph)

@@ -89,6 +89,8 @@ class Chooser:
     """Whether the graph needs gradients."""
     same_on_ranks: str = NOTHING
     """What the ranks of a group that shares out keys have the same of: see `SAME`."""
+    keys_stay: bool = False
+    """Whether those keys stay on their ranks wherever they can, however many bytes are exchanged instead."""
 
     def __post_init__(self) -> None:
         every.check_asked(self.wanted)
@@ -120,7 +122,7 @@ class Chooser:
             return _Plan(candidates, form, conditions)
 
         alone = self.ranges is None and site.groups is None
-        of_ranks = OfRanks.of(site, trace, self.same_on_ranks) if alone else None
+        of_ranks = OfRanks.of(site, trace, self.same_on_ranks, stay=self.keys_stay) if alone else None
         if of_ranks is None or isinstance(of_ranks, str):
             return gathered(of_ranks or "")
         able = tuple(path for path in candidates if of_ranks.takes(path))

@@ -10,6 +10,7 @@ from sympy.core.relational import Relational
 from torch import fx
 from torch.distributed import distributed_c10d
 
+from ..algebra.sizes import product, same
 from ..caches.dense import dense_keys
 from ..caches.layouts import find_stored_keys
 from ..caches.ranks import Share, share_of
@@ -56,26 +57,28 @@ class OfRanks:
     meaning: Meaning
     """Of its masks."""
     trace: Trace
+    stay: bool
+    """Whether keys stay, however many bytes the outputs are."""
 
     @classmethod
-    def of(cls, site: Site, trace: Trace, same: str) -> OfRanks | str | None:
+    def of(cls, site: Site, trace: Trace, same_on_ranks: str, *, stay: bool) -> OfRanks | str | None:
         """None if keys are not provably shared out; if they are and have to be gathered, why."""
         share = share_of(site, trace)
         if share is None:
             return None
         found = over_one_axis(site, trace)
-        if same == NOTHING:
+        if same_on_ranks == NOTHING:
             return "mla.same_on_ranks is nothing"
         if found is None or found[1].uniform_when_empty:
             return "masks are not told by position"
         whole, meaning = found
         reads = [read for kind in meaning.kinds for read in kind.reads]
-        if same == PROGRAM and reads:
+        if same_on_ranks == PROGRAM and reads:
             return "the others may have other masks (mla.same_on_ranks)"
-        if same != QUERIES and any(not read.axes.isdisjoint(site.heads) for read in reads):
+        if same_on_ranks != QUERIES and any(not read.axes.isdisjoint(site.heads) for read in reads):
             return "heads have masks of their own"
-        exchange = Exchange(share.ranks.group, share.ranks.count, same == QUERIES)
-        return cls(site, share, exchange, whole, meaning, trace)
+        exchange = Exchange(share.ranks.group, share.ranks.count, same_on_ranks == QUERIES)
+        return cls(site, share, exchange, whole, meaning, trace, stay)
 
     def takes(self, path: Path) -> bool:
         """Whether it may be a path of one rank's part."""
@@ -83,13 +86,16 @@ class OfRanks:
 
     @property
     def pays(self) -> Relational:
-        """Where a rank receives no more bytes than it would of latents.
+        """Where a rank receives no more bytes than it would of latents, or keys stay.
 
         Ranks have to decide alike: of sizes, which they have in common, and of nothing that one measured.
         """
-        source = self.site.latent.read.source
+        if self.stay:
+            return sympy.true
+        source = self.share.site.latent.read.source
         assert isinstance(source, fx.Node)
-        keys = self.exchange.received_keys(self.site.sizes, source.meta["val"].element_size())
+        gathered = self.site.sizes | {"T": product(axis.size for axis in self.share.keys)}
+        keys = self.exchange.received_keys(gathered, source.meta["val"].element_size())
         outputs = self.exchange.received(self.site.sizes, self.site.node.meta["val"].element_size())
         return sympy.Ge(sympy.expand(keys), sympy.expand(outputs))
 
@@ -104,9 +110,10 @@ class OfRanks:
 
     def _mask(self, *, in_pages: bool) -> Carrier:
         told = (Bounds.of(self.whole, self.meaning) if in_pages else None) or Dense.of(self.whole, self.meaning)
-        if not self.meaning.kinds and not in_pages:
+        cut = not same(product(axis.size for axis in self.share.keys), self.site.sizes["T"])
+        if not self.meaning.kinds and not in_pages and not cut:
             return MaskAndOffset(Dense.of(self.share.site, self.meaning))
         c10d: Any = distributed_c10d  # its stubs know no names of groups
         rank: int = c10d._resolve_process_group(self.exchange.group).rank()
-        own = OfRank(told, self.site.attention.keys, self.share.ranks.axis, rank, self.whole)
+        own = OfRank(told, self.share.keys, self.share.ranks.axis, rank, self.whole)
         return Lengths(own) if in_pages else MaskAndOffset(own)

@@ -39,7 +39,9 @@ def rewritten(function, case, inputs):
     seen = {}
 
     def compiler(module, _):
-        (result,) = Pipeline(Device("an example", 1e12, 1e11), case.path, same_on_ranks=case.same)(module)
+        (result,) = Pipeline(Device("an example", 1e12, 1e11), case.path, same_on_ranks=case.same, keys_stay=case.stay)(
+            module
+        )
         seen["outcome"], seen["graph"] = (result.outcome.path, result.outcome.reason), collectives_of(module.graph)
         seen["ops"] = {str(node.target) for node in module.graph.nodes}
 
@@ -78,6 +80,10 @@ class Case:
     pages: bool = False
     """Whether a rank has its share in pages, which it reads before the ranks gather."""
     path: str = "auto"
+    kept: int | None = None
+    """How many of the keys there are, the first: what is gathered is whole turns of each rank."""
+    stay: bool = False
+    """Whether keys stay however many bytes outputs are."""
     compiled: bool = False
     """Whether Inductor compiles it, which takes seconds."""
 
@@ -88,25 +94,27 @@ def attend_in_shares(case):
     gather, Sq, T = getattr(naive, case.spelling), case.Sq, case.T
     seed = 1 if case.same == "queries" else 1 + dist.get_rank()
     (q, latent, k_rope, kv_b), whole = share_out(gather, seed, B, Sq, T, case.dtype)
-    lengths = torch.tensor([T, T // 2 + 1, Sq])
+    keys = T if case.kept is None else case.kept
+    lengths = torch.tensor([keys, keys // 2 + 1, Sq])
     given = (lengths,) if case.mask == "lengths" else ()
     latent, k_rope = naive.paged(latent, k_rope) if case.pages else (latent, k_rope)
 
     def hidden(*given):
         if case.mask == "lengths":
-            return naive.up_to(*given, Sq, T)
-        return naive.causal(Sq, T) if case.mask == "causal" else None
+            return naive.up_to(*given, Sq, keys)
+        return naive.causal(Sq, keys) if case.mask == "causal" else None
 
     def function(q, latent, k_rope, kv_b, *given):
-        return naive.attend(q, *naive.gathered(gather, latent, k_rope, pages=case.pages), kv_b, hidden(*given))
+        shares = naive.gathered(gather, latent, k_rope, pages=case.pages)
+        return naive.attend(q, *shares, kv_b, hidden(*given), case.kept)
 
     inputs = q, latent, k_rope, kv_b, *given
     found = rewritten(function, case, inputs)
     found |= {"eager": function(*inputs)}
-    found |= {"exact": naive.attend(*(t.double() for t in (q, *whole, kv_b)), hidden(*given))}
+    found |= {"exact": naive.attend(*(t.double() for t in (q, *whole, kv_b)), hidden(*given), case.kept)}
     if case.compiled:
         torch._dynamo.reset()
-        options = {"mla.same_on_ranks": case.same, "mla.path": case.path}
+        options = {"mla.same_on_ranks": case.same, "mla.path": case.path, "mla.keys_stay": case.stay}
         found["compiled"] = torch.compile(function, backend="mla", options=options)(*inputs)
         site = mla_compile.last_report().sites[0]
         assert (site.path, site.reason) == found["outcome"]
@@ -160,12 +168,26 @@ PAGED = {
     )
 }
 CHUNKED = {"chunked": Case("by_token", "queries", 4, "causal", path="chunked", compiled=True)}
+CUT = {
+    f"{layout}, {mask}, {same}, {Sq} of {kept} of {tokens}": Case(
+        layout, same, Sq, mask, T=tokens, pages=pages, path=path, kept=kept, stay=True, compiled=path == "chunked"
+    )
+    for layout, same, Sq, mask, tokens, kept, pages, path in (
+        ("by_page", "program", 3, "none", 96, 41, False, "absorbed"),
+        ("by_token", "masks", 3, "causal", 96, 41, False, "absorbed"),
+        ("along_tokens", "masks", 2, "lengths", 96, 50, False, "absorbed"),
+        ("along_tokens", "masks", 2, "lengths", 96, 40, False, "absorbed"),  # all of the first rank
+        ("by_page", "queries", 3, "lengths", 96, 41, True, "absorbed"),
+        ("by_page", "queries", 7, "causal", 8, 7, True, "chunked"),  # a first prompt
+        ("by_page", "queries", 3, "causal", 8, 3, True, "chunked"),  # of the first rank alone
+    )
+}
 UNPROVED = {
     "mla.same_on_ranks is nothing": Case("along_tokens", "nothing"),
     "the others may have other masks (mla.same_on_ranks)": Case("along_tokens", "program", 1, "lengths"),
 }
 SHORT = {"fewer bytes than outputs": Case("along_tokens", "program", 1, "none", T=4)}
-CASES = [*(SPELLED | MASKED).values(), *(SAME_QUERIES | HALF | PAGED | CHUNKED | UNPROVED | SHORT).values()]
+CASES = [*(SPELLED | MASKED).values(), *(SAME_QUERIES | HALF | PAGED | CHUNKED | CUT | UNPROVED | SHORT).values()]
 
 
 def all_cases(cases):
@@ -228,6 +250,14 @@ def test_many_queries_are_chunked(found, case):
     for one in found[case]:
         assert_exchanged(one, "chunked")
         assert "mla.expanded_attention.default" in one["ops"]
+
+
+@pytest.mark.parametrize("case", CUT.values(), ids=CUT)
+def test_keys_that_are_the_first_of_what_is_gathered(found, case):
+    for one in found[case]:
+        assert_exchanged(one, case.path)
+        outputs = [("all_gather_into_tensor", B * case.Sq * naive.N * (naive.V * 8 + 4))]
+        assert one["graph"] == (outputs if case.same == "queries" else bytes_of_gathered_queries(case.Sq, 8))
 
 
 FOUR = Case("by_page", "masks", 3, "lengths"), Case("along_tokens", "queries"), Case("by_token", "program", pages=True)

@@ -163,8 +163,13 @@ def test_each_token_has_one_place(ranks, interleave):
     assert [shares.room(tokens) for tokens in (0, 1, 4 * ranks, 4 * ranks + 1)] == [0, 4 * ranks, 4 * ranks, 8 * ranks]
 
 
-COMPILED = [("queries", None, False), ("masks", None, True), ("queries", 2, False)]
-"""What ranks have in common, interleave, and whether `generate` makes the masks."""
+COMPILED = [
+    ("queries", None, False, True),
+    ("masks", None, True, True),
+    ("masks", None, True, False),
+    ("queries", 2, False, False),
+]
+"""What ranks have in common, interleave, whether `generate` makes the masks, and whether keys stay in prompts too."""
 
 
 def compiled_steps():
@@ -177,13 +182,13 @@ def compiled_steps():
 
     backend.compile_fx_inner = recorded
     with functorch_config.patch(enable_autograd_cache=False), torch.inference_mode():
-        for same, interleave, generates in COMPILED:
+        for same, interleave, generates, stay in COMPILED:
             torch._dynamo.reset()
             model, before = build(layers=1), len(mla_compile.reports())
             whole = PagedLatentCache.of(model, 60, PAGE)
             cache = PagedLatentCache.of(model, 30, PAGE, mesh=mesh, interleave=interleave)
             expected = continued(model, whole, generates)
-            model.compile(backend="mla", options={"mla.same_on_ranks": same}, fullgraph=True)
+            model.compile(backend="mla", options={"mla.same_on_ranks": same, "mla.keys_stay": stay}, fullgraph=True)
             results = continued(model, cache, generates)
             sites = [site for report in mla_compile.reports()[before:] for site in report.sites]
             collectives = [
@@ -216,10 +221,11 @@ QUERIES_AND_OUTPUTS = [
 def test_compiled_each_rank_attends_to_its_own_pages():
     """No decode step gathers latents, which ranks have some more of with each page."""
     for of_rank in in_processes(compiled_steps, RANKS):
-        for (same, _, generates), (expected, results, sites, collectives) in zip(COMPILED, of_rank, strict=True):
+        for (same, _, _, stay), (expected, results, sites, collectives) in zip(COMPILED, of_rank, strict=True):
             torch.testing.assert_close(results, expected)
-            (prompt_path, _), *decodes = sites
-            assert prompt_path == ("chunked" if generates else "unchanged")  # transformers cuts its keys
+            (_, prompt), *decodes = sites
+            exchanged = "2 ranks attend to their own keys and exchange outputs"
+            assert (exchanged if stay else "gathers keys: fewer bytes than outputs") in prompt
             assert [path for path, _ in decodes] == ["absorbed"] * 2
             ending = "2 ranks attend to their own keys and exchange outputs; reads the pages"
             assert all(reason.endswith(ending) for _, reason in decodes)
