@@ -44,8 +44,7 @@ def rewrite_graph(
         options.workspace_tokens,
         ranges,
         training=training,
-        same_on_ranks=options.same_on_ranks,
-        keys_stay=options.keys_stay,
+        agreement=options.agreement,
     )(module)
     seconds = time.perf_counter() - start
     log_results(results)

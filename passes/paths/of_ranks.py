@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from sympy.core.relational import Relational
 from torch import fx
 from torch.distributed import distributed_c10d
 
-from ..algebra.sizes import product, same
+from ..algebra.sizes import product, quotient, same
 from ..caches.dense import dense_keys
 from ..caches.layouts import find_stored_keys
 from ..caches.ranks import Share, share_of
@@ -20,14 +21,13 @@ from ..masks.meaning import Meaning
 from ..masks.of_rank import OfRank, over_one_axis
 from ..mla.site import Site
 from ..trace.trace import Trace
+from .agreement import MASKS, NOTHING, PROGRAM, QUERIES, Agreement, Hints
+from .all_heads import with_all_heads
 from .carriers import Carrier, Lengths, MaskAndOffset
-from .exchange import Exchange
+from .exchange import Exchange, Gathered, InLatentSpace, OutsideOfWeights, ScatteredAndGathered, ToOwnHeads
 from .form import Form
 from .one_op import OneOp, OneOpCode
 from .path import Part, Path
-
-NOTHING, PROGRAM, MASKS, QUERIES = SAME = "nothing", "program", "masks", "queries"
-"""What all ranks of a group have the same of that gathers keys: each says what the one before says, and more."""
 
 
 @dataclass(frozen=True)
@@ -61,28 +61,35 @@ class OfRanks:
     """Whether keys stay, however many bytes the outputs are."""
 
     @classmethod
-    def of(cls, site: Site, trace: Trace, same_on_ranks: str, *, stay: bool) -> OfRanks | str | None:
+    def of(
+        cls, site: Site, trace: Trace, agreement: Agreement, paths: Sequence[Path], hints: Hints
+    ) -> OfRanks | str | None:
         """None if keys are not provably shared out; if they are and have to be gathered, why."""
         share = share_of(site, trace)
         if share is None:
             return None
         found = over_one_axis(site, trace)
-        if same_on_ranks == NOTHING:
+        if agreement.same == NOTHING:
             return "mla.same_on_ranks is nothing"
         if found is None or found[1].uniform_when_empty:
             return "masks are not told by position"
         whole, meaning = found
         reads = [read for kind in meaning.kinds for read in kind.reads]
-        if same_on_ranks == PROGRAM and reads:
+        if agreement.same == PROGRAM and reads:
             return "the others may have other masks (mla.same_on_ranks)"
-        if same_on_ranks != QUERIES and any(not read.axes.isdisjoint(site.heads) for read in reads):
-            return "heads have masks of their own"
-        exchange = Exchange(share.ranks.group, share.ranks.count, same_on_ranks == QUERIES)
-        return cls(site, share, exchange, whole, meaning, trace, stay)
+        exchanges = _exchanges(share, agreement.same)
+        if any(not read.axes.isdisjoint(site.heads) for read in reads):
+            exchanges = [each for each in exchanges if isinstance(each, Gathered | ScatteredAndGathered)]
+            if not exchanges:
+                return "heads have masks of their own"
+        able = [each for each in exchanges if any(_takes(path, each) for path in paths)]
+        if not able:
+            return "no path is of a part of them"
+        return cls(site, share, agreement.fastest(able, site, hints), whole, meaning, trace, agreement.stay)
 
     def takes(self, path: Path) -> bool:
         """Whether it may be a path of one rank's part."""
-        return isinstance(path, OneOp) and path.exchanges(same_queries=self.exchange.same_queries)
+        return _takes(path, self.exchange)
 
     @property
     def pays(self) -> Relational:
@@ -105,6 +112,7 @@ class OfRanks:
         if own is None or not path.can_read(own, site, self.meaning):
             own = dense_keys(site)
         words = f"{self.exchange.ranks} ranks attend to their own keys and exchange outputs"
+        words = ", ".join(w for w in (words, self.exchange.words) if w)
         mask = self._mask(in_pages=own.in_pages)
         return FormOfRanks(path, own, mask, "; ".join(w for w in (words, own.words) if w), self.share, self.exchange)
 
@@ -113,7 +121,30 @@ class OfRanks:
         cut = not same(product(axis.size for axis in self.share.keys), self.site.sizes["T"])
         if not self.meaning.kinds and not in_pages and not cut:
             return MaskAndOffset(Dense.of(self.share.site, self.meaning))
-        c10d: Any = distributed_c10d  # its stubs know no names of groups
-        rank: int = c10d._resolve_process_group(self.exchange.group).rank()
-        own = OfRank(told, self.share.keys, self.share.ranks.axis, rank, self.whole)
+        own = OfRank(told, self.share.keys, self.share.ranks.axis, _rank(self.exchange.group), self.whole)
         return Lengths(own) if in_pages else MaskAndOffset(own)
+
+
+def _takes(path: Path, exchange: Exchange) -> bool:
+    return isinstance(path, OneOp) and path.exchanges(of_latents=exchange.of_latents)
+
+
+def _exchanges(share: Share, same_on_ranks: str) -> list[Exchange]:
+    """The forms that are right for a site, the first one where nothing is known of the link."""
+    group, count = share.ranks.group, share.ranks.count
+    rank, site = _rank(group), share.site
+    if same_on_ranks == QUERIES:
+        of_all = with_all_heads(site, count, rank, queries=True)
+        if of_all is not None:
+            return [ToOwnHeads(group, count, of_all)]
+        divided = quotient(site.sizes["N"], count) is not None
+        return [Gathered(group, count), *([ScatteredAndGathered(group, count)] if divided else [])]
+    of_all = with_all_heads(site, count, rank, queries=False) if same_on_ranks == MASKS else None
+    outside = [] if of_all is None else [OutsideOfWeights(group, count, of_all)]
+    return [InLatentSpace(group, count), *outside]
+
+
+def _rank(group: str) -> int:
+    c10d: Any = distributed_c10d  # its stubs know no names of groups
+    rank: int = c10d._resolve_process_group(group).rank()
+    return rank
