@@ -29,6 +29,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 import mla_compile.kernels.register
 from mla_compile import device as devices
+from mla_compile.cost import Device
 from mla_compile.kernels import compiled as cpp_kernels
 from mla_compile.kernels._common.tuning import tuning
 from mla_compile.passes.outcome import Outcome
@@ -128,7 +129,7 @@ class _Compilation:
             return self._train()
         sealed = copied(self.module)
         seal(sealed)
-        tag = cache_tag(self.options, devices.rates_of(self.inputs))
+        tag = cache_tag(self.options, self._rates())
         if (compiled := self._without_flex(tag)) is not None:
             return compiled
         store = ReportStore(sealed, self.inputs, tag)
@@ -192,11 +193,14 @@ class _Compilation:
     def _nothing(self) -> str:
         return "nothing to rewrite" if self.outcomes else "no attention in the graph"
 
+    def _rates(self) -> Device:
+        return self.options.device or devices.rates_of(self.inputs)
+
     def _needs_gradients(self) -> bool:
         return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in self.inputs)
 
     def _train(self) -> Callable[..., Any]:
-        rates = devices.rates_of(self.inputs)
+        rates = self._rates()
         trained = rewrite_for_training(self.module, rates, self.options)
         self.outcomes, self.note = trained.outcomes, "; ".join(trained.notes)
         self.seconds["passes"] = trained.seconds
@@ -218,7 +222,7 @@ class _Compilation:
 
     def _inner(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
         before = calls_of(module.graph)
-        rewriting = rewrite_graph(module, devices.rates_of(self.inputs), self.options)
+        rewriting = rewrite_graph(module, self._rates(), self.options)
         self.outcomes = with_replicated_heads(rewriting.outcomes, module, self.inputs)
         self.seconds["passes"] = rewriting.seconds
         rewritten = [outcome.rewritten for outcome in self.outcomes]

@@ -98,6 +98,24 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Link:
+    """What joins any two devices."""
+
+    bandwidth: float
+    """Bytes/s that a device receives."""
+    latency: float
+    """Seconds until a message without bytes is there."""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.bandwidth < float("inf") and 0 <= self.latency < float("inf")):
+            raise ValueError(f"expected a positive bandwidth and a latency, both finite, found {self}")
+
+    def time(self, messages: int, received: float) -> float:
+        """Seconds of messages one behind the other, and of bytes."""
+        return messages * self.latency + received / self.bandwidth
+
+
+@dataclass(frozen=True)
 class Decision:
     """The path a site should take, and for which other sizes that holds."""
 

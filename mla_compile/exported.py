@@ -60,7 +60,7 @@ def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = Non
     module = functional.graph_module
     seconds = {"retrace": time.perf_counter() - start}
     tensors = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-    rewriting = rewrite_graph(module, rates_of(tensors), ours, functional.range_constraints)
+    rewriting = rewrite_graph(module, ours.device or rates_of(tensors), ours, functional.range_constraints)
     outcomes, original = rewriting.outcomes, rewriting.original
     record(Report(outcomes, NOTE, seconds | {"passes": rewriting.seconds}))
     if ours.strict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch._inductor
 import torch._inductor.config
 
+from mla_compile.passes.paths.agreement import NOTHING, SAME, Agreement
 from mla_compile.passes.paths.all import AUTO, may_be_asked
-from mla_compile.passes.paths.of_ranks import NOTHING, SAME
 
+from .cost import Device, Link
 from .errors import OptionError
 
 PREFIX = "mla."
@@ -49,20 +51,54 @@ class Options:
     """What the ranks of a process group from which latents are gathered have the same of, which no graph can tell: the
     `program`, `masks` too (each has heads of its own), `queries` too (context parallelism alone), or `nothing`."""
 
+    keys_stay: bool = False
+    """Leave those latents on the ranks that have them wherever they can stay there, also where gathering them would be
+    fewer bytes than exchanging queries and outputs, as it is for a first prompt."""
+
+    link: tuple[float, float] | None = None
+    """Bytes/s that a rank receives, and seconds until a message without bytes is there: ranks then exchange what takes
+    the least time."""
+
+    rates: tuple[float, float] | None = None
+    """FLOP/s and bytes/s of the device, in place of what is measured: of ranks, that of each."""
+
+    @property
+    def device(self) -> Device | None:
+        """The device that the rates are of; None where they are to be measured."""
+        return None if self.rates is None else Device("mla.rates", *self.rates)
+
+    @property
+    def agreement(self) -> Agreement:
+        """What the ranks of a group agree on."""
+        link = None if self.link is None else Link(*self.link)
+        return Agreement(self.same_on_ranks, self.keys_stay, link, self.device)
+
     def __post_init__(self) -> None:
         known = (AUTO, *may_be_asked(), OFF)
         if self.path not in known:
             raise OptionError(f"mla.path: expected one of {', '.join(known)}, found {self.path!r}")
-        for name in ("strict", "verify"):
+        for name in ("strict", "verify", "keys_stay"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"mla.{name}: expected True or False, found {getattr(self, name)!r}")
         if self.recompute not in (KEEP_ALL, QUERIES):
             raise OptionError(f"mla.recompute: expected {KEEP_ALL} or {QUERIES}, found {self.recompute!r}")
         if self.same_on_ranks not in SAME:
             raise OptionError(f"mla.same_on_ranks: expected one of {', '.join(SAME)}, found {self.same_on_ranks!r}")
+        for name, what in (("link", "bytes/s and seconds"), ("rates", "FLOP/s and bytes/s")):
+            if (given := getattr(self, name)) is not None and not _two_numbers(given, least=name == "link"):
+                raise OptionError(f"mla.{name}: expected a pair of numbers, {what}, found {given!r}")
         tokens = self.workspace_tokens
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise OptionError(f"mla.workspace_tokens: expected a positive number of keys, found {tokens!r}")
+
+
+def _two_numbers(given: object, *, least: bool) -> bool:
+    """Whether that is a tuple of two positive, finite numbers, the second at `least` 0 if that is set."""
+    if not isinstance(given, tuple) or len(given) != 2:
+        return False
+    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in given):
+        return False
+    return 0 < given[0] < math.inf and (0 < given[1] < math.inf or (least and given[1] == 0))
 
 
 def parse(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Options, dict[str, Any]]:

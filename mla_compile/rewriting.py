@@ -39,7 +39,12 @@ def rewrite_graph(
     original = snapshot(module) if options.verify else None
     start = time.perf_counter()
     results = Pipeline(
-        device, options.path, options.workspace_tokens, ranges, training=training, same_on_ranks=options.same_on_ranks
+        device,
+        options.path,
+        options.workspace_tokens,
+        ranges,
+        training=training,
+        agreement=options.agreement,
     )(module)
     seconds = time.perf_counter() - start
     log_results(results)

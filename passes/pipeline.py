@@ -26,9 +26,9 @@ from .nodes.arguments import aten
 from .nodes.refusal import Refusal
 from .nodes.source import common_frame
 from .outcome import Outcome, rewritten, unchanged
+from .paths.agreement import NO_AGREEMENT, Agreement
 from .paths.all import AUTO
 from .paths.choose import Choice, Chooser, Ranges
-from .paths.of_ranks import NOTHING
 from .trace.trace import Trace
 
 STEPS = ("find", "prove", "understand", "choose", "rewrite")
@@ -77,8 +77,8 @@ class Pipeline:
     training: bool = False
     """Whether the graph needs gradients. It is then read for what to rewrite, and not itself run."""
 
-    same_on_ranks: str = NOTHING
-    """What the ranks of a group that shares out keys have the same of: see `SAME`."""
+    agreement: Agreement = NO_AGREEMENT
+    """What the ranks of a group that shares out keys agree on."""
 
     def __call__(self, module: fx.GraphModule) -> list[Result]:
         """Rewrite the MLA sites of a functional ATen graph in place. Every node has its fake value in `meta["val"]`."""
@@ -92,7 +92,7 @@ class Pipeline:
             environment,
             self.ranges,
             training=self.training,
-            same_on_ranks=self.same_on_ranks,
+            agreement=self.agreement,
         )
         rewriter = Rewriter(graph, self.workspace_tokens, environment)
         trace = Trace(graph)

@@ -23,7 +23,7 @@ from mla_compile.cluster.rates import bytes_per_second, flops_per_second, link
 from mla_compile.cluster.stage import stages
 from mla_compile.cluster.step import Device, Step, Task
 from mla_compile.errors import ConfigError
-from mla_compile.passes.paths.exchange import Exchange as PassesExchange
+from mla_compile.passes.paths.exchange import InLatentSpace
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny-deepseek-v3"
 V3 = json.loads((TINY.parent / "deepseek-v3.json").read_text())
@@ -84,9 +84,7 @@ def test_outputs_of_dcp_are_the_bytes_that_the_passes_exchange(v3):
     found = [e for e in exchanges(v3, mesh, stage, 1, LINK) if e.calls == 61]
     sizes = {"B": 1, "Sq": 1, "N": 16, "L": 512, "R": 64}
     assert [e.kind for e in found] == [ALL_GATHER, ALL_TO_ALL]
-    assert (
-        sum(e.received for e in found) == PassesExchange("group", 8, same_queries=False).received(sizes, 2) == 244_160
-    )
+    assert sum(e.received for e in found) == InLatentSpace("group", 8).received(sizes, 2) == 244_160
 
 
 def test_bytes_and_messages_of_collectives():

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import cost
+
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND = (
     *("all_reduce", "all_gather", "reduce_scatter"),
     *("all_to_all", "send"),
 )
 
 
-@dataclass(frozen=True)
-class Link:
-    """What joins any two devices."""
-
-    bandwidth: float
-    """Bytes/s that a device receives."""
-    latency: float
-    """Seconds until a message without bytes is there."""
+class Link(cost.Link):
+    """What joins any two devices, for exchanges."""
 
     def seconds(self, exchange: Exchange) -> float:
         """Of all calls of an exchange, which nothing else goes on beside."""
-        return exchange.calls * (exchange.messages * self.latency + exchange.received / self.bandwidth)
+        return exchange.calls * self.time(exchange.messages, exchange.received)
 
 
 @dataclass(frozen=True)

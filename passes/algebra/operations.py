@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
+from .laid import lay
 from .sizes import Size, Unaligned, product, quotient, same, total
 from .substitution import Change, Pin, Slice, Split, change, change_term, overlapping, prune
 from .terms import (
@@ -109,7 +110,9 @@ def take(form: Form, dim: int, start: Size, size: Size, step: int = 1) -> Form:
             index, rest = divmod(int(start), int(faster))
             if rest + size <= faster:
                 return take(change(form, {slowest: Pin(index)}), dim, rest, size)
-        raise Unaligned(f"a slice of {size} from {start} cuts through an axis of {faster}")
+        if len(axes) == 1:
+            raise Unaligned(f"a slice of {size} from {start} cuts through an axis of {faster}")
+        return take(lay(form, dim), dim, start, size, step)
     if same(count, 1):
         return change(form, {slowest: Pin(begin)})
     return change(form, {slowest: Slice(Axis(count), begin, step)})

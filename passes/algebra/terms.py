@@ -175,6 +175,16 @@ class Contracted:
     axes: Dim
 
 
+@dataclass(frozen=True)
+class Laid:
+    """A source that no graph has as a tensor: `of` with `parts` laid one behind the other along its first dimension,
+    the others one for each of `others`."""
+
+    of: Read
+    parts: Dim
+    others: Dim
+
+
 def made_of(source: Hashable) -> tuple[Read, ...]:
     """What a source is computed from that no graph has as a tensor; nothing of one that a graph has."""
     match source:
@@ -184,6 +194,8 @@ def made_of(source: Hashable) -> tuple[Read, ...]:
             return pieces
         case Contracted(left, right):
             return left, right
+        case Laid(of):
+            return (of,)
     return ()
 
 

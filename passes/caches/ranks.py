@@ -4,7 +4,8 @@
     latent[b, j * k + r]     = latent of rank r [b, j]        token by token, and likewise page by page
 
 What is gathered is a leaf of the trace with an axis of ranks (`trace/collectives`): keys are gathered if that axis is
-one of theirs. The rope key may be gathered with the latent or by itself, but from the same group along the same axis.
+one of theirs, or if they are the first of such keys, cut where a rank's turn is not over (`algebra/laid`). The rope key
+may be gathered with the latent or by itself, but from the same group along the same axis.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ..algebra.operations import term_of
+from ..algebra.laid import taken_apart
+from ..algebra.operations import alike, term_of
 from ..algebra.sizes import Unaligned, product
 from ..algebra.substitution import merge
-from ..algebra.terms import Axis, Dim, Read, Term
+from ..algebra.terms import Axis, Digit, Dim, Laid, Read, Term
 from ..mla.site import Site
 from ..nodes.arguments import arguments
 from ..trace.collectives import gather_behind
@@ -38,16 +40,22 @@ class Share:
 
     site: Site
     ranks: Ranks
+    keys: Dim
+    """The axes of the keys of all ranks: in this order they count up to what is gathered, which may be some keys more
+    than the site has."""
 
 
 def share_of(site: Site, trace: Trace) -> Share | None:
     """The part that each rank has of a site's keys; None if they are not provably gathered from ranks."""
-    reads = [site.latent.read, *(rope.key.read for rope in site.ropes)]
-    found = {_gathered(read, site.attention.keys) for read in reads}
+    opened = _opened([site.latent.read, *(rope.key.read for rope in site.ropes)], site.attention.keys)
+    if opened is None:
+        return None
+    reads, gathered = opened
+    found = {_gathered(read, gathered) for read in reads}
     ranks = found.pop()
     if ranks is None or found:
         return None
-    keys = tuple(axis for axis in site.attention.keys if axis is not ranks.axis)
+    keys = tuple(axis for axis in gathered if axis is not ranks.axis)
     own_reads = [_known(_of_one_rank(read), trace).read for read in reads]
     one = Axis(product(axis.size for axis in keys))
     merged = [merge(read, keys, one) for read in own_reads]
@@ -56,7 +64,55 @@ def share_of(site: Site, trace: Trace) -> Share | None:
     latent, *ropes = (_known(read, trace) for read in own_reads)
     own = [replace(piece, key=rope) for piece, rope in zip(site.ropes, ropes, strict=True)]
     attention = replace(site.attention, keys=keys)
-    return Share(replace(site, attention=attention, latent=latent, ropes=tuple(own)), ranks)
+    return Share(replace(site, attention=attention, latent=latent, ropes=tuple(own)), ranks, gathered)
+
+
+def _opened(reads: list[Read], keys: Dim) -> tuple[list[Read], Dim] | None:
+    """Reads of keys over all that is gathered, and its axes, where a site's keys are the first of those; None where
+    they are others of them."""
+    laid = [read.source.parts for read in reads if isinstance(read.source, Laid)]
+    if not laid:
+        return _of_first_rank(reads, keys) or (reads, keys)
+    parts = tuple(Axis(axis.size) for axis in laid[0])
+    firsts = [read.dims[0] for read in reads]
+    if len(laid) != len(reads) or len(keys) != 1 or not all(alike(of, parts) for of in laid):
+        return None
+    if any(len(digits) != 1 or digits[0] != Digit(keys[0], digits[0].extent) for digits in firsts):
+        return None
+    try:
+        return [taken_apart(read, parts) for read in reads], parts
+    except Unaligned:
+        return None
+
+
+def _of_first_rank(reads: list[Read], keys: Dim) -> tuple[list[Read], Dim] | None:
+    """The same where all keys are in the first rank's first turn, of which each rank has one; None otherwise."""
+    counts = {_pinned(read) for read in reads}
+    digits = [digit for read in reads for dim in read.dims for digit in dim if digit.axis in keys]
+    count, turns = counts.pop(), {digit.extent for digit in digits}
+    if count is None or counts or len(keys) != 1 or len(digits) != len(reads) or len(turns) != 1:
+        return None
+    if any(digit != Digit(keys[0], digit.extent) for digit in digits):
+        return None
+    ranks, turn = Axis(count), Axis(turns.pop())
+
+    def whole(digit: Digit) -> Digit:
+        return Digit(turn, turn.size) if digit.axis is keys[0] else digit
+
+    opened = []
+    for read in reads:
+        first, *dims = (tuple(map(whole, dim)) for dim in read.dims)
+        opened.append(replace(read, dims=((Digit(ranks, count), *first[1:]), *dims)))
+    return opened, (ranks, turn)
+
+
+def _pinned(read: Read) -> int | None:
+    """The number of ranks of what is gathered, of which a read takes the first rank's."""
+    gather = gather_behind(read.source)
+    if gather is None or not read.dims[0]:
+        return None
+    _, count, _ = arguments(gather)
+    return count if read.dims[0][0] == Digit(None, count) else None
 
 
 def _gathered(read: Read, keys: Dim) -> Ranks | None:

@@ -17,7 +17,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ..algebra.sizes import Size, Unaligned, product, same
-from ..algebra.terms import Added, Axis, Bits, Contracted, Digit, Dim, Read, Scaled, Stacked, made_of
+from ..algebra.terms import Added, Axis, Bits, Contracted, Digit, Dim, Laid, Read, Scaled, Stacked, made_of
 from ..nodes.shapes import size_of
 
 Realize = Callable[[Size], "int | torch.SymInt"]
@@ -61,9 +61,10 @@ def realizer(values: Sequence[Any]) -> Realize:
 
 
 def symbols_of(read: Read) -> set[sympy.Symbol]:
-    """The symbols in a read's sizes and starts."""
+    """The symbols in a read's sizes and starts, and in those of what it is made of."""
     sizes = [size for dim in read.dims for d in dim for size in _sizes(d)]
-    return set[sympy.Symbol]().union(*(sympy.sympify(size).free_symbols for size in sizes))
+    own = set[sympy.Symbol]().union(*(sympy.sympify(size).free_symbols for size in sizes))
+    return own.union(*map(symbols_of, made_of(read.source)))
 
 
 def _sizes(digit: Digit) -> tuple[Size, ...]:
@@ -121,6 +122,8 @@ class Reader:
             return sum_of([self(piece, *dims, broadcast=False) for piece in read.source.pieces])
         if isinstance(read.source, Contracted):
             return self._contracted(read.source)
+        if isinstance(read.source, Laid):
+            return self(read.source.of, read.source.parts, *((axis,) for axis in read.source.others))
         assert isinstance(read.source, fx.Node)
         tensor: Tensor = self._place[read.source]
         return tensor

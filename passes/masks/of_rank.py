@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from ..algebra.sizes import product
+from ..algebra.sizes import product, same
 from ..algebra.substitution import merge
 from ..algebra.terms import Axis, Dim, Read
 from ..code.reading import Reader
@@ -38,7 +38,10 @@ def over_one_axis(site: Site, trace: Trace) -> tuple[Site, Meaning] | None:
 
 @dataclass(frozen=True)
 class OfRank:
-    """What masks of all keys say of those of one rank; `keys` are the axes of all, `ranks` that of the ranks."""
+    """What masks of all keys say of those of one rank; `keys` are the axes of all, `ranks` that of the ranks.
+
+    The axes may count further than the keys of `site`: there are none behind these.
+    """
 
     told: Bounds | Dense
     keys: Dim
@@ -68,24 +71,37 @@ class OfRank:
         """A mask over this rank's keys; no causal offset, which would not count these."""
         assert isinstance(self.told, Dense)
         mask, offset = self.told.mask(read)
-        if mask is None and offset is None:
-            return None, None
         positions = self._positions(read)
-        if mask is not None and mask.shape[3] != 1:
-            mask = mask.index_select(3, positions)
-        return (mask if offset is None else _limited(mask, self._seen(read, positions, offset))), None
+        mask = self._at(read, mask, positions)
+        if offset is not None:
+            mask = _limited(mask, self._seen(read, positions, offset))
+        if self._cut:
+            keys: Any = read.realize(self.site.sizes["T"])
+            mask = _limited(mask, (positions < keys)[None, None, None])
+        return mask, None
 
     def in_pages(self, read: Reader, like: Tensor) -> tuple[Tensor | None, bool, Tensor, Tensor | None]:
         """A mask for what lengths do not say, no causal limit, and how many of this rank's keys each sequence has."""
         mask, causal, lengths, first = self.told.in_pages(read, like)
         count: Any = read.realize(self.site.sizes["Sq"])
         positions = self._positions(read)
-        if mask is not None and mask.shape[3] != 1:
-            mask = mask.index_select(3, positions)
+        mask = self._at(read, mask, positions)
         if causal:
             starts = lengths - count if first is None else first
             mask = _limited(mask, self._seen(read, positions, starts[:, None, None, None]))
         return mask, False, self._own(read, lengths), None
+
+    @property
+    def _cut(self) -> bool:
+        """Whether the axes count further than the keys, as far as can be told."""
+        return not same(product(axis.size for axis in self.keys), self.site.sizes["T"])
+
+    def _at(self, read: Reader, mask: Tensor | None, positions: Tensor) -> Tensor | None:
+        """A mask of all keys at those of this rank; behind the last key, as it is there."""
+        if mask is None or mask.shape[3] == 1:
+            return mask
+        last: Any = read.realize(self.site.sizes["T"])
+        return mask.index_select(3, positions.clamp_max(last - 1) if self._cut else positions)
 
     def _positions(self, read: Reader) -> Tensor:
         """Where this rank's keys are among all, `[T / k]`."""

@@ -57,7 +57,7 @@ class Absorbed(OneOp):
         """A static cache under CUDA graphs: a mask over all that it has room for would be all that is known of it."""
         return device not in _LOOK_AT_MASKS
 
-    def exchanges(self, *, same_queries: bool) -> bool:
+    def exchanges(self, *, of_latents: bool) -> bool:
         """Always: a head is any row to the latents."""
         return True
 

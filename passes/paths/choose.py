@@ -31,11 +31,12 @@ from ..nodes.refusal import Refusal
 from ..nodes.shapes import hints_of, unbacked_in
 from ..trace.trace import Trace
 from . import all as every
+from .agreement import NO_AGREEMENT, NOTHING, Agreement
 from .either import Either
 from .fastest import fastest
 from .form import Form
 from .of_groups import FormOfGroups
-from .of_ranks import NOTHING, OfRanks
+from .of_ranks import OfRanks
 from .path import Path
 
 Ranges = Mapping[sympy.Symbol, ValueRanges]
@@ -87,8 +88,8 @@ class Chooser:
     the graph."""
     training: bool = False
     """Whether the graph needs gradients."""
-    same_on_ranks: str = NOTHING
-    """What the ranks of a group that shares out keys have the same of: see `SAME`."""
+    agreement: Agreement = NO_AGREEMENT
+    """What the ranks of a group that shares out keys agree on."""
 
     def __post_init__(self) -> None:
         every.check_asked(self.wanted)
@@ -120,14 +121,16 @@ class Chooser:
             return _Plan(candidates, form, conditions)
 
         alone = self.ranges is None and site.groups is None
-        of_ranks = OfRanks.of(site, trace, self.same_on_ranks) if alone else None
+        hints: dict[sympy.Symbol, int] = {}
+        if self.agreement.same != NOTHING and self.environment is not None:
+            hints = hints_of(site.sizes.values(), self.environment)
+        of_ranks = OfRanks.of(site, trace, self.agreement, candidates, hints) if alone else None
         if of_ranks is None or isinstance(of_ranks, str):
             return gathered(of_ranks or "")
         able = tuple(path for path in candidates if of_ranks.takes(path))
         pays = of_ranks.pays
-        if not able or unbacked_in(pays):
-            return gathered("sizes that only a run knows" if able else "no path is of a part of them")
-        hints = hints_of(site.sizes.values(), self.environment) if self.environment is not None else {}
+        if unbacked_in(pays):
+            return gathered("sizes that only a run knows")
         if not pays.subs(hints):
             return gathered("fewer bytes than outputs", sympy.Not(pays))
         return _Plan(able, of_ranks.form, (pays,))

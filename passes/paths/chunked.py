@@ -61,9 +61,9 @@ class Chunked(OneOp):
         """
         return True
 
-    def exchanges(self, *, same_queries: bool) -> bool:
-        """Of its own heads: it has no weights of others."""
-        return same_queries
+    def exchanges(self, *, of_latents: bool) -> bool:
+        """Of values: it has no sums of latents."""
+        return not of_latents
 
     def op(self, keys: StoredKeys) -> str:
         """One for each form of keys."""

@@ -1,23 +1,33 @@
 """What ranks exchange that each hold some of the keys of a site: queries and outputs, in place of the keys.
 
 Before   o = attention of q to the latents of all ranks, gathered
-After    o, lse = attention of the queries of all ranks, gathered, to this rank's latents
-         what the ranks have for this rank's queries, all to all; merged by the log-sum-exp
+After    o, lse = attention of the queries of all ranks to this rank's latents, exchanged, merged by the log-sum-exp
 
-Where all ranks have the same queries these are not gathered, and outputs are exchanged after W_UV.
+The merge is linear, so that outputs may be exchanged after W_UV, and queries gathered before W_UK, by ranks that have
+the weights of all heads. One class for each form. For B Sq queries of N heads in e bytes an element, of k ranks each
+receives
+
+    queries gathered, latent outputs all to all     (k - 1) B Sq N ((2 L + R) e + 4)
+    the same before W_UK and after W_UV             (k - 1) B Sq N ((P + R + V) e + 4)
+    the same queries of all heads, each its heads   (k - 1) B Sq N (V e + 4)
+    the same queries, outputs gathered              (k - 1) B Sq N (V e + 4)
+    the same queries, merged by heads, gathered     2 (k - 1) B Sq N / k (V e + 4)
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import reduce
+from typing import ClassVar
 
 import sympy
 import torch
 from torch import Tensor
 
 from ..algebra.sizes import Size
+from ..mla.site import Site
 from .operands import Operands
 
 Op = Callable[..., tuple[Tensor, Tensor]]
@@ -26,29 +36,30 @@ _LSE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Exchange(ABC):
     """Between the `ranks` of a process group, of which each attends to its own keys."""
 
     group: str
     ranks: int
-    same_queries: bool
-    """Whether all ranks have the same queries."""
 
+    calls: ClassVar[int]
+    """Collectives, one behind the other."""
+    words: ClassVar[str] = ""
+    """How, for a report; empty where there is nothing to say."""
+    of_latents: ClassVar[bool] = False
+    """Whether outputs are exchanged as sums of latents: then only a path that attends to these will do."""
+
+    @abstractmethod
     def around(self, attend: Attend) -> Attend:
         """Attention to the keys of all ranks, given attention to those of this one."""
 
-        def attend_to_all(op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
-            if self.same_queries:
-                return self._of_same(*attend(op, x, workspace_tokens))
-            return attend(lambda *q_and_keys, **named: self._of_all(op, *q_and_keys, **named), x, workspace_tokens)
-
-        return attend_to_all
-
+    @abstractmethod
     def received(self, sizes: Mapping[str, Size], element_size: int) -> Size:
         """Bytes that a rank receives; sizes are those of a `Site`."""
-        s = sizes
-        width = s["V"] if self.same_queries else 2 * s["L"] + s["R"]
-        return (self.ranks - 1) * s["B"] * s["Sq"] * s["N"] * (width * element_size + _LSE_BYTES)
+
+    def operands(self, site: Site) -> Site:
+        """The site whose queries and weights attention takes on each rank."""
+        return site
 
     def received_keys(self, sizes: Mapping[str, Size], element_size: int) -> Size:
         """Bytes that a rank receives where it gathers latents and rope keys: T is a multiple of the ranks."""
@@ -56,27 +67,154 @@ class Exchange:
         keys = sympy.sympify(s["T"]) / self.ranks
         return (self.ranks - 1) * s["B"] * keys * (s["L"] + s["R"]) * element_size
 
-    def _of_same(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """`o [B, Sq, N, V]`, `lse [B, Sq, N]` of this rank's keys: of those of all ranks."""
-        return _merged(_unpacked(self._gathered(_packed(o, lse)), o.dtype))
-
-    def _of_all(
-        self, op: Op, q_latent: Tensor, q_rope: Tensor, *keys: object, **named: object
-    ) -> tuple[Tensor, Tensor]:
-        """An op of latents for this rank's queries, `[B, Sq, N, L]` and `[B, Sq, N, R]`, and the keys of all ranks."""
-        queries = self._gathered(torch.cat([q_latent, q_rope], dim=-1))
-        heads = queries.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, Sq, k N, L + R]
-        o, lse = op(*heads.split([q_latent.shape[3], q_rope.shape[3]], dim=-1), *keys, **named)
-        packed = _packed(o, lse).unflatten(2, (self.ranks, -1)).movedim(2, 0).contiguous()
-        each = [1] * self.ranks
-        received = torch.ops._c10d_functional.all_to_all_single(packed, each, each, self.group)
-        return _merged(_unpacked(torch.ops._c10d_functional.wait_tensor(received), o.dtype))
-
     def _gathered(self, own: Tensor) -> Tensor:
         """`[k, ...]` of each rank's."""
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(own.contiguous(), self.ranks, self.group)
         whole: Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
         return whole.unflatten(0, (self.ranks, -1))
+
+    def _of_all_heads(self, *queries: Tensor) -> list[Tensor]:
+        """`[B, Sq, k N, width]` of all ranks' `[B, Sq, N, width]`, by one collective."""
+        whole = self._gathered(torch.cat(queries, dim=-1))
+        heads = whole.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return list(heads.split([each.shape[3] for each in queries], dim=-1))
+
+    def _of_own_heads(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Of this rank's keys `o [B, Sq, k N, width]` and `lse [B, Sq, k N]`: of all keys, for this rank's heads."""
+        packed = _packed(o, lse).unflatten(2, (self.ranks, -1)).movedim(2, 0).contiguous()
+        each = [1] * self.ranks
+        received = torch.ops._c10d_functional.all_to_all_single(packed, each, each, self.group)
+        return _merged(_unpacked(torch.ops._c10d_functional.wait_tensor(received), o.dtype))
+
+
+@dataclass(frozen=True)
+class InLatentSpace(Exchange):
+    """Queries are gathered after W_UK, heads side by side; outputs go all to all before W_UV."""
+
+    calls = 2
+    of_latents = True
+
+    def around(self, attend: Attend) -> Attend:
+        """The op has the queries of all ranks, and what is around it those of this rank."""
+
+        def attend_to_all(op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
+            def of_all(q_latent: Tensor, q_rope: Tensor, *keys: object, **named: object) -> tuple[Tensor, Tensor]:
+                return self._of_own_heads(*op(*self._of_all_heads(q_latent, q_rope), *keys, **named))
+
+            return attend(of_all, x, workspace_tokens)
+
+        return attend_to_all
+
+    def received(self, sizes: Mapping[str, Size], element_size: int) -> Size:
+        """Latent queries and outputs."""
+        s = sizes
+        width = 2 * s["L"] + s["R"]
+        return (self.ranks - 1) * s["B"] * s["Sq"] * s["N"] * (width * element_size + _LSE_BYTES)
+
+
+@dataclass(frozen=True)
+class _WithAllWeights(Exchange):
+    """Each rank has the weights of all heads, of which its own are a range; `whole` is the site with all of them."""
+
+    whole: Site = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class OutsideOfWeights(_WithAllWeights):
+    """Queries are gathered before W_UK, heads side by side; outputs go all to all after W_UV."""
+
+    calls = 2
+    words = "before W_UK and after W_UV"
+
+    def around(self, attend: Attend) -> Attend:
+        """All is of all heads but what is given and what comes out."""
+
+        def attend_to_all(op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
+            q_nope, q_rope = self._of_all_heads(x.q_nope, x.q_rope)
+            of_all = replace(x, site=self.whole, q_nope=q_nope, q_rope=q_rope)
+            return self._of_own_heads(*attend(op, of_all, workspace_tokens))
+
+        return attend_to_all
+
+    def received(self, sizes: Mapping[str, Size], element_size: int) -> Size:
+        """Queries as they are, and values."""
+        s = sizes
+        width = s["P"] + s["R"] + s["V"]
+        return (self.ranks - 1) * s["B"] * s["Sq"] * s["N"] * (width * element_size + _LSE_BYTES)
+
+
+@dataclass(frozen=True)
+class ToOwnHeads(_WithAllWeights):
+    """All ranks have the same queries, of which each takes its heads: these are not sent, and outputs go all to all
+    after W_UV."""
+
+    calls = 1
+    words = "each those of its heads"
+
+    def operands(self, site: Site) -> Site:
+        """Queries, too, of all heads."""
+        return self.whole
+
+    def around(self, attend: Attend) -> Attend:
+        """All is of all heads but what comes out."""
+
+        def attend_to_all(op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
+            return self._of_own_heads(*attend(op, x, workspace_tokens))
+
+        return attend_to_all
+
+    def received(self, sizes: Mapping[str, Size], element_size: int) -> Size:
+        """Values."""
+        return _values(self.ranks - 1, sizes, element_size)
+
+
+@dataclass(frozen=True)
+class Gathered(Exchange):
+    """All ranks have the same queries and want all outputs: these are gathered after W_UV."""
+
+    calls = 1
+
+    def around(self, attend: Attend) -> Attend:
+        """Each rank merges all."""
+
+        def attend_to_all(op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
+            o, lse = attend(op, x, workspace_tokens)
+            return _merged(_unpacked(self._gathered(_packed(o, lse)), o.dtype))
+
+        return attend_to_all
+
+    def received(self, sizes: Mapping[str, Size], element_size: int) -> Size:
+        """Values."""
+        return _values(self.ranks - 1, sizes, element_size)
+
+
+@dataclass(frozen=True)
+class ScatteredAndGathered(Exchange):
+    """The same, where each rank merges the outputs of some heads and what it merged is gathered: of more than two ranks
+    fewer bytes, in twice the messages."""
+
+    calls = 2
+    words = "merged by heads"
+
+    def around(self, attend: Attend) -> Attend:
+        """The ranks divide the heads."""
+
+        def attend_to_all(op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
+            o, lse = self._of_own_heads(*attend(op, x, workspace_tokens))
+            parts, sums = _unpacked(self._gathered(_packed(o, lse)), o.dtype)  # [k, B, Sq, N / k, width]
+            return parts.movedim(0, 2).flatten(2, 3), sums.movedim(0, 2).flatten(2, 3)
+
+        return attend_to_all
+
+    def received(self, sizes: Mapping[str, Size], element_size: int) -> Size:
+        """Values, once in parts and once merged."""
+        return _values(sympy.Rational(2 * (self.ranks - 1), self.ranks), sizes, element_size)
+
+
+def _values(times: Size, sizes: Mapping[str, Size], element_size: int) -> Size:
+    """Bytes of outputs after W_UV with their log-sum-exps, some times."""
+    s = sizes
+    return times * s["B"] * s["Sq"] * s["N"] * (s["V"] * element_size + _LSE_BYTES)
 
 
 def _packed(o: Tensor, lse: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from sympy.core.relational import Relational
 from torch import fx
 from torch.distributed import distributed_c10d
 
+from ..algebra.sizes import product, quotient, same
 from ..caches.dense import dense_keys
 from ..caches.layouts import find_stored_keys
 from ..caches.ranks import Share, share_of
@@ -19,14 +21,13 @@ from ..masks.meaning import Meaning
 from ..masks.of_rank import OfRank, over_one_axis
 from ..mla.site import Site
 from ..trace.trace import Trace
+from .agreement import MASKS, NOTHING, PROGRAM, QUERIES, Agreement, Hints
+from .all_heads import with_all_heads
 from .carriers import Carrier, Lengths, MaskAndOffset
-from .exchange import Exchange
+from .exchange import Exchange, Gathered, InLatentSpace, OutsideOfWeights, ScatteredAndGathered, ToOwnHeads
 from .form import Form
 from .one_op import OneOp, OneOpCode
 from .path import Part, Path
-
-NOTHING, PROGRAM, MASKS, QUERIES = SAME = "nothing", "program", "masks", "queries"
-"""What all ranks of a group have the same of that gathers keys: each says what the one before says, and more."""
 
 
 @dataclass(frozen=True)
@@ -56,40 +57,52 @@ class OfRanks:
     meaning: Meaning
     """Of its masks."""
     trace: Trace
+    stay: bool
+    """Whether keys stay, however many bytes the outputs are."""
 
     @classmethod
-    def of(cls, site: Site, trace: Trace, same: str) -> OfRanks | str | None:
+    def of(
+        cls, site: Site, trace: Trace, agreement: Agreement, paths: Sequence[Path], hints: Hints
+    ) -> OfRanks | str | None:
         """None if keys are not provably shared out; if they are and have to be gathered, why."""
         share = share_of(site, trace)
         if share is None:
             return None
         found = over_one_axis(site, trace)
-        if same == NOTHING:
+        if agreement.same == NOTHING:
             return "mla.same_on_ranks is nothing"
         if found is None or found[1].uniform_when_empty:
             return "masks are not told by position"
         whole, meaning = found
         reads = [read for kind in meaning.kinds for read in kind.reads]
-        if same == PROGRAM and reads:
+        if agreement.same == PROGRAM and reads:
             return "the others may have other masks (mla.same_on_ranks)"
-        if same != QUERIES and any(not read.axes.isdisjoint(site.heads) for read in reads):
-            return "heads have masks of their own"
-        exchange = Exchange(share.ranks.group, share.ranks.count, same == QUERIES)
-        return cls(site, share, exchange, whole, meaning, trace)
+        exchanges = _exchanges(share, agreement.same)
+        if any(not read.axes.isdisjoint(site.heads) for read in reads):
+            exchanges = [each for each in exchanges if isinstance(each, Gathered | ScatteredAndGathered)]
+            if not exchanges:
+                return "heads have masks of their own"
+        able = [each for each in exchanges if any(_takes(path, each) for path in paths)]
+        if not able:
+            return "no path is of a part of them"
+        return cls(site, share, agreement.fastest(able, site, hints), whole, meaning, trace, agreement.stay)
 
     def takes(self, path: Path) -> bool:
         """Whether it may be a path of one rank's part."""
-        return isinstance(path, OneOp) and path.exchanges(same_queries=self.exchange.same_queries)
+        return _takes(path, self.exchange)
 
     @property
     def pays(self) -> Relational:
-        """Where a rank receives no more bytes than it would of latents.
+        """Where a rank receives no more bytes than it would of latents, or keys stay.
 
         Ranks have to decide alike: of sizes, which they have in common, and of nothing that one measured.
         """
-        source = self.site.latent.read.source
+        if self.stay:
+            return sympy.true
+        source = self.share.site.latent.read.source
         assert isinstance(source, fx.Node)
-        keys = self.exchange.received_keys(self.site.sizes, source.meta["val"].element_size())
+        gathered = self.site.sizes | {"T": product(axis.size for axis in self.share.keys)}
+        keys = self.exchange.received_keys(gathered, source.meta["val"].element_size())
         outputs = self.exchange.received(self.site.sizes, self.site.node.meta["val"].element_size())
         return sympy.Ge(sympy.expand(keys), sympy.expand(outputs))
 
@@ -99,14 +112,39 @@ class OfRanks:
         if own is None or not path.can_read(own, site, self.meaning):
             own = dense_keys(site)
         words = f"{self.exchange.ranks} ranks attend to their own keys and exchange outputs"
+        words = ", ".join(w for w in (words, self.exchange.words) if w)
         mask = self._mask(in_pages=own.in_pages)
         return FormOfRanks(path, own, mask, "; ".join(w for w in (words, own.words) if w), self.share, self.exchange)
 
     def _mask(self, *, in_pages: bool) -> Carrier:
         told = (Bounds.of(self.whole, self.meaning) if in_pages else None) or Dense.of(self.whole, self.meaning)
-        if not self.meaning.kinds and not in_pages:
+        cut = not same(product(axis.size for axis in self.share.keys), self.site.sizes["T"])
+        if not self.meaning.kinds and not in_pages and not cut:
             return MaskAndOffset(Dense.of(self.share.site, self.meaning))
-        c10d: Any = distributed_c10d  # its stubs know no names of groups
-        rank: int = c10d._resolve_process_group(self.exchange.group).rank()
-        own = OfRank(told, self.site.attention.keys, self.share.ranks.axis, rank, self.whole)
+        own = OfRank(told, self.share.keys, self.share.ranks.axis, _rank(self.exchange.group), self.whole)
         return Lengths(own) if in_pages else MaskAndOffset(own)
+
+
+def _takes(path: Path, exchange: Exchange) -> bool:
+    return isinstance(path, OneOp) and path.exchanges(of_latents=exchange.of_latents)
+
+
+def _exchanges(share: Share, same_on_ranks: str) -> list[Exchange]:
+    """The forms that are right for a site, the first one where nothing is known of the link."""
+    group, count = share.ranks.group, share.ranks.count
+    rank, site = _rank(group), share.site
+    if same_on_ranks == QUERIES:
+        of_all = with_all_heads(site, count, rank, queries=True)
+        if of_all is not None:
+            return [ToOwnHeads(group, count, of_all)]
+        divided = quotient(site.sizes["N"], count) is not None
+        return [Gathered(group, count), *([ScatteredAndGathered(group, count)] if divided else [])]
+    of_all = with_all_heads(site, count, rank, queries=False) if same_on_ranks == MASKS else None
+    outside = [] if of_all is None else [OutsideOfWeights(group, count, of_all)]
+    return [InLatentSpace(group, count), *outside]
+
+
+def _rank(group: str) -> int:
+    c10d: Any = distributed_c10d  # its stubs know no names of groups
+    rank: int = c10d._resolve_process_group(group).rank()
+    return rank

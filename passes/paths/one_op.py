@@ -36,8 +36,8 @@ class OneOp(Path):
     def attend(self, op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
         """`o [B, Sq, N, V]` and `lse [B, Sq, N]`, by the op of the keys."""
 
-    def exchanges(self, *, same_queries: bool) -> bool:
-        """Whether the op may be of a part of the keys, for the queries of all ranks or for those that all have."""
+    def exchanges(self, *, of_latents: bool) -> bool:
+        """Whether the op may be of a part of the keys, and its sums of latents then be those of other ranks' heads."""
         return False
 
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
@@ -77,8 +77,9 @@ class OneOpCode:
     def __call__(self, *values: Any) -> Tensor:
         site, read = self.site, Reader(self.sources, values)
         op = getattr(torch.ops.mla, self.path.op(self.keys))
+        own = site if self.exchange is None else self.exchange.operands(site)
         attend = self.path.attend if self.exchange is None else self.exchange.around(self.path.attend)
-        o, lse = attend(op, operands_of(site, self.keys, self.carrier, read), self.workspace_tokens)
+        o, lse = attend(op, operands_of(own, self.keys, self.carrier, read), self.workspace_tokens)
         rows, columns = (site.batch, site.tokens, site.heads), site.attention.columns
         empty = lse.isneginf().unsqueeze(-1) if self.carrier.may_be_empty else None
         for bias in site.biases:

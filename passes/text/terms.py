@@ -20,6 +20,7 @@ from ..algebra.terms import (
     Dim,
     Form,
     Join,
+    Laid,
     Product,
     Read,
     Scaled,
@@ -47,6 +48,10 @@ def read_text(read: Read, names: Names) -> str:
             inner = Names(dict(zip(_own(every), ((axis,) for axis in every), strict=True)))
             over = ",".join(map(inner, summed))
             name = f"(sum_{over} {' '.join(_matrix(read, inner) for read in (left, right))})"
+        case Laid(of, parts, others):
+            every = (*parts, *others)
+            inner = Names(dict(zip(_own(every), ((axis,) for axis in every), strict=True)))
+            name = f"({read_text(of, inner)}).flat({', '.join(map(inner, parts))})"
         case Unread(node):
             name = f"part of {_name(node)}"
         case _:

@@ -40,6 +40,12 @@ def test_torch_finds_the_backend_by_name():
         ({"max_autotun": True}, "unknown option 'max_autotun': the nearest is 'max_autotune'"),
         ({"mla.path": "fast"}, "mla.path: expected one of auto, absorbed, chunked, off, found 'fast'"),
         ({"mla.workspace_tokens": 0}, "mla.workspace_tokens: expected a positive number of keys, found 0"),
+        ({"mla.keys_stay": "yes"}, "mla.keys_stay: expected True or False, found 'yes'"),
+        ({"mla.link": (0.0, 0.0)}, "mla.link: expected a pair of numbers, bytes/s and seconds, found (0.0, 0.0)"),
+        (
+            {"mla.rates": (1e12, 0)},
+            "mla.rates: expected a pair of numbers, FLOP/s and bytes/s, found (1000000000000.0, 0)",
+        ),
         ({"mla.strict": 1}, "mla.strict: expected True or False, found 1"),
     ],
 )

@@ -94,10 +94,14 @@ def place(gather, tokens, rank, ranks):
     return torch.arange(tokens).view(ranks, -1)[rank]
 
 
-def attend(q, latent, k_rope, kv_b, mask=None):
-    """q `[B, Sq, N, P + R]`, latent `[B, T, L]`, k_rope `[B, T, R]`, kv_b `[N (P + V), L]`: `[B, Sq, N, V]`."""
+def attend(q, latent, k_rope, kv_b, mask=None, kept=None):
+    """q `[B, Sq, N, P + R]`, latent `[B, T, L]`, k_rope `[B, T, R]`, kv_b `[N (P + V), L]`: `[B, Sq, N, V]`.
+
+    Of the first `kept` keys, if not of all.
+    """
     k_nope, v = (latent @ kv_b.T).unflatten(2, (-1, P + V)).split([P, V], dim=-1)
     k = torch.cat([k_nope, k_rope[:, :, None].expand(-1, -1, k_nope.shape[2], -1)], dim=-1)
+    k, v = k[:, :kept], v[:, :kept]
     scores = torch.einsum("bsnd,btnd->bnst", q, k) * (P + R) ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))

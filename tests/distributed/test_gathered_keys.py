@@ -11,14 +11,21 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import mla_compile
 import mla_compile.kernels.register
-from mla_compile.cost import Device
-from mla_compile.passes.paths.exchange import Exchange
+from mla_compile.options import Options
+from mla_compile.passes.paths.exchange import (
+    Gathered,
+    InLatentSpace,
+    OutsideOfWeights,
+    ScatteredAndGathered,
+    ToOwnHeads,
+)
 from mla_compile.passes.pipeline import Pipeline
 from tests.distributed import naive
 from tests.distributed.processes import in_processes
 from tests.errors import assert_as_close_as_eager
 
 B, T = 3, 96
+RATES = 1e12, 1e11
 ATOL = 8 * torch.finfo(torch.float32).eps
 """In float64 too, parts are merged by sums of exponentials whose logarithms, below 8 here, are float32: half an eps of
 that is what a part's share may be off by, and outputs are below 2."""
@@ -39,7 +46,8 @@ def rewritten(function, case, inputs):
     seen = {}
 
     def compiler(module, _):
-        (result,) = Pipeline(Device("an example", 1e12, 1e11), case.path, same_on_ranks=case.same)(module)
+        agreement = Options(same_on_ranks=case.same, keys_stay=case.stay, link=case.link, rates=RATES).agreement
+        (result,) = Pipeline(agreement.device, case.path, agreement=agreement)(module)
         seen["outcome"], seen["graph"] = (result.outcome.path, result.outcome.reason), collectives_of(module.graph)
         seen["ops"] = {str(node.target) for node in module.graph.nodes}
 
@@ -56,13 +64,24 @@ def rewritten(function, case, inputs):
     return seen
 
 
-def share_out(gather, seed, B, Sq, T, dtype):
+def share_out(gather, seed, heads, B, Sq, T, dtype):
     """This rank's share of the keys, and what it attends with: its own queries where seeds differ."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     _, _, latent, k_rope = naive.make(0, ranks, B, Sq, T, dtype)
-    q, kv_b, _, _ = naive.make(seed, ranks, B, Sq, T, dtype)
+    q, kv_b, _, _ = naive.make(seed, ranks, B, Sq, T, dtype, naive.N * (ranks if heads in ("queries", "all") else 1))
+    if heads == "weights":
+        _, kv_b, _, _ = naive.make(1, ranks, B, Sq, T, dtype, naive.N * ranks)
     own = naive.place(gather, T, rank, ranks)
     return (q, latent[:, own], k_rope[:, own], kv_b), (latent, k_rope)
+
+
+def own_heads(heads, q, kv_b):
+    """This rank's part of queries and weights of all heads, where it has those."""
+    rank = dist.get_rank()
+    mine = slice(rank * naive.N, rank * naive.N + naive.N)
+    if heads in ("weights", "queries"):
+        kv_b = kv_b.unflatten(0, (-1, naive.P + naive.V))[mine].flatten(0, 1)
+    return q[:, :, mine] if heads == "queries" else q, kv_b
 
 
 @dataclass(frozen=True)
@@ -78,6 +97,14 @@ class Case:
     pages: bool = False
     """Whether a rank has its share in pages, which it reads before the ranks gather."""
     path: str = "auto"
+    kept: int | None = None
+    """How many of the keys there are, the first: what is gathered is whole turns of each rank."""
+    stay: bool = False
+    """Whether keys stay however many bytes outputs are."""
+    heads: str = "own"
+    """What a rank has of all heads, of which it takes its own: nothing but those (`own`), the `weights`, or `queries`
+    too; or whether it attends with `all`."""
+    link: tuple[float, float] | None = None
     compiled: bool = False
     """Whether Inductor compiles it, which takes seconds."""
 
@@ -87,26 +114,31 @@ def attend_in_shares(case):
     """On one rank: what the passes make, what torch.compile with the backend does, eager, and the exact result."""
     gather, Sq, T = getattr(naive, case.spelling), case.Sq, case.T
     seed = 1 if case.same == "queries" else 1 + dist.get_rank()
-    (q, latent, k_rope, kv_b), whole = share_out(gather, seed, B, Sq, T, case.dtype)
-    lengths = torch.tensor([T, T // 2 + 1, Sq])
+    (q, latent, k_rope, kv_b), whole = share_out(gather, seed, case.heads, B, Sq, T, case.dtype)
+    keys = T if case.kept is None else case.kept
+    lengths = torch.tensor([keys, keys // 2 + 1, Sq])
     given = (lengths,) if case.mask == "lengths" else ()
     latent, k_rope = naive.paged(latent, k_rope) if case.pages else (latent, k_rope)
 
     def hidden(*given):
         if case.mask == "lengths":
-            return naive.up_to(*given, Sq, T)
-        return naive.causal(Sq, T) if case.mask == "causal" else None
+            return naive.up_to(*given, Sq, keys)
+        return naive.causal(Sq, keys) if case.mask == "causal" else None
 
     def function(q, latent, k_rope, kv_b, *given):
-        return naive.attend(q, *naive.gathered(gather, latent, k_rope, pages=case.pages), kv_b, hidden(*given))
+        shares = naive.gathered(gather, latent, k_rope, pages=case.pages)
+        q, kv_b = own_heads(case.heads, q, kv_b)
+        return naive.attend(q, *shares, kv_b, hidden(*given), case.kept)
 
     inputs = q, latent, k_rope, kv_b, *given
     found = rewritten(function, case, inputs)
     found |= {"eager": function(*inputs)}
-    found |= {"exact": naive.attend(*(t.double() for t in (q, *whole, kv_b)), hidden(*given))}
+    q, kv_b = own_heads(case.heads, q, kv_b)
+    found |= {"exact": naive.attend(*(t.double() for t in (q, *whole, kv_b)), hidden(*given), case.kept)}
     if case.compiled:
         torch._dynamo.reset()
-        options = {"mla.same_on_ranks": case.same, "mla.path": case.path}
+        options = {"mla.same_on_ranks": case.same, "mla.path": case.path, "mla.keys_stay": case.stay}
+        options |= {"mla.link": case.link, "mla.rates": RATES}
         found["compiled"] = torch.compile(function, backend="mla", options=options)(*inputs)
         site = mla_compile.last_report().sites[0]
         assert (site.path, site.reason) == found["outcome"]
@@ -160,12 +192,48 @@ PAGED = {
     )
 }
 CHUNKED = {"chunked": Case("by_token", "queries", 4, "causal", path="chunked", compiled=True)}
+NARROW, FAR = (1e6, 0.0), (1e15, 1.0)
+"""Links on which bytes are all that counts, and messages."""
+FORMS = {
+    "weights of all heads": (Case("by_page", "masks", 3, "causal", heads="weights", link=NARROW), OutsideOfWeights),
+    "the same, chunked": (
+        Case("by_page", "masks", 3, "causal", heads="weights", link=NARROW, path="chunked"),
+        OutsideOfWeights,
+    ),
+    "weights of all heads, and messages are what counts": (
+        Case("by_page", "masks", 3, "lengths", heads="weights", link=FAR),
+        InLatentSpace,
+    ),
+    "the link is not known": (Case("by_page", "masks", 3, heads="weights"), InLatentSpace),
+    "weights that may not be the same": (Case("by_page", "program", 3, heads="weights", link=NARROW), InLatentSpace),
+    "queries of all heads": (
+        Case("by_token", "queries", 2, "lengths", heads="queries", pages=True, compiled=True),
+        ToOwnHeads,
+    ),
+    "no fewer bytes with two ranks": (Case("by_page", "queries", 2, "causal", heads="all", link=NARROW), Gathered),
+    "messages are what counts": (Case("by_page", "queries", 2, "causal", heads="all", link=FAR), Gathered),
+}
+CUT = {
+    f"{layout}, {mask}, {same}, {Sq} of {kept} of {tokens}": Case(
+        layout, same, Sq, mask, T=tokens, pages=pages, path=path, kept=kept, stay=True, compiled=kept == 7
+    )
+    for layout, same, Sq, mask, tokens, kept, pages, path in (
+        ("by_page", "program", 3, "none", 96, 41, False, "absorbed"),
+        ("by_token", "masks", 3, "causal", 96, 41, False, "absorbed"),
+        ("along_tokens", "masks", 2, "lengths", 96, 50, False, "absorbed"),
+        ("along_tokens", "masks", 2, "lengths", 96, 40, False, "absorbed"),  # all of the first rank
+        ("by_page", "queries", 3, "lengths", 96, 41, True, "absorbed"),
+        ("by_page", "queries", 7, "causal", 8, 7, True, "chunked"),  # a first prompt
+        ("by_page", "queries", 3, "causal", 8, 3, True, "chunked"),  # of the first rank alone
+    )
+}
 UNPROVED = {
     "mla.same_on_ranks is nothing": Case("along_tokens", "nothing"),
     "the others may have other masks (mla.same_on_ranks)": Case("along_tokens", "program", 1, "lengths"),
 }
 SHORT = {"fewer bytes than outputs": Case("along_tokens", "program", 1, "none", T=4)}
-CASES = [*(SPELLED | MASKED).values(), *(SAME_QUERIES | HALF | PAGED | CHUNKED | UNPROVED | SHORT).values()]
+CASES = [*(SPELLED | MASKED).values(), *(SAME_QUERIES | HALF | PAGED | CHUNKED | CUT | UNPROVED | SHORT).values()]
+CASES += [case for case, _ in FORMS.values()]
 
 
 def all_cases(cases):
@@ -183,7 +251,7 @@ def found():
 @pytest.mark.parametrize("case", SPELLED.values(), ids=SPELLED)
 def test_any_spelling_of_the_gather(found, case):
     sizes = {"B": B, "Sq": 1, "T": T, "N": naive.N, "L": naive.L, "P": naive.P, "R": naive.R, "V": naive.V}
-    formula = Exchange("group", 2, same_queries=False).received(sizes, 8)
+    formula = InLatentSpace("group", 2).received(sizes, 8)
     for one in found[case]:
         assert_exchanged(one)
         assert one["graph"] == bytes_of_gathered_queries(1, 8)
@@ -230,12 +298,45 @@ def test_many_queries_are_chunked(found, case):
         assert "mla.expanded_attention.default" in one["ops"]
 
 
+def assert_form(one, case, form, ranks):
+    """The form that was meant, with the bytes of its formula in the collectives of the graph, which a run has too."""
+    assert_exchanged(one, "chunked" if case.path == "chunked" else "absorbed", ranks)
+    heads = naive.N * (ranks if case.heads == "all" else 1)
+    sizes = {"B": B, "Sq": case.Sq, "T": case.T, "N": heads, "L": naive.L, "P": naive.P, "R": naive.R, "V": naive.V}
+    of_all = () if form in (InLatentSpace, Gathered, ScatteredAndGathered) else (None,)
+    exchange = form("group", ranks, *of_all)
+    assert one["outcome"][1].count(exchange.words)
+    assert sum(received for _, received in one["graph"]) == exchange.received(sizes, 8)
+    assert len(one["graph"]) == exchange.calls
+    assert one["counted"] == sorted((f"c10d_functional.{name}", 1) for name, _ in one["graph"])
+
+
+@pytest.mark.parametrize(("case", "form"), FORMS.values(), ids=FORMS)
+def test_forms_of_the_exchange(found, case, form):
+    for one in found[case]:
+        assert_form(one, case, form, 2)
+
+
+@pytest.mark.parametrize("case", CUT.values(), ids=CUT)
+def test_keys_that_are_the_first_of_what_is_gathered(found, case):
+    for one in found[case]:
+        assert_exchanged(one, case.path)
+        outputs = [("all_gather_into_tensor", B * case.Sq * naive.N * (naive.V * 8 + 4))]
+        assert one["graph"] == (outputs if case.same == "queries" else bytes_of_gathered_queries(case.Sq, 8))
+
+
 FOUR = Case("by_page", "masks", 3, "lengths"), Case("along_tokens", "queries"), Case("by_token", "program", pages=True)
 
 
 @pytest.mark.slow
 def test_four_ranks():
-    for case, *of_ranks in zip(FOUR, *in_processes(all_cases, 4, FOUR), strict=True):
+    cases = [*FOUR, *(case for case, _ in FORMS.values())]
+    cases_of_ranks = list(zip(cases, *in_processes(all_cases, 4, cases), strict=True))
+    forms = FORMS | {"no fewer bytes with two ranks": (None, ScatteredAndGathered)}
+    for (case, *of_ranks), (_, form) in zip(cases_of_ranks[len(FOUR) :], forms.values(), strict=True):
+        for one in of_ranks:
+            assert_form(one, case, form, 4)
+    for case, *of_ranks in cases_of_ranks[: len(FOUR)]:
         for one in of_ranks:
             assert_exchanged(one, ranks=4)
             outputs = [("all_gather_into_tensor", 3 * B * case.Sq * naive.N * (naive.V * 8 + 4))]

@@ -1,5 +1,7 @@
 """A paged cache whose tokens ranks share out gives what one that has them all gives, and each rank holds its share."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch._functorch import config as functorch_config
@@ -37,9 +39,10 @@ SEARCHES = {
 }
 
 
-def build(attention="sdpa", layers=2):
+def build(attention="sdpa", layers=2, heads=4):
     torch.manual_seed(0)
-    config = transformers.DeepseekV3Config(**SIZES | {"num_hidden_layers": layers})
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
+    config = transformers.DeepseekV3Config(**SIZES | sizes)
     return transformers.DeepseekV3ForCausalLM._from_config(config, attn_implementation=attention).eval()
 
 
@@ -163,8 +166,27 @@ def test_each_token_has_one_place(ranks, interleave):
     assert [shares.room(tokens) for tokens in (0, 1, 4 * ranks, 4 * ranks + 1)] == [0, 4 * ranks, 4 * ranks, 8 * ranks]
 
 
-COMPILED = [("queries", None, False), ("masks", None, True), ("queries", 2, False)]
-"""What ranks have in common, interleave, and whether `generate` makes the masks."""
+@dataclass(frozen=True)
+class Compiled:
+    """What ranks have in common, and whether keys stay in prompts too."""
+
+    same: str
+    stay: bool
+    interleave: int | None = None
+    generates: bool = False
+    """Whether `generate` makes the masks."""
+    dtype: torch.dtype | None = None
+    prompt: int = 9
+    """Tokens of the prompt, of 3 of which the second rank has none."""
+
+
+COMPILED = [
+    Compiled("queries", stay=True),
+    Compiled("masks", stay=True, generates=True),
+    Compiled("masks", stay=False, generates=True),
+    Compiled("queries", stay=False, interleave=2),
+    Compiled("queries", stay=True, dtype=torch.float8_e4m3fn, prompt=3),
+]
 
 
 def compiled_steps():
@@ -177,14 +199,15 @@ def compiled_steps():
 
     backend.compile_fx_inner = recorded
     with functorch_config.patch(enable_autograd_cache=False), torch.inference_mode():
-        for same, interleave, generates in COMPILED:
+        for case in COMPILED:
             torch._dynamo.reset()
             model, before = build(layers=1), len(mla_compile.reports())
-            whole = PagedLatentCache.of(model, 60, PAGE)
-            cache = PagedLatentCache.of(model, 30, PAGE, mesh=mesh, interleave=interleave)
-            expected = continued(model, whole, generates)
-            model.compile(backend="mla", options={"mla.same_on_ranks": same}, fullgraph=True)
-            results = continued(model, cache, generates)
+            whole = PagedLatentCache.of(model, 60, PAGE, case.dtype)
+            cache = PagedLatentCache.of(model, 30, PAGE, case.dtype, mesh=mesh, interleave=case.interleave)
+            expected = continued(model, whole, case)
+            options = {"mla.same_on_ranks": case.same, "mla.keys_stay": case.stay}
+            model.compile(backend="mla", options=options, fullgraph=True)
+            results = continued(model, cache, case)
             sites = [site for report in mla_compile.reports()[before:] for site in report.sites]
             collectives = [
                 (node.target.__name__.partition(".")[0], [str(size) for size in node.meta["val"].shape])
@@ -195,12 +218,13 @@ def compiled_steps():
     return found
 
 
-def continued(model, cache, generates):
-    """Tokens of `generate` over a padded prompt, or the logits of steps."""
-    if generates:
+def continued(model, cache, case):
+    """Tokens of `generate` over a padded prompt, or the logits of a prompt and steps."""
+    if case.generates:
         return generated(model, cache, True, "greedy")
     ids = torch.randint(1, 64, (2, 20), generator=torch.Generator().manual_seed(3))
-    return [model(ids[:, i : i + 1] if i > 9 else ids[:, :9], past_key_values=cache).logits for i in range(9, 20)]
+    parts = [ids[:, : case.prompt], *ids[:, case.prompt :].split(1, dim=1)]
+    return [model(part, past_key_values=cache).logits for part in parts]
 
 
 OUTPUTS = [("all_gather_into_tensor", ["4", "1", "4", "36"])]
@@ -216,11 +240,12 @@ QUERIES_AND_OUTPUTS = [
 def test_compiled_each_rank_attends_to_its_own_pages():
     """No decode step gathers latents, which ranks have some more of with each page."""
     for of_rank in in_processes(compiled_steps, RANKS):
-        for (same, _, generates), (expected, results, sites, collectives) in zip(COMPILED, of_rank, strict=True):
+        for case, (expected, results, sites, collectives) in zip(COMPILED, of_rank, strict=True):
             torch.testing.assert_close(results, expected)
-            (prompt_path, _), *decodes = sites
-            assert prompt_path == ("chunked" if generates else "unchanged")  # transformers cuts its keys
-            assert [path for path, _ in decodes] == ["absorbed"] * 2
-            ending = "2 ranks attend to their own keys and exchange outputs; reads the pages"
-            assert all(reason.endswith(ending) for _, reason in decodes)
-            assert collectives == (OUTPUTS if same == "queries" else QUERIES_AND_OUTPUTS)
+            (_, prompt), *decodes = sites
+            exchanged = "2 ranks attend to their own keys and exchange outputs"
+            assert (exchanged if case.stay else "gathers keys: fewer bytes than outputs") in prompt
+            assert {path for path, _ in decodes} == {"absorbed"}
+            assert all(exchanged in reason for _, reason in decodes)
+            assert decodes[-1][1].endswith("; reads the pages")
+            assert collectives == (OUTPUTS if case.same == "queries" else QUERIES_AND_OUTPUTS)

@@ -18,6 +18,7 @@ from mla_compile.passes.algebra.terms import (
     Bits,
     Form,
     Join,
+    Laid,
     Lookup,
     Product,
     Read,
@@ -74,7 +75,9 @@ class World:
 
     def read(self, read: Read, grids: Mapping[Axis, Grid]) -> np.ndarray:
         """The elements that a read names. Every index has to be one that the tensor has."""
-        tensor = self._made(read.source) if isinstance(read.source, Scaled | Stacked) else self.tensors[read.source]
+        tensor = (
+            self._made(read.source) if isinstance(read.source, Laid | Scaled | Stacked) else self.tensors[read.source]
+        )
         assert len(read.dims) == tensor.ndim
         indices = []
         for dim, size in zip(read.dims, tensor.shape, strict=True):
@@ -97,8 +100,11 @@ class World:
                 elements = torch.from_numpy(elements.astype(np.uint8)).view(step.dtype).double().numpy()
         return elements
 
-    def _made(self, source: Scaled | Stacked) -> np.ndarray:
+    def _made(self, source: Laid | Scaled | Stacked) -> np.ndarray:
         """A tensor that no graph has."""
+        if isinstance(source, Laid):
+            whole = Form((source.parts, *((axis,) for axis in source.others)), Term(source.of))
+            return self.element(whole, self.read(source.of, self.grids(whole)))
         of, *_ = source.pieces if isinstance(source, Stacked) else (source.of,)
         whole = Form(tuple((axis,) for axis in source.axes), Term(of))
         grids = self.grids(whole)

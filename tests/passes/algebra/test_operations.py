@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mla_compile.passes.algebra import joins, operations
 from mla_compile.passes.algebra.sizes import Size, Unaligned, quotient, same
-from mla_compile.passes.algebra.terms import Form, Product, Term, Undefined
+from mla_compile.passes.algebra.terms import Form, Laid, Product, Term, Undefined
 from tests.passes.meaning import World
 
 from .worlds import numbers, world_of
@@ -281,11 +281,24 @@ def test_a_view_that_does_not_factor_is_unaligned(shape: tuple[int, ...], reason
         operations.view(operations.leaf("x", (4, 6)), shape)
 
 
-def test_a_slice_that_cuts_a_merged_dimension_between_borders_is_unaligned() -> None:
-    merged = operations.view(operations.leaf("x", (4, 6)), (24,))
-    assert operations.take(merged, 0, 6, 12).shape == (12,)
-    with pytest.raises(Unaligned, match="cuts through"):
-        operations.take(merged, 0, 5, 12)
+def test_a_slice_that_cuts_a_merged_dimension_between_borders_is_of_a_tensor_that_lies_so() -> None:
+    x = numbers(4, 6)
+    world, (form,) = world_of(x=x)
+    across = operations.view(operations.permute(form, (1, 0)), (24,))
+    one, other = operations.take(across, 0, 5, 12), operations.take(across, 0, 5, 12)
+    assert isinstance(one.term.read.source, Laid)
+    assert one.term.read.source == other.term.read.source
+    world.check(one, x.T.flatten()[5:17])
+    world.check(operations.view(one, (3, 4)), x.T.flatten()[5:17].reshape(3, 4))
+
+
+def test_what_lies_so_already_is_read_where_it_is() -> None:
+    x = numbers(24)
+    world, (form,) = world_of(x=x)
+    merged = operations.view(operations.view(form, (4, 6)), (24,))
+    taken = operations.take(merged, 0, 5, 12)
+    assert taken.term.read.source == "x"
+    world.check(taken, x[5:17])
 
 
 @pytest.mark.parametrize(("start", "size"), [(7, 1), (7, 4), (12, 5)])
