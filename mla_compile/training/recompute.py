@@ -25,14 +25,15 @@ from mla_compile.passes.nodes.source import where
 from .capture import Captured
 
 _SAME = (aten._to_copy.default, aten._unsafe_view.default, aten.view.default, aten.clone.default, aten.alias.default)
-_ATTENTION = torch.ops.mla.expanded_attention.default
-_ATTENTIONS = (_ATTENTION, OVER_GROUPS)
+_QUERIES = {torch.ops.mla.expanded_attention.default: 1, torch.ops.mla.latent_attention.default: 2, OVER_GROUPS: 1}
+"""How many of the tensors of an op are queries, the first ones."""
+_ATTENTIONS = tuple(_QUERIES)
 
 
 def recompute_operands(code: Collection[fx.Node]) -> None:
     """Mark what makes the latent, the rope key and the weights of a site, of the code that was put in for it."""
     own = set(code)
-    operands = [operand for node in own if node.target in _ATTENTIONS for operand in _operands(node)[1:]]
+    operands = [operand for node in own if node.target in _ATTENTIONS for operand in _operands(node)[_queries(node) :]]
     for node in _walk(operands, lambda node: node.all_input_nodes if node in own else ()):
         if node in own:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -72,14 +73,18 @@ def attention_of(end: fx.Node) -> fx.Node:
 
 def _operands(attention: fx.Node) -> list[fx.Node]:
     """The tensors of an op, its queries first."""
-    tensors = attention.all_input_nodes if attention.target is _ATTENTION else attention.args[2]
+    tensors = attention.args[2] if attention.target is OVER_GROUPS else attention.all_input_nodes
     assert isinstance(tensors, list | tuple)
     return [tensor for tensor in tensors if isinstance(tensor, fx.Node)]
 
 
+def _queries(attention: fx.Node) -> int:
+    return _QUERIES[attention.target]
+
+
 def _between(starts: Iterable[fx.Node], attention: fx.Node) -> list[fx.Node]:
     """What the queries of an op are made of from `starts` on, without these."""
-    made_of = set(_walk(_operands(attention)[:1], lambda node: node.all_input_nodes))
+    made_of = set(_walk(_operands(attention)[: _queries(attention)], lambda node: node.all_input_nodes))
     return [node for node in _walk(list(starts), lambda node: node.users) if node in made_of and node not in starts]
 
 

@@ -11,12 +11,13 @@ from .opaque import Opaque
 from .path import Path
 from .sparse import Sparse
 from .trained import Trained
+from .trained_absorbed import TrainedAbsorbed
 from .trained_by_heads import TrainedByHeads
 
 PATHS: tuple[Path, ...] = (Absorbed(), Opaque(), Chunked(), ByHeads(), Sparse())
 """In the order in which the cost model prefers them on a tie."""
 
-TRAINED: tuple[Path, ...] = (Trained(), TrainedByHeads())
+TRAINED: tuple[Path, ...] = (Trained(), TrainedAbsorbed(), TrainedByHeads())
 """Where gradients are needed."""
 
 AUTO = "auto"
