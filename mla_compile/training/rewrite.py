@@ -25,7 +25,7 @@ from mla_compile.rewriting import rewrite_graph
 from mla_compile.verify import check
 
 from .capture import Captured, NotCaptured, capture
-from .recompute import attention_of, recompute_operands, recompute_queries
+from .recompute import attention_of, recompute_keys_and_values, recompute_operands, recompute_queries
 from .splice import splice
 
 Check = Callable[[tuple[Any, ...]], None]
@@ -105,6 +105,11 @@ def _spliced(captured: Captured, outcome: Outcome, recompute: str, checkpointed:
         return outcome
     output = _output(captured, outcome)
     try:
+        if "mla_up_projections" in output.meta:
+            if checkpointed:
+                raise Refusal(output, "expected scores that nothing else reads in a checkpoint, which keeps nothing")
+            recompute_keys_and_values(captured, output)
+            return outcome
         if checkpointed and attention_of(output).target is OVER_GROUPS:
             reason = "expected a sum of products and masks in a checkpoint, found a function of the scores"
             raise Refusal(output, reason)

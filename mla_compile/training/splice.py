@@ -30,14 +30,14 @@ def splice(captured: Captured, output: fx.Node) -> list[fx.Node]:
     Raises:
         Refusal: if it cannot; the Dynamo graph is as it was.
     """
-    ends = list(_ends(captured, output))
-    parts = {part.place: part for part in (_Part(captured, node) for node in ends)}.values()
+    nodes = list(ends(captured, output))
+    parts = {part.place: part for part in (_Part(captured, node) for node in nodes)}.values()
     for part in parts:
         part.check()
     return [node for part in parts for node in part.put()]
 
 
-def _ends(captured: Captured, output: fx.Node) -> Iterable[fx.Node]:
+def ends(captured: Captured, output: fx.Node) -> Iterable[fx.Node]:
     """The first nodes from `output` on that the Dynamo graph has too."""
     pending, seen = [output], {output}
     while pending:

@@ -87,6 +87,16 @@ def test_rank_stabilized_adapters_of_peft():
     assert_trained(with_lora(model_of("deepseek_v3"), "kv_b_proj", use_rslora=True), tokens())
 
 
+@pytest.mark.parametrize("asks", [True, False], ids=["as it is", "without a question"])
+def test_dora_of_peft(asks, monkeypatch):
+    """It asks for the module of a weight's class, where Dynamo ends a graph: between the latent and its projection."""
+    dora = pytest.importorskip("peft.tuners.lora.dora")
+    if not asks:
+        monkeypatch.setattr(dora, "dequantize_module_weight", lambda module: module.weight)
+    model = with_lora(model_of("deepseek_v3"), "q_b_proj", "kv_b_proj", use_dora=True)
+    assert_trained(model.train(), tokens(), rewritten=0 if asks else LAYERS)
+
+
 def test_accelerate_knows_a_list_of_backends():
     """Why `torch_compile_backend="mla"` is no way to it."""
     plugin = pytest.importorskip("accelerate.utils").TorchDynamoPlugin
