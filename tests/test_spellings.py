@@ -24,7 +24,7 @@ def test_a_spelling_is_rewritten_and_right(seed: int) -> None:
     assert outcome.rewritten == (spelling.spoiled == "no"), outcome.reason
 
 
-# 402, 441 and 449 return weights, under a soft cap, absorbed by half, head by head; 439 writes its products to a buffer.
+# 402, 441 and 449 return weights, under a soft cap, absorbed by half, head by head; 439 writes to a buffer.
 @pytest.mark.parametrize("seed", [*range(24), 402, 439, 441, 449])
 def test_a_spelling_is_trained(seed: int) -> None:
     spelling = draw(seed)
