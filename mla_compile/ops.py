@@ -16,8 +16,8 @@ attends to keys j <= i + causal_offset as well as what the mask says; None means
 or the causal limit hides from every query of a sequence take no part in the arithmetic: a cache's unwritten tail may
 hold anything, NaN included.
 
-`expanded_attention` can be differentiated once, its backward is an op too. All other backwards raise
-NotImplementedError.
+`expanded_attention` and `latent_attention` can be differentiated once, their backwards are ops too, and
+`per_head_matmul` as often as one likes. All other backwards raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ __all__ = [
     "expanded_attention",
     "expanded_attention_backward",
     "latent_attention",
+    "latent_attention_backward",
     "merge_states",
     "paged_expanded_attention",
     "paged_latent_attention",
@@ -56,6 +57,11 @@ _LIBRARY.define(
 _LIBRARY.define(
     "latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor? mask, "
     "SymInt? causal_offset, float scale) -> (Tensor, Tensor)",
+    tags=_ANY_STRIDES,
+)
+_LIBRARY.define(
+    "latent_attention_backward(Tensor grad_o, Tensor? grad_lse, Tensor q_latent, Tensor q_rope, Tensor latent, "
+    "Tensor k_rope, Tensor? mask, SymInt? causal_offset, float scale, Tensor o, Tensor lse, bool[] wanted) -> Tensor[]",
     tags=_ANY_STRIDES,
 )
 _LIBRARY.define(
@@ -113,6 +119,17 @@ latent_attention = torch.ops.mla.latent_attention
 Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent `[B, T, L]`, k_rope `[B, T, R]`, all of one
 floating dtype; mask and causal_offset as the module says; scale.
 Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
+Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
+"""
+
+latent_attention_backward = torch.ops.mla.latent_attention_backward
+"""Gradients of `latent_attention`'s operands from those of its results.
+
+Heads are taken as many at a time as `expanded_attention_backward` takes of a workspace of 1,024 tokens.
+
+Args: grad_o like o; grad_lse like lse, or None for zeros; the operands of the forward; its o and lse; wanted, a flag
+for each of q_latent, q_rope, latent, k_rope and mask. A mask whose gradient is wanted is a floating one.
+Returns: the gradients that are wanted, in that order, each of its operand's shape and dtype, contiguous.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
@@ -290,28 +307,43 @@ def _expanded_attention_fake(
     return q.new_empty((*q.shape[:3], w_uv.shape[1])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _expanded_attention_backward_fake(grad_o: Tensor, grad_lse: Tensor | None, *others: Any) -> list[Tensor]:
+def _backward_fake(grad_o: Tensor, grad_lse: Tensor | None, *others: Any) -> list[Tensor]:
     *operands_and_settings, wanted = others
     operands = zip(operands_and_settings, wanted, strict=False)  # the operands come first, one for each that is wanted
     return [operand.new_empty(operand.shape) for operand, asked in operands if asked and operand is not None]
 
 
-def _expanded_attention_saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *operands, causal_offset, scale, workspace_tokens = inputs
-    ctx.save_for_backward(*operands, *output)
-    ctx.settings = causal_offset, scale, workspace_tokens
-    ctx.set_materialize_grads(False)
+def _differentiate(name: str, count: int) -> None:
+    """Let `mla::<name>_backward` give the gradients of an attention, whose first `count` arguments may have one."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:count], *output)
+        ctx.settings = inputs[count:]
+        ctx.set_materialize_grads(False)
+
+    def gradients(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        *operands, o, lse = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:count])
+        if grad_o is None:
+            grad_o = torch.zeros_like(o)
+        backward = getattr(torch.ops.mla, f"{name}_backward")
+        found = iter(backward(grad_o, grad_lse, *operands, *ctx.settings, o, lse, wanted) if any(wanted) else ())
+        return *(next(found) if asked else None for asked in wanted), *(None for _ in ctx.settings)
+
+    torch.library.register_fake(f"mla::{name}_backward", _backward_fake, lib=_LIBRARY)
+    torch.library.register_autograd(f"mla::{name}", gradients, setup_context=save, lib=_LIBRARY)
 
 
-def _expanded_attention_gradients(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    *operands, o, lse = ctx.saved_tensors
-    wanted = list(ctx.needs_input_grad[: len(operands)])
-    if grad_o is None:
-        grad_o = torch.zeros_like(o)
-    found = iter(
-        expanded_attention_backward(grad_o, grad_lse, *operands, *ctx.settings, o, lse, wanted) if any(wanted) else ()
+def _per_head_matmul_saved(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _per_head_matmul_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    (x, weight), (of_x, of_weight) = ctx.saved_tensors, ctx.needs_input_grad
+    return (
+        per_head_matmul(grad, weight.transpose(1, 2)) if of_x else None,
+        torch.einsum("bsni,bsno->nio", x, grad) if of_weight else None,
     )
-    return *(next(found) if asked else None for asked in wanted), None, None, None
 
 
 def _paged_expanded_attention_fake(
@@ -356,22 +388,20 @@ torch.library.register_fake("mla::latent_attention", _latent_attention_fake, lib
 torch.library.register_fake("mla::paged_latent_attention", _latent_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::sparse_latent_attention", _latent_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::expanded_attention", _expanded_attention_fake, lib=_LIBRARY)
-torch.library.register_fake("mla::expanded_attention_backward", _expanded_attention_backward_fake, lib=_LIBRARY)
-torch.library.register_autograd(
-    "mla::expanded_attention",
-    _expanded_attention_gradients,
-    setup_context=_expanded_attention_saved,
-    lib=_LIBRARY,
-)
 torch.library.register_fake("mla::paged_expanded_attention", _paged_expanded_attention_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::merge_states", _merge_states_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::append_latents", _append_latents_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::per_head_matmul", _per_head_matmul_fake, lib=_LIBRARY)
+_differentiate("latent_attention", 5)
+_differentiate("expanded_attention", 6)
+torch.library.register_autograd(
+    "mla::per_head_matmul", _per_head_matmul_gradients, setup_context=_per_head_matmul_saved, lib=_LIBRARY
+)
 for _device_type in ("cpu", "cuda"):
     _register_autocast(_device_type)
 for _name in __all__:
     # torch takes no formula for what mutates
-    if _name not in ("append_latents", "expanded_attention"):
+    if _name not in ("append_latents", "expanded_attention", "latent_attention", "per_head_matmul"):
         _refuse_backward(_name)
 
 SEALED = torch.ops.mla.sealed_attention.default

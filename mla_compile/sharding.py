@@ -80,20 +80,15 @@ RULES: Mapping[str, Axes] = {
     "paged_expanded_attention": Axes({"q": "BSNd", **_PAGES, **_WEIGHTS}, ("BSNV", "BSN")),
     "per_head_matmul": Axes({"x": "BSNI", "weight": "NIO"}, ("BSNO",), "BSN"),
 }
-BACKWARD = Axes(
-    {
-        "grad_o": "BSNV",
-        "grad_lse": "BSN",
-        "o": "BSNV",
-        "lse": "BSN",
-        "q": "BSNd",
-        **_KEYS,
-        **_WEIGHTS,
-        "mask": _MASK,
-    },
-    (),
-)
-DIFFERENTIABLE = ("q", "latent", "k_rope", "w_uk", "w_uv", "mask")
+_RESULTS = {"grad_o": "BSNV", "grad_lse": "BSN", "o": "BSNV", "lse": "BSN"}
+BACKWARDS: Mapping[str, tuple[Axes, tuple[str, ...]]] = {
+    "latent_attention_backward": (Axes({**_RESULTS, **_QUERY, **_KEYS, "mask": _MASK}, ()), (*_QUERY, *_KEYS, "mask")),
+    "expanded_attention_backward": (
+        Axes({**_RESULTS, "q": "BSNd", **_KEYS, **_WEIGHTS, "mask": _MASK}, ()),
+        ("q", *_KEYS, *_WEIGHTS, "mask"),
+    ),
+}
+"""With what has a gradient, in the order of `wanted`."""
 
 
 def _named(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,13 +126,14 @@ def _each_rank_has_its_keys(query: Any, key: Any) -> bool:
 
 def _gradients(schema: OpSchema) -> OpStrategy:
     """Of a list of results: as many as are wanted."""
-    given = _named(ops.expanded_attention_backward.default, schema.args_schema, schema.kwargs_schema)
+    axes, differentiable = BACKWARDS[schema.op._schema.name.removeprefix("mla::")]
+    given = _named(schema.op, schema.args_schema, schema.kwargs_schema)
     named: dict[str, Any] = {
         name: each.strategies[0].output_spec if isinstance(each, OpStrategy) else each for name, each in given.items()
     }
-    asked = [name for name, wanted in zip(DIFFERENTIABLE, named["wanted"], strict=True) if wanted]
+    asked = [name for name, wanted in zip(differentiable, named["wanted"], strict=True) if wanted]
     rules = []
-    for axis, (_, placed) in zip(("", "B", "N"), BACKWARD.rules(named), strict=True):
+    for axis, (_, placed) in zip(("", "B", "N"), axes.rules(named), strict=True):
         of = dict(zip(named, placed, strict=True))
         results = [Partial() if axis and of[name] == Replicate() else of[name] for name in asked]
         rules.append([*results, *placed])
@@ -151,6 +147,7 @@ for _name, _axes in RULES.items():
     _register(_name, _axes)
 register_sharding(ops.merge_states.default)(_merged)
 register_sharding(ops.sealed_attention.default)(_sealed)
-DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
-    ops.expanded_attention_backward.default, _gradients, RuntimeSchemaInfo(100, needs_pytree=True)
-)
+for _name in BACKWARDS:
+    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
+        getattr(ops, _name).default, _gradients, RuntimeSchemaInfo(100, needs_pytree=True)
+    )

@@ -127,10 +127,20 @@ class Pipeline:
         output.meta["mla_site"] = result.site.node.name
         if self.training and (latent := query_latent(result.site, trace)) is not None:
             output.meta["mla_query_latent"] = latent.name
+        if output is result.site.node:
+            output.meta["mla_up_projections"] = _ends_of_up_projections(result.site)
         w_uv = result.site.w_uv
         if w_uv is not None and isinstance(w_uv.source, fx.Node):
             output.meta["mla_weight"] = w_uv.source.name
         return result
+
+
+def _ends_of_up_projections(site: Site) -> tuple[str | None, list[str]]:
+    """The name of the latent, and those of the products of queries and keys: what lies between them is up-projected."""
+    opaque = site.attention.opaque
+    nodes = [site.latent.read.source, *(product.source for product in (opaque.products if opaque is not None else ()))]
+    names = [node.name if isinstance(node, fx.Node) else None for node in nodes]
+    return names[0], [name for name in names[1:] if name is not None]
 
 
 def _rewritten(site: Site, meaning: Meaning, choice: Choice) -> Outcome:

@@ -24,9 +24,9 @@ TORCH_LIBRARY_IMPL(mla, CPU, m) {
   m.impl("per_head_matmul", per_head_matmul);
 }
 
-// Of ops that have none: what is registered here comes before a formula of `mla_compile.ops`.
+// What is registered here comes before a formula of `mla_compile.ops`.
 TORCH_LIBRARY_IMPL(mla, AutogradCPU, m) {
-  for (const char* op :
-       {"latent_attention", "paged_latent_attention", "sparse_latent_attention", "per_head_matmul"})
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<refuse_backward>());
+  for (const char* op : {"latent_attention", "paged_latent_attention", "sparse_latent_attention", "expanded_attention",
+                         "per_head_matmul"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<differentiate_if_asked>());
 }

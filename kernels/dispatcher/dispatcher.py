@@ -25,7 +25,7 @@ _SOURCES = (
     _HERE.parent / "per_head_matmul" / "call.h",
     *(_HERE / f"{name}.h" for name in ("common", "cached", "latent_attention", "paged_latent_attention")),
     *(_HERE / f"{name}.h" for name in ("sparse_latent_attention", "expanded_attention", "per_head_matmul")),
-    _HERE / "no_backward.h",
+    _HERE / "gradients.h",
     _HERE / "dispatcher.cpp",
 )
 _PLACES = list(TYPES)

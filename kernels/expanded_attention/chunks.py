@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..scores import lowest
 from ..visibility import KeyPositions, Visibility, reads_values, split, take
 from .arguments import ExpandedAttention, Expansion
 
@@ -31,8 +32,6 @@ _BIAS_ELEMENTS = 1 << 20
 """Most elements of a mask turned into a bias at a time: 4 MiB in float32."""
 _CACHE_LINE = 64
 """Bytes."""
-_SPACING = 8.0
-"""Where floats are this far apart, adding a score changes nothing that a softmax could show."""
 
 
 Load = Callable[[KeyPositions, torch.dtype], tuple[Tensor, Tensor]]
@@ -147,11 +146,6 @@ def lost_rows(dtype: torch.dtype, mask: Tensor) -> tuple[Tensor, Tensor]:
     peak = mask.amax(-1, keepdim=True)
     lost = (peak <= lowest(dtype)) & peak.isfinite()
     return lost, peak.masked_fill(~lost, 0.0)
-
-
-def lowest(dtype: torch.dtype) -> float:
-    """Where nothing is left of a score of `dtype` that is added."""
-    return -_SPACING / torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
 def _attend_heads(

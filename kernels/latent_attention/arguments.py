@@ -34,3 +34,28 @@ class LatentAttention:
         check_shapes(OP, dims, q_rope=(q_rope, "B Sq N R"), latent=(latent, "B T L"), k_rope=(k_rope, "B T R"))
         check_alike(OP, q_latent=q_latent, q_rope=q_rope, latent=latent, k_rope=k_rope)
         check_mask(OP, self.mask, (dims["B"], dims["N"], dims["Sq"], dims["T"]), q_latent.device)
+
+
+@dataclass(frozen=True)
+class LatentAttentionBackward:
+    """The arguments of its backward: the forward's, what that gave, the gradients and which operands want one."""
+
+    grad_o: Tensor
+    grad_lse: Tensor | None
+    q_latent: Tensor
+    q_rope: Tensor
+    latent: Tensor
+    k_rope: Tensor
+    mask: Tensor | None
+    causal_offset: int | None
+    scale: float
+    o: Tensor
+    lse: Tensor
+    wanted: list[bool]
+
+    def check(self) -> None:
+        """Check shapes, dtypes and devices. Raises: KernelError."""
+        operands = self.q_latent, self.q_rope, self.latent, self.k_rope, self.mask
+        LatentAttention(*operands, self.causal_offset, self.scale).check()
+        dims = dict(zip(("B", "Sq", "N", "L"), self.q_latent.shape, strict=True))
+        check_shapes(f"{OP}_backward", dims, grad_o=(self.grad_o, "B Sq N L"), o=(self.o, "B Sq N L"))

@@ -72,6 +72,16 @@ def between(end: fx.Node, sources: Collection[fx.Node]) -> Iterator[fx.Node]:
                 pending.append(other)
 
 
+def writes_to(place: fx.Node) -> list[fx.Node]:
+    """Later nodes that write to the memory of a node, in order."""
+    own, later = set(_storages(place)), list(place.graph.nodes)
+    return [
+        node
+        for node in later[later.index(place) + 1 :]
+        if _writes(node) and own.intersection(s for operand in node.all_input_nodes[:1] for s in _storages(operand))
+    ]
+
+
 def _writes(node: fx.Node) -> bool:
     """Whether a node may write to what it is given."""
     if isinstance(node.target, torch._ops.OpOverload):

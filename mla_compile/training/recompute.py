@@ -1,5 +1,6 @@
 """What the backward computes again besides keys and values.
 
+Of attention whose scores have to exist: keys and values, by the code that is there.
 Always: what is put together for the op alone, a weight and the columns of an adapter beside it for instance.
 If asked for: queries, from the latent that they are an up-projection of.
 
@@ -23,19 +24,60 @@ from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
 
 from .capture import Captured
+from .gradients import between
+from .splice import ends
 
 _SAME = (aten._to_copy.default, aten._unsafe_view.default, aten.view.default, aten.clone.default, aten.alias.default)
-_ATTENTION = torch.ops.mla.expanded_attention.default
-_ATTENTIONS = (_ATTENTION, OVER_GROUPS)
+_QUERIES = {torch.ops.mla.expanded_attention.default: 1, torch.ops.mla.latent_attention.default: 2, OVER_GROUPS: 1}
+"""How many of the tensors of an op are queries, the first ones."""
+_ATTENTIONS = tuple(_QUERIES)
 
 
 def recompute_operands(code: Collection[fx.Node]) -> None:
     """Mark what makes the latent, the rope key and the weights of a site, of the code that was put in for it."""
     own = set(code)
-    operands = [operand for node in own if node.target in _ATTENTIONS for operand in _operands(node)[1:]]
+    operands = [operand for node in own if node.target in _ATTENTIONS for operand in _operands(node)[_queries(node) :]]
     for node in _walk(operands, lambda node: node.all_input_nodes if node in own else ()):
         if node in own:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def recompute_keys_and_values(captured: Captured, output: fx.Node) -> None:
+    """Mark what makes keys and values of the latent, of the site that ends in `output`, of the ATen graph.
+
+    Raises:
+        Refusal: if the Dynamo graph does not have the latent, or they are not the same when computed again.
+    """
+    latent_name, product_names = output.meta["mla_up_projections"]
+    named = {node.name: node for node in captured.module.graph.nodes}
+    latent, products = named.get(latent_name), [named[name] for name in product_names]
+    starts = [origin for node in _first_known(captured, latent) for origin in captured.origins[node]]
+    if latent is None or not starts:
+        raise Refusal(output, "expected a latent that Dynamo's graph has, found none")
+    seeded = next(filter(_is_seeded, _made([latent], products, output)), None)
+    if seeded is not None:
+        reason = f"expected keys and values that are the same when they are computed again, found {where(seeded)}"
+        raise Refusal(output, reason)
+    of_keys = [captured.origins[node][-1] for product in products for node in ends(captured, product)]
+    for end in ends(captured, output):
+        place = captured.origins[end][-1]
+        made = _made(starts, of_keys, place)
+        for values in [node for node in place.all_input_nodes if node in made]:
+            with captured.dynamo.inserting_after(values):  # a copy that a product makes for itself would be kept
+                whole = captured.dynamo.call_method("contiguous", (values,))
+            whole.meta = dict(values.meta)
+            place.replace_input_with(values, whole)
+            made.append(whole)
+        for node in made:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _made(latents: list[fx.Node], products: list[fx.Node], output: fx.Node) -> list[fx.Node]:
+    """What is made of latents, without these, that products and the output are made of, and of no product."""
+    of_latents, of_products = (set(_walk(list(nodes), lambda node: node.users)) for nodes in (latents, products))
+    known = {*latents, *products}
+    before = {node for end in (*products, output) for node in between(end, known - {end})}
+    return [node for node in before if node in of_latents and node not in of_products | known | {output}]
 
 
 def recompute_queries(captured: Captured, output: fx.Node, code: Collection[fx.Node]) -> None:
@@ -72,14 +114,18 @@ def attention_of(end: fx.Node) -> fx.Node:
 
 def _operands(attention: fx.Node) -> list[fx.Node]:
     """The tensors of an op, its queries first."""
-    tensors = attention.all_input_nodes if attention.target is _ATTENTION else attention.args[2]
+    tensors = attention.args[2] if attention.target is OVER_GROUPS else attention.all_input_nodes
     assert isinstance(tensors, list | tuple)
     return [tensor for tensor in tensors if isinstance(tensor, fx.Node)]
 
 
+def _queries(attention: fx.Node) -> int:
+    return _QUERIES[attention.target]
+
+
 def _between(starts: Iterable[fx.Node], attention: fx.Node) -> list[fx.Node]:
     """What the queries of an op are made of from `starts` on, without these."""
-    made_of = set(_walk(_operands(attention)[:1], lambda node: node.all_input_nodes))
+    made_of = set(_walk(_operands(attention)[: _queries(attention)], lambda node: node.all_input_nodes))
     return [node for node in _walk(list(starts), lambda node: node.users) if node in made_of and node not in starts]
 
 

@@ -18,14 +18,13 @@ from torch import fx
 from mla_compile.cost import Device
 from mla_compile.dynamo_graph import copied
 from mla_compile.options import KEEP_ALL, QUERIES, Options
-from mla_compile.passes.code.differentiable import OVER_GROUPS
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.outcome import Outcome, unchanged
 from mla_compile.rewriting import rewrite_graph
 from mla_compile.verify import check
 
 from .capture import Captured, NotCaptured, capture
-from .recompute import attention_of, recompute_operands, recompute_queries
+from .recompute import recompute_keys_and_values, recompute_operands, recompute_queries
 from .splice import splice
 
 Check = Callable[[tuple[Any, ...]], None]
@@ -105,9 +104,11 @@ def _spliced(captured: Captured, outcome: Outcome, recompute: str, checkpointed:
         return outcome
     output = _output(captured, outcome)
     try:
-        if checkpointed and attention_of(output).target is OVER_GROUPS:
-            reason = "expected a sum of products and masks in a checkpoint, found a function of the scores"
-            raise Refusal(output, reason)
+        if "mla_up_projections" in output.meta:
+            if checkpointed:
+                raise Refusal(output, "expected scores that nothing else reads in a checkpoint, which keeps nothing")
+            recompute_keys_and_values(captured, output)
+            return outcome
         code = splice(captured, output)
         recompute_operands(code)
     except Refusal as refusal:

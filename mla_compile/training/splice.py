@@ -18,7 +18,7 @@ from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
 
 from .capture import EXAMPLE, Captured
-from .gradients import between, check_gradients
+from .gradients import between, check_gradients, writes_to
 
 _REARRANGE = {"transpose", "permute", "swapaxes", "contiguous", "reshape", "flatten"}
 """Methods that ask for no strides, and keep or copy elements."""
@@ -30,14 +30,14 @@ def splice(captured: Captured, output: fx.Node) -> list[fx.Node]:
     Raises:
         Refusal: if it cannot; the Dynamo graph is as it was.
     """
-    ends = list(_ends(captured, output))
-    parts = [_Part(captured, node) for node in ends]
+    nodes = list(ends(captured, output))
+    parts = {part.place: part for part in (_Part(captured, node) for node in nodes)}.values()
     for part in parts:
         part.check()
     return [node for part in parts for node in part.put()]
 
 
-def _ends(captured: Captured, output: fx.Node) -> Iterable[fx.Node]:
+def ends(captured: Captured, output: fx.Node) -> Iterable[fx.Node]:
     """The first nodes from `output` on that the Dynamo graph has too."""
     pending, seen = [output], {output}
     while pending:
@@ -58,6 +58,9 @@ class _Part:
 
     def __init__(self, captured: Captured, end: fx.Node) -> None:
         self.captured, self.end, self.place = captured, end, captured.origins[end][0]
+        self.writes = writes_to(self.place)
+        """What makes the value at `place` that of the end of a run."""
+        self.last = self.writes[-1] if self.writes else self.place
         self.code: list[fx.Node] = []
         """Nodes of the ATen graph, in order."""
         self.sources: dict[fx.Node, fx.Node] = {}
@@ -76,10 +79,14 @@ class _Part:
         self.code = [node for node in self.end.graph.nodes if node in wanted]
         # Of several nodes of one value, a detached one for instance, the one that the attention is made of.
         every = {node for nodes in known.values() for node in nodes}
-        nearest = every.intersection(o for node in between(self.place, every) for o in node.all_input_nodes)
+        nearest = every.intersection(o for node in between(self.last, every) for o in node.all_input_nodes)
         for operand, nodes in known.items():
             near = [node for node in nodes if node in nearest]
             self.sources[operand] = near[0] if len(near) == 1 else nodes[0]
+
+    def _replaced(self) -> list[fx.Node]:
+        """Nodes of the Dynamo graph with that value: of what is written to, what writes may return it too."""
+        return [self.place, *(node for node in self.writes if node in self.captured.origins[self.end])]
 
     def check(self) -> None:
         """Raises: Refusal, if the code cannot stand in the Dynamo graph, or would have other gradients."""
@@ -93,19 +100,19 @@ class _Part:
                 raise Refusal(self.end, f"expected code of functions of tensors, found {where(node)}")
         earlier = set[fx.Node]()
         for node in self.captured.dynamo.nodes:
-            if node is self.place:
+            if node is self.last:
                 break
             earlier.add(node)
         late = [node for node in self.sources.values() if node not in earlier]
         if late:
             raise Refusal(self.end, f"expected operands that come before the attention, found {where(late[0])}")
-        check_gradients(self.place, set(self.sources.values()))
+        check_gradients(self.last, set(self.sources.values()))
 
     def put(self) -> list[fx.Node]:
-        """Replace the node of the Dynamo graph by others."""
+        """Replace the node of the Dynamo graph by others, after all that writes to it."""
         graph, known = self.captured.dynamo, dict[fx.Node, Any](self.sources)
         devices = self.captured.autocast[self.place]
-        with graph.inserting_before(self.place):
+        with graph.inserting_before(self.last.next if self.writes else self.place):
             # What is traced has been cast already.
             entered = [self._call(torch.amp.autocast_mode._enter_autocast, d, None, False, None) for d in devices]
             for node in self.code:
@@ -125,11 +132,18 @@ class _Part:
                 for method, arguments in (("permute", order), ("contiguous", []), ("permute", inverse)):
                     new = graph.call_method(method, (new, *arguments))
                     new.meta = dict(self.place.meta)
-        self.place.replace_all_uses_with(new)
-        graph.erase_node(self.place)
-        for origins in self.captured.origins.values():
-            origins[:] = [new if origin is self.place else origin for origin in origins]
+        self._replace_by(new)
         return [known[node] for node in self.code if node.op != "get_attr"]
+
+    def _replace_by(self, new: fx.Node) -> None:
+        """Let whoever reads the value at the end of a run have `new`; what else is written is left to die."""
+        replaced, order = self._replaced(), {node: i for i, node in enumerate(new.graph.nodes)}
+        for old in replaced:
+            old.replace_all_uses_with(new, lambda user: order[user] > order[new])
+        if not self.writes:
+            new.graph.erase_node(self.place)
+        for origins in self.captured.origins.values():
+            origins[:] = dict.fromkeys(new if origin in replaced else origin for origin in origins)
 
     def _call(self, function: Any, *arguments: Any) -> fx.Node:
         return self.captured.dynamo.call_function(function, arguments)

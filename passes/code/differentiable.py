@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
+from torch._higher_order_ops.while_loop import while_loop_op
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
@@ -25,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from .loops import Attend, HeadDims, apart, loop, over_groups
 
@@ -183,3 +185,12 @@ OVER_GROUPS.py_impl(DispatchKey.CompositeExplicitAutograd)(_run)
 OVER_GROUPS.py_functionalize_impl(_functional)
 OVER_GROUPS.py_impl(FakeTensorMode)(_fake)
 OVER_GROUPS.py_impl(ProxyTorchDispatchMode)(_traced)
+
+
+def _in_a_checkpoint(mode: Any, *arguments: Any) -> Any:
+    """Checkpoints ask of every operation whether to keep its result, and have no rule for loops: it is not kept."""
+    return while_loop_op(*arguments)
+
+
+if _CachingTorchDispatchMode not in while_loop_op.python_key_table:
+    while_loop_op.py_impl(_CachingTorchDispatchMode)(_in_a_checkpoint)

@@ -25,11 +25,12 @@ class Rewriter:
         self._traced: dict[Hashable, fx.Graph] = {}
 
     def __call__(self, site: Site, form: Form | Either) -> fx.Node:
-        """Replace a site by what it becomes; returns the node that holds the new output.
+        """Replace a site by what it becomes; returns the node that holds the output.
 
         Raises:
             Unaligned: if the graph does not tell the sizes that this takes; the graph is as it was.
         """
+        output = site.node
         for part in form.parts(site, self.workspace_tokens):
             if part.place in self._replaced:  # scores that serve two attentions
                 output = self._replaced[part.place]

@@ -6,6 +6,8 @@ o = paged_latent_attention(q_nope @ W_UK, q_rope, pages, block_table) @ W_UV, of
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from mla_compile.cost import Cost, Dims, Size, cost_of, pairs
@@ -13,7 +15,7 @@ from mla_compile.cost import Cost, Dims, Size, cost_of, pairs
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
 from ..mla.site import Site
-from .carriers import Lengths, MaskAndOffset
+from .carriers import Carrier, Lengths, MaskAndOffset
 from .exchange import Op
 from .one_op import OneOp
 from .operands import Operands
@@ -27,7 +29,7 @@ class Absorbed(OneOp):
 
     name = "absorbed"
     why = "few queries meet many keys"
-    carriers = (Lengths, MaskAndOffset)
+    carriers: ClassVar[tuple[type[Carrier], ...]] = (Lengths, MaskAndOffset)
     may_branch = True
 
     def takes(self, site: Site, meaning: Meaning) -> bool:

@@ -11,13 +11,15 @@ from .opaque import Opaque
 from .path import Path
 from .sparse import Sparse
 from .trained import Trained
+from .trained_absorbed import TrainedAbsorbed
 from .trained_by_heads import TrainedByHeads
+from .trained_with_scores import TrainedWithScores
 
 PATHS: tuple[Path, ...] = (Absorbed(), Opaque(), Chunked(), ByHeads(), Sparse())
 """In the order in which the cost model prefers them on a tie."""
 
-TRAINED: tuple[Path, ...] = (Trained(), TrainedByHeads())
-"""Where gradients are needed."""
+TRAINED: tuple[Path, ...] = (Trained(), TrainedAbsorbed(), TrainedWithScores(), TrainedByHeads())
+"""Where gradients are needed; of those that take a site the first is its path."""
 
 AUTO = "auto"
 """What leaves the choice to the cost model."""

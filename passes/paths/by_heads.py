@@ -112,13 +112,13 @@ class ByHeadsCode:
     def __call__(self, *values: Any) -> Tensor:
         site, read = self.site, Reader(self.sources, values)
         rows, keys = (site.batch, site.heads, site.tokens), site.attention.keys
-        assert site.w_uk is not None
-        assert site.w_uv is not None
         tensors = {
             "queries": [self._queries(i, read) for i in range(len(self.dtypes))],
             "latent": read(site.latent.read, site.batch, keys, site.rank),
-            "w_uk": read(site.w_uk, site.heads, site.nope.summed, site.rank),
-            "w_uv": read(site.w_uv, site.heads, site.attention.columns, site.rank),
+            "w_uk": [read(w_uk, site.heads, site.nope.summed, site.rank) for w_uk in (site.w_uk,) if w_uk is not None],
+            "w_uv": [
+                read(w_uv, site.heads, site.attention.columns, site.rank) for w_uv in (site.w_uv,) if w_uv is not None
+            ],
             "ropes": [read(rope.key.read, site.batch, keys, rope.summed) for rope in site.ropes],
             "shifts": [
                 (read(s.query.read, *rows, s.summed) * read(s.key.read, *rows, s.summed)).sum(-1, keepdim=True)
@@ -143,14 +143,14 @@ class ByHeadsCode:
 
     def _of_all_heads(self, tensors: dict[str, Any]) -> Tensor:
         """`[B, N, Sq, V]`"""
-        queries, w_uv = tensors["queries"][0], tensors["w_uv"]
+        queries, columns = tensors["queries"][0], (*tensors["w_uv"], tensors["latent"].mT)[0].shape[1]
         leaves, spec = pytree.tree_flatten(tensors)
         places = pytree.tree_leaves({name: _head_dims(name, value) for name, value in tensors.items()})
         dims = [
-            place if place >= 0 and leaf.shape[place] == w_uv.shape[0] else None
+            place if place >= 0 and leaf.shape[place] == queries.shape[1] else None
             for leaf, place in zip(leaves, places, strict=True)
         ]
-        out = queries.new_zeros((*queries.shape[:3], w_uv.shape[1]), dtype=self.site.node.meta["val"].dtype)
+        out = queries.new_zeros((*queries.shape[:3], columns), dtype=self.site.node.meta["val"].dtype)
 
         def attend(parts: Sequence[Tensor]) -> Tensor:
             return self._attend(pytree.tree_unflatten(parts, spec))
@@ -218,8 +218,11 @@ def heads_at_a_time(site: Site, scores_bytes: int) -> int:
     return max(count for count in range(1, heads + 1) if heads % count == 0 and count <= most)
 
 
-def _up_projected(latent: Tensor, weight: Tensor) -> Tensor:
-    """`[B, T, L]` times `[H, D, L]`: `[B, H, T, D]`."""
+def _up_projected(latent: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """`[B, T, L]` times `[H, D, L]`: `[B, H, T, D]`; of no weight, where it was absorbed by hand, `[B, 1, T, L]`."""
+    if not weights:
+        return latent[:, None]
+    (weight,) = weights
     return (latent @ weight.flatten(0, 1).mT).unflatten(-1, weight.shape[:2]).transpose(1, 2)
 
 

@@ -17,8 +17,10 @@ from ..code.differentiable import over_groups_with_gradients
 from ..code.loops import Attend, HeadDims
 from ..masks.meaning import Meaning
 from ..mla.site import Site
+from ..nodes.refusal import Refusal
 from .by_heads import ByHeads, heads_at_a_time
-from .trained import Trained, refuse_absorbed
+from .trained import Trained
+from .trained_with_scores import TrainedWithScores
 
 SCORES_BYTES = 1 << 24
 """Most bytes of scores in float32 at a time; of one head there may be more.
@@ -36,12 +38,14 @@ class TrainedByHeads(ByHeads):
     may_be_asked = False
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
-        """Sites whose scores are more than a sum, though it refuses some of them."""
-        return site.attention.opaque is not None
+        """Sites whose scores are a function of each, though it refuses some of them."""
+        return site.attention.opaque is not None and not TrainedWithScores().takes(site, meaning)
 
     def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse as without gradients, and what has no up-projections."""
-        refuse_absorbed(site)
+        """Refuse as without gradients, and what has no weights that tell heads from queries."""
+        if site.w_uk is None and site.w_uv is None:
+            reason = "expected an up-projection to know heads by, found a function of scores absorbed by hand"
+            raise Refusal(site.node, reason)
         super().refuse(site, asked=asked)
 
     def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:

@@ -195,11 +195,13 @@ def test_queries_are_computed_again_if_asked():
     assert mla_compile.last_report().sites[0].reason.endswith(", and so are queries")
 
 
-def test_a_checkpoint_stays_as_it_is():
-    """torch's checkpoints run no loops, and keep nothing anyway."""
+def test_a_checkpoint():
+    """Nothing is kept, scores neither: the loop runs again."""
     module, x = Capped(), hidden()
-    rewritten = Rewritten(lambda x: checkpoint(module, x, use_reentrant=False))
-    for ours, plain in zip(gradients(rewritten, module, [x]), gradients(module, module, [x]), strict=True):
+    torch._dynamo.reset()
+    step = torch.compile(lambda x: checkpoint(module, x, use_reentrant=False), backend="mla")
+    for ours, plain in zip(gradients(step, module, [x]), gradients(module, module, [x]), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
-    (outcome,) = rewritten.outcomes
-    assert outcome.reason.startswith("expected a sum of products and masks in a checkpoint, found a function")
+    assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+    given = x.clone().requires_grad_()
+    assert not kept_for_backward(lambda: step(given), (given, *module.parameters()))

@@ -129,6 +129,41 @@ class NotRecorded(Layer):
         return buffer, v
 
 
+class InPlace(ByHand):
+    """Divides what it has."""
+
+    def attend(self, q, k, v):
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        o = weights @ v
+        o /= weights.sum(-1, keepdim=True)
+        return o
+
+
+class OneByOne(Layer):
+    """Writes one sequence after the other."""
+
+    def attend(self, q, k, v):
+        weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+        o = torch.empty_like(v)
+        for b in range(o.shape[0]):
+            o[b] = weights[b] @ self.values(v[b])
+        return o
+
+    def values(self, v):
+        return v
+
+
+class OneByOneDetached(OneByOne):
+    def values(self, v):
+        return v.detach()
+
+
+@pytest.mark.parametrize("layer", [InPlace, OneByOne])
+def test_a_result_that_is_written_in_pieces_or_over(layer):
+    assert_trained(layer(), hidden(), rewritten=1)
+
+
 class DetachedKeys(Layer):
     def up_projected(self, latent):
         k, v = super().up_projected(latent)
@@ -179,6 +214,7 @@ class Dropout(Layer):
         (DetachedLatentOfValues, "expected gradients to pass all of the attention's operands"),
         (WithoutGradients, "expected gradients to pass all of the attention's operands"),
         (NotRecorded, "expected gradients to pass all of the attention's operands"),
+        (OneByOneDetached, "expected gradients to pass all of the attention's operands"),
         (OwnGradient, "expected "),
     ],
 )

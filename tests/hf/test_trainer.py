@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import mla_compile
+from tests.compile.test_training import Layer, hidden
 from tests.hf.test_training import LAYERS, assert_trained, model_of, tokens
+from tests.training import Rewritten, gradients
 
 pytest.importorskip("transformers")
 
@@ -85,6 +87,27 @@ def test_adapters_of_peft_beside_all_projections():
 
 def test_rank_stabilized_adapters_of_peft():
     assert_trained(with_lora(model_of("deepseek_v3"), "kv_b_proj", use_rslora=True), tokens())
+
+
+def dora(projection: str) -> tuple[nn.Module, torch.Tensor]:
+    return with_lora(nn.Sequential(Layer()), projection, use_dora=True).train(), hidden()
+
+
+def test_dora_of_peft_ends_a_graph():
+    """It asks for the module of a weight's class: beside `kv_b_proj` that is between the latent and the keys."""
+    model, x = dora("kv_b_proj")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="startswith"):
+        gradients(Rewritten(model), model, [x])
+
+
+@pytest.mark.parametrize("projection", ["q_proj", "kv_b_proj"])
+def test_dora_of_peft_without_that_question(projection, monkeypatch):
+    model, x = dora(projection)
+    monkeypatch.setattr("peft.tuners.lora.dora.dequantize_module_weight", lambda module: module.weight)
+    rewritten = Rewritten(model)
+    for ours, plain in zip(gradients(rewritten, model, [x]), gradients(model, model, [x]), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert [outcome.path for outcome in rewritten.outcomes] == ["chunked"]
 
 
 def test_accelerate_knows_a_list_of_backends():

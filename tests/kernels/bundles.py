@@ -2,7 +2,7 @@
 
 from mla_compile.kernels.append_latents.arguments import AppendLatents
 from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention, ExpandedAttentionBackward
-from mla_compile.kernels.latent_attention.arguments import LatentAttention
+from mla_compile.kernels.latent_attention.arguments import LatentAttention, LatentAttentionBackward
 from mla_compile.kernels.merge_states.arguments import MergeStates
 from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
@@ -14,6 +14,7 @@ BUNDLES = {
     "expanded_attention": ExpandedAttention,
     "expanded_attention_backward": ExpandedAttentionBackward,
     "latent_attention": LatentAttention,
+    "latent_attention_backward": LatentAttentionBackward,
     "merge_states": MergeStates,
     "paged_expanded_attention": PagedExpandedAttention,
     "paged_latent_attention": PagedLatentAttention,

@@ -205,20 +205,35 @@ def test_a_kernel_that_is_taken_back_is_not_called(no_python):
 
 
 def test_gradients_are_refused_when_they_are_asked_for(dispatched):
-    x, weight = torch.randn(1, 1, 3, 4, requires_grad=True), torch.randn(3, 4, 5)
+    x, indices = make_inputs((1, 3, 5, 2, 8, 4, 4, 4)), torch.zeros(1, 3, 2, dtype=torch.int64)
+    q_latent, *others = absorbed(x)
     with torch.enable_grad():
-        total = torch.ops.mla.per_head_matmul(x, weight).sum()
-    with pytest.raises(NotImplementedError, match="mla::per_head_matmul has no backward: expected inputs that need no"):
+        arguments = q_latent.requires_grad_(), *others, indices, None, None, x.scale, False
+        total = torch.ops.mla.sparse_latent_attention(*arguments)[0].sum()
+    with pytest.raises(NotImplementedError, match="mla::sparse_latent_attention has no backward: expected inputs that"):
         total.backward()
 
 
-def test_gradients_of_what_has_them_stay(dispatched):
+@pytest.mark.parametrize("op", ["expanded_attention", "latent_attention", "per_head_matmul"])
+def test_gradients_of_what_has_them(dispatched, op):
+    """Their formulas are in Python, the same with the library in C++ and without."""
     x = make_inputs((1, 3, 5, 2, 8, 4, 4, 4))
+    first, *others = {
+        "expanded_attention": (x.q, x.latent, x.k_rope, x.w_uk, x.w_uv, None, None, x.scale, 2),
+        "latent_attention": (*absorbed(x), None, None, x.scale),
+        "per_head_matmul": (x.q[..., :4], x.w_uk),
+    }[op]
     with torch.enable_grad():
-        latent = x.latent.clone().requires_grad_()
-        o, _ = torch.ops.mla.expanded_attention(x.q, latent, x.k_rope, x.w_uk, x.w_uv, None, None, x.scale, 2)
-        o.sum().backward()
-    assert latent.grad is not None
+        results = getattr(torch.ops.mla, op)(first.clone().requires_grad_(), *others)
+        result = results if op == "per_head_matmul" else results[0]
+        assert type(result.grad_fn).__name__ == f"GeneratedBackwardFor_mla_{op}_defaultBackward"
+        result.sum().backward()
+
+
+def test_gradients_of_a_matrix_a_head():
+    operands = torch.randn(2, 3, 4, 5, dtype=torch.float64), torch.randn(4, 5, 6, dtype=torch.float64)
+    with torch.enable_grad():
+        assert torch.autograd.gradcheck(torch.ops.mla.per_head_matmul, [t.requires_grad_() for t in operands])
 
 
 WITHOUT_A_COMPILER = """

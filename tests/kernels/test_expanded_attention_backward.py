@@ -6,8 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_compile.errors import KernelError
-from mla_compile.kernels import visibility
-from mla_compile.kernels.expanded_attention import backward
+from mla_compile.kernels import backward, visibility
 
 from .errors import assert_as_close_as
 from .naive import Case, Inputs, make_inputs, masks

@@ -286,13 +286,3 @@ def test_refuses(position, wrong, message):
     arguments[position] = wrong
     with pytest.raises(KernelError, match=message):
         latent_attention(*arguments)
-
-
-def test_refuses_gradients():
-    x = make_inputs((1, 1, 6, 4, 24, 8, 8, 8))
-    arguments = absorb(x)
-    with torch.enable_grad():
-        arguments[0].requires_grad_()
-        loss = latent_attention(*arguments, None, None, x.scale)[0].sum()
-    with pytest.raises(NotImplementedError, match="mla::latent_attention has no backward"):
-        loss.backward()

@@ -1,0 +1,335 @@
+"""Gradients of MLA: whole keys and values of a group of heads at a time, up-projected again or the latents themselves.
+
+A group has as many heads as a quarter of the forward's workspace has room for whole keys of, as there are four times as
+many tensors of that size, and on CPU one a thread at least. Its keys and values are up-projected, attention's backward
+gives their gradients, and these are contracted at once:
+
+    k, v, dk, dv   [H, T, W]      of one group of heads, W the widths of keys and of values or more
+    d_latent      += dk[..., :P] @ W_UK + dv @ W_UV;    d_rope += dk[..., P:], summed over heads
+    d_w_uk, d_w_uv = dk[..., :P]^T @ latent, dv^T @ latent
+
+Where there is no up-projection, all heads share the latent as keys or values, and its gradient is the sum of theirs.
+No tensor with both a head and a key axis outlives its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .scores import lowest, softmax_with_lse
+from .visibility import KeyPositions, Visibility, causal_stop, reads_values, take
+
+_HEADS = 4
+"""Heads whose keys of `workspace_tokens` tokens are the workspace: a quarter of those of the forward."""
+_MASKED_QUERIES = 256
+"""Queries at a time under a mask, whose bias takes 4 bytes a query and key."""
+_SCORES = 1 << 22
+"""Scores at a time where they are composed, of a group of heads: 16 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class Attended:
+    """An attention and the gradients of its results: see `mla::expanded_attention_backward`. Keys or values without an
+    up-projection are the latent: `w_uk` or `w_uv` is None, and P or V is L."""
+
+    grad_o: Tensor
+    grad_lse: Tensor | None
+    q: Tensor
+    latent: Tensor
+    k_rope: Tensor
+    w_uk: Tensor | None
+    w_uv: Tensor | None
+    mask: Tensor | None
+    causal_offset: int | None
+    scale: float
+    workspace_tokens: int
+    o: Tensor
+    lse: Tensor
+    wanted: Sequence[bool]
+
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """What may have a gradient, in the order of `wanted`."""
+        return self.q, self.latent, self.k_rope, self.w_uk, self.w_uv, self.mask
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients are."""
+
+    q: bool
+    latent: bool
+    k_rope: bool
+    w_uk: bool
+    w_uv: bool
+    mask: bool
+
+
+@dataclass
+class _Gradients:
+    """Those of the operands, summed up in at least float32; None if nobody wants one."""
+
+    q: Tensor | None
+    latent: Tensor | None
+    k_rope: Tensor | None
+    w_uk: Tensor | None
+    w_uv: Tensor | None
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a group of heads of one sequence is asked: q `[H, Sq, P + R]`, do and o `[H, Sq, V]`, lse and d_lse
+    `[H, Sq]`, and of which keys."""
+
+    q: Tensor
+    do: Tensor
+    o: Tensor
+    lse: Tensor
+    d_lse: Tensor | None
+    visibility: Visibility
+    keys: KeyPositions
+    scale: float
+
+
+def attend_backward(x: Attended) -> list[Tensor]:
+    """The gradients that are wanted, in the dtypes of what they are of."""
+    batch, query_count, heads, _ = x.q.shape
+    want, mask = Wanted(*x.wanted), x.mask
+    dtype = torch.promote_types(x.q.dtype, torch.float32)
+    operands = x.operands
+    totals = _Gradients(
+        *(
+            torch.zeros(operand.shape, dtype=dtype, device=x.q.device) if asked and operand is not None else None
+            for operand, asked in zip(operands, x.wanted, strict=True)
+        )
+    )
+    least = torch.get_num_threads() if x.q.is_cpu else 1  # CPU flash attention's backward shares out heads to threads
+    size = max(_HEADS * x.workspace_tokens // max(x.latent.shape[1], 1), least)
+    for start in range(0, heads, size):
+        group = slice(start, start + size)
+        w_uk, w_uv = (None if weight is None else weight[group].to(dtype) for weight in (x.w_uk, x.w_uv))
+        for b in range(batch):
+            # Of this sequence alone: the bits of its gradients are the same whatever it is in a batch with.
+            seen = None
+            if mask is not None:
+                seen = mask if mask.shape[0] == 1 else mask[b : b + 1]
+                seen = seen if seen.shape[1] == 1 else seen[:, group]
+                if seen.dtype == torch.bool and reads_values(seen) and bool(seen.all()):
+                    seen = None  # as of sequences that could have been packed, and are not
+            by_flash = _takes_flash(x.q, seen, x.lse[b, :, group]) and not want.mask
+            visibility = Visibility(seen, x.causal_offset, x.latent.shape[1], x.latent.device)
+            own_q, own_do, own_o = (t[b, :, group].transpose(0, 1).to(dtype) for t in (x.q, x.grad_o, x.o))
+            rows = _Rows(
+                own_q,
+                own_do,
+                own_o,
+                x.lse[b, :, group].transpose(0, 1),
+                None if x.grad_lse is None else x.grad_lse[b, :, group].transpose(0, 1).to(dtype),
+                visibility,
+                visibility.keys(range(query_count)),
+                x.scale,
+            )
+            _add_group(rows, (x.latent[b], x.k_rope[b]), (w_uk, w_uv), _of(totals, b, group), by_flash)
+    found = (totals.q, totals.latent, totals.k_rope, totals.w_uk, totals.w_uv, totals.mask)
+    return [
+        total.to(operand.dtype)
+        for total, operand in zip(found, operands, strict=True)
+        if total is not None and operand is not None
+    ]
+
+
+def _takes_flash(q: Tensor, mask: Tensor | None, lse: Tensor) -> bool:
+    """Whether CPU flash attention's backward, which trusts the lse of the forward, gives what a softmax would.
+
+    In rows that finite numbers hide from every key the lse is those numbers, and has lost all else.
+    """
+    if not q.is_cpu or q.dtype == torch.float64 or q.numel() == 0:
+        return False
+    return mask is None or mask.dtype == torch.bool or not bool(((lse <= lowest(q.dtype)) & lse.isfinite()).any())
+
+
+def _of(totals: _Gradients, b: int, group: slice) -> _Gradients:
+    """The parts of a sequence and a group of heads, of queries `[H, Sq, P + R]`."""
+    mask = totals.mask
+    if mask is not None:
+        mask = mask if mask.shape[0] == 1 else mask[b : b + 1]
+        mask = mask if mask.shape[1] == 1 else mask[:, group]
+    return _Gradients(
+        None if totals.q is None else totals.q[b, :, group].transpose(0, 1),
+        None if totals.latent is None else totals.latent[b],
+        None if totals.k_rope is None else totals.k_rope[b],
+        None if totals.w_uk is None else totals.w_uk[group],
+        None if totals.w_uv is None else totals.w_uv[group],
+        mask,
+    )
+
+
+def _add_group(
+    rows: _Rows,
+    cache: tuple[Tensor, Tensor],
+    weights: tuple[Tensor | None, Tensor | None],
+    totals: _Gradients,
+    by_flash: bool,
+) -> None:
+    """Add what one group of heads of a sequence gives; cache is `[T, L]` and `[T, R]`."""
+    (w_uk, w_uv), keys, dtype = weights, rows.keys, rows.q.dtype
+    if len(keys) == 0:
+        return
+    latent, k_rope = (take(part, keys, 0).to(dtype) for part in cache)
+    blanks = rows.visibility.blanks(range(rows.q.shape[1]), keys)
+    if blanks is not None:
+        latent, k_rope = (part.masked_fill(blanks[0][:, None], 0.0) for part in (latent, k_rope))
+    heads, columns = rows.q.shape[0], rows.o.shape[2]
+    nope = rows.q.shape[2] - k_rope.shape[1]
+    # Flash attention wants keys and values of one width; a gradient of lse takes a column of its own.
+    width = max(nope + k_rope.shape[1], columns + (rows.d_lse is not None)) if by_flash else None
+    k = _of_heads(latent, w_uk, heads, width or nope + k_rope.shape[1], k_rope)
+    v = _of_heads(latent, w_uv, heads, width or columns)
+    dq, dk, dv = _by_flash(rows, k, v) if by_flash else _composed(rows, k, v, totals.mask)
+    del k, v
+    dk_nope, dk_rope, dv = dk[..., :nope], dk[..., nope : nope + k_rope.shape[1]], dv[..., :columns]
+    if totals.q is not None:
+        totals.q += dq[..., : rows.q.shape[2]]
+    if totals.latent is not None:
+        part = totals.latent.narrow(0, keys.start, len(keys)) if isinstance(keys, range) else torch.zeros_like(latent)
+        _contract(dk_nope, w_uk, part)
+        _contract(dv, w_uv, part)
+        if blanks is not None:
+            part.masked_fill_(blanks[0][:, None], 0.0)
+        if not isinstance(keys, range):
+            totals.latent.index_add_(0, keys, part)
+    if totals.k_rope is not None:
+        part = dk_rope.sum(0)
+        if isinstance(keys, range):
+            totals.k_rope.narrow(0, keys.start, len(keys)).add_(part)
+        else:
+            totals.k_rope.index_add_(0, keys, part)
+    if totals.w_uk is not None:
+        totals.w_uk += dk_nope.mT @ latent
+    if totals.w_uv is not None:
+        totals.w_uv += dv.mT @ latent
+
+
+def _of_heads(latent: Tensor, weight: Tensor | None, heads: int, width: int, k_rope: Tensor | None = None) -> Tensor:
+    """`[H, T, width]`: the latent, up-projected if there is a weight, the rope key beside it, and zeros."""
+    whole = latent.new_zeros((1 if weight is None else heads, latent.shape[0], width))
+    columns = latent.shape[1] if weight is None else weight.shape[1]
+    if weight is None:
+        whole[..., :columns] = latent
+    else:
+        torch.bmm(latent.expand(heads, -1, -1), weight.mT, out=whole[..., :columns])
+    if k_rope is not None:
+        whole[..., columns : columns + k_rope.shape[1]] = k_rope
+    return whole.expand(heads, -1, -1)
+
+
+def _contract(grads: Tensor, weight: Tensor | None, total: Tensor) -> None:
+    """Add to that of the latent `[T, L]` what `[H, T, W]` of its up-projections give."""
+    if weight is None:
+        total += grads.sum(0)
+        return
+    for grad, of_head in zip(grads, weight, strict=True):
+        total.addmm_(grad, of_head)
+
+
+def _by_flash(rows: _Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv by CPU flash attention's backward, whose softmax is that of `rows.lse` whatever keys it is given.
+
+    It takes `sum(do * o)` off what a row's weights are to grow by: a gradient of lse is one more column of both.
+    """
+    width, columns = k.shape[2], rows.o.shape[2]
+    q, do, o = (torch.nn.functional.pad(t, (0, width - t.shape[2])) for t in (rows.q, rows.do, rows.o))
+    if rows.d_lse is not None:
+        o[..., columns] = 1.0
+        do[..., columns] = -rows.d_lse
+    # A row that sees no key: no weight of it is more than 0.
+    lse = rows.lse.masked_fill(rows.lse == -torch.inf, 0.0).contiguous()
+    totals: tuple[Tensor, ...] | None = None
+    for queries, keys, causal, bias in _pieces(rows, q.dtype):
+        part, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(t[None, :, part] for t in (do, q)),
+            *(t[None, :, seen] for t in (k, v)),
+            *(t[None, :, part] for t in (o, lse)),
+            0.0,
+            causal,
+            attn_mask=bias,
+            scale=rows.scale,
+        )
+        grads = tuple(grad[0] for grad in grads)
+        if len(queries) == q.shape[1] and len(keys) == k.shape[1] and totals is None:
+            totals = grads
+            continue
+        if totals is None:
+            totals = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for total, place, grad in zip(totals, (part, seen, seen), grads, strict=True):
+            total[:, place] += grad
+    dq, dk, dv = totals or (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+    return dq, dk, dv
+
+
+def _pieces(rows: _Rows, dtype: torch.dtype) -> Iterator[tuple[range, range, bool, Tensor | None]]:
+    """Queries, positions among the keys, whether query i of them sees only the first i + 1, and a bias."""
+    visibility, every, queries = rows.visibility, range(len(rows.keys)), range(rows.q.shape[1])
+    offset = visibility.causal_offset
+    if visibility.mask is not None:
+        for start in queries[::_MASKED_QUERIES]:
+            some = queries[start : start + _MASKED_QUERIES]
+            seen = every
+            if isinstance(rows.keys, range):
+                seen = every[: max(causal_stop(offset, some, visibility.tokens) - rows.keys.start, 0)]
+            bias = visibility.bias(some, rows.keys[: len(seen)], dtype)
+            if len(seen) and (bias is None or not bool((bias == -torch.inf).all())):
+                yield some, seen, False, None if bias is None else bias.contiguous()
+        return
+    if offset is None:
+        yield queries, every, False, None
+        return
+    if offset > 0 and every[:offset]:
+        yield queries, every[:offset], False, None
+    if every[max(offset, 0) :] and queries[max(-offset, 0) :]:
+        yield queries[max(-offset, 0) :], every[max(offset, 0) :], True, None
+
+
+def _composed(rows: _Rows, k: Tensor, v: Tensor, d_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv out of products and a softmax, the scores of some queries with all keys at a time; adds to d_mask
+    `[1, H or 1, Sq or 1, T or 1]`."""
+    dq, dk, dv = torch.empty_like(rows.q), torch.zeros_like(k), torch.zeros_like(v)
+    count = rows.q.shape[1]
+    step = max(_SCORES // (k.shape[0] * k.shape[1]), 1)
+    for start in range(0, count, step):
+        queries = range(start, min(start + step, count))
+        part = slice(queries.start, queries.stop)
+        q, do = rows.q[:, part], rows.do[:, part]
+        bias = rows.visibility.bias(queries, rows.keys, q.dtype)
+        weights = softmax_with_lse(rows.scale * (q @ k.mT)[None], bias, None)[0][0]
+        grown = do @ v.mT
+        mean = (weights * grown).sum(-1, keepdim=True)
+        if rows.d_lse is not None:
+            mean = mean - rows.d_lse[:, part, None]
+        d_scores = weights * (grown - mean)
+        dq[:, part] = rows.scale * (d_scores @ k)
+        dk += rows.scale * (d_scores.mT @ q)
+        dv += weights.mT @ do
+        if d_mask is not None:
+            _add_to_mask(d_scores, queries, rows.keys, d_mask)
+    return dq, dk, dv
+
+
+def _add_to_mask(d_scores: Tensor, queries: range, keys: KeyPositions, d_mask: Tensor) -> None:
+    """Add `[H, s, C]` to `[1, H or 1, Sq or 1, T or 1]`, summed where that is broadcast."""
+    if d_mask.shape[2] != 1:
+        d_mask = d_mask.narrow(2, queries.start, len(queries))
+    summed = [dim for dim, size in enumerate(d_mask.shape[1:]) if size == 1]
+    total = d_scores.sum(summed, keepdim=True)[None] if summed else d_scores[None]
+    if d_mask.shape[3] == 1:
+        d_mask += total
+    elif isinstance(keys, range):
+        d_mask.narrow(3, keys.start, len(keys)).add_(total)
+    else:
+        d_mask.index_add_(3, keys, total)

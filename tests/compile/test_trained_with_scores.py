@@ -1,0 +1,119 @@
+"""Attention whose weights are read elsewhere too, where gradients are needed: keys and values are made again."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import mla_compile
+from mla_compile.bench.memory import kept_for_backward
+from mla_compile.passes.paths.trained_with_scores import TrainedWithScores
+from tests.compile.test_trained_absorbed import Absorbed
+from tests.compile.test_training import Layer, hidden
+from tests.models import N, P, R, V
+from tests.training import Rewritten, gradients
+
+
+class Returned(Layer):
+    """Attention weights beside the output."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.weights = self.weights_of(q @ k.mT * q.shape[-1] ** -0.5)
+        return self.weights @ v
+
+    def weights_of(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.weights
+
+
+class Written(Returned):
+    """Keys in a buffer of their own."""
+
+    def up_projected(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = super().up_projected(latent)
+        buffer = torch.empty_like(k)
+        buffer[..., :P].copy_(k)
+        return buffer, v
+
+
+class Mixed(Layer):
+    """Scores of a head are mixed with those of the others."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        return (scores + scores.mean(1, keepdim=True)).softmax(-1) @ v
+
+
+LAYERS = [Returned, Written, Mixed]
+
+
+def compiled(module, backend="mla"):
+    torch._dynamo.reset()
+    return torch.compile(module, backend=backend, dynamic=False)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_every_gradient_is_stock_s(kind):
+    torch.manual_seed(0)
+    module, x = kind(), hidden()
+    for ours, plain in zip(gradients(compiled(module), module, [x]), gradients(module, module, [x]), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    (site,) = mla_compile.last_report().sites
+    assert (site.path, site.reason) == ("chunked", TrainedWithScores.why)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_neither_keys_nor_values_are_kept(kind):
+    tokens = 64
+    module, x = kind(), hidden(tokens=tokens).requires_grad_()
+
+    def kept(backend):
+        function = functools.partial(compiled(module, backend), x)
+        return kept_for_backward(function, (x, *module.parameters())) / (x.shape[0] * tokens * 4)
+
+    assert kept("mla") <= kept("inductor") - N * (P + R) - N * V + R, "keys and values less, the rope key more"
+
+
+class Dropped(Returned):
+    """Dropout on the latent of the keys, each time another."""
+
+    def up_projected(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = super().up_projected(latent)
+        return F.dropout(k, 0.5), v
+
+
+class AbsorbedReturned(Absorbed):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.weights = self.scores(q, k).softmax(-1)
+        return self.weights @ v
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.weights
+
+
+class Checkpointed(Mixed):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Dropped, "expected "),
+        (AbsorbedReturned, "expected an up-projection to do again for gradients, found scores absorbed by hand"),
+        (Checkpointed, "expected scores that nothing else reads in a checkpoint, which keeps nothing"),
+    ],
+)
+def test_what_stays_as_it_is(kind, reason):
+    module = kind()
+    rewritten = Rewritten(module)
+    gradients(rewritten, module, [hidden()])
+    assert rewritten.outcomes[0].path == "unchanged"
+    assert rewritten.outcomes[0].reason.startswith(reason)

@@ -1,0 +1,60 @@
+"""`mla-compile bench --train` on a tiny layer: gradients that are no numbers are wrong. No test looks at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mla_compile.bench import command, training
+from mla_compile.cli import main
+from tests.test_bench import TINY
+
+
+class NoNumber(torch.autograd.Function):
+    """The same value, a gradient that is none."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.full_like(grad, torch.nan)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Modes that nobody compiles, `mla` with what a test says to its output, and no memory measured."""
+
+    def set_up(spoil):
+        def step(mode, built):
+            def run(arguments):
+                output = built.attention(**arguments)[0]
+                return spoil(output) if mode == "mla" else output
+
+            return run
+
+        monkeypatch.setattr(training, "_step", step)
+
+    monkeypatch.setattr(training, "CHECKED_TOKENS", 8)
+    monkeypatch.setattr(training, "_memory", lambda *task: (None, None))
+    monkeypatch.setitem(command.LAYERS, "v2-lite", TINY["v2"])
+    return set_up
+
+
+@pytest.mark.parametrize(
+    ("spoil", "status", "words"),
+    [
+        (lambda output: output, 0, ""),
+        (NoNumber.apply, 1, "is inf off float64, rounding explains"),
+        (lambda output: 1.01 * output, 1, " off float64, rounding explains"),
+    ],
+    ids=["right", "no numbers", "other numbers"],
+)
+def test_wrong_gradients_get_no_time_and_fail(steps, capsys, spoil, status, words):
+    steps(spoil)
+    with torch.enable_grad():
+        assert main(["bench", "--layer", "v2-lite", "--train", "8", "--repeats", "1"]) == status
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[:2] == ["8", "mla"]]
+    assert words in row
+    assert (row.split()[2] == "-") == bool(words)
