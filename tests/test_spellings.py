@@ -24,7 +24,8 @@ def test_a_spelling_is_rewritten_and_right(seed: int) -> None:
     assert outcome.rewritten == (spelling.spoiled == "no"), outcome.reason
 
 
-@pytest.mark.parametrize("seed", range(12))
+# 22, 58, 93 and 121 return their weights, 26 has a gate and a loop over heads.
+@pytest.mark.parametrize("seed", [*range(12), 22, 26, 58, 93, 121])
 def test_a_spelling_is_trained(seed: int) -> None:
     spelling = draw(seed)
     outcome = check_training(spelling, seed)
@@ -53,10 +54,14 @@ def test_every_choice_is_drawn() -> None:
 
 @pytest.mark.parametrize("seed", [0, 7, 25, 40])
 def test_a_spelling_through_torch_compile(seed: int, without_codegen: None) -> None:
+    """Over several inputs: of one, eager's error may be small by chance."""
     spelling = draw(seed)
-    module, inputs = made(spelling, seed)
-    eager = module(*copies(inputs))
+    module, _ = made(spelling, seed)
+    inputs = [made(spelling, seed + i)[1] for i in range(8)]
+    eager = torch.stack([module(*copies(tensors)) for tensors in inputs])
     compiled = torch.compile(module, backend="mla", options={"mla.path": "absorbed"}, fullgraph=True)
-    result = compiled(*copies(inputs))
+    results = torch.stack([compiled(*copies(tensors)) for tensors in inputs])
     assert last_report().rewritten == 1
-    assert_as_close_as_eager(result, eager, module.double()(*copies(inputs, torch.float64)))
+    module.double()
+    exact = torch.stack([module(*copies(tensors, torch.float64)) for tensors in inputs])
+    assert_as_close_as_eager(results, eager, exact)
