@@ -120,7 +120,7 @@ def test_ranks_that_share_out_tokens_write_the_same_and_have_room_for_twice_as_m
 
 
 def test_a_sequence_too_long_for_the_pages_of_a_rank_fits_into_those_of_two(checkpoint, write, tmp_path):
-    """The last has 121 tokens, five pages 80. A page at a time to each rank: the second has none of the first 16 tokens."""
+    """The last has 121 tokens, five pages 80. A page at a time to each rank: the second has none of the first 16."""
     refused = run(checkpoint[0], tmp_path / "answer.json", **HEADS, **FEW_PAGES)
     assert refused.returncode != 0
     assert "max seq len (128)" in refused.stdout + refused.stderr
