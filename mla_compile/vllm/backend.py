@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonImpl, MLACommonMetadata
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 
-from . import NAME
+from . import NAME, context_parallel
 from .pages import attend, write
 
 
@@ -83,6 +83,8 @@ class MLACompileImpl(MLACommonImpl[MLACommonMetadata]):
             **sizes,
         )
         self.supports_quant_query_input = False
+        if self.dcp_world_size > 1:
+            context_parallel.install()
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any

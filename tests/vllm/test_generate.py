@@ -1,8 +1,9 @@
-"""vLLM on our kernels writes what transformers writes, in one process and with heads shared out.
+"""vLLM on our kernels writes what transformers writes, in one process and with heads and tokens shared out.
 
 Needs vLLM for CPUs: `make vllm` makes an environment of its own and runs this there.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = [[1, 17, 5, 92, 33], [2, 8, 8, 61, 7, 7, 40, 120, 9, 3, 55], list(range(3, 40))]
+PROMPTS = [[1, 17, 5, 92, 33], [2, 8, 8, 61, 7, 7, 40, 120, 9, 3, 55], list(range(3, 40)), list(range(3, 100))]
 ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -72,28 +73,64 @@ def _continued(model, prompt):
     return output[0, len(prompt) :].tolist()
 
 
-def write(checkpoint, answer, **options):
+def run(checkpoint, answer, **options):
     command = [sys.executable, str(Path(__file__).with_name("generate.py"))]
     options = {"dtype": "float32", "max_model_len": 128, "block_size": 16, **options}
-    done = subprocess.run(
+    return subprocess.run(
         [*command, str(checkpoint), json.dumps(options), json.dumps(PROMPTS), str(answer)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return json.loads(answer.read_text())
+
+
+@pytest.fixture(scope="module")
+def write(checkpoint, tmp_path_factory):
+    """Gives the answer to options, from one run for all tests that ask for the same."""
+
+    @functools.cache
+    def written(**options):
+        answer = tmp_path_factory.mktemp("answer") / "answer.json"
+        done = run(checkpoint[0], answer, **options)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+        return json.loads(answer.read_text())
+
+    return written
+
+
+HEADS = {"tensor_parallel_size": 2}
+TOKENS = {**HEADS, "decode_context_parallel_size": 2}
+FEW_PAGES = {"num_gpu_blocks_override": 5}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_tokens_are_those_of_transformers(checkpoint, tmp_path, ranks):
-    path, expected = checkpoint
-    found = write(path, tmp_path / "answer.json", tensor_parallel_size=ranks)
+def test_tokens_are_those_of_transformers(checkpoint, write, ranks):
+    found = write(tensor_parallel_size=ranks)
     assert found["backends"] == [["MLA_COMPILE"] * 2] * ranks
-    assert found["tokens"] == expected
+    assert found["tokens"] == checkpoint[1]
+
+
+def test_ranks_that_share_out_tokens_write_the_same_and_have_room_for_twice_as_many(checkpoint, write):
+    heads, tokens = write(**HEADS), write(**TOKENS)
+    assert tokens["backends"] == [["MLA_COMPILE"] * 2] * 2
+    assert tokens["tokens"] == checkpoint[1]
+    assert tokens["bytes"] == heads["bytes"]
+    assert tokens["room"] == 2 * heads["room"]
+
+
+def test_a_sequence_too_long_for_the_pages_of_a_rank_fits_into_those_of_two(checkpoint, write, tmp_path):
+    """The last has 121 tokens, five pages 80. A page at a time to each rank: the second has none of the first 16."""
+    refused = run(checkpoint[0], tmp_path / "answer.json", **HEADS, **FEW_PAGES)
+    assert refused.returncode != 0
+    assert "max seq len (128)" in refused.stdout + refused.stderr
+    found = write(**TOKENS, **FEW_PAGES, cp_kv_cache_interleave_size=16)
+    assert found["tokens"] == checkpoint[1]
 
 
 def test_without_the_plugin_vllm_takes_its_own(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "none")
-    assert write(checkpoint[0], tmp_path / "answer.json")["backends"] == [["CPU_MLA"] * 2]
+    answer = tmp_path / "answer.json"
+    done = run(checkpoint[0], answer)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    assert json.loads(answer.read_text())["backends"] == [["CPU_MLA"] * 2]
