@@ -44,7 +44,7 @@ from .loops import settings_of_loops
 from .options import Options
 from .replicated import with_replicated_heads
 from .report import Report, record
-from .retrace import calls_of, retrace
+from .retrace import retrace
 from .rewriting import raise_strict, rewrite_graph
 from .seal import seal
 from .stored import ReportStore
@@ -221,7 +221,6 @@ class _Compilation:
         return _compile_fx(self.module, self.inputs)
 
     def _inner(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
-        before = calls_of(module.graph)
         rewriting = rewrite_graph(module, self._rates(), self.options)
         self.outcomes = with_replicated_heads(rewriting.outcomes, module, self.inputs)
         self.seconds["passes"] = rewriting.seconds
@@ -232,7 +231,7 @@ class _Compilation:
             raise_strict(self.outcomes, "")
         cpp_kernels.begin(self._dtypes_on_cpu())
         start = time.perf_counter()
-        retraced = retrace(module, before)
+        retraced = retrace(module)
         self.seconds["retrace"] = time.perf_counter() - start
         log_graph("mla_retraced", retraced)
         if "get_decomp_fn" in kwargs:
