@@ -56,7 +56,8 @@ def assert_each_has_its_heads(model, ranks):
         assert torch.equal(compiled_tokens, expected)
         with torch.no_grad():
             assert_as_close_as_eager(compiled, eager, exact(tokens[:, :-1]).logits[:, -len(eager) :].transpose(0, 1))
-        assert {(path, n) for path, n, _ in rank["sites"]} == {("chunked", f"{heads // RANKS}"), ("absorbed", "2")}
+        assert {n for _, n, _ in rank["sites"]} == {f"{heads // RANKS}"}
+        assert {path for path, *_ in rank["sites"]} in ({"chunked", "absorbed"}, {"sparse"})
         assert not any("replicated" in reason for *_, reason in rank["sites"])
         assert of_heads
         assert {name: rank["bytes"][name] * RANKS for name in of_heads} == {name: whole[name] for name in of_heads}
