@@ -28,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .op_gradients import differentiate_by_op, differentiate_per_head_matmul, refuse_to_differentiate
+
 __all__ = [
     "append_latents",
     "expanded_attention",
@@ -307,45 +309,6 @@ def _expanded_attention_fake(
     return q.new_empty((*q.shape[:3], w_uv.shape[1])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _backward_fake(grad_o: Tensor, grad_lse: Tensor | None, *others: Any) -> list[Tensor]:
-    *operands_and_settings, wanted = others
-    operands = zip(operands_and_settings, wanted, strict=False)  # the operands come first, one for each that is wanted
-    return [operand.new_empty(operand.shape) for operand, asked in operands if asked and operand is not None]
-
-
-def _differentiate(name: str, count: int) -> None:
-    """Let `mla::<name>_backward` give the gradients of an attention, whose first `count` arguments may have one."""
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs[:count], *output)
-        ctx.settings = inputs[count:]
-        ctx.set_materialize_grads(False)
-
-    def gradients(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        *operands, o, lse = ctx.saved_tensors
-        wanted = list(ctx.needs_input_grad[:count])
-        if grad_o is None:
-            grad_o = torch.zeros_like(o)
-        backward = getattr(torch.ops.mla, f"{name}_backward")
-        found = iter(backward(grad_o, grad_lse, *operands, *ctx.settings, o, lse, wanted) if any(wanted) else ())
-        return *(next(found) if asked else None for asked in wanted), *(None for _ in ctx.settings)
-
-    torch.library.register_fake(f"mla::{name}_backward", _backward_fake, lib=_LIBRARY)
-    torch.library.register_autograd(f"mla::{name}", gradients, setup_context=save, lib=_LIBRARY)
-
-
-def _per_head_matmul_saved(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _per_head_matmul_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    (x, weight), (of_x, of_weight) = ctx.saved_tensors, ctx.needs_input_grad
-    return (
-        per_head_matmul(grad, weight.transpose(1, 2)) if of_x else None,
-        torch.einsum("bsni,bsno->nio", x, grad) if of_weight else None,
-    )
-
-
 def _paged_expanded_attention_fake(
     q: Tensor,
     latent_pages: Tensor,
@@ -372,16 +335,6 @@ def _per_head_matmul_fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:3], weight.shape[2]))
 
 
-def _refuse_backward(name: str) -> None:
-    def backward(ctx: Any, *grads: Tensor | None) -> None:
-        raise NotImplementedError(
-            f"mla::{name} has no backward: expected inputs that need no gradient, found one that does. "
-            "Run under torch.no_grad(), or compile this part of the model with another backend."
-        )
-
-    torch.library.register_autograd(f"mla::{name}", backward, lib=_LIBRARY)
-
-
 _LIBRARY.impl("sealed_attention", _sealed_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("mla::sealed_attention", _sealed_attention, lib=_LIBRARY)
 torch.library.register_fake("mla::latent_attention", _latent_attention_fake, lib=_LIBRARY)
@@ -392,17 +345,15 @@ torch.library.register_fake("mla::paged_expanded_attention", _paged_expanded_att
 torch.library.register_fake("mla::merge_states", _merge_states_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::append_latents", _append_latents_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::per_head_matmul", _per_head_matmul_fake, lib=_LIBRARY)
-_differentiate("latent_attention", 5)
-_differentiate("expanded_attention", 6)
-torch.library.register_autograd(
-    "mla::per_head_matmul", _per_head_matmul_gradients, setup_context=_per_head_matmul_saved, lib=_LIBRARY
-)
+differentiate_by_op(_LIBRARY, "latent_attention", 5)
+differentiate_by_op(_LIBRARY, "expanded_attention", 6)
+differentiate_per_head_matmul(_LIBRARY)
 for _device_type in ("cpu", "cuda"):
     _register_autocast(_device_type)
 for _name in __all__:
     # torch takes no formula for what mutates
     if _name not in ("append_latents", "expanded_attention", "latent_attention", "per_head_matmul"):
-        _refuse_backward(_name)
+        refuse_to_differentiate(_LIBRARY, _name)
 
 SEALED = torch.ops.mla.sealed_attention.default
 

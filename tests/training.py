@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,3 +85,15 @@ def assert_gradients_close(found: Sequence[Tensor], eager: Sequence[Tensor], exa
         error, unit = (float((t.double() - truth).where(finite, 0).abs().max()) for t in (ours, plain))
         allowed = FACTOR * max(unit, torch.finfo(plain.dtype).eps * largest)
         assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}, eager's {unit:.3g}"
+
+
+def assert_every_gradient(module: nn.Module, inputs: Sequence[Tensor], *, autocast: bool = False) -> Rewritten:
+    """Check the first output and all gradients of a rewritten module against float64; returns it."""
+    wide = copy.deepcopy(module).double()
+    exact = gradients(wide, wide, [x.double() for x in inputs])
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        eager = gradients(module, module, inputs)
+        rewritten = Rewritten(module)
+        found = gradients(rewritten, module, inputs)
+    assert_gradients_close(found, eager, exact)
+    return rewritten

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ...errors import KernelError
+from ..backward import Attended
 from ..checks import check_alike, check_mask, check_rank, check_shapes
 
 OP = "expanded_attention"
@@ -60,32 +61,17 @@ class ExpandedAttention:
 
 
 @dataclass(frozen=True)
-class ExpandedAttentionBackward:
-    """The arguments of its backward: the forward's, what that gave, the gradients and which operands want one."""
+class ExpandedAttentionBackward(Attended):
+    """The arguments of its backward: of the attentions that have one, the one with both up-projections."""
 
-    grad_o: Tensor
-    grad_lse: Tensor | None
-    q: Tensor
-    latent: Tensor
-    k_rope: Tensor
     w_uk: Tensor
     w_uv: Tensor
-    mask: Tensor | None
-    causal_offset: int | None
-    scale: float
-    workspace_tokens: int
-    o: Tensor
-    lse: Tensor
     wanted: list[bool]
-
-    @property
-    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """What may have a gradient, in the order of `wanted`."""
-        return self.q, self.latent, self.k_rope, self.w_uk, self.w_uv, self.mask
 
     def check(self) -> None:
         """Check shapes, dtypes and devices. Raises: KernelError."""
-        ExpandedAttention(*self.operands, self.causal_offset, self.scale, self.workspace_tokens).check()
+        operands = self.q, self.latent, self.k_rope, self.w_uk, self.w_uv, self.mask
+        ExpandedAttention(*operands, self.causal_offset, self.scale, self.workspace_tokens).check()
         batch, query_count, heads, _ = self.q.shape
         dims = {"B": batch, "Sq": query_count, "N": heads, "V": self.w_uv.shape[1]}
         check_shapes(f"{OP}_backward", dims, grad_o=(self.grad_o, "B Sq N V"), o=(self.o, "B Sq N V"))

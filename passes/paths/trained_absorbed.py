@@ -6,22 +6,17 @@ After    o = latent_attention(q, q_rope, latent, k_rope);   kept for backward: q
 
 from __future__ import annotations
 
-from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
 from ..mla.site import Site
 from .absorbed import Absorbed
-from .carriers import MaskAndOffset
-from .trained import Trained
+from .in_training import InTraining
 
 
-class TrainedAbsorbed(Absorbed):
+class TrainedAbsorbed(InTraining, Absorbed):
     """Scores are computed again in the backward; keys and values are the latent, or one of them is."""
 
     name = "trained absorbed"
     why = "scores are computed again for gradients"
-    carriers = (MaskAndOffset,)
-    may_branch = False
-    may_be_asked = False
 
     @property
     def word(self) -> str:
@@ -36,11 +31,3 @@ class TrainedAbsorbed(Absorbed):
         """Not what it keeps for the backward."""
         words = super().as_written(site)
         return f"{words}; {self.why}"
-
-    def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
-        """As `Trained`."""
-        return Trained().can_read(keys, site, meaning)
-
-    def prefers_lengths(self, device: str) -> bool:
-        """As `Trained`."""
-        return Trained().prefers_lengths(device)

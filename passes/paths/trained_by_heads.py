@@ -12,14 +12,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..caches.stored import StoredKeys
 from ..code.differentiable import over_groups_with_gradients
 from ..code.loops import Attend, HeadDims
 from ..masks.meaning import Meaning
 from ..mla.site import Site
 from ..nodes.refusal import Refusal
 from .by_heads import ByHeads, heads_at_a_time
-from .trained import Trained
 from .trained_with_scores import TrainedWithScores
 
 SCORES_BYTES = 1 << 24
@@ -47,10 +45,6 @@ class TrainedByHeads(ByHeads):
             reason = "expected an up-projection to know heads by, found a function of scores absorbed by hand"
             raise Refusal(site.node, reason)
         super().refuse(site, asked=asked)
-
-    def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
-        """As `Trained`."""
-        return Trained().can_read(keys, site, meaning)
 
     def _by_groups(self, attend: Attend, tensors: Sequence[Tensor], dims: HeadDims, site: Site, out: Tensor) -> Tensor:
         """In a loop even where one turn is enough: what it computes is then not kept."""

@@ -37,10 +37,6 @@ class TrainedWithScores(ByHeads):
             reason = "expected an up-projection to do again for gradients, found scores absorbed by hand"
             raise Refusal(site.node, reason)
 
-    def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
-        """As `Trained`."""
-        return Trained().can_read(keys, site, meaning)
-
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
         """None."""
         return []

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mla_compile
 from tests.adapters import Adapted, WithMagnitudes, adapt
-from tests.compile.test_training import Layer, assert_trained, hidden
+from tests.compile.layers import Layer, assert_trained, hidden
 from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, Combined
 from tests.training import Rewritten, gradients

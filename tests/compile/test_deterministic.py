@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mla_compile
-from tests.compile.test_training import Layer, hidden
+from tests.compile.layers import Layer, hidden
 from tests.models import Combined
 from tests.training import gradients
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import mla_compile
 from mla_compile.bench.memory import kept_for_backward
 from tests.adapters import adapt
-from tests.compile.test_training import ByHand, Layer, hidden
+from tests.compile.layers import ByHand, Layer, hidden
 from tests.models import HIDDEN, Combined, L, N, P, R, V
 from tests.training import assert_gradients_close, gradients
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 
@@ -15,9 +14,9 @@ import mla_compile
 from mla_compile.bench.memory import kept_for_backward
 from mla_compile.passes.code.differentiable import OVER_GROUPS
 from mla_compile.passes.paths import trained_by_heads
-from tests.compile.test_training import Layer, hidden
+from tests.compile.layers import Layer, hidden
 from tests.models import Combined, L, N, P, R, V
-from tests.training import Rewritten, assert_gradients_close, gradients
+from tests.training import Rewritten, assert_every_gradient, assert_gradients_close, gradients
 
 TOKENS = 64
 
@@ -90,11 +89,7 @@ LAYERS = [Capped, Learned, TwoScores, Blind, ExpTwo]
 @pytest.mark.parametrize("kind", LAYERS)
 def test_every_gradient_is_as_close_to_float64_as_eager(kind, dtype):
     torch.manual_seed(0)
-    module, x = kind().to(dtype), hidden(dtype)
-    wide = copy.deepcopy(module).double()
-    exact, eager = gradients(wide, wide, [x.double()]), gradients(module, module, [x])
-    rewritten = Rewritten(module)
-    assert_gradients_close(gradients(rewritten, module, [x]), eager, exact)
+    rewritten = assert_every_gradient(kind().to(dtype), [hidden(dtype)])
     (outcome,) = rewritten.outcomes
     assert (outcome.path, outcome.reason) == ("chunked", trained_by_heads.TrainedByHeads.why)
     assert len(rewritten.nodes(OVER_GROUPS)) == 1

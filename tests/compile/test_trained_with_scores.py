@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import mla_compile
 from mla_compile.bench.memory import kept_for_backward
 from mla_compile.passes.paths.trained_with_scores import TrainedWithScores
+from tests.compile.layers import Layer, hidden
 from tests.compile.test_trained_absorbed import Absorbed
-from tests.compile.test_training import Layer, hidden
 from tests.models import N, P, R, V
 from tests.training import Rewritten, gradients
 

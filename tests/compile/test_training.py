@@ -1,69 +1,25 @@
-"""Graphs that need gradients: rewritten before they are differentiated, right, and unchanged in doubt."""
+"""Graphs that need gradients: rewritten before they are differentiated, and right."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mla_compile
 from mla_compile.bench.memory import kept_for_backward
-from tests.models import HIDDEN, Combined, L, N, P, R, V, rope
-from tests.training import Rewritten, assert_gradients_close, gradients
-
-expanded_attention = torch.ops.mla.expanded_attention.default
-
-
-class Layer(nn.Module):
-    """MLA over a whole sequence. What a test changes it overrides."""
-
-    def __init__(self, **settings: object) -> None:
-        super().__init__()
-        self.mla = Combined()
-        self.__dict__.update(settings)
-
-    def up_projected(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        kv = self.mla.kv_b_proj(latent).unflatten(2, (N, P + V)).transpose(1, 2)
-        return kv.split([P, V], dim=-1)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        latent, k_rope = self.mla.kv_a_proj(x).split([self.mla.kv_norm.normalized_shape[0], R], dim=-1)
-        return self.mla.kv_norm(latent), k_rope
-
-    def forward(self, x: Tensor) -> Tensor:
-        q_nope, q_rope = self.mla.q_proj(x).unflatten(2, (N, P + R)).split([P, R], dim=-1)
-        q = torch.cat([q_nope, rope(q_rope, 0)], dim=-1).transpose(1, 2)
-        latent, k_rope = self.latents(x)
-        k_rope = rope(k_rope[:, :, None], 0).transpose(1, 2)
-        k_nope, v = self.up_projected(latent)
-        k = torch.cat([k_nope, k_rope.expand(-1, N, -1, -1)], dim=-1)
-        return self.mla.o_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
-
-
-def hidden(dtype=torch.float32, tokens=13):
-    return torch.randn(2, tokens, HIDDEN, dtype=dtype)
-
-
-def assert_trained(module, x, rewritten, *, autocast=False, outcomes=1):
-    """Check output and gradients against float64, and that so many attentions were rewritten."""
-    wide = copy.deepcopy(module).double()
-    exact = gradients(wide, wide, [x.double()])
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        eager = gradients(module, module, [x])
-        compiled = Rewritten(module)
-        found = gradients(compiled, module, [x])
-    assert_gradients_close(found, eager, exact)
-    assert len(compiled.outcomes) == outcomes
-    assert sum(outcome.rewritten for outcome in compiled.outcomes) == rewritten
-    assert len(compiled.nodes(expanded_attention)) == rewritten
-    return compiled
+from tests.compile.layers import (
+    ByHand,
+    DetachedKeys,
+    Layer,
+    OneByOne,
+    assert_trained,
+    expanded_attention,
+    hidden,
+)
+from tests.models import HIDDEN, L, N, P, R, V
+from tests.training import Rewritten, gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -93,13 +49,6 @@ def test_an_autocast_that_the_graph_turns_on():
     assert_trained(Autocast(), hidden(), rewritten=1)
 
 
-class ByHand(Layer):
-    def attend(self, q, k, v):
-        scores = q @ k.mT * q.shape[-1] ** -0.5
-        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-        return scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
-
-
 def test_a_softmax_by_hand():
     assert_trained(ByHand(), hidden(), rewritten=1)
 
@@ -118,17 +67,6 @@ def test_keys_that_are_written_into_a_buffer():
     assert_trained(Written(), hidden(), rewritten=1)
 
 
-class NotRecorded(Layer):
-    """As `Written`, but without gradients."""
-
-    def up_projected(self, latent):
-        k, v = super().up_projected(latent)
-        buffer = torch.empty_like(k)
-        with torch.no_grad():
-            buffer.copy_(k)
-        return buffer, v
-
-
 class InPlace(ByHand):
     """Divides what it has."""
 
@@ -140,95 +78,9 @@ class InPlace(ByHand):
         return o
 
 
-class OneByOne(Layer):
-    """Writes one sequence after the other."""
-
-    def attend(self, q, k, v):
-        weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
-        o = torch.empty_like(v)
-        for b in range(o.shape[0]):
-            o[b] = weights[b] @ self.values(v[b])
-        return o
-
-    def values(self, v):
-        return v
-
-
-class OneByOneDetached(OneByOne):
-    def values(self, v):
-        return v.detach()
-
-
 @pytest.mark.parametrize("layer", [InPlace, OneByOne])
 def test_a_result_that_is_written_in_pieces_or_over(layer):
     assert_trained(layer(), hidden(), rewritten=1)
-
-
-class DetachedKeys(Layer):
-    def up_projected(self, latent):
-        k, v = super().up_projected(latent)
-        return k.detach(), v
-
-
-class DetachedLatentOfValues(Layer):
-    def up_projected(self, latent):
-        k, _ = super().up_projected(latent)
-        _, v = super().up_projected(latent.detach())
-        return k, v
-
-
-class WithoutGradients(Layer):
-    def up_projected(self, latent):
-        with torch.no_grad():
-            k, _ = super().up_projected(latent)
-        return k, super().up_projected(latent)[1]
-
-
-class Reversed(torch.autograd.Function):
-    """The same value, another gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
-
-
-class OwnGradient(Layer):
-    def up_projected(self, latent):
-        k, v = super().up_projected(latent)
-        return Reversed.apply(k), v
-
-
-class Dropout(Layer):
-    def attend(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.5)
-
-
-@pytest.mark.parametrize(
-    ("layer", "reason"),
-    [
-        (DetachedKeys, "expected gradients to pass all of the attention's operands, found that they end at"),
-        (DetachedLatentOfValues, "expected gradients to pass all of the attention's operands"),
-        (WithoutGradients, "expected gradients to pass all of the attention's operands"),
-        (NotRecorded, "expected gradients to pass all of the attention's operands"),
-        (OneByOneDetached, "expected gradients to pass all of the attention's operands"),
-        (OwnGradient, "expected "),
-    ],
-)
-def test_where_gradients_are_not_those_of_the_algebra_nothing_changes(layer, reason):
-    compiled = assert_trained(layer(), hidden(), rewritten=0)
-    assert compiled.outcomes[0].reason.startswith(reason)
-
-
-def test_dropout_stays_as_it_is():
-    module = Dropout()
-    compiled = Rewritten(module)
-    gradients(compiled, module, [hidden()])
-    (outcome,) = compiled.outcomes
-    assert outcome.reason.startswith("expected attention without dropout, found dropout_p=0.5")
 
 
 class DetachedLatent(Layer):

@@ -16,7 +16,7 @@ import mla_compile
 from mla_compile import backend
 from mla_compile.options import KEEP_ALL, QUERIES
 from tests.adapters import adapt
-from tests.compile.test_training import Layer
+from tests.compile.layers import Layer
 from tests.interpreted import interpreted
 from tests.models import HIDDEN, Combined
 

@@ -191,14 +191,17 @@ def test_states_and_windows_are_kept_beside_the_pages(family, search):
         assert cache.pool.available == 96
 
 
-@pytest.mark.parametrize("family", MIXED)
-def test_a_fork_has_states_and_windows_of_its_own(family):
+@pytest.mark.parametrize(("family", "cropped"), [*((family, 0) for family in MIXED), ("deepseek_v32", 5)])
+def test_a_fork_has_what_is_beside_the_pages_of_its_own(family, cropped):
+    """States, windows and an indexer's keys; the last are cropped before."""
     model = families.build(families.FAMILIES[family], "sdpa")
-    ids, more = prompt(2)["input_ids"], torch.randint(1, 60, (2, 1))
+    ids, more = prompt(2)["input_ids"], torch.randint(1, 60, (2, max(cropped, 1)))
     whole = torch.cat([ids, more], dim=1)
     eager, exact = (each(whole).logits[:, ids.shape[1] :] for each in (model, families.exact(model)))
     cache = PagedLatentCache.of(model, pages=96, page_size=4)
-    model(ids, past_key_values=cache)
+    model(torch.cat([ids, more.flip(1)[:, :cropped]], dim=1), past_key_values=cache)
+    if cropped:
+        cache.crop(-cropped)
     last = torch.tensor([1])
     for continued, rows in ((cache.fork(), [0, 1]), (cache.fork(last), [1]), (cache, [0, 1])):
         logits = model(more[rows], past_key_values=continued).logits
@@ -242,20 +245,6 @@ def test_an_indexers_keys_are_kept_beside_the_pages(search):
     assert torch.equal(generate(model, inputs, cache, SEARCHES[search]), expected)
     cache.reset()
     assert cache.pool.available == 96
-
-
-def test_an_indexers_keys_are_cropped_and_forked_with_the_pages():
-    model = families.build(families.FAMILIES["deepseek_v32"], "sdpa")
-    ids, more = prompt(2)["input_ids"], torch.randint(1, 60, (2, 5))
-    whole = torch.cat([ids, more], dim=1)
-    eager, exact = (each(whole).logits[:, ids.shape[1] :] for each in (model, families.exact(model)))
-    cache = PagedLatentCache.of(model, pages=96, page_size=4)
-    model(torch.cat([ids, more.flip(1)], dim=1), past_key_values=cache)
-    cache.crop(-5)
-    last = torch.tensor([1])
-    for continued, rows in ((cache.fork(), [0, 1]), (cache.fork(last), [1]), (cache, [0, 1])):
-        logits = model(more[rows], past_key_values=continued).logits
-        assert_as_close_as_eager(logits, eager[rows], exact[rows])
 
 
 def test_an_indexers_keys_are_not_shared_out_over_a_mesh():

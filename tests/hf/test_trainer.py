@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mla_compile
-from tests.compile.test_training import Layer, hidden
+from tests.compile.layers import Layer, hidden
 from tests.hf.test_training import LAYERS, assert_trained, model_of, tokens
 from tests.training import Rewritten, gradients
 

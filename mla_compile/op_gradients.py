@@ -1,0 +1,63 @@
+"""How the attention ops of the library are differentiated: their backwards are ops too, or there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def differentiate_by_op(library: torch.library.Library, name: str, count: int) -> None:
+    """Let `mla::<name>_backward` give the gradients of an attention, whose first `count` arguments may have one."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:count], *output)
+        ctx.settings = inputs[count:]
+        ctx.set_materialize_grads(False)
+
+    def gradients(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        *operands, o, lse = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:count])
+        if grad_o is None:
+            grad_o = torch.zeros_like(o)
+        backward = getattr(torch.ops.mla, f"{name}_backward")
+        found = iter(backward(grad_o, grad_lse, *operands, *ctx.settings, o, lse, wanted) if any(wanted) else ())
+        return *(next(found) if asked else None for asked in wanted), *(None for _ in ctx.settings)
+
+    torch.library.register_fake(f"mla::{name}_backward", _backward_fake, lib=library)
+    torch.library.register_autograd(f"mla::{name}", gradients, setup_context=save, lib=library)
+
+
+def _backward_fake(grad_o: Tensor, grad_lse: Tensor | None, *others: Any) -> list[Tensor]:
+    *operands_and_settings, wanted = others
+    operands = zip(operands_and_settings, wanted, strict=False)  # the operands come first, one for each that is wanted
+    return [operand.new_empty(operand.shape) for operand, asked in operands if asked and operand is not None]
+
+
+def differentiate_per_head_matmul(library: torch.library.Library) -> None:
+    """A product's gradients are products."""
+
+    def save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, weight), (of_x, of_weight) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            torch.ops.mla.per_head_matmul(grad, weight.transpose(1, 2)) if of_x else None,
+            torch.einsum("bsni,bsno->nio", x, grad) if of_weight else None,
+        )
+
+    torch.library.register_autograd("mla::per_head_matmul", gradients, setup_context=save, lib=library)
+
+
+def refuse_to_differentiate(library: torch.library.Library, name: str) -> None:
+    """Let a backward through `mla::<name>` raise NotImplementedError."""
+
+    def backward(ctx: Any, *grads: Tensor | None) -> None:
+        raise NotImplementedError(
+            f"mla::{name} has no backward: expected inputs that need no gradient, found one that does. "
+            "Run under torch.no_grad(), or compile this part of the model with another backend."
+        )
+
+    torch.library.register_autograd(f"mla::{name}", backward, lib=library)

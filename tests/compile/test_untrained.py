@@ -1,0 +1,87 @@
+"""Graphs that need gradients and whose gradients are not those of the algebra: unchanged, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.compile.layers import DetachedKeys, Layer, OneByOne, assert_trained, hidden
+from tests.training import Rewritten, gradients
+
+
+class NotRecorded(Layer):
+    """Keys in a buffer of their own, written without gradients."""
+
+    def up_projected(self, latent):
+        k, v = super().up_projected(latent)
+        buffer = torch.empty_like(k)
+        with torch.no_grad():
+            buffer.copy_(k)
+        return buffer, v
+
+
+class OneByOneDetached(OneByOne):
+    def values(self, v):
+        return v.detach()
+
+
+class DetachedLatentOfValues(Layer):
+    def up_projected(self, latent):
+        k, _ = super().up_projected(latent)
+        _, v = super().up_projected(latent.detach())
+        return k, v
+
+
+class WithoutGradients(Layer):
+    def up_projected(self, latent):
+        with torch.no_grad():
+            k, _ = super().up_projected(latent)
+        return k, super().up_projected(latent)[1]
+
+
+class Reversed(torch.autograd.Function):
+    """The same value, another gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+class OwnGradient(Layer):
+    def up_projected(self, latent):
+        k, v = super().up_projected(latent)
+        return Reversed.apply(k), v
+
+
+class Dropout(Layer):
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (DetachedKeys, "expected gradients to pass all of the attention's operands, found that they end at"),
+        (DetachedLatentOfValues, "expected gradients to pass all of the attention's operands"),
+        (WithoutGradients, "expected gradients to pass all of the attention's operands"),
+        (NotRecorded, "expected gradients to pass all of the attention's operands"),
+        (OneByOneDetached, "expected gradients to pass all of the attention's operands"),
+        (OwnGradient, "expected "),
+    ],
+)
+def test_where_gradients_are_not_those_of_the_algebra_nothing_changes(layer, reason):
+    compiled = assert_trained(layer(), hidden(), rewritten=0)
+    assert compiled.outcomes[0].reason.startswith(reason)
+
+
+def test_dropout_stays_as_it_is():
+    module = Dropout()
+    compiled = Rewritten(module)
+    gradients(compiled, module, [hidden()])
+    (outcome,) = compiled.outcomes
+    assert outcome.reason.startswith("expected attention without dropout, found dropout_p=0.5")
