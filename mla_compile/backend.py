@@ -64,6 +64,10 @@ Inputs = Sequence[Any]
 _compiler_config: Any = torch.compiler.config  # a config module, whose `patch` is not in its stubs
 
 
+_AFTER_THE_SECOND_TRACE = ("pattern_matcher", "joint_graph_constant_folding")
+"""Settings of Inductor's for what it does to a graph with its own decompositions, which ours has later."""
+
+
 class _NothingToRewrite(Exception):
     """Leaves AOTAutograd when the passes changed nothing."""
 
@@ -120,6 +124,7 @@ class _Compilation:
         self.note = ""
         self.seconds: dict[str, float] = {}
         self.all_or_nothing = False
+        self.inductor = {name: getattr(inductor_config, name) for name in _AFTER_THE_SECOND_TRACE}
 
     def run(self) -> Callable[..., Any]:
         reason = self._reason_for_stock()
@@ -169,7 +174,10 @@ class _Compilation:
 
     def _compile(self, sealed: fx.GraphModule, tag: str, use_cache: bool) -> Callable[..., Any]:
         """Compile a copy of the sealed graph through the passes, which do not run if torch's cache has the artifact."""
-        with self._own_artifacts(tag, use_cache and not self.options.verify and not is_observed()):
+        with (
+            self._own_artifacts(f"{tag} {self.inductor}", use_cache and not self.options.verify and not is_observed()),
+            inductor_config.patch(dict.fromkeys(self.inductor, False)),
+        ):
             compiled = _compile_fx(copied(sealed), self.inputs, inner_compile=self._inner, decompositions={})
         cpp_kernels.make_ready(self._dtypes_on_cpu())
         return compiled
@@ -221,6 +229,10 @@ class _Compilation:
         return _compile_fx(self.module, self.inputs)
 
     def _inner(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
+        with inductor_config.patch(self.inductor):
+            return self._rewrite_and_compile(module, inputs, **kwargs)
+
+    def _rewrite_and_compile(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
         rewriting = rewrite_graph(module, self._rates(), self.options)
         self.outcomes = with_replicated_heads(rewriting.outcomes, module, self.inputs)
         self.seconds["passes"] = rewriting.seconds

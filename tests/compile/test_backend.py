@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.fx_passes import joint_graph
 
 import mla_compile
 from tests.errors import assert_as_close_as_eager
@@ -76,6 +77,19 @@ def test_inductor_options_reach_inductor(monkeypatch):
     torch.compile(Combined(), backend="mla", options={"max_autotune": True})(*decode_inputs())
     assert seen == [True, True]
     assert not torch._inductor.config.max_autotune
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("folds", [True, False])
+def test_inductors_own_passes_see_a_rewritten_graph_once_as_they_are_set(monkeypatch, folds):
+    seen = []
+    monkeypatch.setattr(joint_graph, "constant_fold_uniform_value", seen.append)
+    compiled = torch.compile(Combined(), backend="mla", options={"joint_graph_constant_folding": folds})
+    compiled(*decode_inputs())
+    assert mla_compile.last_report().rewritten == 1
+    assert len(seen) == folds
+    for module in seen:
+        assert torch.ops.mla.latent_attention.default in {node.target for node in module.graph.nodes}
 
 
 def test_without_mla_the_generated_code_is_stock_inductors():
