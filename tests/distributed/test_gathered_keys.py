@@ -173,15 +173,18 @@ SPELLED = {
     name: Case(name) for name in ("along_tokens", "tokens_first", "into_tensor", "list_of_tensors", "redistributed")
 }
 MASKED = {
-    f"{layout}, {mask}, {Sq} queries": Case(layout, "masks", Sq, mask, compiled=layout == "by_page" and Sq == 3)
+    f"{layout}, {mask}, {Sq} queries": Case(
+        layout, "masks", Sq, mask, compiled=(layout, mask, Sq) == ("by_page", "lengths", 3)
+    )
     for layout in ("along_tokens", "by_token", "by_page")
     for mask in ("causal", "lengths")
     for Sq in (1, 3)
 }
-SAME_QUERIES = {
-    mask: Case("by_token", "queries", 2, mask, compiled=mask == "none") for mask in ("none", "causal", "lengths")
+SAME_QUERIES = {mask: Case("by_token", "queries", 2, mask) for mask in ("none", "causal", "lengths")}
+HALF = {
+    str(dtype): Case("along_tokens", dtype=dtype, compiled=dtype == torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float32)
 }
-HALF = {str(dtype): Case("along_tokens", dtype=dtype, compiled=True) for dtype in (torch.bfloat16, torch.float32)}
 PAGED = {
     f"{layout}, {mask}, {same}, {Sq} queries": Case(layout, same, Sq, mask, pages=True, compiled=Sq == 1)
     for layout, mask, same, Sq in (
@@ -191,7 +194,7 @@ PAGED = {
         ("by_token", "causal", "program", 2),
     )
 }
-CHUNKED = {"chunked": Case("by_token", "queries", 4, "causal", path="chunked", compiled=True)}
+CHUNKED = {"chunked": Case("by_token", "queries", 4, "causal", path="chunked")}
 NARROW, FAR = (1e6, 0.0), (1e15, 1.0)
 """Links on which bytes are all that counts, and messages."""
 FORMS = {
@@ -207,7 +210,7 @@ FORMS = {
     "the link is not known": (Case("by_page", "masks", 3, heads="weights"), InLatentSpace),
     "weights that may not be the same": (Case("by_page", "program", 3, heads="weights", link=NARROW), InLatentSpace),
     "queries of all heads": (
-        Case("by_token", "queries", 2, "lengths", heads="queries", pages=True, compiled=True),
+        Case("by_token", "queries", 2, "lengths", heads="queries", pages=True),
         ToOwnHeads,
     ),
     "no fewer bytes with two ranks": (Case("by_page", "queries", 2, "causal", heads="all", link=NARROW), Gathered),
