@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from mla_compile import device as devices
 from mla_compile.cost import Device
 from mla_compile.kernels import compiled as cpp_kernels
 from mla_compile.kernels._common.tuning import tuning
+from mla_compile.kernels.implementations.choose import ours_alone
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.paths.absorbed import Absorbed
 
@@ -39,6 +41,7 @@ from . import options as option_parser
 from . import variants
 from .dynamo_graph import copied
 from .flex import write_out
+from .gpu_kernels import kernels_of, packages_for
 from .graph_log import is_observed, log_graph
 from .loops import settings_of_loops
 from .options import Options
@@ -95,21 +98,23 @@ def mla(
         compilation = _Compilation(module, inputs, ours)
         compiled = compilation.run()
         seconds = compilation.seconds | {"compile": time.perf_counter() - start}
-        report = Report(compilation.outcomes, compilation.note, seconds)
+        report = Report(compilation.outcomes, compilation.note, seconds, compilation.kernels)
         record(report)
         if report.rewritten:
             variants.remember(module)
-        return _tuning(compiled) if inductor.get("max_autotune") else compiled
+        if inductor.get("max_autotune"):
+            compiled = _within(tuning, compiled)
+        return _within(ours_alone, compiled) if ours.kernels == option_parser.TRITON else compiled
 
 
 warn_of_generate(mla)
 
 
-def _tuning(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The same code, the tiles of whose kernels are timed when they are first launched."""
+def _within(context: Callable[[], AbstractContextManager[None]], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The same code, whose kernels are chosen as a context says."""
 
     def call(*arguments: Any) -> Any:
-        with tuning():
+        with context():
             return compiled(*arguments)
 
     return call
@@ -122,6 +127,7 @@ class _Compilation:
         self.module, self.inputs, self.options = module, inputs, options
         self.outcomes: tuple[Outcome, ...] = ()
         self.note = ""
+        self.kernels: tuple[str, ...] = ()
         self.seconds: dict[str, float] = {}
         self.all_or_nothing = False
         self.inductor = {name: getattr(inductor_config, name) for name in _AFTER_THE_SECOND_TRACE}
@@ -134,7 +140,7 @@ class _Compilation:
             return self._train()
         sealed = copied(self.module)
         seal(sealed)
-        tag = cache_tag(self.options, self._rates())
+        tag = cache_tag(self.options, self._rates(), packages_for(self.inputs))
         if (compiled := self._without_flex(tag)) is not None:
             return compiled
         store = ReportStore(sealed, self.inputs, tag)
@@ -150,9 +156,9 @@ class _Compilation:
             store.save(Report(self.outcomes))
             return self._stock(self._nothing())
         if self.seconds:
-            store.save(Report(self.outcomes))
+            store.save(Report(self.outcomes, kernels=self.kernels))
         elif stored is not None:
-            self.outcomes = stored.sites
+            self.outcomes, self.kernels = stored.sites, stored.kernels
         return compiled
 
     def _without_flex(self, tag: str) -> Callable[..., Any] | None:
@@ -246,6 +252,7 @@ class _Compilation:
         retraced = retrace(module)
         self.seconds["retrace"] = time.perf_counter() - start
         log_graph("mla_retraced", retraced)
+        self.kernels = kernels_of(retraced.graph, ours_alone=self.options.kernels == option_parser.TRITON)
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
         with inductor_config.patch(settings_of_loops(retraced.graph)):
@@ -284,10 +291,11 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def cache_tag(options: Options, rates: Any) -> str:
-    """What a compiled artifact depends on besides its graph: options, the passes' version, the device's rates, and
-    among several processes which one this is: each knows where its keys are among those of all."""
+def cache_tag(options: Options, rates: Any, packages: tuple[str, ...] = ()) -> str:
+    """What a compiled artifact depends on besides its graph: options, the passes' version, the device's rates, other
+    projects' packages that the report names, and among several processes which one this is: each knows where its keys
+    are among those of all."""
     rank = (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     )
-    return "mla:" + hashlib.sha256(repr((options, rates, rank, _sources())).encode()).hexdigest()
+    return "mla:" + hashlib.sha256(repr((options, rates, packages, rank, _sources())).encode()).hexdigest()

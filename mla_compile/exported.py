@@ -17,6 +17,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from mla_compile.kernels.decompositions import decompositions
+from mla_compile.passes.paths.all import AUTO
 
 from .device import rates_of
 from .errors import OptionError
@@ -52,6 +53,8 @@ def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = Non
     ours, others = parse(options, None)
     if others:
         raise OptionError(f"expected options that start with 'mla.', found {min(others)!r}: give it to AOTInductor")
+    if ours.kernels != AUTO:
+        raise OptionError(f"mla.kernels: expected {AUTO} for an exported program, which keeps no options of a run")
     if ours.path == "off":
         record(Report((), f"{NOTE}, mla.path is off"))
         return program

@@ -33,6 +33,10 @@ class Report:
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     """Wall time of the passes (`passes`), of retracing (`retrace`) and of the whole compilation (`compile`)."""
 
+    kernels: tuple[str, ...] = ()
+    """On a GPU, of each op that other projects' packages have too: what computes it, as far as sizes tell, and why not
+    the others."""
+
     @property
     def rewritten(self) -> int:
         """How many attentions became something else."""
@@ -51,6 +55,7 @@ class Report:
             lines += aligned(rows, "<")
             lines += _nearest_misses(self.sites)
             lines += _hints(self.sites)
+        lines += [f"\n{sentence}" for sentence in self.kernels]
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -63,7 +68,7 @@ class Report:
         fields = json.loads(text)
         tuples = ("guards", "trail")
         sites = tuple(Outcome(**site | {name: tuple(site[name]) for name in tuples}) for site in fields["sites"])
-        return Report(sites, fields["note"], fields["seconds"])
+        return Report(sites, fields["note"], fields["seconds"], tuple(fields["kernels"]))
 
 
 def _short(location: str) -> str:
@@ -124,4 +129,5 @@ def merged(parts: Sequence[Report]) -> Report:
         for name, value in part.seconds.items():
             seconds[name] = seconds.get(name, 0.0) + value
     notes = dict.fromkeys(part.note for part in parts if part.note)
-    return Report(tuple(site for part in parts for site in part.sites), "; ".join(notes), seconds)
+    kernels = dict.fromkeys(sentence for part in parts for sentence in part.kernels)
+    return Report(tuple(site for part in parts for site in part.sites), "; ".join(notes), seconds, tuple(kernels))

@@ -28,6 +28,9 @@ class Plans(Generic[P]):
     def __len__(self) -> int:
         return len(self._known)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._known
+
     def get(self, key: Hashable, make: Callable[[], P]) -> P:
         """The plan of a key, made at its first call."""
         plan = self._known.get(key)

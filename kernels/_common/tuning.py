@@ -1,9 +1,9 @@
-"""Tiles that were measured to be the fastest: what `mode="max-autotune"` adds to the table.
+"""What was measured to be the fastest, tiles of a kernel or one of several: what `mode="max-autotune"` adds to tables.
 
 While `tuning` is on, the first launch of a problem times its candidates and keeps the best, in this process and on
 disk, under Inductor's cache directory: a file for each machine, Triton and version of the kernels. Sizes that grow as a
 sequence does are taken by their powers of two. During the capture of a CUDA graph nothing is timed, and a problem that
-is not known yet takes its tiles from the table.
+is not known yet takes what the table says.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -30,7 +31,10 @@ Timer = Callable[[Callable[[], object]], float]
 """Seconds, or any number that grows with them, that a call takes."""
 
 _TIMER: ContextVar[Timer | None] = ContextVar("timer", default=None)
-_KNOWN: dict[tuple[Path, str], Tiles] = {}
+_KNOWN: dict[tuple[Path, str], Tiles | str] = {}
+
+C = TypeVar("C", Tiles, str)
+"""Candidates: tiles, or names."""
 
 
 @contextlib.contextmanager
@@ -48,28 +52,40 @@ def is_on() -> bool:
     return _TIMER.get() is not None
 
 
+def timer() -> Timer | None:
+    """By what launches here and now are timed; None while tuning is off."""
+    return _TIMER.get()
+
+
+def in_capture() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def tuned(
     machine: Machine,
     problem: Sequence[object],
-    default: Tiles,
-    candidates: Callable[[], Sequence[Tiles]],
-    run: Callable[[Tiles], object],
-) -> Tiles:
-    """The best tiles for a problem; `default` while tuning is off, or where nothing may or can be timed.
+    default: C,
+    candidates: Callable[[], Sequence[C]],
+    run: Callable[[C], object],
+) -> C:
+    """The best candidate for a problem; `default` while tuning is off, or where nothing may or can be timed.
 
-    `problem` is all that the choice may depend on besides the machine; `run` launches the problem with some tiles.
+    `problem` is all that the choice may depend on besides the machine; `run` launches the problem with a candidate.
     """
-    timer = _TIMER.get()
-    if timer is None:
+    present = timer()
+    if present is None:
         return default
     path, key = _file(machine), " ".join(map(str, problem))
     if (path, key) in _KNOWN:
-        return _KNOWN[path, key]
-    best = _read(path).get(key)
-    if best is None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return default
-        best = _fastest(timer, (default, *candidates()), run) or default
+        return cast(C, _KNOWN[path, key])
+    kept = _read(path).get(key)
+    if kept is not None:
+        best = cast(C, kept)
+    elif in_capture():
+        return default
+    else:
+        best = _fastest(present, [default], candidates(), run) or default
         _write(path, key, best)
     _KNOWN[path, key] = best
     return best
@@ -92,21 +108,21 @@ def bucket(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def _fastest(timer: Timer, candidates: Sequence[Tiles], run: Callable[[Tiles], object]) -> Tiles | None:
+def _fastest(timer: Timer, table: Sequence[C], others: Sequence[C], run: Callable[[C], object]) -> C | None:
     from triton.errors import TritonError
 
     best, best_time = None, float("inf")
     # A launch within a timed launch takes the tiles that it is given.
     token = _TIMER.set(None)
     try:
-        for tiles in dict.fromkeys(candidates):
+        for candidate in dict.fromkeys(itertools.chain(table, others)):
             try:
-                time = timer(functools.partial(run, tiles))
+                time = timer(functools.partial(run, candidate))
             except TritonError as error:  # more registers or memory than there are
-                _log.info("%s: %s", tiles, error)
+                _log.info("%s: %s", candidate, error)
                 continue
             if time < best_time:
-                best, best_time = tiles, time
+                best, best_time = candidate, time
     finally:
         _TIMER.reset(token)
     return best
@@ -134,17 +150,17 @@ def _file(machine: Machine) -> Path:
     return cache_files.path_of(f"tiles-{machine.arch}-{machine.processors}-{_version()}")
 
 
-def _read(path: Path) -> dict[str, Tiles]:
-    def parse(stored: Any) -> dict[str, Tiles]:
-        return {key: Tiles(*map(int, sizes)) for key, sizes in stored.items()}
+def _read(path: Path) -> dict[str, Tiles | str]:
+    def parse(stored: Any) -> dict[str, Tiles | str]:
+        return {key: best if isinstance(best, str) else Tiles(*map(int, best)) for key, best in stored.items()}
 
     return cache_files.read(path, parse) or {}
 
 
-def _write(path: Path, key: str, tiles: Tiles) -> None:
+def _write(path: Path, key: str, best: Tiles | str) -> None:
     """Add an entry."""
     from torch.utils._filelock import FileLock
 
     with FileLock(f"{path}.lock"):
-        entries = {known: astuple(sizes) for known, sizes in _read(path).items()} | {key: astuple(tiles)}
-        cache_files.write(path, entries)
+        entries = _read(path) | {key: best}
+        cache_files.write(path, {k: b if isinstance(b, str) else astuple(b) for k, b in entries.items()})

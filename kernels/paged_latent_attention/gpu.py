@@ -1,4 +1,4 @@
-"""What CUDA and ROCm tensors get: the Triton kernel, which is imported at the first call.
+"""What CUDA and ROCm tensors get: the Triton kernel, which is imported at the first call, or another project's.
 
 ATen operations take over for float64 and for pages whose rows are not dense.
 """
@@ -19,10 +19,12 @@ def attend_on_gpu(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
     if not suits(x.q_latent, x.latent_pages, x.rope_pages):
         return attend(x)
     from .._common.machine import present
+    from ..implementations import choose
     from .triton import paged_latent_attention_triton
 
     with torch.cuda.device(x.q_latent.device):
-        return paged_latent_attention_triton(x, present(x.q_latent.device))
+        machine = present(x.q_latent.device)
+        return choose.attend(x, machine, lambda problem: paged_latent_attention_triton(problem, machine))
 
 
 paged_latent_attention_gpu = checked(PagedLatentAttention, attend_on_gpu)

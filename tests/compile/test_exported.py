@@ -234,6 +234,8 @@ def test_options(step):
     assert "mla.path is off" in mla_compile.last_report().note
     with pytest.raises(mla_compile.OptionError, match="found 'max_autotune'"):
         mla_compile.rewrite(program, options={"max_autotune": True})
+    with pytest.raises(mla_compile.OptionError, match=r"mla\.kernels: expected auto for an exported program"):
+        mla_compile.rewrite(program, options={"mla.kernels": "triton"})
 
 
 def test_verify_runs_the_example(step, monkeypatch):

@@ -57,6 +57,8 @@ class Lowered:
     """Inputs that are written to, and whose addresses are not known to stay: CUDA graphs would be skipped."""
     no_graphs: str
     """Why else CUDA graphs would be skipped."""
+    kernels: list[str]
+    """What the report says would compute ops that other projects' packages have too."""
 
 
 class _Written(BaseException):
@@ -93,7 +95,8 @@ def lower(call: Callable[[], object]) -> Lowered:
         try:
             call()
         except _Written:
-            return Lowered([site.path for site in mla_compile.last_report().sites], **found)
+            report = mla_compile.last_report()
+            return Lowered([site.path for site in report.sites], kernels=list(report.kernels), **found)
     raise AssertionError("expected a graph with attention to rewrite, found none")
 
 

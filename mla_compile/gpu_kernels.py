@@ -1,0 +1,43 @@
+"""What would compute the ops of a graph on a GPU: for reports, before anything has run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.kernels._common.machine import present
+from mla_compile.kernels.implementations import choose
+from mla_compile.kernels.implementations.packages import versions
+from mla_compile.kernels.implementations.table import TABLE
+from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
+
+_OPS = {torch.ops.mla.paged_latent_attention.default: PagedLatentAttention}
+
+
+def kernels_of(graph: fx.Graph, *, ours_alone: bool) -> tuple[str, ...]:
+    """A sentence for each way in which an op that other projects have too would be computed; none on CPU."""
+    return tuple(dict.fromkeys(_sentences(graph, ours_alone)))
+
+
+def packages_for(inputs: Iterable[Any]) -> tuple[str, ...]:
+    """Names and versions of installed packages that may compute a part of a graph with these inputs."""
+    if not any(isinstance(t, torch.Tensor) and t.is_cuda for t in inputs):
+        return ()
+    return versions(tuple(each for implementations in TABLE.values() for each in implementations))
+
+
+def _sentences(graph: fx.Graph, ours_alone: bool) -> Iterator[str]:
+    for node in graph.nodes:
+        bundle = _OPS.get(node.target)
+        if bundle is None or not node.meta["val"][0].is_cuda:
+            continue
+        x = bundle(*map(_value, node.args), **{name: _value(value) for name, value in node.kwargs.items()})
+        choice = choose.foreseen(x, present(x.q_latent.device), alone=ours_alone)
+        yield f"mla::{choose.OP}: decided at each call, by its sizes" if choice is None else str(choice)
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument

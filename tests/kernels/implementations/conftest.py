@@ -1,0 +1,40 @@
+"""Packages of other projects that are there for a test, and nothing known of them before."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_compile.kernels._common import tuning
+from mla_compile.kernels._common.plans import Plans
+from mla_compile.kernels.implementations import choose, packages
+
+INSTALLED = Path(__file__).with_name("installed")
+
+
+@pytest.fixture
+def install(monkeypatch, tmp_path):
+    """A function that begins a process in which the packages of some folders are all that there are."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    names: set[str] = set()
+    monkeypatch.setattr(packages, "_exists", names.__contains__)  # what else a developer's machine has does not count
+
+    def forget():
+        for module in [module for module in sys.modules if module.partition(".")[0] in names]:
+            del sys.modules[module]
+        for cached in (packages.is_installed, packages.found, packages.versions, choose.any_installed):
+            cached.cache_clear()
+        monkeypatch.setattr(choose, "CHOICES", Plans())
+        monkeypatch.setattr(choose, "_TRIED", {})
+        monkeypatch.setattr(tuning, "_KNOWN", {})
+
+    def begin(*folders):
+        forget()
+        names.clear()
+        for folder in folders:
+            names.update(entry.stem for entry in (INSTALLED / folder).iterdir())
+            monkeypatch.syspath_prepend(str(INSTALLED / folder))
+
+    begin()
+    yield begin
+    forget()

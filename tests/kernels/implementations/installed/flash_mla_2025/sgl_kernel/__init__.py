@@ -1,0 +1,1 @@
+"""SGLang's kernels, of which only FlashMLA is here."""

@@ -1,0 +1,120 @@
+"""What a report says of the kernels that would run, from a graph alone; and the option that keeps to ours."""
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+pytest.importorskip("triton")
+
+import mla_compile
+from mla_compile import backend, gpu_kernels
+from mla_compile.kernels._common.machine import Machine
+from mla_compile.kernels.implementations import choose
+from mla_compile.report import Report, merged
+from tests.kernels.implementations.conftest import install
+
+__all__ = ["install"]
+
+OP = "mla::paged_latent_attention"
+
+
+@pytest.fixture(autouse=True)
+def h100(monkeypatch):
+    monkeypatch.setattr(gpu_kernels, "present", lambda device: Machine("sm_90", 132))
+
+
+def graph(device="cuda", queries=1, page_size=64):
+    """Two layers with pages of their own, as they are in a graph without values."""
+    mode, made = FakeTensorMode(shape_env=ShapeEnv()), fx.Graph()
+
+    def node(value, target=None, *arguments):
+        new = made.call_function(target, arguments) if target else made.placeholder(f"x{len(made.nodes)}")
+        new.meta["val"] = value
+        return new
+
+    def on_device(value):
+        return FakeTensor(mode, value, torch.device(device))
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q = [node(on_device(empty(4, queries, 128, width))) for width in (512, 64)]
+    numbers = [node(on_device(empty(*shape, dtype=torch.int32))) for shape in ((4, 8), (4,))]
+    for _ in range(2):
+        rows = empty(40, page_size, 576)
+        pool = node(on_device(rows))
+        parts = [
+            node(on_device(rows[..., start:stop]), torch.ops.aten.slice.Tensor, pool, 2, start, stop)
+            for start, stop in ((0, 512), (512, 576))
+        ]
+        results = on_device(empty(4, queries, 128, 512)), on_device(empty(4, queries, 128))
+        node(results, torch.ops.mla.paged_latent_attention.default, *q, *parts, *numbers, True, 0.1)
+    return made
+
+
+def test_alike_layers_are_one_sentence(install):
+    install("flash_mla_2026")
+    assert gpu_kernels.kernels_of(graph(), ours_alone=False) == (f"{OP}: FlashMLA",)
+    assert gpu_kernels.kernels_of(graph(), ours_alone=True) == (f"{OP}: triton",)
+
+
+def test_why_not_another(install):
+    install("flash_mla_2026")
+    (sentence,) = gpu_kernels.kernels_of(graph(page_size=16), ours_alone=False)
+    assert sentence == f"{OP}: triton; FlashMLA takes pages of 64 tokens, found 16"
+
+
+def test_nothing_is_said_of_a_graph_on_cpu(install):
+    install("flash_mla_2026")
+    assert gpu_kernels.kernels_of(graph("cpu"), ours_alone=False) == ()
+
+
+def test_sizes_that_are_symbols_are_left_to_each_call_and_not_guarded(install):
+    install("flash_mla_2026")
+    made, environment = graph(), ShapeEnv()
+    for node in made.find_nodes(op="placeholder"):
+        if node.meta["val"].dim() == 4:
+            width = node.meta["val"].shape[3]
+            with FakeTensorMode(shape_env=environment):
+                node.meta["val"] = torch.empty(4, environment.create_unbacked_symint(), 128, width, device="cuda")
+    assert gpu_kernels.kernels_of(made, ours_alone=False) == (f"{OP}: decided at each call, by its sizes",)
+    assert not environment.guards
+
+
+def test_a_report_says_it_and_keeps_it():
+    one, other = Report((), kernels=("a: triton",)), Report((), kernels=("a: triton", "b: FlashMLA"))
+    together = merged([one, other])
+    assert str(together).splitlines()[-3:] == ["a: triton", "", "b: FlashMLA"]
+    assert Report.from_json(together.to_json()) == together
+
+
+def absorbed(q, latent, k_rope, w):
+    """An MLA decode step: q `[1, N, 1, P + R]`."""
+    k_nope, v = (latent @ w).view(1, -1, 4, 16).transpose(1, 2).split([8, 8], -1)
+    k = torch.cat([k_nope, k_rope[:, None].expand(-1, 4, -1, -1)], -1)
+    return (q @ k.transpose(-1, -2) * 0.3).softmax(-1) @ v
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+def test_the_option_holds_while_the_compiled_code_runs(monkeypatch, kernels):
+    alone, compile_fx_inner = [], backend.compile_fx_inner
+
+    def inner(*arguments, **named):
+        compiled = compile_fx_inner(*arguments, **named)
+
+        def call(inputs):
+            alone.append(choose._OURS_ALONE.get())
+            return compiled(inputs)
+
+        call._boxed_call = True
+        return call
+
+    monkeypatch.setattr(backend, "compile_fx_inner", inner)
+    inputs = torch.randn(1, 4, 1, 12), torch.randn(1, 200, 16), torch.randn(1, 200, 4), torch.randn(16, 64)
+    compiled = torch.compile(absorbed, backend="mla", options={"mla.kernels": kernels})
+    torch.testing.assert_close(compiled(*inputs), absorbed(*inputs))
+    assert mla_compile.last_report().rewritten == 1
+    assert (alone, choose._OURS_ALONE.get()) == ([kernels == "triton"], False)
