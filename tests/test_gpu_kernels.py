@@ -18,6 +18,7 @@ from tests.kernels.implementations.conftest import install
 __all__ = ["install"]
 
 OP = "mla::paged_latent_attention"
+REST = "FlashAttention 3 is not installed; FlashInfer's trtllm-gen is not installed"
 
 
 @pytest.fixture(autouse=True)
@@ -56,14 +57,14 @@ def graph(device="cuda", queries=1, page_size=64):
 
 def test_alike_layers_are_one_sentence(install):
     install("flash_mla_2026")
-    assert gpu_kernels.kernels_of(graph(), ours_alone=False) == (f"{OP}: FlashMLA",)
+    assert gpu_kernels.kernels_of(graph(), ours_alone=False) == (f"{OP}: FlashMLA; {REST}",)
     assert gpu_kernels.kernels_of(graph(), ours_alone=True) == (f"{OP}: triton",)
 
 
 def test_why_not_another(install):
     install("flash_mla_2026")
     (sentence,) = gpu_kernels.kernels_of(graph(page_size=16), ours_alone=False)
-    assert sentence == f"{OP}: triton; FlashMLA takes pages of 64 tokens, found 16"
+    assert sentence == f"{OP}: triton; FlashMLA takes pages of 64 tokens, found 16; {REST}"
 
 
 def test_nothing_is_said_of_a_graph_on_cpu(install):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .implementation import Function, Implementation
-from .problem import rows_of
+from .problem import by_query, numbers_of, rows_of
 
 if TYPE_CHECKING:
     from ..paged_latent_attention.arguments import PagedLatentAttention
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 def _attend(module: Any, x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
     _, queries, heads, rank = x.q_latent.shape
-    lengths = x.seq_lens.to(torch.int32).contiguous()
+    table, lengths = numbers_of(x)
     schedule, splits = module.get_mla_metadata(lengths, queries * heads, 1)
     o, lse = module.flash_mla_with_kvcache(
         q=torch.cat([x.q_latent, x.q_rope], dim=-1),
         k_cache=rows_of(x)[:, :, None],
-        block_table=_of_rows(x.block_table.to(torch.int32)),
+        block_table=table,
         cache_seqlens=lengths,
         head_dim_v=rank,
         tile_scheduler_metadata=schedule,
@@ -34,13 +34,7 @@ def _attend(module: Any, x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
         softmax_scale=x.scale,
         causal=x.causal and queries > 1,
     )
-    result = lse.new_empty((lse.shape[0], queries, heads))
-    torch.nan_to_num(lse.transpose(1, 2), nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf, out=result)
-    return o.contiguous(), result
-
-
-def _of_rows(table: Tensor) -> Tensor:
-    return table if table.stride(1) == 1 else table.contiguous()
+    return o.contiguous(), by_query(lse)
 
 
 FLASH_MLA = Implementation(

@@ -39,7 +39,10 @@ class Implementation:
     architectures: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     widths: tuple[int, int]
-    page_sizes: tuple[int, ...]
+    page_sizes: tuple[int, ...] = ()
+    """All, if none is named."""
+    one_row: bool = True
+    """Whether it wants latent and rope key of a token side by side."""
     most_queries: int | None = None
     first_on: tuple[str, ...] = ()
     """Architectures on which it is taken unmeasured, before ours, as its authors' figures there are known."""
@@ -56,11 +59,11 @@ class Implementation:
             return f"takes {' and '.join(map(_short, self.dtypes))}, found {_short(problem.dtype)}"
         if problem.widths != self.widths:
             return f"takes L, R = {self.widths[0]}, {self.widths[1]}, found {problem.widths[0]}, {problem.widths[1]}"
-        if problem.page_size not in self.page_sizes:
+        if self.page_sizes and problem.page_size not in self.page_sizes:
             return f"takes pages of {' or '.join(map(str, self.page_sizes))} tokens, found {problem.page_size}"
         if self.most_queries is not None and problem.queries > self.most_queries:
-            return f"takes {self.most_queries} query tokens at most, found {problem.queries}"
-        if not problem.one_row:
+            return f"takes {self.most_queries} query token{'s' * (self.most_queries > 1)}, found {problem.queries}"
+        if self.one_row and not problem.one_row:
             return "takes latent and rope key in one row at multiples of 16 bytes, these lie apart"
         return None
 

@@ -75,3 +75,17 @@ def rows_of(x: PagedLatentAttention) -> Tensor:
     """The pages as `[pages, page_size, L + R]`, of a problem with `one_row`."""
     pages, page_size, rank = x.latent_pages.shape
     return x.latent_pages.as_strided((pages, page_size, rank + x.rope_pages.shape[2]), x.latent_pages.stride())
+
+
+def numbers_of(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
+    """Table and lengths as others want them: int32, dense in their last dim."""
+    table = x.block_table.to(torch.int32)
+    return table if table.stride(1) == 1 else table.contiguous(), x.seq_lens.to(torch.int32).contiguous()
+
+
+def by_query(lse: Tensor) -> Tensor:
+    """Log-sum-exps `[B, N, Sq]` as ours are, `[B, Sq, N]`, -inf of a row that sees no key, in one launch."""
+    batch, heads, queries = lse.shape
+    result = lse.new_empty((batch, queries, heads))
+    torch.nan_to_num(lse.transpose(1, 2), nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf, out=result)
+    return result

@@ -16,6 +16,7 @@ from torch import Tensor
 from mla_compile.bench.kernel_cases import SCALE, Inputs, L, P, R, V
 from mla_compile.bench.kernel_others import OTHERS
 from mla_compile.fp8 import RowLayout
+from mla_compile.kernels.implementations.choose import ours_alone
 
 Call = Callable[[], Tensor]
 
@@ -42,6 +43,16 @@ def _mla(x: Inputs) -> Call:
         latent, k_rope = x.pages[..., :L], x.pages[..., L:]
     paged = (*q, latent, k_rope, x.table, x.lengths, case.Sq > 1, SCALE, scales)
     return lambda: ops.paged_latent_attention(*paged)[0]
+
+
+def _by_ours(call: Call) -> Call:
+    """Not by another project's kernel that is installed, which is a peer."""
+
+    def alone() -> Tensor:
+        with ours_alone():
+            return call()
+
+    return alone
 
 
 def _seen(x: Inputs) -> Tensor | None:
@@ -123,7 +134,7 @@ def _inductor(x: Inputs) -> Call:
 
 def calls(x: Inputs, names: Sequence[str]) -> dict[str, Callable[[], Call]]:
     """For each of the peers that can take a case what makes the call that it would run."""
-    makers: dict[str, Callable[[], Call]] = {"mla": lambda: _mla(x)}
+    makers: dict[str, Callable[[], Call]] = {"mla": lambda: _by_ours(_mla(x))}
     if not x.case.fp8:
         makers["by-hand"] = lambda: lambda: by_hand(x)
         makers["inductor"] = lambda: _inductor(x)

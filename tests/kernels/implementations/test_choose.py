@@ -57,24 +57,26 @@ def log(caplog):
     caplog.set_level(logging.INFO, logger=choose.__name__)
 
 
+def assert_right(results, x):
+    (o, lse), (expected, expected_lse) = results, exact(x)
+    # P, sums and results are rounded to 8 bits; there is no score but of bfloat16 numbers
+    assert (o.double() - expected).abs().max() <= 2**-7 * x.latent_pages.nan_to_num(0).abs().max()
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=0)
+    assert (o.dtype, o.is_contiguous(), lse.dtype, lse.is_contiguous()) == (x.q_latent.dtype, True, torch.float32, True)
+    assert (lse[2] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_flash_mla_computes_what_it_takes(install, caplog, release, queries, index):
     install(release)
     x, ours = problem(queries, 64, index=index), Ours()
-    o, lse = choose.attend(x, H100, ours)
+    results = choose.attend(x, H100, ours)
     (line,) = chosen(caplog)
     assert line.startswith("mla::paged_latent_attention: FlashMLA")
-    asked = ours.calls
-    assert asked == 1  # for the trial
-    expected, expected_lse = exact(x)
-    # P, sums and results are rounded to 8 bits; there is no score but of bfloat16 numbers
-    assert (o.double() - expected).abs().max() <= 2**-7 * x.latent_pages.nan_to_num(0).abs().max()
-    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=0)
-    assert (o.dtype, o.is_contiguous(), lse.dtype, lse.is_contiguous()) == (x.q_latent.dtype, True, torch.float32, True)
-    assert lse.shape == (4, queries, 64)
-    assert (lse[2] == -torch.inf).all()
+    assert ours.calls == 1  # for the trial
+    assert_right(results, x)
 
 
 def test_it_is_chosen_once_for_a_layout(install, caplog):
@@ -286,6 +288,9 @@ def test_while_tuning_the_fastest_is_taken_and_kept_on_disk(install, tmp_path, c
     assert [line.partition(": ")[2].partition(";")[0] for line in chosen(caplog)] == [fastest, fastest]
 
 
+REST = "FlashAttention 3 is not installed; FlashInfer's trtllm-gen is not installed"
+
+
 def test_what_would_run_is_said_before_anything_has(install):
     x = problem()
     said = [str(choose.foreseen(x, H100))]
@@ -294,8 +299,46 @@ def test_what_would_run_is_said_before_anything_has(install):
         str(choose.foreseen(x, machine, alone=alone)) for machine, alone in ((H100, False), (B200, False), (H100, True))
     ]
     assert said == [
-        "mla::paged_latent_attention: triton; FlashMLA is not installed",
-        "mla::paged_latent_attention: FlashMLA",
-        "mla::paged_latent_attention: triton; FlashMLA is for sm_90, this is sm_100",
+        f"mla::paged_latent_attention: triton; FlashMLA is not installed; {REST}",
+        f"mla::paged_latent_attention: FlashMLA; {REST}",
+        f"mla::paged_latent_attention: triton; FlashMLA is for sm_90, this is sm_100; {REST}",
         "mla::paged_latent_attention: triton",
     ]
+
+
+MEASURED = {
+    "FlashAttention 3, latents apart from rope keys": (
+        "flash_attention_3",
+        H100,
+        lambda: dataclasses.replace(x := problem(2, 8, page_size=16), rope_pages=x.rope_pages.clone()),
+        "FlashAttention 3",
+    ),
+    "FlashAttention 3": ("flash_attention_3", H100, lambda: problem(2, 8, torch.float16), "FlashAttention 3"),
+    "FlashInfer": ("flashinfer_0_7", B200, lambda: problem(1, 8, page_size=32), "FlashInfer's trtllm-gen"),
+    "FlashInfer, numbers of 64 bits": (
+        "flashinfer_0_7",
+        B200,
+        lambda: problem(1, 128, index=torch.int64),
+        "FlashInfer's trtllm-gen",
+    ),
+}
+
+
+@pytest.mark.parametrize(("folder", "machine", "make", "name"), MEASURED.values(), ids=MEASURED)
+def test_what_has_no_known_figures_runs_only_where_it_was_measured_to_be_faster(
+    install, caplog, folder, machine, make, name
+):
+    install(folder)
+    x, ours = make(), Ours()
+    choose.attend(x, machine, ours)
+    assert f"{name} is not known to be faster" in chosen(caplog)[0]
+    with tuning.tuning(Timed(**{"triton": 2.0, name: 1.0})):
+        results = choose.attend(x, machine, ours)
+    assert chosen(caplog)[1].startswith(f"mla::paged_latent_attention: {name}")
+    assert_right(results, x)
+
+
+def test_more_queries_than_one_are_refused_where_only_one_was_read(install, caplog):
+    install("flashinfer_0_7")
+    choose.attend(problem(2), B200, Ours())
+    assert "FlashInfer's trtllm-gen takes 1 query token, found 2" in chosen(caplog)[0]

@@ -1,0 +1,62 @@
+"""FlashAttention 3 for Hopper (github.com/Dao-AILab/flash-attention, `hopper/`), which SGLang carries too.
+
+Read of its sources: scores are q k^T + qv v^T, with the rope key as k and the latent as v, which need not be side by
+side; pages of any size, int32 numbers; a causal limit ends at the last key; lse `[B, N, Sq]` in natural logarithms. Not
+read: whether what lies behind the last key is multiplied, which the trial tells.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .implementation import Function, Implementation
+from .problem import by_query, numbers_of
+
+if TYPE_CHECKING:
+    from ..paged_latent_attention.arguments import PagedLatentAttention
+
+
+def _attend(module: Any, x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
+    table, lengths = numbers_of(x)
+    o, lse, *_ = module.flash_attn_with_kvcache(
+        q=x.q_rope,
+        k_cache=x.rope_pages[:, :, None],
+        v_cache=x.latent_pages[:, :, None],
+        qv=x.q_latent,
+        cache_seqlens=lengths,
+        page_table=table,
+        softmax_scale=x.scale,
+        causal=x.causal and x.q_latent.shape[1] > 1,
+        return_softmax_lse=True,
+    )
+    return o.contiguous(), by_query(lse)
+
+
+FLASH_ATTENTION_3 = Implementation(
+    name="FlashAttention 3",
+    homes=("flash_attn_interface", "sgl_kernel.flash_attn"),
+    functions=(
+        Function(
+            "flash_attn_with_kvcache",
+            (
+                "q",
+                "k_cache",
+                "v_cache",
+                "qv",
+                "cache_seqlens",
+                "page_table",
+                "softmax_scale",
+                "causal",
+                "return_softmax_lse",
+            ),
+        ),
+    ),
+    attend=_attend,
+    architectures=("sm_90",),
+    dtypes=(torch.bfloat16, torch.float16),
+    widths=(512, 64),
+    one_row=False,
+)

@@ -1,0 +1,87 @@
+"""TensorRT-LLM's decode for Blackwell, as FlashInfer has it (github.com/flashinfer-ai/flashinfer, 0.7).
+
+Read of its sources: bfloat16 on sm_100 and sm_103, widths 512 and 64 in one row, pages of 32 or 64 tokens, int32
+numbers, lengths on the device and their bound on the host; lse `[B Sq, N]`, whose base is asked for. The kernels are
+binaries: how a row without keys comes out, and whether what lies behind the last key is multiplied, the trial tells.
+
+FlashInfer's `BatchMLAPagedAttentionWrapper` is not here: its `plan` copies lengths to the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .implementation import Function, Implementation
+from .problem import numbers_of, rows_of
+
+if TYPE_CHECKING:
+    from ..paged_latent_attention.arguments import PagedLatentAttention
+
+_WORKSPACE = 128 << 20
+"""Bytes, of its documentation, which asks for zeros before the first use and no more. One for all calls on a device."""
+_NOPE = 128
+"""The width of queries before they were absorbed, which is only checked."""
+
+
+@functools.cache
+def _workspace(device: torch.device) -> Tensor:
+    return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
+
+
+def _attend(module: Any, x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
+    batch, queries, heads, rank = x.q_latent.shape
+    table, lengths = numbers_of(x)
+    o, lse = module.trtllm_batch_decode_with_kv_cache_mla(
+        query=torch.cat([x.q_latent, x.q_rope], dim=-1),
+        kv_cache=rows_of(x),
+        workspace_buffer=_workspace(x.q_latent.device),
+        qk_nope_head_dim=_NOPE,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=x.q_rope.shape[3],
+        block_tables=table,
+        seq_lens=lengths,
+        max_seq_len=table.shape[1] * x.latent_pages.shape[1],
+        bmm1_scale=x.scale,
+        bmm2_scale=1.0,
+        backend="trtllm-gen",
+        return_lse=True,
+        return_lse_base="basee",
+    )
+    return o.reshape(x.q_latent.shape).contiguous(), lse.reshape(batch, queries, heads).contiguous()
+
+
+TRTLLM_GEN = Implementation(
+    name="FlashInfer's trtllm-gen",
+    homes=("flashinfer.mla",),
+    functions=(
+        Function(
+            "trtllm_batch_decode_with_kv_cache_mla",
+            (
+                "query",
+                "kv_cache",
+                "workspace_buffer",
+                "qk_nope_head_dim",
+                "kv_lora_rank",
+                "qk_rope_head_dim",
+                "block_tables",
+                "seq_lens",
+                "max_seq_len",
+                "bmm1_scale",
+                "bmm2_scale",
+                "backend",
+                "return_lse",
+                "return_lse_base",
+            ),
+        ),
+    ),
+    attend=_attend,
+    architectures=("sm_100", "sm_103"),
+    dtypes=(torch.bfloat16,),
+    widths=(512, 64),
+    page_sizes=(32, 64),
+    most_queries=1,
+)

@@ -1,0 +1,1 @@
+"""FlashInfer, of which only attention over latents is here."""
