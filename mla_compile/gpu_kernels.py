@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from mla_compile.kernels._common.machine import present
-from mla_compile.kernels.implementations import choose
+from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention
+from mla_compile.kernels.implementations.choose import foreseen
+from mla_compile.kernels.implementations.implementation import Op
 from mla_compile.kernels.implementations.packages import versions
-from mla_compile.kernels.implementations.table import TABLE
+from mla_compile.kernels.implementations.table import EXPANDED, PAGED
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 
-_OPS = {torch.ops.mla.paged_latent_attention.default: PagedLatentAttention}
+_OPS: dict[Any, tuple[Op[Any], Callable[..., Any]]] = {
+    torch.ops.mla.paged_latent_attention.default: (PAGED, PagedLatentAttention),
+    torch.ops.mla.expanded_attention.default: (EXPANDED, ExpandedAttention),
+}
 
 
 def kernels_of(graph: fx.Graph, *, ours_alone: bool) -> tuple[str, ...]:
@@ -26,17 +31,17 @@ def packages_for(inputs: Iterable[Any]) -> tuple[str, ...]:
     """Names and versions of installed packages that may compute a part of a graph with these inputs."""
     if not any(isinstance(t, torch.Tensor) and t.is_cuda for t in inputs):
         return ()
-    return versions(tuple(each for implementations in TABLE.values() for each in implementations))
+    return versions(tuple(each for op, _ in _OPS.values() for each in op.implementations))
 
 
 def _sentences(graph: fx.Graph, ours_alone: bool) -> Iterator[str]:
     for node in graph.nodes:
-        bundle = _OPS.get(node.target)
-        if bundle is None or not node.meta["val"][0].is_cuda:
+        if node.target not in _OPS or not node.meta["val"][0].is_cuda:
             continue
+        op, bundle = _OPS[node.target]
         x = bundle(*map(_value, node.args), **{name: _value(value) for name, value in node.kwargs.items()})
-        choice = choose.foreseen(x, present(x.q_latent.device), alone=ours_alone)
-        yield f"mla::{choose.OP}: decided at each call, by its sizes" if choice is None else str(choice)
+        choice = foreseen(op, x, present(node.meta["val"][0].device), alone=ours_alone)
+        yield f"mla::{op.name}: decided at each call, by its sizes" if choice is None else str(choice)
 
 
 def _value(argument: Any) -> Any:

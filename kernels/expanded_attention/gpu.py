@@ -1,4 +1,4 @@
-"""What CUDA and ROCm tensors get: library products and a Triton kernel, which is imported at the first call.
+"""What CUDA and ROCm tensors get: library products and a Triton kernel, imported at the first call, or cuDNN's.
 
 ATen operations take over for float64, for a cache whose rows are not dense, and for a mask whose elements are too far
 apart.
@@ -20,10 +20,13 @@ def attend_on_gpu(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
     if not small(x.mask) or not suits(x.q, x.latent, x.k_rope):
         return attend(x)
     from .._common.machine import present
+    from ..implementations.choose import attend as attend_by_the_best
+    from ..implementations.table import EXPANDED
     from .triton import expanded_attention_triton
 
     with torch.cuda.device(x.q.device):
-        return expanded_attention_triton(x, present(x.q.device))
+        machine = present(x.q.device)
+        return attend_by_the_best(EXPANDED, x, machine, lambda problem: expanded_attention_triton(problem, machine))
 
 
 expanded_attention_gpu = checked(ExpandedAttention, attend_on_gpu)

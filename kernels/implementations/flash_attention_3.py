@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .implementation import Function, Implementation
-from .problem import by_query, numbers_of
+from .pages import Takes, by_query, numbers_of
 
 if TYPE_CHECKING:
     from ..paged_latent_attention.arguments import PagedLatentAttention
@@ -56,7 +56,5 @@ FLASH_ATTENTION_3 = Implementation(
     ),
     attend=_attend,
     architectures=("sm_90",),
-    dtypes=(torch.bfloat16, torch.float16),
-    widths=(512, 64),
-    one_row=False,
+    limits=Takes(dtypes=(torch.bfloat16, torch.float16), widths=(512, 64), one_row=False),
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .implementation import Function, Implementation
-from .problem import by_query, numbers_of, rows_of
+from .pages import Takes, by_query, numbers_of, rows_of
 
 if TYPE_CHECKING:
     from ..paged_latent_attention.arguments import PagedLatentAttention
@@ -59,9 +59,7 @@ FLASH_MLA = Implementation(
     ),
     attend=_attend,
     architectures=("sm_90",),
-    dtypes=(torch.bfloat16, torch.float16),
-    widths=(512, 64),
-    page_sizes=(64,),
+    limits=Takes(dtypes=(torch.bfloat16, torch.float16), widths=(512, 64), page_sizes=(64,)),
     # 660 TFLOP/s and 3,000 GB/s on an H800, by its authors, of the main kernel and 128 heads. A program takes 64 rows.
     first_on=("sm_90",),
     first_from=64,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .implementation import Function, Implementation
-from .problem import numbers_of, rows_of
+from .pages import Takes, numbers_of, rows_of
 
 if TYPE_CHECKING:
     from ..paged_latent_attention.arguments import PagedLatentAttention
@@ -80,8 +80,5 @@ TRTLLM_GEN = Implementation(
     ),
     attend=_attend,
     architectures=("sm_100", "sm_103"),
-    dtypes=(torch.bfloat16,),
-    widths=(512, 64),
-    page_sizes=(32, 64),
-    most_queries=1,
+    limits=Takes(dtypes=(torch.bfloat16,), widths=(512, 64), page_sizes=(32, 64), most_queries=1),
 )

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
-from .problem import Problem
+B = TypeVar("B")
+"""The bundle of an op's arguments."""
 
-if TYPE_CHECKING:
-    from ..paged_latent_attention.arguments import PagedLatentAttention
+
+class Problem(Protocol):
+    """What a call asks, as far as it may be refused: a frozen dataclass."""
+
+    @property
+    def rows(self) -> int:
+        """Of queries and heads, that attend to the keys of a sequence."""
+
+    def __hash__(self) -> int: ...
+
+
+class Limits(Protocol):
+    """What an implementation takes of the problems of its op."""
+
+    def refusal(self, problem: Any) -> str | None:
+        """Why it does not take a problem, after its name; None where it does."""
 
 
 @dataclass(frozen=True)
@@ -26,51 +40,46 @@ class Function:
     """How many before them, whose names differ among versions."""
 
 
-@dataclass(frozen=True)
-class Implementation:
+@dataclass(frozen=True, eq=False)
+class Implementation(Generic[B]):
     """A row of the table."""
 
     name: str
     homes: tuple[str, ...]
     """Modules that have it, its authors' first."""
     functions: tuple[Function, ...]
-    attend: Callable[[Any, PagedLatentAttention], tuple[Tensor, Tensor]]
+    attend: Callable[[Any, B], tuple[Tensor, Tensor]]
     """o and lse as the op returns them, by a module and the arguments."""
     architectures: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    widths: tuple[int, int]
-    page_sizes: tuple[int, ...] = ()
-    """All, if none is named."""
-    one_row: bool = True
-    """Whether it wants latent and rope key of a token side by side."""
-    most_queries: int | None = None
+    limits: Limits
     first_on: tuple[str, ...] = ()
     """Architectures on which it is taken unmeasured, before ours, as its authors' figures there are known."""
     first_from: int = 1
-    """Rows of queries and heads from which those figures are."""
+    """Rows from which those figures are."""
 
     def refusal(self, problem: Problem, arch: str) -> str | None:
         """Why it does not take a problem on an architecture; None where it does."""
         if arch not in self.architectures:
             return f"is for {' and '.join(self.architectures)}, this is {arch}"
-        if problem.besides:
-            return f"does not take {' and '.join(problem.besides)}"
-        if problem.dtype not in self.dtypes:
-            return f"takes {' and '.join(map(_short, self.dtypes))}, found {_short(problem.dtype)}"
-        if problem.widths != self.widths:
-            return f"takes L, R = {self.widths[0]}, {self.widths[1]}, found {problem.widths[0]}, {problem.widths[1]}"
-        if self.page_sizes and problem.page_size not in self.page_sizes:
-            return f"takes pages of {' or '.join(map(str, self.page_sizes))} tokens, found {problem.page_size}"
-        if self.most_queries is not None and problem.queries > self.most_queries:
-            return f"takes {self.most_queries} query token{'s' * (self.most_queries > 1)}, found {problem.queries}"
-        if self.one_row and not problem.one_row:
-            return "takes latent and rope key in one row at multiples of 16 bytes, these lie apart"
-        return None
+        return self.limits.refusal(problem)
 
     def comes_first(self, problem: Problem, arch: str) -> bool:
         """Whether it is taken before ours where nothing is measured."""
         return arch in self.first_on and problem.rows >= self.first_from
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+@dataclass(frozen=True, eq=False)
+class Op(Generic[B]):
+    """An op that other projects have too."""
+
+    name: str
+    implementations: tuple[Implementation[B], ...]
+    """In the order in which they are looked at."""
+    problem_of: Callable[[B], Problem | None]
+    """What a bundle asks; None where sizes are symbols."""
+    layout_of: Callable[[B], Hashable]
+    """All of a bundle that the problem and the time depend on."""
+    sizes_of: Callable[[B], tuple[int, ...]]
+    """Those that grow, which the problem leaves out."""
+    small: Callable[[B], B]
+    """A problem of the same kind for the trial."""

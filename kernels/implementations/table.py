@@ -1,12 +1,33 @@
-"""Every implementation of an op that is not ours, in the order in which they are tried."""
+"""Every op that other projects have too, and their implementations."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from . import expansions, pages
+from .cudnn import CUDNN
 from .flash_attention_3 import FLASH_ATTENTION_3
 from .flash_mla import FLASH_MLA
 from .flashinfer import TRTLLM_GEN
-from .implementation import Implementation
+from .implementation import Op
 
-TABLE: dict[str, tuple[Implementation, ...]] = {
-    "paged_latent_attention": (FLASH_MLA, FLASH_ATTENTION_3, TRTLLM_GEN),
-}
+if TYPE_CHECKING:
+    from ..expanded_attention.arguments import ExpandedAttention
+    from ..paged_latent_attention.arguments import PagedLatentAttention
+
+PAGED: Op[PagedLatentAttention] = Op(
+    name="paged_latent_attention",
+    implementations=(FLASH_MLA, FLASH_ATTENTION_3, TRTLLM_GEN),
+    problem_of=pages.Paged.of,
+    layout_of=pages.layout_of,
+    sizes_of=pages.sizes_of,
+    small=pages.small,
+)
+EXPANDED: Op[ExpandedAttention] = Op(
+    name="expanded_attention",
+    implementations=(CUDNN,),
+    problem_of=expansions.Expanded.of,
+    layout_of=expansions.layout_of,
+    sizes_of=expansions.sizes_of,
+    small=expansions.small,
+)

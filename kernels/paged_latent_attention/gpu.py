@@ -19,12 +19,13 @@ def attend_on_gpu(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
     if not suits(x.q_latent, x.latent_pages, x.rope_pages):
         return attend(x)
     from .._common.machine import present
-    from ..implementations import choose
+    from ..implementations.choose import attend as attend_by_the_best
+    from ..implementations.table import PAGED
     from .triton import paged_latent_attention_triton
 
     with torch.cuda.device(x.q_latent.device):
         machine = present(x.q_latent.device)
-        return choose.attend(x, machine, lambda problem: paged_latent_attention_triton(problem, machine))
+        return attend_by_the_best(PAGED, x, machine, lambda problem: paged_latent_attention_triton(problem, machine))
 
 
 paged_latent_attention_gpu = checked(PagedLatentAttention, attend_on_gpu)

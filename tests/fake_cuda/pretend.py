@@ -113,6 +113,7 @@ def _patches(gpu: Any, rates: Device) -> Iterator[Any]:
     answers = {"get_device_properties": gpu, "get_device_name": gpu.name}
     answers["get_device_capability"] = gpu.major, gpu.minor
     answers |= {"current_device": 0, "device_count": 1, "is_available": True, "is_bf16_supported": True}
+    answers |= {"is_current_stream_capturing": False}
     answers["get_rng_state"] = torch.zeros(1)
     answers |= dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), 0)
     answers |= dict.fromkeys(("set_device", "synchronize", "set_rng_state", "_lazy_init"))

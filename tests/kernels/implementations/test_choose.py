@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from mla_compile.kernels._common import tuning
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels.implementations import choose
+from mla_compile.kernels.implementations.table import PAGED
 from mla_compile.kernels.paged_latent_attention import aten, paged_latent_attention_reference
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 
@@ -39,6 +40,10 @@ class Ours:
     def __call__(self, x):
         self.calls += 1
         return aten.attend(x)
+
+
+def attend(x, machine, ours):
+    return choose.attend(PAGED, x, machine, ours)
 
 
 def exact(x):
@@ -72,7 +77,7 @@ def assert_right(results, x):
 def test_flash_mla_computes_what_it_takes(install, caplog, release, queries, index):
     install(release)
     x, ours = problem(queries, 64, index=index), Ours()
-    results = choose.attend(x, H100, ours)
+    results = attend(x, H100, ours)
     (line,) = chosen(caplog)
     assert line.startswith("mla::paged_latent_attention: FlashMLA")
     assert ours.calls == 1  # for the trial
@@ -83,10 +88,10 @@ def test_it_is_chosen_once_for_a_layout(install, caplog):
     install("flash_mla_2026")
     ours = Ours()
     for _ in range(3):
-        choose.attend(problem(1, 64), H100, ours)
-    choose.attend(problem(1, 64, scale=0.3), H100, ours)
+        attend(problem(1, 64), H100, ours)
+    attend(problem(1, 64, scale=0.3), H100, ours)
     assert (len(chosen(caplog)), ours.calls) == (1, 1)
-    choose.attend(problem(1, 64, lengths=[300]), H100, ours)
+    attend(problem(1, 64, lengths=[300]), H100, ours)
     assert (len(chosen(caplog)), ours.calls) == (2, 1)  # another batch is another layout, and no other trial
 
 
@@ -118,7 +123,7 @@ REFUSED = {
 def test_ours_computes_the_rest_with_a_reason(install, caplog, machine, make, reason):
     install("flash_mla_2026")
     x, ours = make(), Ours()
-    results = choose.attend(x, machine, ours)
+    results = attend(x, machine, ours)
     for result, expected in zip(results, aten.attend(x), strict=True):
         torch.testing.assert_close(result, expected, atol=0, rtol=0)
     (line,) = chosen(caplog)
@@ -129,18 +134,18 @@ def test_ours_computes_the_rest_with_a_reason(install, caplog, machine, make, re
 def test_other_widths_and_fp8_are_refused(install, caplog):
     install("flash_mla_2026")
     made = make_paged([40], (1, 64, 256, 32), 64, torch.bfloat16)
-    choose.attend(PagedLatentAttention(*made.arguments, True, made.scale), H100, aten.attend)
+    attend(PagedLatentAttention(*made.arguments, True, made.scale), H100, aten.attend)
     scales = torch.ones(1, 1, 1)
     x = problem(lengths=[40])
     fp8 = dataclasses.replace(x, latent_pages=x.latent_pages.to(torch.float8_e4m3fn), latent_scales=scales)
-    choose.attend(fp8, H100, aten.attend)
+    attend(fp8, H100, aten.attend)
     assert "takes L, R = 512, 64, found 256, 32" in chosen(caplog)[0]
     assert "does not take FP8 pages" in chosen(caplog)[1]
 
 
 def test_nothing_is_looked_at_where_nothing_is_installed(install, caplog):
     ours = Ours()
-    choose.attend(problem(1, 64), H100, ours)
+    attend(problem(1, 64), H100, ours)
     assert (ours.calls, len(choose.CHOICES), chosen(caplog)) == (1, 0, [])
 
 
@@ -148,7 +153,7 @@ def test_ours_alone(install, caplog):
     install("flash_mla_2026")
     ours = Ours()
     with choose.ours_alone():
-        choose.attend(problem(1, 64), H100, ours)
+        attend(problem(1, 64), H100, ours)
     assert (ours.calls, chosen(caplog)) == (1, [])
     assert "flash_mla" not in sys.modules
 
@@ -211,8 +216,8 @@ def test_another_signature_is_a_sentence_and_ours_runs(install, tmp_path, caplog
     install(changed(tmp_path / "site", *change))
     ours = Ours()
     with pytest.warns(UserWarning, match="^FlashMLA is not used: ") as warned:
-        choose.attend(problem(), H100, ours)
-    choose.attend(problem(lengths=[5]), H100, ours)  # no second warning, which would be an error
+        attend(problem(), H100, ours)
+    attend(problem(lengths=[5]), H100, ours)  # no second warning, which would be an error
     assert sentence in str(warned[0].message)
     assert (ours.calls, [sentence in line for line in chosen(caplog)]) == (2, [True, True])
 
@@ -222,17 +227,17 @@ def test_what_disagrees_with_ours_is_not_used(install, tmp_path, caplog, change,
     install(changed(tmp_path / "site", *change))
     ours, x = Ours(), problem()
     with pytest.warns(UserWarning, match="^mla::paged_latent_attention: FlashMLA of flash_mla ") as warned:
-        o, _ = choose.attend(x, H100, ours)
+        o, _ = attend(x, H100, ours)
     assert sentence in str(warned[0].message)
     assert sentence in chosen(caplog)[0]
     torch.testing.assert_close(o, aten.attend(x)[0], atol=0, rtol=0)
-    choose.attend(problem(lengths=[5]), H100, ours)
+    attend(problem(lengths=[5]), H100, ours)
     assert ours.calls == 3  # the trial, and two calls
 
 
 def test_the_first_home_that_fits_is_used(install, tmp_path, caplog):
     install("flash_mla_2025", changed(tmp_path / "site", *CHANGED["a function that is gone"][0]))
-    choose.attend(problem(), H100, Ours())
+    attend(problem(), H100, Ours())
     assert "sgl_kernel.flash_mla" in sys.modules
     assert "triton is not known to be faster" not in chosen(caplog)[0]
     assert chosen(caplog)[0].startswith("mla::paged_latent_attention: FlashMLA")
@@ -243,12 +248,12 @@ def test_nothing_is_tried_while_a_graph_is_captured(install, monkeypatch):
     ours = Ours()
     with monkeypatch.context() as capture:
         capture.setattr(choose, "in_capture", lambda: True)
-        choose.attend(problem(), H100, ours)
+        attend(problem(), H100, ours)
         assert (ours.calls, len(choose.CHOICES)) == (1, 0)
-    choose.attend(problem(), H100, ours)
+    attend(problem(), H100, ours)
     assert (ours.calls, len(choose.CHOICES)) == (2, 1)
     monkeypatch.setattr(choose, "in_capture", lambda: True)
-    choose.attend(problem(), H100, ours)
+    attend(problem(), H100, ours)
     assert ours.calls == 2  # what is known is used
 
 
@@ -273,17 +278,19 @@ def test_while_tuning_the_fastest_is_taken_and_kept_on_disk(install, tmp_path, c
     install("flash_mla_2026")
     timed, heads = Timed(**seconds), 8  # few enough that ours would be taken unmeasured
     with tuning.tuning(timed):
-        choose.attend(problem(1, heads), H100, Ours())
-        choose.attend(problem(1, heads), H100, Ours())
+        attend(problem(1, heads), H100, Ours())
+        attend(problem(1, heads), H100, Ours())
     assert timed.asked == ["triton", "FlashMLA"]
     (path,) = (tmp_path / "cache").glob("mla_compile/tiles-sm_90-132-*.json")
     ((key, kept),) = json.loads(path.read_text()).items()
-    assert key.startswith("implementation paged_latent_attention flash_mla torch.bfloat16 1 8 512 64 64 False")
+    assert key.startswith(
+        "implementation paged_latent_attention flash_mla Paged(dtype=torch.bfloat16, queries=1, heads=8"
+    )
     assert kept == fastest
     install("flash_mla_2026")  # another process
     untimed = Timed()
     with tuning.tuning(untimed):
-        choose.attend(problem(1, heads), H100, Ours())
+        attend(problem(1, heads), H100, Ours())
     assert untimed.asked == []
     assert [line.partition(": ")[2].partition(";")[0] for line in chosen(caplog)] == [fastest, fastest]
 
@@ -293,10 +300,11 @@ REST = "FlashAttention 3 is not installed; FlashInfer's trtllm-gen is not instal
 
 def test_what_would_run_is_said_before_anything_has(install):
     x = problem()
-    said = [str(choose.foreseen(x, H100))]
+    said = [str(choose.foreseen(PAGED, x, H100))]
     install("flash_mla_2026")
     said += [
-        str(choose.foreseen(x, machine, alone=alone)) for machine, alone in ((H100, False), (B200, False), (H100, True))
+        str(choose.foreseen(PAGED, x, machine, alone=alone))
+        for machine, alone in ((H100, False), (B200, False), (H100, True))
     ]
     assert said == [
         f"mla::paged_latent_attention: triton; FlashMLA is not installed; {REST}",
@@ -330,15 +338,15 @@ def test_what_has_no_known_figures_runs_only_where_it_was_measured_to_be_faster(
 ):
     install(folder)
     x, ours = make(), Ours()
-    choose.attend(x, machine, ours)
+    attend(x, machine, ours)
     assert f"{name} is not known to be faster" in chosen(caplog)[0]
     with tuning.tuning(Timed(**{"triton": 2.0, name: 1.0})):
-        results = choose.attend(x, machine, ours)
+        results = attend(x, machine, ours)
     assert chosen(caplog)[1].startswith(f"mla::paged_latent_attention: {name}")
     assert_right(results, x)
 
 
 def test_more_queries_than_one_are_refused_where_only_one_was_read(install, caplog):
     install("flashinfer_0_7")
-    choose.attend(problem(2), B200, Ours())
+    attend(problem(2), B200, Ours())
     assert "FlashInfer's trtllm-gen takes 1 query token, found 2" in chosen(caplog)[0]

@@ -1,0 +1,170 @@
+"""Calls of `mla::paged_latent_attention`: what they ask, and their tensors as other projects want them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .._common.plans import layout
+
+if TYPE_CHECKING:
+    from ..paged_latent_attention.arguments import PagedLatentAttention
+
+ALIGNED = 16
+"""Bytes of which an address and a stride have to be multiples for TMA."""
+
+
+@dataclass(frozen=True)
+class Paged:
+    """One call, without its batch and its lengths, which no kernel here refuses."""
+
+    dtype: torch.dtype
+    """Of queries."""
+    queries: int
+    heads: int
+    widths: tuple[int, int]
+    """L and R."""
+    page_size: int
+    causal: bool
+    one_row: bool
+    """Whether latent and rope key of a token are side by side, rows at multiples of 16 bytes."""
+    besides: tuple[str, ...] = ()
+    """What is asked that no kernel of other projects takes here."""
+
+    @property
+    def rows(self) -> int:
+        """Of queries and heads, that attend to the keys of a sequence."""
+        return self.queries * self.heads
+
+    @staticmethod
+    def of(x: PagedLatentAttention) -> Paged | None:
+        """That of some arguments; None where sizes are symbols."""
+        _, queries, heads, rank = x.q_latent.shape
+        rope, page_size = x.q_rope.shape[3], x.latent_pages.shape[1]
+        places = *x.latent_pages.stride(), *x.rope_pages.stride(), x.latent_pages.storage_offset()
+        if not all(isinstance(size, int) for size in (queries, heads, rank, rope, page_size, *places)):
+            return None
+        asked = {
+            "FP8 pages": x.latent_scales is not None,
+            "a mask": x.mask is not None,
+            "results that do not depend on the batch": x.split_tokens is not None,
+            "queries that are not the last": x.first_positions is not None,
+        }
+        besides = tuple(name for name, is_asked in asked.items() if is_asked)
+        causal = x.causal and queries > 1
+        one_row = not besides and whole_rows(x.latent_pages, x.rope_pages)
+        return Paged(x.q_latent.dtype, queries, heads, (rank, rope), page_size, causal, one_row, besides)
+
+
+@dataclass(frozen=True)
+class Takes:
+    """What an implementation takes."""
+
+    dtypes: tuple[torch.dtype, ...]
+    widths: tuple[int, int]
+    """L and R."""
+    page_sizes: tuple[int, ...] = ()
+    """All, if none is named."""
+    one_row: bool = True
+    """Whether it wants latent and rope key of a token side by side."""
+    most_queries: int | None = None
+
+    def refusal(self, problem: Paged) -> str | None:
+        """Why it does not take a problem; None where it does."""
+        if problem.besides:
+            return f"does not take {' and '.join(problem.besides)}"
+        if problem.dtype not in self.dtypes:
+            return f"takes {' and '.join(map(_short, self.dtypes))}, found {_short(problem.dtype)}"
+        if problem.widths != self.widths:
+            return f"takes L, R = {self.widths[0]}, {self.widths[1]}, found {problem.widths[0]}, {problem.widths[1]}"
+        if self.page_sizes and problem.page_size not in self.page_sizes:
+            return f"takes pages of {' or '.join(map(str, self.page_sizes))} tokens, found {problem.page_size}"
+        if self.most_queries is not None and problem.queries > self.most_queries:
+            return f"takes {self.most_queries} query token{'s' * (self.most_queries > 1)}, found {problem.queries}"
+        if self.one_row and not problem.one_row:
+            return "takes latent and rope key in one row at multiples of 16 bytes, these lie apart"
+        return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def layout_of(x: PagedLatentAttention) -> Hashable:
+    """All of the arguments that a choice may depend on."""
+    asked = x.causal, x.split_tokens is None, x.first_positions is None, whole_rows(x.latent_pages, x.rope_pages)
+    tensors = x.q_latent, x.q_rope, x.latent_pages, x.rope_pages, x.block_table, x.seq_lens, x.latent_scales, x.mask
+    return asked, *map(layout, tensors)
+
+
+def sizes_of(x: PagedLatentAttention) -> tuple[int, ...]:
+    """The batch, and how many tokens a sequence may have."""
+    return x.q_latent.shape[0], x.pages.capacity
+
+
+def whole_rows(latent: Tensor, rope: Tensor) -> bool:
+    """Whether pages `[pages, page_size, L]` and `[pages, page_size, R]` are columns of the same rows, in this order."""
+    same = latent.untyped_storage()._cdata == rope.untyped_storage()._cdata
+    first = latent.storage_offset()
+    places = first, *latent.stride()[:2]
+    return (
+        same
+        and latent.stride() == rope.stride()
+        and latent.stride(2) == 1
+        and rope.storage_offset() == first + latent.shape[2]
+        and all(place * latent.itemsize % ALIGNED == 0 for place in places)
+    )
+
+
+def rows_of(x: PagedLatentAttention) -> Tensor:
+    """The pages as `[pages, page_size, L + R]`, of a problem with `one_row`."""
+    pages, page_size, rank = x.latent_pages.shape
+    return x.latent_pages.as_strided((pages, page_size, rank + x.rope_pages.shape[2]), x.latent_pages.stride())
+
+
+def numbers_of(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
+    """Table and lengths as others want them: int32, dense in their last dim."""
+    table = x.block_table.to(torch.int32)
+    return table if table.stride(1) == 1 else table.contiguous(), x.seq_lens.to(torch.int32).contiguous()
+
+
+def by_query(lse: Tensor) -> Tensor:
+    """Log-sum-exps `[B, N, Sq]` as ours are, `[B, Sq, N]`, -inf of a row that sees no key, in one launch."""
+    batch, heads, queries = lse.shape
+    result = lse.new_empty((batch, queries, heads))
+    torch.nan_to_num(lse.transpose(1, 2), nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf, out=result)
+    return result
+
+
+def small(x: PagedLatentAttention) -> PagedLatentAttention:
+    """Four sequences with the queries, heads, widths, dtypes and page size of `x`."""
+    _, queries, heads, rank = x.q_latent.shape
+    page_size, rope, device = x.latent_pages.shape[1], x.rope_pages.shape[2], x.q_latent.device
+    lengths = [queries, 0, queries + page_size // 2 + 1, queries + 2 * page_size + 3]
+    most = -(-max(lengths) // page_size)
+    generator = torch.Generator(device).manual_seed(0)  # not the user's
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(x.q_latent.dtype)
+
+    q = normal(len(lengths), queries, heads, rank + rope)
+    rows = normal(len(lengths) * most, page_size, rank + rope)
+    table = torch.arange(len(rows), device=device).flip(0).view(len(lengths), most)
+    for pages, length in zip(table, lengths, strict=True):
+        behind = torch.arange(most * page_size, device=device).view(most, page_size) >= length
+        rows[pages] = rows[pages].masked_fill(behind[..., None], torch.nan)
+    return dataclasses.replace(
+        x,
+        q_latent=q[..., :rank],
+        q_rope=q[..., rank:],
+        latent_pages=rows[..., :rank],
+        rope_pages=rows[..., rank:],
+        block_table=table.to(x.block_table.dtype),
+        seq_lens=torch.tensor(lengths, device=device).to(x.seq_lens.dtype),
+        scale=(rank + rope) ** -0.5,  # scores of a variance of 1
+    )
