@@ -20,10 +20,10 @@ from torch import Tensor
 from .._common.machine import Machine
 from .._common.tiles import Tiles, power_of_two
 from .._common.tuning import bucket, neighbours, tuned
+from ..share import in_even_groups, share_of
 from ..visibility import causal_stop
 from .arguments import ExpandedAttention, Expansion
 from .kernel import attend_chunk
-from .share import in_even_groups, share_of
 from .tiles import blocks, choose, fits
 
 _BYTES = 128 << 20

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..expanded_attention.share import in_even_groups, share_of
+from ..share import in_even_groups, share_of
 from .expansions import Takes, tokens_of
 from .implementation import Implementation
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._common.plans import layout
-from ..expanded_attention.share import share_of
+from ..share import share_of
 from ..visibility import causal_stop
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_compile.kernels.expanded_attention.share import Share, in_even_groups, share_of
+from mla_compile.kernels.share import Share, in_even_groups, share_of
 
 
 def test_sequences_that_fit_come_together():
