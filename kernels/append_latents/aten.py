@@ -6,6 +6,7 @@ import torch
 
 from ...fp8 import RowLayout, quantised, quantised_by
 from ..bundles import checked, implement
+from ..dispatcher import general
 from .arguments import AppendLatents
 
 
@@ -26,3 +27,4 @@ def append(x: AppendLatents) -> None:
 
 append_latents_aten = checked(AppendLatents, append)
 implement("append_latents", "CompositeExplicitAutograd", append_latents_aten)
+general("append_latents")(append_latents_aten)

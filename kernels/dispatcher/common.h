@@ -1,17 +1,24 @@
 // What the ops that torch calls in C++ share: dtypes, and the way on to Python.
 
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/index.h>
+#include <ATen/ops/lerp.h>
+#include <ATen/ops/logaddexp.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <cstring>
+#include <functional>
 #include <vector>
 
 namespace {

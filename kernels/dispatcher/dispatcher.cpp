@@ -21,12 +21,15 @@ TORCH_LIBRARY_IMPL(mla, CPU, m) {
   m.impl("paged_latent_attention", paged_latent_attention);
   m.impl("sparse_latent_attention", sparse_latent_attention);
   m.impl("expanded_attention", expanded_attention);
+  m.impl("paged_expanded_attention", paged_expanded_attention);
   m.impl("per_head_matmul", per_head_matmul);
+  m.impl("merge_states", merge_states);
+  m.impl("append_latents", append_latents);
 }
 
-// What is registered here comes before a formula of `mla_compile.ops`.
+// What is registered here comes before a formula of `mla_compile.ops`. What mutates has none.
 TORCH_LIBRARY_IMPL(mla, AutogradCPU, m) {
   for (const char* op : {"latent_attention", "paged_latent_attention", "sparse_latent_attention", "expanded_attention",
-                         "per_head_matmul"})
+                         "paged_expanded_attention", "per_head_matmul", "merge_states"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<differentiate_if_asked>());
 }

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..bundles import checked, implement
+from ..dispatcher import general
 from .arguments import MergeStates
 
 
@@ -24,3 +25,4 @@ def share_of_second(lse_a: Tensor, lse_b: Tensor) -> Tensor:
 
 merge_states_aten = checked(MergeStates, merge)
 implement("merge_states", "CompositeExplicitAutograd", merge_states_aten)
+general("merge_states")(merge_states_aten)

@@ -3,7 +3,8 @@
 A chunk is gathered from its pages, in the dtype of the arithmetic, and goes the way of `expanded_attention`'s
 chunks: up-projected into the workspace, and attended to by its C++ or by flash attention. On CPU the lengths are read,
 so only pages in use are touched and padding is left out; elsewhere that would stall the device, so all that the table
-has room for is gathered, and hidden.
+has room for is gathered, and hidden. Compiled graphs without a mask get the same on CPU from
+`dispatcher/paged_expanded_attention.h` without this Python.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..bundles import checked, implement
+from ..dispatcher import general
 from ..expanded_attention.aten import Flash
 from ..expanded_attention.chunks import attend_sequence, leveled
 from ..expanded_attention.native import fastest
@@ -66,3 +68,4 @@ def attend(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
 
 paged_expanded_attention_aten = checked(PagedExpandedAttention, attend)
 implement("paged_expanded_attention", "CompositeExplicitAutograd", paged_expanded_attention_aten)
+general("paged_expanded_attention")(paged_expanded_attention_aten)

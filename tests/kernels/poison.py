@@ -11,35 +11,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mla_compile.kernels.expanded_attention.native import expanded_attention_cpu
-from mla_compile.kernels.latent_attention.native import latent_attention_cpu
-from mla_compile.kernels.merge_states import merge_states_aten
-from mla_compile.kernels.paged_expanded_attention import paged_expanded_attention_aten
-from mla_compile.kernels.paged_latent_attention.native import paged_latent_attention_cpu
-from mla_compile.kernels.per_head_matmul.native import per_head_matmul_cpu
-from mla_compile.kernels.sparse_latent_attention.native import sparse_latent_attention_cpu
-
 VALUES = (torch.nan, torch.inf)
 
 _ALLOCATE = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
 _MULTIPLY = frozenset(("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear"))
 _ATTEND = "_scaled_dot_product"
-_ON_CPU = {
-    torch.ops.mla.expanded_attention.default: expanded_attention_cpu,
-    torch.ops.mla.latent_attention.default: latent_attention_cpu,
-    torch.ops.mla.merge_states.default: merge_states_aten,
-    torch.ops.mla.paged_expanded_attention.default: paged_expanded_attention_aten,
-    torch.ops.mla.paged_latent_attention.default: paged_latent_attention_cpu,
-    torch.ops.mla.per_head_matmul.default: per_head_matmul_cpu,
-    torch.ops.mla.sparse_latent_attention.default: sparse_latent_attention_cpu,
-}
-"""What is registered: torch does not hand the mode on to the code behind an op."""
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class Poisoned(TorchDispatchMode):
     """Memory is `value` until it is written, and the operands of products are asserted to be finite.
 
-    The mla ops and loops are entered. `products` counts what was looked at.
+    The mla ops, in C++ as in Python, and loops are entered. `products` counts what was looked at.
     """
 
     supports_higher_order_operators = True
@@ -54,9 +37,9 @@ class Poisoned(TorchDispatchMode):
         if func is torch.ops.higher_order.while_loop:
             with self:
                 return _loop(*args)
-        if func in _ON_CPU:
+        if func.namespace == "mla":
             with self:
-                return _ON_CPU[func](*args, **kwargs)
+                return func.redispatch(_CPU, *args, **kwargs)
         name = func._schema.name.partition("::")[2].rstrip("_")
         if name in _MULTIPLY or name.startswith(_ATTEND):
             self._check(func, name, args, kwargs)

@@ -9,11 +9,17 @@ import pytest
 import torch
 
 from mla_compile.errors import KernelError
+from mla_compile.fp8 import FP8, RowLayout
 from mla_compile.kernels import dispatcher, native
+from mla_compile.kernels.append_latents import append_latents_reference
+from mla_compile.kernels.append_latents.arguments import AppendLatents
 from mla_compile.kernels.expanded_attention import chunks, expanded_attention_reference
 from mla_compile.kernels.expanded_attention import native as expanded_native
 from mla_compile.kernels.latent_attention import latent_attention_reference
 from mla_compile.kernels.latent_attention import native as latent_native
+from mla_compile.kernels.merge_states.arguments import MergeStates
+from mla_compile.kernels.paged_expanded_attention import paged_expanded_attention_reference
+from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
 from mla_compile.kernels.paged_latent_attention import native as paged_native
 from mla_compile.kernels.paged_latent_attention import paged_latent_attention_reference
 from mla_compile.kernels.per_head_matmul import native as matmul_native
@@ -23,7 +29,7 @@ from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_
 
 from .errors import assert_as_close_as
 from .naive import make_inputs, masks
-from .paged import make_paged, quantised
+from .paged import make_paged, make_paged_heads, quantised
 
 SIZES = {
     "decode": (1, 1, 67, 8, 48, 24, 16, 24),
@@ -54,6 +60,8 @@ def no_python(monkeypatch, dispatched):
     monkeypatch.setattr(expanded_native, "attend_in_chunks", called)
     for module in (paged_native, sparse_native):
         monkeypatch.setattr(module, "Cached", called)
+    for bundle in (AppendLatents, MergeStates, PagedExpandedAttention):
+        monkeypatch.setattr(bundle, "check", called)
 
 
 def absorbed(x):
@@ -160,6 +168,93 @@ def test_chunks_without_a_mask_run_no_python(no_python, sizes, mask, workspace_t
         assert_right((o, lse), expanded_attention_reference, arguments, merges=merged)
 
 
+# lengths, (Sq, N, L, P, R, V), page_size
+PAGES_OF_HEADS = {
+    "prefill": ([70, 0, 3], (70, 18, 24, 16, 8, 12), 16),
+    "odd widths": ([81, 40], (9, 3, 9, 7, 5, 9), 8),
+    "no rope": ([20, 41], (20, 2, 21, 8, 0, 12), 1),
+}
+
+
+def of_python(op, bundle, *arguments, **more):
+    """By the general implementation, which a test without Python has taken away."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle, "check", lambda _: None)
+        return getattr(torch.ops.mla, f"{op}_general")(*arguments, **more)
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cache", [None, (3, False), (1, True)], ids=["in the dtype", "fp8", "fp8 and its rope keys"])
+@pytest.mark.parametrize("counts", [None, (9, 0, 2)], ids=str)
+@pytest.mark.parametrize("first", [None, (3, 30, -4)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("case", PAGES_OF_HEADS.values(), ids=PAGES_OF_HEADS)
+def test_chunks_of_pages_run_no_python(no_python, case, causal, first, counts, cache, dtype):
+    groups, rope_too = cache or (None, False)
+    x = make_paged_heads(*case, dtype, groups=groups, rope_too=rope_too)
+    given = {"first_positions": first, "query_lens": counts}
+    more = {name: None if value is None else torch.tensor(value[: len(case[0])]) for name, value in given.items()}
+    if counts is not None:
+        x.q[torch.arange(x.q.shape[1]) >= more["query_lens"][:, None]] = torch.nan
+    arguments = *x.arguments, causal, x.scale, 20, x.scales
+    o, lse = torch.ops.mla.paged_expanded_attention(*arguments, **more)
+    again = of_python("paged_expanded_attention", PagedExpandedAttention, *arguments, **more)
+    assert torch.equal(o, again[0])
+    assert torch.equal(lse, again[1])
+    assert_right((o, lse), paged_expanded_attention_reference, arguments, merges=-(-max(case[0]) // 20), **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (4, 3)], ids=str)
+def test_merging_runs_no_python(no_python, shape, dtype):
+    o_a, o_b = torch.randn(2, 5, *shape).to(dtype).movedim(1, -1)
+    lse_a, lse_b = 10 * torch.randn(2, *shape)
+    if shape == (4, 3):
+        lse_a[:2], lse_b[1:3] = -torch.inf, -torch.inf
+    o, lse = torch.ops.mla.merge_states(o_a, lse_a, o_b, lse_b)
+    expected = of_python("merge_states", MergeStates, o_a, lse_a, o_b, lse_b)
+    assert o.is_contiguous()
+    assert torch.equal(o, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("one_scale", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(("rank", "rope"), [(512, 64), (40, 6), (256, 0), (13, 3)])
+def test_appending_runs_no_python(no_python, rank, rope, dtype, one_scale, index):
+    """Numbers of all sizes: below the least step, at the ties of rounding, infinite and none at all."""
+    latent, k_rope = (torch.randn(2, 9, rank + rope) * torch.randn(9, 1).mul(20).exp2()).to(dtype)
+    latent, k_rope = latent[:, rope:], k_rope[:, rank:]
+    latent[3:6, ::7] = torch.tensor([0.0, torch.inf, torch.nan], dtype=dtype)[:, None]
+    latent[6] = torch.arange(rank).to(dtype) / 16 * 2.0**-6
+    latent[6, -1] = 448
+    width = rank + rope if one_scale else RowLayout(rank, rope, dtype).row_bytes
+    rows = torch.randint(0, 100, (5, 4, width + 16), dtype=torch.uint8)[1:, :, :width]
+    slots = torch.tensor([4, -1, 0, 15, 9, 1, 7, 8, 2], dtype=index)
+    scale = torch.tensor(1.0) if one_scale else None
+    found = []
+    for op in (torch.ops.mla.append_latents, append_latents_reference):
+        written = rows.clone()
+        op(latent, k_rope, slots, written.view(FP8) if one_scale else written, scale)
+        found.append(written)
+    assert torch.equal(*found)
+
+
+def test_every_number_is_appended_as_torch_rounds_it(no_python):
+    """All bit patterns of bfloat16, and of the float32 numbers next to those where rounding turns."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    halfway = torch.arange(2**14, dtype=torch.int32).mul(2**17).view(torch.float32)
+    close = [halfway, *(torch.nextafter(halfway, torch.tensor(end)) for end in (0.0, torch.inf))]
+    latent = torch.cat([numbers, *close, *(-part for part in close)])[None]
+    rows = torch.zeros(1, 1, latent.shape[1], dtype=FP8)
+    torch.ops.mla.append_latents(latent, latent[:, :0], torch.tensor([0]), rows, torch.tensor(1.0))
+    expected = latent.clamp(-448, 448).to(FP8)
+    assert torch.equal(rows[0].isnan(), expected.isnan())
+    assert torch.equal(rows[0].view(torch.uint8)[~expected.isnan()], expected.view(torch.uint8)[~expected.isnan()])
+
+
 @pytest.mark.parametrize("change", ["a page that is not", "a length that cannot be", "a page of no tokens"])
 def test_pages_that_cannot_be_are_refused(dispatched, change):
     x = make_paged([20, 5], (1, 4, 16, 8), 8)
@@ -172,6 +267,23 @@ def test_pages_that_cannot_be_are_refused(dispatched, change):
         arguments[2:4] = (part[:, :0] for part in arguments[2:4])
     with pytest.raises(KernelError, match="mla::paged_latent_attention: expected"):
         torch.ops.mla.paged_latent_attention(*arguments, True, x.scale)
+
+
+def test_what_chunks_of_pages_refuse_is_named(dispatched):
+    x = make_paged_heads([5, 9], (2, 3, 8, 4, 4, 6), 4)
+    more = {"query_lens": torch.tensor([1, 3])}
+    with pytest.raises(KernelError, match=r"expected query_lens from 0 to Sq = 2, found query_lens\[1\] = 3"):
+        torch.ops.mla.paged_expanded_attention(*x.arguments, True, x.scale, 2, **more)
+    x.cache[2][1, 0] = 1000
+    with pytest.raises(KernelError, match=r"mla::paged_expanded_attention: expected pages from 0 to"):
+        torch.ops.mla.paged_expanded_attention(*x.arguments, True, x.scale, 2)
+
+
+def test_nothing_is_appended_where_a_slot_cannot_be(dispatched):
+    rows = torch.zeros(2, 3, RowLayout(8, 4, torch.float32).row_bytes, dtype=torch.uint8)
+    with pytest.raises(KernelError, match=r"expected slots below 6, found slots\[1\] = 6"):
+        torch.ops.mla.append_latents(torch.ones(2, 8), torch.ones(2, 4), torch.tensor([0, 6]), rows)
+    assert not rows.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
