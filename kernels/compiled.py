@@ -21,9 +21,9 @@ def begin(dtypes: Iterable[torch.dtype]) -> None:
     """Compile in the background what `make_ready` waits for; at once if all is on disk."""
     dispatcher.begin()
     dtypes = list(dtypes)
-    for triple in _of_attention(dtypes):
+    for triple in of_attention(dtypes):
         cached.begin(*triple)
-    for dtype in _of_numbers(dtypes):
+    for dtype in of_numbers(dtypes):
         expanded_attention.begin(dtype)
         per_head_matmul.begin(dtype)
 
@@ -31,9 +31,9 @@ def begin(dtypes: Iterable[torch.dtype]) -> None:
 def make_ready(dtypes: Iterable[torch.dtype]) -> None:
     """Let torch call the kernels for tensors of these dtypes without Python, as far as there is a compiler."""
     dtypes = list(dtypes)
-    for triple in _of_attention(dtypes):
+    for triple in of_attention(dtypes):
         dispatcher.provide("latent_attention", triple, cached.kernel_for(*triple))
-    for dtype in _of_numbers(dtypes):
+    for dtype in of_numbers(dtypes):
         dispatcher.provide("per_head_matmul", (dtype,), per_head_matmul.kernel_for(dtype))
         of_chunks = expanded_attention.kernel_for(dtype)
         if of_chunks is not None:
@@ -41,13 +41,14 @@ def make_ready(dtypes: Iterable[torch.dtype]) -> None:
             dispatcher.provide("expanded_attention", (dtype, keys), of_chunks)
 
 
-def _of_numbers(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
+def of_numbers(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
+    """Dtypes of queries."""
     return [dtype for dtype in dict.fromkeys(dtypes) if dtype in TYPES and dtype != FP8]
 
 
-def _of_attention(dtypes: list[torch.dtype]) -> Iterator[tuple[torch.dtype, torch.dtype, torch.dtype]]:
+def of_attention(dtypes: list[torch.dtype]) -> Iterator[tuple[torch.dtype, torch.dtype, torch.dtype]]:
     """Dtypes of queries, latents and rope keys."""
-    for dtype in _of_numbers(dtypes):
+    for dtype in of_numbers(dtypes):
         yield dtype, dtype, dtype
         if any(fp8 in dtypes for fp8 in _MAY_BE_FP8):
             yield dtype, FP8, dtype

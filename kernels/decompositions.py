@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dispatcher import takes
 from .expanded_attention.decomposition import expanded_attention_decomposition
 from .latent_attention.reference import latent_attention_reference
 from .merge_states.reference import merge_states_reference
@@ -23,13 +24,14 @@ from .per_head_matmul.reference import per_head_matmul_reference
 from .sparse_latent_attention.reference import sparse_latent_attention_reference
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions(kernels: bool = False) -> dict[Any, Callable[..., Any]]:
     """For each mla op that attends its ATen operations: what `ExportedProgram.run_decompositions` takes.
 
-    `append_latents`, which a program has only if its module calls it, stays an op.
+    `append_latents`, which a program has only if its module calls it, stays an op. With `kernels` so does every op
+    that a kernel of `library.py` takes.
     """
     mla = torch.ops.mla
-    return {
+    table: dict[Any, Callable[..., Any]] = {
         mla.latent_attention.default: _as_the_op(latent_attention_reference),
         mla.paged_latent_attention.default: _as_the_op(paged_latent_attention_decomposition),
         mla.sparse_latent_attention.default: _as_the_op(sparse_latent_attention_reference),
@@ -38,11 +40,23 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         mla.merge_states.default: _as_the_op(merge_states_reference),
         mla.per_head_matmul.default: per_head_matmul_decomposition,
     }
+    return {op: _unless_taken(op, decomposition) for op, decomposition in table.items()} if kernels else table
 
 
 def per_head_matmul_decomposition(x: Tensor, weight: Tensor) -> Tensor:
     """`mla::per_head_matmul`, to be traced: rounded once, as the op rounds."""
     return per_head_matmul_reference(x, weight).contiguous()
+
+
+def _unless_taken(op: torch._ops.OpOverload, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    names = [argument.name for argument in op._schema.arguments]
+
+    @wraps(decomposition)
+    def unless_taken(*operands: Any, **more: Any) -> Any:
+        taken = takes(dict(zip(names, operands, strict=False)) | more)
+        return NotImplemented if taken else decomposition(*operands, **more)
+
+    return unless_taken
 
 
 def _as_the_op(equation: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +39,9 @@ VECTOR, ATTEND, NUMBER, PAIRS = (Path(__file__).with_name(name) for name in _HEA
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3"}
 """What `number.h` calls a dtype."""
 
+Recipe = tuple[tuple[Path, ...], tuple[str, ...], tuple[str, ...]]
+"""What `load` takes."""
+
 
 def load(
     sources: tuple[Path, ...], argtypes: tuple[str, ...], defines: tuple[str, ...] = ()
@@ -55,14 +60,44 @@ def start(
     """`load`, going on in the background: what it returns waits for it."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    text = _text(sources, defines)
+    text = text_of(sources, defines)
     return _built(sources[-1], lambda: CppPythonBindingsCodeCache.load_pybinding_async(list(argtypes), text, **_AWAY))
 
 
 @cache
 def start_library(sources: tuple[Path, ...]) -> Callable[[], ctypes.CDLL | None]:
     """C++ files taken as one, with torch's own headers, loaded into this process: what it returns waits for it."""
-    return _built(sources[-1], lambda: _torch_library().load_async(_text(sources, ()), **_AWAY))
+    return _built(sources[-1], lambda: _torch_library().load_async(text_of(sources, ()), **_AWAY))
+
+
+def compile_object(name: str, text: str, folder: str) -> str:
+    """An object file of C++ that may use torch's headers. Raises: CppCompileError."""
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import CppBuilder
+
+    source = Path(folder) / f"{name}.cpp"
+    source.write_text(text)
+    with config.patch(_CONFIG):
+        builder = CppBuilder(name, [str(source)], _options(compile_only=True), output_dir=folder)
+        builder.build()
+    return str(builder.get_target_file_path())
+
+
+def link(objects: list[str], path: Path) -> None:
+    """A shared library of object files, beside torch's own. Raises: CppCompileError."""
+    from torch._inductor.cpp_builder import CppBuilder
+
+    with tempfile.TemporaryDirectory() as folder:
+        builder = CppBuilder("library", objects, _options(compile_only=False), output_dir=folder)
+        builder.build()
+        shutil.copyfile(builder.get_target_file_path(), path)
+
+
+def _options(compile_only: bool) -> Any:
+    from torch._inductor.cpp_builder import CppTorchOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return CppTorchOptions(vec_isa=pick_vec_isa(), include_pytorch=True, shared=True, compile_only=compile_only)
 
 
 def address(kernel: Callable[..., None]) -> int:
@@ -84,7 +119,8 @@ def _library_of(kernel: Callable[..., None]) -> ctypes.CDLL:
     return ctypes.CDLL(kernel.__self__.__file__)
 
 
-def _text(sources: Sequence[Path], defines: Sequence[str]) -> str:
+def text_of(sources: Sequence[Path], defines: Sequence[str]) -> str:
+    """One file of C++: macros, and then files."""
     return "\n".join([*(f"#define {define}" for define in defines), *(source.read_text() for source in sources)])
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .cache.growing import LatentCache
     from .cache.latent_cache import PagedLatentCache
     from .exported import lower, rewrite
+    from .kernels.library import build_library
 
 __all__ = [
     "BlockTable",
@@ -51,6 +52,7 @@ __all__ = [
     "StrictError",
     "VerifyError",
     "__version__",
+    "build_library",
     "explain",
     "last_report",
     "lower",
@@ -77,4 +79,8 @@ def __getattr__(name: str) -> Any:
         from . import exported
 
         return getattr(exported, name)
+    if name == "build_library":
+        from .kernels.library import build_library
+
+        return build_library
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

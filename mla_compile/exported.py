@@ -77,13 +77,16 @@ def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = Non
     return functional
 
 
-def lower(program: ExportedProgram) -> ExportedProgram:
+def lower(program: ExportedProgram, *, kernels: bool = False) -> ExportedProgram:
     """A rewritten program with ATen operations in the place of mla ops: one that runs without this library.
 
     That is what `torch._inductor.aoti_compile_and_package` wants, whose packages run without Python. Dynamic shapes
     stay; the chunked path is a `torch.while_loop`, whose workspace is what the path says.
+
+    With `kernels` the ops stay that C++ takes: attention without a mask tensor on CPU, in float32, bfloat16 or float16,
+    and products of a matrix a head. The result runs where what `build_library` wrote is loaded.
     """
-    lowered = _decomposed(program, _composite() | decompositions())
+    lowered = _decomposed(program, _composite() | decompositions(kernels))
     straighten_loop_operands(lowered.graph_module)
     return lowered
 

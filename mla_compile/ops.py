@@ -50,60 +50,58 @@ _LIBRARY = torch.library.Library("mla", "DEF")
 # cache whose layout differs from the traced one.
 _ANY_STRIDES = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
-_LIBRARY.define(
+
+def _define(schema: str, tags: tuple[torch.Tag, ...] = _ANY_STRIDES) -> None:
+    """Define an op, unless a library of `kernels/library.py` was loaded, which has done so by the same text."""
+    if not hasattr(torch.ops.mla, schema.partition("(")[0]):
+        _LIBRARY.define(schema, tags=tags)
+
+
+_define(
     "sealed_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
     "float? scale, bool enable_gqa) -> Tensor",
     # The layout of the result follows the layout of the inputs, so Inductor has to keep both as traced.
     tags=(torch.Tag.needs_exact_strides, torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag),
 )
-_LIBRARY.define(
+_define(
     "latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor? mask, "
     "SymInt? causal_offset, float scale) -> (Tensor, Tensor)",
-    tags=_ANY_STRIDES,
 )
-_LIBRARY.define(
+_define(
     "latent_attention_backward(Tensor grad_o, Tensor? grad_lse, Tensor q_latent, Tensor q_rope, Tensor latent, "
     "Tensor k_rope, Tensor? mask, SymInt? causal_offset, float scale, Tensor o, Tensor lse, bool[] wanted) -> Tensor[]",
-    tags=_ANY_STRIDES,
 )
-_LIBRARY.define(
+_define(
     "sparse_latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor indices, "
     "Tensor? mask, SymInt? causal_offset, float scale, bool uniform_when_empty, Tensor? latent_scales=None) "
     "-> (Tensor, Tensor)",
-    tags=_ANY_STRIDES,
 )
-_LIBRARY.define(
+_define(
     "paged_latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent_pages, Tensor rope_pages, "
     "Tensor block_table, Tensor seq_lens, bool causal, float scale, Tensor? latent_scales=None, "
     "SymInt? split_tokens=None, Tensor? mask=None, Tensor? first_positions=None) -> (Tensor, Tensor)",
-    tags=_ANY_STRIDES,
 )
-_LIBRARY.define(
+_define(
     "expanded_attention(Tensor q, Tensor latent, Tensor k_rope, Tensor w_uk, Tensor w_uv, Tensor? mask, "
     "SymInt? causal_offset, float scale, SymInt workspace_tokens) -> (Tensor, Tensor)",
-    tags=_ANY_STRIDES,
 )
-_LIBRARY.define(
+_define(
     "expanded_attention_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor latent, Tensor k_rope, Tensor w_uk, "
     "Tensor w_uv, Tensor? mask, SymInt? causal_offset, float scale, SymInt workspace_tokens, Tensor o, Tensor lse, "
     "bool[] wanted) -> Tensor[]",
-    tags=_ANY_STRIDES,
 )
-_LIBRARY.define(
+_define(
     "paged_expanded_attention(Tensor q, Tensor latent_pages, Tensor rope_pages, Tensor block_table, Tensor seq_lens, "
     "Tensor w_uk, Tensor w_uv, bool causal, float scale, SymInt workspace_tokens, Tensor? latent_scales=None, "
     "Tensor? mask=None, Tensor? first_positions=None, Tensor? query_lens=None) -> (Tensor, Tensor)",
-    tags=_ANY_STRIDES,
 )
-_LIBRARY.define(
+_define(
     "merge_states(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b) -> (Tensor, Tensor)",
-    tags=_ANY_STRIDES,
 )
-_LIBRARY.define(
+_define(
     "append_latents(Tensor latent, Tensor k_rope, Tensor slots, Tensor(a!) rows, Tensor? scale=None) -> ()",
-    tags=_ANY_STRIDES,
 )
-_LIBRARY.define("per_head_matmul(Tensor x, Tensor weight) -> Tensor", tags=_ANY_STRIDES)
+_define("per_head_matmul(Tensor x, Tensor weight) -> Tensor")
 
 sealed_attention = torch.ops.mla.sealed_attention
 """`torch.nn.functional.scaled_dot_product_attention`, opaque to decomposition.

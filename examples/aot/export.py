@@ -1,6 +1,6 @@
-"""The trained DeepSeek-V3 of `examples/` as one file that runs without Python: for any prompt and any length of cache.
+"""The trained DeepSeek-V3 of `examples/` as a file that runs without Python: for any prompt and any length of cache.
 
-Run: python examples/aot/export.py out/aot      writes model.pt2 and pieces.txt, which generate.cpp reads
+Run: python examples/aot/export.py out/aot      writes model.pt2, libmla.so and pieces.txt, which generate.cpp reads
 """
 
 import sys
@@ -62,12 +62,12 @@ def main(folder: Path) -> None:
     ).eval()
     program = mla_compile.rewrite(export(model), options={"mla.strict": True})
     print(mla_compile.last_report())
-    package = torch._inductor.aoti_compile_and_package(
-        mla_compile.lower(program), package_path=str(folder / "model.pt2")
-    )
+    lowered = mla_compile.lower(program, kernels=True)  # without kernels it needs no library
+    mla_compile.build_library(folder / "libmla.so", [torch.float32])
+    package = torch._inductor.aoti_compile_and_package(lowered, package_path=str(folder / "model.pt2"))
     write_pieces(folder / "pieces.txt")
     prompt = AutoTokenizer.from_pretrained(CHECKPOINT)("import os\n\ndef read_file(path):\n")["input_ids"]
-    print("generate", package, folder / "pieces.txt", 60, *prompt)
+    print("generate", package, folder / "libmla.so", folder / "pieces.txt", 60, *prompt)
 
 
 if __name__ == "__main__":

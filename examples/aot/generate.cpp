@@ -1,11 +1,13 @@
-// Writes Python with the package of export.py: no Python, no mla_compile, only libtorch.
+// Writes Python with the package of export.py: no Python, no mla_compile, only libtorch and the kernels in libmla.so.
 //
 // Build: cmake -S examples/aot -B out/aot/build -DCMAKE_PREFIX_PATH=$(python -c "import torch; print(torch.utils.cmake_prefix_path)")
 //        cmake --build out/aot/build
-// Run:   out/aot/build/generate out/aot/model.pt2 out/aot/pieces.txt TOKENS PROMPT_TOKEN...
+// Run:   out/aot/build/generate out/aot/model.pt2 out/aot/libmla.so out/aot/pieces.txt TOKENS PROMPT_TOKEN...
 
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/torch.h>
+
+#include <dlfcn.h>
 
 #include <cstdint>
 #include <fstream>
@@ -31,15 +33,19 @@ std::vector<std::string> read_pieces(const std::string& path) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 5) {
-    std::cerr << "usage: generate MODEL.pt2 PIECES.txt TOKENS PROMPT_TOKEN...\n";
+  if (argc < 6) {
+    std::cerr << "usage: generate MODEL.pt2 LIBMLA.so PIECES.txt TOKENS PROMPT_TOKEN...\n";
     return 2;
   }
+  if (!dlopen(argv[2], RTLD_NOW)) {  // registers the ops that the package calls
+    std::cerr << dlerror() << "\n";
+    return 1;
+  }
   torch::inductor::AOTIModelPackageLoader model(argv[1]);
-  const auto pieces = read_pieces(argv[2]);
-  const int tokens = std::stoi(argv[3]);
+  const auto pieces = read_pieces(argv[3]);
+  const int tokens = std::stoi(argv[4]);
   std::vector<int64_t> prompt;
-  for (int i = 4; i < argc; ++i) prompt.push_back(std::stoll(argv[i]));
+  for (int i = 5; i < argc; ++i) prompt.push_back(std::stoll(argv[i]));
 
   // Layers and widths of the shipped checkpoint: 5 layers, a latent of 48 and a rope key of 16 a token.
   at::Tensor latents = at::zeros({5, 1, 0, 48}), k_ropes = at::zeros({5, 1, 0, 16});

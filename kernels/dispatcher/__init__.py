@@ -1,5 +1,6 @@
 """Ops in C++ as torch's dispatcher calls them: no Python runs between two kernels of a compiled step."""
 
-from .dispatcher import begin, general, provide, take_over
+from .dispatcher import PLACES, SOURCES, begin, general, provide, take_over
+from .taken import takes
 
-__all__ = ["begin", "general", "provide", "take_over"]
+__all__ = ["PLACES", "SOURCES", "begin", "general", "provide", "take_over", "takes"]

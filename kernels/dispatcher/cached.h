@@ -70,7 +70,13 @@ struct Call {
 
 // Whether q_latent and q_rope `[B, Sq, N, .]` fit each other, and their `rows` a kernel.
 bool queries_fit(const Tensor& q_latent, const Tensor& q_rope, int64_t rows) {
-  return q_rope.sizes().slice(0, 3) == q_latent.sizes().slice(0, 3) && 0 < rows && rows <= MOST_ROWS_OF_ATTENTION;
+  return q_rope.sizes().slice(0, 3) == q_latent.sizes().slice(0, 3) && 0 < rows &&
+         (rows <= MOST_ROWS_OF_ATTENTION || alone());
+}
+
+// Keys `[., ., .]` as a kernel can read them, if no one else can.
+Tensor readable(const Tensor& keys) {
+  return alone() && keys.dim() == 3 && keys.size(2) > 1 && keys.stride(2) != 1 ? keys.contiguous() : keys;
 }
 
 // Whether keys `[., ., L]` and `[., ., R]` belong together, and lie as a kernel wants them.

@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/bmm.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -40,7 +41,15 @@ int64_t place(at::ScalarType dtype) {
 
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> general(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+  const auto found = c10::Dispatcher::singleton().findSchema({name, ""});
+  TORCH_CHECK(found, name, ": expected arguments that a kernel in C++ takes, or mla_compile imported; found neither");
+  return found->typed<Signature>();
+}
+
+// Whether there are no general implementations: then a kernel takes all that it can.
+bool alone() {
+  static const bool found = c10::Dispatcher::singleton().findSchema({"mla::latent_attention_general", ""}).has_value();
+  return !found;
 }
 
 bool is_given(const std::optional<Tensor>& tensor) { return tensor && tensor->defined(); }

@@ -16,7 +16,18 @@ extern "C" void provide_per_head_matmul(int64_t number, void* kernel) {
   per_head_matmul_kernels[number] = reinterpret_cast<PerHeadMatmulKernel*>(kernel);
 }
 
+namespace {
+
+// Whether another library like this one was here first.
+bool taken(c10::DispatchKey key) {
+  const auto op = c10::Dispatcher::singleton().findSchema({"mla::latent_attention", ""});
+  return op && op->hasKernelForDispatchKey(key);
+}
+
+}  // namespace
+
 TORCH_LIBRARY_IMPL(mla, CPU, m) {
+  if (taken(c10::DispatchKey::CPU)) return;
   m.impl("latent_attention", latent_attention);
   m.impl("paged_latent_attention", paged_latent_attention);
   m.impl("sparse_latent_attention", sparse_latent_attention);
@@ -29,6 +40,7 @@ TORCH_LIBRARY_IMPL(mla, CPU, m) {
 
 // What is registered here comes before a formula of `mla_compile.ops`. What mutates has none.
 TORCH_LIBRARY_IMPL(mla, AutogradCPU, m) {
+  if (taken(c10::DispatchKey::AutogradCPU)) return;
   for (const char* op : {"latent_attention", "paged_latent_attention", "sparse_latent_attention", "expanded_attention",
                          "paged_expanded_attention", "per_head_matmul", "merge_states"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<differentiate_if_asked>());

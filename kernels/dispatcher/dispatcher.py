@@ -19,7 +19,7 @@ from mla_compile.ops import schema_of
 from ..native import TYPES, address, start_library
 
 _HERE = Path(__file__).parent
-_SOURCES = (
+SOURCES = (
     _HERE.parent / "latent_attention" / "call.h",
     _HERE.parent / "expanded_attention" / "call.h",
     _HERE.parent / "per_head_matmul" / "call.h",
@@ -28,12 +28,14 @@ _SOURCES = (
     *(_HERE / f"{name}.h" for name in ("per_head_matmul", "merge_states", "append_latents", "gradients")),
     _HERE / "dispatcher.cpp",
 )
-_PLACES = list(TYPES)
+PLACES = list(TYPES)
 """Dtypes in the order of `place` in `common.h`."""
 _GENERAL = torch.library.Library("mla", "FRAGMENT")
 _implementations: dict[str, Callable[..., Any]] = {}
 _registered: list[torch.library.Library] = []
 """What holds the general implementations as those of their ops."""
+_CPP_IS_THERE = torch._C._dispatch_has_kernel_for_dispatch_key("mla::latent_attention", "CPU")
+"""A library of `kernels/library.py` was loaded before this: it goes on computing what it has kernels for."""
 
 
 def general(op: str) -> Callable[[Callable[..., Any]], None]:
@@ -49,6 +51,8 @@ def general(op: str) -> Callable[[Callable[..., Any]], None]:
 
 
 def _register(op: str) -> None:
+    if _CPP_IS_THERE:
+        return
     library = torch.library.Library("mla", "IMPL")
     library.impl(op, _implementations[op], "CPU")
     _registered.append(library)
@@ -56,13 +60,16 @@ def _register(op: str) -> None:
 
 def begin() -> None:
     """Compile in the background what `take_over` waits for."""
-    start_library(_SOURCES)
+    if not _CPP_IS_THERE:
+        start_library(SOURCES)
 
 
 @cache
 def take_over() -> ctypes.CDLL | None:
     """Let torch call C++ from now on; not to be called while an op runs. None where that cannot be built."""
-    waiting = start_library(_SOURCES)
+    if _CPP_IS_THERE:
+        return None
+    waiting = start_library(SOURCES)
     # Torch warns of an implementation that takes the place of another.
     while _registered:
         _registered.pop()._destroy()
@@ -78,5 +85,5 @@ def provide(op: str, dtypes: Sequence[torch.dtype], kernel: Callable[..., None] 
     library = take_over()
     if library is None:
         return
-    where = [ctypes.c_int64(_PLACES.index(dtype)) for dtype in dtypes]
+    where = [ctypes.c_int64(PLACES.index(dtype)) for dtype in dtypes]
     getattr(library, f"provide_{op}")(*where, ctypes.c_void_p(None if kernel is None else address(kernel)))

@@ -13,6 +13,10 @@ Tensor per_head_matmul(const Tensor& x, const Tensor& weight) {
   PerHeadMatmulKernel* kernel = dtype < 0 ? nullptr : per_head_matmul_kernels[dtype].load();
   const bool suits = 0 < rows && rows <= MOST_ROWS_OF_MATMUL && weight.numel() > 0 &&
                      (weight.stride(1) == 1 || weight.stride(2) == 1);
+  if (fits && alone() && !(kernel && suits)) {
+    const Tensor by_head = x.reshape({rows, x.size(2), x.size(3)}).transpose(0, 1);
+    return at::bmm(by_head, weight).transpose(0, 1).contiguous().view({x.size(0), x.size(1), x.size(2), -1});
+  }
   if (!kernel || !suits) {
     static const auto op = general<Tensor(const Tensor&, const Tensor&)>("mla::per_head_matmul_general");
     return op.call(x, weight);

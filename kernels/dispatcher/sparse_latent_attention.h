@@ -22,10 +22,11 @@ void table_of_named(const Tensor& indices, int64_t tokens, std::optional<int64_t
   }
 }
 
-Attended sparse_latent_attention(const Tensor& q_latent, const Tensor& q_rope, const Tensor& latent,
-                                 const Tensor& k_rope, const Tensor& indices, const std::optional<Tensor>& mask,
+Attended sparse_latent_attention(const Tensor& q_latent, const Tensor& q_rope, const Tensor& given_latent,
+                                 const Tensor& given_k_rope, const Tensor& indices, const std::optional<Tensor>& mask,
                                  std::optional<int64_t> causal_offset, double scale, bool uniform_when_empty,
                                  const std::optional<Tensor>& latent_scales) {
+  const Tensor latent = readable(given_latent), k_rope = readable(given_k_rope);
   const auto otherwise = [&] {
     static const auto op =
         general<Attended(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..bundles import checked
 from ..dispatcher import general
-from ..native import ATTEND, NUMBER, PAIRS, TYPES, VECTOR, constant, load, start
+from ..native import ATTEND, NUMBER, PAIRS, TYPES, VECTOR, Recipe, constant, load, start
 from ..visibility import KeyPositions, Visibility
 from .arguments import ExpandedAttention
 from .aten import Flash
@@ -43,13 +43,18 @@ def fastest(dtype: torch.dtype) -> Arithmetic:
 
 def kernel_for(dtype: torch.dtype) -> Callable[..., None] | None:
     """The kernel for queries of some dtype; None if there is none, or no compiler."""
-    return load(_SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[dtype]}",)) if dtype in TYPES else None
+    return load(*recipe(dtype)) if dtype in TYPES else None
 
 
 def begin(dtype: torch.dtype) -> None:
     """Compile in the background what `kernel_for` waits for."""
     if dtype in TYPES:
-        start(_SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[dtype]}",))
+        start(*recipe(dtype))
+
+
+def recipe(dtype: torch.dtype) -> Recipe:
+    """What makes the kernel for queries of some dtype."""
+    return _SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[dtype]}",)
 
 
 def dtype_of_keys(kernel: Callable[..., None], queries: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..native import ATTEND, NUMBER, PAIRS, TYPES, VECTOR, load, start
+from ..native import ATTEND, NUMBER, PAIRS, TYPES, VECTOR, Recipe, load, start
 
 _HERE = Path(__file__).parent
 _OWN = (_HERE / name for name in ("call.h", "keys.h", "floats.h", "dots.h", "brgemm.h", "native.cpp"))
@@ -43,20 +43,21 @@ class Cached:
 
 def kernel_for(number: torch.dtype, latent: torch.dtype, k_rope: torch.dtype) -> Callable[..., None] | None:
     """The kernel for queries and keys of some dtypes; None if there is none, or no compiler."""
-    return None if number not in TYPES else load(_SOURCES, _ARGUMENTS, _defines(number, latent, k_rope))
+    return None if number not in TYPES else load(*recipe(number, latent, k_rope))
 
 
 def begin(number: torch.dtype, latent: torch.dtype, k_rope: torch.dtype) -> None:
     """Compile in the background what `kernel_for` waits for."""
     if number in TYPES:
-        start(_SOURCES, _ARGUMENTS, _defines(number, latent, k_rope))
+        start(*recipe(number, latent, k_rope))
 
 
-def _defines(number: torch.dtype, latent: torch.dtype, k_rope: torch.dtype) -> tuple[str, ...]:
+def recipe(number: torch.dtype, latent: torch.dtype, k_rope: torch.dtype) -> Recipe:
+    """What makes the kernel for queries and keys of some dtypes."""
     defines: tuple[str, ...] = f"NUMBER {TYPES[number]}", f"LATENT {TYPES[latent]}", f"ROPE {TYPES[k_rope]}"
     if number == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         defines = (*defines, TILES)
-    return defines
+    return _SOURCES, _ARGUMENTS, defines
 
 
 def attend(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..bundles import checked
 from ..dispatcher import general
-from ..native import NUMBER, TYPES, VECTOR, load, start
+from ..native import NUMBER, TYPES, VECTOR, Recipe, load, start
 from .arguments import PerHeadMatmul
 from .aten import multiply
 
@@ -27,13 +27,18 @@ _ARGUMENTS = ("const void*",) * 2 + ("void*",) + ("int64_t",) * 10
 
 def kernel_for(dtype: torch.dtype) -> Callable[..., None] | None:
     """The kernel for tensors of some dtype; None if there is none, or no compiler."""
-    return load(_SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[dtype]}",)) if dtype in TYPES else None
+    return load(*recipe(dtype)) if dtype in TYPES else None
 
 
 def begin(dtype: torch.dtype) -> None:
     """Compile in the background what `kernel_for` waits for."""
     if dtype in TYPES:
-        start(_SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[dtype]}",))
+        start(*recipe(dtype))
+
+
+def recipe(dtype: torch.dtype) -> Recipe:
+    """What makes the kernel for tensors of some dtype."""
+    return _SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[dtype]}",)
 
 
 def multiply_on_cpu(operands: PerHeadMatmul) -> Tensor:

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import mla_compile
 from mla_compile import exported
 from mla_compile.cost import Device
+from mla_compile.kernels.dispatcher import takes
 from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, Combined, L, N, P, R, Separate, V
 
@@ -187,6 +190,34 @@ def test_a_softmax_in_float32_and_a_cast(dtype):
     assert_as_close_as_eager(program.module()(*arguments), ByHand()(*arguments), exact)
 
 
+def test_lowered_but_for_kernels(step, monkeypatch):
+    """What C++ takes stays; attention under a mask tensor does not."""
+    monkeypatch.setattr(exported, "rates_of", lambda _: COUNTING)
+    module, program = step
+    lowered = mla_compile.lower(mla_compile.rewrite(program, options={"mla.workspace_tokens": 16}), kernels=True)
+    kept = {target for target in targets(lowered) if target.startswith("mla.")}
+    assert kept == {f"mla.{op}.default" for op in ("latent_attention", "expanded_attention", "per_head_matmul")}
+    check(lowered.module(), module)
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"mask": torch.ones(1, 1, 1, 9, dtype=torch.bool)}, False),
+        ({"uniform_when_empty": True}, False),
+        ({"latent": torch.zeros(1, 0, 8), "k_rope": torch.zeros(1, 0, 4)}, False),
+        ({"q_latent": torch.zeros(1, 1, 2, 8, dtype=torch.float64)}, False),
+        ({"latent": torch.zeros(1, 9, 8, device="meta")}, False),
+    ],
+)
+def test_what_kernels_take(changes, taken):
+    shapes = {"q_latent": (1, 1, 2, 8), "q_rope": (1, 1, 2, 4), "latent": (1, 9, 8), "k_rope": (1, 9, 4)}
+    arguments = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    arguments |= {"indices": torch.zeros(1, 1, 3), "mask": None, "uniform_when_empty": False}
+    assert takes(arguments | changes) is taken
+
+
 def test_the_given_program_stays_as_it_is(step):
     _, program = step
     before = str(program.graph)
@@ -243,6 +274,34 @@ def test_verify_runs_the_example(step, monkeypatch):
     monkeypatch.setattr("mla_compile.verify.ROUNDINGS", 0)
     with pytest.raises(mla_compile.VerifyError):
         mla_compile.rewrite(step[1], options={"mla.verify": True})
+
+
+WITHOUT_PYTHON = """
+import sys
+import torch
+torch.ops.load_library(sys.argv[1])
+run = torch._inductor.aoti_load_package(sys.argv[2])
+torch.save([run(*arguments) for arguments in torch.load(sys.argv[3])], sys.argv[4])
+assert not any(name.startswith("mla_compile") for name in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_package_with_kernels_runs_where_this_library_is_not(step, tmp_path, monkeypatch):
+    monkeypatch.setattr(exported, "rates_of", lambda _: COUNTING)
+    module, program = step
+    lowered = mla_compile.lower(mla_compile.rewrite(program, options={"mla.workspace_tokens": 16}), kernels=True)
+    paths = [str(tmp_path / name) for name in ("libmla.so", "step.pt2", "given", "results")]
+    mla_compile.build_library(paths[0])
+    torch._inductor.aoti_compile_and_package(lowered, package_path=paths[1])
+    given = [inputs(*size) for size in SIZES]
+    torch.save(given, paths[2])
+    subprocess.run([sys.executable, "-c", WITHOUT_PYTHON, *paths], check=True)
+    exact = copy.deepcopy(module).double()
+    for arguments, results in zip(given, torch.load(paths[3]), strict=True):
+        truth = exact(*(t.double() for t in arguments))
+        for outputs in zip(results, module(*arguments), truth, strict=True):
+            assert_as_close_as_eager(*outputs)
 
 
 @pytest.mark.slow  # tests/test_lowered.py has one of one path

@@ -59,6 +59,7 @@ def test_cpp_writes_what_eager_does(example, tmp_path, capfd):
     model = transformers.AutoModelForCausalLM.from_pretrained(example["CHECKPOINT"], dtype=torch.float32).eval()
     prompt = tokenizer(PROMPT, return_tensors="pt")
     ids = model.generate(**prompt, max_new_tokens=60, do_sample=False, eos_token_id=None)[0]
-    arguments = [tmp_path / "model.pt2", tmp_path / "pieces.txt", "60", *map(str, prompt["input_ids"][0].tolist())]
+    files = [tmp_path / name for name in ("model.pt2", "libmla.so", "pieces.txt")]
+    arguments = [*files, "60", *map(str, prompt["input_ids"][0].tolist())]
     written = subprocess.run([build_folder / "generate", *arguments], check=True, capture_output=True, text=True).stdout
     assert written == tokenizer.decode(ids) + f"\ncache: {len(ids) - 1} tokens\n"
