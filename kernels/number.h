@@ -141,14 +141,45 @@ struct MagnitudesOfE4m3 {
 };
 constexpr MagnitudesOfE4m3 MAGNITUDES_OF_E4M3;
 
-// The same by looking both bytes up: 64 numbers take two instructions for that. Sums with a scale are float32.
-inline void convert(const e4m3* from, int64_t size, float scale, bf16* to) {
+// Both bytes of each number by looking them up: 64 numbers take two instructions for that. What `finish` makes of 32
+// numbers is stored.
+template <typename Finish>
+inline void look_up(const e4m3* from, int64_t size, bf16* to, Finish finish) {
   const auto table = [](const uint8_t* bytes) { return _mm512_load_si512(bytes); };
   const __m512i low[2] = {table(MAGNITUDES_OF_E4M3.low), table(MAGNITUDES_OF_E4M3.low + 64)};
   const __m512i high[2] = {table(MAGNITUDES_OF_E4M3.high), table(MAGNITUDES_OF_E4M3.high + 64)};
   // Unpacking takes the first and the last 8 bytes of each 16: of 32 numbers one, then of the 32 after them.
-  const __m512i halves = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-  const __m512i sign = _mm512_set1_epi8(-0x80), odd = _mm512_set1_epi32(-0x10000);
+  const __m512i halves = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(-0x80);
+  const auto both_bytes = [&](__m512i bytes, __m512i& first, __m512i& last) {
+    const __m512i codes = _mm512_permutexvar_epi64(halves, bytes);
+    const __m512i upper = _mm512_or_si512(_mm512_permutex2var_epi8(high[0], codes, high[1]),
+                                          _mm512_and_si512(codes, sign));
+    const __m512i lower = _mm512_permutex2var_epi8(low[0], codes, low[1]);
+    first = finish(_mm512_unpacklo_epi8(lower, upper));
+    last = finish(_mm512_unpackhi_epi8(lower, upper));
+  };
+  __m512i first, last;
+  int64_t i = 0;
+  for (; i + 64 <= size; i += 64) {
+    both_bytes(_mm512_loadu_si512(from + i), first, last);
+    _mm512_storeu_si512(to + i, first);
+    _mm512_storeu_si512(to + i + 32, last);
+  }
+  if (i == size) return;
+  const __mmask64 rest = (__mmask64{1} << (size - i)) - 1;
+  both_bytes(_mm512_maskz_loadu_epi8(rest, from + i), first, last);
+  _mm512_mask_storeu_epi16(to + i, static_cast<__mmask32>(rest), first);
+  if (size - i > 32) _mm512_mask_storeu_epi16(to + i + 32, static_cast<__mmask32>(rest >> 32), last);
+}
+
+// As they are: bfloat16 has them all.
+inline void convert(const e4m3* from, int64_t size, bf16* to) {
+  look_up(from, size, to, [](__m512i numbers) { return numbers; });
+}
+
+// Sums with a scale are float32.
+inline void convert(const e4m3* from, int64_t size, float scale, bf16* to) {
+  const __m512i odd = _mm512_set1_epi32(-0x10000);
   const __m512i in_turn = _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006,
                                             0x170007, 0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d,
                                             0x1e000e, 0x1f000f);
@@ -158,18 +189,7 @@ inline void convert(const e4m3* from, int64_t size, float scale, bf16* to) {
     const __m512 evens = scaled(_mm512_slli_epi32(pairs, 16)), odds = scaled(_mm512_and_si512(pairs, odd));
     return _mm512_permutexvar_epi16(in_turn, as<__m512i>(_mm512_cvtne2ps_pbh(odds, evens)));
   };
-  const auto given = [](int64_t left) { return left >= 64 ? ~__mmask64{0} : (__mmask64{1} << left) - 1; };
-  for (int64_t i = 0; i < size; i += 64) {
-    const __mmask64 some = given(size - i);
-    const __m512i codes = _mm512_permutexvar_epi64(halves, _mm512_maskz_loadu_epi8(some, from + i));
-    const __m512i upper = _mm512_or_si512(_mm512_permutex2var_epi8(high[0], codes, high[1]),
-                                          _mm512_and_si512(codes, sign));
-    const __m512i lower = _mm512_permutex2var_epi8(low[0], codes, low[1]);
-    _mm512_mask_storeu_epi16(to + i, static_cast<__mmask32>(some), narrowed(_mm512_unpacklo_epi8(lower, upper)));
-    if (size - i > 32)
-      _mm512_mask_storeu_epi16(to + i + 32, static_cast<__mmask32>(some >> 32),
-                               narrowed(_mm512_unpackhi_epi8(lower, upper)));
-  }
+  look_up(from, size, to, narrowed);
 }
 #elif defined(__AVX512BF16__)
 // The same by way of float16, to which e4m3 is 2^8 times as much with the same bits moved up: half the instructions.
@@ -189,6 +209,9 @@ inline void convert(const e4m3* from, int64_t size, float scale, bf16* to) {
     _mm512_mask_storeu_epi16(to + i, given, as<__m512i>(_mm512_cvtne2ps_pbh(scaled(high), scaled(low))));
   }
 }
+
+// As they are: bfloat16 has them all.
+inline void convert(const e4m3* from, int64_t size, bf16* to) { convert(from, size, 1.0f, to); }
 #endif
 
 }  // namespace

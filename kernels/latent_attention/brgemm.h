@@ -17,6 +17,8 @@ struct Tiles {
   static constexpr int64_t BLOCK = 128;  // 128 keys of 576 numbers and their values interleaved are 272 KiB
   static constexpr int64_t TERMS = 32;   // of a row of a tile
 
+  static bool takes_scales(int64_t groups, int64_t group) { return groups == 1 || group % TERMS == 0; }
+
   static int64_t o_stride(const Sizes& s) { return round_up(s.rank, Interleaved::COLUMNS); }
   static int64_t o_rows(const Sizes& s) { return s.rows; }
 
@@ -30,6 +32,7 @@ struct Tiles {
         rope(round_up(sizes.rope, TERMS)),
         query(padded_rows * (rank + rope) / 2),
         copies(BLOCK * (rank + rope) / 2),
+        parts(BLOCK * padded_rows),
         values(BLOCK * o_stride(sizes) / 2),
         weight_pairs(BLOCK / 2 * padded_rows),
         weight_rows(BLOCK / 2 * sizes.rows) {}
@@ -49,15 +52,15 @@ struct Tiles {
     const int64_t latent_stride = stride_of(keys.latent, keys.count), rope_stride = stride_of(keys.rope, keys.count);
     const bool whole = keys.count == BLOCK && rank == s.rank && rope == s.rope;
     if (whole && latent_stride >= rank && rope_stride >= rope) {
-      multiply(keys.latent[0], latent_stride, rank, 0, false, scores);
-      if (rope) multiply(keys.rope[0], rope_stride, rope, rank / 2, true, scores);
+      score_rows(keys.latent[0], latent_stride, keys.rope[0], rope_stride, keys.scales, keys.count, scores);
     } else {
       for (int64_t k = 0; k < BLOCK; ++k) {
         bf16* to = numbers(copies) + k * (rank + rope);
         copy_padded(k < keys.count ? keys.latent[k] : nullptr, s.rank, rank, to);
         copy_padded(k < keys.count ? keys.rope[k] : nullptr, s.rope, rope, to + rank);
       }
-      multiply(numbers(copies), rank + rope, rank + rope, 0, false, scores);
+      const bf16* rows = numbers(copies);
+      score_rows(rows, rank + rope, rows + rank, rank + rope, keys.scales, keys.count, scores);
     }
     for (int64_t i = 0; i < keys.count * padded_rows; i += WIDTH) store(scores + i, load(scores + i) * s.scale);
   }
@@ -68,16 +71,16 @@ struct Tiles {
       if (decay[row] != 1.0f)
         for (int64_t i = 0; i < columns; i += WIDTH)
           store(o + row * columns + i, load(o + row * columns + i) * decay[row]);
-    pair_t* pairs = reinterpret_cast<pair_t*>(weight_pairs.data());
-    pair_weights(weights, keys.count, padded_rows, pairs);
-    pair_t* by_row = reinterpret_cast<pair_t*>(weight_rows.data());
-    const int64_t given = (keys.count + 1) / 2;
-    for (int64_t row = 0; row < s.rows; ++row)
-      for (int64_t i = 0; i < BLOCK / 2; ++i)
-        by_row[row * BLOCK / 2 + i] = i < given ? pairs[i * padded_rows + row] : 0;
-    interleave(keys, given);
-    at::native::cpublas::brgemm(s.rows, columns, BLOCK, BLOCK, columns, columns, true,
-                                torch_numbers(numbers(weight_rows)), torch_numbers(numbers(values)), o);
+    const Scales& scales = keys.scales;
+    interleave(keys, (keys.count + 1) / 2);
+    if (!scales.of_keys) pack_weights(weights, keys.count, [](int64_t) { return 1.0f; });
+    for (int64_t g = 0; g < scales.groups; ++g) {
+      const int64_t some = columns / scales.groups, first = g * some;
+      if (scales.of_keys) pack_weights(weights, keys.count, [&](int64_t k) { return scales.at(k, g); });
+      at::native::cpublas::brgemm(s.rows, some, BLOCK, BLOCK, columns, columns, true,
+                                  torch_numbers(numbers(weight_rows)), torch_numbers(numbers(values) + 2 * first),
+                                  o + first);
+    }
   }
 
   void end(float* o) const {
@@ -109,6 +112,42 @@ struct Tiles {
     std::fill_n(to + given, padded - given, bf16{0});
   }
 
+  // Scores of keys whose numbers past s.rank and s.rope are 0.
+  void score_rows(const bf16* latent, int64_t latent_stride, const bf16* k_rope, int64_t rope_stride,
+                  const Scales& scales, int64_t count, float* scores) {
+    const auto add_rope = [&](float* to) {
+      if (rope) multiply(k_rope, rope_stride, rope, rank / 2, true, to);
+    };
+    if (!scales.of_keys) {
+      multiply(latent, latent_stride, rank, 0, false, scores);
+      return add_rope(scores);
+    }
+    const int64_t width = rank / scales.groups;
+    for (int64_t g = 0; g < scales.groups; ++g) {
+      multiply(latent + g * width, latent_stride, width, g * width / 2, false, parts.data());
+      if (scales.rope) add_rope(parts.data());
+      for (int64_t k = 0; k < count; ++k)
+        for (int64_t i = k * padded_rows; i < (k + 1) * padded_rows; i += WIDTH) {
+          const vec scaled = load(parts.data() + i) * scales.at(k, g);
+          store(scores + i, g ? load(scores + i) + scaled : scaled);
+        }
+    }
+    if (count < BLOCK) std::fill_n(scores + count * padded_rows, (BLOCK - count) * padded_rows, 0.0f);
+    if (!scales.rope) add_rope(scores);
+  }
+
+  // Weights times what `scale` says of their keys, [rows, BLOCK], with zeros for keys that are missing.
+  template <typename Scale>
+  void pack_weights(const float* weights, int64_t count, Scale scale) {
+    pair_t* pairs = reinterpret_cast<pair_t*>(weight_pairs.data());
+    pair_weights(weights, count, padded_rows, pairs, scale);
+    pair_t* by_row = reinterpret_cast<pair_t*>(weight_rows.data());
+    const int64_t given = (count + 1) / 2;
+    for (int64_t row = 0; row < s.rows; ++row)
+      for (int64_t i = 0; i < BLOCK / 2; ++i)
+        by_row[row * BLOCK / 2 + i] = i < given ? pairs[i * padded_rows + row] : 0;
+  }
+
   // scores [BLOCK, padded rows] = keys [BLOCK, width] times the packed query from `first_pair` on
   void multiply(const bf16* keys, int64_t stride, int64_t width, int64_t first_pair, bool adds, float* scores) const {
     at::native::cpublas::brgemm(BLOCK, padded_rows, width, stride, padded_rows, padded_rows, adds, torch_numbers(keys),
@@ -130,7 +169,7 @@ struct Tiles {
 
   Sizes s;
   int64_t padded_rows, rank, rope;
-  Buffer query, copies, values, weight_pairs, weight_rows;
+  Buffer query, copies, parts, values, weight_pairs, weight_rows;
 };
 
 }  // namespace

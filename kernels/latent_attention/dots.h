@@ -2,6 +2,9 @@
 //
 // Keys stay as they are: a score takes pairs of neighbours of a key, a value interleaves pairs of keys in registers.
 // That leaves 32 columns of an output in another order, which `end` undoes once for a sequence.
+//
+// Scales of FP8 are not multiplied with the keys: those of a key's scores go to its sums, those of its values to its
+// weights, one of each for a group of columns and not one for a number. The numbers themselves are exact in bfloat16.
 
 #if defined(__AVX512BF16__)
 
@@ -37,6 +40,8 @@ struct Dots {
   static constexpr int64_t BLOCK = 64;  // 64 keys of 576 numbers are 72 KiB
   static constexpr int64_t ROWS = 8;    // of a tile of values: 16 of 32 registers accumulate
 
+  static bool takes_scales(int64_t groups, int64_t group) { return groups == 1 || group % Interleaved::COLUMNS == 0; }
+
   static int64_t o_stride(const Sizes& s) { return round_up(s.rank, Interleaved::COLUMNS); }
   static int64_t o_rows(const Sizes& s) { return round_up(s.rows, ROWS / 2); }
 
@@ -68,8 +73,22 @@ struct Dots {
         const bool loads = ahead && row == 0;
         const Latent* const* latents = loads ? ahead->latent + first : nullptr;
         const Rope* const* ropes = loads ? ahead->rope + first : nullptr;
-        add_products(sum, keys.latent + first, panel, s.rank, latents);
-        add_products(sum, keys.rope + first, panel + latent_pairs * PANEL, s.rope, ropes);
+        const pair_t* rope_panel = panel + latent_pairs * PANEL;
+        const Scales& scales = keys.scales;
+        if (scales.of_keys) {
+          const int64_t width = s.rank / scales.groups;
+          for (int64_t g = 0; g < scales.groups; ++g) {
+            __m512 part[KEYS];
+            for (__m512& some : part) some = _mm512_setzero_ps();
+            add_products(part, keys.latent + first, panel, g * width, width, latents);
+            if (scales.rope) add_products(part, keys.rope + first, rope_panel, 0, s.rope, ropes);
+            for (int64_t k = 0; k < KEYS; ++k)
+              sum[k] = _mm512_fmadd_ps(part[k], _mm512_set1_ps(scales.at(first + k, g)), sum[k]);
+          }
+        } else {
+          add_products(sum, keys.latent + first, panel, 0, s.rank, latents);
+        }
+        if (!scales.rope) add_products(sum, keys.rope + first, rope_panel, 0, s.rope, ropes);
         for (int64_t k = 0; k < KEYS; ++k)
           _mm512_storeu_ps(scores + (first + k) * padded_rows + row, _mm512_mul_ps(sum[k], _mm512_set1_ps(s.scale)));
       }
@@ -77,8 +96,13 @@ struct Dots {
   }
 
   void add(const Block<bf16>& keys, const float* weights, const float* decay, float* o) {
-    pair_weights(weights, keys.count, padded_rows, weights_packed());
+    const Scales& scales = keys.scales;
+    const int64_t width = scales.of_keys && scales.groups > 1 ? s.rank / scales.groups : o_stride(s);
+    if (!scales.of_keys) pair_weights(weights, keys.count, padded_rows, weights_packed());
     for (int64_t column = 0; column < o_stride(s); column += Interleaved::COLUMNS) {
+      if (scales.of_keys && column % width == 0)
+        pair_weights(weights, keys.count, padded_rows, weights_packed(),
+                     [&](int64_t k) { return scales.at(k, column / width); });
       int64_t row = 0;
       for (; row + ROWS <= o_rows(s); row += ROWS) value_tile<ROWS>(keys, row, column, decay, o);
       if (row < o_rows(s)) value_tile<ROWS / 2>(keys, row, column, decay, o);
@@ -98,12 +122,13 @@ struct Dots {
     for (int64_t i = 0; i < width; ++i) to[i / 2 * PANEL] |= pair_t{from[i].bits} << i % 2 * 16;
   }
 
+  // Of `width` columns of the keys from `first` on, which is even; width is too, but where they are the last.
   template <typename Number>
-  static void add_products(__m512 (&sum)[KEYS], const bf16* const* keys, const pair_t* panel, int64_t width,
-                           const Number* const* ahead) {
-    constexpr int64_t LINE_PAIRS = LINE;  // of two numbers in the place of a float
-    const int64_t whole = width / 2;
-    for (int64_t begin = 0; begin < whole; begin += LINE_PAIRS) {
+  static void add_products(__m512 (&sum)[KEYS], const bf16* const* keys, const pair_t* panel, int64_t first,
+                           int64_t width, const Number* const* ahead) {
+    constexpr int64_t LINE_PAIRS = LINE * sizeof(float) / sizeof(Number) / 2;  // that a line ahead has
+    const int64_t whole = (first + width) / 2;
+    for (int64_t begin = first / 2; begin < whole; begin += LINE_PAIRS) {
       if (ahead)
         for (int64_t k = 0; k < KEYS; ++k) __builtin_prefetch(ahead[k] + 2 * begin, 0, 2);
       const int64_t end = std::min(begin + LINE_PAIRS, whole);
@@ -119,7 +144,7 @@ struct Dots {
     }
     if (width % 2 == 0) return;
     const __m512i q = _mm512_loadu_si512(panel + whole * PANEL);
-    for (int64_t k = 0; k < KEYS; ++k) sum[k] = dot(sum[k], q, _mm512_set1_epi32(keys[k][width - 1].bits));
+    for (int64_t k = 0; k < KEYS; ++k) sum[k] = dot(sum[k], q, _mm512_set1_epi32(keys[k][first + width - 1].bits));
   }
 
   template <int64_t R>

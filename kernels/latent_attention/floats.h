@@ -15,6 +15,8 @@ struct Floats {
   static constexpr int64_t TERMS = 16;  // of a score in one sum: errors grow with sqrt(TERMS + L / TERMS), not sqrt(L)
   static constexpr int64_t BLOCK = 64 / KEYS * KEYS;  // 64 keys of 576 floats are 144 KiB: within a second-level cache
 
+  static bool takes_scales(int64_t, int64_t) { return false; }
+
   static int64_t o_stride(const Sizes& s) { return s.rank; }
   static int64_t o_rows(const Sizes& s) { return s.rows; }
 

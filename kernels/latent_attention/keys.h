@@ -10,6 +10,15 @@ struct Sizes {
   int64_t width() const { return rank + rope; }
 };
 
+// What latents, of each key `[groups]`, and rope keys, if `rope` too, are yet to be multiplied with; null: nothing.
+struct Scales {
+  const float* const* of_keys = nullptr;
+  int64_t groups = 1, group = 0;  // how many, and how far apart
+  bool rope = false;
+
+  float at(int64_t key, int64_t g) const { return of_keys[key][g * group]; }
+};
+
 // Up to MOST keys in two parts. Those that are missing are the last one again.
 template <typename Latent, typename Rope = Latent>
 struct Block {
@@ -17,6 +26,7 @@ struct Block {
   const Latent* latent[MOST];
   const Rope* rope[MOST];
   int64_t count;
+  Scales scales;
 };
 
 // Key j of a sequence is in row j % page_size of page table[j / page_size]; without a table that is page 0. `queries`

@@ -51,8 +51,10 @@ struct Partial {
 };
 
 // A block of keys as the products take it: where it is, or converted.
-template <typename Key>
+template <typename Products>
 class Loader {
+  typedef typename Products::Key Key;
+
  public:
   static constexpr bool CONVERTS = !std::is_same_v<Latent, Key> || !std::is_same_v<Rope, Key>;
 
@@ -81,7 +83,11 @@ class Loader {
   }
 
   void convert_all(const Cache<Latent, Rope>& cache, const Raw& keys, const float* const* of_keys) {
+    const int64_t group = s.rank / cache.groups;
+    constexpr bool FP8_ROPE = std::is_same_v<Rope, e4m3>;
     block.count = keys.count;
+    const bool apart = cache.scales && Products::takes_scales(cache.groups, group);
+    if (apart) block.scales = {of_keys, cache.groups, cache.scales_group, FP8_ROPE};
     Key* to = reinterpret_cast<Key*>(converted.data());
     for (int64_t k = 0; k < room; ++k) {
       const int64_t from = std::min(k, block.count - 1);
@@ -90,10 +96,16 @@ class Loader {
     }
     for (int64_t k = 0; k < block.count; ++k, to += s.width()) {
       const auto scale = [&](int64_t g) { return cache.scales ? of_keys[k][g * cache.scales_group] : 1.0f; };
-      const int64_t group = s.rank / cache.groups;
+      if constexpr (std::is_same_v<Rope, Key>) std::copy_n(keys.rope[k], s.rope, to + s.rank);
+      if constexpr (std::is_same_v<Key, bf16> && std::is_same_v<Latent, e4m3>)
+        if (apart) {
+          convert(keys.latent[k], s.rank, to);
+          if constexpr (FP8_ROPE) convert(keys.rope[k], s.rope, to + s.rank);
+          continue;
+        }
       for (int64_t g = 0; g < cache.groups; ++g)
         convert(keys.latent[k] + g * group, group, scale(g), to + g * group);
-      convert(keys.rope[k], s.rope, std::is_same_v<Rope, e4m3> ? scale(0) : 1.0f, to + s.rank);
+      if constexpr (!std::is_same_v<Rope, Key>) convert(keys.rope[k], s.rope, FP8_ROPE ? scale(0) : 1.0f, to + s.rank);
     }
   }
 
@@ -111,7 +123,7 @@ class Loader {
 template <typename Products>
 struct Workspace {
   Products products;
-  Loader<typename Products::Key> loader;
+  Loader<Products> loader;
   Buffer scores, decay;
 
   explicit Workspace(const Problem& p)

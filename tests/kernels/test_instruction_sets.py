@@ -21,9 +21,10 @@ from .errors import assert_as_close_as
 from .naive import make_inputs, masks
 from .paged import make_paged, quantised
 
-TILES = "oneDNN's products"
+TILES, NATIVE = "oneDNN's products", "AVX512-BF16"
 SETS = {
     TILES: ({}, ("BRGEMM true",), torch.cpu._is_avx512_bf16_supported),
+    NATIVE: ({}, (), torch.cpu._is_avx512_bf16_supported),
     "AVX-512": ({"cpp.march": "x86-64-v4", "cpp.simdlen": 512}, (), torch.cpu._is_avx512_supported),
     "AVX2": ({"cpp.march": "x86-64-v3", "cpp.simdlen": 256}, (), torch.cpu._is_avx2_supported),
     "SSE2": ({"cpp.march": "x86-64", "cpp.simdlen": 1}, (), torch.cpu._is_avx2_supported),
@@ -40,8 +41,8 @@ def built(name: str, sources: tuple[Path, ...], argtypes: tuple[str, ...], defin
 
 
 BF16, HALF = torch.bfloat16, (torch.bfloat16, torch.float16)
-ALL = [(name, t) for name in SETS for t in (*HALF, torch.float32) if name != TILES or t == BF16]
-"""Instruction sets and dtypes; only bfloat16 has oneDNN's products."""
+ALL = [(name, t) for name in SETS for t in (*HALF, torch.float32) if name not in (TILES, NATIVE) or t == BF16]
+"""Instruction sets and dtypes; only bfloat16 has oneDNN's products and dot products."""
 
 
 @pytest.fixture
@@ -129,10 +130,24 @@ def test_pages(dtype, causal, page_size):
     assert_as_close_as(measure[1].float(), lse, exact[1])
 
 
-@pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, True)])
+FP8 = {
+    "groups that a product divides": ((4, False), (2, 3, 128, 8), 16),
+    "two of them, many rows": ((2, False), (5, 7, 128, 32), 160),
+    "groups that none does": ((4, False), (2, 3, 72, 8), 16),
+    "one": ((1, False), (2, 3, 96, 32), 160),
+    "one of an odd width": ((1, False), (2, 3, 33, 7), 16),
+    "one, and rope keys too": ((1, True), (2, 3, 72, 8), 16),
+    "one of an odd width, and rope keys too": ((1, True), (2, 3, 33, 7), 16),
+    "no rope keys": ((2, False), (1, 16, 64, 0), 1),
+}
+"""Groups of a scale, and whether rope keys have it; sizes; tokens of a page."""
+
+
+@pytest.mark.parametrize(("scaled", "sizes", "page_size"), FP8.values(), ids=FP8)
 @of([(name, BF16) for name in SETS])
-def test_fp8(dtype, groups, rope_too):
-    x = make_paged([150, 0, 33], (2, 3, 72, 8), 16, dtype)
+def test_fp8(dtype, scaled, sizes, page_size):
+    groups, rope_too = scaled
+    x = make_paged([150, 0, 33, 128], sizes, page_size, dtype)
     arguments, scales = quantised(x, groups, rope_too)
     o, lse = torch.ops.mla.paged_latent_attention(*arguments, True, x.scale, scales)
     doubled = [t.double() if t.dtype == dtype else t for t in arguments]
