@@ -19,6 +19,7 @@ from .graph.guards import GuardNeeded, no_guards
 from .graph.in_place import write_in_place
 from .graph.rewriter import Rewriter
 from .masks.meaning import Meaning, understand
+from .mla.nearest import with_nearest_queries
 from .mla.prove import prove
 from .mla.queries import query_latent
 from .mla.site import Site
@@ -116,7 +117,8 @@ class Pipeline:
             if isinstance(found, Refusal):
                 raise found
             result.found = found
-            result.site = prove(found, trace)
+            site = prove(found, trace)
+            result.site = site if self.training else with_nearest_queries(site)
             result.meaning = understand(result.site, trace)
             result.choice = choose(result.site, result.meaning, trace)
             output = rewriter(result.site, result.choice.form)
