@@ -16,7 +16,6 @@ VALUES = (torch.nan, torch.inf)
 _ALLOCATE = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
 _MULTIPLY = frozenset(("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear"))
 _ATTEND = "_scaled_dot_product"
-_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class Poisoned(TorchDispatchMode):
@@ -39,7 +38,7 @@ class Poisoned(TorchDispatchMode):
                 return _loop(*args)
         if func.namespace == "mla":
             with self:
-                return func.redispatch(_CPU, *args, **kwargs)
+                return func.redispatch(_implementation_for(args), *args, **kwargs)
         name = func._schema.name.partition("::")[2].rstrip("_")
         if name in _MULTIPLY or name.startswith(_ATTEND):
             self._check(func, name, args, kwargs)
@@ -57,6 +56,11 @@ class Poisoned(TorchDispatchMode):
             operands = operands[1:]
         for i, operand in enumerate(operands):
             assert operand.isfinite().all(), f"operand {i} of {func}, {list(operand.shape)}, is not finite"
+
+
+def _implementation_for(args):
+    device = next(t.device for t in args if isinstance(t, torch.Tensor))
+    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.type.upper()))
 
 
 def _loop(more, turn, state, operands):
