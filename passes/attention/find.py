@@ -20,8 +20,8 @@ from mla_compile.ops import SEALED
 
 from ..algebra import operations
 from ..algebra.made import multiplied
-from ..algebra.sizes import Size, Unaligned, product, total
-from ..algebra.terms import Digit, Dim, Form, Join, Product, Read, Term, Zero
+from ..algebra.sizes import Size, Unaligned, product, same, total
+from ..algebra.terms import Axis, Digit, Dim, Form, Join, Product, Read, Term, Zero
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
@@ -152,16 +152,32 @@ def _product_of_weights(node: fx.Node, trace: Trace) -> tuple[int, Weights] | No
 
 def _unpadded(attention: Attention) -> Attention:
     """An attention of the values that are not zeros, if those are columns one behind the other."""
-    join = attention.value.parts
-    if not isinstance(join, Join) or attention.columns != (join.axis,):
+    if len(attention.columns) != 1:
         return attention
-    sizes = [segment.size for segment in join.segments]
+    (column,) = attention.columns
+    before, after = _zeros(attention.value, column)
+    if same(before, 0) and same(after, 0):
+        return attention
+    size = total([column.size, -1 * before, -1 * after])
+    kept = operations.take(Form((attention.columns,), attention.value), 0, before, size)
+    padding = Padding(attention.columns, before, after)
+    return replace(attention, columns=kept.dims[0], value=kept.term, padding=padding)
+
+
+def _zeros(value: Term, column: Axis) -> tuple[Size, Size]:
+    """How many of the first and of the last columns are zeros in every piece of the values."""
+    join = value.parts
+    if not isinstance(join, Join):
+        return 0, 0
+    if join.axis is not column:
+        first, *others = (_zeros(segment.term, column) for segment in join.segments)
+        alike = all(same(a, b) for zeros in others for a, b in zip(first, zeros, strict=True))
+        return first if alike else (0, 0)
     kept = [i for i, segment in enumerate(join.segments) if not isinstance(segment.term.parts, Zero)]
-    if len(kept) != 1 or len(sizes) == 1:
-        return attention
-    (place,), values = kept, join.segments[kept[0]]
-    padding = Padding(attention.columns, total(sizes[:place]), total(sizes[place + 1 :]))
-    return replace(attention, columns=values.axes, value=values.term, padding=padding)
+    if not kept:
+        return 0, 0
+    sizes = [segment.size for segment in join.segments]
+    return total(sizes[: kept[0]]), total(sizes[kept[-1] + 1 :])
 
 
 def _from_sealed(node: fx.Node, trace: Trace) -> Attention:

@@ -104,8 +104,27 @@ def a_head_each(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: 
     return sealed(q[:, :G], torch.cat([k, to_heads(k_rope)[:, :G]], -1), v)
 
 
+def in_zeros(*places: int, cut: bool = True, attend: Callable[..., Tensor] = sealed) -> Callable[..., Tensor]:
+    """Keys and values written group by group into zeros, the values of each group, with a bias, from its place on."""
+
+    def function(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
+        k, v = (q.new_zeros(B, HEADS, T, width) for width in (P + R, V + 3))
+        for g, (c, uk, uv) in enumerate(zip(latents.unbind(2), w_uk.chunk(G), w_uv.chunk(G), strict=True)):
+            normed, heads = F.rms_norm(c, (L,)) * (g + 1), slice(g * EACH, (g + 1) * EACH)
+            k[:, heads, :, :P] = torch.einsum("btl,ndl->bntd", normed, uk)
+            v[:, heads, :, places[g] : places[g] + V] = torch.einsum("btl,ndl->bntd", normed, uv) + uv[:, None, :, 0]
+        k[..., P:].copy_(k_rope[:, None])
+        o = attend(q, k, v)
+        return o[..., places[0] : places[0] + V] if cut else o
+
+    return function
+
+
 GROUPED = {
     "tensors of their own": of_its_own(0, 1, 2),
+    "written into zeros": in_zeros(0, 0, 0),
+    "written behind zeros": in_zeros(1, 1, 1, cut=False),
+    "written into zeros, softmax by hand": in_zeros(2, 2, 2, attend=softmax(lambda s: s)),
     "a head each": a_head_each,
     "einsum": attention(expanded),
     "repeated": attention(repeated),
@@ -146,6 +165,7 @@ def knorm(k: Tensor) -> Tensor:
 
 
 REFUSED = {
+    "written to other columns in one group": (in_zeros(0, 0, 1, cut=False), G, "expected values that are an up-"),
     "too many": (attention(expanded, rope=lambda k: k[:, None].expand(-1, 9 * EACH, -1, -1)), 9, "found 9"),
     "a soft cap": (attention(expanded, softmax(torch.tanh)), G, "for groups of heads with a latent each"),
     "keys of another group": (
