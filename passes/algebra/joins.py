@@ -32,7 +32,7 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
         return whole
     along = Axis(total(piece.shape[dim] for piece in aligned))
     dims = tuple((along,) if i == dim else axes for i, axes in enumerate(aligned[0].dims))
-    segments = tuple(Segment(p.dims[dim], prune(p.term, 3)) for p in aligned)  # a product keeps its factors
+    segments = tuple(Segment(p.dims[dim], prune(p.term, 4)) for p in aligned)  # as scores of joined keys have them
     depends = [s.term.axes - set(s.axes) for s in segments]
     together = frozenset[Axis]().union(*depends)
     term = read_of(source, dims, together | {along})

@@ -3,26 +3,29 @@
     key   = (latent W_UK) g        =        (g latent) W_UK
     value = (latent W_UV) g        =        (g latent) W_UV
 
-So does the factor of a norm of the latent that is applied after the up-projection. Where keys and values have other
-factors they have two latents, and are none.
+So does the factor of a norm of the latent that is applied after the up-projection, and a factor a group of heads where
+groups have a latent each. Where keys and values have other factors they have two latents, and are none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import fx
 
 from ..algebra import operations
 from ..algebra.made import multiplied
-from ..algebra.sizes import Unaligned
-from ..algebra.terms import Axis, Bits, Form, Join, Product, Read, Sum, Term, Unread, Zero
+from ..algebra.sizes import Size, Unaligned, product, total
+from ..algebra.substitution import Split
+from ..algebra.terms import Axis, Bits, Dim, Form, Join, Product, Read, Segment, Sum, Term, Unread, Zero
 from ..attention.find import Attention
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..trace.trace import Trace
 from ..trace.weights import factors
+from .groups import changed
 
 _DIVIDE = {aten.div.Tensor, aten.div.Scalar}
 _MULTIPLY = {aten.mul.Tensor, aten.mul.Scalar, *_DIVIDE}
@@ -30,12 +33,48 @@ _MULTIPLY = {aten.mul.Tensor, aten.mul.Scalar, *_DIVIDE}
 
 def ungated(attention: Attention, trace: Trace) -> Attention | None:
     """An attention whose keys and values were multiplied by tensors, as products of what was; None if they were not."""
+    attention = _divided(attention, trace)
     keys = set(attention.keys)
     value = _without(attention.value, keys, trace)
     if value is None:
         return None
     scores = tuple(replace(s, key=_without(s.key, keys, trace) or s.key) for s in attention.scores)
     return replace(attention, value=value, scores=scores)
+
+
+def _divided(attention: Attention, trace: Trace) -> Attention:
+    """An attention whose heads are groups of heads where the products that were multiplied have such: a tensor of each
+    element has one axis for both."""
+    rows = set(attention.rows).difference(attention.queries or ())
+    with contextlib.suppress(Unaligned):
+        while attention.opaque is None:
+            terms = attention.value, *(score.key for score in attention.scores)
+            found = next((pair for term in terms for pair in _merged(term, trace) if pair[0] in rows), None)
+            if found is None:
+                break
+            axis, (slow, *faster) = found
+            split = Split(Axis(slow.size), Axis(product(each.size for each in faster)))
+            attention = changed(attention, {axis: split})
+            rows |= {split.slow, split.fast}
+    return attention
+
+
+def _merged(term: Term, trace: Trace) -> Iterator[tuple[Axis, Dim]]:
+    """Axes of a term that are several of what it, or what that was multiplied, is a product of, and those."""
+    if (join := term.parts or term.joined) is not None:
+        for segment in join.segments if isinstance(join, Join) else ():
+            yield from _merged(segment.term, trace)
+        return
+    node, read = term.read.source, replace(term.read, then=())
+    if not isinstance(node, fx.Node) or node.target not in _MULTIPLY:
+        return
+    whole, forms = factors(trace, node)
+    for digits, axes in zip(read.dims, whole.dims, strict=True):
+        if len(digits) == 1 and digits[0].whole and digits[0].axis is not None and len(axes) > 1:
+            yield digits[0].axis, axes
+    for form in forms:
+        with contextlib.suppress(Unaligned):
+            yield from _merged(_at(whole, form.term, read), trace)
 
 
 def _without(term: Term, keys: set[Axis], trace: Trace) -> Term | None:
@@ -46,6 +85,10 @@ def _without(term: Term, keys: set[Axis], trace: Trace) -> Term | None:
             return None
         segments = tuple(replace(s, term=t or s.term) for s, t in zip(term.parts.segments, terms, strict=True))
         return replace(term, parts=replace(term.parts, segments=segments))
+    if term.parts is None and term.joined is not None and not term.read.then:
+        joined = _without(replace(term, parts=term.joined, joined=None), keys, trace)
+        pieces = joined.parts.segments if joined is not None and isinstance(joined.parts, Join) else ()
+        return joined if pieces and all(segment.term.parts is not None for segment in pieces) else None
     node = term.read.source
     then = term.read.then
     if any(isinstance(step, Bits) for step in then):
@@ -58,7 +101,7 @@ def _without(term: Term, keys: set[Axis], trace: Trace) -> Term | None:
         return None
     divides = node.target in _DIVIDE
     a, b = arguments(node)[:2]
-    if not is_tensor(a) or not (is_tensor(b) or b):
+    if not is_tensor(a) or a is b or not (is_tensor(b) or b):
         return None
     with contextlib.suppress(Unaligned):
         if not is_tensor(b):
@@ -66,11 +109,11 @@ def _without(term: Term, keys: set[Axis], trace: Trace) -> Term | None:
             return None if inner is None else operations.scaled(Form((), inner), 1 / b if divides else b).term
         whole, forms = factors(trace, node)
         for form, factor in (forms,) if divides else (forms, forms[::-1]):
-            product, by = (_at(whole, each.term, term.read) for each in (form, factor))
-            product = _without(product, keys, trace) or product
-            times = _times(product, by.read, keys, divides) if product.parts is not None else None
-            if times is not None:
-                return replace(times, read=term.read)
+            times, by = (_at(whole, each.term, term.read) for each in (form, factor))
+            times = _without(times, keys, trace) or times
+            found = _times(times, by.read, keys, divides) if times.parts is not None else None
+            if found is not None:
+                return replace(found, read=term.read)
     return None
 
 
@@ -96,8 +139,14 @@ def _times(term: Term, by: Read, keys: set[Axis], divides: bool) -> Term | None:
             each = [_times(addend, by, keys, divides) for addend in terms]
             known = tuple(addend for addend in each if addend is not None)
             return Term(read, Sum(known)) if len(known) == len(terms) else None
-        case Join(axis, segments) if axis not in by.axes:
-            pieces = [(segment, _times(segment.term, by, keys, divides)) for segment in segments]
-            whole = tuple(replace(segment, term=piece) for segment, piece in pieces if piece is not None)
-            return Term(read, Join(axis, whole)) if len(whole) == len(segments) else None
+        case Join(axis, segments):
+            start: Size = 0
+            pieces: list[Segment] = []
+            for segment in segments:
+                part = operations.piece_of(Term(by), axis, start, segment.axes).read
+                if (piece := _times(segment.term, part, keys, divides)) is None:
+                    return None
+                pieces.append(replace(segment, term=piece))
+                start = total([start, segment.size])
+            return Term(read, Join(axis, tuple(pieces)))
     return None

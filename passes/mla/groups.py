@@ -39,7 +39,7 @@ def groups_of(attention: Attention, axes: Dim) -> list[Attention]:
         raise Refusal(attention.node, reason, "share one latent between all heads")
     sizes = [range(int(axis.size)) for axis in axes]
     return [
-        _changed(attention, {axis: Pin(index) for axis, index in zip(axes, indices, strict=True)})
+        changed(attention, {axis: Pin(index) for axis, index in zip(axes, indices, strict=True)})
         for indices in itertools.product(*sizes)
     ]
 
@@ -55,7 +55,7 @@ def in_groups(attention: Attention) -> tuple[Attention, Dim] | None:
             return attention, (join.axis,)
         group = Axis(len(join.segments))
         with contextlib.suppress(Unaligned):
-            return _changed(attention, {join.axis: Split(group, Axis(heads))}), (group,)
+            return changed(attention, {join.axis: Split(group, Axis(heads))}), (group,)
     return None
 
 
@@ -67,18 +67,18 @@ def _joins(term: Term) -> Iterator[Join]:
             yield from _joins(segment.term)
 
 
-def _changed(attention: Attention, changes: Mapping[Axis, Pin | Split]) -> Attention:
+def changed(attention: Attention, changes: Mapping[Axis, Pin | Split]) -> Attention:
     """An attention some of whose rows are split, or at one index of them."""
 
     def axes(dim: Dim) -> Dim:
-        changed: list[Axis] = []
+        kept: list[Axis] = []
         for axis in dim:
             match changes.get(axis):
                 case Split(slow, fast):
-                    changed += [slow, fast]
+                    kept += [slow, fast]
                 case None:
-                    changed.append(axis)
-        return tuple(changed)
+                    kept.append(axis)
+        return tuple(kept)
 
     def at(term: Term) -> Term:
         return change_term(term, changes)

@@ -84,6 +84,7 @@ UNCHANGED: dict[str, tuple[Function, str]] = {
         gated(values=lambda v, g: v / g),
         "an up-projection times `unsqueeze",
     ),
+    "squared": (gated(keys=lambda k, _: k * k, values=lambda v, _: v * v), "made of it as a norm is"),
     "the factor of the key before": (gated(values=lambda v, g: v * g.roll(1, 2)), "an up-projection times `roll"),
     "a factor of each key and head": (
         gated(

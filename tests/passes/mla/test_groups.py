@@ -80,7 +80,7 @@ def in_one_tensor(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv
     return sealed(q, torch.cat([project(w_uk), to_heads(cache[..., :R])], -1), project(w_uv))
 
 
-def of_its_own(*order: int) -> Callable[..., Tensor]:
+def of_its_own(*order: int, attend: Callable[..., Tensor] = sealed) -> Callable[..., Tensor]:
     """Each group has a latent and a matrix that are tensors of their own, and heads of other groups behind its own;
     the keys' latents in this `order`."""
 
@@ -92,7 +92,7 @@ def of_its_own(*order: int) -> Callable[..., Tensor]:
             return torch.cat([torch.einsum("btl,ndl->bntd", c, w.exp()) for c, w in pairs], 1)
 
         k = project([normed[g] for g in order], w_uk)
-        return sealed(q, torch.cat([k, to_heads(k_rope)], -1), project(normed, w_uv))
+        return attend(q, torch.cat([k, to_heads(k_rope)], -1), project(normed, w_uv))
 
     return function
 
@@ -120,8 +120,74 @@ def in_zeros(*places: int, cut: bool = True, attend: Callable[..., Tensor] = sea
     return function
 
 
-GROUPED = {
+def gate(latents: Tensor) -> Tensor:
+    """One number a key for all heads."""
+    return latents[..., 0, 0].sigmoid()[:, None, :, None]
+
+
+def gate_of_a_group(latents: Tensor) -> Tensor:
+    return latents[..., 0].sigmoid().transpose(1, 2).repeat_interleave(EACH, 1)[..., None]
+
+
+def gated(
+    project: Callable[[Tensor, Tensor], Tensor],
+    of_keys: Callable[[Tensor], Tensor] = gate,
+    of_values: Callable[[Tensor], Tensor] | None = None,
+    rope: Callable[[Tensor], Tensor] = to_heads,
+    *,
+    whole: bool = False,
+) -> Callable[..., Tensor]:
+    """Keys, or the `whole` of them with the rope, and values times a factor each."""
+
+    def function(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
+        k, factor = project(latents, w_uk), of_keys(latents)
+        k = torch.cat([k if whole else k * factor, rope(k_rope)], -1)
+        v = project(latents, w_uv) * (of_values or of_keys)(latents)
+        return sealed(q, k * factor if whole else k, v)
+
+    return function
+
+
+def apart(latents: Tensor, weight: Tensor) -> Tensor:
+    """Of latents that are tensors of their own, joined over heads."""
+    pairs = zip(latents.unbind(2), weight.chunk(G), strict=True)
+    return torch.cat([torch.einsum("btl,ndl->bntd", c.exp(), w) for c, w in pairs], 1)
+
+
+def gated_apart(latents: Tensor, weight: Tensor) -> Tensor:
+    """Of latents that are tensors of their own, gated before they are joined."""
+    pairs = zip(latents.unbind(2), weight.chunk(G), strict=True)
+    return torch.cat([torch.einsum("btl,ndl->bntd", c.exp(), w) * c[:, None, :, :1] for c, w in pairs], 1)
+
+
+def a_sequence_each(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention by hand, each product of a sequence written to a buffer."""
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        whole = a.new_empty(*a.shape[:-1], b.shape[-1])
+        for i in range(B):
+            whole[i] = a[i] @ b[i]
+        return whole
+
+    return product(product(q, k.mT * SCALE).softmax(-1), v)
+
+
+GATED = {
+    "a gate": gated(expanded),
+    "a gate a group": gated(expanded, gate_of_a_group),
+    "a gate of repeated latents": gated(repeated, gate_of_a_group),
+    "a gate of joined groups": gated(joined),
+    "a gate a joined group": gated(joined, gate_of_a_group),
+    "a gate of all of the keys": gated(joined, whole=True),
+    "a gate of tensors of their own": gated(apart),
+    "a gate a tensor of its own": gated(apart, gate_of_a_group),
+    "a gate before the join": attention(gated_apart),
+    "a gate before the join and one after": gated(gated_apart),
+}
+
+GROUPED = GATED | {
     "tensors of their own": of_its_own(0, 1, 2),
+    "tensors of their own, sequence by sequence": of_its_own(0, 1, 2, attend=a_sequence_each),
     "written into zeros": in_zeros(0, 0, 0),
     "written behind zeros": in_zeros(1, 1, 1, cut=False),
     "written into zeros, softmax by hand": in_zeros(2, 2, 2, attend=softmax(lambda s: s)),
@@ -165,6 +231,21 @@ def knorm(k: Tensor) -> Tensor:
 
 
 REFUSED = {
+    "a gate of the keys alone": (
+        gated(expanded, gate_of_a_group, lambda c: c.new_ones(())),
+        G,
+        "an up-projection times `",
+    ),
+    "another group's gate": (
+        gated(apart, gate_of_a_group, lambda c: gate_of_a_group(c.flip(2))),
+        G,
+        "expected values that are an up-projection of a latent",
+    ),
+    "a gate a head": (
+        gated(expanded, lambda c: c[..., 0, :1].exp()[:, None] * torch.arange(1, HEADS + 1).double()[:, None, None]),
+        G,
+        "an up-projection times `",
+    ),
     "written to other columns in one group": (in_zeros(0, 0, 1, cut=False), G, "expected values that are an up-"),
     "too many": (attention(expanded, rope=lambda k: k[:, None].expand(-1, 9 * EACH, -1, -1)), 9, "found 9"),
     "a soft cap": (attention(expanded, softmax(torch.tanh)), G, "for groups of heads with a latent each"),
