@@ -44,6 +44,12 @@ def test_a_spoiled_spelling_stays_as_it_is(spoiled: str) -> None:
     assert outcome.reason.startswith("expected ")
 
 
+def test_one_query_whose_weights_are_returned_is_absorbed_whatever_is_asked_for() -> None:
+    """As many products are left as on that path: those of the loop over heads stay."""
+    s = Spelling(absorbed="values", softmax="plain", scale="query", returned=True, loop="heads", cache="cat", queries=1)
+    assert check(s, seed=0).path == "absorbed"
+
+
 def test_every_choice_is_drawn() -> None:
     """No choice is without a seed, or the rate of the command would not be about it."""
     drawn = [draw(seed) for seed in range(1000)]
