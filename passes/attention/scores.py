@@ -295,13 +295,25 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, t
             scores, mask, fill, inverted = b, a, constant_of(c), False
         case aten.where.self if is_tensor(c) and constant_of(b) is not None:
             scores, mask, fill, inverted = c, a, constant_of(b), True
+        case aten.index_put.default if (filled := _filled_by_index(source)) is not None:
+            scores, (mask, fill), inverted = a, filled, True
         case _:
             return bias
     if fill is None or not is_tensor(scores) or factor <= 0 or fill > HIDES or fill * factor > _VANISHES:
         return bias
     form = trace[mask]
     rejected = Mask(form.term, attends=True, fill=fill * factor, inverted=inverted)
-    return [*operand(scores, factor), Summand(form, through[len(through) - len(form.dims) :], rejected)]
+    first = 0 if source.target is aten.index_put.default else len(through) - len(form.dims)
+    return [*operand(scores, factor), Summand(form, through[first : first + len(form.dims)], rejected)]
+
+
+def _filled_by_index(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """The mask and the number of `scores[mask] = number`, the mask being over the first dimensions."""
+    _, indices, number, accumulate = (*arguments(node), False)[:4]
+    fill = constant_of(number)
+    if accumulate or fill is None or len(indices) != 1 or indices[0].meta["val"].dtype != torch.bool:
+        return None
+    return indices[0], fill
 
 
 def _term_of_sum(form: Form, labels: tuple[int, ...], factor: float) -> Summand:

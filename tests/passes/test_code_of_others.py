@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from tests.passes import spellings as mla
 from tests.passes.checks import check_rewritten, check_right, compiled, unfolded
 from tests.passes.graphs import capture, rewrite, run
-from tests.passes.spellings import SCALE, SQ, Function, L, N, P, R, T, V
+from tests.passes.spellings import SCALE, SQ, B, Function, L, N, P, R, T, V
 
 
 def scored(change: Function) -> Function:
@@ -30,9 +30,27 @@ def filled(number: float, blind: bool = False, shift: int = 0) -> Function:
     return lambda scores: scores.masked_fill(hidden(blind, shift), number)
 
 
+def assigned(blind: bool = False, number: float = -torch.inf) -> Function:
+    """`scores[mask] = number`"""
+
+    def change(scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[hidden(blind).expand(scores.shape)] = number
+        return scores
+
+    return change
+
+
 def heads() -> Tensor:
     """A number a head, [N, 1, 1]."""
     return torch.arange(1, N + 1)[:, None, None].double() / N
+
+
+def first_head_assigned(scores: Tensor) -> Tensor:
+    """At a mask of two dimensions, heads and sequences: one head attends to all keys alike."""
+    scores = scores.transpose(0, 1).clone()
+    scores[torch.arange(N)[:, None] == torch.arange(B)] = -1e30
+    return scores.transpose(0, 1)
 
 
 def scaled_apart(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
@@ -138,6 +156,9 @@ REWRITTEN: dict[str, Function] = {
     "zeros on both sides": padded(2, 2, cut=False),
     "zeros that are NaN in a row of nothing": padded_blind,
     "values padded by hand": padded(1, 3, sdpa=False),
+    "scores assigned at a mask": scored(assigned()),
+    "rows of nothing assigned": scored(assigned(blind=True)),
+    "scores of some sequences and heads assigned": scored(first_head_assigned),
     "-inf, then -1e4 over some of it": scored(lambda s: filled(-1e4, blind=True)(filled(-torch.inf, shift=-1)(s))),
 }
 
@@ -276,3 +297,14 @@ def test_a_function_of_the_scores_takes_no_chunks_and_is_right(function: Functio
         assert outcome.path == path
         assert "expanded_attention" not in module.code
         check_right(before, run(module, *mla.tensors()))
+
+
+def added_at(scores: Tensor) -> Tensor:
+    scores = scores.clone()
+    return scores.index_put((hidden().expand(scores.shape),), torch.tensor(-torch.inf).double(), accumulate=True)
+
+
+@pytest.mark.parametrize("change", [assigned(number=-3.0), assigned(number=3.0), added_at])
+def test_scores_that_are_assigned_what_hides_nothing_are_no_mask(change: Function) -> None:
+    for _, _, (outcome,) in compiled(scored(change), mla.tensors()):
+        assert outcome.path == "unchanged"
