@@ -24,8 +24,8 @@ def test_a_spelling_is_rewritten_and_right(seed: int) -> None:
     assert outcome.rewritten == (spelling.spoiled == "no"), outcome.reason
 
 
-# 22, 58, 93 and 121 return their weights, 26 has a gate and a loop over heads.
-@pytest.mark.parametrize("seed", [*range(12), 22, 26, 58, 93, 121])
+# 22, 58 and 93 return their weights, 26 has a gate and a loop over heads, 57 and 61 a gate of groups of heads.
+@pytest.mark.parametrize("seed", [*range(12), 22, 26, 57, 58, 61, 93])
 def test_a_spelling_is_trained(seed: int) -> None:
     spelling = draw(seed)
     outcome = check_training(spelling, seed)
@@ -48,6 +48,13 @@ def test_one_query_whose_weights_are_returned_is_absorbed_whatever_is_asked_for(
     """As many products are left as on that path: those of the loop over heads stay."""
     s = Spelling(absorbed="values", softmax="plain", scale="query", returned=True, loop="heads", cache="cat", queries=1)
     assert check(s, seed=0).path == "absorbed"
+
+
+def test_groups_whose_heads_serve_several_queries_are_gated_and_scaled() -> None:
+    """The factor of a group is one of heads that are repeated before they are multiplied by a number."""
+    grouped = Spelling(latents="groups", heads=4, groups="repeat_interleave", gated=True)
+    outcome = check(dataclasses.replace(grouped, scale="key", softmax="plain", keys="two scores"), seed=0)
+    assert outcome.rewritten, outcome.reason
 
 
 def test_every_choice_is_drawn() -> None:

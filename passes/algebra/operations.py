@@ -295,14 +295,36 @@ def term_of(form: Form, read: Read) -> Term:
             parts = tuple(Axis(digit.extent) for digit in digits)
             term = piece_of(term, axes[0], digits[0].before, parts)
             digits, axes = (replace(digits[0], before=0, after=0), *digits[1:]), parts
+        elif len(digits) > len(axes):
+            term, axes = _divided(term, axes, [digit.extent for digit in digits])
         if len(digits) != len(axes):
             raise Unaligned("a dimension that was divided")
         for digit, axis in zip(digits, axes, strict=True):
-            if not same(digit.extent, axis.size) or digit.axis is None:
+            if not same(digit.extent, axis.size):
                 raise Unaligned("a dimension that was divided")
-            changes[axis] = digit.axis if digit.whole else Slice(digit.axis, digit.start, digit.step)
+            if digit.axis is None:
+                changes[axis] = Pin(digit.start)
+            else:
+                changes[axis] = digit.axis if digit.whole else Slice(digit.axis, digit.start, digit.step)
     term = change_term(term, changes)
     return replace(term, read=replace(term.read, then=(*term.read.then, *read.then)))
+
+
+def _divided(term: Term, axes: Dim, extents: Sequence[Size]) -> tuple[Term, Dim]:
+    """A term over axes of these extents in place of its own, of which each is the product of some of them."""
+    found: list[Axis] = []
+    rest = list(extents)
+    for axis in axes:
+        own: list[Size] = []
+        while rest and not (own and same(product(own), axis.size)):
+            own.append(rest.pop(0))
+        if not same(product(own), axis.size):
+            raise Unaligned("a dimension that was divided")
+        parts = (axis,) if len(own) == 1 else tuple(map(Axis, own))
+        if len(own) > 1:
+            term = piece_of(term, axis, 0, parts)
+        found += parts
+    return term, tuple(found)
 
 
 def scaled(form: Form, factor: float) -> Form:

@@ -70,7 +70,7 @@ class Attending(nn.Module):
                 return None
             case "additive":
                 return bias
-            case "bool" | "window" | "low":
+            case "bool" | "window" | "low" | "assigned":
                 return self.seen()
             case "triu":
                 s = self.spelling
@@ -100,7 +100,11 @@ class Attending(nn.Module):
         if s.softcap:
             scores = SOFTCAP * torch.tanh(scores / SOFTCAP)
         mask = self.mask(dtype, bias)
-        if mask is not None:
+        if s.mask == "assigned":
+            assert mask is not None
+            scores = scores.clone()
+            scores[~mask.expand(scores.shape)] = -math.inf
+        elif mask is not None:
             fill = LOW if s.mask == "low" else -math.inf
             scores = scores.masked_fill(~mask, fill) if mask.dtype == torch.bool else scores + mask
         if self.sink is not None:

@@ -38,9 +38,10 @@ class Spelling:
     `exp2` (by hand, to the base of 2)."""
     mask: str = "none"
     """`none`, `causal`, `triu` of -inf, `bool`, `additive`, `window`, `least` (the least finite number is added), `low`
-    (-1e4 takes the place of scores)."""
-    padded: bool = False
-    """Whether values are as wide as keys, by zeros that are cut off the output."""
+    (-1e4 takes the place of scores), `assigned` (scores at a mask are set to -inf)."""
+    padded: str = "no"
+    """How values come to the width of keys, by zeros that are cut off the output: `no`, `pad`, or `buffer` (of zeros,
+    half of the heads written at a time)."""
     returned: bool = False
     """Whether the attention weights are returned beside the output."""
     softcap: bool = False
@@ -103,8 +104,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "absorbed": ("no",) * 5 + ("keys", "values", "both", "joined"),
     "groups": ("none", "none", "repeat_interleave", "expand", "repeat", "grouped"),
     "softmax": ("sdpa", "sdpa", "plain", "wide", "by hand", "reciprocal", "late", "exp2"),
-    "mask": ("none", "causal", "triu", "bool", "additive", "window", "least", "low"),
-    "padded": (False,) * 5 + (True,),
+    "mask": ("none", "causal", "triu", "bool", "additive", "window", "least", "low", "assigned"),
+    "padded": ("no",) * 8 + ("pad", "buffer"),
     "returned": (False,) * 9 + (True,),
     "softcap": (False,) * 7 + (True,),
     "sink": (False,) * 7 + (True,),
@@ -140,7 +141,7 @@ def draw(seed: int) -> Spelling:
 def _possible(s: Spelling, dice: random.Random) -> Spelling:
     """The nearest spelling that somebody could have written: some choices rule others out."""
     if s.gated:  # a bias would differ between tokens
-        s = replace(s, absorbed="no", bias=False, latents="one")
+        s = replace(s, absorbed="no", bias=False)
     if s.absorbed != "no":
         s = replace(s, bias=False, groups="none", spoiled="no")
         s = replace(s, scale="query") if s.scale == "key" else s
@@ -148,7 +149,7 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
             s = replace(s, softcap=False, returned=False)  # then nothing is left to regroup
     if s.latents != "one":  # a soft cap or weights that are returned leave scores of all groups
         s = replace(s, heads=2 * (s.heads // 2), absorbed="no", bias=False, softcap=False, returned=False)
-    if s.latents == "normed groups":
+    if s.latents == "normed groups" and s.loop == "heads":
         s = replace(s, loop="no")  # its products are of several tensors
     if s.returned and s.softmax == "late":
         s = replace(s, softmax="by hand")
@@ -164,7 +165,9 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
         s = replace(s, groups="none")
     if s.absorbed == "keys" and s.needs_scores:
         s = replace(s, loop="no")  # nothing would be regrouped: as many products are left as there were
-    if s.mask == "low" and s.softmax == "sdpa":
+    if s.mask == "assigned" and s.needs_scores:
+        s = replace(s, mask="bool")  # an assignment is no function of each score
+    if s.mask in ("low", "assigned") and s.softmax == "sdpa":
         s = replace(s, mask="bool")
     if s.mask == "causal" and s.softmax != "sdpa":
         s = replace(s, mask="triu")

@@ -129,10 +129,10 @@ class Attention(Attending):
         if s.absorbed in ("values", "both", "joined"):
             v = self.shared(latent, v)
         columns, width = v.shape[-1], k_nope.shape[-1] + self.rope_width
-        if s.padded and width > columns:
-            v = F.pad(v, (0, width - columns))
+        if s.padded != "no" and width > columns:
+            v = F.pad(v, (0, width - columns)) if s.padded == "pad" else self.in_zeros(v, width)
         o = self.attend(self.ordered(q_nope), self.ordered(q_rope), latent, k_nope, k_rope, v, bias, scale)
-        o = o[..., :columns] if s.padded else o
+        o = o[..., :columns] if s.padded != "no" else o
         if s.absorbed in ("values", "both", "joined"):
             o = self.ordered(self.by_head(self.ordered(o), w_uv.transpose(1, 2)))
         o = self.leave(o)
@@ -335,6 +335,15 @@ class Attention(Attending):
             case "pad":
                 return F.pad(first, (0, second.shape[-1])) + F.pad(second, (width, 0))
         return torch.cat([first, second], dim=-1)
+
+    def in_zeros(self, x: Tensor, width: int) -> Tensor:
+        """Written to zeros of another width, each half of the heads by itself."""
+        whole, dim = x.new_zeros(*x.shape[:-1], width), self.letters.format("t").index("n")
+        start = 0
+        for half in x.chunk(2, dim=dim):
+            whole.narrow(dim, start, half.shape[dim])[..., : x.shape[-1]] = half
+            start += half.shape[dim]
+        return whole
 
     def repeated(self, x: Tensor) -> Tensor:
         dim = self.letters.format("t").index("n")
