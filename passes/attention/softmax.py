@@ -21,6 +21,7 @@ from ..algebra.terms import Dim, Form, Product, Read
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..trace.trace import Trace
 from .copies import original_of
+from .scores import constant_of
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,8 @@ def _exponential(node: fx.Node, trace: Trace) -> Weights | None:
     if not is_tensor(scores) or not is_tensor(total):
         return None
     logarithm = trace[total].term.read.source
+    unfilled = _before_rows_of_nothing(logarithm, trace)
+    logarithm = unfilled or logarithm
     if not isinstance(logarithm, fx.Node) or logarithm.target is not aten.logsumexp.default:
         return None
     of, dims = arguments(logarithm)[:2]
@@ -172,7 +175,29 @@ def _exponential(node: fx.Node, trace: Trace) -> Weights | None:
     if len(dims) != 1 or trace[of] != trace[scores]:
         return None
     dim = dims[0] % rank
-    return Weights(node, scores, dim) if _spans(trace[total], trace[scores], dim) else None
+    spans = _spans(trace[total], trace[scores], dim)
+    return Weights(node, scores, dim, safe=unfilled is not None) if spans else None
+
+
+def _before_rows_of_nothing(node: Any, trace: Trace) -> fx.Node | None:
+    """What a tensor is a copy of, with another number in the place of -inf: no weight is left where no key is seen."""
+    if not isinstance(node, fx.Node):
+        return None
+    if node.target is aten.masked_fill.Scalar:
+        values, mask, number = arguments(node)[:3]
+    elif node.target is aten.where.self:
+        mask, number, values = arguments(node)
+    elif node.target is aten.index_put.default and len(arguments(node)[1]) == 1 and not any(arguments(node)[3:]):
+        values, (mask,), number = arguments(node)[:3]
+    else:
+        return None
+    asked = _whole(mask, trace)
+    fill = constant_of(number)
+    if fill is None or not fill > -math.inf or asked is None or asked.target is not aten.eq.Scalar:
+        return None
+    of, least = arguments(asked)
+    whole = _whole(values, trace)
+    return whole if least == -math.inf and whole is not None and _whole(of, trace) is whole else None
 
 
 def _summed_dim(total: fx.Node, of: fx.Node, trace: Trace) -> int | None:

@@ -125,6 +125,23 @@ def powers(power: Function, divide: Function, change: Function = lambda s: s) ->
     return attention
 
 
+def by_log_sum_exp(change: Function) -> Function:
+    """Weights by the logarithm of their sum, which is -inf where a query sees nothing, and which is changed then."""
+
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        scores = filled(-torch.inf, blind=True)(q @ k.mT * SCALE)
+        return (scores - change(scores.logsumexp(-1, keepdim=True))).exp() @ v
+
+    return attention
+
+
+def infinite(sums: Tensor) -> Tensor:
+    sums = sums.clone()
+    sums[sums == -torch.inf] = torch.inf
+    return sums
+
+
 def over_sum(e: Tensor) -> Tensor:
     return e / e.sum(-1, keepdim=True)
 
@@ -156,6 +173,9 @@ REWRITTEN: dict[str, Function] = {
     "zeros on both sides": padded(2, 2, cut=False),
     "zeros that are NaN in a row of nothing": padded_blind,
     "values padded by hand": padded(1, 3, sdpa=False),
+    "rows of nothing are 0 by a sum of inf": by_log_sum_exp(infinite),
+    "rows of nothing are 0 by a sum of 1": by_log_sum_exp(lambda s: s.masked_fill(s == -torch.inf, 0.0)),
+    "rows of nothing are 0 by another sum": by_log_sum_exp(lambda s: torch.where(s == -torch.inf, torch.inf, s)),
     "scores assigned at a mask": scored(assigned()),
     "rows of nothing assigned": scored(assigned(blind=True)),
     "scores of some sequences and heads assigned": scored(first_head_assigned),
@@ -308,3 +328,17 @@ def added_at(scores: Tensor) -> Tensor:
 def test_scores_that_are_assigned_what_hides_nothing_are_no_mask(change: Function) -> None:
     for _, _, (outcome,) in compiled(scored(change), mla.tensors()):
         assert outcome.path == "unchanged"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.masked_fill(s == s.amax(), torch.inf),
+        lambda s: s.masked_fill(s != -torch.inf, 0.0),
+        lambda s: s.masked_fill(s == -torch.inf, 0.0) + 1,
+        lambda s: s.masked_fill(s.roll(1, -2) == -torch.inf, 0.0),
+    ],
+)
+def test_other_numbers_in_the_place_of_a_log_sum_exp_are_no_softmax(change: Function) -> None:
+    for _, _, outcomes in compiled(by_log_sum_exp(change), mla.tensors()):
+        assert not any(outcome.rewritten for outcome in outcomes)
