@@ -177,6 +177,7 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
         s = replace(s, cache_tensors="two")
     if s.spoiled != "no":
         s = replace(s, spoiled=dice.choice(SPOILERS), bias=False, groups="none")
-        if s.spoiled == "rope a head" and s.rope == "none":
+        alone = s.latents != "one" and s.heads == 2  # in its group, whose rope key it may have for itself
+        if s.spoiled == "rope a head" and (s.rope == "none" or alone):
             s = replace(s, spoiled="tanh")
     return s
