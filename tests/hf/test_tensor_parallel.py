@@ -57,7 +57,9 @@ def assert_each_has_its_heads(model, ranks):
         with torch.no_grad():
             assert_as_close_as_eager(compiled, eager, exact(tokens[:, :-1]).logits[:, -len(eager) :].transpose(0, 1))
         assert {n for _, n, _ in rank["sites"]} == {f"{heads // RANKS}"}
-        assert {path for path, *_ in rank["sites"]} in ({"chunked", "absorbed"}, {"sparse"})
+        paths = {path for path, *_ in rank["sites"]}
+        assert ("sparse" in paths) == hasattr(model.config.get_text_config(), "index_topk")
+        assert paths - {"sparse"} in (set(), {"chunked", "absorbed"})
         assert not any("replicated" in reason for *_, reason in rank["sites"])
         assert of_heads
         assert {name: rank["bytes"][name] * RANKS for name in of_heads} == {name: whole[name] for name in of_heads}
