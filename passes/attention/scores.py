@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..algebra.sizes import Size, same, total
 from ..algebra.terms import Axis, Dim, Form, Product, Sum, Term
@@ -359,8 +360,9 @@ def constant_of(value: Any) -> float | None:
                 return constant_of(arguments(value)[0])
     if isinstance(value, fx.Node) and value.op == "get_attr":
         tensor = getattr(value.graph.owning_module, str(value.target), None)
-        if isinstance(tensor, torch.Tensor) and tensor.numel() == 1:
-            return float(tensor.item())
+        if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and not isinstance(tensor, FakeTensor):
+            with unset_fake_temporarily():  # the compiler's, under which no tensor has a value
+                return float(tensor.item())
     return None
 
 

@@ -165,6 +165,7 @@ def test_compiled(dynamic):
     assert [site.path for site in mla_compile.last_report().sites] == ["absorbed"]
 
 
+@pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("kind", [Absorbed, ValuesExpanded, KeysExpanded])
 def test_no_scores_are_kept(kind):
     """Of each token queries, latents, outputs as wide, these again for their product, lse, the layer's own."""

@@ -111,6 +111,7 @@ def compiled(module, **options):
     return torch.compile(module, backend="mla", options=options)
 
 
+@pytest.mark.diagonal
 @pytest.mark.usefixtures("scores_bytes")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["known sizes", "symbolic sizes"])
 def test_compiled(dynamic):
@@ -157,6 +158,7 @@ def test_a_function_that_is_another_each_time_stays_as_it_is():
     assert not rewritten.outcomes[0].rewritten
 
 
+@pytest.mark.usefixtures("without_codegen")
 def test_frozen_weights_have_no_gradient():
     module, x = Learned(), hidden()
     module.requires_grad_(False)
@@ -167,6 +169,7 @@ def test_frozen_weights_have_no_gradient():
     assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
 
 
+@pytest.mark.usefixtures("without_codegen")
 def test_neither_scores_nor_keys_are_kept():
     module, x = Capped(), hidden(tokens=TOKENS).requires_grad_()
 
@@ -181,6 +184,7 @@ def test_neither_scores_nor_keys_are_kept():
     assert stock > ours + N * TOKENS
 
 
+@pytest.mark.usefixtures("without_codegen")
 def test_queries_are_computed_again_if_asked():
     module, x = Capped(), hidden()
     module.mla = Combined(True)
@@ -190,6 +194,7 @@ def test_queries_are_computed_again_if_asked():
     assert mla_compile.last_report().sites[0].reason.endswith(", and so are queries")
 
 
+@pytest.mark.usefixtures("without_codegen")
 def test_a_checkpoint():
     """Nothing is kept, scores neither: the loop runs again."""
     module, x = Capped(), hidden()
