@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attending import Attending
 from .choices import TENSORS, Spelling
+from .joining import Joining
 
 HIDDEN = 10
 PAGE = 2
@@ -18,7 +18,7 @@ LETTERS = {"heads first": "bn{}", "tokens first": "b{}n", "time first": "{}bn"}
 """A tensor's dimensions but the last, `{}` its tokens, in each order."""
 
 
-class Attention(Attending):
+class Attention(Joining):
     """Takes hidden states `[B, S, HIDDEN]` (`[S, B, HIDDEN]` where time is first) and the tensors of `inputs`."""
 
     def __init__(self, spelling: Spelling) -> None:
@@ -313,52 +313,6 @@ class Attention(Attending):
             return product
         bias = bias.view(heads, width)
         return product + (bias[:, None] if self.spelling.order == "heads first" else bias)
-
-    def ordered(self, x: Tensor) -> Tensor:
-        """From `[B, T, N, D]` (`[T, B, N, D]`) to this spelling's order."""
-        return x.transpose(1, 2) if self.spelling.order == "heads first" else x
-
-    def shared(self, k_rope: Tensor, like: Tensor) -> Tensor:
-        """The rope key `[B, T, R]` (`[T, B, R]`) for every head of `like`."""
-        head_dim = self.letters.format("t").index("n")
-        return k_rope.unsqueeze(head_dim).expand(*like.shape[:-1], -1)
-
-    def together(self, nope: Tensor, rope: Tensor, how: str) -> Tensor:
-        first, second = (nope, rope) if self.spelling.rope == "last" else (rope, nope)
-        width = first.shape[-1]
-        match how:
-            case "buffer":
-                both = first.new_empty(*first.shape[:-1], width + second.shape[-1])
-                both[..., :width] = first
-                both[..., width:] = second
-                return both
-            case "pad":
-                return F.pad(first, (0, second.shape[-1])) + F.pad(second, (width, 0))
-        return torch.cat([first, second], dim=-1)
-
-    def in_zeros(self, x: Tensor, width: int) -> Tensor:
-        """Written to zeros of another width, each half of the heads by itself."""
-        whole, dim = x.new_zeros(*x.shape[:-1], width), self.letters.format("t").index("n")
-        start = 0
-        for half in x.chunk(2, dim=dim):
-            whole.narrow(dim, start, half.shape[dim])[..., : x.shape[-1]] = half
-            start += half.shape[dim]
-        return whole
-
-    def repeated(self, x: Tensor) -> Tensor:
-        dim = self.letters.format("t").index("n")
-        match self.spelling.groups:
-            case "repeat_interleave":
-                return x.repeat_interleave(2, dim=dim)
-            case "expand":
-                sizes = [-1] * 5
-                sizes[dim + 1] = 2
-                return x.unsqueeze(dim + 1).expand(sizes).flatten(dim, dim + 1)
-            case "repeat":
-                counts = [1] * 4
-                counts[dim] = 2
-                return x.repeat(counts)
-        return x
 
     def sprinkle(self, x: Tensor) -> Tensor:
         match self.spelling.sprinkled:
