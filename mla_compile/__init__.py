@@ -17,6 +17,7 @@ from .errors import (
     VerifyError,
 )
 from .explaining import explain
+from .known_to_accelerate import register_with_accelerate
 from .options import Options
 from .passes.outcome import Outcome
 from .report import Report, last_report, reports
@@ -56,6 +57,7 @@ __all__ = [
     "explain",
     "last_report",
     "lower",
+    "register_with_accelerate",
     "reports",
     "rewrite",
     "tp_plan",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mla_compile.bench import command, training
+from mla_compile.bench import command, memory, training
 from mla_compile.cli import main
 from tests.test_bench import TINY
 
@@ -58,3 +58,18 @@ def test_wrong_gradients_get_no_time_and_fail(steps, capsys, spoil, status, word
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[:2] == ["8", "mla"]]
     assert words in row
     assert (row.split()[2] == "-") == bool(words)
+
+
+def test_what_does_not_fit_is_not_tried(steps, capsys, monkeypatch):
+    steps(lambda output: output)
+    needed = {mode: memory.needed_to_train(TINY["v2"], mode, 64) for mode in training.MODES}
+    assert needed["mla"] < needed["inductor"] == needed["checkpointed"]
+    monkeypatch.setattr(memory, "available_bytes", lambda: needed["mla"])
+    with torch.enable_grad():
+        assert main(["bench", "--layer", "v2-lite", "--train", "64", "--repeats", "1"]) == 0
+    rows = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["64"]}
+    assert {mode: "GiB are available" in row for mode, row in rows.items()} == {
+        "inductor": True,
+        "checkpointed": True,
+        "mla": False,
+    }

@@ -12,7 +12,7 @@ import torch
 
 from mla_compile.bench import check
 from mla_compile.bench.layers import Built
-from mla_compile.bench.memory import available_bytes, needed_bytes
+from mla_compile.bench.memory import needed_bytes, too_much
 from mla_compile.bench.modes import Step, summary, warmed_up
 from mla_compile.bench.workloads import CacheKind, Workload, make_inputs
 
@@ -95,9 +95,7 @@ def _prepare(
     built: Built, workload: Workload, cache_kind: CacheKind, mode: str, exact: check.Reference, allowed: float
 ) -> tuple[Step, Result] | Result:
     """The warmed-up step with a result that still lacks its times, or the result that says why there will be none."""
-    needed, available = needed_bytes(built.layer, workload, mode), available_bytes()
-    if available is not None and needed > available:
-        reason = f"needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available"
+    if reason := too_much(needed_bytes(built.layer, workload, mode)):
         return Result(mode, workload, "skipped", reason)
     try:
         step = warmed_up(mode, built, workload, cache_kind)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mla_compile.bench.check import ROUNDING_FACTOR, distance
 from mla_compile.bench.layers import Built, Layer, build
-from mla_compile.bench.memory import kept_for_backward, peak_growth
+from mla_compile.bench.memory import kept_for_backward, needed_to_train, peak_growth, too_much
 from mla_compile.bench.modes import summary
 from mla_compile.bench.workloads import Workload, make_inputs
 from mla_compile.text_table import aligned
@@ -57,6 +57,8 @@ class TrainingResult:
     """None where they were not measured."""
     note: str
     """Why there are no numbers."""
+    skipped: bool = False
+    """Whether it was not tried, as it does not fit in memory."""
 
     @property
     def right(self) -> bool:
@@ -118,7 +120,8 @@ def measure(layer: Layer, lengths: Sequence[int], modes: Sequence[str], repeats:
     for tokens in lengths:
         steps: dict[str, Step] = {}
         errors, seconds, notes = dict[str, float](), dict[str, list[float]](), dict[str, str]()
-        for mode in modes:
+        skipped = {mode: why for mode in modes if (why := too_much(needed_to_train(layer, mode, tokens)))}
+        for mode in (mode for mode in modes if mode not in skipped):
             print(f"{mode} at {tokens} tokens", file=sys.stderr, flush=True)
             try:
                 found = _gradients(_step(mode, built), built, _arguments(built, CHECKED_TOKENS))
@@ -138,7 +141,8 @@ def measure(layer: Layer, lengths: Sequence[int], modes: Sequence[str], repeats:
         for mode in modes:
             peak, saved = _memory(layer, mode, tokens) if mode in steps else (None, None)
             taken, error = tuple(seconds.get(mode, ())), errors.get(mode, float("inf"))
-            results.append(TrainingResult(mode, tokens, taken, error, allowed, peak, saved, notes.get(mode, "")))
+            note = notes.get(mode) or skipped.get(mode, "")
+            results.append(TrainingResult(mode, tokens, taken, error, allowed, peak, saved, note, mode in skipped))
     return results
 
 

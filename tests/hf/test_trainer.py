@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from tests.hf.test_training import LAYERS, assert_trained, model_of, tokens
 from tests.training import Rewritten, gradients
 
 pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 
+import accelerate
 import transformers
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
@@ -111,7 +115,22 @@ def test_dora_of_peft_without_that_question(projection, monkeypatch):
 
 
 def test_accelerate_knows_a_list_of_backends():
-    """Why `torch_compile_backend="mla"` is no way to it."""
-    plugin = pytest.importorskip("accelerate.utils").TorchDynamoPlugin
-    with pytest.raises(ValueError, match="'MLA' is not a valid DynamoBackend"):
-        plugin(backend="mla")
+    """Why it has to be told of `mla`."""
+    code = 'from accelerate.utils import TorchDynamoPlugin; TorchDynamoPlugin(backend="mla")'
+    told = "from mla_compile import register_with_accelerate as register; register(); register(); " + code
+    refused = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "'MLA' is not a valid DynamoBackend" in refused.stderr
+    subprocess.run([sys.executable, "-c", told], check=True)
+
+
+def test_the_trainer_compiles_where_accelerate_was_told(tmp_path, monkeypatch):
+    """By `torch_compile_backend`, which transformers writes to the environment."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    model = model_of("deepseek_v3")
+    plain = trained(copy.deepcopy(model), str(tmp_path))
+    mla_compile.register_with_accelerate()
+    found = trained(model, str(tmp_path), torch_compile=True, torch_compile_backend="mla")
+    assert found == pytest.approx(plain, rel=1e-4)
+    assert mla_compile.last_report().rewritten == LAYERS
+    with pytest.raises(ValueError, match="'NONE OF THESE' is not a valid DynamoBackend"):
+        accelerate.utils.TorchDynamoPlugin(backend="none of these")
