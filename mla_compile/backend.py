@@ -43,6 +43,7 @@ from .dynamo_graph import copied
 from .flex import write_out
 from .gpu_kernels import kernels_of, packages_for
 from .graph_log import is_observed, log_graph
+from .interpreted import interpreted
 from .loops import settings_of_loops
 from .options import Options
 from .replicated import with_replicated_heads
@@ -92,10 +93,25 @@ def mla(
         StrictError: with `mla.strict`, if an attention stays unchanged or there is none.
         VerifyError: with `mla.verify`, on the first call, if a rewritten site differs from the original.
     """
+    return _compile(module, inputs, _Compilation, options, mode)
+
+
+def examined(module: fx.GraphModule, inputs: Inputs, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """The same for `explain`, which wants no code: what the passes made of a graph runs operation by operation."""
+    return _compile(module, inputs, _Examination, options)
+
+
+def _compile(
+    module: fx.GraphModule,
+    inputs: Inputs,
+    kind: type[_Compilation],
+    options: Mapping[str, Any] | None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
     ours, inductor = option_parser.parse(options, mode)
     with inductor_config.patch(inductor):
         start = time.perf_counter()
-        compilation = _Compilation(module, inputs, ours)
+        compilation = kind(module, inputs, ours)
         compiled = compilation.run()
         seconds = compilation.seconds | {"compile": time.perf_counter() - start}
         report = Report(compilation.outcomes, compilation.note, seconds, compilation.kernels)
@@ -122,6 +138,9 @@ def _within(context: Callable[[], AbstractContextManager[None]], compiled: Calla
 
 class _Compilation:
     """One graph on its way to Inductor."""
+
+    has_artifacts = True
+    """Whether what comes out may be kept in torch's caches."""
 
     def __init__(self, module: fx.GraphModule, inputs: Inputs, options: Options) -> None:
         self.module, self.inputs, self.options = module, inputs, options
@@ -193,7 +212,9 @@ class _Compilation:
         """Keep torch's caches from serving an artifact that was made otherwise, or at all."""
         with (
             _compiler_config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}{tag}"),
-            functorch_config.patch(enable_autograd_cache=functorch_config.enable_autograd_cache and use_cache),
+            functorch_config.patch(
+                enable_autograd_cache=functorch_config.enable_autograd_cache and self.has_artifacts and use_cache
+            ),
         ):
             yield
 
@@ -232,7 +253,7 @@ class _Compilation:
         self.note = f"stock Inductor, {note}"
         if self.options.strict:
             raise_strict(self.outcomes, note)
-        return _compile_fx(self.module, self.inputs)
+        return self._unchanged()
 
     def _inner(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
         with inductor_config.patch(self.inductor):
@@ -256,10 +277,28 @@ class _Compilation:
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
         with inductor_config.patch(settings_of_loops(retraced.graph)):
-            compiled = compile_fx_inner(retraced, inputs, **kwargs)
+            compiled = self._code(retraced, inputs, **kwargs)
         if rewriting.original is None:
             return compiled
         return Verified(compiled, rewriting.original, module, self.outcomes)
+
+    def _code(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
+        return compile_fx_inner(module, inputs, **kwargs)
+
+    def _unchanged(self) -> Callable[..., Any]:
+        return _compile_fx(self.module, self.inputs)
+
+
+class _Examination(_Compilation):
+    """One graph on the same way, which ends before Inductor."""
+
+    has_artifacts = False
+
+    def _code(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
+        return interpreted(module, inputs)
+
+    def _unchanged(self) -> Callable[..., Any]:
+        return self.module
 
 
 def _checked(compiled: Callable[..., Any], checks: Sequence[Check]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""`explain`: a fresh compilation of a model, run once, and what became of its attentions."""
+"""`explain`: a model traced and rewritten afresh, run once, and what became of its attentions."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .report import Report, merged, reports
 
 
 def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
-    """Compile `model` afresh with `backend="mla"`, run it once on the arguments without gradients, and say what became
-    of its attentions.
+    """Trace `model` afresh, rewrite it as `backend="mla"` does, run it once on the arguments without gradients, and say
+    what became of its attentions. Inductor generates no code.
 
     What the model or the caches among the arguments keep from a run, they keep from this one too. `options` are those
     of `torch.compile`.
     """
-    from .backend import mla
+    from .backend import examined
 
     def fresh(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        return mla(graph, inputs, options=options)
+        return examined(graph, inputs, options)
 
     before = len(reports())
     compiled = torch.compile(model, backend=fresh)

@@ -21,8 +21,8 @@ import torch
 from torch._functorch import config as functorch_config
 
 from mla_compile import backend, report
+from mla_compile.interpreted import interpreted
 from tests import diagonal
-from tests.interpreted import interpreted
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -22,10 +22,10 @@ if passes:
     backend._sources = lambda: sources + passes
 torch.manual_seed(0)
 module = Combined()
-compiled = torch.compile(module, backend="mla", options=json.loads(sys.argv[1]))
+compiled = torch.compile(module, backend="mla", dynamic=True, options=json.loads(sys.argv[1]))
 error = 0.0
 with torch.no_grad():
-    for tokens in (40, 41, 60):
+    for tokens in (40, 60):
         x, cache = torch.randn(1, 1, HIDDEN), (torch.randn(1, tokens, L), torch.randn(1, tokens, R))
         error = max(error, float((compiled(x, cache)[0] - module(x, cache)[0]).abs().max()))
 reports = mla_compile.reports()
@@ -64,11 +64,11 @@ def process(tmp_path_factory):
 
 def test_a_second_process_is_served_the_artifact_and_its_report(process):
     first, second = process.first, process({})
-    assert first["misses"] == 2
-    assert first["ran"] == [True, True]
-    assert second["hits"] == 2
-    assert second["ran"] == [False, False]
-    assert second["paths"] == first["paths"] == ["absorbed", "absorbed"]
+    assert first["misses"] == 1
+    assert first["ran"] == [True]
+    assert second["hits"] == 1
+    assert second["ran"] == [False]
+    assert second["paths"] == first["paths"] == ["absorbed"]
     assert second["guards"] == first["guards"]
     assert max(first["error"], second["error"]) < 1e-5
 
@@ -76,7 +76,7 @@ def test_a_second_process_is_served_the_artifact_and_its_report(process):
 def test_other_options_are_another_artifact(process):
     other = process({"mla.path": "chunked"})
     assert other["hits"] == 0
-    assert other["paths"] == ["chunked", "chunked"]
+    assert other["paths"] == ["chunked"]
     assert other["error"] < 1e-5
 
 
@@ -84,7 +84,7 @@ def test_other_options_are_another_artifact(process):
 def test_another_version_of_the_passes_is_another_artifact(process):
     other = process({}, passes="changed")
     assert other["hits"] == 0
-    assert other["ran"] == [True, True]
+    assert other["ran"] == [True]
 
 
 @pytest.mark.slow
@@ -93,5 +93,5 @@ def test_a_lost_report_is_made_again(process):
         if not report.name.startswith("device"):
             report.unlink()
     again = process({})
-    assert again["paths"] == ["absorbed", "absorbed"]
+    assert again["paths"] == ["absorbed"]
     assert again["error"] < 1e-5

@@ -5,7 +5,7 @@ import torch
 
 from mla_compile import backend
 from mla_compile.dynamo_graph import copied
-from tests.interpreted import interpreted
+from mla_compile.interpreted import interpreted
 from tests.models import HIDDEN, Inference
 
 

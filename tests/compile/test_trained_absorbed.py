@@ -155,7 +155,10 @@ def test_a_checkpoint():
     assert len(rewritten.nodes(latent_attention)) == 1
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["known sizes", "symbolic sizes"])
+@pytest.mark.parametrize(
+    "dynamic",
+    [pytest.param(False, marks=pytest.mark.slow, id="known sizes"), pytest.param(True, id="symbolic sizes")],
+)
 def test_compiled(dynamic):
     module, x = Biased(), hidden()
     torch._dynamo.reset()

@@ -111,9 +111,11 @@ def compiled(module, **options):
     return torch.compile(module, backend="mla", options=options)
 
 
-@pytest.mark.diagonal
 @pytest.mark.usefixtures("scores_bytes")
-@pytest.mark.parametrize("dynamic", [False, True], ids=["known sizes", "symbolic sizes"])
+@pytest.mark.parametrize(
+    "dynamic",
+    [pytest.param(False, marks=pytest.mark.slow, id="known sizes"), pytest.param(True, id="symbolic sizes")],
+)
 def test_compiled(dynamic):
     module, x = Learned(), hidden()
     torch._dynamo.reset()
@@ -131,7 +133,7 @@ class Autocast(Capped):
             return super().attend(q, k, v).to(q.dtype)
 
 
-@pytest.mark.parametrize("kind", [Capped, Autocast])
+@pytest.mark.parametrize("kind", [pytest.param(Capped, marks=pytest.mark.slow), Autocast])
 def test_under_autocast(kind):
     torch.manual_seed(0)
     module, x = kind(), hidden()

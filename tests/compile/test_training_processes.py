@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mla_compile
 from mla_compile import backend
+from mla_compile.interpreted import interpreted
 from mla_compile.options import KEEP_ALL, QUERIES
 from tests.adapters import adapt
 from tests.compile.layers import Layer
-from tests.interpreted import interpreted
 from tests.models import HIDDEN, Combined
 
 WIDE = 12000
@@ -74,8 +74,10 @@ def _train(rank: int, way: str, adapted: tuple[str, ...], recompute: str, path: 
 
 @pytest.mark.parametrize(
     ("adapted", "recompute"),
-    [((), KEEP_ALL), (("kv_b_proj", "o_proj"), QUERIES)],
-    ids=["all weights", "adapters, queries again"],
+    [
+        pytest.param((), KEEP_ALL, marks=pytest.mark.slow, id="all weights"),
+        pytest.param(("kv_b_proj", "o_proj"), QUERIES, id="adapters, queries again"),
+    ],
 )
 @pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_processes_train_as_one(way, adapted, recompute, tmp_path):

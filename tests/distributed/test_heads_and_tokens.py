@@ -9,9 +9,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import mla_compile
 from mla_compile import PagedLatentCache, backend
+from mla_compile.interpreted import interpreted
 from tests.distributed.processes import in_processes
 from tests.distributed.test_shared_cache import PAGE, build, generated
-from tests.interpreted import interpreted
 
 pytest.importorskip("transformers")
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor import init_device_mesh
 import mla_compile
 from mla_compile import PagedLatentCache, backend
 from mla_compile.cache.shares import Shares
+from mla_compile.interpreted import interpreted
 from tests.distributed.processes import in_processes
-from tests.interpreted import interpreted
 
 transformers = pytest.importorskip("transformers")
 

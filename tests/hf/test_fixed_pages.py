@@ -5,10 +5,10 @@ import torch
 
 import mla_compile
 from mla_compile import PagedLatentCache, backend
+from mla_compile.interpreted import interpreted
 from tests.hf import families
 from tests.hf.test_deepseek import build
 from tests.hf.test_paged_cache import SEARCHES, generate, prompt
-from tests.interpreted import interpreted
 
 transformers = pytest.importorskip("transformers")
 

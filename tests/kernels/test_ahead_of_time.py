@@ -60,6 +60,7 @@ def matrix_unit(assembly):
     return next((name for name in names if name in assembly), None)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("work", ["shared", "parts"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -88,6 +89,7 @@ def test_queries_that_are_not_the_last(arch):
     assert_clean(compile_attention(arch, 128, starts=True), arch)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_fp8(arch, heads):
@@ -100,6 +102,7 @@ def test_fp8_of_named_keys(arch):
     assert_clean(compile_attention(arch, 128, fp8=True, kind="named", work="parts"), arch)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_combination(arch, shared):
@@ -116,6 +119,7 @@ def test_kernels_without_products(arch, kernel):
     assert "trap;" not in record.assembly
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_chunks_of_a_prefill(arch, causal):

@@ -1,4 +1,4 @@
-"""The backend without Inductor's code: for tests of graphs, of which there are many."""
+"""Rewritten graphs without Inductor's code: to see what became of them, and for tests, of which there are many."""
 
 from __future__ import annotations
 
