@@ -108,12 +108,17 @@ def _trainable(layer: Layer) -> Built:
     return built
 
 
+def _exact_gradients(built: Built) -> list[Tensor]:
+    """Those of transformers' own module in float64."""
+    exact = Built(built.layer, built.config, copy.deepcopy(built.attention).double(), built.rotary)
+    checked = _arguments(exact, CHECKED_TOKENS, torch.float64)
+    return _gradients(lambda arguments: exact.attention(**arguments)[0], exact, checked)
+
+
 def measure(layer: Layer, lengths: Sequence[int], modes: Sequence[str], repeats: int) -> list[TrainingResult]:
     """A result for each mode at each number of tokens; progress goes to standard error."""
     built = _trainable(layer)
-    exact_layer = Built(layer, built.config, copy.deepcopy(built.attention).double(), built.rotary)
-    checked = _arguments(exact_layer, CHECKED_TOKENS, torch.float64)
-    exact = _gradients(lambda arguments: exact_layer.attention(**arguments)[0], exact_layer, checked)
+    exact = _exact_gradients(built)
     terms = max(layer.hidden, layer.N * layer.V, layer.L, CHECKED_TOKENS)
     allowed = ROUNDING_FACTOR * terms**0.5 * 2.0**-24
     results = []
