@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import _reinterpret_tensor
+from torch._functorch._aot_autograd.utils import make_boxed_func
+
+_guards: Any = torch._C._dynamo.guards  # what Inductor's code calls too; torch's stubs leave it out
 
 
 def interpreted(module: torch.fx.GraphModule, inputs: object, **kwargs: object) -> Callable[..., Any]:
     """In place of `compile_fx_inner`: run what the passes and the retrace made as it is."""
-    from functorch.compile import make_boxed_func
 
     def run(*arguments: object) -> tuple[object, ...]:
         return tuple(without_base(output) for output in module.forward(*arguments))
@@ -23,4 +24,4 @@ def without_base(output: object) -> object:
     """A view of a tensor of the graph as Inductor returns it: one that does not know what it is a view of."""
     if not isinstance(output, torch.Tensor) or output._base is None:
         return output
-    return _reinterpret_tensor(output, output.shape, output.stride())
+    return _guards._reinterpret_tensor(output, output.shape, output.stride())
