@@ -42,6 +42,8 @@ from . import variants
 from .dynamo_graph import copied
 from .flex import write_out
 from .gpu_kernels import kernels_of, packages_for
+from .gpu_launches import put_launches
+from .gpu_products import products_of
 from .graph_log import is_observed, log_graph
 from .interpreted import interpreted
 from .loops import settings_of_loops
@@ -120,7 +122,7 @@ def _compile(
             variants.remember(module)
         if inductor.get("max_autotune"):
             compiled = _within(tuning, compiled)
-        return _within(ours_alone, compiled) if ours.kernels == option_parser.TRITON else compiled
+        return _within(ours_alone, compiled) if compilation._ours_alone() else compiled
 
 
 warn_of_generate(mla)
@@ -273,17 +275,23 @@ class _Compilation:
         retraced = retrace(module)
         self.seconds["retrace"] = time.perf_counter() - start
         log_graph("mla_retraced", retraced)
-        self.kernels = kernels_of(retraced.graph, ours_alone=self.options.kernels == option_parser.TRITON)
+        self.kernels = kernels_of(retraced.graph, ours_alone=self._ours_alone())
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
-        with inductor_config.patch(settings_of_loops(retraced.graph)):
-            compiled = self._code(retraced, inputs, **kwargs)
+        compiled = self._code(retraced, inputs, **kwargs)
         if rewriting.original is None:
             return compiled
         return Verified(compiled, rewriting.original, module, self.outcomes)
 
     def _code(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
-        return compile_fx_inner(module, inputs, **kwargs)
+        # Tiles and implementations are timed at the first call of an op.
+        if not inductor_config.max_autotune and put_launches(module, ours_alone=self._ours_alone()):
+            log_graph("mla_launches", module)
+        with inductor_config.patch(settings_of_loops(module.graph)), products_of(module.graph):
+            return compile_fx_inner(module, inputs, **kwargs)
+
+    def _ours_alone(self) -> bool:
+        return self.options.kernels == option_parser.TRITON
 
     def _unchanged(self) -> Callable[..., Any]:
         return _compile_fx(self.module, self.inputs)

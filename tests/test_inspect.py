@@ -96,7 +96,8 @@ def test_the_folder_has_every_graph_and_the_report(folder):
     assert steps == ["00-prefill-of-24-tokens", "01-decode-after-24-tokens"]
     for step in steps:
         names = {path.name for path in (folder / step).iterdir()}
-        assert names >= {f"{i}_{stage}.py" for i, stage in enumerate(STAGES)} | {"proofs.txt", "report.txt"}
+        graphs = {f"{i}_{stage}.py" for i, stage in enumerate(STAGES) if stage != "mla_launches"}  # which is a GPU's
+        assert names >= graphs | {"proofs.txt", "report.txt"}
     before, after = ((folder / steps[1] / f"{i}_{s}.py").read_text() for i, s in ((1, BEFORE), (2, AFTER)))
     assert before.count("torch.ops.mla.sealed_attention") == 2
     assert after.count("torch.ops.mla.latent_attention") == 2

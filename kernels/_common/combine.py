@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .attend import LOG2E, LOWEST
-from .pieces import key_count, part_size, place_on_line
+from .pieces import CHUNK, cut_in_pieces, key_count, measured, part_size, passed_by
 
 AT_ONCE = tl.constexpr(8)
 """Parts whose greatest scores are looked at, and whose sums are loaded, at a time."""
@@ -60,10 +60,24 @@ def combine(
     if SHARED:
         # By sequences where there are few, or else by the cuts, of which the first within a sequence counts.
         few = batch < parts
-        payload, _, found, begin, end, _, _ = place_on_line(
-            *(lengths, starts, batch, queries, tokens, parts, own),
-            *(tl.where(few, group, group + 1), few, CAUSAL, STARTS, KEYS, LEAST),
-        )
+        index = tl.where(few, group, group + 1)
+        on_all, longest = batch * 0, batch * 0
+        for at in range(0, batch, CHUNK):
+            b = tl.minimum(at + tl.arange(0, CHUNK), batch - 1)
+            start_of = tl.load(starts + b) if CAUSAL and STARTS else 0
+            keys = key_count(tl.load(lengths + b), start_of, queries, tokens, 0, SOURCE, CAUSAL, STARTS)
+            on_all, longest = measured(on_all, longest, keys, at, batch, KEYS)
+        payload, width = cut_in_pieces(on_all, longest, batch, parts, own, LEAST)
+        found, begin, end = batch * 0, batch * 0, batch * 0
+        following, behind, passed = batch * 0, batch * 0, batch * 0
+        for at in range(0, batch, CHUNK):
+            b = tl.minimum(at + tl.arange(0, CHUNK), batch - 1)
+            start_of = tl.load(starts + b) if CAUSAL and STARTS else 0
+            keys = key_count(tl.load(lengths + b), start_of, queries, tokens, 0, SOURCE, CAUSAL, STARTS)
+            found, begin, end, following, behind, passed = passed_by(
+                *(found, begin, end, following, behind, passed),
+                *(keys, at, batch, own, payload, width, index, few, KEYS),
+            )
         first = begin // payload
         used = (end - 1) // payload - first + 1
         if (end == begin) | (used < 2) | ((not few) & ((end <= (group + 1) * payload) | (first != group))):
@@ -73,7 +87,11 @@ def combine(
         each = 2 * rows
         ahead = rows  # the beginning is in the odd slot
     else:
-        count = key_count(lengths, starts, group, queries, tokens, causal_offset, SOURCE, CAUSAL, STARTS)
+        count = key_count(
+            tl.load(lengths + group) if SOURCE == "pages" else 0,
+            tl.load(starts + group) if SOURCE == "pages" and CAUSAL and STARTS else 0,
+            *(queries, tokens, causal_offset, SOURCE, CAUSAL, STARTS),
+        )
         used = tl.cdiv(count, part_size(count, parts, fixed, KEYS, LEAST))
         slot = group * rows
         each = tl.num_programs(0) // SPREAD // tiles * rows

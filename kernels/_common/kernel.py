@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from .attend import LOWEST, add_keys, aligned, load_latents, load_rows, rows_at
-from .pieces import key_count, part_size, place_on_line
+from .pieces import CHUNK, cut_in_pieces, key_count, measured, part_size, passed_by
 
 
 @triton.jit
@@ -126,6 +126,7 @@ def attend_latents(
     SAME_B: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    scale = tl.full([], scale, tl.float32)  # Inductor gives float64, which would make all scores that
     rows = heads if SOURCE == "named" else queries * heads
     tiles = tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
@@ -140,9 +141,23 @@ def attend_latents(
 
     turns = 1
     if WORK == "shared":
-        payload, width, group, on_line, end_before, following, behind = place_on_line(
-            *(lengths, starts, batch, queries, tokens, parts, own, part, False, CAUSAL, STARTS, KEYS, LEAST)
-        )
+        on_all, longest = batch * 0, batch * 0
+        for at in range(0, batch, CHUNK):
+            b = tl.minimum(at + tl.arange(0, CHUNK), batch - 1)
+            start_of = tl.load(starts + b) if CAUSAL and STARTS else 0
+            keys = key_count(tl.load(lengths + b), start_of, queries, tokens, 0, SOURCE, CAUSAL, STARTS)
+            on_all, longest = measured(on_all, longest, keys, at, batch, KEYS)
+        payload, width = cut_in_pieces(on_all, longest, batch, parts, own, LEAST)
+        group, on_line, end_before = batch * 0, batch * 0, batch * 0
+        following, behind, passed = batch * 0, batch * 0, batch * 0
+        for at in range(0, batch, CHUNK):
+            b = tl.minimum(at + tl.arange(0, CHUNK), batch - 1)
+            start_of = tl.load(starts + b) if CAUSAL and STARTS else 0
+            keys = key_count(tl.load(lengths + b), start_of, queries, tokens, 0, SOURCE, CAUSAL, STARTS)
+            group, on_line, end_before, following, behind, passed = passed_by(
+                *(group, on_line, end_before, following, behind, passed),
+                *(keys, at, batch, own, payload, width, part, False, KEYS),
+            )
         piece = part * payload
         if end_before > piece:  # the last that began before the piece goes on in it
             group -= 1
@@ -150,7 +165,11 @@ def attend_latents(
             on_line = following
         turns = behind - group
     else:
-        count = key_count(lengths, starts, group, queries, tokens, causal_offset, SOURCE, CAUSAL, STARTS)
+        count = key_count(
+            tl.load(lengths + group) if SOURCE == "pages" else 0,
+            tl.load(starts + group) if SOURCE == "pages" and CAUSAL and STARTS else 0,
+            *(queries, tokens, causal_offset, SOURCE, CAUSAL, STARTS),
+        )
         size = part_size(count, parts, fixed, KEYS, LEAST)
         begin = part * size
         end = tl.minimum(begin + size, count)
@@ -177,7 +196,8 @@ def attend_latents(
             query = row // heads
             head = row % heads
         if WORK == "shared":
-            count = key_count(lengths, starts, group, queries, tokens, causal_offset, SOURCE, CAUSAL, STARTS)
+            start_of = tl.load(starts + group) if CAUSAL and STARTS else 0
+            count = key_count(tl.load(lengths + group), start_of, queries, tokens, 0, SOURCE, CAUSAL, STARTS)
             begin = tl.maximum(piece - on_line, 0) * KEYS
             end = tl.minimum((piece + payload - on_line) * KEYS, count)
         last = query * 0 + (cached if SOURCE == "named" else count) - 1  # the last key that a row sees

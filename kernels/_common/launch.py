@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .combine import combine
 from .kernel import attend_latents
+from .launching import launched
 from .machine import Machine
 from .parts import Work, combination, in_parts, number_of_parts, shared_out
 from .plans import Plans, layout
@@ -69,19 +70,20 @@ def attend(
     if lse.numel() == 0:
         return o, lse
     plan = _plan(machine, q_latent, q_rope, source, scale, split_tokens, tiles)
+    unread = q_latent  # nothing that is written to, which torch would keep apart
     partial = [lse] * 3
     if plan.work.slots:
         partial = [lse.new_empty(size) for size in plan.sizes]
-    lengths, starts = (lse if t is None else t for t in (source.lengths, source.starts))
-    attend_latents[plan.grid](
+    lengths, starts = (unread if t is None else t for t in (source.lengths, source.starts))
+    launched(attend_latents)[plan.grid](
         q_latent,
         q_rope,
         *(_bytes(part) if part.dtype == torch.float8_e4m3fn else part for part in (source.latent, source.rope)),
-        lse if source.scales is None else source.scales,
-        lse if source.table is None else source.table,
+        unread if source.scales is None else source.scales,
+        unread if source.table is None else source.table,
         lengths,
         starts,
-        lse if source.mask is None else _bytes(source.mask) if source.mask.dtype == torch.bool else source.mask,
+        unread if source.mask is None else _bytes(source.mask) if source.mask.dtype == torch.bool else source.mask,
         o,
         lse,
         *partial,
@@ -90,7 +92,7 @@ def attend(
         **plan.constants,
     )
     if plan.work.slots:
-        combine[plan.combining_grid](
+        launched(combine)[plan.combining_grid](
             *partial, lengths, starts, o, lse, *plan.combining_numbers, **plan.combining_constants
         )
     return o, lse

@@ -16,6 +16,10 @@ even. Where no sequence is longer than a payload, and there are no more of them 
 own: nothing is cut then, and it takes no longer.
 
 Each program finds its piece from the lengths by itself, so that no launch more is needed to share them out.
+
+Lengths are loaded by kernels and handed to the functions here. torch finds what a kernel writes to by going back from
+its stores, and stops at loads; it does not look into a function of whose result an address is made, and takes what such
+a function is given a pointer to for written to.
 """
 
 from __future__ import annotations
@@ -36,9 +40,8 @@ def part_size(keys, parts, fixed, KEYS: tl.constexpr, LEAST: tl.constexpr):
 
 @triton.jit
 def key_count(
-    lengths,
-    starts,
-    group,
+    length,
+    start,
     queries,
     tokens,
     causal_offset,
@@ -46,67 +49,69 @@ def key_count(
     CAUSAL: tl.constexpr,
     STARTS: tl.constexpr,
 ):
-    """How many keys of a group, or names of keys, there are to look at."""
+    """How many keys of a group, or names of keys, there are to look at.
+
+    Of pages by the sequence's length, and with STARTS the position of its first query.
+    """
     count = tokens
     if SOURCE == "pages":
-        count = tl.minimum(tl.load(lengths + group).to(tl.int32), tokens)
+        count = tl.minimum(length.to(tl.int32), tokens)
         if CAUSAL and STARTS:
-            count = tl.maximum(tl.minimum(count, tl.load(starts + group).to(tl.int32) + queries), 0)
+            count = tl.maximum(tl.minimum(count, start.to(tl.int32) + queries), 0)
     elif SOURCE == "rows" and CAUSAL:
         count = tl.maximum(tl.minimum(tokens, queries + causal_offset), 0)
     return count
 
 
 @triton.jit
-def place_on_line(
-    lengths,
-    starts,
-    batch,
-    queries,
-    tokens,
-    parts,
-    own,
-    index,
-    of_sequence,
-    CAUSAL: tl.constexpr,
-    STARTS: tl.constexpr,
-    KEYS: tl.constexpr,
-    LEAST: tl.constexpr,
-):
-    """The line that is cut in `parts` pieces, and where piece `index`, or with `of_sequence` the sequence, begins.
+def measured(total, longest, keys, first, batch, KEYS: tl.constexpr):
+    """The tiles of all sequences and of the longest, with those of CHUNK more from `first` on."""
+    tiles = tl.where(first + tl.arange(0, CHUNK) < batch, tl.cdiv(keys, KEYS), 0)
+    return total + tl.sum(tiles, 0), tl.maximum(longest, tl.max(tiles, 0))
 
-    Gives what a piece takes; the tiles that every sequence takes on the line if each has a program of its own, or else
-    0; and of the sequences that begin before the piece, or up to the sequence: how many, where the last begins, where
-    its keys end and where the next begins; and how many begin before the end of the piece.
-    """
-    total = batch * own
-    longest = batch * 0
-    for first in range(0, batch, CHUNK):
-        b = first + tl.arange(0, CHUNK)
-        keys = key_count(lengths, starts, tl.minimum(b, batch - 1), queries, tokens, 0, "pages", CAUSAL, STARTS)
-        tiles = tl.where(b < batch, tl.cdiv(keys, KEYS), 0)
-        total += tl.sum(tiles, 0)
-        longest = tl.maximum(longest, tl.max(tiles, 0))
-    payload = tl.maximum(tl.cdiv(total, parts), LEAST)
+
+@triton.jit
+def cut_in_pieces(total, longest, batch, parts, own, LEAST: tl.constexpr):
+    """What a piece of the line takes; and the tiles of every sequence on it if each has a program of its own, or 0."""
+    payload = tl.maximum(tl.cdiv(total + batch * own, parts), LEAST)
     alone = (batch <= parts) & (longest <= payload)
     payload = tl.where(alone, longest + own, payload)
-    width = tl.where(alone, longest, 0)
+    return payload, tl.where(alone, longest, 0)
 
+
+@triton.jit
+def passed_by(
+    count,
+    begin,
+    end,
+    following,
+    behind,
+    passed,
+    keys,
+    first,
+    batch,
+    own,
+    payload,
+    width,
+    index,
+    of_sequence,
+    KEYS: tl.constexpr,
+):
+    """Where piece `index`, or with `of_sequence` the sequence, begins on the line, by CHUNK sequences from `first` on.
+
+    Of the sequences that begin before the piece, or up to the sequence: how many, where the last begins, where its keys
+    end and where the next begins; how many begin before the end of the piece; and where the line is by now.
+    """
     before = tl.where(of_sequence, 2147483647, index * payload)
     until = tl.where(of_sequence, index + 1, batch)
-    count = batch * 0
-    begin, end, following, behind, passed = count, count, count, count, count
-    for first in range(0, batch, CHUNK):
-        b = first + tl.arange(0, CHUNK)
-        keys = key_count(lengths, starts, tl.minimum(b, batch - 1), queries, tokens, 0, "pages", CAUSAL, STARTS)
-        tiles = tl.where(b < batch, tl.cdiv(keys, KEYS), 0)
-        room = tl.where(b < batch, tl.where(width > 0, width, tiles) + own, 0)
-        place = passed + tl.cumsum(room, 0) - room
-        counts = (b < until) & (place < before)
-        count += tl.sum(counts.to(tl.int32), 0)
-        begin = tl.maximum(begin, tl.max(tl.where(counts, place, 0), 0))
-        end = tl.maximum(end, tl.max(tl.where(counts, place + tiles, 0), 0))
-        following = tl.maximum(following, tl.max(tl.where(counts, place + room, 0), 0))
-        behind += tl.sum(((b < batch) & (place < (index + 1) * payload)).to(tl.int32), 0)
-        passed += tl.sum(room, 0)
-    return payload, width, count, begin, end, following, behind
+    b = first + tl.arange(0, CHUNK)
+    tiles = tl.where(b < batch, tl.cdiv(keys, KEYS), 0)
+    room = tl.where(b < batch, tl.where(width > 0, width, tiles) + own, 0)
+    place = passed + tl.cumsum(room, 0) - room
+    counts = (b < until) & (place < before)
+    count += tl.sum(counts.to(tl.int32), 0)
+    begin = tl.maximum(begin, tl.max(tl.where(counts, place, 0), 0))
+    end = tl.maximum(end, tl.max(tl.where(counts, place + tiles, 0), 0))
+    following = tl.maximum(following, tl.max(tl.where(counts, place + room, 0), 0))
+    behind += tl.sum(((b < batch) & (place < (index + 1) * payload)).to(tl.int32), 0)
+    return count, begin, end, following, behind, passed + tl.sum(room, 0)

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .._common.launching import launched
 from .._common.tiles import power_of_two
 from .arguments import MergeStates
 from .kernel import merge
@@ -22,7 +23,9 @@ def merge_states_triton(x: MergeStates) -> tuple[Tensor, Tensor]:
     if lse.numel():
         constants = constants_of(o.shape[-1])
         grid = (triton.cdiv(lse.numel(), constants["ROWS"]),)
-        merge[grid](o_a, lse_a, o_b, lse_b, o, lse, lse.numel(), **constants, num_warps=4, enable_fp_fusion=True)
+        launched(merge)[grid](
+            o_a, lse_a, o_b, lse_b, o, lse, lse.numel(), **constants, num_warps=4, enable_fp_fusion=True
+        )
     return o, lse
 
 

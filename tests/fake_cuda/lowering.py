@@ -25,7 +25,6 @@ from mla_compile.kernels import (
     latent_attention,
     paged_expanded_attention,
     paged_latent_attention,
-    per_head_matmul,
 )
 from tests.kernels.recorded import recorded
 
@@ -34,10 +33,10 @@ OPS: dict[str, Callable[..., object]] = {
     "paged_latent_attention": paged_latent_attention.paged_latent_attention_gpu,
     "expanded_attention": expanded_attention.expanded_attention_gpu,
     "paged_expanded_attention": paged_expanded_attention.paged_expanded_attention_gpu,
-    "per_head_matmul": per_head_matmul.per_head_matmul_aten,
 }
-"""What CUDA tensors get."""
+"""What CUDA tensors get of ops that Inductor calls. All others it compiles, so that its code has to show them."""
 _CALLED = re.compile(r"\b(?:(\w+)\.run\(|extern_kernels\.(\w+)\(|torch\.ops\.((?:\w+\.)+\w+)\(|\w+\.(copy_)\()")
+_OURS = re.compile(r"^((?:attend_latents|combine)_\d+) = async_compile\.triton\('\w+', \'{3}(.*?)^\'{3}", re.M | re.S)
 _ALLOCATED = re.compile(r"= empty_strided_cuda\((\(.*?\)), \(.*?\), torch\.(\w+)\)")
 
 
@@ -47,8 +46,12 @@ class Lowered:
 
     paths: list[str]
     """Of each attention."""
+    ops: list[str]
+    """Ops of ours that the graph was rewritten to, before launches took their places."""
     launches: list[str]
     """Kernels, library calls and copies in their order; what an op launches under the op's name."""
+    written: dict[str, str]
+    """Kernels of ours that Inductor launches: the source that it wrote, by its name for it."""
     buffers: list[int]
     """Bytes of what the graph allocates, and of what its ops do."""
     host_calls: dict[str, int]
@@ -67,8 +70,12 @@ class _Written(BaseException):
 
 def lower(call: Callable[[], object]) -> Lowered:
     """The first graph that a call compiles, which ends where it would run."""
-    compile_fx_inner = backend.compile_fx_inner
+    compile_fx_inner, put_launches = backend.compile_fx_inner, backend.put_launches
     found: dict[str, Any] = {}
+
+    def put(module: fx.GraphModule, **options: Any) -> bool:
+        found["ops"] = [node.target._schema.name.removeprefix("mla::") for node in _ops_of(module)]
+        return put_launches(module, **options)
 
     def stop(graph: Any) -> None:
         code, _ = graph.codegen()
@@ -89,6 +96,7 @@ def lower(call: Callable[[], object]) -> Lowered:
 
     with (
         mock.patch.object(backend, "compile_fx_inner", inner),
+        mock.patch.object(backend, "put_launches", put),
         mock.patch.object(torch._inductor.graph.GraphLowering, "compile_to_module", stop),
         torch.no_grad(),
     ):
@@ -133,16 +141,25 @@ class _Dispatched(TorchDispatchMode):
 
 def _launched_by_ops(module: fx.GraphModule) -> Iterator[_Op]:
     """What each op of a graph launches, on tensors without values."""
-    for node in module.graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "namespace", "") == "mla":
-            name = node.target._schema.name.removeprefix("mla::")
-            arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            with _disable_current_modes(), recorded() as kernels, _Dispatched() as dispatched:
-                args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, _without_values, arguments)
-                dispatched.count, dispatched.buffers[:] = 0, []
-                OPS[name](*args, **kwargs)
-            launches = dispatched.launches + [launch.kernel for launch in kernels]
-            yield _Op(name, launches, dispatched.buffers, dispatched.count)
+    for node in _ops_of(module):
+        name = node.target._schema.name.removeprefix("mla::")
+        if name not in OPS:
+            continue
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with _disable_current_modes(), recorded() as kernels, _Dispatched() as dispatched:
+            args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, _without_values, arguments)
+            dispatched.count, dispatched.buffers[:] = 0, []
+            OPS[name](*args, **kwargs)
+        launches = dispatched.launches + [launch.kernel for launch in kernels]
+        yield _Op(name, launches, dispatched.buffers, dispatched.count)
+
+
+def _ops_of(module: fx.GraphModule) -> Iterator[Any]:
+    return (
+        node
+        for node in module.graph.nodes
+        if node.op == "call_function" and getattr(node.target, "namespace", "") == "mla"
+    )
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,6 +188,7 @@ def _facts(code: str, ops: list[_Op], graph: Any, static: Any) -> dict[str, Any]
     names, moving = list(graph.graph_input_names), sorted(set(graph.mutated_input_idxs) - set(static))
     return {
         "launches": launches,
+        "written": dict(_OURS.findall(code)),
         "buffers": buffers,
         "host_calls": {op.name: op.host_calls for op in ops},
         "moving": [names[i] for i in moving],

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
+from torch._inductor.runtime import triton_heuristics
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -190,6 +193,23 @@ def compile_launch(arch: str, launch: Launch) -> Record:
     parsed, signature, constexprs, attributes = kernel._pack_args(backend, options, bound, specialization, None)
     source = ASTSource(kernel, signature, constexprs, attributes)
     return _record(triton.compile(source, target=target, options=parsed.__dict__))
+
+
+def compile_written(arch: str, source: str, file: Path) -> Record:
+    """A kernel as Inductor wrote it, with the types and options given there; Triton reads it from a file."""
+    of = {}
+
+    def kept(**options):
+        return lambda kernel: of.update(options, kernel=kernel)
+
+    with mock.patch.object(triton_heuristics, "user_autotune", kept):
+        file.write_text(source)
+        runpy.run_path(str(file))
+    (options,) = of["configs"]
+    meta = of["triton_meta"]
+    source = ASTSource(of["kernel"], meta["signature"], meta["constants"], meta["configs"][0])
+    options = {"num_warps": options["num_warps"], "num_stages": options["num_stages"], "enable_fp_fusion": True}
+    return _record(triton.compile(source, target=_target(arch), options=options))
 
 
 def _compile(arch, kernel, types, constants, aligned, warps, stages) -> Record:

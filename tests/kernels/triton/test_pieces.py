@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from mla_compile.kernels._common.launch import LEAST_TILES
-from mla_compile.kernels._common.pieces import place_on_line
+from mla_compile.kernels._common.pieces import CHUNK, cut_in_pieces, measured, passed_by
 
 from ..pieces import line
 from .where import DEVICE, ON_GPU
@@ -28,12 +28,21 @@ CASES = {
 
 
 @triton.jit
-def _places(lengths, out, batch, tokens, parts, own, of_sequence, KEYS: tl.constexpr, LEAST: tl.constexpr):
+def _places(lengths, out, batch, parts, own, of_sequence, KEYS: tl.constexpr, LEAST: tl.constexpr):
     index = tl.program_id(0)
-    found = place_on_line(
-        lengths, lengths, batch, 1, tokens, parts, own, index, of_sequence != 0, False, False, KEYS, LEAST
-    )
-    payload, width, count, begin, end, following, behind = found
+    total, longest = batch * 0, batch * 0
+    for at in range(0, batch, CHUNK):
+        keys = tl.load(lengths + tl.minimum(at + tl.arange(0, CHUNK), batch - 1)).to(tl.int32)
+        total, longest = measured(total, longest, keys, at, batch, KEYS)
+    payload, width = cut_in_pieces(total, longest, batch, parts, own, LEAST)
+    count, begin, end = batch * 0, batch * 0, batch * 0
+    following, behind, passed = batch * 0, batch * 0, batch * 0
+    for at in range(0, batch, CHUNK):
+        keys = tl.load(lengths + tl.minimum(at + tl.arange(0, CHUNK), batch - 1)).to(tl.int32)
+        count, begin, end, following, behind, passed = passed_by(
+            *(count, begin, end, following, behind, passed),
+            *(keys, at, batch, own, payload, width, index, of_sequence != 0, KEYS),
+        )
     tl.store(out + index * 7, payload)
     tl.store(out + index * 7 + 1, width)
     tl.store(out + index * 7 + 2, count)
@@ -47,7 +56,7 @@ def places(lengths, parts, own, indices, of_sequence):
     out = torch.empty(indices, 7, dtype=torch.int32, device=DEVICE)
     given = torch.tensor(lengths, device=DEVICE)
     _places[(indices,)](
-        *(given, out, len(lengths), 1 << 20, parts, own, int(of_sequence)),
+        *(given, out, len(lengths), parts, own, int(of_sequence)),
         KEYS=KEYS,
         LEAST=LEAST_TILES,
         num_warps=4,

@@ -1,0 +1,97 @@
+"""Put launches of Triton kernels into a graph, in the place of the ops that would make them in Python.
+
+Before   o, lse = mla.paged_latent_attention(q_latent, q_rope, pages, ...)
+After    o, lse = empty, empty;  written = triton_kernel_wrapper_functional(attend_latents, grid, {o, lse, ...})
+         o, lse = written["o"], written["lse"]
+
+That is how torch holds a Triton kernel that a user wrote. Inductor has the kernel write to the empty tensors
+themselves, and launches it as one of its own. No other tensor of the graph is written to, so that nothing is copied.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+
+from mla_compile.kernels.launches import launch_of
+from mla_compile.passes.nodes.arguments import arguments
+
+
+def put_launches(module: fx.GraphModule, *, ours_alone: bool) -> bool:
+    """Replace ops on a GPU by their launches where `launch_of` knows them; whether there were any.
+
+    Raises: KernelError, where arguments do not fit an op.
+    """
+    traced: dict[Hashable, fx.Graph] = {}
+    for node in list(module.graph.nodes):
+        if getattr(node.target, "namespace", "") != "mla" or not _on_gpu(node):
+            continue
+        given, named = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        launch = launch_of(node.target, given, named, ours_alone=ours_alone)
+        if launch is None:
+            continue
+        sources = node.all_input_nodes
+        key = _key(node, sources)
+        if key not in traced:  # layers are alike
+            traced[key] = _traced(launch, node, sources)
+        for source in sources:
+            if source.meta["val"].dtype in (torch.int32, torch.int64):
+                # All launches of all layers share lengths and tables; Inductor would compute them anew for each.
+                source.meta["inductor_realize_to_strides"] = True
+        _put(module.graph, node, traced[key], sources)
+    if traced:
+        module.recompile()
+    return bool(traced)
+
+
+def _on_gpu(node: fx.Node) -> bool:
+    return any(isinstance(value, Tensor) and value.is_cuda for value in tree_leaves(node.meta["val"]))
+
+
+def _key(node: fx.Node, sources: Sequence[fx.Node]) -> Hashable:
+    """All that a trace depends on."""
+    places = {source: i for i, source in enumerate(sources)}
+    call = fx.node.map_arg((node.args, node.kwargs), lambda n: f"source {places[n]}")
+    tensors = [source.meta["val"] for source in sources]
+    layouts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    return node.target, repr(call), layouts
+
+
+def _traced(launch: Callable[..., Any], node: fx.Node, sources: Sequence[fx.Node]) -> fx.Graph:
+    """The launches as a graph of the sources."""
+    from mla_compile.kernels._common.launching import into_a_graph
+
+    def code(*tensors: Tensor) -> Any:
+        known = dict(zip(sources, tensors, strict=True))
+        given, named = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+        with into_a_graph():
+            return launch(*given, **named)
+
+    values = [source.meta["val"] for source in sources]
+    mode = detect_fake_mode(values)
+    assert mode is not None
+    with mode:
+        functional = torch.func.functionalize(code)
+        return make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode="real")(*values).graph
+
+
+def _put(graph: fx.Graph, node: fx.Node, traced: fx.Graph, sources: Sequence[fx.Node]) -> None:
+    mapped = dict(zip(traced.find_nodes(op="placeholder"), sources, strict=True))
+    with graph.inserting_before(node):
+        for inner in traced.nodes:
+            if inner.op == "call_function":
+                mapped[inner] = graph.node_copy(inner, mapped.__getitem__)
+    (results,) = arguments(traced.output_node())
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(mapped[results[arguments(user)[1]]])
+        graph.erase_node(user)
+    graph.erase_node(node)

@@ -1,0 +1,40 @@
+"""`mla::per_head_matmul` on a GPU as the library's product that Inductor calls, without a call of the op.
+
+`aten.bmm` gives `[N, B * Sq, O]` in a row, and `[B, Sq, N, O]` would be a copy of that: a launch more for all but one
+query of one sequence. A library writes to any strides, so what it is given to write to is the transposed result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._inductor import ir, lowering
+from torch._inductor.kernel.bmm import aten_bmm
+
+_OP = torch.ops.mla.per_head_matmul.default
+
+
+@contextlib.contextmanager
+def products_of(graph: fx.Graph) -> Iterator[None]:
+    """Compile this graph so in this context, if its products are on a GPU."""
+    nodes = graph.find_nodes(op="call_function", target=_OP)
+    own = {_OP: _lower} if nodes and all(node.meta["val"].is_cuda for node in nodes) else {}
+    with mock.patch.dict(lowering.lowerings, own):
+        yield
+
+
+def _lower(x: Any, weight: Any) -> Any:
+    """x `[B, Sq, N, I]`, weight `[N, I, O]`; `[B, Sq, N, O]`, contiguous."""
+    batch, queries, heads, width = x.get_size()
+    columns = weight.get_size()[2]
+    rows = lowering.permute(lowering.view(x, [batch * queries, heads, width]), [1, 0, 2])
+    size, stride = [heads, batch * queries, columns], [columns, heads * columns, 1]
+    layout = ir.FixedLayout(x.get_device(), x.get_dtype(), size, stride)
+    operands = [ir.ExternKernel.realize_input(operand) for operand in (rows, weight)]
+    product = aten_bmm.bind(operands, layout).output_node()
+    return lowering.view(lowering.permute(product, [1, 0, 2]), [batch, queries, heads, columns])

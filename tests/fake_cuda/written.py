@@ -1,0 +1,189 @@
+"""Inductor's code for an op on an H100, written in one process and run in another by Triton's interpreter on the CPU.
+
+python -m tests.fake_cuda.written write FOLDER
+TRITON_INTERPRET=1 python -m tests.fake_cuda.written run FOLDER
+
+Running prints what was launched, and how far the results are from float64, in units of what float32 explains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+B, N, L, R, PAGES, PAGE_SIZE, T, G = 3, 4, 32, 16, 9, 16, 70, 2
+SCALE = 0.2
+FP8 = torch.float8_e4m3fn
+mla = torch.ops.mla
+
+
+def paged(q_latent: Tensor, q_rope: Tensor, pool: Tensor, table: Tensor, lengths: Tensor) -> Any:
+    return mla.paged_latent_attention(q_latent, q_rope, pool[..., :L], pool[..., L:], table, lengths, True, SCALE)
+
+
+def paged_fp8(q: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, scales: Tensor, *pages: Tensor) -> Any:
+    return mla.paged_latent_attention(q, q_rope, latent, rope, *pages, True, SCALE, scales.float())
+
+
+def rows(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Any:
+    return mla.latent_attention(q_latent, q_rope, latent, k_rope, None, T - 1, SCALE)
+
+
+def masked(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor) -> Any:
+    return mla.latent_attention(q_latent, q_rope, latent, k_rope, seen[:, None, None], None, SCALE)
+
+
+def named(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, indices: Tensor) -> Any:
+    return mla.sparse_latent_attention(q_latent, q_rope, latent, k_rope, indices, None, None, SCALE, False)
+
+
+def merged(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> Any:
+    return mla.merge_states(o_a, lse_a.float(), o_b, lse_b.float())
+
+
+def product(x: Tensor, weight: Tensor) -> Any:
+    """Of a part of the columns of x, with a transposed weight."""
+    return (mla.per_head_matmul(x[..., :L], weight.mT),)
+
+
+def cases() -> dict[Callable[..., Any], list[Tensor]]:
+    """Functions and what they are called with."""
+    made = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=made)
+
+    q = [random(B, 1, N, L), random(B, 1, N, R)]
+    table = torch.randperm(PAGES, generator=made).view(B, PAGES // B)
+    pages = [table, torch.tensor([48, 0, 17])]
+    cache = [random(B, T, L), random(B, T, R)]
+    indices = torch.randint(-1, T, (B, 1, 24), generator=made)
+    parts = [random(B, 5, L), random(B, 5)]
+    scales = torch.rand(PAGES, PAGE_SIZE, G, generator=made) + 0.5
+    return {
+        paged: [*q, random(PAGES, PAGE_SIZE, L + R), *pages],
+        paged_fp8: [*q, random(PAGES, PAGE_SIZE, L).to(FP8), random(PAGES, PAGE_SIZE, R), scales, *pages],
+        rows: [*q, *cache],
+        masked: [*q, *cache, torch.rand(B, T, generator=made) > 0.3],
+        named: [*q, *cache, indices],
+        merged: [*parts, random(B, 5, L), random(B, 5)],
+        product: [random(B, 2, N, L + R), random(N, 5, L)],
+    }
+
+
+def write(folder: Path) -> None:
+    """The code of each case, in a file of its name."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.graph import GraphLowering
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    import mla_compile.kernels.register  # noqa: F401  the ops
+    from mla_compile.gpu_launches import put_launches
+    from mla_compile.gpu_products import products_of
+
+    from .pretend import present
+
+    class Written(BaseException):
+        pass
+
+    def stop(graph: Any) -> None:
+        code, _ = graph.codegen()
+        raise Written(code.value)
+
+    given = cases()
+    with present("h100"), mock.patch.object(GraphLowering, "compile_to_module", stop), torch.no_grad():
+        for function, arguments in given.items():
+            fakes = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in arguments]
+            module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+            put_launches(module, ours_alone=True)
+            try:
+                with products_of(module.graph):
+                    compile_fx_inner(module, fakes)
+            except Written as written:
+                (folder / f"{function.__name__}.py").write_text(written.args[0])
+
+
+def run(folder: Path) -> dict[str, tuple[list[str], float]]:
+    """Of each case the kernels that were launched, and the error of its results."""
+    import mla_compile.kernels.register  # noqa: F401  the ops
+
+    found = {}
+    for function, arguments in cases().items():
+        exact = function(*[t.double() if t.dtype == torch.float32 else t for t in arguments])
+        launches, results = _run(folder / f"{function.__name__}.py", arguments, folder)
+        found[function.__name__] = launches, max(map(_error, results, exact))
+    return found
+
+
+def _error(result: Tensor, exact: Tensor) -> float:
+    """The greatest difference over what sums of float32 may be off by."""
+    difference = torch.where(result == exact, 0.0, result.double() - exact).abs().max()
+    explained = torch.finfo(torch.float32).eps * (L + R + T) ** 0.5 * exact[exact.isfinite()].abs().max()
+    return float((difference / explained).nan_to_num(torch.inf))
+
+
+class _Kernel:
+    """What Inductor's code launches."""
+
+    def __init__(self, source: str, file: Path, launches: list[str]) -> None:
+        from torch._inductor.runtime import triton_heuristics
+
+        self.launches = launches
+
+        def kept(**options: Any) -> Callable[[Any], Any]:
+            self.constants, self.meta = options["triton_meta"]["constants"], options["inductor_meta"]
+            return lambda kernel: setattr(self, "kernel", kernel)
+
+        with mock.patch.object(triton_heuristics, "user_autotune", kept):
+            file.write_text(source)
+            runpy.run_path(str(file))
+
+    def run(self, *arguments: Any, stream: int) -> None:
+        declared = self.meta["declared_constexpr_names"]
+        *given, first, second, third = arguments
+        names = [name for name in self.kernel.arg_names if name not in declared]
+        by_name = dict(zip(names, given, strict=True)) | {name: self.constants[name] for name in declared}
+        self.launches.append(self.meta["kernel_name"])
+        self.kernel[first, second, third](**by_name)
+
+
+def _run(code: Path, arguments: Sequence[Tensor], folder: Path) -> tuple[list[str], list[Tensor]]:
+    from torch._C._dynamo import guards
+    from torch._inductor.async_compile import AsyncCompile
+
+    launches: list[str] = []
+
+    def interpreted(_: Any, name: str, source: str, **__: Any) -> _Kernel:
+        return _Kernel(source, folder / f"{code.stem}_{name}_kernel.py", launches)
+
+    def poisoned(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        empty = torch.empty_strided(size, stride, dtype=dtype)
+        return empty.fill_(torch.nan if dtype.is_floating_point else -(1 << 30))
+
+    with (
+        mock.patch.object(AsyncCompile, "triton", interpreted),
+        mock.patch.object(guards, "_empty_strided_cuda", poisoned, create=True),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True),
+        mock.patch.object(torch.cuda, "_DeviceGuard", return_value=contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "set_device"),
+    ):
+        results = runpy.run_path(str(code))["call"](list(arguments))
+    return launches, results
+
+
+if __name__ == "__main__":
+    command, folder = sys.argv[1], Path(sys.argv[2])
+    if command == "write":
+        write(folder)
+    else:
+        print(json.dumps(run(folder)))
