@@ -6,15 +6,17 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from ..coded import CODED
 from ..fp8 import FP8
+from ..int8 import INT8
 from . import dispatcher
 from .expanded_attention import native as expanded_attention
 from .latent_attention import cached
 from .native import TYPES
 from .per_head_matmul import native as per_head_matmul
 
-_MAY_BE_FP8 = FP8, torch.uint8
-"""Dtypes of a graph's inputs that are a cache in FP8, or its bytes."""
+_MAY_BE = {FP8: (FP8, torch.uint8), INT8: (INT8,)}
+"""Dtypes of a graph's inputs that are a cache in FP8, or its bytes; or one in INT8."""
 
 
 def begin(dtypes: Iterable[torch.dtype]) -> None:
@@ -43,13 +45,14 @@ def make_ready(dtypes: Iterable[torch.dtype]) -> None:
 
 def of_numbers(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
     """Dtypes of queries."""
-    return [dtype for dtype in dict.fromkeys(dtypes) if dtype in TYPES and dtype != FP8]
+    return [dtype for dtype in dict.fromkeys(dtypes) if dtype in TYPES and dtype not in CODED]
 
 
 def of_attention(dtypes: list[torch.dtype]) -> Iterator[tuple[torch.dtype, torch.dtype, torch.dtype]]:
     """Dtypes of queries, latents and rope keys."""
     for dtype in of_numbers(dtypes):
         yield dtype, dtype, dtype
-        if any(fp8 in dtypes for fp8 in _MAY_BE_FP8):
-            yield dtype, FP8, dtype
-            yield dtype, FP8, FP8
+        for coded, given in _MAY_BE.items():
+            if any(one in dtypes for one in given):
+                yield dtype, coded, dtype
+                yield dtype, coded, coded

@@ -71,7 +71,7 @@ def build_library(path: str | PathLike[str], dtypes: Iterable[torch.dtype] = (to
     `torch.ops.load_library(path)`, or `dlopen` of a process without Python, registers the ops; there `mla_compile` need
     not be. It is for this machine's CPU and this torch. It takes what `lower(program, kernels=True)` leaves to it.
 
-    dtypes are torch.float32, bfloat16 and float16, and float8_e4m3fn besides for caches in FP8.
+    dtypes are torch.float32, bfloat16 and float16, and float8_e4m3fn or int8 besides for caches in those.
 
     Raises:
         OptionError: for other dtypes, or none of the first three.
@@ -81,7 +81,7 @@ def build_library(path: str | PathLike[str], dtypes: Iterable[torch.dtype] = (to
     unknown = [dtype for dtype in dtypes if dtype not in native.TYPES]
     if unknown or not of_numbers(dtypes):
         raise OptionError(
-            f"expected dtypes among {', '.join(map(str, native.TYPES))}, one of them wider than FP8, found {dtypes}"
+            f"expected dtypes among {', '.join(map(str, native.TYPES))}, one of them wider than a byte, found {dtypes}"
         )
     kernels = list(_kernels(dtypes))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cpu_count()) as pool:

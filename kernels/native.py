@@ -36,7 +36,13 @@ _CONFIG = {
 
 _HEADERS = "vector.h", "attend.h", "number.h", "pairs.h"
 VECTOR, ATTEND, NUMBER, PAIRS = (Path(__file__).with_name(name) for name in _HEADERS)
-TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3"}
+TYPES = {
+    torch.float32: "float",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.int8: "i8",
+}
 """What `number.h` calls a dtype."""
 
 Recipe = tuple[tuple[Path, ...], tuple[str, ...], tuple[str, ...]]

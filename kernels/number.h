@@ -9,6 +9,7 @@ namespace {
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 struct e4m3 { uint8_t bits; };  // float8_e4m3fn: no infinity, all ones is NaN
+struct i8 { int8_t bits; };     // whole numbers from -128 to 127
 
 template <typename To, typename From>
 inline To as(From value) {
@@ -22,12 +23,16 @@ inline To as(From value) {
 template <typename Bits>
 inline ivec load_bits(const void* from) {
 #if defined(__AVX512F__)
-  if constexpr (sizeof(Bits) == 1)
+  if constexpr (std::is_same_v<Bits, int8_t>)
+    return as<ivec>(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+  else if constexpr (sizeof(Bits) == 1)
     return as<ivec>(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
   else
     return as<ivec>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from))));
 #elif defined(__AVX2__)
-  if constexpr (sizeof(Bits) == 1)
+  if constexpr (std::is_same_v<Bits, int8_t>)
+    return as<ivec>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
+  else if constexpr (sizeof(Bits) == 1)
     return as<ivec>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
   else
     return as<ivec>(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
@@ -67,6 +72,8 @@ inline vec widened(const e4m3* from) {
   const vec number = rebiased((bits & 0x80) << 24, magnitude, 127 - 7);
   return magnitude == 0x7f << 20 ? broadcast(NAN) : number;
 }
+
+inline vec widened(const i8* from) { return __builtin_convertvector(load_bits<int8_t>(from), vec); }
 
 template <typename Number>
 inline float widened_one(Number number) {
@@ -121,40 +128,61 @@ inline void convert(const From* from, int64_t size, float scale, To* to) {
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-// The two bytes of each magnitude of e4m3 as bfloat16, which has them all.
-struct MagnitudesOfE4m3 {
+// bfloat16 has every number of e4m3 and every whole one up to 256: their bits, without the sign.
+constexpr int32_t bits_of_whole(int32_t number, int32_t exponent) {  // number 2^exponent, number below 256
+  if (number == 0) return 0;
+  int32_t leading = 7;
+  while (!(number >> leading)) --leading;
+  return (leading + exponent + 127) << 7 | ((number << (7 - leading)) & 0x7f);
+}
+constexpr int32_t bits_of_magnitude(e4m3, int32_t code) {
+  const int32_t exponent = code >> 3, fraction = code & 7;
+  return code == 0x7f ? 0x7fc0 : exponent == 0 ? bits_of_whole(fraction, -9) : bits_of_whole(8 | fraction, exponent - 10);
+}
+constexpr int32_t bits_of_magnitude(i8, int32_t code) { return bits_of_whole(code, 0); }
+
+// The two bytes of each magnitude below 128 as bfloat16.
+template <typename Number>
+struct Magnitudes {
   alignas(64) uint8_t low[128], high[128];
 
-  constexpr MagnitudesOfE4m3() : low(), high() {
+  constexpr Magnitudes() : low(), high() {
     for (int32_t code = 0; code < 128; ++code) {
-      const int32_t exponent = code >> 3, fraction = code & 7;
-      int32_t bits = (exponent + 127 - 7) << 7 | fraction << 4;
-      if (exponent == 0) {  // fraction 2^-9, whose leading bit is at `leading`
-        const int32_t leading = fraction >= 4 ? 2 : fraction >= 2 ? 1 : 0;
-        bits = fraction ? (leading + 127 - 9) << 7 | ((fraction << (7 - leading)) & 0x7f) : 0;
-      }
-      if (code == 0x7f) bits = 0x7fc0;
+      const int32_t bits = bits_of_magnitude(Number{}, code);
       low[code] = bits & 0xff;
       high[code] = bits >> 8;
     }
   }
 };
-constexpr MagnitudesOfE4m3 MAGNITUDES_OF_E4M3;
+template <typename Number>
+constexpr Magnitudes<Number> MAGNITUDES;
+
+// Where a magnitude is in the tables: the low 7 bits count.
+inline __m512i place_of(const e4m3*, __m512i codes) { return codes; }
+inline __m512i place_of(const i8*, __m512i codes) { return _mm512_abs_epi8(codes); }
+
+// Upper bytes of numbers whose magnitude the tables have not: -128, which has the lower byte of 0.
+inline __m512i corrected(const e4m3*, __m512i, __m512i upper) { return upper; }
+inline __m512i corrected(const i8*, __m512i codes, __m512i upper) {
+  const __mmask64 least = _mm512_cmpeq_epi8_mask(codes, _mm512_set1_epi8(-128));
+  return _mm512_mask_blend_epi8(least, upper, _mm512_set1_epi8(static_cast<char>(0xc3)));
+}
 
 // Both bytes of each number by looking them up: 64 numbers take two instructions for that. What `finish` makes of 32
 // numbers is stored.
-template <typename Finish>
-inline void look_up(const e4m3* from, int64_t size, bf16* to, Finish finish) {
+template <typename Number, typename Finish>
+inline void look_up(const Number* from, int64_t size, bf16* to, Finish finish) {
+  const auto& magnitudes = MAGNITUDES<Number>;
   const auto table = [](const uint8_t* bytes) { return _mm512_load_si512(bytes); };
-  const __m512i low[2] = {table(MAGNITUDES_OF_E4M3.low), table(MAGNITUDES_OF_E4M3.low + 64)};
-  const __m512i high[2] = {table(MAGNITUDES_OF_E4M3.high), table(MAGNITUDES_OF_E4M3.high + 64)};
+  const __m512i low[2] = {table(magnitudes.low), table(magnitudes.low + 64)};
+  const __m512i high[2] = {table(magnitudes.high), table(magnitudes.high + 64)};
   // Unpacking takes the first and the last 8 bytes of each 16: of 32 numbers one, then of the 32 after them.
   const __m512i halves = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(-0x80);
   const auto both_bytes = [&](__m512i bytes, __m512i& first, __m512i& last) {
-    const __m512i codes = _mm512_permutexvar_epi64(halves, bytes);
-    const __m512i upper = _mm512_or_si512(_mm512_permutex2var_epi8(high[0], codes, high[1]),
-                                          _mm512_and_si512(codes, sign));
-    const __m512i lower = _mm512_permutex2var_epi8(low[0], codes, low[1]);
+    const __m512i codes = _mm512_permutexvar_epi64(halves, bytes), place = place_of(from, codes);
+    const __m512i unsigned_upper = _mm512_permutex2var_epi8(high[0], place, high[1]);
+    const __m512i upper = corrected(from, codes, _mm512_or_si512(unsigned_upper, _mm512_and_si512(codes, sign)));
+    const __m512i lower = _mm512_permutex2var_epi8(low[0], place, low[1]);
     first = finish(_mm512_unpacklo_epi8(lower, upper));
     last = finish(_mm512_unpackhi_epi8(lower, upper));
   };
@@ -173,12 +201,14 @@ inline void look_up(const e4m3* from, int64_t size, bf16* to, Finish finish) {
 }
 
 // As they are: bfloat16 has them all.
-inline void convert(const e4m3* from, int64_t size, bf16* to) {
+template <typename Number>
+inline void convert(const Number* from, int64_t size, bf16* to) {
   look_up(from, size, to, [](__m512i numbers) { return numbers; });
 }
 
-// Sums with a scale are float32.
-inline void convert(const e4m3* from, int64_t size, float scale, bf16* to) {
+// Products with a scale are float32.
+template <typename Number, typename = std::enable_if_t<sizeof(Number) == 1>>
+inline void convert(const Number* from, int64_t size, float scale, bf16* to) {
   const __m512i odd = _mm512_set1_epi32(-0x10000);
   const __m512i in_turn = _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006,
                                             0x170007, 0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d,
@@ -211,7 +241,8 @@ inline void convert(const e4m3* from, int64_t size, float scale, bf16* to) {
 }
 
 // As they are: bfloat16 has them all.
-inline void convert(const e4m3* from, int64_t size, bf16* to) { convert(from, size, 1.0f, to); }
+template <typename Number>
+inline void convert(const Number* from, int64_t size, bf16* to) { convert(from, size, 1.0f, to); }
 #endif
 
 }  // namespace

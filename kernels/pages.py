@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import KernelError
 from .checks import check_mask, check_shapes
-from .fp8 import bytes_of, check_fp8, dequantised
+from .coded import bytes_of, check_coded, dequantised
 from .visibility import reads_values
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -21,7 +21,7 @@ class Pages:
     """Token j of sequence b is in row `j % page_size` of page `table[b, j // page_size]`.
 
     latent `[pages, page_size, L]`, rope `[pages, page_size, R]`, table `[B, max_pages]`, lengths `[B]`; scales None, or
-    `[pages, page_size, G]` of latents in FP8, with sizes of 1 that broadcast.
+    `[pages, page_size, G]` of latents in FP8 or INT8, with sizes of 1 that broadcast.
     """
 
     latent: Tensor
@@ -120,7 +120,7 @@ def check_pages(
     )
     if pages.scales is not None:
         names = ("latent_pages", "rope_pages")
-        check_fp8(op, like, names, (pages.latent, pages.rope), "pages page_size", pages.scales)
+        check_coded(op, like, names, (pages.latent, pages.rope), "pages page_size", pages.scales)
     integers = {"block_table": pages.table, "seq_lens": pages.lengths}
     for name, count in counts.items():
         if count is not None:

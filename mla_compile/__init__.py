@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .cache import BlockTable, FP8PagePool, PagePool
+from .cache import BlockTable, FP8PagePool, INT8PagePool, PagePool
 from .errors import (
     CacheError,
     CacheMismatchError,
@@ -39,6 +39,7 @@ __all__ = [
     "ContinuousModel",
     "FP8PagePool",
     "FreedError",
+    "INT8PagePool",
     "KernelError",
     "LatentCache",
     "MlaCompileError",

@@ -41,13 +41,6 @@ def quantised_by(tokens: Tensor, scale: Tensor) -> Tensor:
     return (tokens.float() / scale).clamp(-MOST, MOST).to(FP8)
 
 
-def dequantised(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers of e4m3fn `[..., L]` times the scales `[..., G]` of their groups, multiplied in at least float32."""
-    wide = torch.promote_types(dtype, torch.float32)
-    grouped = numbers.to(wide).unflatten(-1, (scales.shape[-1], -1)) * scales.to(wide)[..., None]
-    return grouped.flatten(-2).to(dtype)
-
-
 @dataclass(frozen=True)
 class RowLayout:
     """A row of latent_width L and rope_width R, its rope key in `dtype`."""

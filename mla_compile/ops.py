@@ -145,13 +145,13 @@ sees may hold anything, and so may the entries of block_table behind a sequence'
 
 latent_pages and rope_pages are most often the columns of one pool: `pages[..., :L]`, `pages[..., L:]`.
 
-FP8: latent_pages in float8_e4m3fn, each of its G equal groups of columns to be multiplied with its latent_scales;
-rope_pages as q_rope, or in float8_e4m3fn where G is 1, to be multiplied with the same scale.
+FP8 and INT8: latent_pages in float8_e4m3fn or int8, each of its G equal groups of columns to be multiplied with its
+latent_scales; rope_pages as q_rope, or in latent_pages' dtype where G is 1, to be multiplied with the same scale.
 
 Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent_pages `[pages, page_size, L]`, rope_pages
-`[pages, page_size, R]`, all of one floating dtype (FP8 excepted); block_table `[B, max_pages]` and seq_lens `[B]`,
-int32 or int64; causal; scale; latent_scales None, or `[pages, page_size, G]` float32 with sizes of 1 that broadcast;
-split_tokens None (keys are shared out to suit batch and device), or how many keys of a sequence one program sums up:
+`[pages, page_size, R]`, all of one floating dtype (coded ones excepted); block_table `[B, max_pages]` and seq_lens
+`[B]`, int32 or int64; causal; scale; latent_scales None, or `[pages, page_size, G]` float32 with sizes of 1 that
+broadcast; split_tokens None (keys are shared out to suit batch and device), or how many keys of a sequence one program sums up:
 with that, the result of a sequence is the same bits in any batch; mask as the module says, over T keys of which no
 sequence has more, and for seq_lens, causal and mask together to allow; first_positions None or `[B]`, int32 or int64.
 Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
@@ -173,7 +173,7 @@ Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent `[B,
 floating dtype; indices `[B, Sq, topk]`, int32 or int64; mask (over all T keys) and causal_offset as the module says;
 scale; uniform_when_empty, whether a query without a key to attend to gets the mean of all T latents instead of 0: what
 is left of it where a mask is a finite number that outweighs every score. Its lse is -inf all the same; latent_scales
-None, or `[B, T, G]` for a cache in FP8, as `paged_latent_attention` says of pages.
+None, or `[B, T, G]` for a cache in FP8 or INT8, as `paged_latent_attention` says of pages.
 Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
@@ -218,7 +218,7 @@ On a GPU work is skipped by lengths that only the device knows, but chunks are l
 for: what is wider than the longest sequence costs up-projections.
 
 Args: q `[B, Sq, N, P + R]` with the nope part first, latent_pages `[pages, page_size, L]`, rope_pages
-`[pages, page_size, R]`, w_uk `[N, P, L]`, w_uv `[N, V, L]`, all of one floating dtype (pages in FP8 excepted);
+`[pages, page_size, R]`, w_uk `[N, P, L]`, w_uv `[N, V, L]`, all of one floating dtype (pages in FP8 or INT8 excepted);
 block_table `[B, max_pages]`; seq_lens `[B]`; causal; scale; workspace_tokens, the most tokens whose keys and values
 exist at one time (at least 1); latent_scales None or `[pages, page_size, G]`; mask; first_positions None or `[B]`;
 query_lens None or `[B]`, from 0 to Sq, int32 or int64.

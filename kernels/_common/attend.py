@@ -75,15 +75,15 @@ def load_latents(
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
+    CODED: tl.constexpr,
     NATIVE: tl.constexpr,
     GROUP: tl.constexpr,
     SAME: tl.constexpr,
 ):
-    """`[KEYS, BLOCK]` in `dtype`. FP8 bytes are multiplied with the scale of their group of GROUP columns, of which
-    SAME, a power of two, are taken at a time."""
+    """`[KEYS, BLOCK]` in `dtype`. FP8 bytes, and int8, are multiplied with the scale of their group of GROUP columns,
+    of which SAME, a power of two, are taken at a time."""
     values = load_rows(base, offsets, seen, FIRST, WIDTH, BLOCK)
-    if FP8:
+    if CODED:
         KEYS: tl.constexpr = values.shape[0]
         RUNS: tl.constexpr = BLOCK // SAME
         column = FIRST + tl.arange(0, RUNS) * SAME
@@ -91,7 +91,8 @@ def load_latents(
         scale = scales + scale_offsets[:, None] + (column // GROUP * scale_stride)[None, :]
         scale = tl.load(scale, mask=mask, other=0.0)
         scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (KEYS, RUNS, SAME)), (KEYS, BLOCK))
-        values = (from_e4m3(values, NATIVE) * scale).to(dtype)
+        wide = values.to(tl.float32) if values.dtype == tl.int8 else from_e4m3(values, NATIVE)
+        values = (wide * scale).to(dtype)
     return values
 
 

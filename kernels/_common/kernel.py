@@ -117,8 +117,8 @@ def attend_latents(
     B: tl.constexpr,
     ROPE: tl.constexpr,
     LEAST: tl.constexpr,
-    FP8: tl.constexpr,
-    FP8_ROPE: tl.constexpr,
+    CODED: tl.constexpr,
+    CODED_ROPE: tl.constexpr,
     ROPE_ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -283,25 +283,25 @@ def attend_latents(
 
             latents, offsets = rows_at(latent, first, second, latent_stride_0, latent_stride_1, RUN, KEYS)
             key_scales, scale_offsets = latents, offsets
-            if FP8 or FP8_ROPE:
+            if CODED or CODED_ROPE:
                 key_scales, scale_offsets = rows_at(scales, first, second, scale_stride_0, scale_stride_1, RUN, KEYS)
             latent_a = load_latents(
                 *(latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
-                *(dtype, 0, L, A, FP8, NATIVE, GROUP, SAME_A),
+                *(dtype, 0, L, A, CODED, NATIVE, GROUP, SAME_A),
             )  # [KEYS, A]
             scores = tl.dot(q_a, tl.trans(latent_a), input_precision="ieee") * scale
             latent_b = latent_a
             if B:
                 latent_b = load_latents(
                     *(latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
-                    *(dtype, A, L, B, FP8, NATIVE, GROUP, SAME_B),
+                    *(dtype, A, L, B, CODED, NATIVE, GROUP, SAME_B),
                 )  # [KEYS, B]
                 scores += tl.dot(q_b, tl.trans(latent_b), input_precision="ieee") * scale
             if R:
                 ropes, rope_offsets = rows_at(rope, first, second, rope_stride_0, rope_stride_1, RUN, KEYS)
                 k_rope = load_latents(
                     *(ropes, rope_offsets, seen, key_scales, scale_offsets, scale_stride_2),
-                    *(dtype, 0, R, ROPE, FP8_ROPE, NATIVE, R, ROPE),
+                    *(dtype, 0, R, ROPE, CODED_ROPE, NATIVE, R, ROPE),
                 )  # [KEYS, ROPE]
                 scores += tl.dot(q_r, tl.trans(k_rope), input_precision="ieee") * scale
             if MASK == "bias":

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...coded import CODED
 from .combine import combine
 from .kernel import attend_latents
 from .launching import launched
@@ -190,7 +191,7 @@ def _tuned(machine: Machine, q_latent: Tensor, q_rope: Tensor, source: Source, s
     constants = constants_of(machine, q_latent, rope, source, default, "whole")
     same = [
         constants[name]
-        for name in ("SOURCE", "MASK", "BY_ROW", "CAUSAL", "STARTS", "PAGE", "L", "R", "FP8", "FP8_ROPE")
+        for name in ("SOURCE", "MASK", "BY_ROW", "CAUSAL", "STARTS", "PAGE", "L", "R", "CODED", "CODED_ROPE")
     ]
     grown = [bucket(number) for number in (*_groups_rows(q_latent, source), source.tokens)]
     return tuned(
@@ -249,19 +250,19 @@ def constants_of(
         "B": second,
         "ROPE": power_of_two(rope) if rope else 0,
         "LEAST": LEAST_TILES,
-        **fp8_constants(machine, rank, source.rope, source.scales),
+        **coded_constants(machine, rank, source.rope, source.scales),
         "STAGES": tiles.stages,
     }
 
 
-def fp8_constants(machine: Machine, rank: int, rope: Tensor, scales: Tensor | None) -> dict[str, Any]:
+def coded_constants(machine: Machine, rank: int, rope: Tensor, scales: Tensor | None) -> dict[str, Any]:
     """What loading latents of `rank` columns and rope keys is specialised to."""
     first, second = columns(rank)
     group = rank if scales is None else rank // scales.shape[2]
     same = group & -group
     return {
-        "FP8": scales is not None,
-        "FP8_ROPE": rope.dtype == torch.float8_e4m3fn,
+        "CODED": scales is not None,
+        "CODED_ROPE": rope.dtype in CODED,
         "ROPE_ALIGN": _align(rope),
         "NATIVE": machine.converts_fp8,
         "GROUP": group,

@@ -39,7 +39,7 @@ class ArchTiles:
     """For up to 16 rows of a group."""
     many: Tiles
     fp8: Tiles
-    """For more rows, keys in FP8; with no more than 16 rows, for few too."""
+    """For more rows, keys in FP8 or INT8; with no more than 16 rows, for few too."""
     masked: Tiles
     """For more rows, under a mask that says the same of each; with no more than 16 rows, for few too."""
     by_row: Tiles
@@ -90,7 +90,7 @@ def family(machine: Machine) -> str:
 def choose(
     machine: Machine, rows: int, rank: int, rope: int, itemsize: int, fp8: bool, mask: MaskKind = "none"
 ) -> Tiles:
-    """Tiles for groups of `rows` rows, latents of `rank` and rope keys of `rope` columns, in FP8 or not.
+    """Tiles for groups of `rows` rows, latents of `rank` and rope keys of `rope` columns, in a byte (`fp8`) or not.
 
     Where the table's do not fit the machine's shared memory or the latent is wider than the table knows, there are
     fewer keys, then fewer stages, then fewer rows.

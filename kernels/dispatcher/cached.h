@@ -87,15 +87,16 @@ bool keys_fit(const Tensor& latent, const Tensor& k_rope, int64_t rank, int64_t 
          k_rope.device().is_cpu();
 }
 
-// Whether keys have the dtype of q, or are FP8 with the scales that those take.
+// Whether keys have the dtype of q, or are FP8 or INT8 with the scales that those take.
 bool dtypes_fit(const Tensor& q, const Tensor& latent, const Tensor& k_rope, const std::optional<Tensor>& scales) {
   if (!is_given(scales)) return alike(q, {latent, k_rope});
   const bool shaped = scales->dim() == 3 && scales->scalar_type() == at::kFloat && scales->device().is_cpu() &&
                       scales->size(2) > 0 && latent.size(2) % scales->size(2) == 0 &&
                       broadcasts(*scales, {latent.size(0), latent.size(1), scales->size(2)});
-  return shaped && latent.scalar_type() == at::kFloat8_e4m3fn &&
+  const bool coded = latent.scalar_type() == at::kFloat8_e4m3fn || latent.scalar_type() == at::kChar;
+  return shaped && coded &&
          (k_rope.scalar_type() == q.scalar_type() ||
-          (k_rope.scalar_type() == at::kFloat8_e4m3fn && scales->size(2) == 1));
+          (k_rope.scalar_type() == latent.scalar_type() && scales->size(2) == 1));
 }
 
 // Scales `[a, b, groups]` of keys `[a, b, .]`, where sizes of 1 broadcast; none of none.

@@ -26,7 +26,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t DTYPES = 4;
+constexpr int64_t DTYPES = 5;
 
 // A dtype's place in a table, -1 of none.
 int64_t place(at::ScalarType dtype) {
@@ -35,6 +35,7 @@ int64_t place(at::ScalarType dtype) {
     case at::kBFloat16: return 1;
     case at::kHalf: return 2;
     case at::kFloat8_e4m3fn: return 3;
+    case at::kChar: return 4;
     default: return -1;
   }
 }

@@ -26,7 +26,7 @@ struct PagedKeys {
     const Tensor by = some(scales), numbers = some(latent).to(at::kFloat), rope = some(k_rope).to(at::kFloat);
     const Tensor grouped = numbers.view({count, by.size(1), -1}) * by.unsqueeze(2);
     return {grouped.view(numbers.sizes()).to(dtype),
-            (k_rope.scalar_type() == at::kFloat8_e4m3fn ? rope * by : rope).to(dtype)};
+            (k_rope.scalar_type() == latent.scalar_type() ? rope * by : rope).to(dtype)};
   }
 };
 

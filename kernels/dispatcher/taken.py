@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ...fp8 import FP8
+from ...coded import CODED
 from ..native import TYPES
 
 
@@ -18,7 +18,7 @@ def takes(arguments: Mapping[str, Any]) -> bool:
     Not under a mask: of that of a row a sequence only a run knows whether it hides keys before and after a range.
     """
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-    known = tensors[0].dtype in TYPES and tensors[0].dtype != FP8
+    known = tensors[0].dtype in TYPES and tensors[0].dtype not in CODED
     indices, latent = arguments.get("indices"), arguments.get("latent")
     named = indices is None or (
         not arguments["uniform_when_empty"] and latent is not None and statically_known_true(latent.shape[1] > 0)

@@ -3,7 +3,7 @@
 // Keys stay as they are: a score takes pairs of neighbours of a key, a value interleaves pairs of keys in registers.
 // That leaves 32 columns of an output in another order, which `end` undoes once for a sequence.
 //
-// Scales of FP8 are not multiplied with the keys: those of a key's scores go to its sums, those of its values to its
+// Scales of FP8 and INT8 are not multiplied with the keys: those of a key's scores go to its sums, those of its values to its
 // weights, one of each for a group of columns and not one for a number. The numbers themselves are exact in bfloat16.
 
 #if defined(__AVX512BF16__)

@@ -30,8 +30,8 @@ struct Block {
 };
 
 // Key j of a sequence is in row j % page_size of page table[j / page_size]; without a table that is page 0. `queries`
-// sequences that follow each other share what `batch` strides lead to. Latents in FP8 have a scale for each of `groups`
-// groups of columns, and so have ropes in FP8, of one group.
+// sequences that follow each other share what `batch` strides lead to. Latents in FP8 or INT8 have a scale for each of
+// `groups` groups of columns, and so have ropes in that, of one group.
 template <typename Latent, typename Rope>
 struct Cache {
   const Latent* latent;

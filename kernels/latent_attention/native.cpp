@@ -84,10 +84,10 @@ class Loader {
 
   void convert_all(const Cache<Latent, Rope>& cache, const Raw& keys, const float* const* of_keys) {
     const int64_t group = s.rank / cache.groups;
-    constexpr bool FP8_ROPE = std::is_same_v<Rope, e4m3>;
+    constexpr bool SCALED_ROPE = sizeof(Rope) == 1;
     block.count = keys.count;
     const bool apart = cache.scales && Products::takes_scales(cache.groups, group);
-    if (apart) block.scales = {of_keys, cache.groups, cache.scales_group, FP8_ROPE};
+    if (apart) block.scales = {of_keys, cache.groups, cache.scales_group, SCALED_ROPE};
     Key* to = reinterpret_cast<Key*>(converted.data());
     for (int64_t k = 0; k < room; ++k) {
       const int64_t from = std::min(k, block.count - 1);
@@ -97,15 +97,15 @@ class Loader {
     for (int64_t k = 0; k < block.count; ++k, to += s.width()) {
       const auto scale = [&](int64_t g) { return cache.scales ? of_keys[k][g * cache.scales_group] : 1.0f; };
       if constexpr (std::is_same_v<Rope, Key>) std::copy_n(keys.rope[k], s.rope, to + s.rank);
-      if constexpr (std::is_same_v<Key, bf16> && std::is_same_v<Latent, e4m3>)
+      if constexpr (std::is_same_v<Key, bf16> && sizeof(Latent) == 1)
         if (apart) {
           convert(keys.latent[k], s.rank, to);
-          if constexpr (FP8_ROPE) convert(keys.rope[k], s.rope, to + s.rank);
+          if constexpr (SCALED_ROPE) convert(keys.rope[k], s.rope, to + s.rank);
           continue;
         }
       for (int64_t g = 0; g < cache.groups; ++g)
         convert(keys.latent[k] + g * group, group, scale(g), to + g * group);
-      if constexpr (!std::is_same_v<Rope, Key>) convert(keys.rope[k], s.rope, FP8_ROPE ? scale(0) : 1.0f, to + s.rank);
+      if constexpr (!std::is_same_v<Rope, Key>) convert(keys.rope[k], s.rope, SCALED_ROPE ? scale(0) : 1.0f, to + s.rank);
     }
   }
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..bundles import unchecked
+from ..coded import bytes_of, dequantised
 from ..expanded_attention.decomposition import attend_in_loop
-from ..fp8 import bytes_of, dequantised
 from ..loop import Operands, Positions
 from ..pages import both
 from .arguments import PagedExpandedAttention, zero

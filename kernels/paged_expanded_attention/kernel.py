@@ -43,8 +43,8 @@ def gather_chunk(
     A: tl.constexpr,
     B: tl.constexpr,
     ROPE: tl.constexpr,
-    FP8: tl.constexpr,
-    FP8_ROPE: tl.constexpr,
+    CODED: tl.constexpr,
+    CODED_ROPE: tl.constexpr,
     ROPE_ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -68,20 +68,20 @@ def gather_chunk(
     offsets = page * latent_stride_0 + row * latent_stride_1
     latent_a = load_latents(
         *(latent, offsets, seen, scales, scale_offsets, scale_stride_2),
-        *(dtype, 0, L, A, FP8, NATIVE, GROUP, SAME_A),
+        *(dtype, 0, L, A, CODED, NATIVE, GROUP, SAME_A),
     )  # [KEYS, A]
     store_rows(latent_out, out, latent_a, exists, 0, L, A)
     if B:
         latent_b = load_latents(
             *(latent, offsets, seen, scales, scale_offsets, scale_stride_2),
-            *(dtype, A, L, B, FP8, NATIVE, GROUP, SAME_B),
+            *(dtype, A, L, B, CODED, NATIVE, GROUP, SAME_B),
         )  # [KEYS, B]
         store_rows(latent_out, out, latent_b, exists, A, L, B)
     if R:
         offsets = page * aligned(rope_stride_0, ROPE_ALIGN) + row * aligned(rope_stride_1, ROPE_ALIGN)
         k_rope = load_latents(
             *(rope, offsets, seen, scales, scale_offsets, scale_stride_2),
-            *(dtype, 0, R, ROPE, FP8_ROPE, NATIVE, R, ROPE),
+            *(dtype, 0, R, ROPE, CODED_ROPE, NATIVE, R, ROPE),
         )  # [KEYS, ROPE]
         store_rows(rope_out, out, k_rope, exists, 0, R, ROPE)
 

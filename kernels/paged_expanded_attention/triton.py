@@ -15,11 +15,11 @@ import torch
 import triton
 from torch import Tensor
 
-from .._common.launch import fp8_constants, strides_of
+from .._common.launch import coded_constants, strides_of
 from .._common.machine import Machine
 from .._common.tiles import Tiles, columns, power_of_two
+from ..coded import bytes_of
 from ..expanded_attention.triton import BatchKeys, Chunk, Lengths, attend_in_chunks
-from ..fp8 import bytes_of
 from ..pages import Pages
 from .arguments import PagedExpandedAttention
 from .kernel import gather_chunk
@@ -80,6 +80,6 @@ def constants_of(machine: Machine, pages: Pages) -> dict[str, Any]:
         "A": first,
         "B": second,
         "ROPE": power_of_two(rope) if rope else 0,
-        **fp8_constants(machine, rank, pages.rope, pages.scales),
+        **coded_constants(machine, rank, pages.rope, pages.scales),
         "KEYS": GATHERED,
     }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..bundles import unchecked
-from ..fp8 import bytes_of, dequantised
+from ..coded import bytes_of, dequantised
 from ..latent_attention.reference import latent_attention_reference
 from .arguments import PagedLatentAttention
 

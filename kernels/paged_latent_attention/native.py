@@ -2,8 +2,8 @@
 
 Compiled graphs without a mask get the same from `dispatcher/paged_latent_attention.h` without this Python.
 
-The kernel of `latent_attention`, which reads keys where they are in the pages, FP8 ones too. Masks, float64, many rows,
-pages whose last dim is not contiguous, and a machine without a C++ compiler go to `aten.py`.
+The kernel of `latent_attention`, which reads keys where they are in the pages, FP8 and INT8 ones too. Masks, float64,
+many rows, pages whose last dim is not contiguous, and a machine without a C++ compiler go to `aten.py`.
 """
 
 from __future__ import annotations

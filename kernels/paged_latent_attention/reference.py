@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...coded import CODED
 from ..bundles import unchecked
 from ..latent_attention.reference import latent_attention_reference
 from ..pages import Pages
@@ -42,7 +43,7 @@ def keys(pages: Pages, b: int, length: int, dtype: torch.dtype) -> tuple[Tensor,
         groups = pages.scales.shape[2]
         scales = pages.scales.to(dtype).expand(*pages.latent.shape[:2], groups)[page, row]
         latent = (latent.unflatten(1, (groups, -1)) * scales[:, :, None]).flatten(1)
-        if pages.rope.dtype == torch.float8_e4m3fn:
+        if pages.rope.dtype in CODED:
             k_rope = k_rope * scales
     return latent, k_rope
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import KernelError
 from ..checks import check_alike, check_mask, check_rank, check_shapes
-from ..fp8 import check_fp8
+from ..coded import check_coded
 
 OP = "sparse_latent_attention"
 
@@ -44,7 +44,7 @@ class SparseLatentAttention:
         if self.latent_scales is None:
             check_alike(OP, q_latent=q_latent, latent=latent, k_rope=k_rope)
         else:
-            check_fp8(OP, q_latent, ("latent", "k_rope"), (latent, k_rope), "B T", self.latent_scales)
+            check_coded(OP, q_latent, ("latent", "k_rope"), (latent, k_rope), "B T", self.latent_scales)
         check_mask(OP, self.mask, (dims["B"], dims["N"], dims["Sq"], dims["T"]), q_latent.device)
         if indices.dtype not in (torch.int32, torch.int64) or indices.device != q_latent.device:
             raise KernelError(

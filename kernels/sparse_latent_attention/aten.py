@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..bundles import checked, implement
-from ..fp8 import bytes_of, dequantised
+from ..coded import bytes_of, dequantised
 from ..visibility import reads_values
 from .arguments import SparseLatentAttention
 

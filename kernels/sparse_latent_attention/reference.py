@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..bundles import unchecked
-from ..fp8 import dequantised
+from ..coded import dequantised
 from ..scores import softmax_with_lse
 from .arguments import SparseLatentAttention
 

@@ -3,7 +3,7 @@
 q_latent [B, Sq, N, L], q_rope [B, Sq, N, R]
 latent [B, T, L], k_rope [B, T, R]   any strides but 1 in the last dim; only the keys named are read
 indices [B, Sq, topk]
-latent_scales None, or [B, T, G] for a cache in FP8
+latent_scales None, or [B, T, G] for a cache in FP8 or INT8
 mask None, bool or floating, broadcast to [B, N, Sq, T]; only the elements of the keys named are read
 """
 

@@ -24,7 +24,7 @@ from mla_compile.bench.kernel_peers import by_hand, calls, version
 from mla_compile.bench.modes import summary
 from mla_compile.cost import Device
 from mla_compile.fp8 import RowLayout
-from mla_compile.kernels.fp8 import dequantised
+from mla_compile.kernels.coded import dequantised
 from mla_compile.text_table import aligned
 
 Clock = Callable[[Callable[[], object]], float]

@@ -4,7 +4,8 @@
 """
 
 from .fp8_pool import FP8PagePool
+from .int8_pool import INT8PagePool
 from .pool import PagePool
 from .table import BlockTable, stack
 
-__all__ = ["BlockTable", "FP8PagePool", "PagePool", "stack"]
+__all__ = ["BlockTable", "FP8PagePool", "INT8PagePool", "PagePool", "stack"]

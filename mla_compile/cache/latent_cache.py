@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..coded import CODED
 from ..errors import CacheMismatchError, OutOfPagesError
 from ..fp8 import FP8
+from ..int8 import INT8
 from .fixed_table import FixedTable
 from .fp8_pool import FP8PagePool
 from .indexer_keys import IndexerKeys
+from .int8_pool import INT8PagePool
 from .pool import PagePool, check_count
 from .shared_table import SharedTable
 from .shares import Shares
@@ -84,10 +87,11 @@ class PagedLatentCache(Base):
     ) -> PagedLatentCache:
         """An empty cache over a pool of its own, made to a transformers model with MLA: its layers, widths and dtype.
 
-        Args: model; pages and page_size; dtype, the model's or torch.float8_e4m3fn, in which an `FP8PagePool` keeps the
-        latents, with that pool's `scale`; mesh, of one dimension, whose ranks share the tokens out, `interleave` at a
-        time (a page), each in as many pages; batch and tokens, if so many sequences are to have pages for so many
-        tokens at once. Their length is a number on the device then, and a compiled step one graph for all lengths.
+        Args: model; pages and page_size; dtype, the model's, torch.float8_e4m3fn or torch.int8, in which an
+        `FP8PagePool` (with its `scale`) or an `INT8PagePool` keeps the latents; mesh, of one dimension, whose ranks
+        share the tokens out, `interleave` at a time (a page), each in as many pages; batch and tokens, if so many
+        sequences are to have pages for so many tokens at once. Their length is a number on the device then, and a
+        compiled step one graph for all lengths.
         Layers that keep a window of latents, or the state of linear attention, keep it as transformers has it.
         Raises: CacheMismatchError, if the model's configuration does not tell its sizes, for layers that keep
         something else (over a mesh or with a batch: than latents), for another dtype or scale, for another mesh or an
@@ -117,14 +121,18 @@ class PagedLatentCache(Base):
             )
         parameter = next(model.parameters())
         count, latent_width, rope_width = sizes
-        if dtype not in (None, parameter.dtype, FP8) or (scale is not None and dtype != FP8):
+        if dtype not in (None, parameter.dtype, *CODED) or (scale is not None and dtype != FP8):
             found = dtype if scale is None else f"{dtype} with a scale"
-            raise CacheMismatchError(f"expected a cache in the model's {parameter.dtype}, or in {FP8}, found {found}")
+            expected = f"a cache in the model's {parameter.dtype}, in {FP8} or in {INT8}"
+            raise CacheMismatchError(f"expected {expected}, found {found}")
         check_count("pages", pages)
         shares = None if mesh is None else Shares.of(mesh, interleave, page_size, spare=pages)
         room = pages if shares is None else pages + 1
         arguments = count, latent_width, rope_width, room, page_size, parameter.dtype, parameter.device
-        pool = FP8PagePool(*arguments, scale) if dtype == FP8 else PagePool(*arguments)
+        if dtype == FP8:
+            pool: PagePool = FP8PagePool(*arguments, scale)
+        else:
+            pool = (INT8PagePool if dtype == INT8 else PagePool)(*arguments)
         if shares is not None:
             pool.take(1)  # the last page, which is taken first
         max_pages = None if tokens is None else (tokens + page_size - 1) // page_size

@@ -228,7 +228,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Numbers:
-    """An element `of * by`, `of` in e4m3fn; `then` is what was done to the product after, as in a `Read`."""
+    """An element `of * by`, `of` in e4m3fn or int8; `then` is what was done to the product after, as in a `Read`."""
 
     of: Read
     by: Read | None = None

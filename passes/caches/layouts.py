@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..mla.site import Site
-from .fp8 import find_fp8_keys
+from .coded import find_coded_keys
 from .pages import find_pages
 from .stored import StoredKeys
 
-LAYOUTS: tuple[Callable[[Site], StoredKeys | None], ...] = (find_pages, find_fp8_keys)
+LAYOUTS: tuple[Callable[[Site], StoredKeys | None], ...] = (find_pages, find_coded_keys)
 """What finds each of them, None where a site's keys are not provably stored so; the first one counts."""
 
 

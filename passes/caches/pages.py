@@ -2,7 +2,7 @@
 
     latent[b, j] = pages[table[b, j // page_size], j % page_size, :L]        pages laid one behind the other
     latent[b, j] = pages[table[b, j], :L]                                    slots: pages of one token
-    latent[b, j] = pages[...] * scales[...]                                  FP8: a scale for each group of columns
+    latent[b, j] = pages[...] * scales[...]                                  FP8, INT8: a scale for a group of columns
 
 The keys are the first of those that the table names. The rope key's pages may be other columns of the same pool or a
 pool of their own; the table is one. So may the scales', or there is one scale for all tokens.
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_compile.fp8 import FP8
+from mla_compile.coded import CODED
 
 from ..algebra.gathers import lookup_of, together
 from ..algebra.sizes import product, same
@@ -25,7 +25,7 @@ from ..algebra.substitution import change_read
 from ..algebra.terms import Axis, Dim, Lookup, Read, Term
 from ..code.reading import Reader
 from ..mla.site import Site
-from ..trace.fp8 import dtype_of, groups_of, is_fp8
+from ..trace.coded import dtype_of, groups_of, is_coded_lookup
 from .scales import read_scales
 
 
@@ -35,8 +35,8 @@ class Pages:
 
     `latent` runs over `entry, row` and the site's rank, `rope` over `entry, row` and the rope's columns; `table` over
     the site's batch and `page`. `row` is None where a page is one token, `rope` where there is no rope key. `scales` of
-    what is in FP8 run over `groups`, the slowest axes of the rank, and over `entry, row` unless all tokens share them;
-    `factor` is a number besides, None where nothing is in FP8.
+    what is coded run over `groups`, the slowest axes of the rank, and over `entry, row` unless all tokens share them;
+    `factor` is a number besides, None where nothing is in FP8 or INT8.
     """
 
     words: ClassVar[str] = "reads the pages"
@@ -73,11 +73,11 @@ class Pages:
 
     @property
     def coded(self) -> torch.dtype | None:
-        """FP8, where the pool is in that."""
-        return None if self.factor is None else FP8
+        """The pool's dtype, where that is FP8 or INT8."""
+        return None if self.factor is None else dtype_of(self.latent)
 
     def read_scales(self, read: Reader, latent: Tensor) -> Tensor | None:
-        """The scales of a pool in FP8."""
+        """The scales of a pool in FP8 or INT8."""
         return (
             None
             if self.factor is None
@@ -114,8 +114,8 @@ def _pages_of(site: Site, term: Term, columns: Dim) -> tuple[Lookup, Pages] | No
     lookup = lookup_of(term)
     if lookup is None:
         return None
-    fp8 = is_fp8(lookup)
-    if not fp8 and (lookup.then or lookup.scales is not None or dtype_of(lookup.pages) == FP8):
+    coded = is_coded_lookup(lookup)
+    if not coded and (lookup.then or lookup.scales is not None or dtype_of(lookup.pages) in CODED):
         return None
     pages, table, keys = lookup.pages.axes, lookup.table.axes, site.attention.keys
     if lookup.flat is not None and keys == (lookup.flat.keys,):
@@ -130,12 +130,12 @@ def _pages_of(site: Site, term: Term, columns: Dim) -> tuple[Lookup, Pages] | No
     if not one_pool or pages & set(site.batch) or not table <= {*site.batch, page} or lookup.entry not in pages:
         return None
     found = Pages(lookup.pages, None, lookup.table, lookup.entry, page, row, lookup.wraps)
-    scaled = _scaled(found, lookup, columns) if fp8 else found
+    scaled = _scaled(found, lookup, columns) if coded else found
     return None if scaled is None else (lookup, scaled)
 
 
 def _scaled(pages: Pages, lookup: Lookup, columns: Dim) -> Pages | None:
-    """Pages in FP8, if the scales run over equal groups of the columns and, where each token has some, are float32."""
+    """Coded pages, if the scales run over equal groups of the columns and, where each token has some, are float32."""
     scales, factor = lookup.scales, math.prod(step for step in lookup.then if isinstance(step, float))
     if scales is None:
         return replace(pages, factor=factor)
@@ -153,6 +153,7 @@ def _with_rope(latent_lookup: Lookup, latent: Pages, rope_lookup: Lookup, rope: 
     if changes is None:
         return None
     own = None if rope.scales is None else change_read(rope.scales, changes)
-    if rope.factor is not None and (latent.groups or (own, rope.factor) != (latent.scales, latent.factor)):
+    alike = (own, rope.factor, rope.coded) == (latent.scales, latent.factor, latent.coded)
+    if rope.factor is not None and (latent.groups or not alike):
         return None
     return replace(latent, rope=change_read(rope.latent, changes))

@@ -15,14 +15,16 @@ from ..mla.site import Site
 class StoredKeys(Protocol):
     """The keys of a site, where and as they are stored. What differs between two of a kind are fields."""
 
-    words: ClassVar[str]
-    """How attention reads them, for a report; empty where there is nothing to say."""
     otherwise: ClassVar[str]
     """What becomes of them under a path that cannot read them so; empty where there is nothing to say."""
     in_pages: ClassVar[bool]
     """Whether ops find them by a table of pages."""
     may_be_cast: ClassVar[bool]
     """Whether they may be cast to the dtype of the queries: a pool is much more than the keys of one site."""
+
+    @property
+    def words(self) -> str:
+        """How attention reads them, for a report; empty where there is nothing to say."""
 
     @property
     def latent(self) -> Read:

@@ -13,7 +13,7 @@ from ..algebra.operations import alike
 from ..algebra.sizes import total
 from ..algebra.substitution import change_read
 from ..algebra.terms import Axis, Digit, Dim, Product, Read, Scaled, Term, Unread
-from ..trace.fp8 import without_widening
+from ..trace.coded import without_widening
 
 
 @dataclass(frozen=True)

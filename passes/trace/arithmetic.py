@@ -11,7 +11,7 @@ from ..algebra.sizes import Unaligned, known_at_most
 from ..algebra.terms import Form, Unread
 from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
 from ..nodes.shapes import shape_of, size_of
-from .fp8 import dequantized_read, in_fp8
+from .coded import dequantized_read, is_coded, widened, widens
 from .handler import Forms, Handlers, pointwise
 from .weights import with_scaled_weight
 
@@ -34,7 +34,8 @@ def _cast(trace: Forms, node: fx.Node) -> Form:
         raise Unaligned("a copy to another device")
     if before == after:
         return trace[source]
-    if not (before.is_floating_point and after.is_floating_point):
+    floating = before.is_floating_point and after.is_floating_point
+    if not floating and not widens(trace[source], source, after):
         return pointwise(trace, node)
     return operations.cast(trace[source], after)
 
@@ -144,9 +145,10 @@ def _scale(trace: Forms, node: fx.Node) -> Form:
     if not division and isinstance(a, int | float) and is_tensor(b):
         a, b = b, a
     number = isinstance(b, int | float) and not isinstance(b, bool) and not (division and b == 0)
-    scalable = is_tensor(a) and (trace[a].term.parts is not None or in_fp8(trace[a].term))
-    if scalable and number and math.isfinite(b) and node.meta["val"].dtype.is_floating_point:
-        return operations.scaled(trace[a], 1 / b if division else float(b))
+    if is_tensor(a) and number and math.isfinite(b) and node.meta["val"].dtype.is_floating_point:
+        form = widened(trace[a], a, node.meta["val"].dtype)
+        if form.term.parts is not None or is_coded(form.term):
+            return operations.scaled(form, 1 / b if division else float(b))
     known = None
     if not division and is_tensor(a) and is_tensor(b):
         known = with_scaled_weight(trace, node) or dequantized_read(trace, node)

@@ -139,6 +139,6 @@ def test_a_model_says_the_rest():
     ids=str,
 )
 def test_other_dtypes_are_refused(more, found):
-    expected = "expected a cache in the model's torch.bfloat16, or in torch.float8_e4m3fn, found "
+    expected = "expected a cache in the model's torch.bfloat16, in torch.float8_e4m3fn or in torch.int8, found "
     with pytest.raises(mla_compile.CacheMismatchError, match=expected + found):
         PagedLatentCache.of(Config(1, 1, dtype=torch.bfloat16), pages=4, **more)

@@ -70,7 +70,7 @@ def written(module):
     return changed - {None}
 
 
-@pytest.mark.parametrize("kind", [{}, {"dtype": FP8}], ids=["model's dtype", "FP8"])
+@pytest.mark.parametrize("kind", [{}, {"dtype": FP8}, {"dtype": torch.int8}], ids=["model's dtype", "FP8", "INT8"])
 def test_64_tokens_are_one_graph_that_knows_no_length_and_writes_in_place(graphs, kind):
     model, tokens = build("v3"), torch.randint(1, 64, (2, 72))
     cache = fixed(model, 2, 72, **kind)

@@ -90,16 +90,20 @@ def test_compiled_generation_is_eagers_in_few_compilations_and_one_graph(search)
     assert_compiled_generates(model, inputs, SEARCHES[search], expected, {})
 
 
-FP8 = {"FP8": {"dtype": torch.float8_e4m3fn}, "FP8 of one scale": {"dtype": torch.float8_e4m3fn, "scale": 0.01}}
+CODED = {
+    "FP8": {"dtype": torch.float8_e4m3fn},
+    "FP8 of one scale": {"dtype": torch.float8_e4m3fn, "scale": 0.01},
+    "INT8": {"dtype": torch.int8},
+}
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize(("search", "kind"), [("greedy", "FP8 of one scale"), ("beams", "FP8")])
-def test_compiled_generation_over_fp8_is_eagers(search, kind):
+@pytest.mark.parametrize(("search", "kind"), [("greedy", "FP8 of one scale"), ("beams", "FP8"), ("greedy", "INT8")])
+def test_compiled_generation_in_few_bits_is_eagers(search, kind):
     model, inputs = build("v3"), prompt(2, padded=True)
-    cache = PagedLatentCache.of(model, pages=96, page_size=4, **FP8[kind])
+    cache = PagedLatentCache.of(model, pages=96, page_size=4, **CODED[kind])
     expected = generate(model, inputs, cache, SEARCHES[search])
-    assert_compiled_generates(model, inputs, SEARCHES[search], expected, FP8[kind])
+    assert_compiled_generates(model, inputs, SEARCHES[search], expected, CODED[kind])
 
 
 def assert_compiled_generates(model, inputs, more, expected, kind):
@@ -133,16 +137,22 @@ def test_compiled_code_that_runs_out_of_pages_says_so_and_goes_on_when_there_are
 
 
 class Rounded(mla_compile.PagePool):
-    """Latents off by as much as rounding to e4m3 may be, half of the last of its 3 bits, up or down at random."""
+    """Latents off by as much as rounding may be, up or down at random: in e4m3 half of the last of its 3 bits, in int8
+    half of a 127th of a token's greatest."""
+
+    coded = torch.float8_e4m3fn
 
     def _put(self, layer, place, tokens):
         latent, k_rope = tokens.split([self.latent_width, self.rope_width], dim=-1)
-        off = 2.0**-4 * (2 * torch.randint(2, latent.shape) - 1)
-        super()._put(layer, place, torch.cat([latent * (1 + off), k_rope], dim=-1))
+        half = latent.abs().amax(-1, keepdim=True) / 254 if self.coded == torch.int8 else 2.0**-4 * latent
+        off = half * (2 * torch.randint(2, latent.shape) - 1)
+        super()._put(layer, place, torch.cat([latent + off, k_rope], dim=-1))
 
 
-def test_logits_over_fp8_are_as_near_as_three_bits_are():
+@pytest.mark.parametrize("coded", [torch.float8_e4m3fn, torch.int8], ids=["FP8", "INT8"])
+def test_logits_in_few_bits_are_as_near_as_these_are(monkeypatch, coded):
     """The distance to the unrounded ones is no greater than that of the worst of some roundings at random."""
+    monkeypatch.setattr(Rounded, "coded", coded)
     model, inputs = build("v3"), prompt(2)
     plain = PagedLatentCache.of(model, pages=96, page_size=4)
 
@@ -150,10 +160,12 @@ def test_logits_over_fp8_are_as_near_as_three_bits_are():
         return model(**inputs, past_key_values=cache).logits
 
     exact = logits(plain)
-    error = (logits(PagedLatentCache.of(model, pages=96, page_size=4, dtype=torch.float8_e4m3fn)) - exact).norm()
+    error = (logits(PagedLatentCache.of(model, pages=96, page_size=4, dtype=coded)) - exact).norm()
     sizes = 2, plain.pool.latent_width, plain.pool.rope_width, 96, 4
     bound = max((logits(PagedLatentCache(Rounded(*sizes))) - exact).norm() for _ in range(8))
-    print(f"logits over FP8 are off by {error / exact.norm():.1e}, where rounding explains {bound / exact.norm():.1e}")
+    print(
+        f"logits over {coded} are off by {error / exact.norm():.1e}, where rounding explains {bound / exact.norm():.1e}"
+    )
     assert 0 < error <= bound
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mla_compile.kernels.register  # noqa: F401  the ops under test
+from mla_compile.coded import CODED
 from mla_compile.kernels import compiled, dispatcher
 from mla_compile.kernels.expanded_attention import native as expanded_attention
 from mla_compile.kernels.latent_attention import cached
@@ -28,8 +29,7 @@ def no_compiler(monkeypatch):
         monkeypatch.setattr(module, "load", lambda *_: None)
 
 
-FP8 = torch.float8_e4m3fn
-DISPATCHED = (torch.float32, torch.bfloat16, torch.float16, FP8)
+DISPATCHED = (torch.float32, torch.bfloat16, torch.float16, *CODED)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def nothing_dispatched():
 
 def withdraw():
     for dtype in DISPATCHED[:3]:
-        for keys in ((dtype, dtype), (FP8, dtype), (FP8, FP8)):
+        for keys in ((dtype, dtype), *((coded, rope) for coded in CODED for rope in (dtype, coded))):
             dispatcher.provide("latent_attention", (dtype, *keys), None)
         dispatcher.provide("per_head_matmul", (dtype,), None)
         for keys in {dtype, torch.float32}:

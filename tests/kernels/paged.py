@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mla_compile.fp8 import FP8
+from mla_compile.int8 import INT8
+
 
 @dataclass(frozen=True)
 class Paged:
@@ -64,34 +67,46 @@ def make_paged(
     return Paged(q[..., :rank], q[..., rank:], pool, table, torch.tensor(lengths, dtype=index), scale)
 
 
-def quantised(x: Paged, groups: int, rope_too: bool = False) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The arguments with latent pages in FP8, as views of one pool of bytes, and their scales.
+MOST = {FP8: 448, INT8: 127}
+CODED = [(4, False, FP8), (1, False, FP8), (1, True, FP8), (1, False, INT8), (1, True, INT8)]
+"""Groups of a scale, whether rope keys have it, and the dtype of the numbers."""
 
-    A row is the latent in e4m3, a float32 scale for each group of columns, and the rope part as it was; with
-    `rope_too` there is one scale for all and the rope part is in e4m3 as well.
+
+def coded_numbers(numbers: Tensor, coded: torch.dtype) -> Tensor:
+    """Rounded to FP8 or INT8."""
+    return (numbers.round() if coded == INT8 else numbers).to(coded)
+
+
+def quantised(
+    x: Paged, groups: int, rope_too: bool = False, coded: torch.dtype = FP8
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The arguments with latent pages in FP8 or INT8, as views of one pool of bytes, and their scales.
+
+    A row is the latent in that, a float32 scale for each group of columns, and the rope part as it was; with
+    `rope_too` there is one scale for all and the rope part is as the latent is.
     """
     rank = x.q_latent.shape[3]
     pool = x.pool.float()
     latent, k_rope = pool[..., :rank], pool[..., rank:]
     if rope_too:
         assert groups == 1
-        scales = (pool.nan_to_num().abs().amax() / 448).reshape(1, 1, 1)
+        scales = (pool.nan_to_num().abs().amax() / MOST[coded]).reshape(1, 1, 1)
         return (
             *x.arguments[:2],
-            (latent / scales).to(torch.float8_e4m3fn),
-            (k_rope / scales).to(torch.float8_e4m3fn),
+            coded_numbers(latent / scales, coded),
+            coded_numbers(k_rope / scales, coded),
             *x.arguments[4:],
         ), scales
     grouped = latent.unflatten(2, (groups, -1))
-    scales = grouped.abs().amax(-1) / 448
-    values = (grouped / scales[..., None]).flatten(2).to(torch.float8_e4m3fn)
+    scales = grouped.abs().amax(-1) / MOST[coded]
+    values = coded_numbers((grouped / scales[..., None]).flatten(2), coded)
     itemsize = x.pool.dtype.itemsize
     padded = -rank % 4
     start = rank + padded
     row = start + 4 * groups + itemsize * k_rope.shape[2]
     rows = torch.zeros(*pool.shape[:2], row + -row % 4, dtype=torch.uint8)
     views = (
-        rows[..., :rank].view(torch.float8_e4m3fn),
+        rows[..., :rank].view(coded),
         rows[..., start : start + 4 * groups].view(torch.float32),
         rows[..., start + 4 * groups : row].view(x.pool.dtype),
     )
@@ -130,11 +145,12 @@ def make_paged_heads(
     index: torch.dtype = torch.int32,
     groups: int | None = None,
     rope_too: bool = False,
+    coded: torch.dtype = FP8,
 ) -> PagedHeads:
-    """As `make_paged`, for `Sq, N, L, P, R, V`; with `groups` in FP8 as `quantised` says."""
+    """As `make_paged`, for `Sq, N, L, P, R, V`; with `groups` in FP8 or INT8 as `quantised` says."""
     queries, heads, rank, nope, rope, value = sizes
     x = make_paged(lengths, (queries, heads, rank, rope), page_size, dtype, index)
     q = torch.randn(len(lengths), heads, queries, nope + rope, dtype=dtype).transpose(1, 2)
     weight = torch.randn(heads, nope + value, rank, dtype=dtype) / rank**0.5
-    arguments, scales = (x.arguments, None) if groups is None else quantised(x, groups, rope_too)
+    arguments, scales = (x.arguments, None) if groups is None else quantised(x, groups, rope_too, coded)
     return PagedHeads(q, arguments[2:], weight[:, :nope], weight[:, nope:], (nope + rope) ** -0.5, scales)

@@ -6,7 +6,7 @@ import torch
 from mla_compile.errors import KernelError
 from mla_compile.fp8 import FP8, RowLayout
 from mla_compile.kernels.append_latents import append_latents_reference
-from mla_compile.kernels.fp8 import dequantised
+from mla_compile.kernels.coded import dequantised
 
 ALL_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 append_latents = torch.ops.mla.append_latents

@@ -29,7 +29,7 @@ from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_
 
 from .errors import assert_as_close_as
 from .naive import make_inputs, masks
-from .paged import make_paged, make_paged_heads, quantised
+from .paged import CODED, INT8, make_paged, make_paged_heads, quantised
 
 SIZES = {
     "decode": (1, 1, 67, 8, 48, 24, 16, 24),
@@ -127,9 +127,9 @@ def test_a_decode_step_over_pages_runs_no_python(no_python, case, causal, more, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, False), (1, True)])
-def test_a_decode_step_over_fp8_pages_runs_no_python(no_python, groups, rope_too, dtype):
-    arguments, scales = quantised(x := make_paged([150, 0, 33], (2, 3, 72, 8), 16, dtype), groups, rope_too)
+@pytest.mark.parametrize(("groups", "rope_too", "coded"), CODED)
+def test_a_decode_step_over_pages_in_few_bits_runs_no_python(no_python, groups, rope_too, coded, dtype):
+    arguments, scales = quantised(x := make_paged([150, 0, 33], (2, 3, 72, 8), 16, dtype), groups, rope_too, coded)
     arguments = *arguments, True, x.scale
     results = torch.ops.mla.paged_latent_attention(*arguments, scales)
     assert_right(results, paged_latent_attention_reference, arguments, latent_scales=scales)
@@ -185,14 +185,18 @@ def of_python(op, bundle, *arguments, **more):
 
 @pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("cache", [None, (3, False), (1, True)], ids=["in the dtype", "fp8", "fp8 and its rope keys"])
+@pytest.mark.parametrize(
+    "cache",
+    [None, (3, False, FP8), (1, True, FP8), (1, False, INT8), (1, True, INT8)],
+    ids=["in the dtype", "fp8", "fp8 and its rope keys", "int8", "int8 and its rope keys"],
+)
 @pytest.mark.parametrize("counts", [None, (9, 0, 2)], ids=str)
 @pytest.mark.parametrize("first", [None, (3, 30, -4)], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("case", PAGES_OF_HEADS.values(), ids=PAGES_OF_HEADS)
 def test_chunks_of_pages_run_no_python(no_python, case, causal, first, counts, cache, dtype):
-    groups, rope_too = cache or (None, False)
-    x = make_paged_heads(*case, dtype, groups=groups, rope_too=rope_too)
+    groups, rope_too, coded = cache or (None, False, FP8)
+    x = make_paged_heads(*case, dtype, groups=groups, rope_too=rope_too, coded=coded)
     given = {"first_positions": first, "query_lens": counts}
     more = {name: None if value is None else torch.tensor(value[: len(case[0])]) for name, value in given.items()}
     if counts is not None:

@@ -19,7 +19,7 @@ from mla_compile.kernels.paged_latent_attention import paged_latent_attention_re
 
 from .errors import assert_as_close_as
 from .naive import make_inputs, masks
-from .paged import make_paged, quantised
+from .paged import FP8, INT8, make_paged, quantised
 
 TILES, NATIVE = "oneDNN's products", "AVX512-BF16"
 SETS = {
@@ -130,7 +130,7 @@ def test_pages(dtype, causal, page_size):
     assert_as_close_as(measure[1].float(), lse, exact[1])
 
 
-FP8 = {
+SCALED = {
     "groups that a product divides": ((4, False), (2, 3, 128, 8), 16),
     "two of them, many rows": ((2, False), (5, 7, 128, 32), 160),
     "groups that none does": ((4, False), (2, 3, 72, 8), 16),
@@ -143,12 +143,14 @@ FP8 = {
 """Groups of a scale, and whether rope keys have it; sizes; tokens of a page."""
 
 
-@pytest.mark.parametrize(("scaled", "sizes", "page_size"), FP8.values(), ids=FP8)
+@pytest.mark.diagonal
+@pytest.mark.parametrize("coded", [FP8, INT8], ids=["FP8", "INT8"])
+@pytest.mark.parametrize(("scaled", "sizes", "page_size"), SCALED.values(), ids=SCALED)
 @of([(name, BF16) for name in SETS])
-def test_fp8(dtype, scaled, sizes, page_size):
+def test_scaled_pages(dtype, scaled, sizes, page_size, coded):
     groups, rope_too = scaled
     x = make_paged([150, 0, 33, 128], sizes, page_size, dtype)
-    arguments, scales = quantised(x, groups, rope_too)
+    arguments, scales = quantised(x, groups, rope_too, coded)
     o, lse = torch.ops.mla.paged_latent_attention(*arguments, True, x.scale, scales)
     doubled = [t.double() if t.dtype == dtype else t for t in arguments]
     exact = paged_latent_attention_reference(*doubled, True, x.scale, scales)
@@ -171,9 +173,10 @@ def test_every_number_is_read_as_it_is_and_written_rounded(dtype):
 
 
 @of([(name, BF16) for name in SETS])
-def test_every_number_of_fp8(dtype):
+@pytest.mark.parametrize("coded", [FP8, INT8], ids=["FP8", "INT8"])
+def test_every_number_of_a_byte(dtype, coded):
     bits = torch.arange(256, dtype=torch.uint8)
-    numbers = bits[bits % 128 != 127].view(torch.float8_e4m3fn)
+    numbers = (bits[bits % 128 != 127] if coded == FP8 else bits).view(coded)
     q = torch.zeros(1, 1, 1, len(numbers), dtype=dtype)
     table, lengths, scales = (
         torch.zeros(1, 1, dtype=torch.int32),

@@ -12,7 +12,7 @@ from mla_compile.kernels.paged_expanded_attention import aten, paged_expanded_at
 
 from .errors import assert_as_close_as
 from .naive import Inputs, naive_mla
-from .paged import make_paged_heads
+from .paged import CODED, make_paged_heads
 
 paged_expanded_attention = torch.ops.mla.paged_expanded_attention
 
@@ -166,11 +166,11 @@ def test_masks_and_values_that_are_looked_at_or_not(mask, counts, causal, looks,
     assert_right(x, causal, 20, **given)
 
 
-@pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, False), (1, True)])
+@pytest.mark.parametrize(("groups", "rope_too", "coded"), CODED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("implementation")
-def test_fp8(dtype, groups, rope_too):
-    x = make_paged_heads([70, 0, 33], (9, 3, 24, 8, 8, 8), 16, dtype, groups=groups, rope_too=rope_too)
+def test_pages_in_few_bits(dtype, groups, rope_too, coded):
+    x = make_paged_heads([70, 0, 33], (9, 3, 24, 8, 8, 8), 16, dtype, groups=groups, rope_too=rope_too, coded=coded)
     assert_right(x, True, 20)
 
 
@@ -242,7 +242,7 @@ def test_opcheck(dtype):
         (4, torch.tensor([5, 90]), r"lengths from 0 to max_pages \* page_size = \d+, found seq_lens\[1\] = 90"),
         (5, torch.randn(3, 4, 8).half(), "w_uk of q's torch.float32 on cpu, found torch.float16"),
         (9, 0, "workspace_tokens of at least 1, found 0"),
-        (10, torch.ones(1, 1, 2), "latent_pages, with latent_scales given, of torch.float8_e4m3fn on cpu, found"),
+        (10, torch.ones(1, 1, 2), "with latent_scales given, of torch.float8_e4m3fn or torch.int8 on cpu, found"),
         (11, torch.ones(1, 1, 2, 8, dtype=torch.bool), r"a mask over at least seq_lens.max\(\) = 9 keys"),
         (12, torch.zeros(3, dtype=torch.int64), r"first_positions of shape \[B\] = \[2\], found \[3\]"),
         (13, torch.tensor([1, 3]), r"query_lens from 0 to Sq = 2, found query_lens\[1\] = 3"),

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from mla_compile import ops as ops  # defines the ops
+from mla_compile.coded import CODED
 from mla_compile.cost import Device
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.pipeline import Pipeline
@@ -97,11 +98,12 @@ def _dequantised(
 ) -> tuple[Tensor, Tensor]:
     if scales is None:
         return latent, k_rope
-    assert latent.dtype == torch.float8_e4m3fn
+    assert latent.dtype in CODED
+    assert k_rope.dtype in (latent.dtype, dtype)
     assert scales.dtype == torch.float32
     scales = scales.to(dtype)
     latent = (latent.to(dtype).unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
-    if k_rope.dtype == torch.float8_e4m3fn:
+    if k_rope.dtype in CODED:
         assert scales.shape[-1] == 1
         k_rope = k_rope.to(dtype) * scales
     assert k_rope.dtype == dtype

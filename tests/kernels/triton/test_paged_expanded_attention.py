@@ -10,7 +10,7 @@ from mla_compile.kernels.expanded_attention import triton as launcher
 from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
 from mla_compile.kernels.paged_expanded_attention.triton import paged_expanded_attention_triton
 
-from ..paged import make_paged_heads
+from ..paged import CODED, FP8, make_paged_heads
 from ..test_paged_expanded_attention import COUNTS, assert_right, masks
 from .where import ON_GPU, machine, to_device
 
@@ -88,10 +88,10 @@ def test_masks(mask):
 
 
 @pytest.mark.diagonal
-@pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, False), (1, True), (3, False)])
+@pytest.mark.parametrize(("groups", "rope_too", "coded"), [*CODED, (3, False, FP8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fp8(dtype, groups, rope_too):
-    x = make_paged_heads([37, 0, 18], (9, 2, 48, 8, 8, 8), 16, dtype, groups=groups, rope_too=rope_too)
+def test_pages_in_few_bits(dtype, groups, rope_too, coded):
+    x = make_paged_heads([37, 0, 18], (9, 2, 48, 8, 8, 8), 16, dtype, groups=groups, rope_too=rope_too, coded=coded)
     assert_right(x, True, 20, run)
 
 

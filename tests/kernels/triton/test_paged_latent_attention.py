@@ -11,7 +11,7 @@ from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAtte
 from mla_compile.kernels.paged_latent_attention.triton import paged_latent_attention_triton
 
 from ..errors import assert_as_close_as
-from ..paged import make_paged, quantised
+from ..paged import CODED, FP8, make_paged, quantised
 from .where import ON_GPU, machine, to_device
 
 pytestmark = [*ON_GPU]
@@ -170,11 +170,11 @@ def test_any_strides_of_queries_and_pages():
 
 
 @pytest.mark.diagonal
-@pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, False), (1, True), (3, False)])
+@pytest.mark.parametrize(("groups", "rope_too", "coded"), [*CODED, (3, False, FP8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fp8(dtype, groups, rope_too):
+def test_pages_in_few_bits(dtype, groups, rope_too, coded):
     x = make_paged([37, 0, 18], (2, 3, 48, 8), 16, dtype)
-    arguments, scales = quantised(x, groups, rope_too)
+    arguments, scales = quantised(x, groups, rope_too, coded)
     o, lse = run(arguments, True, x.scale, scales)
     exact_arguments = [t.double() if t.dtype == dtype else t for t in arguments]
     exact = paged_latent_attention_reference(*exact_arguments, True, x.scale, scales)
@@ -189,6 +189,11 @@ def test_every_fp8_number(in_hardware):
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     latent = numbers.where(~numbers.float().isnan(), numbers[0]).view(1, 1, 256)
     assert torch.equal(only_key(latent, in_hardware), latent.float())
+
+
+def test_every_int8_number():
+    latent = torch.arange(-128, 128).to(torch.int8).view(1, 1, 256)
+    assert torch.equal(only_key(latent, in_hardware=False), latent.float())
 
 
 def test_an_fp8_nan_is_nan():

@@ -145,7 +145,7 @@ def check_gathered(module: fx.GraphModule, tensors: Sequence[Tensor], path: str)
 
 OTHERS = {
     "numbers in e5m2": lambda pages, scales: (pages.float().to(torch.float8_e5m2), scales),
-    "numbers in int8": lambda pages, scales: ((30 * pages.float()).to(torch.int8), scales),
+    "numbers in int16": lambda pages, scales: ((30 * pages.float()).to(torch.int16), scales),
     "scales of a token in bfloat16": lambda pages, scales: (pages, scales.bfloat16()),
     "scales of a token in float64": lambda pages, scales: (pages, scales.double()),
 }

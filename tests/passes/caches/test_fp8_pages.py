@@ -14,7 +14,7 @@ from tests.passes.caches.test_pages import GATHERS, OPS, L, N, P, R, V, forward,
 from tests.passes.graphs import capture, rewrite, run
 from tests.passes.meaning import check_lookups
 
-FP8 = torch.float8_e4m3fn
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
 B, G, PAGES, PAGE_SIZE, LENGTH = 2, 2, 9, 4, 10
 
 Read = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -28,13 +28,17 @@ def attend(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, mask: Tens
     return torch.ops.mla.sealed_attention(q, k, v, mask, 0.0, False, None, False)
 
 
-def inputs(dtype: torch.dtype = torch.float32, queries: int = 1, groups: int = G) -> list[Tensor]:
-    """Queries, the weight, latents `[PAGES, PAGE_SIZE, L]` in FP8, scales `[PAGES, PAGE_SIZE, groups]` powers of
-    two, rope pages and a table, one entry of which counts from the end."""
+def inputs(
+    dtype: torch.dtype = torch.float32, queries: int = 1, groups: int = G, coded: torch.dtype = FP8
+) -> list[Tensor]:
+    """Queries, the weight, latents `[PAGES, PAGE_SIZE, L]` in FP8 or int8, scales `[PAGES, PAGE_SIZE, groups]`
+    powers of two, rope pages and a table, one entry of which counts from the end."""
     q, weight = torch.randn(B, N, queries, P + R), torch.randn(N * (P + V), L) / L**0.5
     pages, scales = torch.randn(PAGES, PAGE_SIZE, L), 2.0 ** torch.randint(-3, 3, (PAGES, PAGE_SIZE, groups))
     rope, table = torch.randn(PAGES, PAGE_SIZE, R), torch.tensor([[1, 5, 2], [8, -9, 3]])
-    return [q.to(dtype), weight.to(dtype), pages.to(FP8), scales, rope.to(dtype), table]
+    if coded == INT8:
+        pages, scales = (32 * pages).round().clamp(-128, 127), scales / 32
+    return [q.to(dtype), weight.to(dtype), pages.to(coded), scales, rope.to(dtype), table]
 
 
 def graph(read: Read, tensors: list[Tensor]) -> fx.GraphModule:
@@ -47,16 +51,16 @@ def exact(read: Read, tensors: list[Tensor]) -> Tensor:
     return attend(q.double(), *(keys.double() for keys in read(*cache)), weight.double())
 
 
-def reads_fp8(module: fx.GraphModule) -> bool:
-    """Whether attention over pages takes latents in FP8 with scales, and nothing is gathered."""
+def reads_coded(module: fx.GraphModule, coded: torch.dtype = FP8) -> bool:
+    """Whether attention over pages takes latents in FP8 or int8 with scales, and nothing is gathered."""
     gathered = [n.meta["val"].dtype for n in module.graph.nodes if n.target in GATHERS]
     calls = [node for node in module.graph.nodes if node.target in OPS.values()]
     given = [dict(zip([a.name for a in n.target._schema.arguments], n.args, strict=False)) for n in calls]
     return (
         len(given) == 1
-        and given[0]["latent_pages"].meta["val"].dtype == FP8
+        and given[0]["latent_pages"].meta["val"].dtype == coded
         and given[0].get("latent_scales") is not None
-        and not any(dtype.is_floating_point or dtype == torch.uint8 for dtype in gathered)
+        and not any(dtype.is_floating_point or dtype in (torch.uint8, INT8) for dtype in gathered)
     )
 
 
@@ -204,7 +208,7 @@ def test_pages_in_fp8_are_read_as_they_are(read: Read, path: str) -> None:
     (outcome,) = rewrite(module, path)
     assert outcome.path == path
     assert outcome.reason.endswith("reads the pages")
-    assert reads_fp8(module)
+    assert reads_coded(module)
     assert_as_close_as_eager(run(module, *tensors), eager, exact(read, tensors))
 
 
@@ -229,7 +233,7 @@ def test_any_number_of_queries_groups_and_dtypes(sizes: dict) -> None:
     module = graph(in_pages, tensors)
     eager = run(module, *tensors)
     rewrite(module)
-    assert reads_fp8(module)
+    assert reads_coded(module)
     assert_as_close_as_eager(run(module, *tensors), eager, exact(in_pages, tensors))
 
 
@@ -245,7 +249,7 @@ def test_no_rope_key_is_none_in_any_dtype() -> None:
     module = capture(function, *tensors)
     eager = run(module, *tensors)
     rewrite(module)
-    assert reads_fp8(module)
+    assert reads_coded(module)
     torch.testing.assert_close(run(module, *tensors), eager, rtol=1e-5, atol=1e-5)
 
 
@@ -255,7 +259,7 @@ def test_symbolic_sizes_are_read_too() -> None:
     module = capture(lambda q, weight, *cache: attend(q, *in_pages(*cache), weight), *tensors, symbolic=symbolic)
     eager = run(module, *tensors)
     rewrite(module)
-    assert reads_fp8(module)
+    assert reads_coded(module)
     torch.testing.assert_close(run(module, *tensors), eager, rtol=1e-5, atol=1e-5)
 
 

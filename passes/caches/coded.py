@@ -1,4 +1,4 @@
-"""See whether a site's latent is kept in FP8, in a tensor of all its keys, so that attention to some can read it there.
+"""See whether a site's latent is kept in FP8 or INT8, in a tensor of all its keys: attention to some can read it there.
 
     latent[b, j] = numbers[b, j] * scales[b, j]        a buffer, or a cache that grows; scales for groups of columns
 
@@ -18,22 +18,20 @@ from mla_compile.fp8 import FP8
 from ..algebra.terms import Dim, Read, Term
 from ..code.reading import Reader
 from ..mla.site import Site
-from ..trace.fp8 import dtype_of, groups_of, numbers_of
+from ..trace.coded import dtype_of, groups_of, numbers_of
 from .scales import read_scales
 
 
 @dataclass(frozen=True)
-class Fp8Keys:
-    """`latent`, in e4m3fn, runs over the site's batch, keys and rank, and `rope`, in that or the queries' dtype, over
-    batch, keys and its columns. `scales` of what is in FP8 run over `groups`, the slowest axes of the rank, and over
-    batch and keys unless these share them; `factor` is a number besides. `layout` is batch and keys.
+class CodedKeys:
+    """`latent`, in e4m3fn or int8, runs over the site's batch, keys and rank, and `rope`, in that or the queries'
+    dtype, over batch, keys and its columns. `scales` of what is coded run over `groups`, the slowest axes of the
+    rank, and over batch and keys unless these share them; `factor` is a number besides. `layout` is batch and keys.
     """
 
-    words: ClassVar[str] = "reads keys in FP8"
     otherwise: ClassVar[str] = ""
     in_pages: ClassVar[bool] = False
     may_be_cast: ClassVar[bool] = True
-    coded: ClassVar[torch.dtype | None] = FP8
 
     latent: Read
     rope: Read | None
@@ -41,6 +39,17 @@ class Fp8Keys:
     scales: Read | None
     groups: Dim
     factor: float
+
+    @property
+    def coded(self) -> torch.dtype:
+        """The dtype of the latents."""
+        dtype: torch.dtype = dtype_of(self.latent)
+        return dtype
+
+    @property
+    def words(self) -> str:
+        """For a report."""
+        return f"reads keys in {'FP8' if self.coded == FP8 else 'INT8'}"
 
     @property
     def reads(self) -> tuple[Read, ...]:
@@ -61,8 +70,8 @@ class Fp8Keys:
         return None
 
 
-def find_fp8_keys(site: Site) -> Fp8Keys | None:
-    """A site's keys in FP8; None if they are not provably numbers and scales as one kernel can read them."""
+def find_coded_keys(site: Site) -> CodedKeys | None:
+    """A site's keys in FP8 or INT8; None if they are not provably numbers and scales as one kernel can read them."""
     if len(site.ropes) > 1:
         return None
     latent = _keys_of(site, site.latent, site.rank)
@@ -71,11 +80,12 @@ def find_fp8_keys(site: Site) -> Fp8Keys | None:
         return latent
     if rope is None:
         return replace(latent, rope=site.ropes[0].key.read)
-    alike = not latent.groups and (rope.scales, rope.factor) == (latent.scales, latent.factor)
+    same = (rope.scales, rope.factor, rope.coded) == (latent.scales, latent.factor, latent.coded)
+    alike = not latent.groups and same
     return replace(latent, rope=rope.latent) if alike else None
 
 
-def _keys_of(site: Site, term: Term, columns: Dim) -> Fp8Keys | None:
+def _keys_of(site: Site, term: Term, columns: Dim) -> CodedKeys | None:
     numbers, tokens = numbers_of(term), (site.batch, site.attention.keys)
     if numbers is None:
         return None
@@ -83,4 +93,4 @@ def _keys_of(site: Site, term: Term, columns: Dim) -> Fp8Keys | None:
     known = numbers.by is None or dtype_of(numbers.by) in (torch.float32, torch.bfloat16, torch.float16)
     if groups is None or not known:
         return None
-    return Fp8Keys(numbers.of, None, tokens, numbers.by, groups, numbers.factor)
+    return CodedKeys(numbers.of, None, tokens, numbers.by, groups, numbers.factor)

@@ -1,4 +1,4 @@
-"""Tensors in FP8 (e4m3fn) that a graph makes wider and multiplies with scales.
+"""Tensors in FP8 (e4m3fn) or INT8 that a graph makes wider and multiplies with scales.
 
     node = lookup.to(dtype) * scales        a lookup, of pages with scales
     node = tensor.to(dtype) * scales        numbers and scales of all keys: a cache that is a buffer, or grows
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.fp8 import FP8
+from mla_compile.coded import CODED
+from mla_compile.int8 import INT8
 
+from ..algebra import operations
 from ..algebra.gathers import lookup_of, scaled
 from ..algebra.sizes import Unaligned
 from ..algebra.terms import Bits, Dim, Form, Lookup, Numbers, Read, Term
@@ -24,15 +26,17 @@ from .handler import Forms
 from .weights import factors
 
 WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes that hold every number of e4m3fn."""
+"""Dtypes that hold every number of e4m3fn and of int8."""
 
 
 def dequantized_read(trace: Forms, node: fx.Node) -> Form | None:
-    """The form of a product, a leaf, if it is a tensor in FP8 times scales."""
-    if not any(in_fp8(trace[operand].term) for operand in node.all_input_nodes):
+    """The form of a product, a leaf, if it is a tensor in FP8 or INT8 times scales."""
+    operands, dtype = node.all_input_nodes, node.meta["val"].dtype
+    if not any(is_coded(widened(trace[operand], operand, dtype).term) for operand in operands):
         return None
     try:
         whole, forms = factors(trace, node)
+        forms = [widened(form, operand, dtype) for form, operand in zip(forms, operands, strict=True)]
         for form, factor in (forms, forms[::-1]) if len(forms) == 2 else ():
             stored = _scaled(form.term, factor.term)
             if stored is not None and (isinstance(stored, Lookup) or _may_be_cached(whole)):
@@ -43,33 +47,46 @@ def dequantized_read(trace: Forms, node: fx.Node) -> Form | None:
 
 
 def _scaled(term: Term, factor: Term) -> Lookup | Numbers | None:
-    """How `term * factor` is stored, over common axes, if the one is in FP8 and without scales and the other is these.
+    """How `term * factor` is stored, over common axes, if the one is coded and without scales and the other is these.
 
     Raises: Unaligned, as `scaled` does.
     """
     lookup, numbers, by = lookup_of(term), numbers_of(term), lookup_of(factor)
     if lookup is None:
         return replace(numbers, by=factor.read) if numbers is not None and numbers.by is None else None
-    if not is_fp8(lookup) or (by is not None and not all(step in WIDE for step in by.then)):
+    if not is_coded_lookup(lookup) or (by is not None and not all(step in WIDE for step in by.then)):
         return None
     return scaled(lookup, factor.read if by is None else by)
 
 
-def in_fp8(term: Term) -> bool:
-    """Whether an element is a number of e4m3fn in a wider dtype, perhaps scaled."""
+def is_coded(term: Term) -> bool:
+    """Whether an element is a number of e4m3fn or int8 in a wider dtype, perhaps scaled."""
     lookup = lookup_of(term)
-    return numbers_of(term) is not None if lookup is None else is_fp8(lookup)
+    return numbers_of(term) is not None if lookup is None else is_coded_lookup(lookup)
 
 
-def is_fp8(lookup: Lookup) -> bool:
-    """Whether what is looked up are numbers of e4m3fn, perhaps scaled: they were cast to wider dtypes only."""
-    return dtype_of(lookup.pages) == FP8 and _only_widened(lookup.then)
+def is_coded_lookup(lookup: Lookup) -> bool:
+    """Whether what is looked up are numbers of e4m3fn or int8, perhaps scaled: they were cast to wider dtypes only."""
+    return dtype_of(lookup.pages) in CODED and _only_widened(lookup.then)
+
+
+def widened(form: Form, node: fx.Node, dtype: torch.dtype) -> Form:
+    """The form of a factor, cast to the dtype of the product if it is in int8: torch casts it so by itself."""
+    return operations.cast(form, dtype) if widens(form, node, dtype) else form
+
+
+def widens(form: Form, node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a cast is of a tensor in int8, all of whose numbers are in that dtype too.
+
+    Not of what is known to be a sum or product: it was taken in int8.
+    """
+    return node.meta["val"].dtype == INT8 and dtype in WIDE and form.term.parts is None
 
 
 def numbers_of(term: Term) -> Numbers | None:
-    """The numbers that an element is, and their scales, if it is in FP8 and no lookup."""
+    """The numbers that an element is, and their scales, if it is coded and no lookup."""
     stored, plain = term.stored, replace(term.read, then=())
-    if stored is None and dtype_of(plain) == FP8:
+    if stored is None and dtype_of(plain) in CODED:
         stored = Numbers(plain)
     if not isinstance(stored, Numbers):
         return None
@@ -91,7 +108,7 @@ def without_widening(read: Read) -> Read:
     within = dtype  # the narrowest dtype that the numbers have been in since they were made
     rounded: list[Any] = []
     for step in read.then:
-        if step in WIDE and (within == FP8 or (within in WIDE and torch.promote_types(within, step) == step)):
+        if step in WIDE and (within in CODED or (within in WIDE and torch.promote_types(within, step) == step)):
             dtype = step
             continue
         rounded.append(step)

@@ -1,0 +1,80 @@
+"""Pools whose latents are in a byte a number, under scales beside them.
+
+Plain torch, and three tensors a layer rather than packed rows: each is written in place and read by itself, so that
+compiled code has no views of other dtypes to see through, and attention gets the very tensors that the pool holds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..coded import dequantised
+from .pool import PagePool
+
+
+class CodedPagePool(PagePool, ABC):
+    """A `PagePool` that quantises latents as they are written; what is read is their numbers again, rounded.
+
+    It holds, for each layer, latents `[pages, page_size, L]` in `coded` (`layers`), their float32 `scales`
+    `[pages, page_size, G]`, and rope keys `[pages, page_size, R]` of the tokens' dtype (`ropes`).
+
+    Args: as `PagePool`, dtype that of the tokens.
+    Raises: CacheMismatchError (a ValueError) for a size below its least.
+    """
+
+    coded: ClassVar[torch.dtype]
+    """The dtype of the numbers."""
+
+    def __init__(
+        self,
+        layers: int,
+        latent_width: int,
+        rope_width: int,
+        pages: int,
+        page_size: int = 64,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.scales: list[Tensor] = []
+        self.ropes: list[Tensor] = []
+        super().__init__(layers, latent_width, rope_width, pages, page_size, dtype, device)
+
+    @abstractmethod
+    def groups(self) -> int:
+        """`G`, scales of a token."""
+
+    @abstractmethod
+    def quantised(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents `[..., L]` in `coded` and their scales `[..., G]`."""
+
+    def _empty(
+        self, layers: int, pages: int, width: int, dtype: torch.dtype | None, device: torch.device | str | None
+    ) -> list[Tensor]:
+        self.scales = super()._empty(layers, pages, self.groups(), torch.float32, device)
+        self.ropes = super()._empty(layers, pages, self.rope_width, dtype, device)
+        return super()._empty(layers, pages, self.latent_width, self.coded, device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.layers, *self.scales, *self.ropes]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def _put(self, layer: int, place: tuple[Tensor, ...], tokens: Tensor) -> None:
+        latent, k_rope = tokens.split([self.latent_width, self.rope_width], dim=-1)
+        self.layers[layer][place], self.scales[layer][place] = self.quantised(latent)
+        self.ropes[layer][place] = k_rope
+
+    def _get(self, layer: int, place: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        numbers = self._numbers(layer, place)
+        return dequantised(numbers, self.scales[layer][place], self.dtype), self.ropes[layer][place]
+
+    def _numbers(self, layer: int, place: tuple[Tensor, ...]) -> Tensor:
+        return self.layers[layer][place]

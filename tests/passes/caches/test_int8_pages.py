@@ -1,0 +1,204 @@
+"""Caches in int8 pages: read as they are under a scale a token, and right where the numbers are something else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.errors import assert_as_close_as_eager
+from tests.passes.caches.test_fp8_near_misses import check_gathered
+from tests.passes.caches.test_fp8_pages import (
+    INT8,
+    PAGE_SIZE,
+    Read,
+    a_number_for_all,
+    attend,
+    embedding,
+    exact,
+    graph,
+    in_pages,
+    inputs,
+    one_a_group,
+    one_a_token,
+    one_for_all,
+    position_by_position,
+    reads_coded,
+    scale_first,
+    slots,
+    the_first_keys,
+    times,
+)
+from tests.passes.caches.test_pages import OPS, SPARSE, L, R, positions
+from tests.passes.graphs import capture, rewrite, run
+
+
+def cast_by_torch(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers times floating ones: the product is in the dtype of these."""
+    latent = pages[table] * scales[..., :1][table]
+    return latent.flatten(1, 2).to(rope.dtype), rope[table].flatten(1, 2)
+
+
+def a_number_cast_by_torch(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    return (pages[table] / 64).flatten(1, 2).to(rope.dtype), rope[table].flatten(1, 2)
+
+
+def whole_rows(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Latents and rope keys in one pool, and a scale a token."""
+    rows = torch.cat([pages, (32 * rope).round().to(INT8)], dim=-1)
+    tokens = rows[table].to(rope.dtype) * scales[..., :1][table]
+    latent, k_rope = tokens.flatten(1, 2).split([L, R], dim=-1)
+    return latent, k_rope
+
+
+def written_first(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    place = torch.tensor([1, 8]), torch.tensor([3, 0])
+    pages, scales = pages.index_put(place, pages[0, :2]), scales.index_put(place, scales[0, :2])
+    return in_pages(pages, scales, rope, table)
+
+
+READS: dict[str, Read] = {
+    read.__name__.replace("_", " "): read
+    for read in (
+        in_pages,
+        one_a_token,
+        cast_by_torch,
+        a_number_cast_by_torch,
+        whole_rows,
+        written_first,
+        the_first_keys,
+        position_by_position,
+        slots,
+        embedding,
+        scale_first,
+        one_for_all,
+        one_a_group,
+        a_number_for_all,
+    )
+}
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("path", OPS)
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_pages_in_int8_are_read_as_they_are(read: Read, path: str) -> None:
+    tensors = inputs(queries=1 if path == "absorbed" else 9, coded=INT8)
+    module = graph(read, tensors)
+    eager = run(module, *tensors)
+    (outcome,) = rewrite(module, path)
+    assert outcome.path == path
+    assert outcome.reason.endswith("reads the pages")
+    assert reads_coded(module, INT8)
+    assert_as_close_as_eager(run(module, *tensors), eager, exact(read, tensors))
+
+
+def of_a_zero_point(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    latent = (pages[table].to(rope.dtype) - 3) * scales[..., :1][table].to(rope.dtype)
+    return latent.flatten(1, 2), rope[table].flatten(1, 2)
+
+
+def of_a_zero_point_a_token(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    own = scales[table].to(rope.dtype)
+    latent = pages[table].to(rope.dtype) * own[..., :1] + own[..., 1:]
+    return latent.flatten(1, 2), rope[table].flatten(1, 2)
+
+
+def a_scale_a_column_of_each_token(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns of the scales' own, side by side: column c is under scale c modulo their number."""
+    numbers = pages[table].to(rope.dtype).unflatten(-1, (-1, scales.shape[2]))
+    return (numbers * scales[table][..., None, :]).flatten(-2).flatten(1, 2), rope[table].flatten(1, 2)
+
+
+def beyond_int8(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Products in int8, which wrap around."""
+    return times(pages[table] * 3, scales[table], rope.dtype).flatten(1, 2), rope[table].flatten(1, 2)
+
+
+def beyond_int8_after(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    latent = (pages[table].to(rope.dtype) * scales[table][..., :1]).to(INT8)
+    return latent.flatten(1, 2).to(rope.dtype), rope[table].flatten(1, 2)
+
+
+def without_a_sign(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    return in_pages(pages.view(torch.uint8), scales, rope, table)
+
+
+def in_four_bits(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Two numbers a byte, of which only the lower is taken."""
+    return times(pages[table] & 15, scales[table], rope.dtype).flatten(1, 2), rope[table].flatten(1, 2)
+
+
+def rope_without_scale(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    latent, _ = one_a_token(pages, scales, rope, table)
+    return latent, (32 * rope).round().to(INT8)[table].flatten(1, 2).to(rope.dtype)
+
+
+def rope_in_fp8(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Under the same scale, but in another format."""
+    own = scales[..., :1][table]
+    k_rope = rope.to(torch.float8_e4m3fn)[table].to(rope.dtype) * own
+    return (pages[table].to(rope.dtype) * own).flatten(1, 2), k_rope.flatten(1, 2)
+
+
+def rows_of_others(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    page, row = table[:, positions() // PAGE_SIZE], positions() % PAGE_SIZE
+    return times(pages[page, row], scales[page, (row + 1) % PAGE_SIZE], rope.dtype), rope[page, row]
+
+
+NEAR_MISSES = (
+    of_a_zero_point,
+    of_a_zero_point_a_token,
+    a_scale_a_column_of_each_token,
+    beyond_int8,
+    beyond_int8_after,
+    without_a_sign,
+    in_four_bits,
+    rope_without_scale,
+    rope_in_fp8,
+    rows_of_others,
+)
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("path", OPS)
+@pytest.mark.parametrize("read", NEAR_MISSES)
+def test_what_the_op_does_not_take_is_dequantised_first(read: Read, path: str) -> None:
+    tensors = inputs(torch.float64, coded=INT8)
+    check_gathered(graph(read, tensors), tensors, path)
+
+
+@pytest.mark.parametrize(("read", "in_int8"), [(in_pages, True), (of_a_zero_point, False)])
+def test_keys_that_are_named_are_read_in_int8_from_a_buffer(read: Read, in_int8: bool) -> None:
+    """A buffer is one page a sequence, of a table that is not there."""
+    q, weight, pages, scales, rope, _ = inputs(coded=INT8)
+    tensors = [q, weight, pages[:2], scales[:2], rope[:2], torch.randn(2, 1, PAGE_SIZE)]
+
+    def function(q: Tensor, weight: Tensor, numbers: Tensor, scales: Tensor, rope: Tensor, scores: Tensor) -> Tensor:
+        named = torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, scores.topk(2).indices, True)
+        latent = numbers.to(rope.dtype) * scales[..., :1] if in_int8 else (numbers.to(rope.dtype) - 1) * scales[..., :1]
+        return attend(q, latent, rope, weight, named[:, None])
+
+    module = capture(function, *tensors)
+    eager = run(module, *tensors)
+    (outcome,) = rewrite(module, "sparse")
+    (call,) = (node.args for node in module.graph.nodes if node.target is SPARSE)
+    assert (call[2].meta["val"].dtype == INT8) == in_int8
+    assert outcome.reason.endswith("reads keys in INT8") == in_int8
+    torch.testing.assert_close(run(module, *tensors), eager, rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_in_int8_is_a_weight_as_it_was() -> None:
+    """Its scale comes before the product, or after."""
+    q, weight, pages, scales, rope, table = inputs(coded=INT8)
+    small, by = (100 * weight).round().to(INT8), torch.rand(len(weight), 1)
+
+    def function(q: Tensor, small: Tensor, by: Tensor, *cache: Tensor) -> Tensor:
+        return attend(q, *in_pages(*cache), small.to(q.dtype) * by / 100)
+
+    tensors = [q, small, by, pages, scales, rope, table]
+    module = capture(function, *tensors)
+    eager = run(module, *tensors)
+    (outcome,) = rewrite(module)
+    assert outcome.path == "absorbed"
+    assert reads_coded(module, INT8)
+    torch.testing.assert_close(run(module, *tensors), eager, rtol=1e-5, atol=1e-5)
