@@ -151,9 +151,10 @@ latent_scales; rope_pages as q_rope, or in latent_pages' dtype where G is 1, to 
 Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent_pages `[pages, page_size, L]`, rope_pages
 `[pages, page_size, R]`, all of one floating dtype (coded ones excepted); block_table `[B, max_pages]` and seq_lens
 `[B]`, int32 or int64; causal; scale; latent_scales None, or `[pages, page_size, G]` float32 with sizes of 1 that
-broadcast; split_tokens None (keys are shared out to suit batch and device), or how many keys of a sequence one program sums up:
-with that, the result of a sequence is the same bits in any batch; mask as the module says, over T keys of which no
-sequence has more, and for seq_lens, causal and mask together to allow; first_positions None or `[B]`, int32 or int64.
+broadcast; split_tokens None (keys are shared out to suit batch and device), or how many keys of a sequence one program
+sums up: with that, the result of a sequence is the same bits in any batch; mask as the module says, over T keys of
+which no sequence has more, and for seq_lens, causal and mask together to allow; first_positions None or `[B]`, int32
+or int64.
 Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape, dtype or, on CPU, length or page.
 """

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from mla_compile.fp8 import FP8
 from mla_compile.kernels._common import combine as combining
 from mla_compile.kernels._common.kernel import attend_latents
 from mla_compile.kernels._common.launch import LEAST_TILES, Source, constants_of, mask_kind
@@ -72,7 +73,7 @@ def compile_attention(
     heads: int,
     dtype: torch.dtype = torch.bfloat16,
     work: str = "shared",
-    fp8: bool = False,
+    coded: torch.dtype | None = None,
     kind: str = "pages",
     page_size: int = 64,
     mask: torch.dtype | None = None,
@@ -85,27 +86,27 @@ def compile_attention(
     """The kernel that a decode step of DeepSeek launches, with some tiles or those of the table."""
     machine = machine_of(arch)
     q = torch.empty(1, 1, heads, rank, dtype=dtype, device="meta")
-    cache = torch.empty(1, page_size, rank, dtype=torch.float8_e4m3fn if fp8 else dtype, device="meta")
+    cache = torch.empty(1, page_size, rank, dtype=coded or dtype, device="meta")
     source = Source(
         kind=kind,
         latent=cache,
         rope=torch.empty(1, page_size, rope, dtype=dtype, device="meta"),
         tokens=4096,
         page_size=page_size,
-        scales=torch.empty(1, page_size, rank // 128, device="meta") if fp8 else None,
+        scales=torch.empty(1, page_size, rank // 128, device="meta") if coded else None,
         mask=None if mask is None else torch.empty(1, heads if by_row else 1, 1, page_size, dtype=mask, device="meta"),
         causal=True,
         starts=torch.empty(1, dtype=torch.int32, device="meta") if starts else None,
     )
-    tiles = tiles or choose(machine, heads, rank, rope, dtype.itemsize, fp8, mask_kind(source.mask))
+    tiles = tiles or choose(machine, heads, rank, rope, dtype.itemsize, coded is not None, mask_kind(source.mask))
     constants = constants_of(machine, q, rope, source, tiles, work)
     types = dict.fromkeys(attend_latents.arg_names, "i32") | {"scale": "fp32"}
     types |= dict.fromkeys(("q_latent", "q_rope", "latent", "rope", "o"), POINTERS[dtype])
     types |= dict.fromkeys(("scales", "lse", "acc", "m_out", "total_out"), "*fp32")
     types |= dict.fromkeys(("table", "lengths", "starts"), "*i32")
     types |= {"mask": "*fp32" if mask not in (None, torch.bool) else "*u8"}
-    if fp8:
-        types["latent"] = "*u8"
+    if coded:
+        types["latent"] = "*u8" if coded == FP8 else "*i8"
     aligned = [name for name in types if types[name].startswith("*")]
     aligned += [name for name in types if re.fullmatch(r"(q|qr|latent|rope)_stride_\w", name)]
     return _compile(arch, attend_latents, types, constants, aligned, tiles.warps, tiles.stages)

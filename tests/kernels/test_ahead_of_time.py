@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia")
 
+from mla_compile.fp8 import FP8
 from mla_compile.kernels._common.tiles import choose, fits
 from mla_compile.kernels._common.tuning import neighbours
 
@@ -94,12 +95,18 @@ def test_queries_that_are_not_the_last(arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_fp8(arch, heads):
     # Kept before the loop and read behind it.
-    assert_clean(compile_attention(arch, heads, fp8=True), arch, 24 if (arch, heads) == ("sm_120", 16) else 0)
+    assert_clean(compile_attention(arch, heads, coded=FP8), arch, 24 if (arch, heads) == ("sm_120", 16) else 0)
+
+
+@pytest.mark.parametrize("arch", SOME)
+def test_int8(arch):
+    # Kept before the loop and read behind it.
+    assert_clean(compile_attention(arch, 128, coded=torch.int8), arch, 8 if arch == "sm_90" else 0)
 
 
 @pytest.mark.parametrize("arch", SOME)
 def test_fp8_of_named_keys(arch):
-    assert_clean(compile_attention(arch, 128, fp8=True, kind="named", work="parts"), arch)
+    assert_clean(compile_attention(arch, 128, coded=FP8, kind="named", work="parts"), arch)
 
 
 @pytest.mark.diagonal
@@ -218,7 +225,7 @@ def test_every_tile_that_autotuning_may_try(arch, heads, fp8):
     machine = machine_of(arch)
     table = choose(machine, heads, 512, 64, 2, fp8)
     for tiles in neighbours(table, lambda tiles: fits(machine, tiles, 512, 64, 2)):
-        record = compile_attention(arch, heads, fp8=fp8, tiles=tiles)
+        record = compile_attention(arch, heads, coded=FP8 if fp8 else None, tiles=tiles)
         assert record.shared <= machine.shared_bytes, tiles
         assert matrix_unit(record.assembly), tiles
 

@@ -32,11 +32,14 @@ def _pages(model: Any, batch: int, tokens: int) -> Any:
     return PagedLatentCache.of(model, pages=batch * -(-tokens // PAGE_SIZE), page_size=PAGE_SIZE)
 
 
-def _fp8_pages(model: Any, batch: int, tokens: int) -> Any:
-    from mla_compile import PagedLatentCache
+def _coded_pages(coded: torch.dtype) -> Callable[[Any, int, int], Any]:
+    def pages(model: Any, batch: int, tokens: int) -> Any:
+        from mla_compile import PagedLatentCache
 
-    pages = batch * -(-tokens // PAGE_SIZE)
-    return PagedLatentCache.of(model, pages=pages, page_size=PAGE_SIZE, dtype=torch.float8_e4m3fn)
+        count = batch * -(-tokens // PAGE_SIZE)
+        return PagedLatentCache.of(model, pages=count, page_size=PAGE_SIZE, dtype=coded)
+
+    return pages
 
 
 CACHES: dict[str, Callable[[Any, int, int], Any]] = {
@@ -44,6 +47,7 @@ CACHES: dict[str, Callable[[Any, int, int], Any]] = {
     "static": _static,
     "latent": _latent,
     "pages": _pages,
-    "fp8-pages": _fp8_pages,
+    "fp8-pages": _coded_pages(torch.float8_e4m3fn),
+    "int8-pages": _coded_pages(torch.int8),
 }
 """An empty cache for a model, with room for so many sequences of so many tokens."""
