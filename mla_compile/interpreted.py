@@ -24,4 +24,4 @@ def without_base(output: object) -> object:
     """A view of a tensor of the graph as Inductor returns it: one that does not know what it is a view of."""
     if not isinstance(output, torch.Tensor) or output._base is None:
         return output
-    return _guards._reinterpret_tensor(output, output.shape, output.stride())
+    return _guards._reinterpret_tensor(output, tuple(output.shape), output.stride())

@@ -356,6 +356,7 @@ def constant_of(value: Any) -> float | None:
                 | aten.expand.default
                 | aten.clone.default
                 | aten.detach.default
+                | aten.alias.default
             ):
                 return constant_of(arguments(value)[0])
     if isinstance(value, fx.Node) and value.op == "get_attr":

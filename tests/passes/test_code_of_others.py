@@ -41,6 +41,11 @@ def assigned(blind: bool = False, number: float = -torch.inf) -> Function:
     return change
 
 
+def put(number: float, accumulate: bool = False) -> Function:
+    """As `scores[mask] = number` was traced before torch 2.15, which fills instead."""
+    return lambda s: s.index_put((hidden().expand(s.shape),), torch.tensor(number).double(), accumulate)
+
+
 def heads() -> Tensor:
     """A number a head, [N, 1, 1]."""
     return torch.arange(1, N + 1)[:, None, None].double() / N
@@ -177,6 +182,7 @@ REWRITTEN: dict[str, Function] = {
     "rows of nothing are 0 by a sum of 1": by_log_sum_exp(lambda s: s.masked_fill(s == -torch.inf, 0.0)),
     "rows of nothing are 0 by another sum": by_log_sum_exp(lambda s: torch.where(s == -torch.inf, torch.inf, s)),
     "scores assigned at a mask": scored(assigned()),
+    "scores put at a mask": scored(put(-torch.inf)),
     "rows of nothing assigned": scored(assigned(blind=True)),
     "scores of some sequences and heads assigned": scored(first_head_assigned),
     "-inf, then -1e4 over some of it": scored(lambda s: filled(-1e4, blind=True)(filled(-torch.inf, shift=-1)(s))),
@@ -319,12 +325,7 @@ def test_a_function_of_the_scores_takes_no_chunks_and_is_right(function: Functio
         check_right(before, run(module, *mla.tensors()))
 
 
-def added_at(scores: Tensor) -> Tensor:
-    scores = scores.clone()
-    return scores.index_put((hidden().expand(scores.shape),), torch.tensor(-torch.inf).double(), accumulate=True)
-
-
-@pytest.mark.parametrize("change", [assigned(number=-3.0), assigned(number=3.0), added_at])
+@pytest.mark.parametrize("change", [put(-3.0), put(3.0), put(-torch.inf, accumulate=True)])
 def test_scores_that_are_assigned_what_hides_nothing_are_no_mask(change: Function) -> None:
     for _, _, (outcome,) in compiled(scored(change), mla.tensors()):
         assert outcome.path == "unchanged"
