@@ -50,7 +50,8 @@ def everything(x, cache, number):
 @pytest.mark.parametrize("path", ["absorbed", "chunked"])
 def test_lowered_they_attend_with_no_query(path, take, queries, number):
     module = Attention(take)
-    example = torch.randn(3, 4, HIDDEN), torch.randn(3, 12, L + R), torch.tensor(2)
+    # Not as many queries as heads: torch 2.15 would fix their number, as that of any transposed view that is returned.
+    example = torch.randn(3, N + 1, HIDDEN), torch.randn(3, 12, L + R), torch.tensor(2)
     program = torch.export.export(module, example, dynamic_shapes=({1: Dim("S", min=0, max=64)}, None, None))
     program = mla_compile.rewrite(program, options={"mla.path": path, "mla.strict": True})
     result = mla_compile.lower(program).module()(example[0][:, :queries], example[1], torch.tensor(number))
