@@ -131,7 +131,7 @@ def test_the_machine_code_of_what_inductor_launches(name: str, always: dict[Case
     """As good as what the op itself launches: nothing on the stack, no float64, which Inductor gives numbers as."""
     if not CUOBJDUMP.exists():
         pytest.skip("Triton's package carries no cuobjdump here")
-    record = compile_written("sm_90", always[dataclasses.replace(ALWAYS[1], layers=1)].written[name], tmp_path / "k.py")
+    record = compile_written("sm_90", always[dataclasses.replace(ALWAYS[0], layers=1)].written[name], tmp_path / "k.py")
     assert record.stack == 0
     assert not re.search(r"\b(add|mul|fma|div)\.(rn\.)?f64", record.assembly)
     if name.startswith("attend"):
