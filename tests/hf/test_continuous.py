@@ -90,8 +90,9 @@ def test_generate_batch_writes_what_generate_does(model, requests, one_by_one):
         assert output.generated_tokens == one_by_one[name][:4]
 
 
-def test_over_fp8_it_writes_what_generate_does_over_fp8(model, requests):
-    dtype, prompts = torch.float8_e4m3fn, [requests[name][0] for name in "123"]
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=["FP8", "INT8"])
+def test_in_few_bits_it_writes_what_generate_does_in_few_bits(model, requests, dtype):
+    prompts = [requests[name][0] for name in "123"]
     batched = ContinuousModel(model, pages=64, page_size=16, dtype=dtype)
     outputs = batched.generate_batch(prompts, max_new_tokens=6, **configs())
     for prompt, output in zip(prompts, outputs.values(), strict=True):

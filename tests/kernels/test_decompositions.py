@@ -15,7 +15,7 @@ from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_
 
 from .errors import assert_as_close_as
 from .naive import make_inputs, masks, naive_mla
-from .paged import make_paged, make_paged_heads, quantised
+from .paged import CODED, make_paged, make_paged_heads, quantised
 
 mla = torch.ops.mla
 MASKS = tuple(masks(1, 1, 1, 1))
@@ -133,10 +133,10 @@ def test_paged_latent_attention(dtype, causal, mask):
     assert_as_close_as(measure[1].float(), lse, exact[1])
 
 
-@pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, False), (1, True)])
-def test_pages_in_fp8(groups, rope_too):
+@pytest.mark.parametrize(("groups", "rope_too", "coded"), CODED)
+def test_pages_in_few_bits(groups, rope_too, coded):
     x = make_paged([70, 0, 64, 3], (3, 4, 24, 8), 16)
-    arguments, scales = quantised(x, groups, rope_too)
+    arguments, scales = quantised(x, groups, rope_too, coded)
     first = x.seq_lens - 1
     o, lse = decomposed(mla.paged_latent_attention, *arguments, True, x.scale, scales, first_positions=first)
     more = {"latent_scales": scales, "first_positions": first}
@@ -170,9 +170,9 @@ def test_paged_expanded_attention(dtype, causal, more, attend, monkeypatch):
     assert_prefill(x, causal, 20, more)
 
 
-@pytest.mark.parametrize(("groups", "rope_too"), [(4, False), (1, False), (1, True)])
-def test_chunks_of_pages_in_fp8(groups, rope_too):
-    x = make_paged_heads([70, 0, 64, 3], (9, 4, 24, 16, 8, 12), 16, groups=groups, rope_too=rope_too)
+@pytest.mark.parametrize(("groups", "rope_too", "coded"), CODED)
+def test_chunks_of_pages_in_few_bits(groups, rope_too, coded):
+    x = make_paged_heads([70, 0, 64, 3], (9, 4, 24, 16, 8, 12), 16, groups=groups, rope_too=rope_too, coded=coded)
     assert_prefill(x, True, 20, {"latent_scales": x.scales})
 
 

@@ -5,6 +5,7 @@ import torch
 
 from mla_compile.errors import KernelError
 from mla_compile.fp8 import RowLayout
+from mla_compile.int8 import quantised
 from mla_compile.kernels.latent_attention import latent_attention_reference
 from mla_compile.kernels.sparse_latent_attention import aten, native, sparse_latent_attention_reference
 
@@ -158,14 +159,21 @@ def test_what_nothing_attends_to_may_be_nan(implementation):
     assert torch.equal(lse, expected[1])
 
 
-def in_fp8(arguments, dtype, one_scale):
-    """The arguments with their cache in FP8, of DeepSeek's layout or with one scale for everything."""
+STEP = {"FP8": 1 / 16, "FP8 of one scale": 1 / 16, "INT8": 1 / 254}
+"""How far rounding is off, at most: e4m3 keeps four significant bits, int8 halves of a 127th of the greatest."""
+
+
+def in_few_bits(arguments, dtype, kind):
+    """The arguments with their cache in FP8, of DeepSeek's layout or with one scale for everything, or in INT8."""
     q_latent, q_rope, latent, k_rope = arguments
     batch, tokens, rank = latent.shape
     width = k_rope.shape[2]
+    if kind == "INT8":
+        numbers, scales = quantised(latent)
+        return (q_latent, q_rope, numbers, k_rope), scales
     slots, scale = torch.arange(batch * tokens), latent.abs().max().float() / 448
     both = latent.flatten(0, 1), k_rope.flatten(0, 1)
-    if one_scale:
+    if kind == "FP8 of one scale":
         rows = torch.zeros(batch, tokens, rank + width, dtype=torch.float8_e4m3fn)
         torch.ops.mla.append_latents(*both, slots, rows, scale)
         return (q_latent, q_rope, rows[..., :rank], rows[..., rank:]), scale.view(1, 1, 1)
@@ -176,10 +184,10 @@ def in_fp8(arguments, dtype, one_scale):
     return (q_latent, q_rope, numbers, ropes), scales
 
 
-def check_fp8(op, dtype, one_scale, uniform):
+def check_few_bits(op, dtype, kind, uniform):
     arguments, indices, scale = make((2, 3, 30, 4, 256, 8, 8, 8), 12, dtype)
     indices[1, 2] = -1
-    given, scales = in_fp8(arguments, dtype, one_scale)
+    given, scales = in_few_bits(arguments, dtype, kind)
     o, lse = op(*given, indices, None, 28, scale, uniform, scales)
     wide = [t.double() if t.dtype == dtype else t for t in given]
     exact = sparse_latent_attention_reference(*wide, indices, None, 28, scale, uniform, scales)
@@ -187,20 +195,21 @@ def check_fp8(op, dtype, one_scale, uniform):
     assert_as_close_as(measure[0], o, exact[0])
     assert_as_close_as(measure[1].float(), lse, exact[1])
     unquantised = sparse_latent_attention_reference(*arguments, indices, None, 28, scale, uniform)[0]
-    # e4m3 keeps four significant bits: each value of an average is off by at most 1/16 of the greatest.
-    assert (o.double() - unquantised.double()).abs().max() < 2 * arguments[2].abs().max() / 16
+    # An average is off by what its values are, and its weights by as much again; half precision rounds besides.
+    off = 2 * STEP[kind] + torch.finfo(dtype).eps
+    assert (o.double() - unquantised.double()).abs().max() < off * arguments[2].abs().max()
 
 
 @pytest.mark.parametrize("uniform", [False, True])
-@pytest.mark.parametrize("one_scale", [False, True])
+@pytest.mark.parametrize("kind", STEP)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fp8(implementation, dtype, one_scale, uniform):
-    check_fp8(sparse_latent_attention, dtype, one_scale, uniform)
+def test_few_bits(implementation, dtype, kind, uniform):
+    check_few_bits(sparse_latent_attention, dtype, kind, uniform)
 
 
 def test_fp8_wants_scales_of_the_cache():
     arguments, indices, scale = make((2, 3, 30, 4, 256, 8, 8, 8), 12)
-    given, scales = in_fp8(arguments, torch.float32, False)
+    given, scales = in_few_bits(arguments, torch.float32, "FP8")
     with pytest.raises(KernelError, match=r"latent_scales that broadcasts to \[B, T, G\] = .* found \[2, 29, 2\]"):
         sparse_latent_attention(*given, indices, None, None, scale, False, scales[:, 1:])
     with pytest.raises(KernelError, match=r"expected latent, with latent_scales given, of torch.float8_e4m3fn"):

@@ -10,7 +10,7 @@ from mla_compile.kernels.sparse_latent_attention.triton import sparse_latent_att
 
 from ..errors import assert_as_close_as
 from ..naive import masks
-from ..test_sparse_latent_attention import SIZES, check_fp8, make
+from ..test_sparse_latent_attention import SIZES, STEP, check_few_bits, make
 from .where import ON_GPU, machine, to_device
 
 pytestmark = [*ON_GPU]
@@ -75,16 +75,16 @@ def test_keys_that_are_not_named_may_hold_nan():
 
 @pytest.mark.diagonal
 @pytest.mark.parametrize("uniform", [False, True])
-@pytest.mark.parametrize("one_scale", [False, True])
+@pytest.mark.parametrize("kind", STEP)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fp8(dtype, one_scale, uniform):
+def test_few_bits(dtype, kind, uniform):
     def run(*arguments):
         *tensors, causal_offset, scale, uniform, scales = arguments
         bundle = SparseLatentAttention(*to_device(tensors), causal_offset, scale, uniform, *to_device([scales]))
         result = sparse_latent_attention_triton(bundle, machine(), TILES)
         return [t.cpu() for t in result]
 
-    check_fp8(run, dtype, one_scale, uniform)
+    check_few_bits(run, dtype, kind, uniform)
 
 
 def test_any_strides_of_indices():
