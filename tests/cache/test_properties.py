@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from mla_compile.cache import BlockTable, FP8PagePool, PagePool, stack
+from mla_compile.coded import dequantised
 from mla_compile.errors import FreedError, OutOfPagesError
-from mla_compile.fp8 import dequantised, quantised, quantised_by
+from mla_compile.fp8 import quantised, quantised_by
 
 LAYERS, LATENT, ROPE, PAGES, PAGE_SIZE = 2, 2, 1, 14, 3
 
