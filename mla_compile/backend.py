@@ -285,7 +285,8 @@ class _Compilation:
 
     def _code(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
         # Tiles and implementations are timed at the first call of an op.
-        if not inductor_config.max_autotune and put_launches(module, ours_alone=self._ours_alone()):
+        if not inductor_config.max_autotune and put_launches(module.graph, ours_alone=self._ours_alone()):
+            module.recompile()
             log_graph("mla_launches", module)
         with inductor_config.patch(settings_of_loops(module.graph)), products_of(module.graph):
             return compile_fx_inner(module, inputs, **kwargs)

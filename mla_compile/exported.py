@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature
 
 from mla_compile.kernels.decompositions import decompositions
 from mla_compile.passes.paths.all import AUTO
 
 from .device import rates_of
 from .errors import OptionError
+from .gpu_launches import put_launches
 from .loop_operands import straighten_loop_operands
 from .options import parse
 from .report import Report, record
@@ -72,7 +74,7 @@ def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = Non
         check(original, module, outcomes, functional._graph_module_flat_inputs(*_example(program)))
     unseal_exported(module.graph)
     module.recompile()
-    _name_outputs(functional)
+    _name_outputs(functional.graph, functional.graph_signature)
     functional.validate()
     return functional
 
@@ -85,8 +87,16 @@ def lower(program: ExportedProgram, *, kernels: bool = False) -> ExportedProgram
 
     With `kernels` the ops stay that C++ takes: attention without a mask tensor on CPU, in float32, bfloat16 or float16,
     and products of a matrix a head. The result runs where what `build_library` wrote is loaded.
+
+    With a GPU, attention of known sizes on it becomes the launches of its Triton kernels, planned for that GPU, which
+    are compiled into a package.
     """
-    lowered = _decomposed(program, _composite() | decompositions(kernels))
+
+    def launch(graph: fx.Graph) -> None:
+        if torch.cuda.is_available():
+            put_launches(graph, ours_alone=True)
+
+    lowered = _decomposed(program, _composite() | decompositions(kernels), launch)
     straighten_loop_operands(lowered.graph_module)
     return lowered
 
@@ -103,7 +113,9 @@ def _decomposed(
             module.meta = dict(program.graph_module.meta)
             prepare(module.graph)
             module.recompile()
-            program = program._update(module, program.graph_signature)
+            signature = copy.deepcopy(program.graph_signature)
+            _name_outputs(module.graph, signature)
+            program = program._update(module, signature)
         return program.run_decompositions(table)
 
 
@@ -128,10 +140,10 @@ def _example(program: ExportedProgram) -> tuple[Any, Any]:
     return program.example_inputs
 
 
-def _name_outputs(program: ExportedProgram) -> None:
+def _name_outputs(graph: fx.Graph, signature: ExportGraphSignature) -> None:
     """Let the signature name the nodes that are outputs now: an attention may have been one."""
-    (returned,) = program.graph.output_node().args
+    (returned,) = graph.output_node().args
     assert isinstance(returned, list | tuple)
-    for spec, node in zip(program.graph_signature.output_specs, returned, strict=True):
+    for spec, node in zip(signature.output_specs, returned, strict=True):
         if isinstance(node, fx.Node):
             spec.arg.name = node.name

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
@@ -25,13 +24,13 @@ from mla_compile.kernels.launches import launch_of
 from mla_compile.passes.nodes.arguments import arguments
 
 
-def put_launches(module: fx.GraphModule, *, ours_alone: bool) -> bool:
+def put_launches(graph: fx.Graph, *, ours_alone: bool) -> bool:
     """Replace ops on a GPU by their launches where `launch_of` knows them; whether there were any.
 
     Raises: KernelError, where arguments do not fit an op.
     """
     traced: dict[Hashable, fx.Graph] = {}
-    for node in list(module.graph.nodes):
+    for node in list(graph.nodes):
         if getattr(node.target, "namespace", "") != "mla" or not _on_gpu(node):
             continue
         given, named = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -46,9 +45,7 @@ def put_launches(module: fx.GraphModule, *, ours_alone: bool) -> bool:
             if source.meta["val"].dtype in (torch.int32, torch.int64):
                 # All launches of all layers share lengths and tables; Inductor would compute them anew for each.
                 source.meta["inductor_realize_to_strides"] = True
-        _put(module.graph, node, traced[key], sources)
-    if traced:
-        module.recompile()
+        _put(graph, node, traced[key], sources)
     return bool(traced)
 
 
@@ -72,15 +69,11 @@ def _traced(launch: Callable[..., Any], node: fx.Node, sources: Sequence[fx.Node
     def code(*tensors: Tensor) -> Any:
         known = dict(zip(sources, tensors, strict=True))
         given, named = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-        with into_a_graph():
-            return launch(*given, **named)
+        return into_a_graph(launch)(*given, **named)
 
     values = [source.meta["val"] for source in sources]
-    mode = detect_fake_mode(values)
-    assert mode is not None
-    with mode:
-        functional = torch.func.functionalize(code)
-        return make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode="real")(*values).graph
+    with values[0].fake_mode:
+        return make_fx(code, decomposition_table=select_decomp_table(), tracing_mode="real")(*values).graph
 
 
 def _put(graph: fx.Graph, node: fx.Node, traced: fx.Graph, sources: Sequence[fx.Node]) -> None:

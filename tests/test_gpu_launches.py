@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,16 +42,34 @@ def step(command, folder, **environment):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")
     step("write", folder)
-    for code in folder.glob("*.py"):
-        assert "torch.ops.mla" not in code.read_text().partition("def call(")[2]
-    return json.loads(step("run", folder, TRITON_INTERPRET="1"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(written):
+    return json.loads(step("run", written, TRITON_INTERPRET="1"))
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_what_inductor_launches_gives_the_numbers_of_the_op(name, found):
+def test_what_inductor_launches_gives_the_numbers_of_the_op(name, written, found):
     launches, error = found[name]
+    assert "torch.ops.mla" not in (written / f"{name}.py").read_text().partition("def call(")[2]
     assert launches == LAUNCHES[name]
     assert error < MOST
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_it_launches_from_cpp_too(name, written):
+    code = (written / f"{name}.cpp").read_text()
+    called = re.findall(r"^    (?:call_(\w+_\d)\(|.*aoti_torch_cuda_(\w+)_out\()", code, re.M)
+    assert [kernel or library for kernel, library in called] == (LAUNCHES[name] or ["bmm"])
+    assert "mla::" not in code
+
+
+def test_a_lowered_program_launches(written):
+    ops = (written / "exported.txt").read_text().split()
+    assert ops.count("triton_kernel_wrapper_functional") == 2
+    assert not {op for op in ops if op.startswith("aten.")} - {"aten.slice.Tensor", "aten.empty.memory_format"}

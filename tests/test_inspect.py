@@ -296,7 +296,7 @@ def test_a_graph_without_attention_has_no_card(tmp_path):
     assert len(compilation.code) == 1
     write(inspection(compilation), tmp_path)
     assert "0 of 0 attentions rewritten" in Page((tmp_path / "index.html").read_text()).words
-    assert "async_compile" in (tmp_path / "00-call" / "4_inductor.py").read_text()
+    assert "async_compile" in (tmp_path / "00-call" / "5_inductor.py").read_text()
 
 
 def test_graphs_of_one_call_are_told_apart(tmp_path):

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
+from torch import Tensor
 from torch.library import wrap_triton
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _TRACED: ContextVar[bool] = ContextVar("traced", default=False)
 
 
-@contextlib.contextmanager
-def into_a_graph() -> Iterator[None]:
-    """Launches in this context are nodes of the graph that is traced, for Inductor to make."""
-    token = _TRACED.set(True)
-    try:
-        yield
-    finally:
-        _TRACED.reset(token)
+def into_a_graph(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """The same to be traced: its launches are nodes of the graph, for Inductor to make.
+
+    They are functional: what a kernel writes to is a result. A node without one would die, as nobody reads it.
+    """
+
+    def trace(*operands: Any, **more: Any) -> Any:
+        leaves, structure = tree_flatten((operands, more))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+        def of_tensors(*given: Tensor) -> Any:
+            supply = iter(given)
+            known = [next(supply) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            operands, more = tree_unflatten(known, structure)
+            return launch(*operands, **more)
+
+        token = _TRACED.set(True)
+        try:
+            return torch.func.functionalize(of_tensors)(*tensors)
+        finally:
+            _TRACED.reset(token)
+
+    return trace
 
 
 def launched(kernel: Any) -> Any:

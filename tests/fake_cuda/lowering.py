@@ -73,9 +73,9 @@ def lower(call: Callable[[], object]) -> Lowered:
     compile_fx_inner, put_launches = backend.compile_fx_inner, backend.put_launches
     found: dict[str, Any] = {}
 
-    def put(module: fx.GraphModule, **options: Any) -> bool:
-        found["ops"] = [node.target._schema.name.removeprefix("mla::") for node in _ops_of(module)]
-        return put_launches(module, **options)
+    def put(graph: fx.Graph, **options: Any) -> bool:
+        found["ops"] = [node.target._schema.name.removeprefix("mla::") for node in _ops_of(graph)]
+        return put_launches(graph, **options)
 
     def stop(graph: Any) -> None:
         code, _ = graph.codegen()
@@ -141,7 +141,7 @@ class _Dispatched(TorchDispatchMode):
 
 def _launched_by_ops(module: fx.GraphModule) -> Iterator[_Op]:
     """What each op of a graph launches, on tensors without values."""
-    for node in _ops_of(module):
+    for node in _ops_of(module.graph):
         name = node.target._schema.name.removeprefix("mla::")
         if name not in OPS:
             continue
@@ -154,11 +154,9 @@ def _launched_by_ops(module: fx.GraphModule) -> Iterator[_Op]:
         yield _Op(name, launches, dispatched.buffers, dispatched.count)
 
 
-def _ops_of(module: fx.GraphModule) -> Iterator[Any]:
+def _ops_of(graph: fx.Graph) -> Iterator[Any]:
     return (
-        node
-        for node in module.graph.nodes
-        if node.op == "call_function" and getattr(node.target, "namespace", "") == "mla"
+        node for node in graph.nodes if node.op == "call_function" and getattr(node.target, "namespace", "") == "mla"
     )
 
 

@@ -18,11 +18,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 B, N, L, R, PAGES, PAGE_SIZE, T, G = 3, 4, 32, 16, 9, 16, 70, 2
 SCALE = 0.2
 FP8 = torch.float8_e4m3fn
+CPP = {"cpp_wrapper": True, "triton.autotune_at_compile_time": False}
+"""As packages of AOTInductor are written, but not compiled."""
 mla = torch.ops.mla
 
 
@@ -55,6 +58,11 @@ def product(x: Tensor, weight: Tensor) -> Any:
     return (mla.per_head_matmul(x[..., :L], weight.mT),)
 
 
+class _Module(nn.Module):
+    def forward(self, *arguments: Tensor) -> Any:
+        return paged(*arguments)
+
+
 def cases() -> dict[Callable[..., Any], list[Tensor]]:
     """Functions and what they are called with."""
     made = torch.Generator().manual_seed(0)
@@ -81,13 +89,14 @@ def cases() -> dict[Callable[..., Any], list[Tensor]]:
 
 
 def write(folder: Path) -> None:
-    """The code of each case, in a file of its name."""
+    """The code of each case, in files of its name, in Python and in C++; the ops of an exported program, lowered."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    import mla_compile.kernels.register  # noqa: F401  the ops
+    import mla_compile
     from mla_compile.gpu_launches import put_launches
     from mla_compile.gpu_products import products_of
 
@@ -104,13 +113,19 @@ def write(folder: Path) -> None:
     with present("h100"), mock.patch.object(GraphLowering, "compile_to_module", stop), torch.no_grad():
         for function, arguments in given.items():
             fakes = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in arguments]
-            module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
-            put_launches(module, ours_alone=True)
-            try:
-                with products_of(module.graph):
-                    compile_fx_inner(module, fakes)
-            except Written as written:
-                (folder / f"{function.__name__}.py").write_text(written.args[0])
+            for cpp in (False, True):
+                module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+                put_launches(module.graph, ours_alone=True)
+                module.recompile()
+                try:
+                    with products_of(module.graph), config.patch(CPP if cpp else {}):
+                        compile_fx_inner(module, fakes, cpp_wrapper=cpp)
+                except Written as written:
+                    (folder / f"{function.__name__}.{'cpp' if cpp else 'py'}").write_text(written.args[0])
+        program = torch.export.export(_Module(), tuple(torch.empty_like(t, device="cuda") for t in given[paged]))
+        with unset_fake_temporarily():
+            graph = mla_compile.lower(program).graph
+        (folder / "exported.txt").write_text("".join(f"{n.target}\n" for n in graph.nodes if n.op == "call_function"))
 
 
 def run(folder: Path) -> dict[str, tuple[list[str], float]]:
