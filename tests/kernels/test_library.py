@@ -89,10 +89,11 @@ def library(tmp_path_factory) -> Path:
 
 
 def run(text: str, *arguments: object) -> None:
-    """In a process of its own, which says nothing."""
+    """In a process of its own, which says nothing but that a torch for CUDA finds none."""
     command = [sys.executable, "-c", text, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert (done.returncode, done.stderr) == (0, "")
+    said = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
+    assert (done.returncode, said) == (0, [])
 
 
 def absorbed(sizes):
