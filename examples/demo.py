@@ -69,7 +69,7 @@ def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: 
 
 
 def measure(compiler: str | None, cache: str, tokenizer: PreTrainedTokenizerBase) -> Run:
-    """Load the checkpoint, compile it in place, generate once to compile and twice to time."""
+    """Load the checkpoint, compile it in place, generate once to compile and five times to time."""
     torch.compiler.reset()
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     before = len(mla_compile.reports())
@@ -79,7 +79,7 @@ def measure(compiler: str | None, cache: str, tokenizer: PreTrainedTokenizerBase
     text, first = generate(
         model, tokenizer, cache, f"{name}, {cache} cache: {'compiling' if compiler else 'warming up'}"
     )
-    seconds = min(generate(model, tokenizer, cache, f"{name}, {cache} cache: timing")[1] for _ in range(2))
+    seconds = min(generate(model, tokenizer, cache, f"{name}, {cache} cache: timing")[1] for _ in range(5))
     reports = mla_compile.reports()[before:]
     paths = [[site.path for site in report.sites] for report in reports]
     sites = "; ".join(", ".join(f"{p.count(path)} {path}" for path in dict.fromkeys(p)) for p in paths)

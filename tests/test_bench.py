@@ -192,7 +192,7 @@ class TestMeasure:
         assert right.quartiles is None
 
     def test_a_mode_that_will_not_fit_is_skipped_with_a_sentence(self, monkeypatch):
-        monkeypatch.setattr("mla_compile.bench.measure.available_bytes", lambda: 2**20)
+        monkeypatch.setattr(memory, "available_bytes", lambda: 2**20)
         monkeypatch.setattr("mla_compile.bench.measure.needed_bytes", lambda *_: 5 * 2**29)
         (result,) = measure(build(TINY["v3"]), DECODE, "dynamic", ["eager"], repeats=1)
         assert result.status == "skipped"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from mla_compile.bench import memory
 from mla_compile.bench.generation import measure as measuring
 from mla_compile.bench.generation import models, table
 from mla_compile.bench.generation.caches import CACHES
@@ -137,13 +138,13 @@ def test_a_way_that_fails_says_so_and_the_others_go_on(model, another):
 
 
 def test_what_does_not_fit_is_skipped(model, monkeypatch):
-    monkeypatch.setattr(measuring, "available_bytes", lambda: 10_000_000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10_000_000)
     huge = Batch(10_000, DECODE.workload)
     results = measure(model, TINY, [huge], [EAGER], 3)
     assert [result.status for result in results] == ["skipped"]
     assert "10000" not in results[0].note
     assert "are available" in results[0].note
-    monkeypatch.setattr(measuring, "available_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 0)
     assert measure(model, TINY, [DECODE], [EAGER], 3)[0].note == (
         "there is not enough memory to check the logits against float64"
     )

@@ -21,7 +21,7 @@ from mla_compile.bench.generation.models import WholeModel
 from mla_compile.bench.generation.ways import Batch, Result, Way
 from mla_compile.bench.layers import Layer
 from mla_compile.bench.measure import rewritten
-from mla_compile.bench.memory import available_bytes, needed_bytes
+from mla_compile.bench.memory import needed_bytes, too_much
 from mla_compile.bench.modes import summary
 from mla_compile.bench.workloads import Workload
 
@@ -90,8 +90,8 @@ def measure(
 def _measure(
     model: nn.Module, whole: WholeModel, batch: Batch, way: Way, repeats: int, exact: Tensor, allowed: float
 ) -> Result:
-    if missing := _missing(whole.layer, batch, way.compiler):
-        return Result(way, batch, "skipped", missing)
+    if reason := too_much(batch.size * needed_bytes(whole.layer, batch.workload, way.compiler)):
+        return Result(way, batch, "skipped", reason)
     decodes = batch.workload.kind == "decode"
     try:
         _warm_up(model, whole, batch, way)
@@ -164,21 +164,11 @@ def _reference(model: nn.Module, whole: WholeModel, batch: Batch) -> Tensor | st
     """The first step's logits `[1, vocabulary]` of one sequence in float64, or why there are none."""
     weights = 8 * sum(weight.numel() for weight in model.parameters())
     doubled = replace(whole.layer, dtype="float64")
-    available = available_bytes()
-    needed = weights + needed_bytes(doubled, batch.workload, "eager")
-    if available is not None and needed > available:
+    if too_much(weights + needed_bytes(doubled, batch.workload, "eager")):
         return "there is not enough memory to check the logits against float64"
     exact: Any = copy.deepcopy(model).double()
     exact.set_experts_implementation("eager")  # the grouped product does not take float64
     return _generate(exact, whole, Batch(1, batch.workload), "dynamic", 1).logits.double()
-
-
-def _missing(layer: Layer, batch: Batch, compiler: str) -> str:
-    """What memory there is too little of, or nothing."""
-    needed, available = batch.size * needed_bytes(layer, batch.workload, compiler), available_bytes()
-    if available is None or needed < available:
-        return ""
-    return f"needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available"
 
 
 def _log(line: str) -> None:
