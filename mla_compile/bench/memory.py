@@ -85,7 +85,7 @@ def needed_to_train(layer: Layer, mode: str, tokens: int) -> int:
 
     The gradients of the weights, and queries, keys and values as wide as they with their gradients; transformers as
     it is takes two matrices of scores `[N, T, T]` besides, the weights and their gradients. Measured peaks of V2-Lite's
-    and V3's layers at 1024 and 4096 tokens are 67 % to 108 % of this.
+    and V3's layers at 1024 to 8192 tokens are 67 % to 108 % of this.
     """
     query_weights = layer.hidden * layer.N * (layer.P + layer.R)
     if layer.Lq is not None:
