@@ -122,7 +122,7 @@ def _compile(
             variants.remember(module)
         if inductor.get("max_autotune"):
             compiled = _within(tuning, compiled)
-        return _within(ours_alone, compiled) if compilation._ours_alone() else compiled
+        return _within(ours_alone, compiled) if compilation.ours_alone else compiled
 
 
 warn_of_generate(mla)
@@ -275,7 +275,7 @@ class _Compilation:
         retraced = retrace(module)
         self.seconds["retrace"] = time.perf_counter() - start
         log_graph("mla_retraced", retraced)
-        self.kernels = kernels_of(retraced.graph, ours_alone=self._ours_alone())
+        self.kernels = kernels_of(retraced.graph, ours_alone=self.ours_alone)
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
         compiled = self._code(retraced, inputs, **kwargs)
@@ -285,13 +285,15 @@ class _Compilation:
 
     def _code(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
         # Tiles and implementations are timed at the first call of an op.
-        if not inductor_config.max_autotune and put_launches(module.graph, ours_alone=self._ours_alone()):
+        if not inductor_config.max_autotune and put_launches(module.graph, ours_alone=self.ours_alone):
             module.recompile()
             log_graph("mla_launches", module)
         with inductor_config.patch(settings_of_loops(module.graph)), products_of(module.graph):
             return compile_fx_inner(module, inputs, **kwargs)
 
-    def _ours_alone(self) -> bool:
+    @property
+    def ours_alone(self) -> bool:
+        """Whether kernels of other projects are left out."""
         return self.options.kernels == option_parser.TRITON
 
     def _unchanged(self) -> Callable[..., Any]:

@@ -280,7 +280,25 @@ def test_a_symbolic_number_of_queries_takes_each_path_in_its_range():
     assert paths == {2: "absorbed", 600: "chunked"}
 
 
-def test_explain_compiles_afresh_and_says_what_happened():
+@pytest.mark.parametrize(
+    ("module", "inputs", "sites"),
+    [(Combined, decode_inputs, ["absorbed"]), (Ordinary, lambda: (torch.randn(1, 5, 32),), ["unchanged"])],
+    ids=["rewritten", "nothing to rewrite"],
+)
+def test_explain_has_no_code_generated(module, inputs, sites, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("Inductor was asked for code")
+
+    monkeypatch.setattr("torch._inductor.graph.GraphLowering.compile_to_module", refuse)
+    module, inputs = module(), inputs()
+    before = len(mla_compile.reports())
+    assert [site.path for site in mla_compile.explain(module, *inputs).sites] == sites
+    assert len(mla_compile.reports()) == before + 1
+    with pytest.raises(Exception, match="Inductor was asked for code"):
+        torch.compile(module, backend="mla")(*inputs)
+
+
+def test_explain_traces_afresh_and_says_what_happened():
     report = mla_compile.explain(Combined(), *decode_inputs())
     assert [site.path for site in report.sites] == ["absorbed"]
     text = str(report)
