@@ -65,9 +65,7 @@ class Dense:
     def mask(self, read: Reader) -> tuple[Tensor | None, int | torch.SymInt | None]:
         """A mask `[B|1, N|1, Sq|1, T|1]`, bool if all just reject, else a number to add; and a causal offset."""
         offset = None if self.offset is None else read.realize(self.offset)
-        pairs = AllPairs(self.site, read)
-        told = [part.tensor(pairs) for part in self.parts]
-        masks = [(what.attends, what.fill) if isinstance(what, Filled) else (what, self.fill) for what in told]
+        masks = self._told(read)
         if all(tensor.dtype == torch.bool and math.isinf(fill) for tensor, fill in masks):
             return (reduce(torch.logical_and, (tensor for tensor, _ in masks)) if masks else None), offset
         # In the order in which the user applied them: a number that takes a score's place also takes an earlier bias's.
@@ -76,6 +74,19 @@ class Dense:
         for tensor, fill in masks:
             added = torch.where(tensor, added, fill) if tensor.dtype == torch.bool else added + tensor.to(dtype)
         return added, offset
+
+    def sees(self, read: Reader) -> Tensor | None:
+        """`[B|1, N|1, Sq|1]`: whether a query sees a key, where a number may take the place of all of its scores."""
+        masks = self._told(read)
+        if all(math.isinf(fill) for _, fill in masks):
+            return None
+        return reduce(torch.logical_and, (tensor for tensor, _ in masks)).any(-1)
+
+    def _told(self, read: Reader) -> list[tuple[Tensor, float]]:
+        """The tensor of each part, and what becomes of the scores that it hides if it is bool."""
+        pairs = AllPairs(self.site, read)
+        told = [part.tensor(pairs) for part in self.parts]
+        return [(what.attends, what.fill) if isinstance(what, Filled) else (what, self.fill) for what in told]
 
     def in_pages(self, read: Reader, like: Tensor) -> tuple[Tensor | None, bool, Tensor, Tensor | None]:
         """The same for attention over pages: the mask; then as `Bounds` has it."""

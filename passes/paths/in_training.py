@@ -1,17 +1,29 @@
-"""What paths share that are an op of their own without gradients too."""
+"""What paths share that are an op of their own without gradients too.
+
+A number that takes the place of scores, as `masked_fill` puts it there, takes their gradients, too. Ops add it instead:
+in a row in which it took the place of all scores, so that keys weigh the same, the queries are zeros, which no gradient
+goes through and no key gets one of.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import ClassVar
 
+import torch
+
 from ..caches.stored import StoredKeys
+from ..masks.dense import Dense
 from ..masks.meaning import Meaning
 from ..mla.site import Site
+from ..nodes.refusal import Refusal
 from .carriers import Carrier, MaskAndOffset
-from .path import Path
+from .one_op import OneOp
+from .operands import Operands
 
 
-class InTraining(Path):
+class InTraining(OneOp):
     """What the backward of an op leaves of a path: keys of one tensor, under a mask and an offset.
 
     The first base of a path, before the one that it trains.
@@ -21,10 +33,34 @@ class InTraining(Path):
     may_branch = False
     may_be_asked = False
 
+    def refuse(self, site: Site, *, asked: bool) -> None:
+        """Refuse also scores of which only some may have lost their gradients where all are as low."""
+        if _replaces(site) and (site.attention.causal or not all(mask.attends for mask in site.attention.masks)):
+            reason = "expected either numbers that take the place of scores or ones that are added, found both"
+            raise Refusal(site.node, f"{reason}: gradients of a query that sees no key differ")
+        super().refuse(site, asked=asked)
+
     def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
         """Keys that are one tensor."""
-        return Path.can_read(self, keys, site, meaning)
+        return not keys.in_pages and keys.coded is None
 
     def prefers_lengths(self, device: str) -> bool:
         """Never: all keys that there are have gradients."""
         return False
+
+    def prepared(self, x: Operands) -> Operands:
+        """Zeros in place of the queries that have no gradients."""
+        if not _replaces(x.site):
+            return x
+        assert isinstance(x.carrier, MaskAndOffset)
+        assert isinstance(x.carrier.told, Dense)
+        sees = x.carrier.told.sees(x.read)
+        if sees is None:
+            return x
+        seeing = sees.transpose(1, 2)[..., None]
+        return replace(x, q_nope=torch.where(seeing, x.q_nope, 0), q_rope=torch.where(seeing, x.q_rope, 0))
+
+
+def _replaces(site: Site) -> bool:
+    """Whether a finite number takes the place of scores."""
+    return any(mask.attends and not math.isinf(mask.fill) for mask in site.attention.masks)

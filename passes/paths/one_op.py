@@ -36,6 +36,10 @@ class OneOp(Path):
     def attend(self, op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
         """`o [B, Sq, N, V]` and `lse [B, Sq, N]`, by the op of the keys."""
 
+    def prepared(self, x: Operands) -> Operands:
+        """Operands, as the op is to take them."""
+        return x
+
     def exchanges(self, *, of_latents: bool) -> bool:
         """Whether the op may be of a part of the keys, and its sums of latents then be those of other ranks' heads."""
         return False
@@ -79,7 +83,7 @@ class OneOpCode:
         op = getattr(torch.ops.mla, self.path.op(self.keys))
         own = site if self.exchange is None else self.exchange.operands(site)
         attend = self.path.attend if self.exchange is None else self.exchange.around(self.path.attend)
-        o, lse = attend(op, operands_of(own, self.keys, self.carrier, read), self.workspace_tokens)
+        o, lse = attend(op, self.path.prepared(operands_of(own, self.keys, self.carrier, read)), self.workspace_tokens)
         rows, columns = (site.batch, site.tokens, site.heads), site.attention.columns
         empty = lse.isneginf().unsqueeze(-1) if self.carrier.may_be_empty else None
         for bias in site.biases:
