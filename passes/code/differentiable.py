@@ -92,9 +92,9 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _part(tensor: Tensor, dim: int | None, group: int) -> Tensor:
-    """A tensor like the part of a group of heads."""
+    """A tensor like the part of a group of heads, of a tensor of all heads with its strides: it may be a slice."""
     if dim is None:
-        return torch.empty_like(tensor)
+        return tensor.new_empty_strided(tensor.shape, tensor.stride())
     return tensor.new_empty([group if i == dim else size for i, size in enumerate(tensor.shape)])
 
 

@@ -160,6 +160,33 @@ def test_a_function_that_is_another_each_time_stays_as_it_is():
     assert not rewritten.outcomes[0].rewritten
 
 
+class Sliced(Capped):
+    """Latents that lie among others, as in a cache with room for more tokens, where a view of all rows cannot be."""
+
+    def latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        latent, k_rope = super().latents(x)
+        return nn.functional.pad(latent / 8, (0, 0, 0, 3)).cumsum(1)[:, :-3], k_rope
+
+    def up_projected(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        kv = torch.einsum("btl,ndl->bntd", latent, self.mla.kv_b_proj.weight.view(N, P + V, L))
+        return kv.split([P, V], dim=-1)
+
+
+def test_latents_that_are_a_slice():
+    torch.manual_seed(0)
+    rewritten = assert_every_gradient(Sliced(), [hidden()])
+    assert len(rewritten.nodes(OVER_GROUPS)) == 1
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_latents_that_are_a_slice_compiled():
+    module, x = Sliced(), hidden()
+    found = gradients(compiled(module), module, [x])
+    for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+
+
 @pytest.mark.usefixtures("without_codegen")
 def test_frozen_weights_have_no_gradient():
     module, x = Learned(), hidden()
