@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from mla_compile.cost import Device
 
 from .algebra.sizes import Unaligned
+from .algebra.terms import Scaled
 from .attention.find import Attention, find
 from .caches.grown import copying
 from .graph.gathers import remove_unused, waits_for_gathers
@@ -139,8 +140,10 @@ class Pipeline:
 
 def _ends_of_up_projections(site: Site) -> tuple[str | None, list[str]]:
     """The name of the latent, and those of the products of queries and keys: what lies between them is up-projected."""
-    opaque = site.attention.opaque
-    nodes = [site.latent.read.source, *(product.source for product in (opaque.products if opaque is not None else ()))]
+    opaque, latent = site.attention.opaque, site.latent.read.source
+    while isinstance(latent, Scaled):  # what keys and values were multiplied by is made again with them
+        latent = latent.of.source
+    nodes = [latent, *(product.source for product in (opaque.products if opaque is not None else ()))]
     names = [node.name if isinstance(node, fx.Node) else None for node in nodes]
     return names[0], [name for name in names[1:] if name is not None]
 

@@ -51,7 +51,16 @@ class Mixed(Layer):
         return (scores + scores.mean(1, keepdim=True)).softmax(-1) @ v
 
 
-LAYERS = [Returned, Written, Mixed]
+class Gated(Returned):
+    """Keys and values of a token times one number: the latent times that is no tensor of the graph."""
+
+    def up_projected(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        gate = latent[:, None, :, :1].sigmoid()
+        k, v = super().up_projected(latent)
+        return k * gate, v * gate
+
+
+LAYERS = [Returned, Written, Mixed, Gated]
 
 
 def compiled(module, backend="mla"):
@@ -59,7 +68,7 @@ def compiled(module, backend="mla"):
     return torch.compile(module, backend=backend, dynamic=False)
 
 
-@pytest.mark.parametrize("kind", [Returned, pytest.param(Written, marks=pytest.mark.slow), Mixed])
+@pytest.mark.parametrize("kind", [Returned, pytest.param(Written, marks=pytest.mark.slow), Mixed, Gated])
 def test_every_gradient_is_stock_s(kind):
     torch.manual_seed(0)
     module, x = kind(), hidden()
