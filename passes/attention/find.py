@@ -31,6 +31,7 @@ from .kernels import is_kernel
 from .pieces import PRODUCTS, is_join_of_products, pieces_of
 from .scores import Factor, KeyRange, Mask, Sink, Summand, products_within, scores_of
 from .softmax import Weights, divided_by_more, late, weights_of
+from .zeroed import only_seen, set_to_zero
 
 
 @dataclass(frozen=True)
@@ -252,11 +253,16 @@ def _from_weights(
     reader = _other_reader(weights, place, trace)
     score_dims = tuple(tuple(d.axis for d in dim if d.axis is not None) for dim in probabilities.read.dims)
     summands = scores_of(weights.scores, KeyRange(dim, *keys_read), trace, weights.factor)
+    if weights.seen is not None and reader is None:
+        summands, safe = only_seen(summands, weights.seen, weights.node, trace)
+        weights = replace(weights, safe=safe)
     products = [s for s in summands if isinstance(s.what, float)]
     masks = [s for s in summands if isinstance(s.what, Mask)]
     sinks = [s for s in summands if isinstance(s.what, Sink)]
     opaque = reader is not None or not products or _tangled(products, masks, weights)
     if opaque:
+        if weights.seen is not None and reader is None:
+            raise set_to_zero(weights.node)
         products, masks, sinks = products_within(weights.scores, KeyRange(dim, *keys_read), trace), [], []
         if not products:
             reason = f"expected scores that are a sum of products, found {where(weights.scores)}"
@@ -373,13 +379,14 @@ def _times(query: Term, by: Term, factor: Factor) -> Term:
 
 def _other_reader(weights: Weights, output: fx.Node, trace: Trace) -> fx.Node | None:
     """What reads the weights besides the product with the values: scores have to exist then."""
+    own = {weights.node, *weights.within}
     ends = {output, weights.total, *pieces_of(output, trace)}
-    pending, seen = [weights.node], {weights.node}
+    pending, seen = list(own), set(own)
     while pending:
         for user in pending.pop().users:
             if user in ends or user in seen:
                 continue
-            if not is_tensor(user) or trace[user].term.read.source is not weights.node:
+            if not is_tensor(user) or trace[user].term.read.source not in own:
                 return user
             seen.add(user)
             pending.append(user)

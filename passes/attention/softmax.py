@@ -4,6 +4,7 @@
     e = exp(s);  e / e.sum(),  e * (1 / e.sum())               by hand
     e = exp(s);  (e @ v) / e.sum()                             by hand, divided after the product with the values
     e = exp2(s), 2**s                                          of scores times log 2
+    nan_to_num(w), where(seen, w, 0)                           with zeros in the place of some (see `zeroed`)
 
 What is taken from all scores of a row before the exponential belongs to the scores (see `scores`).
 """
@@ -11,7 +12,7 @@ What is taken from all scores of a row before the exponential belongs to the sco
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -22,6 +23,7 @@ from ..nodes.arguments import arguments, aten, is_tensor
 from ..trace.trace import Trace
 from .copies import original_of
 from .scores import constant_of
+from .zeroed import Seen, zeroed
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ class Weights:
     factor: float = 1.0
     safe: bool = False
     """Whether they are 0, and not NaN, where no key is seen."""
+    seen: Seen | None = None
+    """Where they were not set to 0 after the softmax."""
+    within: tuple[fx.Node, ...] = ()
+    """What they were before, and what was asked of that."""
 
 
 def weights_of(node: Any, trace: Trace) -> Weights | None:
@@ -60,19 +66,43 @@ def weights_of(node: Any, trace: Trace) -> Weights | None:
                 weights = None if total is None else _divided(node, numerator, total, trace)
                 if weights is not None:
                     return weights
-    return None
+    return _with_zeros(node, trace)
+
+
+def _with_zeros(node: fx.Node, trace: Trace) -> Weights | None:
+    """Weights of which some were set to 0."""
+    found = zeroed(node, trace)
+    weights = weights_of(found.of, trace) if found is not None else None
+    if found is None or weights is None or (weights.seen is not None and found.seen is not None):
+        return None
+    within = (*weights.within, weights.node, *found.between)
+    return replace(
+        weights, node=node, safe=weights.safe or found.seen is None, seen=found.seen or weights.seen, within=within
+    )
 
 
 def _divided(node: fx.Node, numerator: Any, total: Any, trace: Trace) -> Weights | None:
     """Weights that are an exponential divided by its sum."""
     source = _whole(numerator, trace)
-    exponent = _exponent(source)
-    if source is None or exponent is None or not is_tensor(total):
+    if source is None or not is_tensor(total):
         return None
     dim = _summed_dim(total, source, trace)
     if dim is None or not _spans(trace[total], trace[numerator], dim):
         return None
-    return Weights(node, exponent[0], dim, factor=exponent[1])
+    if (exponent := _exponent(source)) is not None:
+        return Weights(node, exponent[0], dim, factor=exponent[1])
+    found = zeroed(source, trace)
+    if found is None or found.seen is None:
+        return None
+    summed = trace[total].term.read.source
+    assert isinstance(summed, fx.Node)
+    seen, within = replace(found.seen, renormed=True), (found.of, source, summed)
+    if (exponent := _exponent(found.of)) is not None:
+        return Weights(node, exponent[0], dim, factor=exponent[1], seen=seen, within=within)
+    weights = weights_of(found.of, trace)
+    if weights is None or weights.seen is not None or weights.safe or weights.dim != dim:
+        return None
+    return replace(weights, node=node, seen=seen, within=(*weights.within, *within))
 
 
 def _exponent(node: Any) -> tuple[fx.Node, float] | None:
@@ -94,6 +124,8 @@ def divided_by_more(node: Any, trace: Trace) -> fx.Node | None:
     if not isinstance(node, fx.Node) or node.target is not aten.div.Tensor:
         return None
     source, divisor = _whole(arguments(node)[0], trace), arguments(node)[1]
+    if source is not None and (found := zeroed(source, trace)) is not None:
+        source = found.of
     if source is None or _exponent(source) is None or not is_tensor(divisor):
         return None
     whole = total = trace[divisor].term.read.source

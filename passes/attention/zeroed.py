@@ -1,0 +1,204 @@
+"""Attention weights of which some were set to 0, and what that says of their softmax.
+
+w = softmax(where(seen, s, fill))
+nan_to_num(w),  where(isnan(w), 0, w)       a row that sees no key is 0
+where(seen, w, 0)                           so is it, whatever number took the place of scores
+w * seen / (w * seen).sum(-1)               a softmax of scores that are hidden there, of `exp(s)` too
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..algebra import operations
+from ..algebra.terms import Axis, Digit, Form, Zero
+from ..nodes.arguments import arguments, aten, is_tensor
+from ..nodes.refusal import Refusal
+from ..nodes.source import where
+from ..trace.trace import Trace
+from .copies import original_of
+from .scores import Mask, Summand, constant_of
+
+_NOT = {aten.bitwise_not.default, aten.logical_not.default}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A bool tensor over the last dimensions of weights: True where they are kept; False there if it is `inverted`.
+
+    `multiplied`: by it, so that what is no number stays none. `renormed`: what is kept was divided by its sum after.
+    """
+
+    form: Form
+    inverted: bool = False
+    multiplied: bool = False
+    renormed: bool = False
+
+
+@dataclass(frozen=True)
+class Zeroed:
+    """Weights `of` which some were set to 0: those that are not `seen`, None of those that are no number.
+
+    `between` are the nodes that say which, and the zeros, as far as they are made of the weights.
+    """
+
+    of: fx.Node
+    seen: Seen | None = None
+    between: tuple[fx.Node, ...] = ()
+
+
+def zeroed(node: fx.Node, trace: Trace) -> Zeroed | None:
+    """What a tensor is but for zeros in the place of some; None if it has none."""
+    match node.target:
+        case aten.nan_to_num.default:
+            whole, number = (*arguments(node), None)[:2]
+            source = _source(whole, trace)
+            return Zeroed(source) if source is not None and not number else None
+        case aten.masked_fill.Scalar | aten.masked_fill.Tensor:
+            whole, mask, number = arguments(node)
+            inverted = True
+        case aten.where.self:
+            mask, whole, number = arguments(node)
+            inverted = _is_zero(whole, trace)
+            whole, number = (number, whole) if inverted else (whole, number)
+        case aten.mul.Tensor:
+            return _multiplied(node, trace)
+        case _:
+            return None
+    source = _source(whole, trace)
+    if source is None or not _is_zero(number, trace):
+        return None
+    between = (number,) if is_tensor(number) and arguments(number)[:1] == (whole,) else ()
+    if inverted and (asked := _not_a_number(mask, source, trace)):
+        return Zeroed(source, between=(*between, *asked))
+    return Zeroed(source, Seen(trace[mask], inverted), between)
+
+
+def _multiplied(node: fx.Node, trace: Trace) -> Zeroed | None:
+    """Weights times a bool tensor."""
+    a, b = arguments(node)[:2]
+    for whole, by in ((a, b), (b, a)):
+        source, form = _source(whole, trace), _bool(by, trace)
+        if source is not None and form is not None:
+            return Zeroed(source, Seen(form, multiplied=True))
+    return None
+
+
+def _bool(node: Any, trace: Trace) -> Form | None:
+    """What a tensor was when it was bool, over its own dimensions."""
+    if not is_tensor(node):
+        return None
+    form = trace[node]
+    source, then = form.term.read.source, form.term.read.then
+    if node.meta["val"].dtype == torch.bool:
+        return form
+    if not isinstance(source, fx.Node) or any(isinstance(step, float) for step in then):
+        return None
+    if source.target is aten._to_copy.default:
+        (before,) = arguments(source)[:1]
+        term = operations.term_of(trace[before], replace(form.term.read, then=()))
+        return replace(form, term=term) if before.meta["val"].dtype == torch.bool else None
+    return form if source.meta["val"].dtype == torch.bool else None
+
+
+def _not_a_number(mask: Any, of: fx.Node, trace: Trace) -> tuple[fx.Node, ...]:
+    """The nodes that ask whether `of` is a number, or a row of it has one that is none; empty if they do not."""
+    source = _source(mask, trace)
+    if source is None:
+        return ()
+    if source.target is aten.any.dim:
+        rows, _, keep = (*arguments(source), False)[:3]
+        inner = _not_a_number(rows, of, trace) if keep else ()
+        return (*inner, source) if inner else ()
+    a, b = (*arguments(source), None)[:2]
+    asks = source.target is aten.isnan.default or (source.target is aten.ne.Tensor and a is b)
+    return (source,) if asks and _source(a, trace) is of else ()
+
+
+def _is_zero(value: Any, trace: Trace) -> bool:
+    return constant_of(value) == 0 or (is_tensor(value) and isinstance(trace[value].term.parts, Zero))
+
+
+def _source(node: Any, trace: Trace) -> fx.Node | None:
+    """The tensor that a node is a copy of, perhaps in another dtype."""
+    original = original_of(node, trace) if is_tensor(node) else None
+    return None if original is None or original.factors else original.node
+
+
+def only_seen(summands: Sequence[Summand], seen: Seen, node: fx.Node, trace: Trace) -> tuple[list[Summand], bool]:
+    """Summands of scores of which keys that are not `seen` are hidden, and whether a row that sees none is 0.
+
+    `node` holds the weights.
+
+    Raises:
+        Refusal: if weights that are set to 0 after the softmax are others than those that were hidden before.
+    """
+    form, rank = seen.form, len(trace[node].dims)
+    own = Summand(
+        form, tuple(range(rank - len(form.dims), rank)), Mask(form.term, attends=True, inverted=seen.inverted)
+    )
+    products = [s for s in summands if isinstance(s.what, float)]
+    masks = [s.what for s in summands if isinstance(s.what, Mask)]
+    if len(products) + len(masks) == len(summands):  # no scores without values
+        if seen.renormed and all(mask.attends and mask.fill == -math.inf for mask in masks):
+            return [*summands, own], False
+        hidden = [s for s in summands if isinstance(s.what, Mask) and s.what.attends]
+        if not seen.renormed and len(hidden) == len(masks) == 1 and _same(hidden[0], own, trace):
+            (mask,) = masks
+            return [*products, replace(hidden[0], what=replace(mask, fill=-math.inf))], _is_safe(mask, seen)
+    raise set_to_zero(node)
+
+
+def set_to_zero(node: fx.Node) -> Refusal:
+    """The refusal of weights that are another function of the scores than a softmax."""
+    reason = f"expected attention weights as a softmax gives them, found that {where(node)} sets some to 0 after"
+    return Refusal(
+        node, reason, "hide keys before the softmax alone, or after it by the one mask that hides them before"
+    )
+
+
+def _is_safe(mask: Mask, seen: Seen) -> bool:
+    """Whether rows of nothing are 0: times 0, what is no number stays none."""
+    return not seen.multiplied or mask.fill > -math.inf
+
+
+def _same(hidden: Summand, kept: Summand, trace: Trace) -> bool:
+    """Whether a mask hides what another sets to 0, or that the rows that see nothing."""
+    (one, hides), (other, hides_too) = (_literal(each, trace) for each in (hidden, kept))
+    if (rows := _of_rows(other, hides_too, trace)) is not None:
+        other, hides_too = _literal(replace(kept, form=rows, what=Mask(rows.term, True, inverted=hides_too)), trace)
+    if hides != hides_too:
+        return False
+    (one, other), _ = operations.align([one, other], [hidden.labels, kept.labels])
+    return one.term.read == other.term.read
+
+
+def _of_rows(kept: Form, inverted: bool, trace: Trace) -> Form | None:
+    """The mask of which `kept` says for each row whether it sees anything; None if that is not what it says."""
+    read = kept.term.read
+    if not isinstance(read.source, fx.Node) or read.source.target not in (aten.any.dim, aten.all.dim):
+        return None
+    of, dim, keep = (*arguments(read.source), False)[:3]
+    rank = len(trace[of].dims)
+    says = read.source.target is (aten.all.dim if inverted else aten.any.dim)
+    if not says or not keep or dim % rank != rank - 1 or kept.dims[-1:] != ((),):
+        return None
+    keys = Axis(trace[of].shape[-1])
+    term = operations.term_of(trace[of], replace(read, dims=(*read.dims[:-1], (Digit(keys, keys.size),))))
+    return Form((*kept.dims[:-1], (keys,)), term)
+
+
+def _literal(mask: Summand, trace: Trace) -> tuple[Form, bool]:
+    """A mask before it was negated, and whether True rejects."""
+    assert isinstance(mask.what, Mask)
+    form, inverted = mask.form, mask.what.inverted
+    while isinstance(source := form.term.read.source, fx.Node) and source.target in _NOT:
+        form = replace(form, term=operations.term_of(trace[arguments(source)[0]], form.term.read))
+        inverted = not inverted
+    return form, inverted

@@ -1,0 +1,125 @@
+"""Weights of which some are set to 0 after the softmax: the softmax of hidden keys, or none and left as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.passes import spellings as mla
+from tests.passes.checks import check_rewritten, compiled
+from tests.passes.graphs import capture, rewrite
+from tests.passes.spellings import SQ, Function, T
+
+Zeroing = Callable[[Tensor, Tensor], Tensor]
+FILLS = (-torch.inf, -1e9, -1e4)
+
+
+def seen() -> Tensor:
+    """Keys up to a query, none for the second one, [SQ, T]."""
+    return torch.ones(SQ, T, dtype=torch.bool).tril(T - SQ) & (torch.arange(SQ) != 1)[:, None]
+
+
+def weighed(weights: Callable[[Tensor], Tensor]) -> Function:
+    """MLA whose weights are made of the scores."""
+
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        return weights(q @ k.mT * mla.SCALE) @ v
+
+    return attention
+
+
+def after(fill: float, zeroing: Zeroing) -> Function:
+    """A softmax of scores of which those that are not seen are `fill`, and what is done to its weights."""
+    return weighed(lambda s: zeroing(s.masked_fill(~seen(), fill).softmax(-1), seen()))
+
+
+def powers(scores: Tensor) -> Tensor:
+    return (scores - scores.amax(-1, keepdim=True)).exp()
+
+
+def renormed(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def no_number(weights: Tensor) -> Tensor:
+    return torch.where(weights.isnan(), torch.zeros_like(weights), weights)
+
+
+ROWS_OF_NOTHING: dict[str, Zeroing] = {
+    "nan_to_num": lambda w, _: w.nan_to_num(),
+    "where no number": lambda w, _: no_number(w),
+    "rows with no number": lambda w, _: w.masked_fill(w.isnan().any(-1, keepdim=True), 0.0),
+}
+HIDDEN_AGAIN: dict[str, Zeroing] = {
+    "masked": lambda w, seen: w.masked_fill(~seen, 0.0),
+    "where": lambda w, seen: torch.where(seen, w, 0.0),
+    "times the mask": lambda w, seen: w * seen,
+    "times the mask as numbers": lambda w, seen: seen.to(w.dtype)[None] * w,
+    "masked, and nan_to_num": lambda w, seen: w.masked_fill(~seen, 0.0).nan_to_num(),
+    "rows that see something": lambda w, seen: w * seen.any(-1, keepdim=True),
+    "rows that see nothing": lambda w, seen: w.masked_fill((~seen).all(-1, keepdim=True), 0.0),
+}
+REWRITTEN = {
+    **{name: after(-torch.inf, zeroing) for name, zeroing in ROWS_OF_NOTHING.items()},
+    **{f"{name}, {fill:g}": after(fill, zeroing) for name, zeroing in HIDDEN_AGAIN.items() for fill in FILLS},
+    "powers times a mask": weighed(lambda s: renormed(powers(s) * seen())),
+    "powers that are masked": weighed(lambda s: renormed(powers(s).masked_fill(~seen(), 0.0))),
+    "weights times a mask, divided again": weighed(lambda s: renormed(s.softmax(-1) * seen())),
+    "two masks, one before and one after": weighed(
+        lambda s: renormed(s.masked_fill(torch.arange(T) == 0, -torch.inf).softmax(-1) * seen())
+    ),
+}
+
+
+@pytest.mark.parametrize("function", REWRITTEN.values(), ids=REWRITTEN)
+def test_weights_of_hidden_keys_that_are_set_to_0_are_a_softmax(function: Function) -> None:
+    check_rewritten(function, mla.tensors())
+
+
+OTHERS: dict[str, Function] = {
+    "no mask before": weighed(lambda s: s.softmax(-1) * seen()),
+    "another mask before": after(-torch.inf, lambda w, seen: w * seen.roll(1, -1)),
+    "the mask the other way round": after(-1e9, lambda w, seen: w * ~seen),
+    "the mask the other way round, filled": after(-1e9, lambda w, seen: w.masked_fill(seen, 0.0)),
+    "a bias too": weighed(lambda s: (s + seen().log()).masked_fill(~seen(), -1e9).softmax(-1) * seen()),
+    "rows that hide something": after(-1e9, lambda w, seen: w.masked_fill((~seen).any(-1, keepdim=True), 0.0)),
+    "keys that somebody sees": after(-1e9, lambda w, seen: w * seen.any(0, keepdim=True)),
+    "a soft cap before": weighed(lambda s: s.tanh().masked_fill(~seen(), -1e9).softmax(-1) * seen()),
+    "a finite number before, divided again": weighed(
+        lambda s: renormed(s.masked_fill(torch.arange(T) < T - 2, -1e9).softmax(-1) * seen())
+    ),
+}
+
+
+@pytest.mark.parametrize("function", OTHERS.values(), ids=OTHERS)
+def test_weights_of_other_keys_that_are_set_to_0_are_none(function: Function) -> None:
+    for _, _, (outcome,) in compiled(function, mla.tensors()):
+        assert outcome.path == "unchanged"
+        assert "expected attention weights as a softmax gives them, found that `" in outcome.reason
+
+
+NO_ATTENTION: dict[str, Function] = {
+    "another number": after(-torch.inf, lambda w, _: w.nan_to_num(nan=0.5)),
+    "another number where none is": after(-torch.inf, lambda w, _: w.masked_fill(w.isnan(), 0.5)),
+    "divided again without zeros in the sum": weighed(lambda s: powers(s) * seen() / powers(s).sum(-1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("function", NO_ATTENTION.values(), ids=NO_ATTENTION)
+def test_other_numbers_in_the_place_of_weights_stay(function: Function) -> None:
+    for _, _, outcomes in compiled(function, mla.tensors()):
+        assert not any(outcome.rewritten for outcome in outcomes)
+
+
+def test_weights_that_are_read_before_they_are_set_to_0_exist() -> None:
+    def function(*args: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = mla.naive(*args)
+        weights = (q @ k.mT * mla.SCALE).masked_fill(~seen(), -torch.inf).softmax(-1)
+        return weights.nan_to_num() @ v, weights.sum(-2)
+
+    (outcome,) = rewrite(capture(function, *mla.tensors()), "chunked")
+    assert outcome.reason.startswith("expected the attention weights to meet the values only, found `sum_1`")
