@@ -17,6 +17,10 @@ from .capture import EXAMPLE
 
 _WRITE = {"setitem", *(name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator))}
 """Functions that write to their first argument, by name."""
+_OF_SIZES = {f"{value}_like" for value in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")} | {
+    f"new_{value}" for value in ("empty", "full", "ones", "tensor", "zeros")
+}
+"""Functions that take no more than sizes, dtype and device from their first argument, by name."""
 
 
 def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
@@ -36,7 +40,8 @@ def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
         results = [value for value in _tensors(node) if value.is_floating_point() or value.is_complex()]
         if isinstance(node.target, torch._ops.HigherOrderOperator) and any(value.requires_grad for value in results):
             raise Refusal(end, f"expected operations that torch differentiates, found {where(node)}")
-        given = [value for operand in node.all_input_nodes for value in _tensors(operand)]
+        operands = node.all_input_nodes[1:] if _name(node) in _OF_SIZES else node.all_input_nodes
+        given = [value for operand in operands for value in _tensors(operand)]
         if results and any(v.requires_grad for v in given) and not any(v.requires_grad for v in results):
             reason = f"expected gradients to pass all of the attention's operands, found that they end at {where(node)}"
             raise Refusal(end, reason, "detach what goes into the projections, or nothing")

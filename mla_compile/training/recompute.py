@@ -27,7 +27,14 @@ from .capture import Captured
 from .gradients import between
 from .splice import ends
 
-_SAME = (aten._to_copy.default, aten._unsafe_view.default, aten.view.default, aten.clone.default, aten.alias.default)
+_SAME = (
+    aten._to_copy.default,
+    aten._unsafe_view.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.reshape.default,
+    aten.view.default,
+)
 _QUERIES = {torch.ops.mla.expanded_attention.default: 1, torch.ops.mla.latent_attention.default: 2, OVER_GROUPS: 1}
 """How many of the tensors of an op are queries, the first ones."""
 _ATTENTIONS = tuple(_QUERIES)

@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from ..algebra.made import contracted
 from ..algebra.operations import alike, piece_of
 from ..algebra.sizes import Size, known_at_most, product, same, total
 from ..algebra.substitution import Slice, change_read, change_term
-from ..algebra.terms import Axis, Dim, Join, Read, Sum, Term, Undefined, Unread, Zero, made_of
+from ..algebra.terms import Axis, Dim, Join, Product, Read, Sum, Term, Undefined, Unread, Zero, made_of
 from ..attention.find import Attention, Score
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
@@ -181,6 +182,7 @@ def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
     for rope in ropes:
         if not rope.key.axes <= batch | keys | set(rope.summed):
             raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", _SHARE)
+    nope, ropes, shifts = _computed(nope), list(map(_computed, ropes)), list(map(_computed, shifts))
     reads = [latent.read, w_uk, w_uv, nope.query.read, *biases]
     reads += [read for piece in (*ropes, *shifts) for read in (piece.query.read, piece.key.read)]
     for read in reads:
@@ -202,6 +204,16 @@ def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
         biases=biases,
         shifts=tuple(shifts) if attention.sinks or attention.opaque else (),
     )
+
+
+def _computed(piece: Piece) -> Piece:
+    """A piece whose query is read, or computed where it is a product that is held in parts alone."""
+    query = piece.query
+    if not isinstance(query.read.source, Unread) or not isinstance(query.parts, Product):
+        return piece
+    left, right, summed, scale = query.parts.left, query.parts.right, query.parts.summed, query.parts.scale
+    read = contracted(left.read, right.read, summed)
+    return replace(piece, query=Term(replace(read, then=query.read.then), query.parts), scale=piece.scale * scale)
 
 
 def _is_held(read: Read) -> bool:
