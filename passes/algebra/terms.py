@@ -131,9 +131,12 @@ class Zero:
     """The number 0."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Unread:
-    """A source that no graph has as a tensor: something that `node` is made of, a term of its sum or its padding."""
+    """A source that no graph has as a tensor: something that `node` is made of, a term of its sum or its padding.
+
+    Two are the same only if they are one object: a node is made of several such.
+    """
 
     node: Hashable
 

@@ -294,7 +294,9 @@ def _from_weights(
     function_at = 1 + len(products) + len(masks) + len(sinks) + len(factors)
     factor_terms = [form.term for form in aligned[function_at - len(factors) : function_at]]
     parts = aligned[0].term.parts
-    assert isinstance(parts, Product)
+    if not isinstance(parts, Product):
+        reason = "expected attention weights and values over common axes, found that they do not factor"
+        raise Refusal(node, reason + trace.because(aligned[0].term))
     keys = axes[dim]
     if parts.summed != keys:
         reason = "expected the values to be summed over the keys of the softmax, found another axis"
