@@ -9,6 +9,7 @@ masks over these axes. Nothing here asks whether the attention is MLA.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +22,14 @@ from mla_compile.ops import SEALED
 from ..algebra import operations
 from ..algebra.made import multiplied
 from ..algebra.sizes import Size, Unaligned, product, same, total
-from ..algebra.terms import Axis, Digit, Dim, Form, Join, Product, Read, Term, Zero
+from ..algebra.terms import Axis, Bits, Digit, Dim, Form, Join, Product, Read, Term, Zero
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
 from .functions import Function, Reading, derived, read_function
 from .kernels import is_kernel
-from .pieces import PRODUCTS, is_join_of_products, pieces_of
+from .pieces import PRODUCTS, joined_product, pieces_of
 from .scores import Factor, KeyRange, Mask, Sink, Summand, products_within, scores_of
 from .softmax import Weights, divided_by_more, late, weights_of
 from .zeroed import only_seen, set_to_zero
@@ -121,7 +122,7 @@ def _all(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
                     "packed sequences with a mask of the pairs that have one sequence",
                 )
             elif (product := _product_of_weights(node, trace)) is not None:
-                yield _unpadded(_from_weights(node, trace[node], *product, trace))
+                yield _unpadded(_from_weights(node, *product, trace))
             elif node.target in PRODUCTS:
                 for operand in arguments(node)[:2]:
                     if (divisor := divided_by_more(trace[operand].term.read.source, trace)) is not None:
@@ -135,19 +136,18 @@ def _all(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
             yield Refusal(node, f"expected queries, keys and values over common axes, found that {error}")
 
 
-def _product_of_weights(node: fx.Node, trace: Trace) -> tuple[int, Weights] | None:
-    """Which operand of a product `node`, or of the products that it joins, are attention weights, and these."""
+def _product_of_weights(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
+    """The form of a product `node`, or of products that it joins, which operand are attention weights, and these."""
     if node.target in PRODUCTS:
-        sources = [trace[operand].term.read.source for operand in arguments(node)[:2]]
-    elif is_tensor(node) and is_join_of_products(node, trace):
-        parts = trace[node].term.parts
-        assert isinstance(parts, Product)
-        sources = [parts.left.read.source, parts.right.read.source]
+        form, sources = trace[node], [trace[operand].term.read.source for operand in arguments(node)[:2]]
+    elif (joined := joined_product(node, trace)) is not None:
+        assert isinstance(joined.term.parts, Product)
+        form, sources = joined, [joined.term.parts.left.read.source, joined.term.parts.right.read.source]
     else:
         return None
     for side, source in enumerate(sources):
         if (weights := weights_of(source, trace)) is not None:
-            return side, weights
+            return form, side, weights
     return None
 
 
@@ -301,7 +301,7 @@ def _from_weights(
     if parts.summed != keys:
         reason = "expected the values to be summed over the keys of the softmax, found another axis"
         raise Refusal(node, reason, "take the softmax over the keys")
-    value = (parts.right, parts.left)[side]
+    value = _told((parts.right, parts.left)[side], trace)
     rows = tuple(axis for i in range(len(score_dims)) if i != dim for axis in axes[i])
     scores = []
     for form, summand in zip(aligned[1:], products, strict=False):
@@ -369,7 +369,19 @@ def _score(node: fx.Node, term: Term, keys: Dim, scale: float, trace: Trace) -> 
         sides = sides[::-1]
     elif with_keys != [False, True]:
         raise Refusal(node, "expected one operand of the scores to run over the keys, found both or none")
-    return Score(sides[0], sides[1], parts.summed, parts.scale * scale)
+    return Score(sides[0], _told(sides[1], trace), parts.summed, parts.scale * scale)
+
+
+def _told(term: Term, trace: Trace) -> Term:
+    """What the graph knows of the tensor that a term reads, where pieces of it that were joined again know less."""
+    source, then = term.read.source, term.read.then
+    if term.parts is not None or not isinstance(source, fx.Node) or any(isinstance(step, Bits) for step in then):
+        return term
+    with contextlib.suppress(Unaligned):
+        told = operations.term_of(trace[source], replace(term.read, then=()))
+        number = math.prod((step for step in then if isinstance(step, float)), start=1.0)
+        return term if told.parts is None else operations.scaled(Form((), told), number).term
+    return term
 
 
 def _times(query: Term, by: Term, factor: Factor) -> Term:

@@ -5,9 +5,12 @@ o = empty(...);  o[0] = w[0] @ v[0];  o[1] = w[1] @ v[1]        the last tensor 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
-from ..algebra.terms import Product
+from ..algebra.factored import factored
+from ..algebra.terms import Form, Product
 from ..nodes.arguments import aten, is_tensor
 from ..trace.trace import Trace
 
@@ -23,15 +26,18 @@ _JOINS = {
 }
 
 
-def is_join_of_products(node: fx.Node, trace: Trace) -> bool:
-    """Whether a tensor is one product over all of it, and joined from pieces of that."""
-    term = trace[node].term
-    return node.target in _JOINS and isinstance(term.parts, Product) and term.read.source is node
+def joined_product(node: fx.Node, trace: Trace) -> Form | None:
+    """A tensor that is joined from pieces of one product as that product; None if it is not."""
+    if node.target not in _JOINS or not is_tensor(node) or trace[node].term.read.source is not node:
+        return None
+    form = trace[node]
+    form = replace(form, term=factored(form.term))
+    return form if isinstance(form.term.parts, Product) else None
 
 
 def pieces_of(node: fx.Node, trace: Trace) -> set[fx.Node]:
     """What a product was joined from: the products that nothing else reads, and the tensors between them and it."""
-    if not is_tensor(node) or not is_join_of_products(node, trace):
+    if joined_product(node, trace) is None:
         return set()
     products, between, unread = set[fx.Node](), {node}, set[fx.Node]()
     for earlier in reversed(node.graph.nodes):

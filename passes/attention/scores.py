@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from ..algebra.factored import factored
 from ..algebra.sizes import Size, same, total
 from ..algebra.terms import Axis, Dim, Form, Product, Sum, Term
 from ..nodes.arguments import argument, arguments, aten, factor_of, is_elementwise, is_tensor
@@ -241,7 +242,7 @@ def _hidden_alike(summands: list[Summand], highest: float) -> list[Summand]:
 
 def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, trace: Trace) -> list[Summand]:
     """Those of scores with dims `labels`, of which `key` is that of the keys, times `factor`."""
-    form = trace[node]
+    form = replace(trace[node], term=factored(trace[node].term))
     if isinstance(form.term.parts, Product):
         return [Summand(form, labels, factor)]
     bias = [Summand(form, labels, Mask(form.term, attends=False, factor=factor))]

@@ -18,6 +18,7 @@ from typing import Any
 from torch import fx
 
 from ..algebra import operations
+from ..algebra.factored import factored
 from ..algebra.terms import Dim, Form, Product, Read
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..trace.trace import Trace
@@ -162,7 +163,8 @@ def late(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
     product, total = arguments(node)[:2]
     if not is_tensor(product) or not is_tensor(total) or len(trace[product].dims) != len(trace[node].dims):
         return None
-    parts = trace[product].term.parts
+    form = replace(trace[product], term=factored(trace[product].term))
+    parts = form.term.parts
     if not isinstance(parts, Product) or parts.scale != 1.0:
         return None
     for side, operand in enumerate((parts.left, parts.right)):
@@ -173,7 +175,7 @@ def late(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
         dim = _summed_dim(total, source, trace)
         if dim is None:
             return None
-        whole, divisor = _aligned(trace[product], trace[total])
+        whole, divisor = _aligned(form, trace[total])
         assert isinstance(whole.term.parts, Product)
         exponential = (whole.term.parts.left, whole.term.parts.right)[side].read
         rows = tuple(tuple(d.axis for d in digits if d.axis is not None) for digits in exponential.dims)

@@ -121,7 +121,6 @@ def values_of_others(change: Callable[[Tensor, Tensor, int], Tensor]) -> Functio
 
 
 LOOSE: dict[str, Function] = {
-    "the values of another sequence": values_of_others(lambda w, v, b: w[b] @ v[B - 1 - b]),
     "the same weights": values_of_others(lambda w, v, b: w[0] @ v[b]),
     "a factor a sequence": values_of_others(lambda w, v, b: w[b] @ v[b] * (b + 1)),
     "a gap": values_of_others(lambda w, v, b: w[b] @ v[b] if b else torch.zeros(N, SQ, V).double()),
@@ -134,6 +133,11 @@ def test_pieces_of_no_one_attention_stay_as_they_are(function: Function) -> None
     for _, _, outcomes in compiled(function, mla.tensors()):
         assert {outcome.path for outcome in outcomes} == {"unchanged"}
         assert "the whole of the attention weights to meet the values, found a part" in outcomes[0].reason
+
+
+def test_values_of_other_sequences_are_of_no_latent_of_the_keys() -> None:
+    for _, _, (outcome,) in compiled(values_of_others(lambda w, v, b: w[b] @ v[B - 1 - b]), mla.tensors()):
+        assert outcome.reason.startswith("expected values that are an up-projection of a latent, found 2 pieces")
 
 
 def test_a_piece_that_is_read_besides_keeps_the_scores() -> None:

@@ -149,8 +149,6 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
             s = replace(s, softcap=False, returned=False)  # then nothing is left to regroup
     if s.latents != "one":  # a soft cap or weights that are returned leave scores of all groups
         s = replace(s, heads=2 * (s.heads // 2), absorbed="no", bias=False, softcap=False, returned=False)
-    if s.latents == "normed groups" and s.loop == "heads":
-        s = replace(s, loop="no")  # its products are of several tensors
     if s.returned and s.softmax == "late":
         s = replace(s, softmax="by hand")
     if s.softcap or s.sink or s.returned or (s.keys == "two scores" and s.rope != "none"):

@@ -1,0 +1,54 @@
+"""Products that lie one behind the other, of which one factor is one tensor: its product with the others in a row.
+
+    cat(w[0] @ v_0, w[1] @ v_1)      =      w @ stack(v_0, v_1)
+
+Pure Python, like `joins`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import reduce
+
+from .operations import alike, read_of
+from .runs import as_one
+from .substitution import change_term, merge
+from .terms import Form, Join, Product, Segment, Term, Unread
+
+
+def factored(term: Term) -> Term:
+    """A join of products as a product with a join, the term itself if it is none."""
+    join = term.parts
+    if not isinstance(join, Join):
+        return term
+    products = [s.term.parts for s in join.segments if isinstance(s.term.parts, Product)]
+    first = products[0] if len(products) == len(join.segments) else None
+    if first is None or any(p.scale != first.scale or not alike(p.summed, first.summed) for p in products):
+        return term
+    own = [dict(zip(p.summed, first.summed, strict=True)) for p in products]
+    sides = [(change_term(p.left, axes), change_term(p.right, axes)) for p, axes in zip(products, own, strict=True)]
+    for side in (0, 1):
+        whole = _in_one(join, [pair[side] for pair in sides])
+        if whole is None:
+            continue
+        others = tuple(replace(s, term=pair[1 - side]) for s, pair in zip(join.segments, sides, strict=True))
+        row = Term(read_of(Unread(term.read.source), ()).read, Join(join.axis, others))
+        row = replace(row, read=read_of(row.read.source, [(axis,) for axis in row.axes]).read)
+        left, right = (whole, row) if side == 0 else (row, whole)
+        return replace(term, parts=Product(left, right, first.summed, first.scale))
+    return term
+
+
+def _in_one(join: Join, pieces: list[Term]) -> Term | None:
+    """Pieces along the axis of a join as a part of one tensor that differs along it, None if they are not."""
+
+    def longer(run: Form | None, piece: tuple[Segment, Term]) -> Form | None:
+        segment, term = piece
+        return None if run is None else as_one(run.term.read.source, run, Form((segment.axes,), Term(term.read)), 0)
+
+    start, *rest = zip(join.segments, pieces, strict=True)
+    run = reduce(longer, rest, Form((start[0].axes,), Term(start[1].read)))
+    if run is None or isinstance(run.term.read.source, Unread):
+        return None
+    read = merge(run.term.read, run.dims[0], join.axis)
+    return Term(read) if join.axis in read.axes else None
