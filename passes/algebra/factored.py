@@ -8,12 +8,11 @@ Pure Python, like `joins`.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import reduce
 
 from .operations import alike, read_of
 from .runs import as_one
 from .substitution import change_term, merge
-from .terms import Form, Join, Product, Segment, Term, Unread
+from .terms import Form, Join, Product, Term, Unread
 
 
 def factored(term: Term) -> Term:
@@ -41,13 +40,10 @@ def factored(term: Term) -> Term:
 
 def _in_one(join: Join, pieces: list[Term]) -> Term | None:
     """Pieces along the axis of a join as a part of one tensor that differs along it, None if they are not."""
-
-    def longer(run: Form | None, piece: tuple[Segment, Term]) -> Form | None:
-        segment, term = piece
-        return None if run is None else as_one(run.term.read.source, run, Form((segment.axes,), Term(term.read)), 0)
-
-    start, *rest = zip(join.segments, pieces, strict=True)
-    run = reduce(longer, rest, Form((start[0].axes,), Term(start[1].read)))
+    first, *rest = (Form((s.axes,), Term(piece.read)) for s, piece in zip(join.segments, pieces, strict=True))
+    run: Form | None = first
+    for piece in rest:
+        run = None if run is None else as_one(run.term.read.source, run, piece, 0)
     if run is None or isinstance(run.term.read.source, Unread):
         return None
     read = merge(run.term.read, run.dims[0], join.axis)

@@ -9,7 +9,6 @@ masks over these axes. Nothing here asks whether the attention is MLA.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from mla_compile.ops import SEALED
 from ..algebra import operations
 from ..algebra.made import multiplied
 from ..algebra.sizes import Size, Unaligned, product, same, total
-from ..algebra.terms import Axis, Bits, Digit, Dim, Form, Join, Product, Read, Term, Zero
+from ..algebra.terms import Axis, Digit, Dim, Form, Join, Product, Read, Term, Zero
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
@@ -32,6 +31,7 @@ from .kernels import is_kernel
 from .pieces import PRODUCTS, joined_product, pieces_of
 from .scores import Factor, KeyRange, Mask, Sink, Summand, products_within, scores_of
 from .softmax import Weights, divided_by_more, late, weights_of
+from .told import told
 from .zeroed import only_seen, set_to_zero
 
 
@@ -301,7 +301,7 @@ def _from_weights(
     if parts.summed != keys:
         reason = "expected the values to be summed over the keys of the softmax, found another axis"
         raise Refusal(node, reason, "take the softmax over the keys")
-    value = _told((parts.right, parts.left)[side], trace)
+    value = told((parts.right, parts.left)[side], trace)
     rows = tuple(axis for i in range(len(score_dims)) if i != dim for axis in axes[i])
     scores = []
     for form, summand in zip(aligned[1:], products, strict=False):
@@ -369,19 +369,7 @@ def _score(node: fx.Node, term: Term, keys: Dim, scale: float, trace: Trace) -> 
         sides = sides[::-1]
     elif with_keys != [False, True]:
         raise Refusal(node, "expected one operand of the scores to run over the keys, found both or none")
-    return Score(sides[0], _told(sides[1], trace), parts.summed, parts.scale * scale)
-
-
-def _told(term: Term, trace: Trace) -> Term:
-    """What the graph knows of the tensor that a term reads, where pieces of it that were joined again know less."""
-    source, then = term.read.source, term.read.then
-    if term.parts is not None or not isinstance(source, fx.Node) or any(isinstance(step, Bits) for step in then):
-        return term
-    with contextlib.suppress(Unaligned):
-        told = operations.term_of(trace[source], replace(term.read, then=()))
-        number = math.prod((step for step in then if isinstance(step, float)), start=1.0)
-        return term if told.parts is None else operations.scaled(Form((), told), number).term
-    return term
+    return Score(sides[0], told(sides[1], trace), parts.summed, parts.scale * scale)
 
 
 def _times(query: Term, by: Term, factor: Factor) -> Term:

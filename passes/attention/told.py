@@ -1,0 +1,26 @@
+"""What the graph knows of a tensor that is read in pieces: those that were joined again may know less than it does."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import replace
+
+from torch import fx
+
+from ..algebra import operations
+from ..algebra.sizes import Unaligned
+from ..algebra.terms import Bits, Form, Term
+from ..trace.trace import Trace
+
+
+def told(term: Term, trace: Trace) -> Term:
+    """A term with what the graph knows of the tensor that it reads, if it says nothing of that itself."""
+    source, then = term.read.source, term.read.then
+    if term.parts is not None or not isinstance(source, fx.Node) or any(isinstance(step, Bits) for step in then):
+        return term
+    with contextlib.suppress(Unaligned):
+        known = operations.term_of(trace[source], replace(term.read, then=()))
+        number = math.prod((step for step in then if isinstance(step, float)), start=1.0)
+        return term if known.parts is None else operations.scaled(Form((), known), number).term
+    return term
