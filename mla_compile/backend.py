@@ -44,6 +44,8 @@ from .flex import write_out
 from .gpu_kernels import kernels_of, packages_for
 from .gpu_launches import put_launches
 from .gpu_products import products_of
+from .gpu_together import together
+from .gpu_writes import write_in_parts
 from .graph_log import is_observed, log_graph
 from .interpreted import interpreted
 from .loops import settings_of_loops
@@ -114,6 +116,7 @@ def _compile(
     with inductor_config.patch(inductor):
         start = time.perf_counter()
         compilation = kind(module, inputs, ours)
+        compilation.may_join = "combo_kernels" not in inductor
         compiled = compilation.run()
         seconds = compilation.seconds | {"compile": time.perf_counter() - start}
         report = Report(compilation.outcomes, compilation.note, seconds, compilation.kernels)
@@ -151,6 +154,8 @@ class _Compilation:
         self.kernels: tuple[str, ...] = ()
         self.seconds: dict[str, float] = {}
         self.all_or_nothing = False
+        self.may_join = True
+        """Whether Inductor may be told to make one kernel of several; not where the user has said if it is to."""
         self.inductor = {name: getattr(inductor_config, name) for name in _AFTER_THE_SECOND_TRACE}
 
     def run(self) -> Callable[..., Any]:
@@ -285,10 +290,16 @@ class _Compilation:
 
     def _code(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
         # Tiles and implementations are timed at the first call of an op.
-        if not inductor_config.max_autotune and put_launches(module.graph, ours_alone=self.ours_alone):
+        launched = not inductor_config.max_autotune and put_launches(module.graph, ours_alone=self.ours_alone)
+        if launched:
+            write_in_parts(module.graph)
             module.recompile()
             log_graph("mla_launches", module)
-        with inductor_config.patch(settings_of_loops(module.graph)), products_of(module.graph):
+        with (
+            inductor_config.patch(settings_of_loops(module.graph)),
+            products_of(module.graph),
+            together() if launched and self.may_join else contextlib.nullcontext(),
+        ):
             return compile_fx_inner(module, inputs, **kwargs)
 
     @property

@@ -22,6 +22,7 @@ LAUNCHES = {
     "masked": ["attend_latents_0"],
     "named": ["attend_latents_0"],
     "merged": ["merge_0"],
+    "step": ["triton_per_fused_0", "triton_poi_fused_1", "attend_latents_0", "combine_1"],
     "product": [],
 }
 MOST = 4.0

@@ -58,6 +58,27 @@ def product(x: Tensor, weight: Tensor) -> Any:
     return (mla.per_head_matmul(x[..., :L], weight.mT),)
 
 
+def step(q: Tensor, row: Tensor, pool: Tensor, table: Tensor, lengths: Tensor) -> Any:
+    """Queries, and a token's row that is written to its page: a norm (without a root) and a rotation of each."""
+    (q_latent, q_rope), (latent, k_rope) = (tensor.split([L, R], dim=-1) for tensor in (q, row))
+    written = torch.cat([_normed(latent), _rotated(k_rope)], dim=-1)[:, 0]
+    last = lengths - 1
+    page = table[torch.arange(B, device=table.device), last // PAGE_SIZE]
+    after = torch.ops.aten.index_put(pool, [page, last % PAGE_SIZE], written)
+    o, lse = paged(_normed(q_latent), _rotated(q_rope), after, table, lengths)
+    pool.copy_(after)
+    return o, lse, after
+
+
+def _normed(x: Tensor) -> Tensor:
+    return x / (x * x).mean(-1, keepdim=True)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    angle = torch.arange(R, device=x.device) * 0.3
+    return x * angle.cos() + torch.cat([-x[..., R // 2 :], x[..., : R // 2]], dim=-1) * angle.sin()
+
+
 class _Module(nn.Module):
     def forward(self, *arguments: Tensor) -> Any:
         return paged(*arguments)
@@ -76,6 +97,7 @@ def cases() -> dict[Callable[..., Any], list[Tensor]]:
     cache = [random(B, T, L), random(B, T, R)]
     indices = torch.randint(-1, T, (B, 1, 24), generator=made)
     parts = [random(B, 5, L), random(B, 5)]
+    row, grown = random(B, 1, L + R), [table, torch.tensor([48, 1, 17])]
     scales = torch.rand(PAGES, PAGE_SIZE, G, generator=made) + 0.5
     return {
         paged: [*q, random(PAGES, PAGE_SIZE, L + R), *pages],
@@ -84,6 +106,7 @@ def cases() -> dict[Callable[..., Any], list[Tensor]]:
         masked: [*q, *cache, torch.rand(B, T, generator=made) > 0.3],
         named: [*q, *cache, indices],
         merged: [*parts, random(B, 5, L), random(B, 5)],
+        step: [random(B, 1, N, L + R), row, random(PAGES, PAGE_SIZE, L + R), *grown],
         product: [random(B, 2, N, L + R), random(N, 5, L)],
     }
 
@@ -99,6 +122,8 @@ def write(folder: Path) -> None:
     import mla_compile
     from mla_compile.gpu_launches import put_launches
     from mla_compile.gpu_products import products_of
+    from mla_compile.gpu_together import together
+    from mla_compile.gpu_writes import write_in_parts
 
     from .pretend import present
 
@@ -116,9 +141,10 @@ def write(folder: Path) -> None:
             for cpp in (False, True):
                 module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
                 put_launches(module.graph, ours_alone=True)
+                write_in_parts(module.graph)
                 module.recompile()
                 try:
-                    with products_of(module.graph), config.patch(CPP if cpp else {}):
+                    with products_of(module.graph), together(), config.patch(CPP if cpp else {}):
                         compile_fx_inner(module, fakes, cpp_wrapper=cpp)
                 except Written as written:
                     (folder / f"{function.__name__}.{'cpp' if cpp else 'py'}").write_text(written.args[0])
@@ -147,6 +173,11 @@ def _error(result: Tensor, exact: Tensor) -> float:
     return float((difference / explained).nan_to_num(torch.inf))
 
 
+_HEURISTICS = ("user_autotune", "pointwise", "reduction", "persistent_reduction")
+_BLOCKS = {"XBLOCK": 32, "R0_BLOCK": 16}
+"""Of kernels that are Inductor's own."""
+
+
 class _Kernel:
     """What Inductor's code launches."""
 
@@ -159,17 +190,29 @@ class _Kernel:
             self.constants, self.meta = options["triton_meta"]["constants"], options["inductor_meta"]
             return lambda kernel: setattr(self, "kernel", kernel)
 
-        with mock.patch.object(triton_heuristics, "user_autotune", kept):
+        with mock.patch.multiple(triton_heuristics, **dict.fromkeys(_HEURISTICS, kept)):
             file.write_text(source)
             runpy.run_path(str(file))
 
     def run(self, *arguments: Any, stream: int) -> None:
+        self.launches.append(self.meta["kernel_name"])
+        if "declared_constexpr_names" not in self.meta:
+            self._run_own(arguments)
+            return
         declared = self.meta["declared_constexpr_names"]
         *given, first, second, third = arguments
         names = [name for name in self.kernel.arg_names if name not in declared]
         by_name = dict(zip(names, given, strict=True)) | {name: self.constants[name] for name in declared}
-        self.launches.append(self.meta["kernel_name"])
         self.kernel[first, second, third](**by_name)
+
+    def _run_own(self, arguments: Sequence[Any]) -> None:
+        from torch._inductor.runtime.triton_heuristics import GridExpr
+
+        names = self.kernel.arg_names
+        blocks = {name: block for name, block in _BLOCKS.items() if name in names}
+        by_name = dict(zip((name for name in names if name not in blocks), arguments, strict=True)) | blocks
+        grid = GridExpr.from_meta(self.meta, blocks).eval_slow(by_name)
+        self.kernel[grid](**by_name)
 
 
 def _run(code: Path, arguments: Sequence[Tensor], folder: Path) -> tuple[list[str], list[Tensor]]:

@@ -1,0 +1,79 @@
+"""Which kernels become one: of a kind, none waiting for another, and the rest in an order that is left."""
+
+import random
+from graphlib import TopologicalSorter
+
+import pytest
+import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config
+
+from mla_compile import backend
+from mla_compile.gpu_together import joined
+from tests.models import HIDDEN, Combined, L, R
+
+
+def test_a_rotation_of_queries_joins_a_write_of_keys():
+    """As V3's layer lies: two products and a norm before queries are rotated, a product before keys are."""
+    names = ["q_a", "q norm", "q_b", "rotate q", "kv_a", "latent norm", "rotate k", "attend"]
+    waits = [[], [0], [1], [2], [], [4], [4, 5], [3, 6]]
+    kinds = [None, "sum", None, "each", None, "sum", "each", None]
+    assert [[names[i] for i in group] for group in joined(waits, kinds)] == [
+        ["q_a"],
+        ["q norm", "latent norm"],
+        ["q_b"],
+        ["rotate q", "rotate k"],
+        ["kv_a"],
+        ["attend"],
+    ]
+
+
+def test_what_waits_for_a_group_is_not_of_it():
+    """The third waits for the second through what waits for the first."""
+    assert joined([[], [], [0], [1, 2]], ["a", "b", "b", "a"]) == [[0], [1, 2], [3]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_can_be_run_one_after_the_other(seed):
+    made = random.Random(seed)
+    count = 120
+    waits = [sorted(made.sample(range(i), min(i, made.choice([0, 1, 2])))) for i in range(count)]
+    kinds = [made.choice([None, "a", "b"]) for _ in range(count)]
+    groups = joined(waits, kinds)
+    of = {node: i for i, group in enumerate(groups) for node in group}
+    assert sorted(of) == list(range(count))
+    assert max(map(len, groups)) <= 8
+    assert any(len(group) > 1 for group in groups)
+    for group in groups:
+        assert len({kinds[node] for node in group}) == 1
+        assert len(group) == 1 or kinds[group[0]] is not None
+        assert group[-1] - group[0] <= 32
+    graph = {i: {of[other] for node in group for other in waits[node]} for i, group in enumerate(groups)}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError
+    assert all(i not in others for i, others in graph.items())
+
+
+class _Asked(BaseException):
+    """Leaves Inductor once it is asked; not an `Exception`, which it would wrap."""
+
+
+@pytest.mark.parametrize(
+    ("launched", "options", "wanted"),
+    [(True, {}, True), (False, {}, False), (True, {"combo_kernels": False}, False)],
+    ids=["with launches of ours", "without", "the user says no"],
+)
+def test_inductor_is_asked_where_there_are_launches_and_the_user_says_nothing(monkeypatch, launched, options, wanted):
+    asked = []
+
+    def inner(*_, **__):
+        asked.append(config.combo_kernels)
+        raise _Asked
+
+    monkeypatch.setattr(backend, "put_launches", lambda graph, ours_alone: launched)
+    monkeypatch.setattr(backend, "compile_fx_inner", inner)
+    x, cache = torch.randn(1, 1, HIDDEN), (torch.randn(1, 40, L), torch.randn(1, 40, R))
+    torch.compiler.reset()
+    with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False), pytest.raises(_Asked):
+        torch.compile(Combined(), backend="mla", options=options)(x, cache)
+    assert asked == [wanted]
+    assert not config.combo_kernels
