@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from ...fp8 import RowLayout
@@ -44,6 +46,7 @@ def append_latents_triton(x: AppendLatents) -> None:
     )
 
 
+@cache
 def constants_of(rank: int, rope: int, groups: int, one_scale: bool) -> dict[str, int | bool]:
     """What the kernel is specialised to."""
     return {

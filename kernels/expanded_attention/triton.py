@@ -18,8 +18,9 @@ import triton
 from torch import Tensor
 
 from .._common.machine import Machine
+from .._common.plans import Plans
 from .._common.tiles import Tiles, power_of_two
-from .._common.tuning import bucket, neighbours, tuned
+from .._common.tuning import bucket, is_on, neighbours, tuned
 from ..share import in_even_groups, share_of
 from ..visibility import causal_stop
 from .arguments import ExpandedAttention, Expansion
@@ -106,23 +107,14 @@ def attend_in_chunks(x: Expansion, keys: BatchKeys, machine: Machine, tiles: Til
     if lse.numel() == 0 or keys.tokens == 0:
         return o, lse
     q = q if q.stride(3) == 1 else q.contiguous()
-    if tiles is None:
+    if tiles is None and is_on():
         hidden = None if mask is None else mask.dtype, keys.causal, keys.lengths is not None
         problem = q.dtype, nope, keys.rope, columns, *hidden, workspace_tokens, *q.shape[:3], keys.tokens
         tiles = _tuned(machine, problem, lambda tiles: attend_in_chunks(x, keys, machine, tiles))
-    fewest = triton.cdiv(_PROGRAMS * machine.processors, triton.cdiv(queries, tiles.rows))
-    share = share_of(batch, heads, keys.tokens, workspace_tokens, fewest)
-    sequences, size = share.sequences, share.tokens
-    chunks = list(chunks_of(keys, size, mask is not None))
-    each = sequences * size * (nope + columns) * q.itemsize
-    each += sequences * queries * (columns + 2) * 4 if len(chunks) > 1 else 0
-    group = in_even_groups(share.heads, max(_BYTES // each, 1))
-    workspace = q.new_empty(group * sequences * size * (nope + columns))
-    copies = q.new_empty(sequences * size * keys.copied)
-    state = [q.new_empty(0, dtype=torch.float32)] * 3
-    if len(chunks) > 1:
-        rows = sequences * group * queries
-        state = [q.new_empty(count, dtype=torch.float32) for count in (rows * columns, rows, rows)]
+    plan = _plan(x, keys, machine, tiles)
+    sequences, group, chunks = plan.sequences, plan.heads, plan.chunks
+    workspace, copies = q.new_empty(plan.workspace), q.new_empty(plan.copies)
+    state = [q.new_empty(count, dtype=torch.float32) for count in plan.state]
     for b in range(0, batch, sequences):
         taken: tuple[Tensor, Tensor] | None = None
         for head in range(0, heads, group):
@@ -146,13 +138,68 @@ def attend_in_chunks(x: Expansion, keys: BatchKeys, machine: Machine, tiles: Til
                     x.scale,
                     (keys.causal_offset or 0) - chunk.start,
                     (i == 0, i == len(chunks) - 1),
-                    tiles,
+                    plan.tiles,
+                    plan.constants[i],
                 )
     return o, lse
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """How a problem is cut, and what its launches are specialised to."""
+
+    tiles: Tiles
+    sequences: int
+    heads: int
+    """At a time, as are the sequences."""
+    chunks: tuple[Chunk, ...]
+    constants: tuple[dict[str, Any], ...]
+    """Of the launch of each chunk."""
+    workspace: int
+    copies: int
+    state: tuple[int, int, int]
+    """Elements of sums, greatest scores and totals; none where all keys are one chunk."""
+
+
+PLANS = Plans[_Plan]()
+
+
+def _plan(x: Expansion, keys: BatchKeys, machine: Machine, tiles: Tiles | None) -> _Plan:
+    lengths = keys.lengths
+    hidden = None if lengths is None else (lengths.starts is not None, lengths.queries is not None)
+    asked = keys.tokens, keys.rope, keys.copied, keys.causal_offset, hidden, None if x.mask is None else x.mask.dtype
+    key = machine, tiles, x.workspace_tokens, x.q.shape, x.q.dtype, x.w_uk.shape, x.w_uv.shape, asked
+    return PLANS.get(key, lambda: _new_plan(x, keys, machine, tiles))
+
+
+def _new_plan(x: Expansion, keys: BatchKeys, machine: Machine, tiles: Tiles | None) -> _Plan:
+    batch, queries, heads, _ = x.q.shape
+    nope, columns = x.w_uk.shape[1], x.w_uv.shape[1]
+    tiles = tiles or choose(machine, nope, keys.rope, columns, x.q.itemsize, x.mask is not None)
+    fewest = triton.cdiv(_PROGRAMS * machine.processors, triton.cdiv(queries, tiles.rows))
+    share = share_of(batch, heads, keys.tokens, x.workspace_tokens, fewest)
+    sequences, size = share.sequences, share.tokens
+    chunks = tuple(chunks_of(keys, size, x.mask is not None))
+    several = len(chunks) > 1
+    each = sequences * size * (nope + columns) * x.q.itemsize
+    each += sequences * queries * (columns + 2) * 4 if several else 0
+    group = in_even_groups(share.heads, max(_BYTES // each, 1))
+    rows = sequences * group * queries if several else 0
+    widths = nope, keys.rope, columns
+    return _Plan(
+        tiles,
+        sequences,
+        group,
+        chunks,
+        tuple(constants_of(widths, x.mask, keys.lengths, chunk.causal, several, tiles) for chunk in chunks),
+        group * sequences * size * (nope + columns),
+        sequences * size * keys.copied,
+        (rows * columns, rows, rows),
+    )
+
+
 def _tuned(machine: Machine, problem: tuple[Any, ...], run: Callable[[Tiles], object]) -> Tiles:
-    """Tiles of the table, or while tuning is on the fastest, of a problem as `attend_in_chunks` puts it."""
+    """The fastest tiles, while tuning is on, of a problem as `attend_in_chunks` puts it."""
     dtype, nope, rope, columns, mask = problem[:5]
     widths = nope, rope, columns, dtype.itemsize
     default = choose(machine, *widths, mask is not None)
@@ -228,6 +275,7 @@ def _launch(
     causal_offset: int,
     first_last: tuple[bool, bool],
     tiles: Tiles,
+    constants: dict[str, Any],
 ) -> None:
     q, k, rope, v = operands
     batch, queries, heads, _ = q.shape
@@ -235,8 +283,6 @@ def _launch(
     if mask is not None:
         strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
     given = q if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    widths = k.shape[3], rope.shape[2], v.shape[3]
-    constants = constants_of(widths, mask, lengths, chunk.causal, state[0].numel() > 0, tiles)
     numbers = (None,) * 3 if lengths is None else (lengths.tokens, lengths.starts, lengths.queries)
     attend_chunk[(triton.cdiv(queries, tiles.rows) * heads * batch,)](
         q,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -29,6 +31,7 @@ def merge_states_triton(x: MergeStates) -> tuple[Tensor, Tensor]:
     return o, lse
 
 
+@cache
 def constants_of(columns: int) -> dict[str, int]:
     """What the kernel is specialised to."""
     block = power_of_two(columns)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .._common.launch import coded_constants, strides_of
 from .._common.machine import Machine
+from .._common.plans import Plans, layout
 from .._common.tiles import Tiles, columns, power_of_two
 from ..coded import bytes_of
 from ..expanded_attention.triton import BatchKeys, Chunk, Lengths, attend_in_chunks
@@ -27,6 +28,8 @@ from .kernel import gather_chunk
 GATHERED = 16
 """Positions of a program: 9,216 elements of DeepSeek's rows, 36 a thread and load of 256 columns in 4 warps."""
 WARPS = 4
+PLANS = Plans[dict[str, Any]]()
+"""What the gathering is specialised to."""
 
 
 def paged_expanded_attention_triton(
@@ -40,6 +43,8 @@ def paged_expanded_attention_triton(
         stops = torch.minimum(stops, starts + x.counts)  # what is behind the last query may be anything
     starts, counts = (t if t is None else t.contiguous() for t in (starts, x.query_lens))
     lengths, stops = Lengths(pages.lengths.contiguous(), starts, counts), stops.contiguous()
+    key = machine, *map(layout, (pages.latent, pages.rope, pages.scales))
+    constants = PLANS.get(key, lambda: constants_of(machine, pages))
 
     def take(part: slice, chunk: Chunk, workspace: Tensor) -> tuple[Tensor, Tensor]:
         table, count = pages.table[part], chunk.stop - chunk.start
@@ -60,7 +65,7 @@ def paged_expanded_attention_triton(
             *pages.rope.stride()[:2],
             *strides_of(pages.scales, 3),
             *table.stride(),
-            **constants_of(machine, pages),
+            **constants,
             num_warps=WARPS,
             enable_fp_fusion=True,
         )

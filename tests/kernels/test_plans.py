@@ -11,6 +11,12 @@ from mla_compile.kernels._common import launch, tuning
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels._common.plans import Plans
 from mla_compile.kernels._common.tiles import Tiles
+from mla_compile.kernels.expanded_attention import triton as chunked
+from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention
+from mla_compile.kernels.expanded_attention.triton import expanded_attention_triton
+from mla_compile.kernels.paged_expanded_attention import triton as gathered
+from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
+from mla_compile.kernels.paged_expanded_attention.triton import paged_expanded_attention_triton
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 from mla_compile.kernels.paged_latent_attention.triton import paged_latent_attention_triton
 
@@ -109,3 +115,90 @@ def test_there_are_never_more_than_so_many():
         assert plans.get(i, lambda i=i: make(i)) == i
         assert len(plans) <= 3
     assert calls == [1, 2, 3, 4, 1, 2]
+
+
+def prompt(**changes):
+    """Two chunks of 96 keys, of which 40 are this step's queries."""
+    given = ExpandedAttention(
+        q=made(1, 40, 4, 24 + R),
+        latent=made(1, 96, L),
+        k_rope=made(1, 96, R),
+        w_uk=made(4, 24, L),
+        w_uv=made(4, 8, L),
+        mask=None,
+        causal_offset=56,
+        scale=0.1,
+        workspace_tokens=12,
+    )
+    return dataclasses.replace(given, **changes)
+
+
+def paged_prompt(**changes):
+    pages, numbers = made(9, 16, L + R), (made(2, 8, dtype=torch.int32), made(2, dtype=torch.int32))
+    given = PagedExpandedAttention(
+        q=made(2, 40, 4, 24 + R),
+        latent_pages=pages[..., :L],
+        rope_pages=pages[..., L:],
+        block_table=numbers[0],
+        seq_lens=numbers[1],
+        w_uk=made(4, 24, L),
+        w_uv=made(4, 8, L),
+        causal=True,
+        scale=0.1,
+        workspace_tokens=24,
+    )
+    return dataclasses.replace(given, **changes)
+
+
+def steps(launches):
+    return [
+        (launch.kernel, launch.grid, launch.constants, [a for a in launch.arguments if isinstance(a, int)])
+        for launch in launches
+    ]
+
+
+@pytest.mark.parametrize(
+    ("run", "bundle_of", "kernels"),
+    [
+        (expanded_attention_triton, prompt, {"attend_chunk"}),
+        (paged_expanded_attention_triton, paged_prompt, {"attend_chunk", "gather_chunk"}),
+    ],
+    ids=["dense", "pages"],
+)
+def test_a_second_prompt_makes_no_plan_and_launches_the_same(run, bundle_of, kernels, launches, monkeypatch):
+    for module in (chunked, gathered):
+        monkeypatch.setattr(module, "PLANS", Plans())
+    run(bundle_of(), H100)
+    first, launches[:] = steps(launches), []
+    assert {kernel for kernel, *_ in first} == kernels
+    assert len(first) > 2
+    assert len(chunked.PLANS) == 1
+    monkeypatch.setattr(chunked, "_new_plan", None)
+    monkeypatch.setattr(chunked, "constants_of", None)
+    monkeypatch.setattr(gathered, "constants_of", None)
+    run(bundle_of(scale=0.2), H100)
+    assert steps(launches) == first
+
+
+OTHER_PROMPTS = {
+    "fewer queries": {"q": made(1, 39, 4, 24 + R)},
+    "fewer keys": {"latent": made(1, 95, L), "k_rope": made(1, 95, R)},
+    "another limit": {"causal_offset": 50},
+    "no limit": {"causal_offset": None},
+    "a mask": {"mask": made(1, 1, 40, 96, dtype=torch.bool)},
+    "another workspace": {"workspace_tokens": 48},
+}
+
+
+@pytest.mark.parametrize("change", OTHER_PROMPTS.values(), ids=OTHER_PROMPTS)
+def test_what_a_prompt_depends_on_makes_another_plan(change, launches, monkeypatch):
+    monkeypatch.setattr(chunked, "PLANS", Plans())
+    expanded_attention_triton(prompt(), H100)
+    launches.clear()
+    expanded_attention_triton(prompt(**change), H100)
+    assert len(chunked.PLANS) == 2
+    kept = steps(launches)
+    monkeypatch.setattr(chunked, "PLANS", Plans())
+    launches.clear()
+    expanded_attention_triton(prompt(**change), H100)
+    assert steps(launches) == kept

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from mla_compile.kernels._common.plans import Plans
 from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.expanded_attention import expanded_attention_reference
 from mla_compile.kernels.expanded_attention import triton as launcher
@@ -136,6 +137,7 @@ def test_any_strides():
 
 def test_heads_in_groups(monkeypatch):
     monkeypatch.setattr(launcher, "_BYTES", 5000)
+    monkeypatch.setattr(launcher, "PLANS", Plans())
     x = make_inputs((2, 9, 40, 5, 12, 8, 4, 8))
     assert_right(x, masks(2, 5, 9, 40)["bool of each head and query"], 16)
 
@@ -150,11 +152,12 @@ def test_heads_come_first_where_they_keep_the_device_busy(mask, monkeypatch):
     x, launch, launched = make_inputs((2, 70, 80, 3, 12, 8, 4, 8)), launcher._launch, []
 
     def note(operands, *arguments):
-        *_, state, chunk, _, _, first_last, _ = arguments
+        *_, state, chunk, _, _, first_last, _, _ = arguments
         launched.append((chunk.start, chunk.stop, operands[0].shape[2], first_last, state[0].numel()))
         launch(operands, *arguments)
 
     monkeypatch.setattr(launcher, "_launch", note)
     monkeypatch.setattr(launcher, "_PROGRAMS", 1)
+    monkeypatch.setattr(launcher, "PLANS", Plans())
     assert_right(x, masks(2, 3, 70, 80)[mask], 40, on=dataclasses.replace(machine(), processors=1))
     assert launched == [(0, 80, 1, (True, True), 0)] * 6

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from mla_compile.kernels._common.plans import Plans
 from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.expanded_attention import triton as launcher
 from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
@@ -130,6 +131,7 @@ def test_any_strides():
 
 def test_heads_in_groups(monkeypatch):
     monkeypatch.setattr(launcher, "_BYTES", 5000)
+    monkeypatch.setattr(launcher, "PLANS", Plans())
     assert_right(make_paged_heads([37, 40, 3], (9, 5, 12, 8, 4, 8), 16), True, 16, run)
 
 
