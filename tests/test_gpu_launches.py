@@ -29,9 +29,9 @@ MOST = 4.0
 """Of what rounding explains: the bound of the kernels' own tests in float32."""
 
 
-def step(command, folder, **environment):
+def step(command, folder, module="written", **environment):
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.fake_cuda.written", command, str(folder)],
+        [sys.executable, "-W", "ignore", "-m", f"tests.fake_cuda.{module}", command, str(folder)],
         cwd=ROOT,
         env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
@@ -74,3 +74,15 @@ def test_a_lowered_program_launches(written):
     ops = (written / "exported.txt").read_text().split()
     assert ops.count("triton_kernel_wrapper_functional") == 2
     assert not {op for op in ops if op.startswith("aten.")} - {"aten.slice.Tensor", "aten.empty.memory_format"}
+
+
+@pytest.mark.slow
+def test_a_step_of_a_model_gives_the_numbers_of_its_graph(tmp_path):
+    """Kernels that are several, rows that are written in parts, and all that goes before them in other layers."""
+    from tests.fake_cuda.whole import CACHES, LAYERS, SIZES
+
+    step("write", tmp_path, "whole")
+    errors = json.loads(step("run", tmp_path, "whole", TRITON_INTERPRET="1"))
+    assert errors.keys() == CACHES.keys()
+    # Nine products a layer, one after the other, of at most so many numbers, each rounded to float32.
+    assert max(errors.values()) < torch.finfo(torch.float32).eps * (LAYERS * 9 * SIZES["intermediate_size"]) ** 0.5

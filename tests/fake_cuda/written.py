@@ -161,7 +161,7 @@ def run(folder: Path) -> dict[str, tuple[list[str], float]]:
     found = {}
     for function, arguments in cases().items():
         exact = function(*[t.double() if t.dtype == torch.float32 else t for t in arguments])
-        launches, results = _run(folder / f"{function.__name__}.py", arguments, folder)
+        launches, results = run_written(folder / f"{function.__name__}.py", arguments, folder)
         found[function.__name__] = launches, max(map(_error, results, exact))
     return found
 
@@ -215,7 +215,7 @@ class _Kernel:
         self.kernel[grid](**by_name)
 
 
-def _run(code: Path, arguments: Sequence[Tensor], folder: Path) -> tuple[list[str], list[Tensor]]:
+def run_written(code: Path, arguments: Sequence[Tensor], folder: Path) -> tuple[list[str], list[Tensor]]:
     from torch._C._dynamo import guards
     from torch._inductor.async_compile import AsyncCompile
 
