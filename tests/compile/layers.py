@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
 
+from mla_compile.interpreted import interpreted
 from tests.models import HIDDEN, Combined, N, P, R, V, rope
 from tests.training import assert_every_gradient
 
 expanded_attention = torch.ops.mla.expanded_attention.default
+stock = functools.partial(compile_fx, inner_compile=interpreted)
+"""Stock Inductor but for the code: what a forward keeps for its backward is decided before. For tests
+`without_codegen`."""
 
 
 class Layer(nn.Module):

@@ -69,6 +69,7 @@ def test_with_generated_code():
     assert all(report.rewritten == 1 for report in reports)
 
 
+@pytest.mark.usefixtures("without_codegen")
 def test_the_report_names_the_line_of_the_module():
     module = torch.compile(Combined(), backend="mla")
     module(torch.randn(1, 1, HIDDEN), tuple(torch.randn(1, 40, width) for width in (16, 8)))

@@ -16,6 +16,7 @@ from .poison import Poisoned, assert_the_same, values
 from .unseen import MAKE
 
 DTYPES = [torch.float32, torch.bfloat16]
+POISON = "MLA_COMPILE_TESTS_POISON"
 
 
 @pytest.fixture
@@ -26,20 +27,26 @@ def values_are_not_read(monkeypatch):
             monkeypatch.setattr(module, "reads_values", lambda tensor: False)
 
 
-@pytest.fixture(scope="module", params=["NAN", "INFINITY"])
-def poisoned_buffers(request, tmp_path_factory):
-    """The kernels in C++ with buffers that hold a number until they are written."""
+@pytest.fixture(scope="module")
+def poisoned_header(tmp_path_factory):
+    """Buffers of C++ that hold the number of a variable of the environment until they are written."""
     header = tmp_path_factory.mktemp("poisoned") / "vector.h"
     text = native.VECTOR.read_text()
     constructor = "ALIGNMENT))) {}"
     assert text.count(constructor) == 1
-    header.write_text(text.replace(constructor, f"ALIGNMENT))) {{ std::fill_n(data_, size, {request.param}); }}"))
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (expanded_attention, cached):
-            patch.setattr(module, "_SOURCES", (header, *module._SOURCES[1:]))
-        assert all(expanded_attention.kernel_for(dtype) is not None for dtype in DTYPES)
-        assert all(cached.kernel_for(dtype, dtype, dtype) is not None for dtype in DTYPES)
-        yield
+    filled = f'ALIGNMENT))) {{ std::fill_n(data_, size, std::strtof(std::getenv("{POISON}"), nullptr)); }}'
+    header.write_text("#include <cstdlib>\n" + text.replace(constructor, filled))
+    return header
+
+
+@pytest.fixture(params=["nan", "inf"])
+def poisoned_buffers(request, poisoned_header, monkeypatch):
+    """The kernels in C++ with such buffers."""
+    monkeypatch.setenv(POISON, request.param)
+    for module in (expanded_attention, cached):
+        monkeypatch.setattr(module, "_SOURCES", (poisoned_header, *module._SOURCES[1:]))
+    assert all(expanded_attention.kernel_for(dtype) is not None for dtype in DTYPES)
+    assert all(cached.kernel_for(dtype, dtype, dtype) is not None for dtype in DTYPES)
 
 
 def compute(problem):
