@@ -68,7 +68,8 @@ def with_lora(model: nn.Module, *projections: str, **settings: object) -> nn.Mod
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
 def test_the_trainer_trains_a_compiled_model(adapted, tmp_path):
-    model = model_of("deepseek_v3")
+    layers = 1 if adapted else LAYERS
+    model = model_of("deepseek_v3", layers)
     if adapted:
         model = with_lora(model, *PROJECTIONS)
     plain = trained(copy.deepcopy(model), str(tmp_path))
@@ -76,7 +77,7 @@ def test_the_trainer_trains_a_compiled_model(adapted, tmp_path):
     found = trained(model, str(tmp_path))
     assert found == pytest.approx(plain, rel=1e-4)
     assert plain[0] != plain[-1]
-    assert mla_compile.last_report().rewritten == LAYERS
+    assert mla_compile.last_report().rewritten == layers
 
 
 @pytest.mark.slow
@@ -86,7 +87,7 @@ def test_an_adapter_of_peft_beside_a_projection(projection):
 
 
 def test_adapters_of_peft_beside_all_projections():
-    assert_trained(with_lora(model_of("deepseek_v3"), *PROJECTIONS), tokens())
+    assert_trained(with_lora(model_of("deepseek_v3", LAYERS), *PROJECTIONS), tokens())
 
 
 def test_rank_stabilized_adapters_of_peft():
@@ -131,6 +132,6 @@ def test_the_trainer_compiles_where_accelerate_was_told(tmp_path, monkeypatch):
     mla_compile.register_with_accelerate()
     found = trained(model, str(tmp_path), torch_compile=True, torch_compile_backend="mla")
     assert found == pytest.approx(plain, rel=1e-4)
-    assert mla_compile.last_report().rewritten == LAYERS
+    assert mla_compile.last_report().rewritten == 1
     with pytest.raises(ValueError, match="'NONE OF THESE' is not a valid DynamoBackend"):
         accelerate.utils.TorchDynamoPlugin(backend="none of these")
