@@ -24,6 +24,9 @@ from mla_compile import backend, report
 from mla_compile.interpreted import interpreted
 from tests import diagonal
 
+# Dynamo looks for garbage after each graph, which took 1 to 4 % of the time of tests that compile a model.
+torch._dynamo.config.run_gc_after_compile = False
+
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -120,7 +120,6 @@ class TestCheck:
                 error = check.error(modes.MODES[mode](built), built, workload, "dynamic", exact)
                 assert 0 < error < check.tolerance(built, workload, "dynamic", exact)
 
-    @pytest.mark.usefixtures("without_codegen")
     @pytest.mark.parametrize("workload", [DECODE, PREFILL], ids=str)
     def test_half_precision_is_measured_by_transformers_own_error(self, workload):
         built = build(replace(TINY["v3"], dtype="bfloat16"))

@@ -111,18 +111,35 @@ def compiled(module, **options):
     return torch.compile(module, backend="mla", options=options)
 
 
-@pytest.mark.usefixtures("scores_bytes")
-@pytest.mark.parametrize(
-    "dynamic",
-    [pytest.param(False, marks=pytest.mark.slow, id="known sizes"), pytest.param(True, id="symbolic sizes")],
-)
-def test_compiled(dynamic):
-    module, x = Learned(), hidden()
+def assert_compiled(dynamic, kind=Learned):
+    module, x = kind(), hidden()
     torch._dynamo.reset()
     found = gradients(torch.compile(module, backend="mla", dynamic=dynamic), module, [x])
     for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+
+
+SIZES = {"known sizes": False, "symbolic sizes": True}
+
+
+@pytest.mark.usefixtures("scores_bytes", "without_codegen")
+@pytest.mark.parametrize("dynamic", SIZES.values(), ids=SIZES)
+def test_compiled(dynamic):
+    assert_compiled(dynamic)
+
+
+def test_with_generated_code(monkeypatch):
+    """Of a loop over heads, whose sizes are symbols."""
+    monkeypatch.setattr(trained_by_heads, "SCORES_BYTES", 1)
+    assert_compiled(dynamic=True, kind=Capped)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("scores_bytes")
+@pytest.mark.parametrize("dynamic", SIZES.values(), ids=SIZES)
+def test_with_generated_code_of_what_learns(dynamic):
+    assert_compiled(dynamic)
 
 
 class Autocast(Capped):

@@ -1,16 +1,22 @@
 """Keys that are gathered from ranks stay where they are: each rank attends to its own, and outputs are exchanged."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch.distributed.tensor.debug import CommDebugMode
 
 import mla_compile
 import mla_compile.kernels.register
+from mla_compile import backend
+from mla_compile.interpreted import interpreted
 from mla_compile.options import Options
 from mla_compile.passes.paths.exchange import (
     Gathered,
@@ -106,7 +112,19 @@ class Case:
     too; or whether it attends with `all`."""
     link: tuple[float, float] | None = None
     compiled: bool = False
-    """Whether Inductor compiles it, which takes seconds."""
+    """Whether `torch.compile` is asked too."""
+    code: bool = False
+    """Whether Inductor then generates code, which takes seconds, instead of running the graph as it is."""
+
+
+@contextlib.contextmanager
+def without_codegen() -> Iterator[None]:
+    """The fixture of that name, in a process of its own."""
+    with (
+        mock.patch.object(backend, "compile_fx_inner", interpreted),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
 
 
 @torch.no_grad()
@@ -139,7 +157,8 @@ def attend_in_shares(case):
         torch._dynamo.reset()
         options = {"mla.same_on_ranks": case.same, "mla.path": case.path, "mla.keys_stay": case.stay}
         options |= {"mla.link": case.link, "mla.rates": RATES}
-        found["compiled"] = torch.compile(function, backend="mla", options=options)(*inputs)
+        with contextlib.nullcontext() if case.code else without_codegen():
+            found["compiled"] = torch.compile(function, backend="mla", options=options)(*inputs)
         site = mla_compile.last_report().sites[0]
         assert (site.path, site.reason) == found["outcome"]
     return found
@@ -174,8 +193,9 @@ SPELLED = {
 }
 MASKED = {
     f"{layout}, {mask}, {Sq} queries": Case(
-        layout, "masks", Sq, mask, compiled=(layout, mask, Sq) == ("by_page", "lengths", 3)
+        layout, "masks", Sq, mask, compiled=coded == (layout, mask, Sq), code=coded == (layout, mask, Sq)
     )
+    for coded in [("by_page", "lengths", 3)]
     for layout in ("along_tokens", "by_token", "by_page")
     for mask in ("causal", "lengths")
     for Sq in (1, 3)
