@@ -17,7 +17,7 @@ import mla_compile.backend as backend
 sys.path.insert(0, {root!r})
 from tests.models import Combined, HIDDEN, L, R
 
-passes, salt = json.loads(sys.argv[2]), float(sys.argv[3])
+passes = json.loads(sys.argv[2])
 if passes:
     sources = backend._sources()
     backend._sources = lambda: sources + passes
@@ -26,7 +26,7 @@ module = Combined()
 
 
 def step(x, cache):
-    return module(x + salt, cache)[0]
+    return module(x + {salt}, cache)[0]
 
 
 compiled = torch.compile(step, backend="mla", dynamic=True, options=json.loads(sys.argv[1]))
@@ -53,14 +53,13 @@ def process():
 
     So they share the cache directory of all tests, and with it what takes longest: kernels in C++.
     """
-    root, salt = str(Path(__file__).parents[2]), str(random.SystemRandom().random())
+    script = SCRIPT.format(root=str(Path(__file__).parents[2]), salt=random.SystemRandom().random())
     folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "mla_compile"
     before = set(folder.glob("*.json"))
 
     def run(options, passes=""):
-        arguments = json.dumps(options), json.dumps(passes), salt
         result = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", SCRIPT.format(root=root), *arguments],
+            [sys.executable, "-W", "ignore", "-c", script, json.dumps(options), json.dumps(passes)],
             capture_output=True,
             text=True,
             check=False,
