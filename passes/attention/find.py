@@ -301,7 +301,7 @@ def _from_weights(
     if parts.summed != keys:
         reason = "expected the values to be summed over the keys of the softmax, found another axis"
         raise Refusal(node, reason, "take the softmax over the keys")
-    value = told((parts.right, parts.left)[side], trace)
+    value = told((parts.right, parts.left)[side], keys, trace)
     rows = tuple(axis for i in range(len(score_dims)) if i != dim for axis in axes[i])
     scores = []
     for form, summand in zip(aligned[1:], products, strict=False):
@@ -369,7 +369,7 @@ def _score(node: fx.Node, term: Term, keys: Dim, scale: float, trace: Trace) -> 
         sides = sides[::-1]
     elif with_keys != [False, True]:
         raise Refusal(node, "expected one operand of the scores to run over the keys, found both or none")
-    return Score(sides[0], told(sides[1], trace), parts.summed, parts.scale * scale)
+    return Score(sides[0], told(sides[1], keys, trace), parts.summed, parts.scale * scale)
 
 
 def _times(query: Term, by: Term, factor: Factor) -> Term:

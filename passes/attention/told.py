@@ -10,17 +10,22 @@ from torch import fx
 
 from ..algebra import operations
 from ..algebra.sizes import Unaligned
-from ..algebra.terms import Bits, Form, Term
+from ..algebra.terms import Bits, Dim, Form, Join, Term
 from ..trace.trace import Trace
 
 
-def told(term: Term, trace: Trace) -> Term:
-    """A term with what the graph knows of the tensor that it reads, if it says nothing of that itself."""
+def told(term: Term, keys: Dim, trace: Trace) -> Term:
+    """A term with what the graph knows of the tensor that it reads, if it says nothing of that itself.
+
+    Pieces along the keys are those of a cache, which is read as a whole.
+    """
     source, then = term.read.source, term.read.then
     if term.parts is not None or not isinstance(source, fx.Node) or any(isinstance(step, Bits) for step in then):
         return term
     with contextlib.suppress(Unaligned):
         known = operations.term_of(trace[source], replace(term.read, then=()))
         number = math.prod((step for step in then if isinstance(step, float)), start=1.0)
+        if isinstance(known.parts, Join) and known.parts.axis in keys:
+            return term
         return term if known.parts is None else operations.scaled(Form((), known), number).term
     return term

@@ -37,7 +37,7 @@ class InTraining(OneOp):
         """Refuse also scores of which only some may have lost their gradients where all are as low."""
         if _replaces(site) and (site.attention.causal or not all(mask.attends for mask in site.attention.masks)):
             reason = "expected either numbers that take the place of scores or ones that are added, found both"
-            raise Refusal(site.node, f"{reason}: gradients of a query that sees no key differ")
+            raise Refusal(site.node, reason, "fill with -math.inf, or add both")
         super().refuse(site, asked=asked)
 
     def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
