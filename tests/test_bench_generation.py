@@ -4,20 +4,22 @@ import csv
 import json
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 from torch import nn
 
 from mla_compile.bench import memory
+from mla_compile.bench.generation import engine, models, table
 from mla_compile.bench.generation import measure as measuring
-from mla_compile.bench.generation import models, table
 from mla_compile.bench.generation.caches import CACHES
 from mla_compile.bench.generation.measure import measure
 from mla_compile.bench.generation.models import MODELS, WholeModel, build, limit
 from mla_compile.bench.generation.plot import plot
 from mla_compile.bench.generation.run import Generation, run
-from mla_compile.bench.generation.ways import Batch, Result, Way
+from mla_compile.bench.generation.ways import ENGINES, Batch, Result, Way
 from mla_compile.bench.layers import Layer
 from mla_compile.bench.workloads import Workload
 from mla_compile.cli import main
@@ -154,6 +156,63 @@ def test_a_slow_way_is_timed_for_fewer_steps(model, monkeypatch):
     monkeypatch.setattr(measuring, "SLOW_SECONDS", 0.0)
     (result,) = measure(model, TINY, [DECODE], [EAGER], 10)
     assert len(result.seconds) == 1
+
+
+class TestEngine:
+    """vLLM's engine, but for vLLM: `tests/vllm/test_bench.py` has that."""
+
+    WAYS = ENGINES
+
+    def test_without_it_ways_are_skipped(self, model, monkeypatch):
+        monkeypatch.setattr(engine, "find_spec", lambda name: None)
+        results = measure(model, TINY, [DECODE], self.WAYS, 3)
+        assert [(result.status, result.note) for result in results] == [("skipped", "vLLM is not installed")] * 2
+
+    @pytest.fixture
+    def answering(self, model, monkeypatch):
+        """A process that gives the log-probabilities of transformers, off by so much."""
+        asked = []
+
+        def install(off):
+            def run(command, env, **options):
+                folder = Path(command[-1])
+                asked.append((json.loads((folder / engine.REQUEST).read_text()), env))
+                ids = torch.tensor(asked[-1][0]["runs"][0]["prompts"])
+                logprobs = model(ids).logits[0, -1].log_softmax(-1) + off
+                checked = {"prefill": [9.0], "decode": [], "logprobs": logprobs.tolist(), "attention": "SOME"}
+                timed = {"prefill": [2.0], "decode": [0.5, 0.25], "logprobs": [], "attention": "SOME"}
+                (folder / engine.ANSWER).write_text(json.dumps([checked, timed, timed]))
+                return CompletedProcess(command, 0)
+
+            monkeypatch.setattr(engine, "find_spec", lambda name: object())
+            monkeypatch.setattr(engine.subprocess, "run", run)
+            return asked
+
+        return install
+
+    def test_steps_and_prefills_have_times(self, model, answering):
+        asked = answering(0.0)
+        results = measure(model, TINY, [DECODE, PREFILL], self.WAYS, 3)
+        assert [(result.status, result.seconds) for result in results] == [("ok", (0.5, 0.25)), ("ok", (2.0,))] * 2
+        assert {result.note for result in results} == {"SOME"}
+        (request, alone), (_, ours) = asked
+        assert [len(run["prompts"]) for run in request["runs"]] == [1, 2, 2]
+        assert request["runs"][1]["prompts"][0] != request["runs"][1]["prompts"][1]
+        assert [len(run["prompts"][0]) for run in request["runs"][1:]] == [DECODE.workload.keys, 19]
+        assert alone["VLLM_PLUGINS"] == ""
+        assert "VLLM_PLUGINS" not in ours
+
+    def test_wrong_log_probabilities_get_no_time(self, model, answering):
+        answering(torch.linspace(0, 1, TINY.vocabulary))
+        results = measure(model, TINY, [DECODE, PREFILL], self.WAYS[:1], 3)
+        assert [(result.status, result.seconds) for result in results] == [("wrong", ())] * 2
+
+    def test_a_process_that_fails_says_why(self, model, monkeypatch):
+        monkeypatch.setattr(engine, "find_spec", lambda name: object())
+        ended = CompletedProcess([], 1, "", "a warning\nRuntimeError: no such thing\n")
+        monkeypatch.setattr(engine.subprocess, "run", lambda *args, **kwargs: ended)
+        (result,) = measure(model, TINY, [DECODE], self.WAYS[:1], 3)
+        assert (result.status, result.note) == ("failed", "RuntimeError: no such thing")
 
 
 @pytest.fixture

@@ -86,6 +86,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     model.add_argument(
         "--caches", nargs="+", choices=CACHES, default=list(CACHES), metavar="CACHE", help=", ".join(CACHES)
     )
+    model.add_argument(
+        "--vllm", action="store_true", help="vLLM's engine too, with its attention for CPUs and with ours, if installed"
+    )
     gpu = parser.add_argument_group("with --device cuda")
     gpu.add_argument(
         "--kernels", nargs="+", choices=KINDS, default=list(KINDS), metavar="KERNEL", help=", ".join(KINDS)
@@ -158,7 +161,7 @@ def _run_generation(arguments: argparse.Namespace) -> int:
     from mla_compile.bench.generation import table
     from mla_compile.bench.generation.plot import plot
     from mla_compile.bench.generation.run import run as run_ways
-    from mla_compile.bench.generation.ways import WAYS, Batch
+    from mla_compile.bench.generation.ways import ENGINES, WAYS, Batch
     from mla_compile.bench.workloads import Workload
 
     contexts = [4096, 16384, 32768] if arguments.contexts is None else arguments.contexts
@@ -166,6 +169,7 @@ def _run_generation(arguments: argparse.Namespace) -> int:
     workloads = [Workload("decode", n) for n in contexts] + [Workload("prefill", n) for n in prompts]
     batches = [Batch(size, workload) for size in arguments.batches or [1] for workload in workloads]
     ways = [way for way in WAYS if way.compiler in arguments.modes and way.cache in arguments.caches]
+    ways += ENGINES if arguments.vllm else ()
     if not batches or not ways:
         arguments.parser.error("--model: expected a workload, and a mode other than by-hand with a cache that it takes")
     if arguments.plot:

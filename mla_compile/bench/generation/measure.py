@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from mla_compile.bench.check import HALF_FACTOR, distance
+from mla_compile.bench.generation import engine
 from mla_compile.bench.generation.caches import CACHES
 from mla_compile.bench.generation.models import WholeModel
-from mla_compile.bench.generation.ways import Batch, Result, Way
+from mla_compile.bench.generation.ways import ENGINES, Batch, Result, Way
 from mla_compile.bench.layers import Layer
 from mla_compile.bench.measure import rewritten
 from mla_compile.bench.memory import needed_bytes, too_much
@@ -67,6 +68,9 @@ def measure(
     results: list[Result] = []
     allowed: dict[tuple[str, Batch], float] = {}
     for way in ways:
+        if way in ENGINES:
+            results += _served(model, whole, batches, way, repeats)
+            continue
         torch.compiler.reset()
         compiled: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in _tensors(model)})
         if way.compiler != "eager":
@@ -85,6 +89,19 @@ def measure(
                 )
             results.append(_measure(compiled, whole, batch, way, repeats, exact, allowed[key]))
     return results
+
+
+def _served(model: nn.Module, whole: WholeModel, batches: Sequence[Batch], way: Way, repeats: int) -> list[Result]:
+    """By vLLM, whose log-probabilities may be off float64 as transformers' own are."""
+    _log(f"{way}: {', '.join(map(str, batches))}")
+    check = Batch(1, Workload("prefill", engine.CHECK_TOKENS))
+    exact = _reference(model, whole, check)
+    if isinstance(exact, str):
+        return [Result(way, batch, "skipped", exact) for batch in batches]
+    exact = exact.log_softmax(-1)
+    plain = _generate(model, whole, check, "dynamic", 1).logits.log_softmax(-1)
+    allowed = HALF_FACTOR * max(distance(plain, exact), torch.finfo(whole.layer.torch_dtype).eps)
+    return engine.measure(model, whole, batches, way, repeats, exact, allowed)
 
 
 def _measure(
@@ -133,8 +150,7 @@ def _generate(model: Any, whole: WholeModel, batch: Batch, cache_kind: str, toke
         latent, rope = (part.expand(batch.size, -1, -1, -1).to(dtype) for part in _latents(whole.layer, workload))
         for i in range(whole.layers):
             cache.update(latent.clone(), rope.clone(), i)
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(1, whole.vocabulary, (1, workload.keys), generator=generator).expand(batch.size, -1)
+    ids = engine.prompt(whole, workload.keys).expand(batch.size, -1)
     clock = _Clock(tokens)
     start = time.perf_counter()
     output = model.generate(

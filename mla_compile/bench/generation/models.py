@@ -13,6 +13,18 @@ from mla_compile.optional_packages import require
 from mla_compile.passes.paths.absorbed import absorbed_cost
 from mla_compile.passes.paths.as_written import expanded_cost
 
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+"""As DeepSeek-V2's are stretched. With plain rope vLLM 0.32 on CPUs gives other logits than transformers."""
+
 
 @dataclass(frozen=True)
 class WholeModel:
@@ -68,6 +80,9 @@ def build(whole: WholeModel, seed: int = 0) -> nn.Module:
         n_routed_experts=whole.experts,
         num_experts_per_tok=whole.experts,
         n_shared_experts=whole.shared_experts,
+        n_group=1,
+        topk_group=1,
+        rope_parameters=ROPE,
         vocab_size=whole.vocabulary,
         bos_token_id=0,
         eos_token_id=None,

@@ -12,7 +12,8 @@ from mla_compile.bench.workloads import Workload
 class Way:
     """How a model is compiled, and what its latents are kept in."""
 
-    compiler: Literal["eager", "inductor", "mla"]
+    compiler: Literal["eager", "inductor", "mla", "vllm", "vllm-mla"]
+    """The last two are vLLM's engine, the last one with attention of ours."""
     cache: str
 
     def __str__(self) -> str:
@@ -58,3 +59,5 @@ WAYS = (
     Way("inductor", "static"),
     *(Way("mla", cache) for cache in CACHES),
 )
+ENGINES = (Way("vllm", "pages"), Way("vllm-mla", "pages"))
+"""vLLM with its own attention for CPUs, and with this package as its plugin."""

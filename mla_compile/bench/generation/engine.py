@@ -1,0 +1,158 @@
+"""vLLM's engine with the same weights, in a process of its own: what serves, beside what `generate` does.
+
+It reads its prompts itself: a workload that begins with a cache of so many tokens takes their prefill first. Timed are
+the engine's steps. Its log-probabilities after a prompt of `CHECK_TOKENS` are compared with float64.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mla_compile.bench.check import distance
+from mla_compile.bench.generation.caches import PAGE_SIZE
+from mla_compile.bench.generation.models import WholeModel
+from mla_compile.bench.generation.ways import Batch, Result, Way
+
+CHECK_TOKENS = 128
+ALONE = "vllm"
+"""The way in which it has its own attention for CPUs, and not this package as its plugin."""
+REQUEST, ANSWER = "request.json", "answer.json"
+
+
+def prompt(whole: WholeModel, tokens: int, seed: int = 2) -> Tensor:
+    """Random token ids `[1, tokens]`."""
+    return torch.randint(1, whole.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def measure(
+    model: Any, whole: WholeModel, batches: Sequence[Batch], way: Way, repeats: int, exact: Tensor, allowed: float
+) -> list[Result]:
+    """A result for each workload; `exact` are the log-probabilities `[1, vocabulary]` after the prompt of the check.
+
+    `allowed` is how far from them those of the engine may be, relative to the largest.
+    """
+    if find_spec("vllm") is None:
+        return [Result(way, batch, "skipped", "vLLM is not installed") for batch in batches]
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.architectures = [type(model).__name__]
+        model.save_pretrained(folder)
+        (Path(folder) / REQUEST).write_text(json.dumps(_request(whole, batches, repeats)))
+        command, environment = [sys.executable, "-m", __name__, folder], os.environ | _settings(whole, batches, way)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            return [Result(way, batch, "failed", reason) for batch in batches]
+        checked, *answers = json.loads((Path(folder) / ANSWER).read_text())
+    error = distance(torch.tensor([checked["logprobs"]]), exact)
+    if error > allowed:
+        note = f"{error:.1e} off float64, rounding explains {allowed:.1e}"
+        return [Result(way, batch, "wrong", note, (), error) for batch in batches]
+    return [
+        Result(way, batch, "ok", checked["attention"], tuple(answer[batch.workload.kind]), error)
+        for batch, answer in zip(batches, answers, strict=True)
+    ]
+
+
+def _request(whole: WholeModel, batches: Sequence[Batch], repeats: int) -> dict[str, Any]:
+    """What the process is asked: the prompt of the check, and one for each sequence, no two alike."""
+    runs: list[dict[str, Any]] = [{"prompts": prompt(whole, CHECK_TOKENS).tolist(), "tokens": 1, "logprobs": True}]
+    for batch in batches:
+        prompts = [prompt(whole, batch.workload.keys, seed=2 + i)[0].tolist() for i in range(batch.size)]
+        tokens = 2 + repeats if batch.workload.kind == "decode" else 1
+        runs.append({"prompts": prompts, "tokens": tokens, "logprobs": False})
+    return {
+        "dtype": whole.layer.dtype,
+        "max_model_len": 1 + max(len(run["prompts"][0]) + run["tokens"] for run in runs),
+        "max_num_seqs": max(batch.size for batch in batches),
+        "runs": runs,
+    }
+
+
+def _settings(whole: WholeModel, batches: Sequence[Batch], way: Way) -> dict[str, str]:
+    """Its environment."""
+    tokens = max(batch.size * (batch.workload.keys + PAGE_SIZE) for batch in batches)
+    size = tokens * whole.layers * (whole.layer.L + whole.layer.R) * whole.layer.torch_dtype.itemsize
+    settings = {
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        "VLLM_CPU_KVCACHE_SPACE": str(1 + math.ceil(size / 2**30)),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process that is timed is the one that computes
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return settings | ({"VLLM_PLUGINS": ""} if way.compiler == ALONE else {})
+
+
+def main() -> None:
+    """Serve what the request in a folder asks for, and write the answer beside it."""
+    from vllm import LLM, SamplingParams
+
+    folder = Path(sys.argv[1])
+    request = json.loads((folder / REQUEST).read_text())
+    runs = request.pop("runs")
+    llm = LLM(
+        **request,
+        model=str(folder),
+        max_logprobs=-1,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        seed=0,
+    )
+    attention = ", ".join(sorted(set(llm.collective_rpc(_attention)[0])))
+    engine, answers = llm.llm_engine, []
+    for number, run in enumerate(runs):
+        parameters = SamplingParams(
+            temperature=0,
+            max_tokens=run["tokens"],
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=-1 if run["logprobs"] else None,
+        )
+        for i, ids in enumerate(run["prompts"]):
+            engine.add_request(f"{number}-{i}", {"prompt_token_ids": ids}, parameters)
+        answers.append(_served(engine, len(run["prompts"])) | {"attention": attention})
+    (folder / ANSWER).write_text(json.dumps(answers))
+
+
+def _served(engine: Any, count: int) -> dict[str, Any]:
+    """Seconds until every sequence has a token, those of each step after, and the log-probabilities of the first."""
+    begun, prefill = set[str](), 0.0
+    steps, logprobs = list[float](), list[float]()
+    while engine.has_unfinished_requests():
+        start = time.perf_counter()
+        outputs = engine.step()
+        seconds = time.perf_counter() - start
+        if len(begun) < count:
+            prefill += seconds
+            begun |= {output.request_id for output in outputs if output.outputs[0].token_ids}
+        else:
+            steps.append(seconds)
+        if not logprobs and outputs and outputs[0].outputs[0].logprobs:
+            first = outputs[0].outputs[0].logprobs[0]
+            logprobs = [first[token].logprob for token in range(len(first))]
+    return {"prefill": [prefill], "decode": steps[1:], "logprobs": logprobs}  # the first step may compile
+
+
+def _attention(worker: Any) -> list[str]:
+    """What the layers of a worker's model attend by, in vLLM's words."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    modules: list[nn.Module] = list(worker.model_runner.model.modules())
+    return [module.get_attn_backend().get_name() for module in modules if isinstance(module, MLAAttention)]
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function of ours is sent to the workers
+    main()
