@@ -207,12 +207,30 @@ class TestEngine:
         results = measure(model, TINY, [DECODE, PREFILL], self.WAYS[:1], 3)
         assert [(result.status, result.seconds) for result in results] == [("wrong", ())] * 2
 
-    def test_a_process_that_fails_says_why(self, model, monkeypatch):
+    @pytest.mark.parametrize(
+        ("status", "errors", "note"),
+        [
+            (
+                1,
+                "a warning\n[rank0]: RuntimeError: no such thing\nLoading: 100%\n",
+                "[rank0]: RuntimeError: no such thing",
+            ),
+            (-9, "Loading: 100%", "the process was ended by SIGKILL"),
+            (3, "", "exit status 3"),
+        ],
+    )
+    def test_a_process_that_fails_says_why(self, model, monkeypatch, status, errors, note):
         monkeypatch.setattr(engine, "find_spec", lambda name: object())
-        ended = CompletedProcess([], 1, "", "a warning\nRuntimeError: no such thing\n")
-        monkeypatch.setattr(engine.subprocess, "run", lambda *args, **kwargs: ended)
+        monkeypatch.setattr(engine.subprocess, "run", lambda *args, **kwargs: CompletedProcess([], status, "", errors))
         (result,) = measure(model, TINY, [DECODE], self.WAYS[:1], 3)
-        assert (result.status, result.note) == ("failed", "RuntimeError: no such thing")
+        assert (result.status, result.note) == ("failed", note)
+
+    def test_a_prompt_whose_scores_do_not_fit_is_skipped(self, model, monkeypatch):
+        monkeypatch.setattr(engine, "find_spec", lambda name: object())
+        monkeypatch.setattr(engine, "too_much", lambda size: f"needs {size} bytes")
+        exact = torch.zeros(1, TINY.vocabulary)
+        (result,) = engine.measure(model, TINY, [DECODE], self.WAYS[1], 3, exact, 1.0)
+        assert (result.status, result.note) == ("skipped", f"needs {8 * 4 * 38**2} bytes")
 
 
 @pytest.fixture

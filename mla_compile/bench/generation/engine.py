@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from mla_compile.bench.check import distance
 from mla_compile.bench.generation.caches import PAGE_SIZE
 from mla_compile.bench.generation.models import WholeModel
 from mla_compile.bench.generation.ways import Batch, Result, Way
+from mla_compile.bench.memory import too_much
 
 CHECK_TOKENS = 128
 ALONE = "vllm"
@@ -46,6 +49,20 @@ def measure(
     """
     if find_spec("vllm") is None:
         return [Result(way, batch, "skipped", "vLLM is not installed") for batch in batches]
+    reasons = {batch: too_much(_scores_bytes(whole, batch)) for batch in batches}
+    skipped = [Result(way, batch, "skipped", reason) for batch, reason in reasons.items() if reason]
+    batches = [batch for batch in batches if not reasons[batch]]
+    return skipped + (_results(model, whole, batches, way, repeats, exact, allowed) if batches else [])
+
+
+def _scores_bytes(whole: WholeModel, batch: Batch) -> int:
+    """Of scores and weights of a prompt: those of MLA are read in one piece on CPUs, and attended to by plain torch."""
+    return 8 * whole.layer.N * batch.workload.keys**2
+
+
+def _results(
+    model: Any, whole: WholeModel, batches: Sequence[Batch], way: Way, repeats: int, exact: Tensor, allowed: float
+) -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
         model.config.architectures = [type(model).__name__]
         model.save_pretrained(folder)
@@ -53,8 +70,7 @@ def measure(
         command, environment = [sys.executable, "-m", __name__, folder], os.environ | _settings(whole, batches, way)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-            return [Result(way, batch, "failed", reason) for batch in batches]
+            return [Result(way, batch, "failed", _why(done)) for batch in batches]
         checked, *answers = json.loads((Path(folder) / ANSWER).read_text())
     error = distance(torch.tensor([checked["logprobs"]]), exact)
     if error > allowed:
@@ -64,6 +80,14 @@ def measure(
         Result(way, batch, "ok", checked["attention"], tuple(answer[batch.workload.kind]), error)
         for batch, answer in zip(batches, answers, strict=True)
     ]
+
+
+def _why(ended: subprocess.CompletedProcess[str]) -> str:
+    """Why a process failed: the last error that it names, else by what it ended."""
+    if ended.returncode < 0:
+        return f"the process was ended by {signal.Signals(-ended.returncode).name}"
+    lines = [line for line in ended.stderr.splitlines() if re.match(r"(\(.*\) |\[.*\]: )?\w*(Error|Exception)\b", line)]
+    return lines[-1] if lines else f"exit status {ended.returncode}"
 
 
 def _request(whole: WholeModel, batches: Sequence[Batch], repeats: int) -> dict[str, Any]:
