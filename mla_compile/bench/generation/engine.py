@@ -64,7 +64,6 @@ def _results(
     model: Any, whole: WholeModel, batches: Sequence[Batch], way: Way, repeats: int, exact: Tensor, allowed: float
 ) -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
-        model.config.architectures = [type(model).__name__]
         model.save_pretrained(folder)
         (Path(folder) / REQUEST).write_text(json.dumps(_request(whole, batches, repeats)))
         command, environment = [sys.executable, "-m", __name__, folder], os.environ | _settings(whole, batches, way)
