@@ -13,10 +13,10 @@ from torch._inductor.compile_fx import _recursive_joint_graph_passes
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .mm_of_one_row import mm_of_one_row
 from .ops import SEALED
 from .same_numbers import merge_same_numbers
 from .seal import unseal
+from .streamed_products import grouped_mm_of_few_rows, mm_of_one_row
 
 
 def retrace(module: fx.GraphModule) -> fx.GraphModule:
@@ -26,7 +26,10 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
         **select_decomp_table(),
         SEALED: unseal,
         torch.ops.aten.mm.default: mm_of_one_row,
+        torch.ops.aten._grouped_mm.default: grouped_mm_of_few_rows,
     }
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # where it was imported: the same in other dtypes
+        table[torch.ops.transformers.grouped_mm_fallback.default] = grouped_mm_of_few_rows
     mode = detect_fake_mode(placeholders)
     with torch._C._DisableAutocast(), torch.fx.traceback.preserve_node_meta(), mode or contextlib.nullcontext():
         interpreter = fx.Interpreter(module)

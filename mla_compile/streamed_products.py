@@ -1,0 +1,60 @@
+"""Products of few rows as sums that Inductor generates: what a decode step on CPU mostly does outside of attention.
+
+Such a product is as fast as its weights are read. BLAS libraries read them at half the rate of a plain loop where they
+do not know the CPU, and a hundred times slower in half precision on one without matrix units for it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+FEW_ROWS = 16
+"""Of a product by groups: more are likelier to share an expert, whose weights are read for each of them."""
+
+
+def mm_of_one_row(row: Tensor, matrix: Tensor) -> Any:
+    """`row [1, K] @ matrix [K, M] -> [1, M]`, summed in float32 or better; a decomposition for `make_fx`.
+
+    NotImplemented for other devices and dtypes, more rows, and a matrix whose columns (a Linear's weights of one
+    output) are not contiguous: what such a sum would read is not a stream.
+    """
+    one_row = statically_known_true(row.shape[0] == 1)
+    if not (one_row and _streams(row, matrix)):
+        return NotImplemented
+    return _sums(row, matrix.t()).unsqueeze(0)
+
+
+def grouped_mm_of_few_rows(
+    rows: Tensor,
+    matrices: Tensor,
+    offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """`rows [S, K]` by groups, each times one of `matrices [E, K, M]` -> `[S, M]`: the experts of a token or two.
+
+    Group e is the rows from `offsets[e - 1]` to `offsets[e]` (`[E]`, integers, ascending); rows behind the last offset
+    have any number. Each row reads its own expert's matrix, summed in float32 or better; a decomposition for `make_fx`.
+    NotImplemented as `mm_of_one_row`, for more than `FEW_ROWS` rows, and for other ways to group.
+    """
+    plain = offsets is not None and bias is None and out_dtype in (None, rows.dtype)
+    if not (plain and rows.dim() == 2 and matrices.dim() == 3 and statically_known_true(rows.shape[0] <= FEW_ROWS)):
+        return NotImplemented
+    if not _streams(rows, matrices):
+        return NotImplemented
+    numbers = torch.arange(rows.shape[0], device=rows.device)
+    expert = (offsets <= numbers.unsqueeze(1)).sum(-1).clamp(max=matrices.shape[0] - 1)
+    return _sums(rows.unsqueeze(1), matrices.mT[expert])
+
+
+def _streams(rows: Tensor, matrices: Tensor) -> bool:
+    """Whether each column of the matrices is numbers side by side, of a dtype that Inductor sums on CPU."""
+    return rows.is_cpu and rows.is_floating_point() and statically_known_true(matrices.stride()[-2] == 1)
+
+
+def _sums(rows: Tensor, columns: Tensor) -> Tensor:
+    """`sum_k rows[..., k] columns[..., k]`, rounded once."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    return (columns.to(dtype) * rows.to(dtype)).sum(-1).to(rows.dtype)

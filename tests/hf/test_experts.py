@@ -1,0 +1,45 @@
+"""Experts of a decode step on CPU: each row's products are sums that read its expert's weights, none the library's."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+
+from mla_compile import backend
+from tests.errors import assert_as_close_as_eager
+from tests.hf.families import FAMILIES, build, decoded, exact, interpreted, some_ids
+
+
+@pytest.mark.parametrize(
+    ("dtype", "product"), [(torch.float32, "grouped_mm_fallback"), (torch.bfloat16, "_grouped_mm")], ids=str
+)
+@torch.no_grad()
+def test_a_step_has_no_product_by_groups(dtype: torch.dtype, product: str) -> None:
+    family, ids = FAMILIES["deepseek_v3"], some_ids()
+    model = build(family, "sdpa").to(dtype)
+    expected = decoded(exact(model), "dynamic", ids)
+    eager = decoded(model, "dynamic", ids)
+    seen: list[set[str]] = []
+
+    def interpret(module: torch.fx.GraphModule, inputs: object, **kwargs: object) -> Any:
+        seen.append({str(node.target) for node in module.graph.nodes if node.op == "call_function"})
+        return make_boxed_func(module.forward)
+
+    with interpreted(family), mock.patch.object(backend, "compile_fx_inner", interpret):
+        torch.compiler.reset()
+        model.compile(backend="mla")
+        prompt = model(ids[:, :12])  # 24 tokens of two experts: more rows than few
+        actual = decoded(model, "dynamic", ids)
+    assert not counters["graph_break"]
+    assert prompt.logits.shape[1] == 12
+    groups = [any(name.split(".")[-2] == product for name in names if "." in name) for names in seen]
+    assert groups == [True, False]
+    assert_as_close_as_eager(actual, eager, expected)
