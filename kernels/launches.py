@@ -1,13 +1,14 @@
 """Ops of a graph on a GPU as launches of their Triton kernels, so that the compiler makes them and not Python.
 
-A launch is planned while the graph is compiled: its tiles, parts and grid are numbers in the graph. An op stays one,
-which plans at each call, where a size is a symbol, as tiles and parts are chosen by it, and where another project's
-kernel computes it.
+A launch is planned while the graph is compiled: its tiles and parts are numbers in the graph, its grid is one or what
+symbols make of it. Symbols may say how many sequences there are, how many keys, and how far apart they lie. An op stays
+one, which plans at each call, where a symbol says how many queries there are, by which tiles are chosen, and where
+another project's kernel computes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._common.sizes import is_expected, is_symbol
 from ._common.suits import suits
 
 Launch = Callable[..., tuple[Tensor, Tensor]]
@@ -32,6 +34,8 @@ class _Launcher:
     """Of a bundle and a machine."""
     others: Any = None
     """What other projects have for the op, an `Op` of `implementations`."""
+    page_size: bool = False
+    """Whether the second dim of a cache is the size of a page."""
 
 
 def launch_of(op: Any, arguments: Sequence[Any], named: Mapping[str, Any], *, ours_alone: bool) -> Launch | None:
@@ -40,21 +44,22 @@ def launch_of(op: Any, arguments: Sequence[Any], named: Mapping[str, Any], *, ou
     Raises: KernelError, if the arguments do not fit the op.
     """
     launcher = _launchers().get(op)
-    if launcher is None or not all(map(_is_known, (*arguments, *named.values()))):
+    if launcher is None:
         return None
     x = launcher.bundle(*arguments, **named)
+    q, caches = arguments[0], [getattr(x, name) for name in launcher.caches]
+    if not all(map(is_expected, _numbers((*arguments, *named.values())))):
+        return None
+    if any(map(is_symbol, _planned_by(q, caches, launcher.page_size))):
+        return None
     x.check()
-    q = arguments[0]
-    if not suits(q, *(getattr(x, name) for name in launcher.caches)):
+    if not suits(q, *caches):
         return None
     from ._common.machine import present
-    from .implementations.choose import OURS, foreseen
 
     machine = present(q.device)
-    if launcher.others is not None:
-        choice = foreseen(launcher.others, x, machine, alone=ours_alone)
-        if choice is None or choice.name != OURS:
-            return None
+    if launcher.others is not None and not _is_ours(launcher.others, x, machine, ours_alone):
+        return None
     return lambda *given, **by_name: launcher.launch(launcher.bundle(*given, **by_name), machine)
 
 
@@ -77,13 +82,32 @@ def _launchers() -> dict[Any, _Launcher]:
             SparseLatentAttention, rows, sparse_latent_attention_triton
         ),
         torch.ops.mla.paged_latent_attention.default: _Launcher(
-            PagedLatentAttention, pages, paged_latent_attention_triton, PAGED
+            PagedLatentAttention, pages, paged_latent_attention_triton, PAGED, page_size=True
         ),
         torch.ops.mla.merge_states.default: _Launcher(MergeStates, (), lambda x, _: merge_states_triton(x)),
     }
 
 
-def _is_known(argument: Any) -> bool:
-    """Whether it holds no symbols."""
-    numbers = (*argument.shape, *argument.stride()) if isinstance(argument, Tensor) else (argument,)
-    return not any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in numbers)
+def _is_ours(op: Any, x: Any, machine: Any, ours_alone: bool) -> bool:
+    """Whether our kernel computes an op that other projects have too: with symbols, if there is no other."""
+    from .implementations.choose import OURS, any_installed, foreseen
+
+    choice = foreseen(op, x, machine, alone=ours_alone)
+    return ours_alone or not any_installed(op) if choice is None else choice.name == OURS
+
+
+def _numbers(arguments: Sequence[Any]) -> Iterator[Any]:
+    """Sizes and strides of tensors, and numbers that are no tensors."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield from (*argument.shape, *argument.stride())
+        elif isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
+            yield argument
+
+
+def _planned_by(q: Tensor, caches: Sequence[Tensor], page_size: bool) -> Iterator[Any]:
+    """What tiles are chosen by, and what kernels are made for: rows of a sequence, widths, keys of a page."""
+    yield from q.shape[1:]
+    yield q.stride(-1)
+    for rows in caches:
+        yield from (rows.shape[-1], *rows.stride()[-2:], rows.shape[1] if page_size else 1)

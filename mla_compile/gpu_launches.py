@@ -42,7 +42,7 @@ def put_launches(graph: fx.Graph, *, ours_alone: bool) -> bool:
         if key not in traced:  # layers are alike
             traced[key] = _traced(launch, node, sources)
         for source in sources:
-            if source.meta["val"].dtype in (torch.int32, torch.int64):
+            if getattr(source.meta["val"], "dtype", None) in (torch.int32, torch.int64):
                 # All launches of all layers share lengths and tables; Inductor would compute them anew for each.
                 source.meta["inductor_realize_to_strides"] = True
         _put(graph, node, traced[key], sources)
@@ -57,9 +57,14 @@ def _key(node: fx.Node, sources: Sequence[fx.Node]) -> Hashable:
     """All that a trace depends on."""
     places = {source: i for i, source in enumerate(sources)}
     call = fx.node.map_arg((node.args, node.kwargs), lambda n: f"source {places[n]}")
-    tensors = [source.meta["val"] for source in sources]
-    layouts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    layouts = tuple(map(_layout, (source.meta["val"] for source in sources)))
     return node.target, repr(call), layouts
+
+
+def _layout(value: Any) -> Hashable:
+    if not isinstance(value, Tensor):
+        return str(value)
+    return str(tuple(value.shape)), str(value.stride()), value.dtype, value.device
 
 
 def _traced(launch: Callable[..., Any], node: fx.Node, sources: Sequence[fx.Node]) -> fx.Graph:

@@ -39,10 +39,10 @@ def grouped_mm_of_few_rows(
     have any number. Each row reads its own expert's matrix, summed in float32 or better; a decomposition for `make_fx`.
     NotImplemented as `mm_of_one_row`, for more than `FEW_ROWS` rows, and for other ways to group.
     """
-    plain = offsets is not None and bias is None and out_dtype in (None, rows.dtype)
-    if not (plain and rows.dim() == 2 and matrices.dim() == 3 and statically_known_true(rows.shape[0] <= FEW_ROWS)):
+    if offsets is None or bias is not None or out_dtype not in (None, rows.dtype):
         return NotImplemented
-    if not _streams(rows, matrices):
+    by_expert = rows.dim() == 2 and matrices.dim() == 3 and statically_known_true(rows.shape[0] <= FEW_ROWS)
+    if not (by_expert and _streams(rows, matrices)):
         return NotImplemented
     numbers = torch.arange(rows.shape[0], device=rows.device)
     expert = (offsets <= numbers.unsqueeze(1)).sum(-1).clamp(max=matrices.shape[0] - 1)

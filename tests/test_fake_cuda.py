@@ -110,6 +110,18 @@ def test_a_step_of_other_sizes(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_step_of_a_cache_that_grows(batch: int, tmp_path: Path) -> None:
+    """Compiled once for any length: Inductor launches all, and the host plans nothing anew."""
+    case = Case("v3", "dynamic", batch, 1, any_size=True)
+    one, two = lowered([dataclasses.replace(case, layers=layers) for layers in (1, 2)], tmp_path)
+    assert two.paths == ["absorbed"] * 2
+    assert two.host_calls == {}
+    assert sum(name.startswith("attend_latents_") for name in two.launches) == 2
+    assert len(two.launches) - len(one.launches) <= LAUNCHES[dataclasses.replace(case, layers=2, any_size=False)]
+
+
+@pytest.mark.slow
 def test_fp8_pages_on_a_gpu_without_fp8(tmp_path: Path) -> None:
     """Inductor generates no e4m3 for it: torch itself converts and writes, in place."""
     case = Case("v3", "fp8 pages", 64, 1, layers=1)

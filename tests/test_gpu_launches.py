@@ -24,7 +24,14 @@ LAUNCHES = {
     "merged": ["merge_0"],
     "step": ["triton_per_fused_0", "triton_poi_fused_1", "attend_latents_0", "combine_1"],
     "product": [],
+    "paged_of_any_size": ["attend_latents_0", "combine_1"],
+    "paged_fp8_of_any_size": ["attend_latents_0", "combine_1"],
+    "rows_of_any_size": ["attend_latents_0", "combine_1"],
+    "masked_of_any_size": ["attend_latents_0", "combine_1"],
+    "named_of_any_size": ["attend_latents_0"],
+    "merged_of_any_size": ["merge_0"],
 }
+"""Those of any size are traced with few sequences and keys, and run with more."""
 MOST = 4.0
 """Of what rounding explains: the bound of the kernels' own tests in float32."""
 

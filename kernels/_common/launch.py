@@ -5,7 +5,6 @@ Nothing here looks at a value on the device, so a launch can be captured in a CU
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +15,18 @@ from torch import Tensor
 from ...coded import CODED
 from .combine import combine
 from .kernel import attend_latents
-from .launching import launched
+from .launching import is_traced, launched
 from .machine import Machine
 from .parts import Work, combination, in_parts, number_of_parts, shared_out
 from .plans import Plans, layout
+from .sizes import always, expected, is_symbol
 from .tiles import MaskKind, Tiles, choose, columns, fits, power_of_two
 from .tuning import bucket, is_on, neighbours, tuned
 
 LEAST_TILES = 4
 """Tiles of keys that a part has at least, so that loading ahead pays."""
+MANY_TOKENS = 1 << 15
+"""Keys for which a cache that may grow is cut at least: parts that are not needed yet end at once."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,12 @@ def attend(
     q_latent, q_rope = (q if q.shape[3] < 2 or q.stride(3) == 1 else q.contiguous() for q in (q_latent, q_rope))
     o = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     lse = q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
-    if lse.numel() == 0:
+    if always(lse.numel() == 0):
         return o, lse
     plan = _plan(machine, q_latent, q_rope, source, scale, split_tokens, tiles)
     unread = q_latent  # nothing that is written to, which torch would keep apart
     partial = [lse] * 3
-    if plan.work.slots:
+    if plan.work.parts > 1:
         partial = [lse.new_empty(size) for size in plan.sizes]
     lengths, starts = (unread if t is None else t for t in (source.lengths, source.starts))
     launched(attend_latents)[plan.grid](
@@ -92,7 +94,7 @@ def attend(
         *plan.numbers,
         **plan.constants,
     )
-    if plan.work.slots:
+    if plan.work.parts > 1:
         launched(combine)[plan.combining_grid](
             *partial, lengths, starts, o, lse, *plan.combining_numbers, **plan.combining_constants
         )
@@ -129,6 +131,8 @@ def _plan(
 ) -> _Plan:
     if tiles is None and split_tokens is None and is_on():
         tiles = _tuned(machine, q_latent, q_rope, source, scale)
+    if is_traced():  # once for all calls of the graph, and of sizes that may be symbols
+        return _new_plan(machine, q_latent, q_rope, source, split_tokens, tiles)
     tensors = q_latent, q_rope, source.latent, source.rope, source.table, source.scales, source.mask
     lengths = source.lengths is not None, source.starts is not None
     keys = source.kind, source.tokens, source.cached, source.page_size, source.causal, source.causal_offset
@@ -159,7 +163,7 @@ def _new_plan(
         "L": rank,
         "KEYS": tiles.keys,
         "LEAST": LEAST_TILES,
-        **combination(work.combined, rows, rank, machine.processors),
+        **combination(expected(work.combined), expected(rows), rank, machine.processors),
     }
     return _Plan(
         work,
@@ -181,7 +185,7 @@ def _groups_rows(q_latent: Tensor, source: Source) -> tuple[int, int]:
 def _of_table(machine: Machine, q_latent: Tensor, q_rope: Tensor, source: Source) -> Tiles:
     _, rows = _groups_rows(q_latent, source)
     widths = q_latent.shape[3], q_rope.shape[3], q_latent.itemsize
-    return choose(machine, rows, *widths, source.scales is not None, mask_kind(source.mask))
+    return choose(machine, expected(rows), *widths, source.scales is not None, mask_kind(source.mask))
 
 
 def _tuned(machine: Machine, q_latent: Tensor, q_rope: Tensor, source: Source, scale: float) -> Tiles:
@@ -223,7 +227,10 @@ def _work(
     if source.lengths is not None:
         return shared_out(groups, rows, row_tiles, machine.processors, row_keys / tiles.keys)
     least = LEAST_TILES * tiles.keys
-    parts = number_of_parts(groups * row_tiles, source.tokens, least, machine.processors, row_keys)
+    tokens = expected(source.tokens)
+    if is_symbol(source.tokens):
+        tokens = max(tokens, MANY_TOKENS)
+    parts = number_of_parts(expected(groups * row_tiles), tokens, least, machine.processors, row_keys)
     return in_parts(groups, rows, row_tiles, parts)
 
 
@@ -240,7 +247,7 @@ def constants_of(
         "CAUSAL": source.causal,
         "STARTS": source.starts is not None,
         "WORK": work,
-        "WHOLE": (heads if source.kind == "named" else queries * heads) % tiles.rows == 0,
+        "WHOLE": always((heads if source.kind == "named" else queries * heads) % tiles.rows == 0),
         "PAGE": source.page_size,
         "L": rank,
         "R": rope,
@@ -273,7 +280,8 @@ def coded_constants(machine: Machine, rank: int, rope: Tensor, scales: Tensor | 
 
 def _align(cache: Tensor) -> int:
     """A power of two that divides the strides of rows, where Triton does not see it: it looks for multiples of 16."""
-    aligned = math.gcd(*cache.stride()[:2], 16)
+    divides = (power for power in (16, 8, 4, 2) if all(always(stride % power == 0) for stride in cache.stride()[:2]))
+    aligned = next(divides, 1)
     return aligned if aligned < 16 else 1
 
 
@@ -281,7 +289,7 @@ def mask_kind(mask: Tensor | None) -> MaskKind:
     """Of a mask `[B, N, Sq, T]`, 1 where it broadcasts."""
     if mask is None:
         return "none"
-    return "of keys" if mask.shape[1] == mask.shape[2] == 1 else "of rows"
+    return "of keys" if all(always(size == 1) for size in mask.shape[1:3]) else "of rows"
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -292,5 +300,6 @@ def strides_of(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
     """Strides of a tensor of at most `dims` dims, 0 where it broadcasts or there is none."""
     if tensor is None:
         return (0,) * dims
-    strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = tuple(0 if always(size == 1) else stride for size, stride in sizes)
     return strides + (0,) * (dims - len(strides))

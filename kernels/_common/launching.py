@@ -42,9 +42,14 @@ def into_a_graph(launch: Callable[..., Any]) -> Callable[..., Any]:
     return trace
 
 
+def is_traced() -> bool:
+    """Whether launches go into a graph."""
+    return _TRACED.get()
+
+
 def launched(kernel: Any) -> Any:
     """What takes a grid and then the arguments, as a kernel does."""
-    return _Traced(kernel) if _TRACED.get() else kernel
+    return _Traced(kernel) if is_traced() else kernel
 
 
 @dataclass(frozen=True)

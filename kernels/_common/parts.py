@@ -12,6 +12,9 @@ import functools
 import math
 from dataclasses import dataclass
 
+import torch
+
+from .sizes import expected
 from .tiles import power_of_two
 
 _LAUNCH_KEYS = 71
@@ -40,7 +43,7 @@ class Work:
     parts: int
     """Of a group, or of all keys where they are shared out."""
     slots: int = 0
-    """Rows of sums."""
+    """Rows of sums, of more than one part."""
     combined: int = 0
     """Groups that may have to be combined."""
     batch: int = 0
@@ -57,9 +60,9 @@ def in_parts(groups: int, rows: int, tiles: int, parts: int) -> Work:
 
 def shared_out(batch: int, rows: int, tiles: int, processors: int, own: float) -> Work:
     """The keys of all sequences together, by each tile of a sequence's rows."""
-    pieces = number_of_pieces(tiles, processors)
+    pieces = number_of_pieces(expected(tiles), processors)
     slots = 2 * pieces * rows if pieces > 1 else 0
-    return Work("shared", pieces * tiles, pieces, slots, min(batch, pieces - 1), batch, max(round(own), 1))
+    return Work("shared", pieces * tiles, pieces, slots, torch.sym_min(batch, pieces - 1), batch, max(round(own), 1))
 
 
 @functools.cache

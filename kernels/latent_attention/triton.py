@@ -24,6 +24,6 @@ def latent_attention_triton(x: LatentAttention, machine: Machine, tiles: Tiles |
         tokens=x.latent.shape[1],
         mask=x.mask,
         causal=x.causal_offset is not None,
-        causal_offset=x.causal_offset or 0,
+        causal_offset=0 if x.causal_offset is None else x.causal_offset,
     )
     return attend(machine, x.q_latent, x.q_rope, source, x.scale, tiles=tiles)

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from .._common.launching import launched
+from .._common.sizes import always
 from .._common.tiles import power_of_two
 from .arguments import MergeStates
 from .kernel import merge
@@ -22,7 +23,7 @@ def merge_states_triton(x: MergeStates) -> tuple[Tensor, Tensor]:
     o_a, lse_a, o_b, lse_b = (t.contiguous() for t in (x.o_a, x.lse_a, x.o_b, x.lse_b))
     o = torch.empty_like(o_a)
     lse = torch.empty_like(lse_a)
-    if lse.numel():
+    if not always(lse.numel() == 0):
         constants = constants_of(o.shape[-1])
         grid = (triton.cdiv(lse.numel(), constants["ROWS"]),)
         launched(merge)[grid](

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._common.launch import Source, attend
 from .._common.machine import Machine
+from .._common.sizes import always
 from .._common.tiles import Tiles
 from .arguments import PagedLatentAttention
 
@@ -30,7 +31,7 @@ def paged_latent_attention_triton(
         latent=x.latent_pages,
         rope=x.rope_pages,
         tokens=x.block_table.shape[1] * page_size,
-        page_size=page_size if x.block_table.shape[1] > 1 else ONE_PAGE,
+        page_size=ONE_PAGE if always(x.block_table.shape[1] <= 1) else page_size,
         table=x.block_table,
         lengths=x.seq_lens.contiguous(),
         starts=None if x.first_positions is None else x.first_positions.contiguous(),

@@ -32,6 +32,6 @@ def sparse_latent_attention_triton(
         scales=x.latent_scales,
         mask=x.mask,
         causal=x.causal_offset is not None,
-        causal_offset=x.causal_offset or 0,
+        causal_offset=0 if x.causal_offset is None else x.causal_offset,
     )
     return finished(x, *attend(machine, x.q_latent, x.q_rope, source, x.scale, tiles=tiles))

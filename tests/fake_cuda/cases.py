@@ -39,10 +39,13 @@ class Case:
     tokens: int
     """Of each sequence in this step, after `CONTEXT` others."""
     layers: int = 2
+    any_size: bool = False
+    """Whether it is compiled for any number of sequences and of tokens before the step."""
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.cache} batch {self.batch} tokens {self.tokens}"
+        sizes = f"batch {self.batch} tokens {self.tokens}"
+        return f"{self.model} {self.cache} {sizes}{' of any size' * self.any_size}"
 
 
 def model_of(case: Case) -> nn.Module:
@@ -114,7 +117,7 @@ def call_of(case: Case) -> Callable[[], Any]:
     model = model_of(case)
     cache = CACHES[case.cache](case, model)
     ids = torch.zeros(case.batch, case.tokens, dtype=torch.int64, device="cuda")
-    compiled = torch.compile(model, backend="mla", dynamic=False)
+    compiled = torch.compile(model, backend="mla", dynamic=case.any_size)
     return lambda: compiled(ids, past_key_values=cache, use_cache=True)
 
 

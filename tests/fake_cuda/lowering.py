@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import collections
 import math
 import re
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import sympy
 import torch
 import torch._inductor.graph
 from functorch.compile import make_boxed_func
@@ -53,7 +53,7 @@ class Lowered:
     written: dict[str, str]
     """Kernels of ours that Inductor launches: the source that it wrote, by its name for it."""
     buffers: list[int]
-    """Bytes of what the graph allocates, and of what its ops do."""
+    """Bytes of what the graph allocates, and of what its ops do; with symbols, at the sizes that it was traced with."""
     host_calls: dict[str, int]
     """Of each op, how many operations torch dispatches within one call of it, views and allocations included."""
     moving: list[str]
@@ -168,12 +168,13 @@ def _facts(code: str, ops: list[_Op], graph: Any, static: Any) -> dict[str, Any]
     by_name = collections.defaultdict(list)
     for op in ops:
         by_name[op.name].append(op)
+    sizes = {str(symbol): value for symbol, value in graph.sizevars.shape_env.backed_var_to_val.items()}
     launches: list[str] = []
     buffers = [bytes for op in ops for bytes in op.buffers]
     for line in code[code.index("def call(") :].splitlines():
         if (allocated := _ALLOCATED.search(line)) is not None:
-            shape, dtype = ast.literal_eval(allocated[1]), getattr(torch, allocated[2])
-            buffers.append(math.prod(shape) * dtype.itemsize)
+            shape, dtype = sympy.sympify(allocated[1], locals=sizes), getattr(torch, allocated[2])
+            buffers.append(int(math.prod(shape)) * dtype.itemsize)
         if (called := _CALLED.search(line.partition("#")[0])) is None:
             continue
         triton, library, op_name, copy = called.groups()

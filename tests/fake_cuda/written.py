@@ -38,7 +38,7 @@ def paged_fp8(q: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, scales: T
 
 
 def rows(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Any:
-    return mla.latent_attention(q_latent, q_rope, latent, k_rope, None, T - 1, SCALE)
+    return mla.latent_attention(q_latent, q_rope, latent, k_rope, None, latent.shape[1] - 1, SCALE)
 
 
 def masked(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor) -> Any:
@@ -111,6 +111,59 @@ def cases() -> dict[Callable[..., Any], list[Tensor]]:
     }
 
 
+SYMBOLS: dict[Callable[..., Any], list[str]] = {
+    paged: ["b", "b", "p", "bw", "b"],
+    paged_fp8: ["b", "b", "p", "p", "p", "bw", "b"],
+    rows: ["b", "b", "bt", "bt"],
+    masked: ["b", "b", "bt", "bt", "bt"],
+    named: ["b", "b", "bt", "bt", "b"],
+    merged: ["b"] * 4,
+}
+"""Functions that are compiled for any size too: letters of the first dims of each argument."""
+
+
+def larger() -> dict[Callable[..., Any], list[Tensor]]:
+    """Other sizes than those that were seen when the functions were compiled for any."""
+    made = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=made)
+
+    batch, tokens, width, count = 5, 700, 40, 210
+    q = [random(batch, 1, N, L), random(batch, 1, N, R)]
+    table = torch.randperm(count, generator=made)[: batch * width].view(batch, width)
+    pages = [table, torch.tensor([width * PAGE_SIZE, 1, 333, 0, 48])]
+    cache = [random(batch, tokens, L), random(batch, tokens, R)]
+    parts = [random(batch, 5, L), random(batch, 5)]
+    return {
+        paged: [*q, random(count, PAGE_SIZE, L + R), *pages],
+        paged_fp8: [
+            *(*q, random(count, PAGE_SIZE, L).to(FP8), random(count, PAGE_SIZE, R)),
+            *(torch.rand(count, PAGE_SIZE, G, generator=made) + 0.5, *pages),
+        ],
+        rows: [*q, *cache],
+        masked: [*q, *cache, torch.rand(batch, tokens, generator=made) > 0.3],
+        named: [*q, *cache, torch.randint(-1, tokens, (batch, 1, 24), generator=made)],
+        merged: [*parts, random(batch, 5, L), random(batch, 5)],
+    }
+
+
+def _fake(tensor: Tensor, letters: str, known: dict[str, Any]) -> Tensor:
+    """A fake tensor of the shape, whose first dims are the symbols of these letters."""
+    from torch._dynamo.source import ConstantSource
+    from torch._guards import detect_fake_mode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    shape: list[Any] = list(tensor.shape)
+    for dim, letter in enumerate(letters):
+        if letter not in known:
+            env, source = detect_fake_mode(torch.empty(())).shape_env, ConstantSource(letter)
+            symbol = env.create_symbol(shape[dim], source, DimDynamic.DYNAMIC, None)
+            known[letter] = env.create_symintnode(symbol, hint=shape[dim], source=source)
+        shape[dim] = known[letter]
+    return torch.empty(shape, dtype=tensor.dtype, device="cuda")
+
+
 def write(folder: Path) -> None:
     """The code of each case, in files of its name, in Python and in C++; the ops of an exported program, lowered."""
     from torch._inductor import config
@@ -136,8 +189,11 @@ def write(folder: Path) -> None:
 
     given = cases()
     with present("h100"), mock.patch.object(GraphLowering, "compile_to_module", stop), torch.no_grad():
-        for function, arguments in given.items():
-            fakes = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in arguments]
+        for function, any_size in [*((function, False) for function in given), *((each, True) for each in SYMBOLS)]:
+            symbols: dict[str, Any] = {}
+            letters = SYMBOLS[function] if any_size else [""] * len(given[function])
+            fakes = [_fake(*each, symbols) for each in zip(given[function], letters, strict=True)]
+            name = _name(function, any_size)
             for cpp in (False, True):
                 module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
                 put_launches(module.graph, ours_alone=True)
@@ -147,7 +203,7 @@ def write(folder: Path) -> None:
                     with products_of(module.graph), together(), config.patch(CPP if cpp else {}):
                         compile_fx_inner(module, fakes, cpp_wrapper=cpp)
                 except Written as written:
-                    (folder / f"{function.__name__}.{'cpp' if cpp else 'py'}").write_text(written.args[0])
+                    (folder / f"{name}.{'cpp' if cpp else 'py'}").write_text(written.args[0])
         program = torch.export.export(_Module(), tuple(torch.empty_like(t, device="cuda") for t in given[paged]))
         with unset_fake_temporarily():
             graph = mla_compile.lower(program).graph
@@ -159,11 +215,17 @@ def run(folder: Path) -> dict[str, tuple[list[str], float]]:
     import mla_compile.kernels.register  # noqa: F401  the ops
 
     found = {}
-    for function, arguments in cases().items():
-        exact = function(*[t.double() if t.dtype == torch.float32 else t for t in arguments])
-        launches, results = run_written(folder / f"{function.__name__}.py", arguments, folder)
-        found[function.__name__] = launches, max(map(_error, results, exact))
+    for any_size, given in (False, cases()), (True, larger()):
+        for function, arguments in given.items():
+            exact = function(*[t.double() if t.dtype == torch.float32 else t for t in arguments])
+            name = _name(function, any_size)
+            launches, results = run_written(folder / f"{name}.py", arguments, folder)
+            found[name] = launches, max(map(_error, results, exact))
     return found
+
+
+def _name(function: Callable[..., Any], any_size: bool) -> str:
+    return f"{function.__name__}_of_any_size" if any_size else function.__name__
 
 
 def _error(result: Tensor, exact: Tensor) -> float:
