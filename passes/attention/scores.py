@@ -27,8 +27,6 @@ from .copies import original_of
 SPACING = 8.0
 """Scores that are replaced by a number are scores to which it is added, where the spacing of floats at that number is
 at least this much: what is left of any usual score is nothing, also in rows that are masked everywhere."""
-
-
 HIDES = -1e4
 """The number that code after BERT puts in the place of scores. In a row with another score, unless that is no usual one
 either, those have no weight; what is left of them counts in a row that has no other (see `_hidden_alike`)."""
@@ -43,7 +41,7 @@ class Mask:
     """A tensor over some of the scores' axes.
 
     `attends`: bool, True where a query may attend; the scores it rejects become `fill`. `inverted`: True rejects.
-    Otherwise a number that is added to the scores, times `factor`.
+    Otherwise a number that is added to the scores, times `factor`. What is less than `lowest` is -inf to the softmax.
     """
 
     term: Term
@@ -51,6 +49,11 @@ class Mask:
     factor: float = 1.0
     fill: float = -math.inf
     inverted: bool = False
+    lowest: float = -math.inf
+
+    def held(self, number: float) -> float:
+        """The number that the softmax sees: the lowest of a dtype, multiplied, is -inf, of which alone it makes NaN."""
+        return number if number >= self.lowest else -math.inf
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,12 @@ def scores_of(node: fx.Node, keys: KeyRange, trace: Trace, times: float = 1.0) -
     Raises:
         Refusal: if the scores without values do not stand apart from those with.
     """
+    lowest = times * torch.finfo(node.meta["val"].dtype).min
+    found = _scores_of(node, keys, trace, times)
+    return [replace(s, what=replace(s.what, lowest=lowest)) if isinstance(s.what, Mask) else s for s in found]
+
+
+def _scores_of(node: fx.Node, keys: KeyRange, trace: Trace, times: float) -> list[Summand]:
     node, factor = without_shift(node, keys.dim, trace)
     factor *= times
     labels = tuple(range(len(trace[node].dims)))

@@ -98,10 +98,10 @@ def _attends(mask: Mask, valuation: Valuation, highest: float) -> tuple[Truth, f
     if mask.attends:
         if not isinstance(value, Truth):
             return None
-        return (negation(value) if mask.inverted else value), mask.fill
+        return (negation(value) if mask.inverted else value), mask.held(mask.fill)
     if not isinstance(value, Choice):
         return None
-    then, otherwise = value.then * mask.factor, value.otherwise * mask.factor
+    then, otherwise = (mask.held(number * mask.factor) for number in (value.then, value.otherwise))
     if then == otherwise == 0:
         return ALWAYS, -math.inf
     if then == 0 and otherwise <= highest:

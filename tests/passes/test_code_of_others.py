@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from tests.errors import assert_as_close_as_eager
 from tests.passes import spellings as mla
 from tests.passes.checks import check_rewritten, check_right, compiled, unfolded
 from tests.passes.graphs import capture, rewrite, run
@@ -240,6 +241,29 @@ def test_half_of_it_is_regrouped_around_a_function_of_the_scores(keys: bool) -> 
 @pytest.mark.parametrize("function", REWRITTEN.values(), ids=REWRITTEN)
 def test_both_paths_are_taken_and_right(function: Function) -> None:
     check_rewritten(function, mla.tensors())
+
+
+def before_all_keys(scores: Tensor) -> Tensor:
+    """Scores under a causal mask whose first query comes before all keys, made of the lowest number there is."""
+    late = torch.arange(T)[None, :] >= torch.arange(SQ)[:, None]
+    return scores + torch.zeros(SQ, T).to(scores.dtype).masked_fill(late, torch.finfo(scores.dtype).min)
+
+
+@pytest.mark.parametrize("mask", [filled(torch.finfo(torch.float32).min, blind=True), before_all_keys])
+def test_the_lowest_number_is_infinite_once_it_is_multiplied(mask: Function) -> None:
+    """In base 2: a row of nothing else is no number then, whatever its keys."""
+    tensors = [tensor.float() for tensor in mla.tensors()]
+    function = powers(torch.exp2, over_sum, lambda s: shifted(mask(s) * 1.4426950408889634))
+    expected = function(*tensors)
+    assert expected.isnan().any()
+    exact = function(*mla.tensors())
+    for path in ("absorbed", "chunked"):
+        captured = capture(function, *tensors)
+        (outcome,) = rewrite(captured, path)
+        assert outcome.rewritten
+        actual = run(captured, *tensors)
+        assert torch.equal(actual.isnan(), expected.isnan())
+        assert_as_close_as_eager(actual, expected, exact, factor=4.0)  # of sums in another order
 
 
 NO_SOFTMAX: dict[str, Function] = {
