@@ -23,7 +23,7 @@ def mm_of_one_row(row: Tensor, matrix: Tensor) -> Any:
     one_row = statically_known_true(row.shape[0] == 1)
     if not (one_row and _streams(row, matrix)):
         return NotImplemented
-    return _sums(row, matrix.t()).unsqueeze(0)
+    return _sums(row, matrix.permute(1, 0)).unsqueeze(0)
 
 
 def grouped_mm_of_few_rows(

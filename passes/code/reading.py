@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -19,6 +19,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from ..algebra.sizes import Size, Unaligned, product, same
 from ..algebra.terms import Added, Axis, Bits, Contracted, Digit, Dim, Laid, Read, Scaled, Stacked, made_of
 from ..nodes.shapes import size_of
+
+T = TypeVar("T")
 
 Realize = Callable[[Size], "int | torch.SymInt"]
 """An int or SymInt for a size."""
@@ -216,18 +218,20 @@ def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize,
 
     Axes that the read does not have are expanded if `broadcast`; else a dimension that misses them all has size 1.
     """
-    digits = [digit for dim in read.dims for digit in dim]
+    units = _units(read.dims, layout) if broadcast else []  # else size 1 says on what it does not depend
+    dims, layout = _filled(read.dims, [Digit(unit, 1) for unit in units]), _filled(layout, units)
+    digits = [digit for dim in dims for digit in dim]
     tensor = source
-    for i in reversed(range(len(read.dims))):
-        if len(read.dims[i]) == 0:
+    for i in reversed(range(len(dims))):
+        if len(dims[i]) == 0:
             tensor = tensor.squeeze(i)
             continue
-        slowest = read.dims[i][0]
+        slowest = dims[i][0]
         if not (same(slowest.before, 0) and same(slowest.after, 0)):
-            count = product(digit.extent for digit in read.dims[i])
+            count = product(digit.extent for digit in dims[i])
             tensor = tensor.narrow(i, realize(slowest.before), realize(count))
-        if len(read.dims[i]) > 1:
-            tensor = tensor.unflatten(i, [realize(digit.extent) for digit in read.dims[i]])
+        if len(dims[i]) > 1:
+            tensor = tensor.unflatten(i, [realize(digit.extent) for digit in dims[i]])
     kept: list[Axis] = []
     for digit in digits:
         if digit.axis is None:
@@ -239,6 +243,17 @@ def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize,
             tensor = tensor[(slice(None),) * len(kept) + (slice(start, stop, digit.step),)]
         kept.append(digit.axis)
     return _arrange(done(tensor, read.then), kept, layout, realize, broadcast)
+
+
+def _units(has: Sequence[tuple[T, ...]], wanted: Sequence[Dim]) -> list[Axis]:
+    """Axes for the dimensions of size 1 that both have: nothing takes one away and puts another in."""
+    return [Axis(1) for _ in range(min(sum(not dim for dim in dims) for dims in (has, wanted)))]
+
+
+def _filled(dims: Sequence[tuple[T, ...]], units: Sequence[T]) -> list[tuple[T, ...]]:
+    """The same, the first dimensions of size 1 having `units`."""
+    supply = iter(units)
+    return [dim or tuple(itertools.islice(supply, 1)) for dim in dims]
 
 
 def done(tensor: Tensor, then: Sequence[Hashable]) -> Tensor:
@@ -278,6 +293,8 @@ def _arrange(tensor: Tensor, axes: list[Axis], layout: Sequence[Dim], realize: R
 
 def write_as(tensor: Tensor, layout: Sequence[Dim], dims: Sequence[Dim], realize: Realize) -> Tensor:
     """A tensor whose dimensions are `layout` as one whose dimensions are `dims`, over the same axes."""
+    units = _units(layout, dims)
+    layout, dims = _filled(layout, units), _filled(dims, units)
     axes = [axis for dim in layout for axis in dim]
     for i in reversed(range(len(layout))):
         if not layout[i]:
