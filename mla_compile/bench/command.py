@@ -12,6 +12,7 @@ from mla_compile.bench.generation.models import MODELS
 from mla_compile.bench.layers import LAYERS
 from mla_compile.bench.modes import MODES
 from mla_compile.optional_packages import require
+from mla_compile.plan.command import positive
 
 if TYPE_CHECKING:
     from mla_compile.cost import Device
@@ -39,25 +40,25 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument(
         "--contexts",
-        type=_positive,
+        type=positive,
         nargs="*",
         metavar="TOKENS",
         help="decode with this many in the cache (default: 1024 4096 16384 32768, on a GPU 1024 8192 32768 131072)",
     )
     parser.add_argument(
         "--prefill",
-        type=_positive,
+        type=positive,
         nargs="*",
         metavar="TOKENS",
         help="prefill prompts of this many tokens (default: 1024 4096, on a GPU 16384 too)",
     )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE", help=", ".join(MODES))
     parser.add_argument("--cache", choices=["dynamic", "static"], default="dynamic")
-    parser.add_argument("--repeats", type=_positive, default=10, help="timed calls of each mode (default: 10)")
-    parser.add_argument("--threads", type=_positive, help="threads (default: torch's)")
+    parser.add_argument("--repeats", type=positive, default=10, help="timed calls of each mode (default: 10)")
+    parser.add_argument("--threads", type=positive, help="threads (default: torch's)")
     parser.add_argument(
         "--train",
-        type=_positive,
+        type=positive,
         nargs="*",
         metavar="TOKENS",
         help="instead: forward and backward of sequences of this many tokens (default: 1024 4096), with stock Inductor "
@@ -65,7 +66,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument(
         "--batches",
-        type=_positive,
+        type=positive,
         nargs="+",
         metavar="B",
         help="sequences at once, with --model (default: 1) and on a GPU (default: 1 16 64 256)",
@@ -82,7 +83,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     model = parser.add_argument_group("with --model: modes are combined with caches")
     model.add_argument("--model", choices=MODELS, help="instead: tokens a second of a whole model with random weights")
-    model.add_argument("--layers", type=_positive, default=4, help="of it, its vocabulary cut alike (default: 4)")
+    model.add_argument("--layers", type=positive, default=4, help="of it, its vocabulary cut alike (default: 4)")
     model.add_argument(
         "--caches", nargs="+", choices=CACHES, default=list(CACHES), metavar="CACHE", help=", ".join(CACHES)
     )
@@ -93,23 +94,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     gpu.add_argument(
         "--kernels", nargs="+", choices=KINDS, default=list(KINDS), metavar="KERNEL", help=", ".join(KINDS)
     )
-    gpu.add_argument("--heads", type=_positive, nargs="+", default=[16, 128], metavar="N")
-    gpu.add_argument("--queries", type=_positive, nargs="+", default=[1, 2, 4], metavar="SQ")
+    gpu.add_argument("--heads", type=positive, nargs="+", default=[16, 128], metavar="N")
+    gpu.add_argument("--queries", type=positive, nargs="+", default=[1, 2, 4], metavar="SQ")
     gpu.add_argument("--dtypes", nargs="+", choices=["bf16", "fp8"], default=["bf16", "fp8"], metavar="DTYPE")
     gpu.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
     gpu.add_argument("--quick", action="store_true", help="12 cases, what counts most first, instead of all of these")
     gpu.add_argument(
-        "--workspace-tokens", type=_positive, default=1024, metavar="N", help="of our prefill (default: 1024)"
+        "--workspace-tokens", type=positive, default=1024, metavar="N", help="of our prefill (default: 1024)"
     )
     gpu.add_argument("--max-autotune", action="store_true", help="time the tiles of our kernels and take the fastest")
     parser.set_defaults(run=run, parser=parser)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-    return number
 
 
 def run(arguments: argparse.Namespace) -> int:

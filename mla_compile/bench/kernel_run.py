@@ -6,13 +6,11 @@ right gets no time.
 
 from __future__ import annotations
 
-import csv
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from io import StringIO
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from mla_compile.bench.modes import summary
 from mla_compile.cost import Device
 from mla_compile.fp8 import RowLayout
 from mla_compile.kernels.coded import dequantised
-from mla_compile.text_table import aligned
+from mla_compile.text_table import aligned, with_header
 
 Clock = Callable[[Callable[[], object]], float]
 """Seconds of a call, warm."""
@@ -281,9 +279,4 @@ def as_text(device: Device, results: Sequence[Result]) -> str:
 
 def as_csv(device: Device, results: Sequence[Result]) -> str:
     """The rows with a header."""
-    table = rows(device, results)
-    text = StringIO()
-    writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
-    return text.getvalue()
+    return with_header(rows(device, results))

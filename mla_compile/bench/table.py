@@ -1,10 +1,8 @@
 """The benchmark as text, CSV and JSON."""
 
-import csv
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from io import StringIO
 from typing import Any
 
 from mla_compile.bench.breakdown import Breakdown
@@ -12,7 +10,7 @@ from mla_compile.bench.measure import Result
 from mla_compile.bench.modes import DESCRIPTIONS
 from mla_compile.bench.run import Benchmark
 from mla_compile.bench.workloads import Workload
-from mla_compile.text_table import aligned
+from mla_compile.text_table import aligned, with_header
 
 LEGEND = """\
 ms       median wall time of a call, compiled and warm, modes in turn; in brackets the quartiles
@@ -58,12 +56,7 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 def as_csv(benchmark: Benchmark) -> str:
     """The rows with a header."""
-    table = rows(benchmark)
-    text = StringIO()
-    writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
-    return text.getvalue()
+    return with_header(rows(benchmark))
 
 
 def as_json(benchmark: Benchmark) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..optional_packages import require
-from ..plan.command import in_bytes, tokens
+from ..plan.command import in_bytes, positive, tokens
 from .model import read_model
 from .plan import Plan
 from .plot import plot
@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
         "flags. From its config.json and the rates of a device alone.",
     )
     parser.add_argument("model", type=Path, help="a directory with a config.json, or such a file")
-    parser.add_argument("--gpus", type=_positive, required=True, help="devices")
+    parser.add_argument("--gpus", type=positive, required=True, help="devices")
     parser.add_argument(
         "--memory", type=in_bytes, required=True, metavar="SIZE", help="of each, for weights and latents: 72GiB"
     )
@@ -44,10 +44,10 @@ def add_parser(subparsers: Any) -> None:
         help="between any two, the slowest that there is: 450GB/s,3us",
     )
     parser.add_argument("--context", type=tokens, default=32768, help="tokens of a sequence: 4096, 128k (default: 32k)")
-    parser.add_argument("--batch", type=_positive, default=1, help="sequences in all (default: 1)")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences in all (default: 1)")
     parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of latents (default: bf16)")
     parser.add_argument("--weights", choices=("bf16", "fp8"), help="of layers (default: what the config says, or bf16)")
-    parser.add_argument("--rows", type=_positive, default=10, help="meshes to show (default: 10)")
+    parser.add_argument("--rows", type=positive, default=10, help="meshes to show (default: 10)")
     parser.add_argument("--json", action="store_true", help="print every mesh as JSON")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw time by its bounds and by the devices (png, svg, pdf)"
@@ -67,9 +67,3 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         plot(plan, arguments.plot, arguments.rows)
     return 0 if plan.steps else 1
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, found {text!r}")
-    return int(text)

@@ -31,9 +31,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("model", type=Path, help="a directory with a config.json, or such a file")
     parser.add_argument("--context", type=tokens, default=32768, help="tokens of a sequence: 4096, 128k (default: 32k)")
-    parser.add_argument("--batch", type=_positive, default=1, help="sequences (default: 1)")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences (default: 1)")
     parser.add_argument("--dtype", choices=CACHE_DTYPES, default="bf16", help="of what is cached (default: bf16)")
-    parser.add_argument("--kv-heads", type=_positive, default=8, help="heads of the GQA to compare with (default: 8)")
+    parser.add_argument("--kv-heads", type=positive, default=8, help="heads of the GQA to compare with (default: 8)")
     parser.add_argument("--memory", type=in_bytes, metavar="SIZE", help="memory for the cache: 80GiB, 16GB")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against context (png, svg, pdf)")
@@ -70,7 +70,8 @@ def _number(text: str, units: dict[str, int], expected: str) -> int:
     return int(number)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number from 1 on."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, found {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
     return int(text)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .names import short
+
 
 def graph_text(graph: fx.Graph) -> str:
     """A graph, one line a node; code that an op takes is indented behind it."""
@@ -54,7 +56,7 @@ def _inner(node: fx.Node) -> fx.Graph | None:
 
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{_short(value.dtype)}[{', '.join(map(str, value.shape))}]"
+        return f"{short(value.dtype)}[{', '.join(map(str, value.shape))}]"
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_kind, value))})"
     return type(value).__name__
@@ -77,8 +79,4 @@ def _value(value: Any) -> str:
         return f"{value:g}"
     if value == sys.maxsize:
         return "end"
-    return _short(value)
-
-
-def _short(value: Any) -> str:
-    return str(value).removeprefix("torch.")
+    return short(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import count
+from typing import Any
 
 from ..algebra.sizes import Size
 from ..algebra.terms import Axis, Dim
@@ -67,3 +68,8 @@ def names_of(site: Site) -> Names:
 def factor(words: str) -> str:
     """An expression as a factor of a product."""
     return f"({words})" if " " in words else words
+
+
+def short(value: Any) -> str:
+    """A dtype, or what else is torch's, without saying so."""
+    return str(value).removeprefix("torch.")

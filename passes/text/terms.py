@@ -30,7 +30,7 @@ from ..algebra.terms import (
     Unread,
     Zero,
 )
-from .names import Names, factor
+from .names import Names, factor, short
 
 
 def read_text(read: Read, names: Names) -> str:
@@ -124,9 +124,5 @@ def _name(source: Any) -> str:
 
 def _cast(step: Any) -> str:
     if isinstance(step, Bits):
-        return f"view({_short(step.dtype)})"
-    return f"to({_short(step)})"
-
-
-def _short(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+        return f"view({short(step.dtype)})"
+    return f"to({short(step)})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import fx
 from torch.utils._ordered_set import OrderedSet
@@ -11,6 +11,7 @@ from torch.utils._ordered_set import OrderedSet
 from ..algebra import operations
 from ..algebra.terms import Form
 from ..nodes.arguments import is_tensor
+from ..nodes.by_op import ByOp
 from ..nodes.shapes import shape_of
 
 
@@ -23,15 +24,8 @@ class Forms(Protocol):
 Handler: TypeAlias = Callable[[Forms, fx.Node], Form]
 
 
-class Handlers(dict[Any, Handler]):
-    """Handlers by their ops: `@HANDLERS.of(op, ...)` adds one."""
-
-    def of(self, *targets: Any) -> Callable[[Handler], Handler]:
-        def register(handler: Handler) -> Handler:
-            self.update(dict.fromkeys(targets, handler))
-            return handler
-
-        return register
+class Handlers(ByOp[Handler]):
+    """Handlers by their ops."""
 
 
 def pointwise(trace: Forms, node: fx.Node) -> Form:

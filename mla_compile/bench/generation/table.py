@@ -1,15 +1,13 @@
 """What was measured as text, CSV and JSON."""
 
-import csv
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from io import StringIO
 from typing import Any
 
 from mla_compile.bench.generation.run import Generation
 from mla_compile.bench.generation.ways import Result
-from mla_compile.text_table import aligned
+from mla_compile.text_table import aligned, with_header
 
 LEGEND = """\
 tokens/s  written by all sequences of the batch, from the median step of generate; of a prefill those read
@@ -53,12 +51,7 @@ def _row(generation: Generation, result: Result, stock: float | None) -> dict[st
 
 def as_csv(generation: Generation) -> str:
     """The rows with a header."""
-    table = rows(generation)
-    text = StringIO()
-    writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
-    return text.getvalue()
+    return with_header(rows(generation))
 
 
 def as_json(generation: Generation) -> str:

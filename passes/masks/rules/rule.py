@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import fx
 
+from ...nodes.by_op import ByOp
 from ...nodes.shapes import size_of
 from ..positions import ALWAYS, NEVER, Affine, Index, Value, constant
 
@@ -29,15 +30,8 @@ Rule: TypeAlias = Callable[[Values, fx.Node, Index], Value | None]
 """The value of a node's element at an index, or None where the operation says nothing of it."""
 
 
-class Rules(dict[Any, Rule]):
-    """Rules by their ops: `@RULES.of(op, ...)` adds one."""
-
-    def of(self, *targets: Any) -> Callable[[Rule], Rule]:
-        def register(rule: Rule) -> Rule:
-            self.update(dict.fromkeys(targets, rule))
-            return rule
-
-        return register
+class Rules(ByOp[Rule]):
+    """Rules by their ops."""
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
