@@ -43,7 +43,7 @@ def ours_alone() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Verdict:
     """What computes a problem, and why nothing else does."""
 
     op: str
@@ -72,16 +72,16 @@ def attend(op: Op[B], x: B, machine: Machine, ours: Attend[B]) -> tuple[Tensor, 
     return CHOICES.get(key, lambda: _chosen(op, x, machine, ours))(x)
 
 
-def foreseen(op: Op[B], x: B, machine: Machine, *, alone: bool = False) -> Choice | None:
+def foreseen(op: Op[B], x: B, machine: Machine, *, alone: bool = False) -> Verdict | None:
     """What would compute a call, as far as is known without its tensors; None where its sizes are symbols."""
     problem = op.problem_of(x)
     if problem is None:
         return None
     if alone:
-        return Choice(op.name, OURS, {})
+        return Verdict(op.name, OURS, {})
     reasons = _refusals(op, problem, machine)
     candidates = [each for each in op.implementations if reasons[each.name] is None]
-    return _choice(op, _first(candidates, problem, machine), reasons)
+    return _verdict(op, _first(candidates, problem, machine), reasons)
 
 
 def _chosen(op: Op[B], x: B, machine: Machine, ours: Attend[B]) -> Attend[B]:
@@ -99,7 +99,7 @@ def _chosen(op: Op[B], x: B, machine: Machine, ours: Attend[B]) -> Attend[B]:
     name = list(ways)[1] if len(ways) > 1 else OURS
     if timer() is not None:
         name = _measured(op, x, problem, machine, ways)
-    _log.info("%s", _choice(op, name, reasons))
+    _log.info("%s", _verdict(op, name, reasons))
     return ways[name]
 
 
@@ -145,6 +145,6 @@ def _measured(op: Op[B], x: B, problem: Problem, machine: Machine, ways: dict[st
     return tuned(machine, key, OURS, lambda: list(ways)[1:], run)
 
 
-def _choice(op: Op[B], name: str, reasons: dict[str, str | None]) -> Choice:
+def _verdict(op: Op[B], name: str, reasons: dict[str, str | None]) -> Verdict:
     others = {other: why or "is not known to be faster" for other, why in reasons.items() if other != name}
-    return Choice(op.name, name, others)
+    return Verdict(op.name, name, others)

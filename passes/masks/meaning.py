@@ -26,7 +26,7 @@ from .causal import Causal, after_query
 from .joined import Joined, joined, part_of
 from .kind import Kind
 from .kinds import RULES, WORDS, recognise
-from .positions import ALWAYS, Affine, AtMost, Choice, Literal, Truth, conjunction, negation
+from .positions import ALWAYS, Affine, AtMost, Conditional, Literal, Truth, conjunction, negation
 from .tensor import tensor_mask
 from .valuation import Valuation
 
@@ -99,7 +99,7 @@ def _attends(mask: Mask, valuation: Valuation, highest: float) -> tuple[Truth, f
         if not isinstance(value, Truth):
             return None
         return (negation(value) if mask.inverted else value), mask.held(mask.fill)
-    if not isinstance(value, Choice):
+    if not isinstance(value, Conditional):
         return None
     then, otherwise = (mask.held(number * mask.factor) for number in (value.then, value.otherwise))
     if then == otherwise == 0:

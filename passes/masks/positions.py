@@ -1,7 +1,7 @@
 """Booleans and integers of a graph as algebra on positions: what is compared, selected and scattered into a mask.
 
 A tensor's element is valued at an index whose entries are `Affine` in the axes of an attention: an integer is `Affine`
-too, a bool a `Truth`, a float a `Choice` of two constants. What follows no rule is an element of its tensor.
+too, a bool a `Truth`, a float a `Conditional` of two constants. What follows no rule is an element of its tensor.
 """
 
 from __future__ import annotations
@@ -136,14 +136,14 @@ ALWAYS, NEVER = Truth(), Truth(negated=True)
 
 
 @dataclass(frozen=True)
-class Choice:
+class Conditional:
     """`then` where the condition holds, else `otherwise`."""
 
     condition: Truth
     then: float
     otherwise: float
 
-    def map(self, function: Callable[[float], float]) -> Choice:
+    def map(self, function: Callable[[float], float]) -> Conditional:
         return replace(self, then=function(self.then), otherwise=function(self.otherwise))
 
     def where(self, test: Callable[[float], bool]) -> Truth:
@@ -154,12 +154,12 @@ class Choice:
         return self.condition if then else negation(self.condition)
 
 
-Value: TypeAlias = Affine | Truth | Choice
+Value: TypeAlias = Affine | Truth | Conditional
 Index: TypeAlias = tuple[Affine, ...]
 
 
-def constant(value: float) -> Choice:
-    return Choice(ALWAYS, value, value)
+def constant(value: float) -> Conditional:
+    return Conditional(ALWAYS, value, value)
 
 
 def at(source: Hashable, shape: Sequence[Size], index: Sequence[Affine]) -> Read | None:

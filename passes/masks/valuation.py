@@ -16,7 +16,7 @@ from ..attention.scores import constant_of
 from ..nodes.arguments import is_tensor
 from ..nodes.shapes import shape_of, size_of
 from ..trace.trace import Trace
-from .positions import ALWAYS, NEVER, Affine, Choice, Element, Index, Truth, Value, at, constant
+from .positions import ALWAYS, NEVER, Affine, Conditional, Element, Index, Truth, Value, at, constant
 from .rules.rule import INTEGERS, Rules, number_of, rounded
 
 _DEPTH = 100
@@ -114,7 +114,7 @@ def _index_of(read: Read, bindings: dict[Axis, Affine] | None) -> Index | None:
 def _after(value: Value | None, then: Sequence[Any]) -> Value | None:
     """A value multiplied and cast in turn."""
     for step in then:
-        if not isinstance(value, Choice):
+        if not isinstance(value, Conditional):
             return None
         value = value.map(partial(operator.mul, step) if isinstance(step, float) else partial(rounded, dtype=step))
     return value

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ...nodes.arguments import arguments, aten
-from ..positions import Affine, Choice, Index, Truth, Value, conjunction, constant, negation
+from ..positions import Affine, Conditional, Index, Truth, Value, conjunction, constant, negation
 from .rule import INTEGERS, Rules, Values, rounded
 
 RULES = Rules()
@@ -46,39 +46,39 @@ def _neg(values: Values, node: fx.Node, index: Index) -> Value | None:
     value = values(arguments(node)[0], index)
     if isinstance(value, Affine):
         return value * -1
-    return value.map(operator.neg) if isinstance(value, Choice) else None
+    return value.map(operator.neg) if isinstance(value, Conditional) else None
 
 
 def _combined(
     node: fx.Node, function: Callable[[float, float], float], a: Value | None, b: Value | None
-) -> Choice | None:
+) -> Conditional | None:
     """A function of two numbers that the same condition chooses, or of which one is the same everywhere."""
     if not node.meta["val"].dtype.is_floating_point:
         return None
     dtype = node.meta["val"].dtype
     a, b = (constant(float(x.const)) if isinstance(x, Affine) and x.is_number else x for x in (a, b))
-    if not isinstance(a, Choice) or not isinstance(b, Choice):
+    if not isinstance(a, Conditional) or not isinstance(b, Conditional):
         return None
     condition = a.condition
     if a.then == a.otherwise:
         condition = b.condition
     elif b.then != b.otherwise and a.condition != b.condition:
         return _both_added(function, a, b)
-    return Choice(
+    return Conditional(
         condition,
         rounded(function(a.then, b.then), dtype),
         rounded(function(a.otherwise, b.otherwise), dtype),
     )
 
 
-def _both_added(function: Callable[[float, float], float], a: Choice, b: Choice) -> Choice | None:
+def _both_added(function: Callable[[float, float], float], a: Conditional, b: Conditional) -> Conditional | None:
     """Two numbers that are 0 or -inf each, added: 0 where both are."""
     hidden = (0.0, float("-inf"))
-    a, b = (x if x.then >= x.otherwise else Choice(negation(x.condition), x.otherwise, x.then) for x in (a, b))
+    a, b = (x if x.then >= x.otherwise else Conditional(negation(x.condition), x.otherwise, x.then) for x in (a, b))
     if (a.then, a.otherwise) != hidden or (b.then, b.otherwise) != hidden or function(0.0, -1.0) != -1.0:
         return None
     both = conjunction([a.condition, b.condition])
-    return Choice(both, *hidden) if both is not None else None
+    return Conditional(both, *hidden) if both is not None else None
 
 
 @RULES.of(aten._to_copy.default)
@@ -87,10 +87,10 @@ def _cast(values: Values, node: fx.Node, index: Index) -> Value | None:
     before, after = source.meta["val"].dtype, node.meta["val"].dtype
     value = values(source, index)
     if isinstance(value, Truth) and after.is_floating_point:
-        return Choice(value, 1.0, 0.0)
-    if isinstance(value, Choice) and after == torch.bool:
+        return Conditional(value, 1.0, 0.0)
+    if isinstance(value, Conditional) and after == torch.bool:
         return value.where(lambda x: x != 0)
-    if isinstance(value, Choice) and after.is_floating_point:
+    if isinstance(value, Conditional) and after.is_floating_point:
         return value.map(lambda x: rounded(x, after))
     if isinstance(value, Affine) and before == torch.int32 and after == torch.int64:
         return value

@@ -11,7 +11,7 @@ from ...algebra.terms import Axis
 from ...attention.scores import constant_of
 from ...nodes.arguments import argument, arguments, aten, is_tensor
 from ...nodes.shapes import shape_of, size_of
-from ..positions import NEVER, Affine, AtMost, Choice, Index, Named, Truth, Value, at, conjunction, negation
+from ..positions import NEVER, Affine, AtMost, Conditional, Index, Named, Truth, Value, at, conjunction, negation
 from .rule import INTEGERS, Rules, Values, number_of
 
 RULES = Rules()
@@ -40,20 +40,20 @@ def _select(condition: Value | None, a: Value | None, b: Value | None) -> Value 
         if a == NEVER:
             return conjunction([negation(condition), b])
         return conjunction([condition, a]) if b == NEVER else None
-    if not isinstance(a, Choice) or not isinstance(b, Choice):
+    if not isinstance(a, Conditional) or not isinstance(b, Conditional):
         return None
     if a.then != a.otherwise:
         condition, a, b = negation(condition), b, a
     if a.then != a.otherwise:
         return None
     if b.then == b.otherwise:
-        return Choice(condition, a.then, b.then)
+        return Conditional(condition, a.then, b.then)
     if b.otherwise == a.then:  # the same number from both: what is left is where neither applies
         kept = conjunction([negation(condition), b.condition])
-        return Choice(kept, b.then, b.otherwise) if kept is not None else None
+        return Conditional(kept, b.then, b.otherwise) if kept is not None else None
     if b.then == a.then:
         kept = conjunction([negation(condition), negation(b.condition)])
-        return Choice(kept, b.otherwise, b.then) if kept is not None else None
+        return Conditional(kept, b.otherwise, b.then) if kept is not None else None
     return None
 
 
@@ -91,7 +91,9 @@ def _scatter(values: Values, node: fx.Node, index: Index) -> Value | None:
     base_value = values(base, index)
     if node.target is aten.scatter.src:
         value = values.operand(node, index, filled) if is_tensor(filled) else None
-        if not isinstance(value, Truth | Choice) or (isinstance(value, Choice) and value.then != value.otherwise):
+        if isinstance(value, Conditional) and value.then != value.otherwise:
+            return None
+        if not isinstance(value, Truth | Conditional):
             return None
     else:
         value = number_of(filled, node.meta["val"].dtype)

@@ -9,7 +9,7 @@ from torch import fx
 
 from ...algebra.sizes import total
 from ...nodes.arguments import arguments, aten
-from ..positions import Affine, AtMost, Choice, Index, Truth, Value, conjunction, constant, disjunction, negation
+from ..positions import Affine, AtMost, Conditional, Index, Truth, Value, conjunction, constant, disjunction, negation
 from .rule import Rule, Rules, Values
 
 RULES = Rules()
@@ -20,9 +20,9 @@ def _compares(difference: Callable[[Affine, Affine], Affine], test: Callable[[fl
         a, b = (values.operand(node, index, what) for what in arguments(node)[:2])
         if isinstance(a, Affine) and isinstance(b, Affine):
             return Truth((AtMost(difference(a, b)),))
-        if isinstance(a, Choice) and isinstance(b, Affine) and b.is_number:
+        if isinstance(a, Conditional) and isinstance(b, Affine) and b.is_number:
             b = constant(float(total([b.const])))
-        if isinstance(a, Choice) and isinstance(b, Choice) and b.then == b.otherwise:
+        if isinstance(a, Conditional) and isinstance(b, Conditional) and b.then == b.otherwise:
             return a.where(lambda x: test(x, b.then))
         return None
 

@@ -10,7 +10,7 @@ from torch import Tensor, arange, fx
 
 from mla_compile.passes.algebra.terms import Axis, Read
 from mla_compile.passes.masks.kinds import RULES
-from mla_compile.passes.masks.positions import Affine, AtMost, Choice, Element, Literal, Named, Truth, Value
+from mla_compile.passes.masks.positions import Affine, AtMost, Conditional, Element, Literal, Named, Truth, Value
 from mla_compile.passes.masks.valuation import Valuation
 from mla_compile.passes.trace.trace import Trace
 from tests.passes.graphs import capture, values
@@ -128,7 +128,7 @@ def worked_out(value: Value, at: dict[Axis, int], tensors: dict[fx.Node, Tensor]
             return number(value, at, tensors)
         case Truth(literals, negated):
             return all(holds(literal, at, tensors) for literal in literals) != negated
-        case Choice(condition, then, otherwise):
+        case Conditional(condition, then, otherwise):
             return then if worked_out(condition, at, tensors) else otherwise
     raise AssertionError(value)
 
