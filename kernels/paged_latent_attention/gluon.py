@@ -1,0 +1,104 @@
+"""Paged absorbed MLA on Hopper: the launches of `warp_groups`, and of `combine` for what was cut.
+
+q_latent [B, Sq, N, 512], q_rope [B, Sq, N, 64], latent and rope key in one row of bfloat16, pages of 64 tokens
+block_table [B, max_pages], seq_lens [B]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .._common.combine import combine
+from .._common.launch import LEAST_TILES
+from .._common.machine import Machine, present
+from .._common.parts import Work, combination, shared_out
+from .._common.plans import Plans, layout
+from .arguments import PagedLatentAttention
+from .warp_groups import HALF, KEYS, RECORD, ROPE, TILE, attend_pages, share_out
+
+_ROWS, _RANK, _RECORD = TILE.value, 2 * HALF.value, RECORD.value
+_KEY_BYTES = 2 * (_RANK + ROPE.value)
+_OWN = _ROWS * (_KEY_BYTES + 4 * _RANK) / _KEY_BYTES / TILE.value
+"""What a sequence takes besides its keys, queries read and sums written, in pages read."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    work: Work
+    own: tuple[int, ...]
+    """Numbers of all three launches: the batch, parts, and what a sequence takes besides its keys."""
+    combining_grid: tuple[int]
+    combining: dict[str, Any]
+
+
+_PLANS = Plans[_Plan]()
+
+
+def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | None = None) -> tuple[Tensor, Tensor]:
+    """o and lse, on a machine or the one that is there, of what `Takes` of the implementation lets through."""
+    machine = machine or present(x.q_latent.device)
+    batch, queries, heads, _ = x.q_latent.shape
+    q_latent, q_rope = (q if q.stride(3) == 1 else q.contiguous() for q in (x.q_latent, x.q_rope))
+    o = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
+    lse = q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
+    if lse.numel() == 0:
+        return o, lse
+    plan = _PLANS.get((machine, layout(q_latent)), lambda: _new_plan(machine, batch, queries * heads))
+    work = plan.work
+    partial = [lse] * 3
+    if work.slots:
+        partial = [lse.new_empty(size) for size in ((work.slots, _RANK), work.slots, work.slots)]
+    pieces = torch.empty((work.parts, _RECORD), dtype=torch.int32, device=lse.device)
+    lengths, tokens = x.seq_lens.contiguous(), x.pages.capacity
+    # With one query none is hidden but what is behind the last key.
+    causal = x.causal and queries > 1
+    share_out[(work.parts,)](
+        *(pieces, lengths, queries, tokens, *plan.own),
+        LEAST=LEAST_TILES,
+        SIZE=_ROWS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    latent_rows, rope_rows = (
+        TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [_ROWS, width], KEYS.value)
+        for rows, width in ((rows_of(x.latent_pages), HALF.value), (rows_of(x.rope_pages), ROPE.value))
+    )
+    attend_pages[(work.programs,)](
+        *(q_latent, q_rope, latent_rows, rope_rows, x.block_table, lengths, pieces, o, lse, *partial),
+        *(x.scale, queries, heads, tokens, plan.own[2], x.latent_pages.stride(0) // x.latent_pages.stride(1)),
+        *(*q_latent.stride()[:3], *q_rope.stride()[:3], *x.block_table.stride()),
+        CAUSAL=causal,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    if work.slots:
+        combine[plan.combining_grid](
+            *(*partial, lengths, lengths, o, lse, queries, heads, tokens, 0, *plan.own[:2], 0, plan.own[2]),
+            **plan.combining,
+        )
+    return o, lse
+
+
+def rows_of(pages: Tensor) -> Tensor:
+    """All rows `[rows, columns]` from the first to the last of pages, which are a whole number of rows apart."""
+    count, size, columns = pages.shape
+    rows = (count - 1) * (pages.stride(0) // pages.stride(1)) + size
+    return pages.as_strided((rows, columns), (pages.stride(1), 1))
+
+
+def _new_plan(machine: Machine, batch: int, rows: int) -> _Plan:
+    work = shared_out(batch, rows, triton.cdiv(rows, _ROWS), machine.processors, _OWN)
+    combining = combination(work.combined, rows, _RANK, machine.processors)
+    constants = {"SOURCE": "pages", "CAUSAL": False, "STARTS": False, "SHARED": True, "L": _RANK, "KEYS": _ROWS}
+    return _Plan(
+        work,
+        (work.batch, work.parts, work.own),
+        (work.combined * triton.cdiv(rows, combining["ROWS"]) * combining["SPREAD"],),
+        constants | {"LEAST": LEAST_TILES, **combining, "num_warps": 4, "enable_fp_fusion": True},
+    )

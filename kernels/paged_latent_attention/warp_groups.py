@@ -1,0 +1,381 @@
+"""Decode over pages on Hopper by three warp groups, in Gluon: one loads, two compute a half of the output each.
+
+A program takes 64 rows (heads of queries) of a sequence, and keys in pairs of pages of 64 tokens. The first consumer has
+the scores of the first page of a pair and the columns A of the output, the second those of the second page and the
+columns B, so that each score is computed once, and the softmax of one lies between the products of the other:
+
+    first    S0 = Q K0^T      m0, P0        A += P0 V0a           P0 in the scale of m1 ->      A += P1 V1a
+    second   S1 = Q K1^T      m0 -> m1, P1 ->          B += P1 V1b                      B += P0 V0b
+
+`->` goes to the other by shared memory: the greatest scores so far, and weights, which take the place of the rope keys of
+their page, as these are needed no more once its scores are there.
+
+    q_latent [B, Sq, N, 512], q_rope [B, Sq, N, 64]     any strides but 1 in the last dim
+    latents, ropes     descriptors of all pages' rows [rows, 512] and [rows, 64], boxes [64, 256] and [64, 64]
+    pieces             [parts, 8] int32: what each program takes, by `share_out`
+    o, lse, acc, m_out, total_out     as in `_common.kernel`, for the same `combine`
+
+Shared memory, of 227 KiB: queries 72, two pages 144. A page is loaded in two pieces with a barrier each, its columns that
+its own consumer reads last alone (`own`) and the other half with the rope key (`rest`), which the other one reads last:
+half of a pair is free for the next while the other half is in use. What lies behind the last key of a page, or has no page
+at all, is set to 0 by the page's consumer: 0 times NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .._common.attend import LOG2E, LOWEST
+from .._common.pieces import CHUNK, cut_in_pieces, key_count, measured, passed_by
+
+copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""As Triton calls it from 3.7 on, or up to 3.6."""
+TILE = gl.constexpr(64)
+"""Rows of a program, and tokens of a page."""
+HALF = gl.constexpr(256)
+ROPE = gl.constexpr(64)
+RECORD = tl.constexpr(8)
+"""Numbers of a program in `pieces`."""
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
+LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+"""64 columns at a time, 16 bytes a thread."""
+KEYS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+OWN, REST, FREE_OWN, FREE_REST, WEIGHED, GREATEST, QUERIES, MET = (gl.constexpr(2 * i) for i in range(8))
+"""Places of barriers, of each two, one for a page or consumer; of QUERIES and MET one."""
+
+
+@triton.jit(do_not_specialize=("queries", "tokens", "batch", "parts", "own"))
+def share_out(pieces, lengths, queries, tokens, batch, parts, own, LEAST: tl.constexpr, SIZE: tl.constexpr):
+    """What each program takes: the first sequence, where it lies on the line, how many; the piece, its size, widths."""
+    part = tl.program_id(0)
+    on_all, longest = batch * 0, batch * 0
+    for at in range(0, batch, CHUNK):
+        b = tl.minimum(at + tl.arange(0, CHUNK), batch - 1)
+        keys = key_count(tl.load(lengths + b), 0, queries, tokens, 0, "pages", False, False)
+        on_all, longest = measured(on_all, longest, keys, at, batch, SIZE)
+    payload, width = cut_in_pieces(on_all, longest, batch, parts, own, LEAST)
+    group, on_line, end_before = batch * 0, batch * 0, batch * 0
+    following, behind, passed = batch * 0, batch * 0, batch * 0
+    for at in range(0, batch, CHUNK):
+        b = tl.minimum(at + tl.arange(0, CHUNK), batch - 1)
+        keys = key_count(tl.load(lengths + b), 0, queries, tokens, 0, "pages", False, False)
+        group, on_line, end_before, following, behind, passed = passed_by(
+            *(group, on_line, end_before, following, behind, passed),
+            *(keys, at, batch, own, payload, width, part, False, SIZE),
+        )
+    goes_on = end_before > part * payload
+    group -= goes_on.to(tl.int32)
+    record = pieces + part * RECORD
+    tl.store(record, group)
+    tl.store(record + 1, tl.where(goes_on, on_line, following))
+    tl.store(record + 2, behind - group)
+    tl.store(record + 3, part * payload)
+    tl.store(record + 4, payload)
+    tl.store(record + 5, width)
+
+
+@gluon.jit
+def keys_of(lengths, group, on_line, piece, payload, tokens):
+    """The keys of a sequence, and of those the first and one more than the last that the program takes."""
+    count = gl.minimum(gl.load(lengths + group).to(gl.int32), tokens)
+    begin = gl.maximum(piece - on_line, 0) * TILE
+    end = gl.minimum((piece + payload - on_line) * TILE, count)
+    return count, begin, end
+
+
+@gluon.jit
+def load_pages(keys, ropes, barriers, latent_rows, rope_rows, where):
+    """The producer: pages of all sequences of a piece, each part of a page as soon as there is room."""
+    table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_rows = where
+    group = gl.load(pieces)
+    on_line = gl.load(pieces + 1)
+    turns = gl.load(pieces + 2)
+    piece = gl.load(pieces + 3)
+    payload = gl.load(pieces + 4)
+    width = gl.load(pieces + 5)
+    free = 1
+    for _ in range(turns):
+        count, begin, end = keys_of(lengths, group, on_line, piece, payload, tokens)
+        entries = table + group.to(gl.int64) * table_stride_0
+        for first in range(begin, gl.maximum(end, begin + 1), 2 * TILE):
+            second = first + TILE
+            # Of a page that is not there, nothing is loaded.
+            row_0 = gl.load(entries + (first // TILE).to(gl.int64) * table_stride_1, mask=first < end, other=0)
+            row_1 = gl.load(entries + (second // TILE).to(gl.int64) * table_stride_1, mask=second < end, other=0)
+            row_0 = row_0.to(gl.int32) * page_rows
+            row_1 = row_1.to(gl.int32) * page_rows
+            load_own(keys, barriers, latent_rows, row_0, first < end, free, 0)
+            load_own(keys, barriers, latent_rows, row_1, second < end, free, 1)
+            load_rest(keys, ropes, barriers, latent_rows, rope_rows, row_0, first < end, free, 0)
+            load_rest(keys, ropes, barriers, latent_rows, rope_rows, row_1, second < end, free, 1)
+            free ^= 1
+        on_line += gl.where(width > 0, width, gl.cdiv(count, TILE)) + own
+        group += 1
+
+
+@gluon.jit
+def load_own(keys, barriers, latent_rows, row, there, free, PAGE: gl.constexpr):
+    """The half of a page that nobody but its consumer reads."""
+    mbarrier.wait(barriers.index(FREE_OWN + PAGE), free)
+    full = barriers.index(OWN + PAGE)
+    if there:
+        mbarrier.expect(full, TILE * HALF * 2)
+        copy(latent_rows, [row, PAGE * HALF], full, keys.index(3 * PAGE))
+    else:
+        mbarrier.arrive(full)
+
+
+@gluon.jit
+def load_rest(keys, ropes, barriers, latent_rows, rope_rows, row, there, free, PAGE: gl.constexpr):
+    """The other half, and the rope keys."""
+    mbarrier.wait(barriers.index(FREE_REST + PAGE), free)
+    full = barriers.index(REST + PAGE)
+    if there:
+        mbarrier.expect(full, TILE * (HALF + ROPE) * 2)
+        copy(latent_rows, [row, (1 - PAGE) * HALF], full, keys.index(PAGE + 1))
+        copy(rope_rows, [row, 0], full, ropes.index(PAGE))
+    else:
+        mbarrier.arrive(full)
+
+
+@gluon.jit
+def load_queries(place, base, rows, exists, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """Columns FIRST to FIRST + WIDTH of rows at offsets `rows`, 0 of those that do not exist."""
+    for column in gl.static_range(0, WIDTH, 64):
+        columns = FIRST + column + gl.arange(0, 64, gl.SliceLayout(0, LOADED))
+        values = gl.load(base + (rows[:, None] + columns[None, :]), mask=exists[:, None], other=0.0)
+        place.slice(column, 64, dim=1).store(values)
+
+
+@gluon.jit
+def clear(keys, left, PAGE: gl.constexpr):
+    """Latents of a page from row `left` on become 0."""
+    row = gl.arange(0, TILE, gl.SliceLayout(1, LOADED))
+    for half in gl.static_range(2):
+        for column in gl.static_range(0, HALF, 64):
+            part = keys.index(2 * PAGE + half).slice(column, 64, dim=1)
+            values = part.load(LOADED)
+            part.store(gl.where((row < left)[:, None], values, gl.zeros_like(values)))
+
+
+@gluon.jit
+def scores_of(q_halves, q_ropes, keys, ropes, barriers, pairs, left, scale, limit, start, WHO: gl.constexpr):
+    """Scores of a consumer's page `[64, 64]`, -inf of what a row does not see."""
+    filled = pairs & 1
+    mbarrier.wait(barriers.index(OWN + WHO), filled)
+    if left < TILE:
+        mbarrier.wait(barriers.index(REST + WHO), filled)
+        clear(keys, left, WHO)
+        fence_async_shared()
+    # 0, which the assembler does not see: it would keep all addresses of queries in registers that there are not.
+    zero = pairs >> 30
+    scores = gl.zeros([TILE, TILE], gl.float32, SCORES)
+    own = keys.index(zero + 3 * WHO).permute((1, 0))
+    scores = warpgroup_mma(q_halves.index(zero + WHO), own, scores, use_acc=False, is_async=True)
+    mbarrier.wait(barriers.index(REST + WHO), filled)
+    rest = keys.index(zero + WHO + 1).permute((1, 0))
+    scores = warpgroup_mma(q_halves.index(zero + 1 - WHO), rest, scores, is_async=True)
+    scores = warpgroup_mma(q_ropes, ropes.index(zero + WHO).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    place = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+    return gl.where(place[None, :] <= (limit - start)[:, None], scores * scale, -float("inf"))
+
+
+@gluon.jit
+def in_sums(values):
+    """What there is for each row of scores, for each row of sums."""
+    return gl.convert_layout(values, gl.SliceLayout(1, SUMS))
+
+
+@gluon.jit
+def send_weights(ropes, barriers, weights, WHO: gl.constexpr):
+    """Weights of a consumer's page to the other one."""
+    ropes.index(WHO).store(weights.to(gl.bfloat16))
+    fence_async_shared()
+    mbarrier.arrive(barriers.index(WEIGHED + WHO))
+
+
+@gluon.jit
+def attend_half(shared, inputs, outputs, numbers, WHO: gl.constexpr):
+    """A consumer: of each sequence of a piece the scores of every second page, and a half of the output."""
+    keys, ropes, q_halves, q_ropes, greatest, totals, barriers = shared
+    q_latent, q_rope, lengths, pieces = inputs
+    o, lse, acc, m_out, total_out = outputs
+    scale, queries, heads, tokens, part, tile, own, CAUSAL, strides = numbers
+    group = gl.load(pieces)
+    on_line = gl.load(pieces + 1)
+    turns = gl.load(pieces + 2)
+    piece = gl.load(pieces + 3)
+    payload = gl.load(pieces + 4)
+    width = gl.load(pieces + 5)
+    rows = queries * heads
+    pairs = 0
+    for turn in range(turns):
+        count, begin, end = keys_of(lengths, group, on_line, piece, payload, tokens)
+
+        row = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, LOADED))
+        exists = row < rows
+        query = row // heads
+        head = row % heads
+        q_rows = group.to(gl.int64) * strides[0] + query.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
+        load_queries(q_halves.index(WHO), q_latent, q_rows, exists, WHO * HALF, HALF)
+        if WHO == 0:
+            q_rows = group.to(gl.int64) * strides[3] + query.to(gl.int64) * strides[4] + head.to(gl.int64) * strides[5]
+            load_queries(q_ropes, q_rope, q_rows, exists, 0, ROPE)
+        fence_async_shared()
+        mbarrier.arrive(barriers.index(QUERIES))
+        mbarrier.wait(barriers.index(QUERIES), turn & 1)
+
+        row = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
+        limit = row * 0 + end - 1  # the last key that a row sees
+        if CAUSAL:
+            limit = gl.minimum(limit, row // heads + count - queries)
+        m = gl.full([TILE], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
+        total = gl.zeros([TILE], gl.float32, gl.SliceLayout(1, SCORES))
+        sums = gl.zeros([TILE, HALF], gl.float32, SUMS)
+        for pair in range(begin, gl.maximum(end, begin + 1), 2 * TILE):
+            start = pair + WHO * TILE
+            filled = pairs & 1
+            scores = scores_of(q_halves, q_ropes, keys, ropes, barriers, pairs, end - start, scale, limit, start, WHO)
+            if WHO == 0:
+                m_new = gl.maximum(m, gl.max(scores, 1))
+                greatest.index(0).store(m_new)
+                mbarrier.arrive(barriers.index(GREATEST))
+            else:
+                largest = gl.max(scores, 1)
+                mbarrier.wait(barriers.index(GREATEST), filled)
+                m_new = gl.maximum(greatest.index(0).load(gl.SliceLayout(1, SCORES)), largest)
+                greatest.index(1).store(m_new)
+                mbarrier.arrive(barriers.index(GREATEST + 1))
+            weights = gl.exp2((scores - m_new[:, None]) * LOG2E)
+            decay = gl.exp2((m - m_new) * LOG2E)
+            total = total * decay + gl.sum(weights, 1)
+            if WHO == 1:
+                send_weights(ropes, barriers, weights, 1)
+            sums = sums * in_sums(decay)[:, None]
+            operand = gl.convert_layout(weights.to(gl.bfloat16), WEIGHTS)
+            sums = warpgroup_mma(operand, keys.index(3 * WHO), sums, is_async=True)
+            m = m_new
+            if WHO == 0:
+                mbarrier.wait(barriers.index(GREATEST + 1), filled)
+                m = greatest.index(1).load(gl.SliceLayout(1, SCORES))
+                decay = gl.exp2((m_new - m) * LOG2E)
+                total = total * decay
+                send_weights(ropes, barriers, weights * decay[:, None], 0)
+            sums = warpgroup_mma_wait(0, deps=(sums,))
+            mbarrier.arrive(barriers.index(FREE_OWN + WHO))
+            if WHO == 0:
+                sums = sums * in_sums(decay)[:, None]
+            mbarrier.wait(barriers.index(WEIGHED + 1 - WHO), filled)
+            sums = warpgroup_mma(ropes.index(1 - WHO), keys.index(2 - WHO), sums, is_async=True)
+            sums = warpgroup_mma_wait(0, deps=(sums,))
+            mbarrier.arrive(barriers.index(FREE_REST + 1 - WHO))
+            pairs += 1
+
+        totals.index(WHO).store(total)
+        mbarrier.arrive(barriers.index(MET))
+        mbarrier.wait(barriers.index(MET), turn & 1)
+        total += totals.index(1 - WHO).load(gl.SliceLayout(1, SCORES))
+
+        # What is cut goes to the slots of the part, for `combine`.
+        cut = (begin > 0) | (end < count)
+        exists = row < rows
+        columns = WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))
+        sums_row = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, SUMS))
+        place = sums_row[:, None] * (2 * HALF) + columns[None, :]
+        there = (sums_row < rows)[:, None]
+        if cut:
+            first = (2 * part + (begin == 0).to(gl.int32)) * rows
+            gl.store(acc + first.to(gl.int64) * (2 * HALF) + place, sums, mask=there)
+            if WHO == 0:
+                gl.store(m_out + first + row, m, mask=exists)
+                gl.store(total_out + first + row, total, mask=exists)
+        else:
+            first = group * rows
+            # The greatest score adds 1 to total: only a row that saw no key is below 1.
+            share = in_sums(1.0 / gl.maximum(total, 1.0))
+            result = (sums * share[:, None]).to(gl.bfloat16)
+            gl.store(o + first.to(gl.int64) * (2 * HALF) + place, result, mask=there)
+            if WHO == 0:
+                gl.store(lse + first + row, m + gl.log(total), mask=exists)
+        on_line += gl.where(width > 0, width, gl.cdiv(count, TILE)) + own
+        group += 1
+
+
+_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "page_rows", "table_stride_0")
+
+
+@gluon.jit(do_not_specialize=_ANY_VALUE)
+def attend_pages(
+    q_latent,
+    q_rope,
+    latent_rows,
+    rope_rows,
+    table,
+    lengths,
+    pieces,
+    o,
+    lse,
+    acc,
+    m_out,
+    total_out,
+    scale,
+    queries,
+    heads,
+    tokens,
+    own,
+    page_rows,
+    q_stride_b,
+    q_stride_s,
+    q_stride_n,
+    qr_stride_b,
+    qr_stride_s,
+    qr_stride_n,
+    table_stride_0,
+    table_stride_1,
+    CAUSAL: gl.constexpr,
+):
+    tiles = gl.cdiv(queries * heads, TILE)
+    tile = gl.program_id(0) % tiles
+    part = gl.program_id(0) // tiles
+    pieces += part * RECORD
+
+    keys = gl.allocate_shared_memory(gl.bfloat16, [4, TILE, HALF], KEYS)
+    ropes = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, ROPE], KEYS)
+    q_halves = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, HALF], KEYS)
+    q_ropes = gl.allocate_shared_memory(gl.bfloat16, [TILE, ROPE], KEYS)
+    greatest = gl.allocate_shared_memory(gl.float32, [2, TILE], VECTOR)
+    totals = gl.allocate_shared_memory(gl.float32, [2, TILE], VECTOR)
+    barriers = gl.allocate_shared_memory(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(16):
+        mbarrier.init(barriers.index(i), count=2 if i == QUERIES or i == MET else 1)
+    fence_async_shared()
+
+    shared = (keys, ropes, q_halves, q_ropes, greatest, totals, barriers)
+    inputs = (q_latent, q_rope, lengths, pieces)
+    outputs = (o, lse, acc, m_out, total_out)
+    strides = (q_stride_b, q_stride_s, q_stride_n, qr_stride_b, qr_stride_s, qr_stride_n)
+    numbers = (scale, queries, heads, tokens, part, tile, own, CAUSAL, strides)
+    where = (table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_rows)
+    gl.warp_specialize(
+        [
+            (load_pages, (keys, ropes, barriers, latent_rows, rope_rows, where)),
+            (attend_half, (shared, inputs, outputs, numbers, 0)),
+            (attend_half, (shared, inputs, outputs, numbers, 1)),
+        ],
+        [4, 4],
+        [240, 240],
+    )

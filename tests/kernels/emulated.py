@@ -1,0 +1,376 @@
+"""A Gluon kernel's Python run without a GPU: numbers, barriers and asynchronous operations as the machine has them.
+
+Triton's interpreter knows no Gluon. Here a kernel's functions run as they are written, on tensors of torch, with stand-ins
+for what Gluon gives them. Layouts are ignored: only the compiler can tell whether they fit. What is kept:
+
+- partitions of warps run side by side, in an order that is drawn anew at each operation on shared memory or a barrier;
+- a barrier counts arrivals and bytes, and has phases; waiting for what never comes is an error that says who waits for what;
+- a copy by TMA arrives at any time after it was asked for, and what it writes to is NaN in between;
+- a product of a warp group happens at any time before it is waited for, and reads shared memory then;
+- what a thread wrote to shared memory itself, no asynchronous operation sees before a fence;
+- memory that nobody wrote is NaN, and an address out of bounds is an error.
+"""
+
+from __future__ import annotations
+
+import builtins
+import random
+import threading
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+DTYPES = {gl.int32: torch.int32, gl.int64: torch.int64, gl.float32: torch.float32, gl.bfloat16: torch.bfloat16}
+
+
+class Hang(AssertionError):
+    """Nothing can go on, and something is waited for."""
+
+
+@dataclass
+class Pointer:
+    """Addresses of elements of a tensor's storage."""
+
+    base: Tensor
+    offset: Tensor
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.base, self.offset + other)
+
+    def places(self, mask: Any) -> tuple[Tensor, Tensor]:
+        mask = torch.as_tensor(True if mask is None else mask)
+        offset, mask = torch.broadcast_tensors(self.offset, mask)
+        used = offset[mask]
+        assert ((used >= 0) & (used < len(self.base))).all(), "an address out of bounds"
+        return offset, mask
+
+
+def pointer_to(tensor: Tensor) -> Pointer:
+    """To a tensor's first element; its storage is what may be reached."""
+    storage = tensor.new_empty(0).set_(tensor.untyped_storage())
+    return Pointer(storage, torch.tensor(tensor.storage_offset()))
+
+
+@dataclass
+class Memory:
+    """A view of shared memory, and for each element whether a thread wrote it since the last fence."""
+
+    machine: Machine
+    data: Tensor
+    unfenced: Tensor
+
+    def _view(self, function: Any) -> Memory:
+        return Memory(self.machine, function(self.data), function(self.unfenced))
+
+    def index(self, i: Any) -> Memory:
+        return self._view(lambda t: t[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Memory:
+        return self._view(lambda t: t.narrow(dim, start, length))
+
+    def permute(self, order: tuple[int, ...]) -> Memory:
+        return self._view(lambda t: t.permute(order))
+
+    def load(self, layout: Any) -> Tensor:
+        self.machine.switch()
+        return self.data.clone()
+
+    def store(self, values: Tensor) -> None:
+        self.machine.switch()
+        assert values.dtype == self.data.dtype
+        self.data.copy_(values)
+        self.unfenced.fill_(True)
+        self.machine.current.written.append(self.unfenced)
+
+    def asynchronous(self) -> Tensor:
+        """What an asynchronous operation reads."""
+        assert not self.unfenced.any(), "an asynchronous operation reads what was written without a fence"
+        return self.data
+
+
+@dataclass
+class Barrier:
+    """Arrivals and bytes that a phase still waits for, and how many phases are over."""
+
+    name: str
+    count: int = 0
+    pending: int = 0
+    bytes: int = 0
+    phases: int = 0
+
+    def settle(self) -> None:
+        assert self.pending >= 0, f"{self.name}: more arrivals than it was made for"
+        if self.pending == 0 and self.bytes == 0:
+            self.pending = self.count
+            self.phases += 1
+
+
+@dataclass
+class Barriers:
+    """Those of an allocation."""
+
+    all: list[Barrier]
+
+    def index(self, i: Any) -> Barrier:
+        return self.all[int(i)]
+
+
+@dataclass(eq=False)
+class Sums:
+    """The result of products that have not all happened."""
+
+    value: Tensor
+
+
+@dataclass(eq=False)
+class Partition:
+    """Warps of a function of their own."""
+
+    name: str
+    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    waits_for: tuple[Barrier, int] | None = None
+    products: list[Any] = field(default_factory=list)
+    written: list[Tensor] = field(default_factory=list)
+    done: bool = False
+    error: BaseException | None = None
+
+    @property
+    def can_run(self) -> bool:
+        return not self.done and (self.waits_for is None or self.waits_for[0].phases % 2 != self.waits_for[1])
+
+
+class Machine:
+    """A program's warps and what they asked for."""
+
+    def __init__(self, program: int, seed: int) -> None:
+        self.program = program
+        self.random = random.Random(seed)
+        self.copies: list[Any] = []
+        self.current = Partition("all warps")
+        self.turn = threading.Semaphore(0)
+        self.specialised = False
+        self.stopping = False
+
+    def switch(self) -> None:
+        """Somebody else may go on."""
+        if self.specialised:
+            me = self.current
+            self.turn.release()
+            me.go.acquire()
+            if self.stopping:
+                raise SystemExit
+
+    def warp_specialize(self, functions: Any, warps: Any, registers: Any) -> None:
+        partitions = [Partition(f"{function.__name__} {i}") for i, (function, _) in enumerate(functions)]
+
+        def run(partition: Partition, function: Any, arguments: Any) -> None:
+            partition.go.acquire()
+            try:
+                function(*arguments)
+                assert not partition.products, f"{partition.name} did not wait for its products"
+            except BaseException as error:  # for the thread that started this one
+                partition.error = error
+            partition.done = True
+            self.turn.release()
+
+        threads = [
+            threading.Thread(target=run, args=(partition, *each), daemon=True)
+            for partition, each in zip(partitions, functions, strict=True)
+        ]
+        self.specialised = True
+        for thread in threads:
+            thread.start()
+        try:
+            self._alternate(partitions)
+        finally:
+            self.stopping = True
+            for partition in partitions:
+                partition.go.release()
+            for thread in threads:
+                thread.join()
+            self.specialised = False
+
+    def _alternate(self, partitions: list[Partition]) -> None:
+        while not all(partition.done for partition in partitions):
+            able = [partition for partition in partitions if partition.can_run]
+            early = [partition.products for partition in partitions if partition.products]
+            if not able and not self.copies:
+                waiting = [f"{p.name} for {p.waits_for[0].name}" for p in partitions if p.waits_for and not p.done]
+                raise Hang(", ".join(waiting))
+            chosen = self.random.choice([*able, *[self.copies] * len(self.copies), *early])
+            if isinstance(chosen, Partition):
+                self.current = chosen
+                chosen.waits_for = None
+                chosen.go.release()
+                self.turn.acquire()
+                if chosen.error is not None:
+                    raise chosen.error
+            else:
+                first = self.random.randrange(len(chosen)) if chosen is self.copies else 0
+                chosen.pop(first)()
+        assert not self.copies, "a copy that nobody waited for"
+
+    # What the kernel calls.
+
+    def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        if dtype == torch.int64:
+            return Barriers([Barrier(f"barrier {i}") for i in builtins.range(shape[0])])
+        return Memory(self, torch.full(shape, torch.nan, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
+
+    def init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.pending = count
+
+    def wait(self, barrier: Barrier, phase: Any) -> None:
+        self.current.waits_for = barrier, int(phase)
+        self.switch()
+
+    def arrive(self, barrier: Barrier, count: int = 1) -> None:
+        self.switch()
+        barrier.pending -= count
+        barrier.settle()
+
+    def expect(self, barrier: Barrier, size: int) -> None:
+        self.switch()
+        barrier.bytes += size
+        barrier.pending -= 1
+        barrier.settle()
+
+    def copy(self, source: Any, place: list[Any], barrier: Barrier, target: Memory) -> None:
+        self.switch()
+        (rows, columns), (row, column) = source.block_shape, map(int, place)
+        assert 0 <= row <= source.shape[0] - rows and 0 <= column <= source.shape[1] - columns, "out of bounds"
+        assert not target.unfenced.any(), "a copy to what was written without a fence"
+        assert target.data.shape == (rows, columns)
+        target.data.fill_(torch.nan)
+
+        def arrives() -> None:
+            target.data.copy_(source.base[row : row + rows, column : column + columns])
+            barrier.bytes -= target.data.numel() * target.data.itemsize
+            assert barrier.bytes >= 0, f"{barrier.name}: more bytes than it was told of"
+            barrier.settle()
+
+        self.copies.append(arrives)
+
+    def fence_async_shared(self) -> None:
+        while self.current.written:
+            self.current.written.pop().fill_(False)
+
+    def warpgroup_mma(self, a: Any, b: Memory, sums: Any, *, use_acc: bool = True, is_async: bool = False) -> Sums:
+        assert is_async
+        self.switch()
+        result = sums if isinstance(sums, Sums) else Sums(sums.clone())
+        kept = a.clone() if isinstance(a, Tensor) else a
+
+        def happens() -> None:
+            left = kept if isinstance(kept, Tensor) else kept.asynchronous()
+            with _disable_current_modes():  # what looks at operands: scores of what was not loaded are hidden later
+                product = left.float() @ b.asynchronous().float()
+            result.value = result.value + product if use_acc else product
+
+        self.current.products.append(happens)
+        return result
+
+    def warpgroup_mma_wait(self, outstanding: int, deps: tuple[Sums]) -> Tensor:
+        self.switch()
+        while len(self.current.products) > outstanding:
+            self.current.products.pop(0)()
+        return deps[0].value
+
+
+def _number(x: Any) -> Any:
+    return x if isinstance(x, Tensor) else torch.tensor(x)
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+    offset, mask = pointer.places(mask)
+    return torch.where(mask, pointer.base[torch.where(mask, offset, 0).long()], other)
+
+
+def _store(pointer: Pointer, values: Tensor, mask: Any = None) -> None:
+    offset, mask = pointer.places(mask)
+    assert values.dtype == pointer.base.dtype
+    pointer.base[offset[mask].long()] = values.expand(offset.shape)[mask]
+
+
+def _language(machine: Machine) -> types.SimpleNamespace:
+    """What stands for `triton.experimental.gluon.language`."""
+    return types.SimpleNamespace(
+        program_id=lambda axis: torch.tensor(machine.program),
+        load=_load,
+        store=_store,
+        arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
+        cdiv=lambda a, b: (a + b - 1) // b,
+        minimum=lambda a, b: torch.minimum(_number(a), _number(b)),
+        maximum=lambda a, b: torch.maximum(_number(a), _number(b)),
+        max=lambda x, axis: x.amax(axis),
+        sum=lambda x, axis: x.sum(axis),
+        exp2=torch.exp2,
+        log=torch.log,
+        where=torch.where,
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        zeros_like=torch.zeros_like,
+        convert_layout=lambda x, layout: x,
+        SliceLayout=gl.SliceLayout,
+        static_range=builtins.range,
+        allocate_shared_memory=machine.allocate_shared_memory,
+        warp_specialize=machine.warp_specialize,
+        **{str(name): dtype for name, dtype in (("int32", torch.int32), ("int64", torch.int64))},
+        **{str(name): dtype for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))},
+    )
+
+
+def _tensors(start: Any, stop: Any = None, step: Any = 1) -> Any:
+    start, stop = (0, start) if stop is None else (start, stop)
+    return map(torch.tensor, builtins.range(int(start), int(stop), int(step)))
+
+
+def _namespace(module: Any, machine: Machine) -> dict[str, Any]:
+    """A module's names for its functions to run here."""
+    barriers = types.SimpleNamespace(
+        init=machine.init, wait=machine.wait, arrive=machine.arrive, expect=machine.expect, MBarrierLayout=lambda: None
+    )
+    known = {
+        id(gl): _language(machine),
+        id(hopper.mbarrier): barriers,
+        id(hopper.fence_async_shared): machine.fence_async_shared,
+        id(hopper.warpgroup_mma): machine.warpgroup_mma,
+        id(hopper.warpgroup_mma_wait): machine.warpgroup_mma_wait,
+    }
+    names: dict[str, Any] = {"range": _tensors}
+    for name, value in vars(module).items():
+        if isinstance(value, gluon._runtime.GluonJITFunction):
+            code = value.fn
+            names[name] = types.FunctionType(code.__code__, names, name, code.__defaults__)
+        elif isinstance(value, gl.constexpr):
+            names[name] = value.value
+        elif name == "copy":
+            names[name] = machine.copy
+        else:
+            names[name] = known.get(id(value), names.get(name, value))
+    return names
+
+
+class Emulated:
+    """What stands for a kernel of a module: it is launched as the kernel is."""
+
+    def __init__(self, module: Any, kernel: Any, seed: int) -> None:
+        self.module, self.name, self.seed = module, kernel.fn.__name__, seed
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(*arguments: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any) -> None:
+            self.launches += 1
+            given = [pointer_to(a) if isinstance(a, Tensor) else a for a in arguments]
+            for program in builtins.range(grid[0]):
+                machine = Machine(program, self.seed * 1000 + program)
+                _namespace(self.module, machine)[self.name](*given, **constants)
+
+        return launch
