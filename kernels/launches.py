@@ -38,8 +38,9 @@ class _Launcher:
     """Whether the second dim of a cache is the size of a page."""
 
 
-def launch_of(op: Any, arguments: Sequence[Any], named: Mapping[str, Any], *, ours_alone: bool) -> Launch | None:
-    """What launches the kernels of an op that has these arguments, fake tensors on a GPU; None where it stays an op.
+def launch_of(op: Any, arguments: Sequence[Any], named: Mapping[str, Any], kernels: str) -> Launch | None:
+    """What launches the kernels of an op that has these arguments, fake tensors on a GPU, under a value of
+    `mla.kernels`; None where it stays an op.
 
     Raises: KernelError, if the arguments do not fit the op.
     """
@@ -58,7 +59,7 @@ def launch_of(op: Any, arguments: Sequence[Any], named: Mapping[str, Any], *, ou
     from ._common.machine import present
 
     machine = present(q.device)
-    if launcher.others is not None and not _is_ours(launcher.others, x, machine, ours_alone):
+    if launcher.others is not None and not _is_ours(launcher.others, x, machine, kernels):
         return None
     return lambda *given, **by_name: launcher.launch(launcher.bundle(*given, **by_name), machine)
 
@@ -88,12 +89,13 @@ def _launchers() -> dict[Any, _Launcher]:
     }
 
 
-def _is_ours(op: Any, x: Any, machine: Any, ours_alone: bool) -> bool:
-    """Whether our kernel computes an op that other projects have too: with symbols, if there is no other."""
-    from .implementations.choose import OURS, any_installed, foreseen
+def _is_ours(op: Any, x: Any, machine: Any, kernels: str) -> bool:
+    """Whether our own kernel computes an op of which there are others: with symbols, if there is no other."""
+    from .implementations.choose import any_installed, foreseen
+    from .implementations.implementation import OURS
 
-    choice = foreseen(op, x, machine, alone=ours_alone)
-    return ours_alone or not any_installed(op) if choice is None else choice.name == OURS
+    choice = foreseen(op, x, machine, kernels)
+    return not any_installed(op, kernels) if choice is None else choice.name == OURS
 
 
 def _numbers(arguments: Sequence[Any]) -> Iterator[Any]:

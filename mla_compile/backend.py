@@ -12,6 +12,7 @@ A graph with nothing to rewrite goes to stock Inductor as if this backend had no
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,8 @@ from mla_compile import device as devices
 from mla_compile.cost import Device
 from mla_compile.kernels import compiled as cpp_kernels
 from mla_compile.kernels._common.tuning import tuning
-from mla_compile.kernels.implementations.choose import ours_alone
+from mla_compile.kernels.implementations.choose import kept_to
+from mla_compile.kernels.implementations.implementation import AUTO
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.paths.absorbed import Absorbed
 
@@ -125,7 +127,9 @@ def _compile(
             variants.remember(module)
         if inductor.get("max_autotune"):
             compiled = _within(tuning, compiled)
-        return _within(ours_alone, compiled) if compilation.ours_alone else compiled
+        if ours.kernels == AUTO:
+            return compiled
+        return _within(functools.partial(kept_to, ours.kernels), compiled)
 
 
 warn_of_generate(mla)
@@ -280,7 +284,7 @@ class _Compilation:
         retraced = retrace(module)
         self.seconds["retrace"] = time.perf_counter() - start
         log_graph("mla_retraced", retraced)
-        self.kernels = kernels_of(retraced.graph, ours_alone=self.ours_alone)
+        self.kernels = kernels_of(retraced.graph, self.options.kernels)
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
         compiled = self._code(retraced, inputs, **kwargs)
@@ -290,7 +294,7 @@ class _Compilation:
 
     def _code(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
         # Tiles and implementations are timed at the first call of an op.
-        launched = not inductor_config.max_autotune and put_launches(module.graph, ours_alone=self.ours_alone)
+        launched = not inductor_config.max_autotune and put_launches(module.graph, self.options.kernels)
         if launched:
             write_in_parts(module.graph)
             module.recompile()
@@ -301,11 +305,6 @@ class _Compilation:
             together() if launched and self.may_join else contextlib.nullcontext(),
         ):
             return compile_fx_inner(module, inputs, **kwargs)
-
-    @property
-    def ours_alone(self) -> bool:
-        """Whether kernels of other projects are left out."""
-        return self.options.kernels == option_parser.TRITON
 
     def _unchanged(self) -> Callable[..., Any]:
         return _compile_fx(self.module, self.inputs)

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
 from mla_compile.kernels.decompositions import decompositions
+from mla_compile.kernels.implementations.implementation import OURS
 from mla_compile.passes.paths.all import AUTO
 
 from .device import rates_of
@@ -94,7 +95,7 @@ def lower(program: ExportedProgram, *, kernels: bool = False) -> ExportedProgram
 
     def launch(graph: fx.Graph) -> None:
         if torch.cuda.is_available():
-            put_launches(graph, ours_alone=True)
+            put_launches(graph, OURS)
 
     lowered = _decomposed(program, _composite() | decompositions(kernels), launch)
     straighten_loop_operands(lowered.graph_module)

@@ -22,9 +22,10 @@ _OPS: dict[Any, tuple[Op[Any], Callable[..., Any]]] = {
 }
 
 
-def kernels_of(graph: fx.Graph, *, ours_alone: bool) -> tuple[str, ...]:
-    """A sentence for each way in which an op that other projects have too would be computed; none on CPU."""
-    return tuple(dict.fromkeys(_sentences(graph, ours_alone)))
+def kernels_of(graph: fx.Graph, kernels: str) -> tuple[str, ...]:
+    """A sentence for each way in which an op that more than its own kernel computes would be computed, under a value of
+    `mla.kernels`; none on CPU."""
+    return tuple(dict.fromkeys(_sentences(graph, kernels)))
 
 
 def packages_for(inputs: Iterable[Any]) -> tuple[str, ...]:
@@ -34,13 +35,13 @@ def packages_for(inputs: Iterable[Any]) -> tuple[str, ...]:
     return versions(tuple(each for op, _ in _OPS.values() for each in op.implementations))
 
 
-def _sentences(graph: fx.Graph, ours_alone: bool) -> Iterator[str]:
+def _sentences(graph: fx.Graph, kernels: str) -> Iterator[str]:
     for node in graph.nodes:
         if node.target not in _OPS or not node.meta["val"][0].is_cuda:
             continue
         op, bundle = _OPS[node.target]
         x = bundle(*map(_value, node.args), **{name: _value(value) for name, value in node.kwargs.items()})
-        choice = foreseen(op, x, present(node.meta["val"][0].device), alone=ours_alone)
+        choice = foreseen(op, x, present(node.meta["val"][0].device), kernels)
         yield f"mla::{op.name}: decided at each call, by its sizes" if choice is None else str(choice)
 
 

@@ -24,8 +24,9 @@ from mla_compile.kernels.launches import launch_of
 from mla_compile.passes.nodes.arguments import arguments
 
 
-def put_launches(graph: fx.Graph, *, ours_alone: bool) -> bool:
-    """Replace ops on a GPU by their launches where `launch_of` knows them; whether there were any.
+def put_launches(graph: fx.Graph, kernels: str) -> bool:
+    """Replace ops on a GPU by their launches where `launch_of` knows them, under a value of `mla.kernels`; whether
+    there were any.
 
     Raises: KernelError, where arguments do not fit an op.
     """
@@ -34,7 +35,7 @@ def put_launches(graph: fx.Graph, *, ours_alone: bool) -> bool:
         if getattr(node.target, "namespace", "") != "mla" or not _on_gpu(node):
             continue
         given, named = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        launch = launch_of(node.target, given, named, ours_alone=ours_alone)
+        launch = launch_of(node.target, given, named, kernels)
         if launch is None:
             continue
         sources = node.all_input_nodes

@@ -11,6 +11,7 @@ from typing import Any
 import torch._inductor
 import torch._inductor.config
 
+from mla_compile.kernels.implementations.implementation import GLUON, OURS
 from mla_compile.passes.paths.agreement import NOTHING, SAME, Agreement
 from mla_compile.passes.paths.all import AUTO, may_be_asked
 
@@ -24,8 +25,6 @@ OFF = "off"
 
 KEEP_ALL, QUERIES = "nothing", "queries"
 """The values of `mla.recompute`."""
-TRITON = "triton"
-"""The value of `mla.kernels` besides `auto`."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,9 @@ class Options:
     """On the first real inputs run each rewritten site and its original, and raise `VerifyError` if they differ."""
 
     kernels: str = AUTO
-    """What computes on a GPU: this project's kernels (`triton`), or `auto`: other projects' too, where they are
-    installed, take a call, and are known or, under `max-autotune`, measured to be faster."""
+    """What computes on a GPU: this project's kernels (`triton`), those with the warp-specialised one, which no GPU has
+    run yet, where it takes a call (`gluon`), or `auto`: `triton`, and other projects' where they are installed, take a
+    call, and are known or, under `max-autotune`, measured to be faster."""
 
     workspace_tokens: int = 1024
     """Keys that the chunked path up-projects at a time: a bound of its workspace."""
@@ -86,8 +86,8 @@ class Options:
         for name in ("strict", "verify", "keys_stay"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"mla.{name}: expected True or False, found {getattr(self, name)!r}")
-        if self.kernels not in (AUTO, TRITON):
-            raise OptionError(f"mla.kernels: expected {AUTO} or {TRITON}, found {self.kernels!r}")
+        if self.kernels not in (AUTO, OURS, GLUON):
+            raise OptionError(f"mla.kernels: expected {AUTO}, {OURS} or {GLUON}, found {self.kernels!r}")
         if self.recompute not in (KEEP_ALL, QUERIES):
             raise OptionError(f"mla.recompute: expected {KEEP_ALL} or {QUERIES}, found {self.recompute!r}")
         if self.same_on_ranks not in SAME:

@@ -18,7 +18,10 @@ from tests.kernels.implementations.conftest import install
 __all__ = ["install"]
 
 OP = "mla::paged_latent_attention"
-REST = "FlashAttention 3 is not installed; FlashInfer's trtllm-gen is not installed"
+REST = (
+    "FlashAttention 3 is not installed; FlashInfer's trtllm-gen is not installed; "
+    "Gluon has not run on a GPU yet: mla.kernels='gluon' asks for it"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -57,19 +60,19 @@ def graph(device="cuda", queries=1, page_size=64):
 
 def test_alike_layers_are_one_sentence(install):
     install("flash_mla_2026")
-    assert gpu_kernels.kernels_of(graph(), ours_alone=False) == (f"{OP}: FlashMLA; {REST}",)
-    assert gpu_kernels.kernels_of(graph(), ours_alone=True) == (f"{OP}: triton",)
+    assert gpu_kernels.kernels_of(graph(), "auto") == (f"{OP}: FlashMLA; {REST}",)
+    assert gpu_kernels.kernels_of(graph(), "triton") == (f"{OP}: triton",)
 
 
 def test_why_not_another(install):
     install("flash_mla_2026")
-    (sentence,) = gpu_kernels.kernels_of(graph(page_size=16), ours_alone=False)
+    (sentence,) = gpu_kernels.kernels_of(graph(page_size=16), "auto")
     assert sentence == f"{OP}: triton; FlashMLA takes pages of 64 tokens, found 16; {REST}"
 
 
 def test_nothing_is_said_of_a_graph_on_cpu(install):
     install("flash_mla_2026")
-    assert gpu_kernels.kernels_of(graph("cpu"), ours_alone=False) == ()
+    assert gpu_kernels.kernels_of(graph("cpu"), "auto") == ()
 
 
 def test_sizes_that_are_symbols_are_left_to_each_call_and_not_guarded(install):
@@ -80,7 +83,7 @@ def test_sizes_that_are_symbols_are_left_to_each_call_and_not_guarded(install):
             width = node.meta["val"].shape[3]
             with FakeTensorMode(shape_env=environment):
                 node.meta["val"] = torch.empty(4, environment.create_unbacked_symint(), 128, width, device="cuda")
-    assert gpu_kernels.kernels_of(made, ours_alone=False) == (f"{OP}: decided at each call, by its sizes",)
+    assert gpu_kernels.kernels_of(made, "auto") == (f"{OP}: decided at each call, by its sizes",)
     assert not environment.guards
 
 
@@ -99,15 +102,15 @@ def absorbed(q, latent, k_rope, w):
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("kernels", ["auto", "triton"])
+@pytest.mark.parametrize("kernels", ["auto", "triton", "gluon"])
 def test_the_option_holds_while_the_compiled_code_runs(monkeypatch, kernels):
-    alone, compile_fx_inner = [], backend.compile_fx_inner
+    asked, compile_fx_inner = [], backend.compile_fx_inner
 
     def inner(*arguments, **named):
         compiled = compile_fx_inner(*arguments, **named)
 
         def call(inputs):
-            alone.append(choose._OURS_ALONE.get())
+            asked.append(choose._ASKED.get())
             return compiled(inputs)
 
         call._boxed_call = True
@@ -118,4 +121,4 @@ def test_the_option_holds_while_the_compiled_code_runs(monkeypatch, kernels):
     compiled = torch.compile(absorbed, backend="mla", options={"mla.kernels": kernels})
     torch.testing.assert_close(compiled(*inputs), absorbed(*inputs))
     assert mla_compile.last_report().rewritten == 1
-    assert (alone, choose._OURS_ALONE.get()) == ([kernels == "triton"], False)
+    assert (asked, choose._ASKED.get()) == ([kernels], "auto")

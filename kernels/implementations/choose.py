@@ -19,27 +19,26 @@ from torch import Tensor
 from .._common.machine import Machine
 from .._common.plans import Plans
 from .._common.tuning import bucket, in_capture, timer, tuned, tuning
-from .implementation import B, Implementation, Op, Problem
+from .implementation import AUTO, OURS, B, Implementation, Op, Problem
 from .packages import found, is_installed
 from .trial import disagreement
 
 Attend = Callable[[B], tuple[Tensor, Tensor]]
 
-OURS = "triton"
-_OURS_ALONE: ContextVar[bool] = ContextVar("ours_alone", default=False)
+_ASKED: ContextVar[str] = ContextVar("asked", default=AUTO)
 CHOICES = Plans[Callable[..., tuple[Tensor, Tensor]]]()
 _TRIED: dict[tuple[str, Problem, Machine], str | None] = {}
 _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def ours_alone() -> Iterator[None]:
-    """Calls in this context are computed by the kernels of this project."""
-    token = _OURS_ALONE.set(True)
+def kept_to(kernels: str) -> Iterator[None]:
+    """Calls in this context are computed by what a value of `mla.kernels` says."""
+    token = _ASKED.set(kernels)
     try:
         yield
     finally:
-        _OURS_ALONE.reset(token)
+        _ASKED.reset(token)
 
 
 @dataclass(frozen=True)
@@ -57,39 +56,39 @@ class Verdict:
 
 
 @functools.cache
-def any_installed(op: Op[B]) -> bool:
-    """Whether there is anything to choose from in this process."""
-    return any(map(is_installed, op.implementations))
+def any_installed(op: Op[B], kernels: str) -> bool:
+    """Whether there is anything to choose from in this process, under a value of `mla.kernels`."""
+    return any(map(is_installed, op.of(kernels)))
 
 
 def attend(op: Op[B], x: B, machine: Machine, ours: Attend[B]) -> tuple[Tensor, Tensor]:
     """o and lse, on a machine; `ours` computes any problem."""
-    if _OURS_ALONE.get() or not any_installed(op):
+    asked = _ASKED.get()
+    if not any_installed(op, asked):
         return ours(x)
-    key = op.name, machine, timer() is None, op.layout_of(x)
+    key = op.name, machine, asked, timer() is None, op.layout_of(x)
     if key not in CHOICES and in_capture():
         return ours(x)  # what is not known yet would have to be tried, which waits for the device
-    return CHOICES.get(key, lambda: _chosen(op, x, machine, ours))(x)
+    return CHOICES.get(key, lambda: _chosen(op, x, machine, ours, asked))(x)
 
 
-def foreseen(op: Op[B], x: B, machine: Machine, *, alone: bool = False) -> Verdict | None:
-    """What would compute a call, as far as is known without its tensors; None where its sizes are symbols."""
+def foreseen(op: Op[B], x: B, machine: Machine, kernels: str = AUTO) -> Verdict | None:
+    """What would compute a call under a value of `mla.kernels`, as far as is known without its tensors; None where its
+    sizes are symbols."""
     problem = op.problem_of(x)
     if problem is None:
         return None
-    if alone:
-        return Verdict(op.name, OURS, {})
-    reasons = _refusals(op, problem, machine)
-    candidates = [each for each in op.implementations if reasons[each.name] is None]
+    reasons = _refusals(op, problem, machine, kernels)
+    candidates = [each for each in op.of(kernels) if reasons[each.name] is None]
     return _verdict(op, _first(candidates, problem, machine), reasons)
 
 
-def _chosen(op: Op[B], x: B, machine: Machine, ours: Attend[B]) -> Attend[B]:
+def _chosen(op: Op[B], x: B, machine: Machine, ours: Attend[B], asked: str) -> Attend[B]:
     problem = op.problem_of(x)
     assert problem is not None
-    reasons = _refusals(op, problem, machine)
+    reasons = _refusals(op, problem, machine, asked)
     ways = {OURS: ours}
-    for each in op.implementations:
+    for each in op.of(asked):
         wanted = timer() is not None or each.comes_first(problem, machine.arch)
         if reasons[each.name] is None and wanted:
             way = functools.partial(each.attend, found(each).module)
@@ -103,12 +102,16 @@ def _chosen(op: Op[B], x: B, machine: Machine, ours: Attend[B]) -> Attend[B]:
     return ways[name]
 
 
-def _refusals(op: Op[B], problem: Problem, machine: Machine) -> dict[str, str | None]:
-    return {each.name: _refusal(each, problem, machine) for each in op.implementations}
+def _refusals(op: Op[B], problem: Problem, machine: Machine, asked: str) -> dict[str, str | None]:
+    """Why each is not taken; of those alone that are looked at where not all are."""
+    listed = op.implementations if asked == AUTO else op.of(asked)
+    return {each.name: _refusal(each, problem, machine, asked) for each in listed}
 
 
-def _refusal(each: Implementation[B], problem: Problem, machine: Machine) -> str | None:
+def _refusal(each: Implementation[B], problem: Problem, machine: Machine, asked: str) -> str | None:
     """What is known without running it, the cheapest to find out first."""
+    if each.asked_by != asked:
+        return f"has not run on a GPU yet: mla.kernels={each.asked_by!r} asks for it"
     if not is_installed(each):
         return "is not installed"
     why = each.refusal(problem, machine.arch)

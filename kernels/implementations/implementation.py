@@ -1,4 +1,7 @@
-"""A kernel of another project: where it is found, what it takes, and how it is called."""
+"""A kernel besides the op's own: where it is found, what it takes, and how it is called.
+
+Of another project, or one of ours that has to be asked for.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from torch import Tensor
 
 B = TypeVar("B")
 """The bundle of an op's arguments."""
+
+AUTO, OURS, GLUON = "auto", "triton", "gluon"
+"""The values of `mla.kernels`."""
 
 
 class Problem(Protocol):
@@ -56,6 +62,8 @@ class Implementation(Generic[B]):
     """Architectures on which it is taken unmeasured, before ours, as its authors' figures there are known."""
     first_from: int = 1
     """Rows from which those figures are."""
+    asked_by: str = AUTO
+    """The value of `mla.kernels` under which it is looked at; another than `auto` of what has not run on a GPU yet."""
 
     def refusal(self, problem: Problem, arch: str) -> str | None:
         """Why it does not take a problem on an architecture; None where it does."""
@@ -70,7 +78,7 @@ class Implementation(Generic[B]):
 
 @dataclass(frozen=True, eq=False)
 class Op(Generic[B]):
-    """An op that other projects have too."""
+    """An op that is computed by more than its own kernel."""
 
     name: str
     implementations: tuple[Implementation[B], ...]
@@ -83,3 +91,7 @@ class Op(Generic[B]):
     """Those that grow, which the problem leaves out."""
     small: Callable[[B], B]
     """A problem of the same kind for the trial."""
+
+    def of(self, asked: str) -> tuple[Implementation[B], ...]:
+        """Those that are looked at under a value of `mla.kernels`."""
+        return tuple(each for each in self.implementations if each.asked_by == asked)

@@ -33,6 +33,8 @@ class Paged:
     causal: bool
     one_row: bool
     """Whether latent and rope key of a token are side by side, rows at multiples of 16 bytes."""
+    rows_apart: bool = True
+    """Whether the distance of two pages is a multiple of that of two rows."""
     besides: tuple[str, ...] = ()
     """What is asked that no kernel of other projects takes here."""
 
@@ -58,7 +60,10 @@ class Paged:
         besides = tuple(name for name, is_asked in asked.items() if is_asked)
         causal = x.causal and queries > 1
         one_row = not besides and whole_rows(x.latent_pages, x.rope_pages)
-        return Paged(x.q_latent.dtype, queries, heads, (rank, rope), page_size, causal, one_row, besides)
+        of_page, of_row = x.latent_pages.stride()[:2]
+        rows_apart = of_row > 0 and of_page % of_row == 0
+        widths = rank, rope
+        return Paged(x.q_latent.dtype, queries, heads, widths, page_size, causal, one_row, rows_apart, besides)
 
 
 @dataclass(frozen=True)

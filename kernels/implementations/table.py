@@ -1,4 +1,4 @@
-"""Every op that other projects have too, and their implementations."""
+"""Every op that is computed by more than its own kernel, and its implementations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from .cudnn import CUDNN
 from .flash_attention_3 import FLASH_ATTENTION_3
 from .flash_mla import FLASH_MLA
 from .flashinfer import TRTLLM_GEN
+from .gluon import WARP_GROUPS
 from .implementation import Op
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 PAGED: Op[PagedLatentAttention] = Op(
     name="paged_latent_attention",
-    implementations=(FLASH_MLA, FLASH_ATTENTION_3, TRTLLM_GEN),
+    implementations=(FLASH_MLA, FLASH_ATTENTION_3, TRTLLM_GEN, WARP_GROUPS),
     problem_of=pages.Paged.of,
     layout_of=pages.layout_of,
     sizes_of=pages.sizes_of,

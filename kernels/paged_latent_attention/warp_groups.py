@@ -1,24 +1,24 @@
 """Decode over pages on Hopper by three warp groups, in Gluon: one loads, two compute a half of the output each.
 
-A program takes 64 rows (heads of queries) of a sequence, and keys in pairs of pages of 64 tokens. The first consumer has
-the scores of the first page of a pair and the columns A of the output, the second those of the second page and the
+A program takes 64 rows (heads of queries) of a sequence, and keys in pairs of pages of 64 tokens. The first consumer
+has the scores of the first page of a pair and the columns A of the output, the second those of the second page and the
 columns B, so that each score is computed once, and the softmax of one lies between the products of the other:
 
     first    S0 = Q K0^T      m0, P0        A += P0 V0a           P0 in the scale of m1 ->      A += P1 V1a
     second   S1 = Q K1^T      m0 -> m1, P1 ->          B += P1 V1b                      B += P0 V0b
 
-`->` goes to the other by shared memory: the greatest scores so far, and weights, which take the place of the rope keys of
-their page, as these are needed no more once its scores are there.
+`->` goes to the other by shared memory: the greatest scores so far, and weights, which take the place of the rope keys
+of their page, as these are needed no more once its scores are there.
 
     q_latent [B, Sq, N, 512], q_rope [B, Sq, N, 64]     any strides but 1 in the last dim
     latents, ropes     descriptors of all pages' rows [rows, 512] and [rows, 64], boxes [64, 256] and [64, 64]
     pieces             [parts, 8] int32: what each program takes, by `share_out`
     o, lse, acc, m_out, total_out     as in `_common.kernel`, for the same `combine`
 
-Shared memory, of 227 KiB: queries 72, two pages 144. A page is loaded in two pieces with a barrier each, its columns that
-its own consumer reads last alone (`own`) and the other half with the rope key (`rest`), which the other one reads last:
-half of a pair is free for the next while the other half is in use. What lies behind the last key of a page, or has no page
-at all, is set to 0 by the page's consumer: 0 times NaN is NaN.
+Shared memory, of 227 KiB: queries 72, two pages 144. A page is loaded in two pieces with a barrier each: the half that
+only its own consumer reads (`own`), and the other half with the rope key (`rest`), which the other consumer reads last.
+So half of a pair is free for the next while the other half is in use. What lies behind the last key of a page, or has
+no page at all, is set to 0 by the page's consumer: 0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ def attend_pages(
     totals = gl.allocate_shared_memory(gl.float32, [2, TILE], VECTOR)
     barriers = gl.allocate_shared_memory(gl.int64, [16, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(16):
-        mbarrier.init(barriers.index(i), count=2 if i == QUERIES or i == MET else 1)
+        mbarrier.init(barriers.index(i), count=1 + (i == QUERIES) + (i == MET))
     fence_async_shared()
 
     shared = (keys, ropes, q_halves, q_ropes, greatest, totals, barriers)

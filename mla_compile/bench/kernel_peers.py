@@ -16,7 +16,8 @@ from torch import Tensor
 from mla_compile.bench.kernel_cases import SCALE, Inputs, L, P, R, V
 from mla_compile.bench.kernel_others import OTHERS
 from mla_compile.fp8 import RowLayout
-from mla_compile.kernels.implementations.choose import ours_alone
+from mla_compile.kernels.implementations.choose import kept_to
+from mla_compile.kernels.implementations.implementation import OURS
 
 Call = Callable[[], Tensor]
 
@@ -49,7 +50,7 @@ def _by_ours(call: Call) -> Call:
     """Not by another project's kernel that is installed, which is a peer."""
 
     def alone() -> Tensor:
-        with ours_alone():
+        with kept_to(OURS):
             return call()
 
     return alone

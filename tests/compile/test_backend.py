@@ -48,7 +48,7 @@ def test_torch_finds_the_backend_by_name():
             "mla.rates: expected a pair of numbers, FLOP/s and bytes/s, found (1000000000000.0, 0)",
         ),
         ({"mla.strict": 1}, "mla.strict: expected True or False, found 1"),
-        ({"mla.kernels": "cuda"}, "mla.kernels: expected auto or triton, found 'cuda'"),
+        ({"mla.kernels": "cuda"}, "mla.kernels: expected auto, triton or gluon, found 'cuda'"),
     ],
 )
 def test_a_wrong_option_is_refused_with_the_nearest_right_one(options, message):

@@ -196,7 +196,7 @@ def write(folder: Path) -> None:
             name = _name(function, any_size)
             for cpp in (False, True):
                 module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
-                put_launches(module.graph, ours_alone=True)
+                put_launches(module.graph, "triton")
                 write_in_parts(module.graph)
                 module.recompile()
                 try:

@@ -1,10 +1,10 @@
 """A Gluon kernel's Python run without a GPU: numbers, barriers and asynchronous operations as the machine has them.
 
-Triton's interpreter knows no Gluon. Here a kernel's functions run as they are written, on tensors of torch, with stand-ins
-for what Gluon gives them. Layouts are ignored: only the compiler can tell whether they fit. What is kept:
+Triton's interpreter knows no Gluon. Here a kernel's functions run as they are written, on tensors of torch, with
+stand-ins for what Gluon gives them. Layouts are ignored: only the compiler can tell whether they fit. What is kept:
 
 - partitions of warps run side by side, in an order that is drawn anew at each operation on shared memory or a barrier;
-- a barrier counts arrivals and bytes, and has phases; waiting for what never comes is an error that says who waits for what;
+- a barrier counts arrivals and bytes, and has phases; to wait for what never comes is an error that says who waits;
 - a copy by TMA arrives at any time after it was asked for, and what it writes to is NaN in between;
 - a product of a warp group happens at any time before it is waited for, and reads shared memory then;
 - what a thread wrote to shared memory itself, no asynchronous operation sees before a fence;
@@ -28,6 +28,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 DTYPES = {gl.int32: torch.int32, gl.int64: torch.int64, gl.float32: torch.float32, gl.bfloat16: torch.bfloat16}
+
+
+_STEPS = 32
+"""Operations for which the same partitions are slow, on average."""
 
 
 class Hang(AssertionError):
@@ -198,13 +202,17 @@ class Machine:
             self.specialised = False
 
     def _alternate(self, partitions: list[Partition]) -> None:
+        slow: list[Any] = []
         while not all(partition.done for partition in partitions):
-            able = [partition for partition in partitions if partition.can_run]
-            early = [partition.products for partition in partitions if partition.products]
+            if self.random.random() < 1 / _STEPS:  # some go ahead of others for a while
+                everything = [*partitions, self.copies, *(partition.products for partition in partitions)]
+                slow = [each for each in everything if self.random.random() < 1 / 2]
+            able: list[Any] = [partition for partition in partitions if partition.can_run]
             if not able and not self.copies:
                 waiting = [f"{p.name} for {p.waits_for[0].name}" for p in partitions if p.waits_for and not p.done]
                 raise Hang(", ".join(waiting))
-            chosen = self.random.choice([*able, *[self.copies] * len(self.copies), *early])
+            able += [asked for asked in (self.copies, *(p.products for p in partitions)) if asked]
+            chosen = self.random.choice([each for each in able if not _is_in(each, slow)] or able)
             if isinstance(chosen, Partition):
                 self.current = chosen
                 chosen.waits_for = None
@@ -213,8 +221,7 @@ class Machine:
                 if chosen.error is not None:
                     raise chosen.error
             else:
-                first = self.random.randrange(len(chosen)) if chosen is self.copies else 0
-                chosen.pop(first)()
+                chosen.pop(self.random.randrange(len(chosen)) if chosen is self.copies else 0)()
         assert not self.copies, "a copy that nobody waited for"
 
     # What the kernel calls.
@@ -245,7 +252,8 @@ class Machine:
     def copy(self, source: Any, place: list[Any], barrier: Barrier, target: Memory) -> None:
         self.switch()
         (rows, columns), (row, column) = source.block_shape, map(int, place)
-        assert 0 <= row <= source.shape[0] - rows and 0 <= column <= source.shape[1] - columns, "out of bounds"
+        assert 0 <= row <= source.shape[0] - rows, "out of bounds"
+        assert 0 <= column <= source.shape[1] - columns, "out of bounds"
         assert not target.unfenced.any(), "a copy to what was written without a fence"
         assert target.data.shape == (rows, columns)
         target.data.fill_(torch.nan)
@@ -282,6 +290,10 @@ class Machine:
         while len(self.current.products) > outstanding:
             self.current.products.pop(0)()
         return deps[0].value
+
+
+def _is_in(one: Any, those: list[Any]) -> bool:
+    return any(one is each for each in those)
 
 
 def _number(x: Any) -> Any:

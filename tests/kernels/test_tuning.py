@@ -13,7 +13,7 @@ from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels._common.tiles import Tiles, choose, fits
 from mla_compile.kernels._common.tuning import neighbours, tuned
 from mla_compile.kernels.expanded_attention import tiles as chunk_tiles
-from mla_compile.kernels.implementations.choose import ours_alone
+from mla_compile.kernels.implementations.choose import kept_to
 
 from .test_no_sync import chunks, decode, rows
 
@@ -164,11 +164,11 @@ def test_launches_take_what_was_found(launches, call):
     usual = launches[-1 if call is not decode else 0].constants["KEYS"]
     launches.clear()
     greedy = Greedy(launches)
-    with ours_alone(), tuning.tuning(greedy):
+    with kept_to("triton"), tuning.tuning(greedy):
         call()
     assert greedy.calls > 3
     launches.clear()
-    with ours_alone(), tuning.tuning(greedy):
+    with kept_to("triton"), tuning.tuning(greedy):
         call()
     taken = {launch.constants["KEYS"] for launch in launches}
     assert len(taken) == 1

@@ -152,7 +152,7 @@ def test_nothing_is_looked_at_where_nothing_is_installed(install, caplog):
 def test_ours_alone(install, caplog):
     install("flash_mla_2026")
     ours = Ours()
-    with choose.ours_alone():
+    with choose.kept_to("triton"):
         attend(problem(1, 64), H100, ours)
     assert (ours.calls, chosen(caplog)) == (1, [])
     assert "flash_mla" not in sys.modules
@@ -295,7 +295,8 @@ def test_while_tuning_the_fastest_is_taken_and_kept_on_disk(install, tmp_path, c
     assert [line.partition(": ")[2].partition(";")[0] for line in chosen(caplog)] == [fastest, fastest]
 
 
-REST = "FlashAttention 3 is not installed; FlashInfer's trtllm-gen is not installed"
+UNTRIED = "Gluon has not run on a GPU yet: mla.kernels='gluon' asks for it"
+REST = f"FlashAttention 3 is not installed; FlashInfer's trtllm-gen is not installed; {UNTRIED}"
 
 
 def test_what_would_run_is_said_before_anything_has(install):
@@ -303,8 +304,8 @@ def test_what_would_run_is_said_before_anything_has(install):
     said = [str(choose.foreseen(PAGED, x, H100))]
     install("flash_mla_2026")
     said += [
-        str(choose.foreseen(PAGED, x, machine, alone=alone))
-        for machine, alone in ((H100, False), (B200, False), (H100, True))
+        str(choose.foreseen(PAGED, x, machine, kernels))
+        for machine, kernels in ((H100, "auto"), (B200, "auto"), (H100, "triton"))
     ]
     assert said == [
         f"mla::paged_latent_attention: triton; FlashMLA is not installed; {REST}",

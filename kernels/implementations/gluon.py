@@ -1,0 +1,48 @@
+"""Ours in Gluon (`paged_latent_attention.gluon`), by warp groups of their own tasks: no GPU has run it yet.
+
+So it has to be asked for, and like another project's kernel it is only used once it agreed with the Triton kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .implementation import GLUON, Function, Implementation
+from .pages import Paged, Takes
+
+if TYPE_CHECKING:
+    from ..paged_latent_attention.arguments import PagedLatentAttention
+
+
+@dataclass(frozen=True)
+class _WholeRowsApart(Takes):
+    """Pages that are a number of rows apart, so that all rows are one matrix."""
+
+    def refusal(self, problem: Paged) -> str | None:
+        why = super().refusal(problem)
+        if why is None and not problem.rows_apart:
+            return "takes pages a whole number of rows apart, these are not"
+        return why
+
+
+def _attend(module: Any, x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = module.paged_latent_attention_gluon(x)
+    return result
+
+
+WARP_GROUPS = Implementation(
+    name="Gluon",
+    homes=("mla_compile.kernels.paged_latent_attention.gluon",),
+    functions=(Function("paged_latent_attention_gluon", positional=1),),
+    attend=_attend,
+    architectures=("sm_90",),
+    limits=_WholeRowsApart(dtypes=(torch.bfloat16,), widths=(512, 64), page_sizes=(64,)),
+    # Who asks for it gets it; of fewer rows than a program takes the Triton kernel takes as many as there are.
+    first_on=("sm_90",),
+    first_from=64,
+    asked_by=GLUON,
+)
