@@ -15,6 +15,7 @@ import triton
 from torch._inductor.runtime import triton_heuristics
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from mla_compile.fp8 import FP8
@@ -35,6 +36,7 @@ from mla_compile.kernels.merge_states.triton import constants_of as merge_consta
 from mla_compile.kernels.paged_expanded_attention.kernel import gather_chunk
 from mla_compile.kernels.paged_expanded_attention.triton import WARPS
 from mla_compile.kernels.paged_expanded_attention.triton import constants_of as gather_constants
+from mla_compile.kernels.paged_latent_attention import warp_groups
 from mla_compile.kernels.pages import Pages
 
 from .recorded import Launch
@@ -56,6 +58,8 @@ class Record:
     """PTX, or AMD's."""
     loop: Counter[str]
     """How often each instruction stands in the loop over keys, by its name up to the first dot; NVIDIA only."""
+    whole: Counter[str]
+    """The same of all loops and what is around them."""
 
     @property
     def spills_in_loop(self) -> int:
@@ -183,6 +187,20 @@ def compile_merge(arch: str, columns: int = 512) -> Record:
     return _compile(arch, merge, types, merge_constants(columns), aligned, 4, 1)
 
 
+def compile_warp_groups(causal: bool = False, index: str = "*i32") -> Record:
+    """The kernel of warp groups of their own tasks, in bfloat16, for sm_90."""
+    kernel = warp_groups.attend_pages
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "pieces": "*i32"}
+    types |= dict.fromkeys(("q_latent", "q_rope", "o"), "*bf16")
+    types |= dict.fromkeys(("lse", "acc", "m_out", "total_out"), "*fp32") | dict.fromkeys(("table", "lengths"), index)
+    for name, width in (("latent_rows", warp_groups.HALF.value), ("rope_rows", warp_groups.ROPE.value)):
+        types[name] = f"tensordesc<bf16[{warp_groups.TILE.value}, {width}],{warp_groups.KEYS.value!r}>"
+    constants = {"CAUSAL": causal, "table_stride_1": 1}
+    aligned = [name for name in types if types[name].startswith("*")]
+    aligned += [name for name in types if re.fullmatch(r"(q|qr)_stride_\w", name)]
+    return _compile("sm_90", kernel, types, constants, aligned, 4, None, GluonASTSource)
+
+
 def compile_launch(arch: str, launch: Launch) -> Record:
     """What a launch would run: with the types, the alignments and the options that Triton makes of its arguments."""
     target = _target(arch)
@@ -213,12 +231,12 @@ def compile_written(arch: str, source: str, file: Path) -> Record:
     return _record(triton.compile(source, target=_target(arch), options=options))
 
 
-def _compile(arch, kernel, types, constants, aligned, warps, stages) -> Record:
+def _compile(arch, kernel, types, constants, aligned, warps, stages, language=ASTSource) -> Record:
     signature = types | dict.fromkeys(constants, "constexpr")
     places = {name: place for place, name in enumerate(kernel.arg_names)}
     attributes = {(places[name],): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    source = language(kernel, signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": warps, "enable_fp_fusion": True} | ({"num_stages": stages} if stages else {})
     return _record(triton.compile(source, target=_target(arch), options=options))
 
 
@@ -233,11 +251,12 @@ def _record(compiled) -> Record:
     if "amdgcn" in compiled.asm:
         assembly = compiled.asm["amdgcn"]
         registers, stack = (int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1]) for name in AMD_FIELDS)
-        return Record(shared, registers, stack, assembly, Counter())
+        return Record(shared, registers, stack, assembly, Counter(), Counter())
     cubin = next(Path(path) for path in compiled.metadata_group.values() if path.endswith(".cubin"))
     usage, sass = (_cuobjdump(flag, cubin) for flag in ("--dump-resource-usage", "--dump-sass"))
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-    return Record(shared, registers, stack, compiled.asm["ptx"], _loop(sass))
+    code = _code(sass)
+    return Record(shared, registers, stack, compiled.asm["ptx"], _loop(code), _counted(code))
 
 
 AMD_FIELDS = ("vgpr_count", "private_segment_fixed_size")
@@ -247,11 +266,19 @@ def _cuobjdump(flag: str, cubin: Path) -> str:
     return subprocess.run([CUOBJDUMP, flag, cubin], capture_output=True, text=True, check=True).stdout
 
 
-def _loop(sass: str) -> Counter[str]:
+def _code(sass: str) -> list[tuple[int, str]]:
+    """Addresses and instructions."""
+    lines = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+ )?(.*?);", sass)
+    return [(int(address, 16), text) for address, text in lines]
+
+
+def _counted(code: list[tuple[int, str]]) -> Counter[str]:
+    return Counter(re.split(r"[. ]", text)[0] for _, text in code)
+
+
+def _loop(code: list[tuple[int, str]]) -> Counter[str]:
     """Instructions between the target of a backward branch and the branch: of the innermost loops around products the
     longest."""
-    lines = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+ )?(.*?);", sass)
-    code = [(int(address, 16), text) for address, text in lines]
     loops: list[tuple[int, int]] = []
     for address, text in code:
         branch = re.search(r"\bBRA(?:\.\w+)* (?:!?\w+, )*`?\(?(?:\.L_x_\d+|0x([0-9a-f]+))", text)
@@ -264,4 +291,4 @@ def _loop(sass: str) -> Counter[str]:
         if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
     ]
     first, last = max(innermost, key=lambda loop: loop[1] - loop[0], default=(0, -1))
-    return Counter(re.split(r"[. ]", line)[0] for place, line in code if first <= place <= last)
+    return _counted([(place, line) for place, line in code if first <= place <= last])

@@ -3,7 +3,9 @@
 A kernel that fits, spills nothing and uses the matrix units is what can be proved without a GPU.
 """
 
+import re
 from importlib.metadata import version
+from itertools import pairwise
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from .ahead import (
     compile_combination,
     compile_gather,
     compile_merge,
+    compile_warp_groups,
     machine_of,
 )
 
@@ -83,6 +86,34 @@ def assert_each_score_once_and_no_wait_between(record):
     assert record.loop["WARPGROUP"] <= 2 * (3 + 2)
     assert record.loop["LDGSTS"] == 64 * 576 * 2 / 16 / 256  # all keys go to shared memory while others are used
     assert record.loop["LDG"] == 1  # the next page
+
+
+@pytest.mark.parametrize(("causal", "index"), [(False, "*i32"), (True, "*i64")])
+def test_warp_groups(causal, index):
+    """Two consumers, each with its scores of 64 rows and 64 keys and two products of half of the sums."""
+    record = compile_warp_groups(causal, index)
+    assert record.shared <= machine_of("sm_90").shared_bytes
+    assert (record.stack, record.registers) == (0, 168)  # for 384 threads; 240 of a consumer's
+    assert_consumers(record)
+    assert record.whole["UTMALDG"] == 2 * (1 + 2)  # a page's own half, and the other with the rope keys
+    assert_all_warps_are_there_before_one_arrives(record.assembly)
+
+
+def assert_consumers(record):
+    scores, sums = (512 + 64) // 16, 2 * 64 // 16
+    assert record.loop["HGMMA"] == scores + sums
+    assert record.whole["HGMMA"] == 2 * (scores + sums)
+    # Products begin five times for each consumer and are waited for three times: none is run by itself.
+    assert record.whole["WARPGROUP"] == 2 * (5 + 3)
+
+
+def assert_all_warps_are_there_before_one_arrives(assembly):
+    """A thread arrives at a barrier for its warp group: what the others do before has to be over."""
+    kinds = r"\b(bar\.sync|(?:ld|st)\.shared|stmatrix|wgmma\.(?:mma|wait)|mbarrier\.arrive\.shared)"
+    order = re.findall(kinds, assembly)
+    arrivals = [before for before, this in pairwise(order) if this == "mbarrier.arrive.shared"]
+    assert len(arrivals) == 4 + 2 * 6  # of pages that are not there; of each consumer
+    assert set(arrivals) == {"bar.sync"}
 
 
 @pytest.mark.parametrize("arch", SOME)
