@@ -210,7 +210,8 @@ def compile_launch(arch: str, launch: Launch) -> Record:
     bound, specialization, _ = binder(*launch.arguments, **given)
     options = {name: value for name, value in given.items() if name not in kernel.arg_names}
     parsed, signature, constexprs, attributes = kernel._pack_args(backend, options, bound, specialization, None)
-    source = ASTSource(kernel, signature, constexprs, attributes)
+    language = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = language(kernel, signature, constexprs, attributes)
     return _record(triton.compile(source, target=target, options=parsed.__dict__))
 
 

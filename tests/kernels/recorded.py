@@ -43,10 +43,12 @@ def recorded(arch: str = "sm_90") -> Iterator[list[Launch]]:
     from mla_compile.kernels.expanded_attention import triton as expanded_launcher
     from mla_compile.kernels.merge_states import triton as merge_launcher
     from mla_compile.kernels.paged_expanded_attention import triton as gather_launcher
+    from mla_compile.kernels.paged_latent_attention import gluon
 
     launches: list[Launch] = []
     kernels = [(launch, "attend_latents"), (launch, "combine"), (append_launcher, "append")]
     kernels += [(expanded_launcher, "attend_chunk"), (merge_launcher, "merge"), (gather_launcher, "gather_chunk")]
+    kernels += [(gluon, name) for name in ("share_out", "attend_pages", "combine")]
     with contextlib.ExitStack() as stack:
         for module, name in kernels:
             stack.enter_context(mock.patch.object(module, name, _Recorded(name, getattr(module, name), launches)))

@@ -14,6 +14,8 @@ pytest.importorskip("triton.backends.nvidia")
 from mla_compile.fp8 import RowLayout
 from mla_compile.kernels import paged_expanded_attention as prefill
 from mla_compile.kernels import paged_latent_attention as paged
+from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
+from mla_compile.kernels.paged_latent_attention.gluon import paged_latent_attention_gluon
 
 from .ahead import CUOBJDUMP, compile_launch, machine_of
 from .recorded import recorded
@@ -84,6 +86,22 @@ def test_decode_loads_whole_words_and_leaves_nothing_on_the_stack(arch, heads, k
     assert record.stack <= STACK.get((kind, heads), 0)
     assert record.spills_in_loop == 0
     assert narrow(record) == []
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+def test_warp_groups_leave_nothing_on_the_stack(queries):
+    latent, ropes, _ = cache("rows")
+    q = (torch.zeros(2, queries, 128, width, dtype=torch.bfloat16) for width in (L, R))
+    with recorded() as launches:
+        paged_latent_attention_gluon(
+            PagedLatentAttention(*q, latent, ropes, TABLE, LENGTHS, True, 0.1), machine_of("sm_90")
+        )
+    assert [launch.kernel for launch in launches] == ["share_out", "attend_pages", "combine"]
+    for launch in launches:
+        record = compile_launch("sm_90", launch)
+        assert record.shared <= machine_of("sm_90").shared_bytes
+        assert record.stack == 0
+    assert narrow(compile_launch("sm_90", launches[1])) == []
 
 
 @pytest.mark.parametrize("kind", ["rows", "packed"])
