@@ -1,10 +1,18 @@
 """The warp-specialised kernel of mla::paged_latent_attention: on a Hopper GPU, or its Python emulated without one."""
 
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+from mla_compile.kernels.implementations import choose, packages
+from mla_compile.kernels.implementations.table import PAGED
 from mla_compile.kernels.paged_latent_attention import gluon, paged_latent_attention_reference, warp_groups
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
+from mla_compile.kernels.paged_latent_attention.triton import paged_latent_attention_triton
 
 from ..emulated import Emulated
 from ..errors import assert_as_close_as
@@ -13,29 +21,48 @@ from .where import INTERPRETED, ON_GPU, machine, to_device
 
 pytestmark = [*ON_GPU]
 
+SOURCE = Path(warp_groups.__file__)
 
-def run(x, causal, monkeypatch, seed=0):
-    if INTERPRETED:
-        emulated = Emulated(warp_groups, warp_groups.attend_pages, seed)
-        monkeypatch.setattr(gluon, "attend_pages", emulated)
-    elif machine().arch != "sm_90":
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    """The kernel of a module takes the place of the one that is launched, where there is no GPU."""
+    if not INTERPRETED and machine().arch != "sm_90":
         pytest.skip("for sm_90")
+
+    def begin(module=warp_groups, seed=0):
+        kernel = Emulated(module, module.attend_pages, seed)
+        if INTERPRETED:
+            monkeypatch.setattr(gluon, "attend_pages", kernel)
+        return kernel
+
+    begin()
+    return begin
+
+
+def run(x, causal=True):
     bundle = PagedLatentAttention(*to_device(x.arguments), causal, x.scale)
     return [t.cpu() for t in gluon.paged_latent_attention_gluon(bundle, machine())]
 
 
-def assert_right(x, causal, monkeypatch, seed=0):
-    o, lse = run(x, causal, monkeypatch, seed)
+def assert_right(x, causal=True):
+    o, lse = run(x, causal)
     exact = paged_latent_attention_reference(*x.double().arguments, causal, x.scale)
     measure = paged_latent_attention_reference(*x.arguments, causal, x.scale)
     assert_as_close_as(measure[0], o, exact[0])
     assert_as_close_as(measure[1].float(), lse, exact[1])
+    assert o.is_contiguous()
 
 
-# lengths, queries and heads
+def make(lengths, queries=1, heads=16, index=torch.int32):
+    return make_paged(lengths, (queries, heads, 512, 64), 64, torch.bfloat16, index)
+
+
+# lengths, queries, heads
 CASES = {
     "one key": ([1], 1, 64),
     "odd lengths": ([130, 63, 65, 0, 1], 1, 16),
+    "full pages": ([64, 128, 192], 1, 16),
     "two tiles of rows": ([200], 1, 128),
     "rows to spare": ([70, 128], 3, 30),
     "fewer keys than queries": ([1, 3], 4, 16),
@@ -45,6 +72,101 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_of_any_length(case, monkeypatch):
-    lengths, queries, heads = case
-    assert_right(make_paged(lengths, (queries, heads, 512, 64), 64, torch.bfloat16), True, monkeypatch)
+def test_of_any_length(case):
+    assert_right(make(*case))
+
+
+def test_queries_that_see_all_keys():
+    assert_right(make([70], 3), causal=False)
+
+
+def test_numbers_of_64_bits():
+    assert_right(make([130, 3], index=torch.int64))
+
+
+def test_pages_some_rows_apart():
+    x = make([130, 90])
+    wide = torch.full((len(x.pool), 66, 576), torch.nan, dtype=torch.bfloat16)
+    wide[:, :64] = x.pool
+    assert_right(dataclasses.replace(x, pool=wide[:, :64]))
+
+
+def test_queries_of_any_strides():
+    x = make([100, 20], heads=32)
+    q_latent = x.q_latent.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_right(dataclasses.replace(x, q_latent=q_latent, q_rope=x.q_rope.clone()))
+
+
+def test_a_sequence_that_begins_with_what_is_far_below():
+    """The greatest score so far changes in every page, for one consumer and for the other."""
+    x = make([700])
+    order = (x.q_latent[0, 0] @ x.pool[x.block_table[0, :11], :, :512].flatten(0, 1).nan_to_num().T).sum(0)
+    rows = x.pool[x.block_table[0, :11]].flatten(0, 1)
+    rows[:700] = rows[:700][order[:700].argsort()]
+    pool = x.pool.clone()
+    pool[x.block_table[0, :11]] = rows.view(11, 64, 576)
+    assert_right(dataclasses.replace(x, pool=pool, scale=0.3))
+
+
+def test_no_sequences():
+    o, lse = run(make([0, 0]))
+    assert (o == 0).all()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has an order of its own")
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))])
+def test_in_any_order(emulated, seed):
+    torch.manual_seed(seed)
+    kernel = emulated(seed=seed)
+    assert_right(make([300, 130, 0, 77]))
+    assert kernel.launches == 1
+
+
+def test_it_is_used_once_it_agreed(monkeypatch):
+    monkeypatch.setattr(gluon, "present", lambda device: machine())
+    monkeypatch.setattr(packages, "_exists", lambda top: top == "mla_compile")
+    for cached in (packages.is_installed, packages.found, choose.any_installed):
+        cached.cache_clear()
+    monkeypatch.setattr(choose, "_TRIED", {})
+    x, calls = make([100, 7], heads=64), []
+
+    def ours(problem):
+        calls.append(problem)
+        return paged_latent_attention_triton(problem, machine())
+
+    bundle = PagedLatentAttention(*to_device(x.arguments), True, x.scale)
+    with choose.kept_to("gluon"):
+        o, _ = choose.attend(PAGED, bundle, machine(), ours)
+    assert len(calls) == 1
+    torch.testing.assert_close(o.cpu(), run(x)[0], atol=0, rtol=0)
+
+
+# Where what keeps warps apart stands.
+SYNCHRONISING = [
+    place
+    for place, line in enumerate(SOURCE.read_text().splitlines())
+    if re.match(r"\s{8,}(mbarrier\.(wait|arrive)\(|fence_async_shared\(\)|clear\()|\s{4}mbarrier.(wait|arrive)", line)
+]
+SOME = SYNCHRONISING[::3]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the emulation")
+@pytest.mark.parametrize(
+    "place", [place if place in SOME else pytest.param(place, marks=pytest.mark.slow) for place in SYNCHRONISING]
+)
+def test_nothing_that_keeps_warps_apart_can_be_left_out(emulated, tmp_path, place):
+    lines = SOURCE.read_text().splitlines()
+    lines[place] = re.match(r"\s*", lines[place])[0] + "pass"
+    path = tmp_path / "changed.py"
+    path.write_text("\n".join(lines).replace("from .._common", "from mla_compile.kernels._common"))
+    spec = importlib.util.spec_from_file_location("changed", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for seed in range(8):
+        emulated(module, seed)
+        try:
+            assert_right(make([300, 130, 0, 77]))
+        except AssertionError:
+            return
+    pytest.fail(f"nothing was noticed without line {place + 1}")

@@ -1,0 +1,115 @@
+"""The warp-specialised kernel runs where it is asked for, takes the call, and agreed with the Triton kernel."""
+
+import dataclasses
+import logging
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mla_compile.kernels._common import tuning
+from mla_compile.kernels.implementations import choose, packages
+from mla_compile.kernels.implementations.gluon import WARP_GROUPS
+from mla_compile.kernels.implementations.table import PAGED
+from mla_compile.kernels.paged_latent_attention import aten, gluon
+
+from .test_choose import B200, H100, Ours, Timed, problem
+
+ASKS = "Gluon has not run on a GPU yet: mla.kernels='gluon' asks for it"
+
+
+@pytest.fixture(autouse=True)
+def begun(install, monkeypatch, caplog):
+    """A process with this library and nothing else; the kernel is there, and its launches are not made."""
+    install()
+    monkeypatch.setattr(packages, "_exists", lambda top: top == "mla_compile")
+    monkeypatch.setattr(gluon, "paged_latent_attention_gluon", lambda x: aten.attend(x))
+    caplog.set_level(logging.INFO, logger=choose.__name__)
+
+
+def sentence(machine, x, kernels="gluon"):
+    return str(choose.foreseen(PAGED, x, machine, kernels)).removeprefix("mla::paged_latent_attention: ")
+
+
+def attend(x, kernels="gluon"):
+    ours = Ours()
+    with choose.kept_to(kernels):
+        results = choose.attend(PAGED, x, H100, ours)
+    for result, expected in zip(results, aten.attend(x), strict=True):
+        torch.testing.assert_close(result, expected, atol=0, rtol=0)
+    return ours.calls
+
+
+def test_it_computes_where_it_is_asked_for(caplog):
+    assert attend(problem(1, 64)) == 1  # for the trial
+    assert attend(problem(1, 64)) == 0
+    assert [record.getMessage() for record in caplog.records] == ["mla::paged_latent_attention: Gluon"]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+def test_unless_it_is_asked_for_ours_runs(kernels):
+    assert attend(problem(1, 64), kernels) == 1
+    with tuning.tuning(Timed()):  # nothing is timed
+        assert attend(problem(1, 64), kernels) == 1
+    assert (ASKS in sentence(H100, problem(1, 64), kernels)) == (kernels == "auto")
+
+
+def test_asked_for_and_tuned_the_fastest_runs():
+    with tuning.tuning(Timed(triton=1.0, Gluon=2.0)):
+        assert attend(problem(1, 64)) == 1 + 2  # the trial, the measurement and the call
+
+
+def apart(x, of_page):
+    """The same problem in pages that are so many numbers apart."""
+    pages = x.latent_pages.shape[0]
+    rows = torch.zeros(pages * of_page, dtype=torch.bfloat16).as_strided((pages, 64, 576), (of_page, 576, 1))
+    return dataclasses.replace(x, latent_pages=rows[..., :512], rope_pages=rows[..., 512:])
+
+
+REFUSED = {
+    "an architecture": (B200, problem, "is for sm_90, this is sm_100"),
+    "a dtype": (H100, lambda: problem(dtype=torch.float16), "takes bfloat16, found float16"),
+    "a page size": (H100, lambda: problem(page_size=128), "takes pages of 64 tokens, found 128"),
+    "FP8": (H100, lambda: problem(latent_scales=torch.ones(1, 1, 1)), "does not take FP8 pages"),
+    "fixed parts": (H100, lambda: problem(split_tokens=64), "does not take results that do not depend on the batch"),
+    "latents apart from rope keys": (
+        H100,
+        lambda: dataclasses.replace(x := problem(), rope_pages=x.rope_pages.clone()),
+        "takes latent and rope key in one row at multiples of 16 bytes, these lie apart",
+    ),
+    "odd pages": (
+        H100,
+        lambda: apart(problem(), 64 * 576 + 8),
+        "takes pages a whole number of rows apart, these are not",
+    ),
+    "few rows": (H100, lambda: problem(1, 16), "is not known to be faster"),
+}
+
+
+@pytest.mark.parametrize(("machine", "make", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_it_does_not_take(machine, make, reason):
+    assert sentence(machine, make()) == f"triton; Gluon {reason}"
+
+
+def test_pages_some_rows_apart_are_taken():
+    assert sentence(H100, apart(problem(), 66 * 576)) == "Gluon"
+
+
+def test_what_disagrees_is_not_used(monkeypatch):
+    def wrong(x):
+        o, lse = aten.attend(x)
+        o[3, 0, 7, 511] += 1
+        return o, lse
+
+    monkeypatch.setattr(gluon, "paged_latent_attention_gluon", wrong)
+    with pytest.warns(UserWarning, match="Gluon of mla_compile .*gives another o on a small problem"):
+        assert attend(problem(1, 64)) == 2
+
+
+def test_without_gluon_in_triton_ours_runs_and_says_so(monkeypatch):
+    monkeypatch.delitem(sys.modules, WARP_GROUPS.homes[0])
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon.nvidia.hopper", None)
+    with pytest.warns(UserWarning, match="^Gluon is not used: .* does not import: "):
+        assert attend(problem(1, 64)) == 1
