@@ -12,8 +12,11 @@ from mla_compile.bench.kernel_cases import SCALE, Case, L, P, R, V, make_inputs
 from mla_compile.bench.kernel_run import Result, as_csv, as_text, grid, limits_of, rows
 from mla_compile.cli import main
 from mla_compile.cost import Device
+from mla_compile.errors import KernelError
+from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels.expanded_attention import native as expanded_attention
 from mla_compile.kernels.latent_attention import cached as latent_attention
+from mla_compile.kernels.paged_latent_attention import aten, gluon
 
 CPU = torch.device("cpu")
 DEVICE = Device("a GPU", 8e14, 4e12)
@@ -62,6 +65,17 @@ def test_flex_is_right():
         o = kernel_peers.calls(x, ("flex",))["flex"]()()
     assert flex_attention is not None
     torch.testing.assert_close(o, kernel_peers.by_hand(x), rtol=1e-4, atol=1e-5)
+
+
+def test_the_kernel_that_has_to_be_asked_for(monkeypatch):
+    x = make_inputs(Case("decode", 2, 2, 128, 3), CPU, torch.bfloat16)
+    monkeypatch.setattr(kernel_peers, "present", lambda device: Machine("sm_90", 132))
+    monkeypatch.setattr(gluon, "paged_latent_attention_gluon", lambda bundle, machine: aten.attend(bundle))
+    call = kernel_peers.calls(x, ("mla-gluon",))["mla-gluon"]
+    assert kernel_run._one(x, "mla-gluon", call, *kernel_run._truth(x), once).status == "ok"
+    monkeypatch.setattr(kernel_peers, "present", lambda device: Machine("sm_80", 108))
+    with pytest.raises(KernelError, match="Gluon is for sm_90, this is sm_80"):
+        kernel_peers.calls(x, ("mla-gluon",))["mla-gluon"]()
 
 
 def test_a_wrong_result_gets_no_time(monkeypatch):

@@ -14,6 +14,9 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+    raise ImportError(f"expected Triton 3.6 or newer, as Gluon was another language, found {triton.__version__}")
+
 from .._common.combine import combine
 from .._common.launch import LEAST_TILES
 from .._common.machine import Machine, present

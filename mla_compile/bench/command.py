@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 KINDS = ("decode", "sparse", "prefill")
 PEERS = ("mla", "sdpa", "flex", "inductor", "by-hand", "flashmla", "flashinfer", "vllm", "sglang")
+UNTRIED = "mla-gluon"
+"""A peer of ours that no GPU has run, and that is only run where it is named."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -97,7 +99,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     gpu.add_argument("--heads", type=positive, nargs="+", default=[16, 128], metavar="N")
     gpu.add_argument("--queries", type=positive, nargs="+", default=[1, 2, 4], metavar="SQ")
     gpu.add_argument("--dtypes", nargs="+", choices=["bf16", "fp8"], default=["bf16", "fp8"], metavar="DTYPE")
-    gpu.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
+    gpu.add_argument(
+        "--peers", nargs="+", choices=[*PEERS, UNTRIED], default=list(PEERS), metavar="PEER", help=", ".join(PEERS)
+    )
     gpu.add_argument("--quick", action="store_true", help="12 cases, what counts most first, instead of all of these")
     gpu.add_argument(
         "--workspace-tokens", type=positive, default=1024, metavar="N", help="of our prefill (default: 1024)"

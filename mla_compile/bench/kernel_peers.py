@@ -15,9 +15,14 @@ from torch import Tensor
 
 from mla_compile.bench.kernel_cases import SCALE, Inputs, L, P, R, V
 from mla_compile.bench.kernel_others import OTHERS
+from mla_compile.errors import KernelError
 from mla_compile.fp8 import RowLayout
+from mla_compile.kernels._common.machine import present
 from mla_compile.kernels.implementations.choose import kept_to
+from mla_compile.kernels.implementations.gluon import WARP_GROUPS
 from mla_compile.kernels.implementations.implementation import OURS
+from mla_compile.kernels.implementations.pages import Paged
+from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 
 Call = Callable[[], Tensor]
 
@@ -44,6 +49,20 @@ def _mla(x: Inputs) -> Call:
         latent, k_rope = x.pages[..., :L], x.pages[..., L:]
     paged = (*q, latent, k_rope, x.table, x.lengths, case.Sq > 1, SCALE, scales)
     return lambda: ops.paged_latent_attention(*paged)[0]
+
+
+def _gluon(x: Inputs) -> Call:
+    """The kernel that has to be asked for, alone. Raises: KernelError, where it does not take the case."""
+    from mla_compile.kernels.paged_latent_attention.gluon import paged_latent_attention_gluon
+
+    q = x.q[..., :L], x.q[..., L:]
+    bundle = PagedLatentAttention(*(*q, x.pages[..., :L], x.pages[..., L:], x.table, x.lengths, x.case.Sq > 1, SCALE))
+    problem, machine = Paged.of(bundle), present(x.q.device)
+    assert problem is not None
+    why = WARP_GROUPS.refusal(problem, machine.arch)
+    if why is not None:
+        raise KernelError(f"{WARP_GROUPS.name} {why}")
+    return lambda: paged_latent_attention_gluon(bundle, machine)[0]
 
 
 def _by_ours(call: Call) -> Call:
@@ -143,6 +162,7 @@ def calls(x: Inputs, names: Sequence[str]) -> dict[str, Callable[[], Call]]:
             makers["sdpa"] = lambda: _sdpa(x)
         if x.case.kind == "decode":
             makers["flex"] = lambda: _flex(x)
+            makers["mla-gluon"] = lambda: _gluon(x)
     for name in names:
         other = OTHERS.get(name)
         if other is None or not other.takes(x.case):
