@@ -275,7 +275,8 @@ def attend_half(shared, inputs, outputs, numbers, WHO: gl.constexpr):
                 decay = gl.exp2((m_new - m) * LOG2E)
                 total = total * decay
                 send_weights(ropes, barriers, weights * decay[:, None], 0)
-            sums = warpgroup_mma_wait(0, deps=(sums,))
+            # The weights too: their registers are read until then.
+            sums, operand = warpgroup_mma_wait(0, deps=(sums, operand))
             mbarrier.arrive(barriers.index(FREE_OWN + WHO))
             if WHO == 0:
                 sums = sums * in_sums(decay)[:, None]

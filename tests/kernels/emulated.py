@@ -285,11 +285,12 @@ class Machine:
         self.current.products.append(happens)
         return result
 
-    def warpgroup_mma_wait(self, outstanding: int, deps: tuple[Sums]) -> Tensor:
+    def warpgroup_mma_wait(self, outstanding: int, deps: tuple[Any, ...]) -> Any:
         self.switch()
         while len(self.current.products) > outstanding:
             self.current.products.pop(0)()
-        return deps[0].value
+        values = tuple(dep.value if isinstance(dep, Sums) else dep for dep in deps)
+        return values if len(values) > 1 else values[0]
 
 
 def _is_in(one: Any, those: list[Any]) -> bool:
