@@ -1,4 +1,4 @@
-"""Ours in Gluon (`paged_latent_attention.gluon`), by warp groups of their own tasks: no GPU has run it yet.
+"""Ours in Gluon (`paged_latent_attention.gluon`), by warps of their own tasks: no GPU has run it yet.
 
 So it has to be asked for, and like another project's kernel it is only used once it agreed with the Triton kernel.
 """
@@ -39,10 +39,10 @@ WARP_GROUPS = Implementation(
     homes=("mla_compile.kernels.paged_latent_attention.gluon",),
     functions=(Function("paged_latent_attention_gluon", positional=1),),
     attend=_attend,
-    architectures=("sm_90",),
+    architectures=("sm_90", "sm_100"),
     limits=_WholeRowsApart(dtypes=(torch.bfloat16,), widths=(512, 64), page_sizes=(64,)),
     # Who asks for it gets it; of fewer rows than a program takes the Triton kernel takes as many as there are.
-    first_on=("sm_90",),
+    first_on=("sm_90", "sm_100"),
     first_from=64,
     asked_by=GLUON,
 )

@@ -1,4 +1,5 @@
-"""Paged absorbed MLA on Hopper: the launches of `warp_groups`, and of `combine` for what was cut.
+"""Paged absorbed MLA on Hopper and Blackwell, in Gluon: the launches of `warp_groups` or `tensor_memory`, and of
+`combine` for what was cut.
 
 q_latent [B, Sq, N, 512], q_rope [B, Sq, N, 64], latent and rope key in one row of bfloat16, pages of 64 tokens
 block_table [B, max_pages], seq_lens [B]
@@ -23,17 +24,19 @@ from .._common.machine import Machine, present
 from .._common.parts import Work, combination, shared_out
 from .._common.plans import Plans, layout
 from .arguments import PagedLatentAttention
-from .warp_groups import HALF, KEYS, RECORD, ROPE, TILE, attend_pages, share_out
+from .tensor_memory import ROWS
+from .tensor_memory import attend_pages as attend_in_tensor_memory
+from .warp_groups import HALF, KEYS, RECORD, ROPE, TILE, share_out
+from .warp_groups import attend_pages as attend_by_warp_groups
 
-_ROWS, _RANK, _RECORD = TILE.value, 2 * HALF.value, RECORD.value
+_PAGE, _RANK, _RECORD = TILE.value, 2 * HALF.value, RECORD.value
 _KEY_BYTES = 2 * (_RANK + ROPE.value)
-_OWN = _ROWS * (_KEY_BYTES + 4 * _RANK) / _KEY_BYTES / TILE.value
-"""What a sequence takes besides its keys, queries read and sums written, in pages read."""
 
 
 @dataclass(frozen=True)
 class _Plan:
     work: Work
+    kernel: Any
     own: tuple[int, ...]
     """Numbers of all three launches: the batch, parts, and what a sequence takes besides its keys."""
     combining_grid: tuple[int]
@@ -64,15 +67,15 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
     share_out[(work.parts,)](
         *(pieces, lengths, queries, tokens, *plan.own),
         LEAST=LEAST_TILES,
-        SIZE=_ROWS,
+        SIZE=_PAGE,
         num_warps=4,
         enable_fp_fusion=True,
     )
     latent_rows, rope_rows = (
-        TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [_ROWS, width], KEYS.value)
+        TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [_PAGE, width], KEYS.value)
         for rows, width in ((rows_of(x.latent_pages), HALF.value), (rows_of(x.rope_pages), ROPE.value))
     )
-    attend_pages[(work.programs,)](
+    plan.kernel[(work.programs,)](
         *(q_latent, q_rope, latent_rows, rope_rows, x.block_table, lengths, pieces, o, lse, *partial),
         *(x.scale, queries, heads, tokens, plan.own[2], x.latent_pages.stride(0) // x.latent_pages.stride(1)),
         *(*q_latent.stride()[:3], *q_rope.stride()[:3], *x.block_table.stride()),
@@ -96,11 +99,17 @@ def rows_of(pages: Tensor) -> Tensor:
 
 
 def _new_plan(machine: Machine, batch: int, rows: int) -> _Plan:
-    work = shared_out(batch, rows, triton.cdiv(rows, _ROWS), machine.processors, _OWN)
+    kernel, tile, programs = attend_by_warp_groups, _PAGE, 1
+    if machine.arch != "sm_90":  # two programs have a half of the columns each
+        kernel, tile, programs = attend_in_tensor_memory, ROWS.value, 2
+    # What a sequence takes besides its keys, queries read and sums written, in pages read.
+    own = tile * (_KEY_BYTES + 4 * _RANK / programs) / _KEY_BYTES / _PAGE
+    work = shared_out(batch, rows, triton.cdiv(rows, tile) * programs, machine.processors, own)
     combining = combination(work.combined, rows, _RANK, machine.processors)
-    constants = {"SOURCE": "pages", "CAUSAL": False, "STARTS": False, "SHARED": True, "L": _RANK, "KEYS": _ROWS}
+    constants = {"SOURCE": "pages", "CAUSAL": False, "STARTS": False, "SHARED": True, "L": _RANK, "KEYS": _PAGE}
     return _Plan(
         work,
+        kernel,
         (work.batch, work.parts, work.own),
         (work.combined * triton.cdiv(rows, combining["ROWS"]) * combining["SPREAD"],),
         constants | {"LEAST": LEAST_TILES, **combining, "num_warps": 4, "enable_fp_fusion": True},

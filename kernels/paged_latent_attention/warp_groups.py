@@ -152,23 +152,22 @@ def load_rest(keys, ropes, barriers, latent_rows, rope_rows, row, there, free, P
 
 
 @gluon.jit
-def load_queries(place, base, rows, exists, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    """Columns FIRST to FIRST + WIDTH of rows at offsets `rows`, 0 of those that do not exist."""
+def load_queries(place, base, rows, exists, first, WIDTH: gl.constexpr):
+    """WIDTH columns from `first` on of rows at offsets `rows`, 0 of those that do not exist."""
     for column in gl.static_range(0, WIDTH, 64):
-        columns = FIRST + column + gl.arange(0, 64, gl.SliceLayout(0, LOADED))
+        columns = first + column + gl.arange(0, 64, gl.SliceLayout(0, LOADED))
         values = gl.load(base + (rows[:, None] + columns[None, :]), mask=exists[:, None], other=0.0)
         place.slice(column, 64, dim=1).store(values)
 
 
 @gluon.jit
-def clear(keys, left, PAGE: gl.constexpr):
-    """Latents of a page from row `left` on become 0."""
+def clear(half, left):
+    """Latents of half a page become 0 from row `left` on."""
     row = gl.arange(0, TILE, gl.SliceLayout(1, LOADED))
-    for half in gl.static_range(2):
-        for column in gl.static_range(0, HALF, 64):
-            part = keys.index(2 * PAGE + half).slice(column, 64, dim=1)
-            values = part.load(LOADED)
-            part.store(gl.where((row < left)[:, None], values, gl.zeros_like(values)))
+    for column in gl.static_range(0, HALF, 64):
+        part = half.slice(column, 64, dim=1)
+        values = part.load(LOADED)
+        part.store(gl.where((row < left)[:, None], values, gl.zeros_like(values)))
 
 
 @gluon.jit
@@ -178,7 +177,8 @@ def scores_of(q_halves, q_ropes, keys, ropes, barriers, pairs, left, scale, limi
     mbarrier.wait(barriers.index(OWN + WHO), filled)
     if left < TILE:
         mbarrier.wait(barriers.index(REST + WHO), filled)
-        clear(keys, left, WHO)
+        clear(keys.index(2 * WHO), left)
+        clear(keys.index(2 * WHO + 1), left)
         fence_async_shared()
     # 0, which the assembler does not see: it would keep all addresses of queries in registers that there are not.
     zero = pairs >> 30

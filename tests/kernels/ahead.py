@@ -36,7 +36,7 @@ from mla_compile.kernels.merge_states.triton import constants_of as merge_consta
 from mla_compile.kernels.paged_expanded_attention.kernel import gather_chunk
 from mla_compile.kernels.paged_expanded_attention.triton import WARPS
 from mla_compile.kernels.paged_expanded_attention.triton import constants_of as gather_constants
-from mla_compile.kernels.paged_latent_attention import warp_groups
+from mla_compile.kernels.paged_latent_attention import tensor_memory, warp_groups
 from mla_compile.kernels.pages import Pages
 
 from .recorded import Launch
@@ -187,9 +187,9 @@ def compile_merge(arch: str, columns: int = 512) -> Record:
     return _compile(arch, merge, types, merge_constants(columns), aligned, 4, 1)
 
 
-def compile_warp_groups(causal: bool = False, index: str = "*i32") -> Record:
-    """The kernel of warp groups of their own tasks, in bfloat16, for sm_90."""
-    kernel = warp_groups.attend_pages
+def compile_specialised(arch: str, causal: bool = False, index: str = "*i32") -> Record:
+    """The kernel of warps of their own tasks, in bfloat16, for sm_90 or sm_100."""
+    kernel = (warp_groups if arch == "sm_90" else tensor_memory).attend_pages
     types = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "pieces": "*i32"}
     types |= dict.fromkeys(("q_latent", "q_rope", "o"), "*bf16")
     types |= dict.fromkeys(("lse", "acc", "m_out", "total_out"), "*fp32") | dict.fromkeys(("table", "lengths"), index)
@@ -198,7 +198,7 @@ def compile_warp_groups(causal: bool = False, index: str = "*i32") -> Record:
     constants = {"CAUSAL": causal, "table_stride_1": 1}
     aligned = [name for name in types if types[name].startswith("*")]
     aligned += [name for name in types if re.fullmatch(r"(q|qr)_stride_\w", name)]
-    return _compile("sm_90", kernel, types, constants, aligned, 4, None, GluonASTSource)
+    return _compile(arch, kernel, types, constants, aligned, 4, None, GluonASTSource)
 
 
 def compile_launch(arch: str, launch: Launch) -> Record:

@@ -7,6 +7,7 @@ stand-ins for what Gluon gives them. Layouts are ignored: only the compiler can 
 - a barrier counts arrivals and bytes, and has phases; to wait for what never comes is an error that says who waits;
 - a copy by TMA arrives at any time after it was asked for, and what it writes to is NaN in between;
 - a product of a warp group happens at any time before it is waited for, and reads shared memory then;
+- a product in tensor memory happens at any time after it was asked for; what it reads and writes there is in use;
 - what a thread wrote to shared memory itself, no asynchronous operation sees before a fence;
 - memory that nobody wrote is NaN, and an address out of bounds is an error.
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import blackwell, hopper
 
 DTYPES = {gl.int32: torch.int32, gl.int64: torch.int64, gl.float32: torch.float32, gl.bfloat16: torch.bfloat16}
 
@@ -100,6 +101,28 @@ class Memory:
 
 
 @dataclass
+class TensorMemory(Memory):
+    """A view of tensor memory. `uses` is of the whole allocation: products to come that read or write it."""
+
+    uses: list[int]
+
+    def slice(self, start: int, length: int) -> TensorMemory:
+        data, unfenced = (t.narrow(1, start, length) for t in (self.data, self.unfenced))
+        return TensorMemory(self.machine, data, unfenced, self.uses)
+
+    def load(self, layout: Any) -> Tensor:
+        self.machine.switch()
+        assert not self.uses, "tensor memory is read while a product is to come"
+        return self.data.clone()
+
+    def store(self, values: Tensor) -> None:
+        self.machine.switch()
+        assert not self.uses, "tensor memory is written while a product is to come"
+        assert values.dtype == self.data.dtype
+        self.data.copy_(values)
+
+
+@dataclass
 class Barrier:
     """Arrivals and bytes that a phase still waits for, and how many phases are over."""
 
@@ -157,6 +180,7 @@ class Machine:
         self.program = program
         self.random = random.Random(seed)
         self.copies: list[Any] = []
+        self.products: list[Any] = []
         self.current = Partition("all warps")
         self.turn = threading.Semaphore(0)
         self.specialised = False
@@ -205,13 +229,13 @@ class Machine:
         slow: list[Any] = []
         while not all(partition.done for partition in partitions):
             if self.random.random() < 1 / _STEPS:  # some go ahead of others for a while
-                everything = [*partitions, self.copies, *(partition.products for partition in partitions)]
+                everything = [*partitions, self.copies, self.products, *(each.products for each in partitions)]
                 slow = [each for each in everything if self.random.random() < 1 / 2]
             able: list[Any] = [partition for partition in partitions if partition.can_run]
-            if not able and not self.copies:
+            if not able and not self.copies and not self.products:
                 waiting = [f"{p.name} for {p.waits_for[0].name}" for p in partitions if p.waits_for and not p.done]
                 raise Hang(", ".join(waiting))
-            able += [asked for asked in (self.copies, *(p.products for p in partitions)) if asked]
+            able += [asked for asked in (self.copies, self.products, *(p.products for p in partitions)) if asked]
             chosen = self.random.choice([each for each in able if not _is_in(each, slow)] or able)
             if isinstance(chosen, Partition):
                 self.current = chosen
@@ -223,6 +247,7 @@ class Machine:
             else:
                 chosen.pop(self.random.randrange(len(chosen)) if chosen is self.copies else 0)()
         assert not self.copies, "a copy that nobody waited for"
+        assert not self.products, "a product that nobody waited for"
 
     # What the kernel calls.
 
@@ -284,6 +309,30 @@ class Machine:
 
         self.current.products.append(happens)
         return result
+
+    def allocate_tensor_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> TensorMemory:
+        unfenced = torch.zeros(shape, dtype=torch.bool)
+        return TensorMemory(self, torch.full(shape, torch.nan, dtype=dtype), unfenced, [])
+
+    def tcgen05_mma(
+        self, a: Memory, b: Memory, sums: TensorMemory, *, use_acc: Any = True, mbarriers: Any = ()
+    ) -> None:
+        self.switch()
+        used = [memory.uses for memory in (a, sums) if isinstance(memory, TensorMemory)]
+        for uses in used:
+            uses.append(1)
+
+        def happens() -> None:
+            with _disable_current_modes():
+                product = a.asynchronous().float() @ b.asynchronous().float()
+            sums.data.copy_(sums.data + product if bool(use_acc) else product)
+            for uses in used:
+                uses.pop()
+            for barrier in mbarriers:
+                barrier.pending -= 1
+                barrier.settle()
+
+        self.products.append(happens)
 
     def warpgroup_mma_wait(self, outstanding: int, deps: tuple[Any, ...]) -> Any:
         self.switch()
@@ -356,6 +405,8 @@ def _namespace(module: Any, machine: Machine) -> dict[str, Any]:
         id(hopper.fence_async_shared): machine.fence_async_shared,
         id(hopper.warpgroup_mma): machine.warpgroup_mma,
         id(hopper.warpgroup_mma_wait): machine.warpgroup_mma_wait,
+        id(blackwell.allocate_tensor_memory): machine.allocate_tensor_memory,
+        id(blackwell.tcgen05_mma): machine.tcgen05_mma,
     }
     names: dict[str, Any] = {"range": _tensors}
     for name, value in vars(module).items():

@@ -48,7 +48,7 @@ def recorded(arch: str = "sm_90") -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     kernels = [(launch, "attend_latents"), (launch, "combine"), (append_launcher, "append")]
     kernels += [(expanded_launcher, "attend_chunk"), (merge_launcher, "merge"), (gather_launcher, "gather_chunk")]
-    kernels += [(gluon, name) for name in ("share_out", "attend_pages", "combine")]
+    kernels += [(gluon, name) for name in ("share_out", "attend_by_warp_groups", "attend_in_tensor_memory", "combine")]
     with contextlib.ExitStack() as stack:
         for module, name in kernels:
             stack.enter_context(mock.patch.object(module, name, _Recorded(name, getattr(module, name), launches)))

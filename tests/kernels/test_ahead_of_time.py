@@ -25,7 +25,7 @@ from .ahead import (
     compile_combination,
     compile_gather,
     compile_merge,
-    compile_warp_groups,
+    compile_specialised,
     machine_of,
 )
 
@@ -88,15 +88,31 @@ def assert_each_score_once_and_no_wait_between(record):
     assert record.loop["LDG"] == 1  # the next page
 
 
-@pytest.mark.parametrize(("causal", "index"), [(False, "*i32"), (True, "*i64")])
+OF_CALLS = pytest.mark.parametrize(("causal", "index"), [(False, "*i32"), (True, "*i64")])
+
+
+@OF_CALLS
 def test_warp_groups(causal, index):
     """Two consumers, each with its scores of 64 rows and 64 keys and two products of half of the sums."""
-    record = compile_warp_groups(causal, index)
+    record = compile_specialised("sm_90", causal, index)
     assert record.shared <= machine_of("sm_90").shared_bytes
     assert (record.stack, record.registers) == (0, 168)  # for 384 threads; 240 of a consumer's
     assert_consumers(record)
     assert record.whole["UTMALDG"] == 2 * (1 + 2)  # a page's own half, and the other with the rope keys
-    assert_all_warps_are_there_before_one_arrives(record.assembly)
+    # Of pages that are not there; and of each consumer.
+    assert_all_warps_are_there_before_one_arrives(record.assembly, 4 + 2 * 6)
+
+
+@OF_CALLS
+def test_tensor_memory(causal, index):
+    """One warp asks for all products: of 128 rows and 64 keys, and half of the sums."""
+    record = compile_specialised("sm_100", causal, index)
+    assert record.shared <= machine_of("sm_100").shared_bytes
+    assert record.stack == 0
+    assert record.whole["UTCHMMA"] == (512 + 64) // 16 + 64 // 16
+    assert record.whole["UTCBAR"] == 2 * 2  # both are told of twice: they are there, and what they read is free
+    assert record.whole["UTMALDG"] == (512 + 64) // 64
+    assert_all_warps_are_there_before_one_arrives(record.assembly, 2 + 2)
 
 
 def assert_consumers(record):
@@ -107,13 +123,14 @@ def assert_consumers(record):
     assert record.whole["WARPGROUP"] == 2 * (5 + 3)
 
 
-def assert_all_warps_are_there_before_one_arrives(assembly):
+def assert_all_warps_are_there_before_one_arrives(assembly, count):
     """A thread arrives at a barrier for its warp group: what the others do before has to be over."""
-    kinds = r"\b(bar\.sync|(?:ld|st)\.shared|stmatrix|wgmma\.(?:mma|wait)|mbarrier\.arrive\.shared)"
+    kinds = r"\b(bar\.(?:warp\.)?sync|(?:ld|st)\.shared|stmatrix|wgmma\.(?:mma|wait)|tcgen05\.(?:ld|st|wait)"
+    kinds += r"|mbarrier\.(?:arrive\.shared|try_wait))"
     order = re.findall(kinds, assembly)
     arrivals = [before for before, this in pairwise(order) if this == "mbarrier.arrive.shared"]
-    assert len(arrivals) == 4 + 2 * 6  # of pages that are not there; of each consumer
-    assert set(arrivals) == {"bar.sync"}
+    assert len(arrivals) == count
+    assert set(arrivals) <= {"bar.sync", "bar.warp.sync"}
 
 
 @pytest.mark.parametrize("arch", SOME)

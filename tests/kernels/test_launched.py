@@ -4,6 +4,7 @@ Of a stride that is no multiple of 16 elements it knows no alignment, and loads 
 """
 
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ pytest.importorskip("triton.backends.nvidia")
 from mla_compile.fp8 import RowLayout
 from mla_compile.kernels import paged_expanded_attention as prefill
 from mla_compile.kernels import paged_latent_attention as paged
+from mla_compile.kernels._common.plans import Plans
+from mla_compile.kernels.paged_latent_attention import gluon
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
-from mla_compile.kernels.paged_latent_attention.gluon import paged_latent_attention_gluon
 
 from .ahead import CUOBJDUMP, compile_launch, machine_of
 from .recorded import recorded
@@ -88,20 +90,23 @@ def test_decode_loads_whole_words_and_leaves_nothing_on_the_stack(arch, heads, k
     assert narrow(record) == []
 
 
-@pytest.mark.parametrize("queries", [1, 2])
-def test_warp_groups_leave_nothing_on_the_stack(queries):
+@pytest.mark.parametrize(
+    ("arch", "kernel", "queries"),
+    [("sm_90", "attend_by_warp_groups", 1), ("sm_100", "attend_in_tensor_memory", 2)],
+)
+def test_warps_of_their_own_tasks_leave_nothing_on_the_stack(arch, kernel, queries):
     latent, ropes, _ = cache("rows")
     q = (torch.zeros(2, queries, 128, width, dtype=torch.bfloat16) for width in (L, R))
-    with recorded() as launches:
-        paged_latent_attention_gluon(
-            PagedLatentAttention(*q, latent, ropes, TABLE, LENGTHS, True, 0.1), machine_of("sm_90")
+    with recorded(arch) as launches, mock.patch.object(gluon, "_PLANS", Plans()):
+        gluon.paged_latent_attention_gluon(
+            PagedLatentAttention(*q, latent, ropes, TABLE, LENGTHS, True, 0.1), machine_of(arch)
         )
-    assert [launch.kernel for launch in launches] == ["share_out", "attend_pages", "combine"]
+    assert [launch.kernel for launch in launches] == ["share_out", kernel, "combine"]
     for launch in launches:
-        record = compile_launch("sm_90", launch)
-        assert record.shared <= machine_of("sm_90").shared_bytes
+        record = compile_launch(arch, launch)
+        assert record.shared <= machine_of(arch).shared_bytes
         assert record.stack == 0
-    assert narrow(compile_launch("sm_90", launches[1])) == []
+        assert launch.kernel != kernel or narrow(record) == []
 
 
 @pytest.mark.parametrize("kind", ["rows", "packed"])

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from mla_compile.kernels._common import tuning
+from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels.implementations import choose, packages
 from mla_compile.kernels.implementations.gluon import WARP_GROUPS
 from mla_compile.kernels.implementations.table import PAGED
@@ -69,7 +70,7 @@ def apart(x, of_page):
 
 
 REFUSED = {
-    "an architecture": (B200, problem, "is for sm_90, this is sm_100"),
+    "an architecture": (Machine("sm_120", 170), problem, "is for sm_90 and sm_100, this is sm_120"),
     "a dtype": (H100, lambda: problem(dtype=torch.float16), "takes bfloat16, found float16"),
     "a page size": (H100, lambda: problem(page_size=128), "takes pages of 64 tokens, found 128"),
     "FP8": (H100, lambda: problem(latent_scales=torch.ones(1, 1, 1)), "does not take FP8 pages"),
@@ -93,8 +94,9 @@ def test_what_it_does_not_take(machine, make, reason):
     assert sentence(machine, make()) == f"triton; Gluon {reason}"
 
 
-def test_pages_some_rows_apart_are_taken():
-    assert sentence(H100, apart(problem(), 66 * 576)) == "Gluon"
+@pytest.mark.parametrize("machine", [H100, B200])
+def test_pages_some_rows_apart_are_taken(machine):
+    assert sentence(machine, apart(problem(), 66 * 576)) == "Gluon"
 
 
 def test_what_disagrees_is_not_used(monkeypatch):

@@ -1,4 +1,4 @@
-"""The warp-specialised kernel of mla::paged_latent_attention: on a Hopper GPU, or its Python emulated without one."""
+"""The warp-specialised kernels of mla::paged_latent_attention: on a GPU that they are for, or emulated without one."""
 
 import dataclasses
 import importlib.util
@@ -8,45 +8,63 @@ from pathlib import Path
 import pytest
 import torch
 
+from mla_compile.kernels._common.machine import Machine
+from mla_compile.kernels._common.plans import Plans
 from mla_compile.kernels.implementations import choose, packages
 from mla_compile.kernels.implementations.table import PAGED
-from mla_compile.kernels.paged_latent_attention import gluon, paged_latent_attention_reference, warp_groups
+from mla_compile.kernels.paged_latent_attention import (
+    gluon,
+    paged_latent_attention_reference,
+    tensor_memory,
+    warp_groups,
+)
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 from mla_compile.kernels.paged_latent_attention.triton import paged_latent_attention_triton
 
 from ..emulated import Emulated
 from ..errors import assert_as_close_as
 from ..paged import make_paged
-from .where import INTERPRETED, ON_GPU, machine, to_device
+from .where import INTERPRETED, ON_GPU, to_device
+from .where import machine as present
 
 pytestmark = [*ON_GPU]
 
-SOURCE = Path(warp_groups.__file__)
+MODULES = {"sm_90": warp_groups, "sm_100": tensor_memory}
+NAMES = {"sm_90": "attend_by_warp_groups", "sm_100": "attend_in_tensor_memory"}
+
+
+@pytest.fixture(autouse=True, params=MODULES)
+def machine(request):
+    """Each that there is a kernel for; a small imagined one where there is no GPU."""
+    if INTERPRETED:
+        return Machine(request.param, 4)
+    if present().arch != request.param:
+        pytest.skip(f"for {request.param}")
+    return present()
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch):
+def emulated(monkeypatch, machine):
     """The kernel of a module takes the place of the one that is launched, where there is no GPU."""
-    if not INTERPRETED and machine().arch != "sm_90":
-        pytest.skip("for sm_90")
 
-    def begin(module=warp_groups, seed=0):
+    def begin(module=MODULES[machine.arch], seed=0):
         kernel = Emulated(module, module.attend_pages, seed)
         if INTERPRETED:
-            monkeypatch.setattr(gluon, "attend_pages", kernel)
+            monkeypatch.setattr(gluon, NAMES[machine.arch], kernel)
+            monkeypatch.setattr(gluon, "_PLANS", Plans())
         return kernel
 
     begin()
     return begin
 
 
-def run(x, causal=True):
+def run(machine, x, causal=True):
     bundle = PagedLatentAttention(*to_device(x.arguments), causal, x.scale)
-    return [t.cpu() for t in gluon.paged_latent_attention_gluon(bundle, machine())]
+    return [t.cpu() for t in gluon.paged_latent_attention_gluon(bundle, machine)]
 
 
-def assert_right(x, causal=True):
-    o, lse = run(x, causal)
+def assert_right(machine, x, causal=True):
+    o, lse = run(machine, x, causal)
     exact = paged_latent_attention_reference(*x.double().arguments, causal, x.scale)
     measure = paged_latent_attention_reference(*x.arguments, causal, x.scale)
     assert_as_close_as(measure[0], o, exact[0])
@@ -72,32 +90,32 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_of_any_length(case):
-    assert_right(make(*case))
+def test_of_any_length(machine, case):
+    assert_right(machine, make(*case))
 
 
-def test_queries_that_see_all_keys():
-    assert_right(make([70], 3), causal=False)
+def test_queries_that_see_all_keys(machine):
+    assert_right(machine, make([70], 3), causal=False)
 
 
-def test_numbers_of_64_bits():
-    assert_right(make([130, 3], index=torch.int64))
+def test_numbers_of_64_bits(machine):
+    assert_right(machine, make([130, 3], index=torch.int64))
 
 
-def test_pages_some_rows_apart():
+def test_pages_some_rows_apart(machine):
     x = make([130, 90])
     wide = torch.full((len(x.pool), 66, 576), torch.nan, dtype=torch.bfloat16)
     wide[:, :64] = x.pool
-    assert_right(dataclasses.replace(x, pool=wide[:, :64]))
+    assert_right(machine, dataclasses.replace(x, pool=wide[:, :64]))
 
 
-def test_queries_of_any_strides():
+def test_queries_of_any_strides(machine):
     x = make([100, 20], heads=32)
     q_latent = x.q_latent.transpose(1, 2).contiguous().transpose(1, 2)
-    assert_right(dataclasses.replace(x, q_latent=q_latent, q_rope=x.q_rope.clone()))
+    assert_right(machine, dataclasses.replace(x, q_latent=q_latent, q_rope=x.q_rope.clone()))
 
 
-def test_a_sequence_that_begins_with_what_is_far_below():
+def test_a_sequence_that_begins_with_what_is_far_below(machine):
     """The greatest score so far changes in every page, for one consumer and for the other."""
     x = make([700])
     order = (x.q_latent[0, 0] @ x.pool[x.block_table[0, :11], :, :512].flatten(0, 1).nan_to_num().T).sum(0)
@@ -105,26 +123,26 @@ def test_a_sequence_that_begins_with_what_is_far_below():
     rows[:700] = rows[:700][order[:700].argsort()]
     pool = x.pool.clone()
     pool[x.block_table[0, :11]] = rows.view(11, 64, 576)
-    assert_right(dataclasses.replace(x, pool=pool, scale=0.3))
+    assert_right(machine, dataclasses.replace(x, pool=pool, scale=0.3))
 
 
-def test_no_sequences():
-    o, lse = run(make([0, 0]))
+def test_no_sequences(machine):
+    o, lse = run(machine, make([0, 0]))
     assert (o == 0).all()
     assert (lse == -torch.inf).all()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has an order of its own")
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))])
-def test_in_any_order(emulated, seed):
+def test_in_any_order(machine, emulated, seed):
     torch.manual_seed(seed)
     kernel = emulated(seed=seed)
-    assert_right(make([300, 130, 0, 77]))
+    assert_right(machine, make([300, 130, 0, 77]))
     assert kernel.launches == 1
 
 
-def test_it_is_used_once_it_agreed(monkeypatch):
-    monkeypatch.setattr(gluon, "present", lambda device: machine())
+def test_it_is_used_once_it_agreed(machine, monkeypatch):
+    monkeypatch.setattr(gluon, "present", lambda device: machine)
     monkeypatch.setattr(packages, "_exists", lambda top: top == "mla_compile")
     for cached in (packages.is_installed, packages.found, choose.any_installed):
         cached.cache_clear()
@@ -133,19 +151,20 @@ def test_it_is_used_once_it_agreed(monkeypatch):
 
     def ours(problem):
         calls.append(problem)
-        return paged_latent_attention_triton(problem, machine())
+        return paged_latent_attention_triton(problem, machine)
 
     bundle = PagedLatentAttention(*to_device(x.arguments), True, x.scale)
     with choose.kept_to("gluon"):
-        o, _ = choose.attend(PAGED, bundle, machine(), ours)
+        o, _ = choose.attend(PAGED, bundle, machine, ours)
     assert len(calls) == 1
-    torch.testing.assert_close(o.cpu(), run(x)[0], atol=0, rtol=0)
+    torch.testing.assert_close(o.cpu(), run(machine, x)[0], atol=0, rtol=0)
 
 
 # Where what keeps warps apart stands.
 SYNCHRONISING = [
-    place
-    for place, line in enumerate(SOURCE.read_text().splitlines())
+    (arch, place)
+    for arch, module in MODULES.items()
+    for place, line in enumerate(Path(module.__file__).read_text().splitlines())
     if re.match(r"\s{8,}(mbarrier\.(wait|arrive)\(|fence_async_shared\(\)|clear\()|\s{4}mbarrier.(wait|arrive)", line)
 ]
 SOME = SYNCHRONISING[::3]
@@ -153,20 +172,23 @@ SOME = SYNCHRONISING[::3]
 
 @pytest.mark.skipif(not INTERPRETED, reason="of the emulation")
 @pytest.mark.parametrize(
-    "place", [place if place in SOME else pytest.param(place, marks=pytest.mark.slow) for place in SYNCHRONISING]
+    ("machine", "place"),
+    [pytest.param(*each, marks=() if each in SOME else pytest.mark.slow) for each in SYNCHRONISING],
+    indirect=["machine"],
 )
-def test_nothing_that_keeps_warps_apart_can_be_left_out(emulated, tmp_path, place):
-    lines = SOURCE.read_text().splitlines()
+def test_nothing_that_keeps_warps_apart_can_be_left_out(machine, emulated, tmp_path, place):
+    lines = Path(MODULES[machine.arch].__file__).read_text().splitlines()
     lines[place] = re.match(r"\s*", lines[place])[0] + "pass"
     path = tmp_path / "changed.py"
-    path.write_text("\n".join(lines).replace("from .._common", "from mla_compile.kernels._common"))
+    text = "\n".join(lines).replace("from .._common", "from mla_compile.kernels._common")
+    path.write_text(text.replace("from .warp_groups", f"from {warp_groups.__name__}"))
     spec = importlib.util.spec_from_file_location("changed", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for seed in range(8):
         emulated(module, seed)
         try:
-            assert_right(make([300, 130, 0, 77]))
+            assert_right(machine, make([300, 130, 0, 77]))
         except AssertionError:
             return
     pytest.fail(f"nothing was noticed without line {place + 1}")
