@@ -42,8 +42,8 @@ class Options:
     """On the first real inputs run each rewritten site and its original, and raise `VerifyError` if they differ."""
 
     kernels: str = AUTO
-    """What computes on a GPU: this project's kernels (`triton`), those with the warp-specialised one, which no GPU has
-    run yet, where it takes a call (`gluon`), or `auto`: `triton`, and other projects' where they are installed, take a
+    """What computes on a GPU: this project's kernels (`triton`), those with the warp-specialised ones, which no GPU has
+    run yet, where they take a call (`gluon`), or `auto`: `triton`, and other projects' where they are installed, take a
     call, and are known or, under `max-autotune`, measured to be faster."""
 
     workspace_tokens: int = 1024
