@@ -133,7 +133,7 @@ def test_no_sequences(machine):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has an order of its own")
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 60))])
 def test_in_any_order(machine, emulated, seed):
     torch.manual_seed(seed)
     kernel = emulated(seed=seed)
@@ -167,7 +167,7 @@ SYNCHRONISING = [
     for place, line in enumerate(Path(module.__file__).read_text().splitlines())
     if re.match(r"\s{8,}(mbarrier\.(wait|arrive)\(|fence_async_shared\(\)|clear\()|\s{4}mbarrier.(wait|arrive)", line)
 ]
-SOME = SYNCHRONISING[::3]
+SOME = SYNCHRONISING[::5]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="of the emulation")
