@@ -19,7 +19,6 @@ from torch import fx
 from mla_compile.ops import SEALED
 
 from ..algebra import operations
-from ..algebra.made import multiplied
 from ..algebra.sizes import Size, Unaligned, product, same, total
 from ..algebra.terms import Axis, Digit, Dim, Form, Join, Product, Read, Term, Zero
 from ..nodes.arguments import arguments, aten, is_tensor
@@ -28,6 +27,8 @@ from ..nodes.source import where
 from ..trace.trace import Trace
 from .functions import Function, Reading, derived, read_function
 from .kernels import is_kernel
+from .outer import regrouped, times
+from .padded import Padding, without_zeros
 from .pieces import PRODUCTS, joined_product, pieces_of
 from .scores import Factor, KeyRange, Mask, Sink, Summand, products_within, scores_of
 from .softmax import Weights, divided_by_more, late, weights_of
@@ -57,15 +58,6 @@ class Opaque:
     reader: fx.Node | None = None
     function: Function | str = ""
     """What is done to the products before the softmax, to each score by itself, or why it is no such function."""
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Columns of zeros `before` and `after` those that an attention is of: its output has all of `columns`."""
-
-    columns: Dim
-    before: Size
-    after: Size
 
 
 @dataclass(frozen=True)
@@ -148,37 +140,22 @@ def _product_of_weights(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights
     for side, source in enumerate(sources):
         if (weights := weights_of(source, trace)) is not None:
             return form, side, weights
-    return None
+    if not isinstance(form.term.parts, Product):
+        return None
+    apart = regrouped(form.term.parts, lambda term: weights_of(term.read.source, trace) is not None, trace)
+    if apart is None or (weights := weights_of(apart[0].left.read.source, trace)) is None:
+        return None
+    parts, node = apart
+    return replace(form, term=replace(form.term, parts=parts)), 0, replace(weights, within=(*weights.within, node))
 
 
 def _unpadded(attention: Attention) -> Attention:
     """An attention of the values that are not zeros, if those are columns one behind the other."""
-    if len(attention.columns) != 1:
+    found = without_zeros(attention.value, attention.columns)
+    if found is None:
         return attention
-    (column,) = attention.columns
-    before, after = _zeros(attention.value, column)
-    if same(before, 0) and same(after, 0):
-        return attention
-    size = total([column.size, -1 * before, -1 * after])
-    kept = operations.take(Form((attention.columns,), attention.value), 0, before, size)
-    padding = Padding(attention.columns, before, after)
-    return replace(attention, columns=kept.dims[0], value=kept.term, padding=padding)
-
-
-def _zeros(value: Term, column: Axis) -> tuple[Size, Size]:
-    """How many of the first and of the last columns are zeros in every piece of the values."""
-    join = value.parts
-    if not isinstance(join, Join):
-        return 0, 0
-    if join.axis is not column:
-        first, *others = (_zeros(segment.term, column) for segment in join.segments)
-        alike = all(same(a, b) for zeros in others for a, b in zip(first, zeros, strict=True))
-        return first if alike else (0, 0)
-    kept = [i for i, segment in enumerate(join.segments) if not isinstance(segment.term.parts, Zero)]
-    if not kept:
-        return 0, 0
-    sizes = [segment.size for segment in join.segments]
-    return total(sizes[: kept[0]]), total(sizes[kept[-1] + 1 :])
+    form, padding = found
+    return replace(attention, columns=form.dims[0], value=form.term, padding=padding)
 
 
 def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
@@ -308,7 +285,7 @@ def _from_weights(
         assert isinstance(summand.what, float)
         score = _score(node, form.term, keys, summand.what, trace)
         for factor in summand.factors:
-            score = replace(score, query=_times(score.query, factor_terms.pop(0), factor))
+            score = replace(score, query=times(score.query, factor_terms.pop(0).read, divides=factor.divides))
         scores.append(score)
     found = []
     for form, summand in zip(aligned[1 + len(products) :], masks, strict=False):
@@ -361,6 +338,8 @@ def _score(node: fx.Node, term: Term, keys: Dim, scale: float, trace: Trace) -> 
     if not isinstance(parts, Product):
         reason = "expected the product of queries and keys to keep its axes, found that it does not factor"
         raise Refusal(node, reason + trace.because(term))
+    apart = regrouped(parts, lambda term: term.axes.isdisjoint(keys), trace)
+    parts = parts if apart is None else apart[0]
     sides = parts.left, parts.right
     with_keys = [any(axis in side.axes for axis in keys) for side in sides]
     if with_keys == [False, False] and not keys:
@@ -370,13 +349,6 @@ def _score(node: fx.Node, term: Term, keys: Dim, scale: float, trace: Trace) -> 
     elif with_keys != [False, True]:
         raise Refusal(node, "expected one operand of the scores to run over the keys, found both or none")
     return Score(sides[0], told(sides[1], keys, trace), parts.summed, parts.scale * scale)
-
-
-def _times(query: Term, by: Term, factor: Factor) -> Term:
-    """A query, in its own dtype, times what all of its scores are multiplied by."""
-    source, casts = query.read.source, [step for step in query.read.then if isinstance(step, torch.dtype)]
-    own = casts[-1:] or ([source.meta["val"].dtype] if isinstance(source, fx.Node) else [])
-    return Term(replace(multiplied(query.read, by.read, divides=factor.divides), then=tuple(own)))
 
 
 def _other_reader(weights: Weights, output: fx.Node, trace: Trace) -> fx.Node | None:

@@ -29,6 +29,7 @@ from ..trace.trace import Trace
 from .gated import ungated
 from .groups import groups_of, in_groups
 from .products import UpProjection, gathered, same_tensor, up_projection
+from .scaled import with_scaled_queries, with_scaled_query
 from .site import Groups, Piece, Site
 from .why_not import describe, name, no_up_projection, stored_expanded
 
@@ -58,6 +59,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
     """
     if not attention.keys:
         raise Refusal(attention.node, "expected several keys, found one: its value is the result")
+    attention = with_scaled_queries(attention, trace)
     refusals: list[Refusal] = []
     best: Site | None = None
     for values in _readings(attention):
@@ -131,7 +133,7 @@ def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
     pieces = [
         replace(part, of=i)
         for i, score in enumerate(attention.scores)
-        for piece in _pieces(node, score, keys, weight_heads, values.opened)
+        for piece in _pieces(node, score, keys, weight_heads, values.opened, trace)
         for part in _around(piece, latent.read, rank)
     ]
     for piece in pieces:
@@ -282,9 +284,13 @@ def _first_column(piece: Piece, latent: Read, rank: Dim) -> Size | None:
     return start if same_tensor(part, latent) else None
 
 
-def _pieces(node: fx.Node, score: Score, keys: set[Axis], heads: set[Axis], opened: bool) -> Iterator[Piece]:
+def _pieces(
+    node: fx.Node, score: Score, keys: set[Axis], heads: set[Axis], opened: bool, trace: Trace
+) -> Iterator[Piece]:
     """The columns of a score's contraction, piece by piece as far as the pieces differ between heads, and what is added
-    up in them term by term; if `opened`, piece by piece also where keys were put together from plain tensors."""
+    up in them term by term; if `opened`, piece by piece also where keys were put together from plain tensors.
+    """
+    score = with_scaled_query(score, keys, trace)
     join = score.key.parts
     if opened and score.key.joined is not None and score.key.joined.axis in score.summed:
         then = score.key.read.then
@@ -295,7 +301,7 @@ def _pieces(node: fx.Node, score: Score, keys: set[Axis], heads: set[Axis], open
         return
     if isinstance(join, Sum):
         for term in gathered(join.terms, keys):
-            yield from _pieces(node, replace(score, key=term), keys, heads, opened)
+            yield from _pieces(node, replace(score, key=term), keys, heads, opened, trace)
         return
     shared = heads and not score.key.axes & heads and not opened
     if not isinstance(join, Join) or join.axis not in score.summed or shared:
@@ -304,7 +310,7 @@ def _pieces(node: fx.Node, score: Score, keys: set[Axis], heads: set[Axis], open
     for query, term, axes in _along(score, join):
         if isinstance(term.parts, Undefined):
             raise Refusal(node, "expected keys that are written whole, found columns that nobody wrote", "write them")
-        yield from _pieces(node, Score(query, term, axes, score.scale), keys, heads, opened=False)
+        yield from _pieces(node, Score(query, term, axes, score.scale), keys, heads, False, trace)
 
 
 def _along(score: Score, join: Join) -> Iterator[tuple[Term, Term, Dim]]:

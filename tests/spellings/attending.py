@@ -27,6 +27,7 @@ class Attending(nn.Module):
     sink: nn.Parameter | None
     weights: Tensor
     """What the softmax gave, where it is returned."""
+    up_weights: Callable[[], tuple[Tensor, Tensor]]
 
     def one_by_one(self, product: Callable[..., Tensor], a: Tensor, b: Tensor, orders: tuple[str, str, str]) -> Tensor:
         """A product of tensors whose dimensions are `orders`, and what is that of its result."""
@@ -129,7 +130,18 @@ class Attending(nn.Module):
         o = self.one_by_one(self.product_of_values, weights, v, ("bnst", self.letters.format("t"), rows))
         return o / torch.einsum(f"bnsd->{rows}d", total) if s.softmax == "late" else o
 
+    def of_three(self, x: Tensor, latent: Tensor, weight: Tensor, own: str, result: str) -> Tensor:
+        """`x`, latents `[B, T, L]` and a weight a head in one product, in the order that the spelling says."""
+        column = "d" if own == "s" else "e"
+        letters = {"x": self.letters.format("s") + "d" if own == "s" else "bnst", "w": f"n{column}l"}
+        letters["c"] = self.letters.format("t").replace("n", "") + "l"
+        operands, order = {"x": x, "c": latent, "w": weight}, self.spelling.threes
+        equation = ",".join(letters[name] for name in order)
+        return torch.einsum(f"{equation}->{result}", *(operands[name] for name in order))
+
     def product_of_values(self, weights: Tensor, v: Tensor) -> Tensor:
+        if self.spelling.threes != "no":
+            return self.of_three(weights, v, self.up_weights()[1], "t", self.letters.format("s") + "e")
         if self.spelling.order == "heads first":
             return weights @ v
         return torch.einsum(f"bnst,{self.letters.format('t')}d->{self.letters.format('s')}d", weights, v)

@@ -88,6 +88,9 @@ def check(spelling: Spelling, seed: int) -> Outcome:
     # Down to the latent and the rope key, to the queries, and out of the heads: what is not of the attention.
     expected = 2 + (spelling.query == "low rank") + (spelling.output != "raw")
     expected += {"no": 0, "keys": 1, "values": 1}.get(spelling.absorbed, 2)
+    if spelling.threes != "no":  # queries that meet weights first are absorbed, as are attention weights and latents
+        expected += {*spelling.threes[:2]} == {*"xw"}
+        expected += {*spelling.threes[:2]} == {*"xc"}
     # Scores that exist are between products: of queries with latents, with rope keys, and of weights with latents; by
     # heads of latents with weights, of queries with keys, and of weights with values.
     scores = {"absorbed": 3, "chunked": 4 + (spelling.keys == "two scores")}

@@ -78,6 +78,11 @@ class Spelling:
     `heads`."""
     gated: bool = False
     """Whether keys and values are multiplied by one factor of each token."""
+    threes: str = "no"
+    """Whether latents meet weights in products of three tensors by one `einsum`, and in which order: `x` queries or
+    attention weights, `c` latents, `w` weights."""
+    keys_scaled: str = "no"
+    """What whole keys are multiplied by: a number a `head`, or one a head and `column`."""
 
     @property
     def needs_scores(self) -> bool:
@@ -128,6 +133,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "latents": ("one",) * 6 + ("groups", "normed groups"),
     "loop": ("no",) * 5 + ("sequences", "buffer", "heads"),
     "gated": (False,) * 9 + (True,),
+    "threes": ("no",) * 54 + ("xcw", "xwc", "cxw", "cwx", "wxc", "wcx"),
+    "keys_scaled": ("no",) * 18 + ("head", "column"),
 }
 
 
@@ -140,6 +147,13 @@ def draw(seed: int) -> Spelling:
 
 def _possible(s: Spelling, dice: random.Random) -> Spelling:
     """The nearest spelling that somebody could have written: some choices rule others out."""
+    if s.threes != "no":
+        s = replace(s, absorbed="no", bias=False, groups="none", spoiled="no", latents="one", loop="no", gated=False)
+        s = replace(s, keys="two scores", padded="no", softcap=False, returned=False, keys_scaled="no")
+        s = replace(s, scale="query") if s.scale == "key" else s
+        s = replace(s, softmax=dice.choice(("plain", "wide", "by hand"))) if s.softmax in ("sdpa", "late") else s
+    if s.absorbed != "no" or s.groups != "none" or s.keys == "two scores":
+        s = replace(s, keys_scaled="no")  # there are no whole keys of each head
     if s.gated:  # a bias would differ between tokens
         s = replace(s, absorbed="no", bias=False)
     if s.absorbed != "no":

@@ -44,6 +44,11 @@ class Attention(Joining):
             self.score_scale = nn.Parameter(
                 (0.5 + torch.rand(shape)) * self.width ** (0.5 if s.scale == "position" else -0.5)
             )
+        if s.keys_scaled != "no":
+            width = self.width if s.keys_scaled == "column" else 1
+            heads_first = s.order == "heads first"
+            shape = (self.query_heads, 1, width) if heads_first else (self.query_heads, width)
+            self.key_scale = nn.Parameter(0.5 + torch.rand(shape))
         self.sink = nn.Parameter(torch.randn(self.query_heads)) if s.sink else None
 
     # The order of sequences, tokens and heads
@@ -151,6 +156,10 @@ class Attention(Joining):
     ) -> Tensor:
         s = self.spelling
         k_nope, v = self.repeated(k_nope), self.repeated(v)
+        if s.threes != "no":
+            scores = self.of_three(self.sprinkle(q_nope), latent, self.up_weights()[0], "s", "bnst")
+            scores = scores + self.scores(q_rope, k_rope) if self.rope_width else scores
+            return self.by_hand(self.scaled(scores, scale), latent, bias)
         if s.keys == "two scores" and s.softmax != "sdpa" and self.rope_width and k_rope.dim() == 3:
             if s.scale == "key":
                 k_nope, k_rope = k_nope * scale, k_rope / (1 / scale)
@@ -169,15 +178,20 @@ class Attention(Joining):
             else:
                 q, k = q_nope, k_nope
             k = k * scale if s.scale == "key" else k
+            k = k * self.key_scale if s.keys_scaled != "no" and k.dim() == 4 else k
             q, k, v = (self.sprinkle(t) for t in (q, k, v))
             if s.softmax == "sdpa":
                 return self.sdpa(q, k, v, bias, scale)
             scores = self.scores(q, k)
+        return self.by_hand(self.scaled(scores, scale), v, bias)
+
+    def scaled(self, scores: Tensor, scale: float) -> Tensor:
+        s = self.spelling
         if s.scale in TENSORS:
-            scores = scores / self.score_scale if s.scale == "position" else scores * self.score_scale
-        elif s.scale in ("scores", "attention"):
-            scores = scores * scale if s.scale == "scores" else scores / (1 / scale)
-        return self.by_hand(scores, v, bias)
+            return scores / self.score_scale if s.scale == "position" else scores * self.score_scale
+        if s.scale in ("scores", "attention"):
+            return scores * scale if s.scale == "scores" else scores / (1 / scale)
+        return scores
 
     def rotate(self, x: Tensor, start: int) -> Tensor:
         """Rotate the last dimension of `[B, S, H, R]` (`[S, B, H, R]`) by positions from `start`."""
@@ -331,7 +345,8 @@ class Attention(Joining):
         return x
 
     def spoil(self, latent: Tensor, k: Tensor, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        match self.spelling.spoiled:
+        s = self.spelling
+        match s.spoiled:
             case "tanh":
                 k = k.tanh()
             case "norm":
@@ -342,7 +357,7 @@ class Attention(Joining):
             case "rope a head":
                 heads = 1 + torch.arange(k.shape[self.letters.format("t").index("n")], dtype=k.dtype)
                 k_rope = self.shared(k_rope, k)
-                k_rope = k_rope * (heads[:, None, None] if self.spelling.order == "heads first" else heads[:, None])
+                k_rope = (k_rope * (heads[:, None, None] if s.order == "heads first" else heads[:, None])).tanh()
             case "two latents":
                 v = self.up_project(latent * 2 + 1)[1]
             case "shifted":

@@ -72,7 +72,7 @@ def latent_of_each_head(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, 
 
 def rope_of_each_head(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
     k_nope, v = mla.up_projected(latent, w_kv)
-    own = mla.to_heads(k_rope) * torch.arange(1, N + 1)[:, None, None]
+    own = (mla.to_heads(k_rope) * torch.arange(1, N + 1)[:, None, None]).sin()
     return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, own], -1), v)
 
 

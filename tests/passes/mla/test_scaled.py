@@ -1,0 +1,67 @@
+"""Whole keys, rope part included, times what no key has one of its own of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.passes import spellings as mla
+from tests.passes.checks import check_rewritten, compiled
+from tests.passes.spellings import B, Function, N, P, R, T
+
+
+def keys(change: Function, attend: Function = mla.softmax) -> Function:
+    """MLA, something done to its keys."""
+
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        return attend(q, change(k), v)
+
+    return attention
+
+
+def ropes(change: Function) -> Function:
+    """MLA, something done to the rope keys of all heads."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        k_nope, v = mla.up_projected(latent, w_kv)
+        return mla.sealed(mla.queries(x, w_q), torch.cat([k_nope, change(mla.to_heads(k_rope))], -1), v)
+
+    return attention
+
+
+def ramp(*shape: int) -> Tensor:
+    return 0.5 + torch.arange(torch.Size(shape).numel()).view(shape).double() / torch.Size(shape).numel()
+
+
+REWRITTEN: dict[str, Function] = {
+    "a number a head": keys(lambda k: k * ramp(N, 1, 1)),
+    "a number a head, sealed": keys(lambda k: k * ramp(N, 1, 1), mla.sealed),
+    "divided by a number a head": keys(lambda k: k / ramp(N, 1, 1)),
+    "a number a column": keys(lambda k: k * ramp(P + R)),
+    "a number a head and column, then a number": keys(lambda k: ramp(N, 1, P + R) * k * 0.3),
+    "a number a sequence": keys(lambda k: k * ramp(B, 1, 1, 1)),
+    "two of them": keys(lambda k: (k * ramp(N, 1, 1)) / ramp(B, 1, 1, 1), mla.sealed),
+    "a number a head, of rope keys": ropes(lambda k: k * ramp(N, 1, 1)),
+    "a number a head and column, of rope keys": ropes(lambda k: k * ramp(N, 1, R)),
+}
+
+
+@pytest.mark.parametrize("function", REWRITTEN.values(), ids=REWRITTEN)
+def test_what_keys_are_multiplied_by_goes_to_the_query(function: Function) -> None:
+    check_rewritten(function, mla.tensors())
+
+
+UNCHANGED: dict[str, Function] = {
+    "a number a head and key": keys(lambda k: k * ramp(N, T, 1), mla.sealed),
+    "a number over keys": keys(lambda k: ramp(N, 1, 1) / k),
+    "a number a head and rope key": ropes(lambda k: k * ramp(N, T, 1)),
+    "a sum with a number a head": ropes(lambda k: k + ramp(N, T, 1)),
+}
+
+
+@pytest.mark.parametrize("function", UNCHANGED.values(), ids=UNCHANGED)
+def test_what_differs_between_keys_is_not(function: Function) -> None:
+    for _, _, (outcome,) in compiled(function, mla.tensors()):
+        assert outcome.path == "unchanged"
