@@ -19,8 +19,8 @@ from torch import fx
 from mla_compile.ops import SEALED
 
 from ..algebra import operations
-from ..algebra.sizes import Size, Unaligned, product, same, total
-from ..algebra.terms import Axis, Digit, Dim, Form, Join, Product, Read, Term, Zero
+from ..algebra.sizes import Size, Unaligned, product
+from ..algebra.terms import Digit, Dim, Form, Product, Read, Term
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where

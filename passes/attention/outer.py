@@ -66,8 +66,9 @@ def times(query: Term, by: Read, *, divides: bool) -> Term:
 
 
 def regrouped(parts: Product, is_outer: Callable[[Term], bool], trace: Trace) -> tuple[Product, fx.Node] | None:
-    """A product of which one side was multiplied from two as the outer one of these, its left side then, times a product
-    of the others; and the node that multiplied the two. None if there is none, or all is summed with it or without."""
+    """A product of which one side was multiplied from two as the outer one of these, its left side then, times a
+    product of the others, and the node that multiplied the two; None if there is none, or all is summed with it or
+    without."""
     for side, other in ((parts.left, parts.right), (parts.right, parts.left)):
         for found in multiplied(side, trace):
             summed = tuple(axis for axis in parts.summed if axis not in found.by.axes)
