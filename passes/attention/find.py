@@ -27,11 +27,12 @@ from ..nodes.source import where
 from ..trace.trace import Trace
 from .functions import Function, Reading, derived, read_function
 from .kernels import is_kernel
+from .nearly import nearly_weights
 from .outer import regrouped, times
 from .padded import Padding, without_zeros
 from .pieces import PRODUCTS, joined_product, pieces_of
 from .scores import Factor, KeyRange, Mask, Sink, Summand, products_within, scores_of
-from .softmax import Weights, divided_by_more, late, weights_of
+from .softmax import Weights, late, weights_of
 from .told import told
 from .zeroed import only_seen, set_to_zero
 
@@ -81,6 +82,8 @@ class Attention:
     causal: bool = False
     strict_rows: bool = False
     """Whether a row that is masked everywhere is NaN, as a plain softmax has it, and not 0, as SDPA has it."""
+    numbers: bool = False
+    """Whether a row of which some score is NaN or inf is 0, and not NaN."""
     opaque: Opaque | None = None
     """Where more happens to the scores than masks: what stays as it is between the two products."""
     padding: Padding | None = None
@@ -115,11 +118,8 @@ def _all(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
                 )
             elif (product := _product_of_weights(node, trace)) is not None:
                 yield _unpadded(_from_weights(node, *product, trace))
-            elif node.target in PRODUCTS:
-                for operand in arguments(node)[:2]:
-                    if (divisor := divided_by_more(trace[operand].term.read.source, trace)) is not None:
-                        reason = f"expected attention weights that add up to 1, found them divided by {where(divisor)}"
-                        raise Refusal(node, reason, "divide by the sum itself: a softmax never has 0 there")
+            elif node.target in PRODUCTS and (refusal := nearly_weights(node, trace)) is not None:
+                yield refusal
             elif node.target is aten.div.Tensor and (divided := late(node, trace)) is not None:
                 yield _unpadded(_from_weights(node, *divided, trace))
         except Refusal as refusal:
@@ -313,6 +313,7 @@ def _from_weights(
         tuple(found),
         tuple(takers),
         strict_rows=not weights.safe,
+        numbers=weights.numbers,
         opaque=kept,
     )
 

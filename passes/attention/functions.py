@@ -61,6 +61,8 @@ class Function:
     factor: float
     safe: bool
     """Whether the weights are 0, and not NaN, where no key is seen."""
+    numbers: bool
+    """Whether they are 0 wherever they are NaN."""
     weights_dtype: torch.dtype
     operands: tuple[Term, ...] = ()
     sinks: tuple[Sink, ...] = ()
@@ -134,7 +136,7 @@ def _read(products: Sequence[Summand], keys: KeyRange, weights: Weights, trace: 
         node, sinks = _without_sinks(source, keys, labels, trace)
     result = builder.value(node, labels)
     dtype = weights.node.meta["val"].dtype
-    function = Function(tuple(builder.steps), result, factor * weights.factor, weights.safe, dtype)
+    function = Function(tuple(builder.steps), result, factor * weights.factor, weights.safe, weights.numbers, dtype)
     return Reading(function, tuple(builder.operands), tuple(sinks), tuple(builder.uses))
 
 

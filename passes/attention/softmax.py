@@ -39,6 +39,8 @@ class Weights:
     factor: float = 1.0
     safe: bool = False
     """Whether they are 0, and not NaN, where no key is seen."""
+    numbers: bool = False
+    """Whether those of a row are 0 wherever a softmax has no number, for whatever reason."""
     seen: Seen | None = None
     """Where they were not set to 0 after the softmax."""
     within: tuple[fx.Node, ...] = ()
@@ -77,8 +79,9 @@ def _with_zeros(node: fx.Node, trace: Trace) -> Weights | None:
     if found is None or weights is None or (weights.seen is not None and found.seen is not None):
         return None
     within = (*weights.within, weights.node, *found.between)
+    numbers = weights.numbers or found.seen is None
     return replace(
-        weights, node=node, safe=weights.safe or found.seen is None, seen=found.seen or weights.seen, within=within
+        weights, node=node, safe=weights.safe or numbers, numbers=numbers, seen=found.seen or weights.seen, within=within
     )
 
 
@@ -90,7 +93,7 @@ def _divided(node: fx.Node, numerator: Any, total: Any, trace: Trace) -> Weights
     dim = _summed_dim(total, source, trace)
     if dim is None or not _spans(trace[total], trace[numerator], dim):
         return None
-    if (exponent := _exponent(source)) is not None:
+    if (exponent := exponent_of(source)) is not None:
         return Weights(node, exponent[0], dim, factor=exponent[1])
     found = zeroed(source, trace)
     if found is None or found.seen is None:
@@ -98,7 +101,7 @@ def _divided(node: fx.Node, numerator: Any, total: Any, trace: Trace) -> Weights
     summed = trace[total].term.read.source
     assert isinstance(summed, fx.Node)
     seen, within = replace(found.seen, renormed=True), (found.of, source, summed)
-    if (exponent := _exponent(found.of)) is not None:
+    if (exponent := exponent_of(found.of)) is not None:
         return Weights(node, exponent[0], dim, factor=exponent[1], seen=seen, within=within)
     weights = weights_of(found.of, trace)
     if weights is None or weights.seen is not None or weights.safe or weights.dim != dim:
@@ -106,7 +109,7 @@ def _divided(node: fx.Node, numerator: Any, total: Any, trace: Trace) -> Weights
     return replace(weights, node=node, seen=seen, within=(*weights.within, *within))
 
 
-def _exponent(node: Any) -> tuple[fx.Node, float] | None:
+def exponent_of(node: Any) -> tuple[fx.Node, float] | None:
     """What a power is of, and the logarithm of its base."""
     if not isinstance(node, fx.Node):
         return None
@@ -127,7 +130,7 @@ def divided_by_more(node: Any, trace: Trace) -> fx.Node | None:
     source, divisor = _whole(arguments(node)[0], trace), arguments(node)[1]
     if source is not None and (found := zeroed(source, trace)) is not None:
         source = found.of
-    if source is None or _exponent(source) is None or not is_tensor(divisor):
+    if source is None or exponent_of(source) is None or not is_tensor(divisor):
         return None
     whole = total = trace[divisor].term.read.source
     while isinstance(total, fx.Node) and total.target in _WITH_A_NUMBER and is_tensor(arguments(total)[0]):
@@ -169,7 +172,7 @@ def late(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
         return None
     for side, operand in enumerate((parts.left, parts.right)):
         source = operand.read.source
-        exponent = _exponent(source)
+        exponent = exponent_of(source)
         if not isinstance(source, fx.Node) or exponent is None:
             continue
         dim = _summed_dim(total, source, trace)

@@ -94,6 +94,8 @@ class OneOpCode:
             o = _share(site, read, o, lse)
         elif site.attention.strict_rows and empty is not None:
             o = torch.where(empty, math.nan, o)
+        if site.attention.numbers:
+            o = torch.where(_are_numbers(site, read, lse), o, 0)
         output = write_as(o, (*rows, columns), site.attention.dims, read.realize)
         return output.to(site.node.meta["val"].dtype)
 
@@ -104,12 +106,25 @@ def _share(site: Site, read: Reader, o: Tensor, lse: Tensor) -> Tensor:
     NaN where nothing takes part at all, keys or sinks, as in a plain softmax.
     """
     rows = site.batch, site.tokens, site.heads
-    taken = None
-    for sink in site.attention.sinks:
-        scores = read(sink.term.read, *rows, sink.keys).to(lse.dtype) * sink.factor
-        taken = scores.logsumexp(-1) if taken is None else torch.logaddexp(taken, scores.logsumexp(-1))
+    taken = _taken(site, read, lse.dtype)
     assert taken is not None
     for shift in site.shifts:
         q, k = (read(term.read, *rows, shift.summed).to(lse.dtype) for term in (shift.query, shift.key))
         lse = lse + (q * k).sum(-1) * shift.scale
     return o * torch.sigmoid(lse - taken).unsqueeze(-1).to(o.dtype)
+
+
+def _taken(site: Site, read: Reader, dtype: torch.dtype) -> Tensor | None:
+    """The log-sum-exp of the scores of sinks, `[B, Sq, N]`; None where there are none."""
+    taken = None
+    for sink in site.attention.sinks:
+        scores = read(sink.term.read, site.batch, site.tokens, site.heads, sink.keys).to(dtype) * sink.factor
+        taken = scores.logsumexp(-1) if taken is None else torch.logaddexp(taken, scores.logsumexp(-1))
+    return taken
+
+
+def _are_numbers(site: Site, read: Reader, lse: Tensor) -> Tensor:
+    """Whether a softmax of the scores is one, `[B, Sq, N, 1]`: of none that is NaN or inf, and of more than nothing."""
+    taken = _taken(site, read, lse.dtype)
+    total = lse if taken is None else torch.logaddexp(lse, taken)
+    return total.isfinite().unsqueeze(-1)

@@ -1,0 +1,80 @@
+"""Products with what is nearly attention weights, and why it is none: nobody else would say that there is attention.
+
+e / (e.sum() + 1e-6)                     weights that do not add up to 1
+nan_to_num(softmax(s), nan=0.5)          other numbers than a softmax's
+exp(s - maximum(m, s.amax()))            a softmax of blocks of keys, each with the greatest score so far
+softmax(s) - 0.5 * softmax(t)            several softmaxes
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from ..nodes.arguments import arguments, aten, is_tensor
+from ..nodes.refusal import Refusal
+from ..nodes.source import where
+from ..trace.trace import Trace
+from .copies import original_of
+from .softmax import divided_by_more, exponent_of, weights_of
+
+_SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
+
+
+def nearly_weights(node: fx.Node, trace: Trace) -> Refusal | None:
+    """Why a product `node` is no attention though one of its operands is nearly attention weights."""
+    for operand in arguments(node)[:2]:
+        source = trace[operand].term.read.source
+        if not isinstance(source, fx.Node):
+            continue
+        if (divisor := divided_by_more(source, trace)) is not None:
+            reason = f"expected attention weights that add up to 1, found them divided by {where(divisor)}"
+            return Refusal(node, reason, "divide by the sum itself: a softmax never has 0 there")
+        if source.target is aten.nan_to_num.default and weights_of(_copied(arguments(source)[0], trace), trace):
+            reason = f"expected attention weights as a softmax gives them, found that {where(source)} puts other numbers"
+            return Refusal(node, f"{reason} in the place of NaN", "put 0 there, or nothing")
+        if (greatest := _running(source, trace)) is not None:
+            reason = f"expected a softmax over all keys, found one over blocks of keys, the greatest so far {where(greatest)}"
+            return Refusal(node, reason, "take the softmax of all scores at once: what is compiled takes blocks itself")
+        if source.target in _SUMS and len(list(softmaxes(source, trace))) > 1:
+            reason = f"expected attention weights of one softmax, found several in {where(source)}"
+            return Refusal(node, reason, "multiply each of them with the values, and add that up")
+    return None
+
+
+def softmaxes(node: Any, trace: Trace) -> list[fx.Node]:
+    """The attention weights that a sum of such is made of, times whatever; none if it is no such sum."""
+    source = _copied(node, trace)
+    if source is None:
+        return []
+    if weights_of(source, trace) is not None:
+        return [source]
+    if source.target in _SUMS:
+        found = [softmaxes(operand, trace) for operand in arguments(source)[:2]]
+        return [each for own in found for each in own] if all(found) else []
+    if source.target is aten.mul.Tensor:
+        return next((own for operand in arguments(source) if (own := softmaxes(operand, trace))), [])
+    return []
+
+
+def _running(node: fx.Node, trace: Trace) -> fx.Node | None:
+    """The greatest scores so far that are taken from those of a block before the exponential."""
+    exponent = exponent_of(node)
+    difference = None if exponent is None else _copied(exponent[0], trace)
+    if difference is None or difference.target is not aten.sub.Tensor:
+        return None
+    greatest = _copied_source(arguments(difference)[1], trace)
+    return greatest if greatest is not None and greatest.target is aten.maximum.default else None
+
+
+def _copied(node: Any, trace: Trace) -> fx.Node | None:
+    """The tensor that `node` is a copy of, perhaps in another dtype."""
+    original = original_of(node, trace) if is_tensor(node) else None
+    return original.node if original is not None and is_tensor(original.node) else None
+
+
+def _copied_source(node: Any, trace: Trace) -> fx.Node | None:
+    """The tensor of which `node` has the elements."""
+    source = trace[node].term.read.source if is_tensor(node) else None
+    return source if isinstance(source, fx.Node) else None
