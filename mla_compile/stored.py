@@ -13,6 +13,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._sympy import functions
 
 from mla_compile.passes.nodes.shapes import hint_of
@@ -26,12 +27,7 @@ class ReportStore:
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], tag: str) -> None:
         values = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
-        described = [
-            (tuple(map(str, v.shape)), str(v.dtype), str(v.device), *_shared_out(v))
-            if isinstance(v, torch.Tensor)
-            else str(v)
-            for v in values
-        ]
+        described = [_described(value) for value in values]
         config = repr((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")))
         text = module.code + repr(described) + config + tag
         self._path = cache_files.path_of(hashlib.sha256(text.encode()).hexdigest())
@@ -51,6 +47,17 @@ class ReportStore:
 
     def _holds(self, report: Report) -> bool:
         return all(_true(guard, self._hints) for guard in _guards(report))
+
+
+def _described(value: Any) -> object:
+    """An input as the passes depend on it: of a tensor made of others, as quantised weights are, those too."""
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    plain = (tuple(map(str, value.shape)), str(value.dtype), str(value.device), *_shared_out(value))
+    if not is_traceable_wrapper_subclass(value):
+        return plain
+    names, context = value.__tensor_flatten__()
+    return plain, type(value).__qualname__, repr(context), [(n, _described(getattr(value, n))) for n in names]
 
 
 def _shared_out(tensor: torch.Tensor) -> tuple[str, ...]:

@@ -2,9 +2,12 @@
 
 import pytest
 import sympy
+import torch
+from torch import fx
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
-from mla_compile.stored import _true
+from mla_compile.report import Report
+from mla_compile.stored import ReportStore, _true
 
 s, t = sympy.symbols("s0 s1", integer=True, positive=True)
 SIZES = [FloorDiv(s, 2), FloorDiv(-s, 16), Max(0, s - 7), Min(s, t), Mod(s, 4), PythonMod(s, 4)]
@@ -15,3 +18,48 @@ def test_a_guard_on_sizes_that_are_no_polynomial(size):
     value = int(size.subs({s: 9, t: 5}))
     assert _true(str(sympy.Ge(size * t + s, value * 5 + 9)), {"s0": 9, "s1": 5})
     assert not _true(str(sympy.Ge(size * t + s, value * 5 + 10)), {"s0": 9, "s1": 5})
+
+
+class Coded(torch.Tensor):
+    """A tensor that is made of another, as quantised weights are."""
+
+    @staticmethod
+    def __new__(cls, of, bits):
+        return torch.Tensor._make_wrapper_subclass(cls, of.shape, dtype=torch.float32)
+
+    def __init__(self, of, bits):
+        self.of, self.bits = of, bits
+
+    def __tensor_flatten__(self):
+        return ["of"], {"bits": self.bits}
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Coded(inner["of"], context["bits"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+def store(weight):
+    """That of a graph with one input."""
+    graph = fx.Graph()
+    graph.output(graph.placeholder("weight"))
+    module = fx.GraphModule({}, graph)
+    next(iter(module.graph.nodes)).meta["example_value"] = weight
+    return ReportStore(module, [weight], "tests")
+
+
+OTHERS = [
+    torch.empty(3, 4),
+    Coded(torch.empty(3, 4, dtype=torch.int8), 4),
+    Coded(torch.empty(3, 4, dtype=torch.uint8), 8),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=["no subclass", "another context", "made of another"])
+def test_a_report_is_of_what_weights_are_made_of(other):
+    store(Coded(torch.empty(3, 4, dtype=torch.int8), 8)).save(Report((), "kept"))
+    assert store(Coded(torch.empty(3, 4, dtype=torch.int8), 8)).load() is not None
+    assert store(other).load() is None

@@ -30,6 +30,8 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
     aligned, _ = align(pieces, [[(k, i) if i == dim else i for i in range(rank)] for k in range(len(pieces))])
     if (whole := _in_one_run(source, aligned, dim)) is not None:
         return whole
+    if (whole := _in_one_product(source, aligned, dim)) is not None:
+        return whole
     along = Axis(total(piece.shape[dim] for piece in aligned))
     dims = tuple((along,) if i == dim else axes for i, axes in enumerate(aligned[0].dims))
     segments = tuple(Segment(p.dims[dim], prune(p.term, 4)) for p in aligned)  # as scores of joined keys have them
@@ -69,6 +71,22 @@ def _in_one_run(source: Hashable, pieces: Sequence[Form], dim: int) -> Form | No
     unread = isinstance(whole.term.read.source, Unread)
     read = read_of(source, whole.dims, whole.term.axes).read if unread else whole.term.read
     return replace(whole, term=replace(whole.term, read=read))
+
+
+def _in_one_product(source: Hashable, pieces: Sequence[Form], dim: int) -> Form | None:
+    """Pieces that are products with one tensor as the product of that with the others in a row, None if they are not.
+
+    cat(latent_0 @ w, latent_1 @ w)   =   cat(latent_0, latent_1) @ w
+    """
+    if any(piece.term.parts is None for piece in pieces):
+        return None
+    first, *rest = pieces
+    run: Form | None = first
+    for piece in rest:
+        run = None if run is None else as_one(source, run, piece, dim, joins=True)
+    if run is None or not isinstance(run.term.read.source, Unread):
+        return None
+    return replace(run, term=replace(run.term, read=read_of(source, run.dims, run.term.axes).read))
 
 
 def _in_runs(source: Hashable, segments: Sequence[Segment]) -> tuple[Segment, ...]:

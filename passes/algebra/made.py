@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from .operations import read_of
+from .sizes import Size
 from .substitution import change_read
-from .terms import Added, Axis, Contracted, Dim, Read, Scaled
+from .terms import Added, Axis, Contracted, Dim, Joined, Read, Scaled
 
 
 def multiplied(of: Read, by: Read, *, divides: bool = False) -> Read:
@@ -31,6 +33,49 @@ def contracted(left: Read, right: Read, summed: Dim) -> Read:
     bound = {axis: own.pop(axis, Axis(axis.size)) for axis in summed}
     left, right = (change_read(read, own | bound) for read in (left, right))
     return _read(Contracted(left, right, tuple(bound.values()), tuple(own.values())), own)
+
+
+def joined(first: Read, second: Read, along: tuple[Dim, Dim], axis: Axis) -> Read | None:
+    """Two reads one behind the other along `axis`, where the axes `along` of each count its own indices; None if
+    their other axes are not the same, or if none of the two differs along it.
+
+    Axes of the source are the same in every one, so that two that are alike are equal.
+    """
+    pieces = *_pieces(first, along[0], axis), *_pieces(second, along[1], axis)
+    others = [d.axis for dim in first.dims for d in dim if d.axis is not None and d.axis not in along[0]]
+    counted = [own for read, own in zip((first, second), along, strict=True) if {*own} & read.axes]
+    whole = all({*own} <= read.axes for read, own in zip((first, second), along, strict=True))
+    if not (counted and whole) or any(read.axes.difference(own) != {*others} for read, own in pieces):
+        return None
+    names = {own: _bound(place, own.size) for place, own in enumerate(others)}
+    bound = [tuple(_bound(len(others), own.size) for own in owns) for _, owns in pieces]
+    reads = [
+        change_read(read, names | dict(zip(owns, own, strict=True)))
+        for (read, owns), own in zip(pieces, bound, strict=True)
+    ]
+    source = Joined(tuple(reads), tuple(bound), tuple(names.values()))
+    return read_of(source, [(axis,), *((other,) for other in names)]).read
+
+
+def _pieces(read: Read, own: Dim, axis: Axis) -> list[tuple[Read, Dim]]:
+    """The pieces of a read that is joined along `own`, all of which is read; else itself."""
+    source = read.source
+    if not isinstance(source, Joined) or read.then or any(len(d) != 1 or not d[0].whole for d in read.dims):
+        return [(read, own)]
+    if read.dims[0][0].axis not in own:
+        return [(read, own)]
+    names = {a: digits[0].axis for a, digits in zip(source.axes, read.dims[1:], strict=True) if digits[0].axis}
+    fresh = [tuple(Axis(a.size) for a in along) for along in source.along]
+    return [
+        (change_read(piece, names | dict(zip(along, new, strict=True))), new)
+        for piece, along, new in zip(source.pieces, source.along, fresh, strict=True)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _bound(place: int, size: Size) -> Axis:
+    """An axis of a source's own, the same in every source."""
+    return Axis(size)
 
 
 def _own(reads: Sequence[Read]) -> dict[Axis, Axis]:

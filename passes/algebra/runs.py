@@ -14,21 +14,24 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from .made import joined
 from .operations import alike, read_of
 from .sizes import Size, product, quotient, same, total
 from .substitution import change_term
 from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Sum, Term, Undefined, Unread, Zero
 
 
-def as_one(source: Hashable, first: Form, second: Form, dim: int) -> Form | None:
+def as_one(source: Hashable, first: Form, second: Form, dim: int, *, joins: bool = False) -> Form | None:
     """Two pieces along `dim` of the tensor `source` as one, None if they are not one behind the other in what they are
     made of.
 
-    Their other dimensions have the same axes. Of a product that only the two together are there is no tensor.
+    Their other dimensions have the same axes. Of a product that only the two together are there is no tensor. If it
+    `joins`, tensors that are not one behind the other are joined where a product with one more, that both have, is made
+    of them.
     """
     for a, own, b, others in _seams(first.dims[dim], second.dims[dim]):
         axis = Axis(total([1 if a is None else a.size, 1 if b is None else b.size]))
-        seam = _Seam(a, b, axis, source)
+        seam = _Seam(a, b, axis, source, joins)
         term = seam.term(first.term, change_term(second.term, dict(zip(others, own, strict=True))))
         if term is not None:
             return Form((*first.dims[:dim], (axis, *own), *first.dims[dim + 1 :]), term)
@@ -55,18 +58,31 @@ class _Seam:
     second: Axis | None
     axis: Axis
     source: Hashable
+    joins: bool = False
 
-    def term(self, a: Term, b: Term) -> Term | None:
-        """The element of both pieces."""
+    def term(self, a: Term, b: Term, *, is_factor: bool = False, is_piece: bool = False) -> Term | None:
+        """The element of both pieces, or of the factors of products that have the other one in common, or of pieces
+        beside products."""
         if a == b and self.first not in a.axes:
             return a
-        read, parts = self.read(a.read, b.read), self._parts(a, b)
+        read = self.read(a.read, b.read)
+        if read is None and self.joins and (is_factor or (is_piece and a.parts is None and b.parts is None)):
+            return self._laid(a, b)
+        parts = self._parts(a, b)
         if parts is not None:
             over = Term(a.read, parts).axes
             return Term(read or read_of(Unread(self.source), [(axis,) for axis in over]).read, parts)
         if read is None or any(isinstance(term.parts, Undefined | Zero) for term in (a, b)):
             return None
         return Term(read, joined=self._join(a.joined, b.joined) if a.joined and b.joined else None)
+
+    def _laid(self, a: Term, b: Term) -> Term | None:
+        """Two tensors that are to be joined."""
+        if any(isinstance(t.read.source, Unread) or isinstance(t.parts, Undefined | Zero) for t in (a, b)):
+            return None
+        along = tuple(() if axis is None else (axis,) for axis in (self.first, self.second))
+        both = joined(a.read, b.read, (along[0], along[1]), self.axis)
+        return None if both is None else Term(both)
 
     def read(self, a: Read, b: Read) -> Read | None:
         """The read of both pieces."""
@@ -150,7 +166,9 @@ class _Seam:
                 if scale != other.scale or not alike(summed, other.summed):
                     return None
                 own = dict(zip(other.summed, summed, strict=True))
-                sides = self.term(left, change_term(other.left, own)), self.term(right, change_term(other.right, own))
+                pairs = (left, change_term(other.left, own)), (right, change_term(other.right, own))
+                shared = any(one == more and self.first not in one.axes for one, more in pairs)
+                sides = [self.term(*pair, is_factor=shared) for pair in pairs]
                 return Product(sides[0], sides[1], summed, scale) if sides[0] and sides[1] else None
             case Sum(terms), Sum(others) if len(terms) == len(others):
                 both = [self.term(*pair) for pair in zip(terms, others, strict=True)]
@@ -167,7 +185,8 @@ class _Seam:
         for segment, more in zip(a.segments, b.segments, strict=True):
             if not alike(segment.axes, more.axes):
                 return None
-            term = self.term(segment.term, change_term(more.term, dict(zip(more.axes, segment.axes, strict=True))))
+            other = change_term(more.term, dict(zip(more.axes, segment.axes, strict=True)))
+            term = self.term(segment.term, other, is_piece=any(isinstance(s.term.parts, Product) for s in a.segments))
             if term is None:
                 return None
             pieces.append(replace(segment, term=term))

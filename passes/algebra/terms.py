@@ -161,6 +161,16 @@ class Stacked:
 
 
 @dataclass(frozen=True)
+class Joined:
+    """A source that no graph has as a tensor: `pieces` one behind the other along its first dimension, each over its
+    own of the axes `along` there, the others one for each of `axes`."""
+
+    pieces: tuple[Read, ...]
+    along: tuple[Dim, ...]
+    axes: Dim
+
+
+@dataclass(frozen=True)
 class Added:
     """A source that no graph has as a tensor: `pieces` added up, with a dimension for each of `axes`."""
 
@@ -193,7 +203,7 @@ def made_of(source: Hashable) -> tuple[Read, ...]:
     match source:
         case Scaled(of, by):
             return of, by
-        case Stacked(pieces) | Added(pieces):
+        case Stacked(pieces) | Joined(pieces) | Added(pieces):
             return pieces
         case Contracted(left, right):
             return left, right

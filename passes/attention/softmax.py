@@ -81,7 +81,12 @@ def _with_zeros(node: fx.Node, trace: Trace) -> Weights | None:
     within = (*weights.within, weights.node, *found.between)
     numbers = weights.numbers or found.seen is None
     return replace(
-        weights, node=node, safe=weights.safe or numbers, numbers=numbers, seen=found.seen or weights.seen, within=within
+        weights,
+        node=node,
+        safe=weights.safe or numbers,
+        numbers=numbers,
+        seen=found.seen or weights.seen,
+        within=within,
     )
 
 

@@ -17,7 +17,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ..algebra.sizes import Size, Unaligned, product, same
-from ..algebra.terms import Added, Axis, Bits, Contracted, Digit, Dim, Laid, Read, Scaled, Stacked, made_of
+from ..algebra.terms import Added, Axis, Bits, Contracted, Digit, Dim, Joined, Laid, Read, Scaled, Stacked, made_of
 from ..nodes.shapes import size_of
 
 T = TypeVar("T")
@@ -119,6 +119,10 @@ class Reader:
         if isinstance(read.source, Stacked):
             dims = [(axis,) for axis in read.source.axes]
             return torch.stack([self(piece, *dims) for piece in read.source.pieces])
+        if isinstance(read.source, Joined):
+            dims = [(axis,) for axis in read.source.axes]
+            pieces = zip(read.source.pieces, read.source.along, strict=True)
+            return torch.cat([self(piece, along, *dims) for piece, along in pieces])
         if isinstance(read.source, Added):
             dims = [(axis,) for axis in read.source.axes]
             return sum_of([self(piece, *dims, broadcast=False) for piece in read.source.pieces])

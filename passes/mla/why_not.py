@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import fx
 
 from ..algebra.terms import Join, Product, Read, Scaled, Sum, Term, Unread, made_of
+from ..attention import outer
 from ..attention.find import Attention
 from ..nodes.arguments import aten, is_tensor, takes_tensors
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
+from .in_few_bits import REMEDY, product_in_few_bits
 from .multiplied import multiplied_product
 
 _WRITES = {
@@ -68,6 +70,8 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
         found = describe(attention.value, trace)
         if multiplied is not None:
             found, remedy = multiplied.found, multiplied.remedy
+        elif (coded := product_in_few_bits(attention.value, trace)) is not None:
+            found, remedy = coded, REMEDY
         reason = f"expected values that are an up-projection of a latent, found {found}"
         if stop is not None and stop.op == "placeholder":
             remedy = _OTHER_GRAPH
@@ -79,6 +83,10 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
         if len(running) == 1:
             reason = f"expected keys and values from one latent, found keys from {name(running[0])} and values from "
             return Refusal(node, reason + name(latent), "project both from the same tensor", _node(running[0]))
+    for factor in (found.by for term in keys for found in outer.multiplied(term, trace)):
+        if factor.axes & over and factor.axes <= over.union(attention.rows):
+            reason = f"expected keys that are an up-projection of {name(latent)}, found keys times a number of each, "
+            return Refusal(node, reason + name(factor.read), "multiply the scores by it: (q @ k.mT) * number")
     multiplied = next(filter(None, (multiplied_product(term, trace) for term in keys)), None)
     found = "; ".join(describe(term, trace) for term in keys) if multiplied is None else multiplied.found
     reason = f"expected keys of which some columns are an up-projection of {name(latent)}, found {found}"

@@ -83,6 +83,8 @@ class Spelling:
     attention weights, `c` latents, `w` weights."""
     keys_scaled: str = "no"
     """What whole keys are multiplied by: a number a `head`, or one a head and `column`."""
+    apart: bool = False
+    """Whether what is cached and what is new are up-projected by themselves, and keys and values joined."""
 
     @property
     def needs_scores(self) -> bool:
@@ -135,6 +137,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "gated": (False,) * 9 + (True,),
     "threes": ("no",) * 54 + ("xcw", "xwc", "cxw", "cwx", "wxc", "wcx"),
     "keys_scaled": ("no",) * 18 + ("head", "column"),
+    "apart": (False,) * 3 + (True,),
 }
 
 
@@ -154,6 +157,8 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
         s = replace(s, softmax=dice.choice(("plain", "wide", "by hand"))) if s.softmax in ("sdpa", "late") else s
     if s.absorbed != "no" or s.groups != "none" or s.keys == "two scores":
         s = replace(s, keys_scaled="no")  # there are no whole keys of each head
+    if s.cache != "cat" or s.cache_tensors != "two" or s.absorbed != "no" or s.gated or s.latents != "one":
+        s = replace(s, apart=False)
     if s.gated:  # a bias would differ between tokens
         s = replace(s, absorbed="no", bias=False)
     if s.absorbed != "no":

@@ -113,6 +113,7 @@ class Attention(Joining):
             latent = latent * 0.7
         if self.rope_width:
             k_rope = self.rotate(k_rope.unsqueeze(2), start).squeeze(2)
+        new = latent
         latent, k_rope = self.read_cache(latent, k_rope, cache)
         q = self.w_query(x).unflatten(-1, (self.query_heads, self.width))
         q_nope, q_rope = q.split([s.nope, self.rope_width], dim=-1)
@@ -123,7 +124,12 @@ class Attention(Joining):
             q_nope, q_rope = q_nope * scale, q_rope * scale
         elif s.scale == "weight":
             scale = 1.0
-        k_nope, v = self.up_project(latent)
+        if s.apart:
+            of_all = (self.up_project(part) for part in (cache[0], new))
+            dim = self.letters.format("t").index("t")
+            k_nope, v = (torch.cat(parts, dim=dim) for parts in zip(*of_all, strict=True))
+        else:
+            k_nope, v = self.up_project(latent)
         if s.gated:
             gate = latent[..., :1].sigmoid().unsqueeze(self.letters.format("t").index("n"))
             k_nope, v = k_nope * gate, v * gate

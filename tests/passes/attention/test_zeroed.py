@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.passes import spellings as mla
 from tests.passes.checks import check_rewritten, compiled
-from tests.passes.graphs import capture, rewrite
+from tests.passes.graphs import capture, rewrite, run
 from tests.passes.spellings import SQ, Function, T
 
 Zeroing = Callable[[Tensor, Tensor], Tensor]
@@ -35,6 +35,46 @@ def weighed(weights: Callable[[Tensor], Tensor]) -> Function:
 def after(fill: float, zeroing: Zeroing) -> Function:
     """A softmax of scores of which those that are not seen are `fill`, and what is done to its weights."""
     return weighed(lambda s: zeroing(s.masked_fill(~seen(), fill).softmax(-1), seen()))
+
+
+def rows(number: float, keys: bool = False) -> Tensor:
+    """`number` where a second query, or key, is, else 0."""
+    return torch.where(torch.arange(T) == 1 if keys else torch.arange(SQ)[:, None] == 1, number, 0.0).double()
+
+
+NO_NUMBERS: dict[str, Function] = {
+    "NaN added for a query": lambda s: s + rows(torch.nan),
+    "NaN added for a key": lambda s: s + rows(torch.nan, keys=True),
+    "inf added for a key": lambda s: s + rows(torch.inf, keys=True),
+    "NaN for what is hidden": lambda s: s.masked_fill(~seen(), torch.nan),
+    "a query times inf": lambda s: s * (1 + rows(torch.inf)),
+    "NaN under a function": lambda s: (s + rows(torch.nan)).tanh(),
+}
+
+
+@pytest.mark.parametrize("change", NO_NUMBERS.values(), ids=NO_NUMBERS)
+def test_rows_that_are_no_numbers_for_another_reason_are_0_too(change: Function) -> None:
+    function = weighed(lambda s: change(s).softmax(-1).nan_to_num())
+    assert function(*mla.tensors()).isfinite().all()
+    for path, _, (outcome,) in compiled(function, mla.tensors()):
+        assert outcome.path == path
+
+
+def test_a_sink_that_is_no_number() -> None:
+    """In float32, as all sinks are."""
+
+    def function(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        sink = rows(torch.nan)[:, :1].expand(*q.shape[:2], SQ, 1)
+        scores = torch.cat([q @ k.mT * mla.SCALE, sink], -1).float()
+        return scores.softmax(-1).nan_to_num()[..., :-1] @ v.float()
+
+    tensors = [t.float() for t in mla.tensors()]
+    for path in ("absorbed", "chunked"):
+        module = capture(function, *tensors)
+        (outcome,) = rewrite(module, path)
+        assert outcome.path == path
+        torch.testing.assert_close(run(module, *tensors), function(*tensors))
 
 
 def powers(scores: Tensor) -> Tensor:

@@ -31,6 +31,11 @@ def ropes(change: Function) -> Function:
     return attention
 
 
+def scores(*args: Tensor) -> Tensor:
+    """What the report says to write instead."""
+    return mla.softmax(*mla.naive(*args), lambda s: s * ramp(N, 1, T))
+
+
 def ramp(*shape: int) -> Tensor:
     return 0.5 + torch.arange(torch.Size(shape).numel()).view(shape).double() / torch.Size(shape).numel()
 
@@ -53,8 +58,22 @@ def test_what_keys_are_multiplied_by_goes_to_the_query(function: Function) -> No
     check_rewritten(function, mla.tensors())
 
 
-UNCHANGED: dict[str, Function] = {
+NUMBERS = {
     "a number a head and key": keys(lambda k: k * ramp(N, T, 1), mla.sealed),
+    "a number a key": keys(lambda k: k * ramp(T, 1)),
+}
+
+
+@pytest.mark.parametrize("function", NUMBERS.values(), ids=NUMBERS)
+def test_a_number_of_each_key_belongs_to_the_scores(function: Function) -> None:
+    for _, _, (outcome,) in compiled(function, mla.tensors()):
+        assert outcome.path == "unchanged"
+        assert "found keys times a number of each, `" in outcome.reason
+    for path, _, (outcome,) in compiled(scores, mla.tensors()):
+        assert outcome.path == path
+
+
+UNCHANGED: dict[str, Function] = {
     "a number over keys": keys(lambda k: ramp(N, 1, 1) / k),
     "a number a head and rope key": ropes(lambda k: k * ramp(N, T, 1)),
     "a sum with a number a head": ropes(lambda k: k + ramp(N, T, 1)),

@@ -1,0 +1,45 @@
+"""Products of latents that were rounded to few bits themselves: of another latent than attention meets elsewhere.
+
+key = (int8(latent / s) @ int8 weight) * s * scale          an op of its own, whose integers or floats are scaled after
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..algebra.terms import Term
+from ..nodes.arguments import aten, is_elementwise, is_tensor
+from ..nodes.source import where
+from ..trace.trace import Trace
+
+_PRODUCTS = {
+    aten._int_mm.default,
+    aten._scaled_mm.default,
+    aten._weight_int4pack_mm.default,
+    aten._weight_int4pack_mm_for_cpu.default,
+    aten._weight_int8pack_mm.default,
+}
+_STEPS = 12
+"""Steps to look back from keys or values for the product: its scales, zero points and casts are about five."""
+
+REMEDY = (
+    "quantise this weight alone, its latents not (weight-only configurations), or leave it out (torchao: quantize_'s "
+    "filter_fn)"
+)
+
+
+def product_in_few_bits(term: Term, trace: Trace) -> str | None:
+    """What a term was made of, in words, if that is a product in few bits; None if it is not."""
+    edge = {term.read.source} if isinstance(term.read.source, fx.Node) else set[fx.Node]()
+    for _ in range(_STEPS):
+        for node in edge:
+            if node.target in _PRODUCTS:
+                return f"a product of numbers in few bits, `{node.target}` in {where(node)}"
+        edge = {_read(operand, trace) for node in edge if is_elementwise(node) for operand in node.all_input_nodes}
+    return None
+
+
+def _read(node: fx.Node, trace: Trace) -> fx.Node:
+    """The tensor whose elements a node holds."""
+    source = trace[node].term.read.source if is_tensor(node) else None
+    return source if isinstance(source, fx.Node) else node
