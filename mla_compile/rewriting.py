@@ -26,7 +26,7 @@ class Rewriting:
     outcomes: tuple[Outcome, ...]
     """Of every attention, in order."""
     original: fx.GraphModule | None
-    """The graph as it was, with `mla.verify`."""
+    """The graph as it was, but for sums of attention weights that were multiplied apart, with `mla.verify`."""
     seconds: float
     """Wall time of the passes."""
 
@@ -36,16 +36,18 @@ def rewrite_graph(
 ) -> Rewriting:
     """Rewrite the attentions of a functional ATen graph in place; args as those of `Pipeline`."""
     log_graph(BEFORE, module)
-    original = snapshot(module) if options.verify else None
-    start = time.perf_counter()
-    results = Pipeline(
+    pipeline = Pipeline(
         device,
         options.path,
         options.workspace_tokens,
         ranges,
         training=training,
         agreement=options.agreement,
-    )(module)
+    )
+    start = time.perf_counter()
+    pipeline.rephrase(module)
+    original = snapshot(module) if options.verify else None
+    results = pipeline(module)
     seconds = time.perf_counter() - start
     log_results(results)
     outcomes = tuple(result.outcome for result in results)

@@ -18,6 +18,7 @@ from .caches.grown import copying
 from .graph.gathers import remove_unused, waits_for_gathers
 from .graph.guards import GuardNeeded, no_guards
 from .graph.in_place import write_in_place
+from .graph.rephrased import rephrase
 from .graph.rewriter import Rewriter
 from .masks.meaning import Meaning, understand
 from .mla.nearest import with_nearest_queries
@@ -84,22 +85,12 @@ class Pipeline:
 
     def __call__(self, module: fx.GraphModule) -> list[Result]:
         """Rewrite the MLA sites of a functional ATen graph in place. Every node has its fake value in `meta["val"]`."""
-        graph = module.graph
-        mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in graph.nodes])
-        environment = mode.shape_env if mode is not None else None
-        choose = Chooser(
-            self.path,
-            self.device,
-            self.workspace_tokens,
-            environment,
-            self.ranges,
-            training=self.training,
-            agreement=self.agreement,
-        )
-        rewriter = Rewriter(graph, self.workspace_tokens, environment)
+        self.rephrase(module)
+        graph, choose = module.graph, self._chooser(module)
+        rewriter = Rewriter(graph, self.workspace_tokens, choose.environment)
         trace = Trace(graph)
         waits = waits_for_gathers(graph)
-        with nullcontext() if self.ranges is None else no_guards(environment):
+        with nullcontext() if self.ranges is None else no_guards(choose.environment):
             results = [self._treat(found, trace, choose, rewriter) for found in list(find(graph, trace))]
         if any(result.outcome.rewritten for result in results):
             if not self.training:
@@ -111,6 +102,23 @@ class Pipeline:
             graph.lint()
             module.recompile()
         return results
+
+    def rephrase(self, module: fx.GraphModule) -> None:
+        """Put what is no attention as it is written as attention, in place, where that would be rewritten."""
+        if not self.training and self.ranges is None:
+            rephrase(module, self._chooser(module))
+
+    def _chooser(self, module: fx.GraphModule) -> Chooser:
+        mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])
+        return Chooser(
+            self.path,
+            self.device,
+            self.workspace_tokens,
+            mode.shape_env if mode is not None else None,
+            self.ranges,
+            training=self.training,
+            agreement=self.agreement,
+        )
 
     def _treat(self, found: Attention | Refusal, trace: Trace, choose: Chooser, rewriter: Rewriter) -> Result:
         result = Result(found.node, environment=choose.environment)

@@ -19,7 +19,7 @@ from ..trace.trace import Trace
 from .copies import original_of
 from .softmax import divided_by_more, exponent_of, weights_of
 
-_SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
+SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
 
 
 def nearly_weights(node: fx.Node, trace: Trace) -> Refusal | None:
@@ -40,20 +40,20 @@ def nearly_weights(node: fx.Node, trace: Trace) -> Refusal | None:
             reason = "expected a softmax over all keys, found one over blocks of keys, the greatest so far "
             reason += where(greatest)
             return Refusal(node, reason, "take the softmax of all scores at once: what is compiled takes blocks itself")
-        if source.target in _SUMS and len(list(softmaxes(source, trace))) > 1:
+        if source.target in SUMS and len(list(softmaxes(source, trace))) > 1:
             reason = f"expected attention weights of one softmax, found several in {where(source)}"
-            return Refusal(node, reason, "multiply each of them with the values, and add that up")
+            return Refusal(node, reason, "take each by itself, multiply it with the values, and add that up")
     return None
 
 
 def softmaxes(node: Any, trace: Trace) -> list[fx.Node]:
     """The attention weights that a sum of such is made of, times whatever; none if it is no such sum."""
-    source = _copied(node, trace)
+    source = _copied_source(node, trace)
     if source is None:
         return []
     if weights_of(source, trace) is not None:
         return [source]
-    if source.target in _SUMS:
+    if source.target in SUMS:
         found = [softmaxes(operand, trace) for operand in arguments(source)[:2]]
         return [each for own in found for each in own] if all(found) else []
     if source.target is aten.mul.Tensor:

@@ -1,0 +1,199 @@
+"""Sums of attention weights that meet values as sums of attentions, where each of these is proved to be MLA.
+
+Before   o = (softmax(a) - s * softmax(b)) @ v                    differential attention: one product
+After    o = softmax(a) @ v - s * (softmax(b) @ v)                two, each an attention
+
+Where one is none, nothing is gained by a second product: the graph stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from ..algebra.sizes import Unaligned, same
+from ..algebra.terms import Form
+from ..attention.copies import original_of
+from ..attention.find import Attention, find
+from ..attention.nearly import SUMS, softmaxes
+from ..attention.pieces import PRODUCTS
+from ..attention.softmax import weights_of
+from ..code.splicing import graph_of, inline
+from ..masks.meaning import Meaning, understand
+from ..mla.prove import prove
+from ..mla.site import Site
+from ..nodes.arguments import arguments, aten, factor_of, is_tensor
+from ..nodes.refusal import Refusal
+from ..trace.trace import Trace
+
+_SOFTMAXES = {aten._softmax.default, aten._safe_softmax.default}
+
+
+@dataclass(frozen=True)
+class _Addend:
+    """`number * weights`, times tensors that no key has one of its own of."""
+
+    weights: fx.Node
+    number: float = 1.0
+    factors: tuple[fx.Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Distributed:
+    """A product `place` of a sum of weights, as a sum of products; called with the values of its `sources`."""
+
+    place: fx.Node
+    addends: tuple[_Addend, ...]
+
+    @property
+    def sources(self) -> list[fx.Node]:
+        tensors = [node for addend in self.addends for node in (addend.weights, *addend.factors)]
+        return [*arguments(self.place)[:2], *tensors]
+
+    def __call__(self, operand: Tensor, values: Tensor, *tensors: Tensor) -> Tensor:
+        given, total = iter(tensors), None
+        for addend in self.addends:
+            weights = next(given)
+            rows = weights.to(operand.dtype).reshape(operand.shape)
+            product = (rows @ values).reshape(*weights.shape[:-1], values.shape[-1]) * addend.number
+            for _ in addend.factors:
+                product = product * next(given)
+            total = product if total is None else total + product
+        assert total is not None
+        return total.reshape(*operand.shape[:-1], values.shape[-1]).to(self.place.meta["val"].dtype)
+
+
+def rephrase(module: fx.GraphModule, choose: Callable[[Site, Meaning, Trace], object]) -> None:
+    """Distribute products over the sums of attention weights of a graph, where all of them are MLA then, for which
+    `choose` finds a path."""
+    if not any(map(_may_be_sum, module.graph.nodes)):
+        return
+    found = list(_distributed(module.graph, Trace(module.graph)))
+    if not found:
+        return
+    mapped: dict[fx.Node, fx.Node] = {}
+    tried = fx.Graph()
+    tried.output(tried.graph_copy(module.graph, mapped))
+    tried = fx.GraphModule(module, tried).graph
+    names = {node.name: node for node in tried.nodes}
+    products = [_put(tried, _renamed(each, names, mapped)) for each in found]
+    trace = Trace(tried)
+    proved = {found.node for found in find(tried, trace) if _is_taken(found, trace, choose)}
+    for each, own in zip(found, products, strict=True):
+        if own <= proved:
+            _put(module.graph, each)
+    module.recompile()
+
+
+def _may_be_sum(node: fx.Node) -> bool:
+    """Whether a node may be a sum of softmaxes, each after a few steps."""
+
+    def leads(operand: Any, steps: int) -> bool:
+        if not isinstance(operand, fx.Node) or steps == 0:
+            return False
+        return operand.target in _SOFTMAXES or any(leads(before, steps - 1) for before in operand.all_input_nodes)
+
+    return node.target in SUMS and all(leads(operand, 4) for operand in arguments(node)[:2])
+
+
+def _distributed(graph: fx.Graph, trace: Trace) -> Iterator[_Distributed]:
+    for node in graph.nodes:
+        if node.target not in PRODUCTS:
+            continue
+        operand = arguments(node)[0]
+        source = trace[operand].term.read.source
+        if not isinstance(source, fx.Node) or source.target not in SUMS or not is_tensor(source):
+            continue
+        addends = _addends(source, _Addend(source), trace)
+        if addends and len(addends) > 1 and _in_order(trace[operand], trace[source]):
+            yield _Distributed(node, tuple(addends))
+
+
+def _in_order(operand: Form, source: Form) -> bool:
+    """Whether a tensor has all elements of another in their order, its last dimensions too."""
+    digits = [digit for dim in operand.term.read.dims for digit in dim]
+    read = [digit.axis for digit in digits]
+    if any(isinstance(step, float) for step in operand.term.read.then):
+        return False
+    if any(not digit.whole for digit in digits) or read != [axis for dim in operand.dims for axis in dim]:
+        return False
+    return len(source.dims) > 1 and same(source.shape[-1], operand.shape[-1])
+
+
+def _addends(node: fx.Node, so_far: _Addend, trace: Trace) -> list[_Addend] | None:
+    """What a tensor is the sum of, if that is attention weights of its own shape; None if it is not."""
+    original = original_of(node, trace)
+    if original is None or original.factors:
+        return None
+    node = original.node
+    if weights_of(node, trace) is not None:
+        alike = node.meta["val"].dim() == so_far.weights.meta["val"].dim() and all(
+            same(a, b) for a, b in zip(trace[node].shape, trace[so_far.weights].shape, strict=True)
+        )
+        return [_Addend(node, so_far.number, so_far.factors)] if alike else None
+    a, b = (*arguments(node), None, None)[:2]
+    if node.target in (aten.add.Tensor, aten.sub.Tensor):
+        alpha = factor_of(node)
+        if alpha is None or not is_tensor(a) or not is_tensor(b):
+            return None
+        sign = alpha if node.target is aten.add.Tensor else -alpha
+        left = _addends(a, so_far, trace)
+        right = _addends(b, _Addend(so_far.weights, so_far.number * sign, so_far.factors), trace)
+        return None if left is None or right is None else [*left, *right]
+    if node.target is not aten.mul.Tensor:
+        return None
+    if isinstance(b, int | float):
+        return _addends(a, _Addend(so_far.weights, so_far.number * b, so_far.factors), trace)
+    for weights, factor in ((a, b), (b, a)):
+        if softmaxes(weights, trace) and _is_of_rows(trace[factor]):
+            return _addends(weights, _Addend(so_far.weights, so_far.number, (*so_far.factors, factor)), trace)
+    return None
+
+
+def _is_of_rows(factor: Form) -> bool:
+    """Whether a tensor is the same for all keys, the last dimension."""
+    return not factor.dims or not factor.dims[-1]
+
+
+def _renamed(
+    distributed: _Distributed, names: dict[str, fx.Node], mapped: dict[fx.Node, fx.Node]
+) -> _Distributed:
+    def own(node: fx.Node) -> fx.Node:
+        return names[mapped[node].name]
+
+    addends = [_Addend(own(a.weights), a.number, tuple(map(own, a.factors))) for a in distributed.addends]
+    return _Distributed(own(distributed.place), tuple(addends))
+
+
+def _put(graph: fx.Graph, distributed: _Distributed) -> set[fx.Node]:
+    """Put a sum of products in the place of one; returns the products."""
+    place, sources = distributed.place, distributed.sources
+    traced = graph_of(distributed, [source.meta["val"] for source in sources])
+    before = set(graph.nodes)
+    with graph.inserting_before(place):
+        output = inline(graph, traced, sources, place)
+    place.replace_all_uses_with(output)
+    unused = [place]
+    while unused:  # who still read the weights would need them as tensors
+        node = unused.pop()
+        if node.op == "call_function" and not node.users and not node.is_impure():
+            unused = list(dict.fromkeys([*unused, *node.all_input_nodes]))
+            graph.erase_node(node)
+    return {node for node in graph.nodes if node not in before and node.target in PRODUCTS}
+
+
+def _is_taken(
+    found: Attention | Refusal, trace: Trace, choose: Callable[[Site, Meaning, Trace], object]
+) -> bool:
+    if isinstance(found, Refusal):
+        return False
+    try:
+        site = prove(found, trace)
+        choose(site, understand(site, trace), trace)
+    except (Refusal, Unaligned, GuardOnDataDependentSymNode):
+        return False
+    return True
