@@ -8,10 +8,11 @@ Where one is none, nothing is gained by a second product: the graph stays as it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -52,19 +53,24 @@ class _Distributed:
     @property
     def sources(self) -> list[fx.Node]:
         tensors = [node for addend in self.addends for node in (addend.weights, *addend.factors)]
-        return [*arguments(self.place)[:2], *tensors]
+        return [arguments(self.place)[1], *tensors]
 
-    def __call__(self, operand: Tensor, values: Tensor, *tensors: Tensor) -> Tensor:
+    def __call__(self, values: Tensor, *tensors: Tensor) -> Tensor:
         given, total = iter(tensors), None
         for addend in self.addends:
             weights = next(given)
-            rows = weights.to(operand.dtype).reshape(operand.shape)
-            product = (rows @ values).reshape(*weights.shape[:-1], values.shape[-1]) * addend.number
+            product = _merged(weights.to(values.dtype), values.dim()) @ values
+            product = product.reshape(*weights.shape[:-1], values.shape[-1]) * addend.number
             for _ in addend.factors:
                 product = product * next(given)
             total = product if total is None else total + product
         assert total is not None
-        return total.reshape(*operand.shape[:-1], values.shape[-1]).to(self.place.meta["val"].dtype)
+        return _merged(total, values.dim()).to(values.dtype)
+
+
+def _merged(tensor: Tensor, dims: int) -> Tensor:
+    """A tensor of so many dimensions, the first of which are one."""
+    return tensor.flatten(0, -dims) if tensor.dim() > dims else tensor
 
 
 def rephrase(module: fx.GraphModule, choose: Callable[[Site, Meaning, Trace], object]) -> None:
@@ -109,7 +115,7 @@ def _distributed(graph: fx.Graph, trace: Trace) -> Iterator[_Distributed]:
         if not isinstance(source, fx.Node) or source.target not in SUMS or not is_tensor(source):
             continue
         addends = _addends(source, _Addend(source), trace)
-        if addends and len(addends) > 1 and _in_order(trace[operand], trace[source]):
+        if addends and len(addends := _together(addends)) > 1 and _in_order(trace[operand], trace[source]):
             yield _Distributed(node, tuple(addends))
 
 
@@ -121,7 +127,8 @@ def _in_order(operand: Form, source: Form) -> bool:
         return False
     if any(not digit.whole for digit in digits) or read != [axis for dim in operand.dims for axis in dim]:
         return False
-    return len(source.dims) > 1 and same(source.shape[-1], operand.shape[-1])
+    own, last = len(operand.dims), range(1, len(operand.dims))
+    return len(source.dims) >= own and all(same(source.shape[-i], operand.shape[-i]) for i in last)
 
 
 def _addends(node: fx.Node, so_far: _Addend, trace: Trace) -> list[_Addend] | None:
@@ -154,14 +161,21 @@ def _addends(node: fx.Node, so_far: _Addend, trace: Trace) -> list[_Addend] | No
     return None
 
 
+def _together(addends: Sequence[_Addend]) -> list[_Addend]:
+    """Addends, as few as they are."""
+    numbers: dict[tuple[fx.Node, tuple[fx.Node, ...]], float] = {}
+    for addend in addends:
+        key = addend.weights, addend.factors
+        numbers[key] = numbers.get(key, 0.0) + addend.number
+    return [_Addend(weights, number, factors) for (weights, factors), number in numbers.items()]
+
+
 def _is_of_rows(factor: Form) -> bool:
     """Whether a tensor is the same for all keys, the last dimension."""
     return not factor.dims or not factor.dims[-1]
 
 
-def _renamed(
-    distributed: _Distributed, names: dict[str, fx.Node], mapped: dict[fx.Node, fx.Node]
-) -> _Distributed:
+def _renamed(distributed: _Distributed, names: dict[str, fx.Node], mapped: dict[fx.Node, fx.Node]) -> _Distributed:
     def own(node: fx.Node) -> fx.Node:
         return names[mapped[node].name]
 
@@ -177,6 +191,7 @@ def _put(graph: fx.Graph, distributed: _Distributed) -> set[fx.Node]:
     with graph.inserting_before(place):
         output = inline(graph, traced, sources, place)
     place.replace_all_uses_with(output)
+    _tell_sizes_from_before(graph, before)
     unused = [place]
     while unused:  # who still read the weights would need them as tensors
         node = unused.pop()
@@ -186,9 +201,21 @@ def _put(graph: fx.Graph, distributed: _Distributed) -> set[fx.Node]:
     return {node for node in graph.nodes if node not in before and node.target in PRODUCTS}
 
 
-def _is_taken(
-    found: Attention | Refusal, trace: Trace, choose: Callable[[Site, Meaning, Trace], object]
-) -> bool:
+def _tell_sizes_from_before(graph: fx.Graph, before: set[fx.Node]) -> None:
+    """Take sizes of weights from nodes that had them `before`: who asks weights for theirs keeps them."""
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.SymInt):
+            continue
+        if node in before:
+            known.setdefault(value.node.expr, node)
+        elif node.target is aten.sym_size.int and value.node.expr in known:
+            node.replace_all_uses_with(known[value.node.expr])
+            graph.erase_node(node)
+
+
+def _is_taken(found: Attention | Refusal, trace: Trace, choose: Callable[[Site, Meaning, Trace], object]) -> bool:
     if isinstance(found, Refusal):
         return False
     try:

@@ -36,7 +36,7 @@ REWRITTEN: dict[str, tuple[Function, int]] = {
     "a number": (differential(lambda a, b: a - 0.3 * b), 2),
     "a tensor of no dimension": (differential(lambda a, b: a - torch.full((), 0.3).double() * b), 2),
     "a number a head": (differential(lambda a, b: a - b * heads()), 2),
-    "all times a number": (differential(lambda a, b: (a - 0.3 * b) * 0.5 + a), 3),
+    "all times a number": (differential(lambda a, b: (a - 0.3 * b) * 0.5 + a), 2),
     "by alpha": (differential(lambda a, b: torch.sub(a, b, alpha=0.3)), 2),
     "one that stays": (lambda *args: mla.combined(*args) + differential(lambda a, b: a - b)(*args), 3),
 }
