@@ -78,6 +78,8 @@ class _Seam:
 
     def _laid(self, a: Term, b: Term) -> Term | None:
         """Two tensors that are to be joined."""
+        if a.read.source == b.read.source:
+            return None
         if any(isinstance(t.read.source, Unread) or isinstance(t.parts, Undefined | Zero) for t in (a, b)):
             return None
         along = tuple(() if axis is None else (axis,) for axis in (self.first, self.second))

@@ -46,18 +46,22 @@ def nearly_weights(node: fx.Node, trace: Trace) -> Refusal | None:
     return None
 
 
-def softmaxes(node: Any, trace: Trace) -> list[fx.Node]:
+_DEPTH = 4
+"""Steps to look back from a sum for softmaxes: a residual stream is a sum as deep as the model."""
+
+
+def softmaxes(node: Any, trace: Trace, depth: int = _DEPTH) -> list[fx.Node]:
     """The attention weights that a sum of such is made of, times whatever; none if it is no such sum."""
     source = _copied_source(node, trace)
-    if source is None:
+    if source is None or depth == 0:
         return []
     if weights_of(source, trace) is not None:
         return [source]
     if source.target in SUMS:
-        found = [softmaxes(operand, trace) for operand in arguments(source)[:2]]
+        found = [softmaxes(operand, trace, depth - 1) for operand in arguments(source)[:2]]
         return [each for own in found for each in own] if all(found) else []
     if source.target is aten.mul.Tensor:
-        return next((own for operand in arguments(source) if (own := softmaxes(operand, trace))), [])
+        return next((own for operand in arguments(source) if (own := softmaxes(operand, trace, depth - 1))), [])
     return []
 
 

@@ -83,11 +83,11 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
         if len(running) == 1:
             reason = f"expected keys and values from one latent, found keys from {name(running[0])} and values from "
             return Refusal(node, reason + name(latent), "project both from the same tensor", _node(running[0]))
+    multiplied = next(filter(None, (multiplied_product(term, trace) for term in keys)), None)
     for factor in (found.by for term in keys for found in outer.multiplied(term, trace)):
-        if factor.axes & over and factor.axes <= over.union(attention.rows):
+        if multiplied is None and factor.axes & over and factor.axes <= over.union(attention.rows):
             reason = f"expected keys that are an up-projection of {name(latent)}, found keys times a number of each, "
             return Refusal(node, reason + name(factor.read), "multiply the scores by it: (q @ k.mT) * number")
-    multiplied = next(filter(None, (multiplied_product(term, trace) for term in keys)), None)
     found = "; ".join(describe(term, trace) for term in keys) if multiplied is None else multiplied.found
     reason = f"expected keys of which some columns are an up-projection of {name(latent)}, found {found}"
     remedy = _LINEAR if multiplied is None else multiplied.remedy

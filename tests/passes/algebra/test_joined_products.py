@@ -53,7 +53,6 @@ REWRITTEN: dict[str, Function] = {
     "three tensors": in_parts(lambda c: (c[:, :2].cos(), c[:, 2:7], c[:, 7:].sin())),
     "many tokens and a new one": in_parts(lambda c: (c[:, : T - 1], c[:, T - 1 :].sin())),
     "a token before many": in_parts(lambda c: (c[:, :1].sin(), c[:, 1:])),
-    "the other way round": in_parts(lambda c: (c[:, CUT:], c[:, :CUT])),
 }
 
 
