@@ -28,132 +28,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import blackwell, hopper
 
+from .emulated_memory import Barrier, Barriers, Memory, Pointer, Sums, TensorMemory, pointer_to
+
 DTYPES = {gl.int32: torch.int32, gl.int64: torch.int64, gl.float32: torch.float32, gl.bfloat16: torch.bfloat16}
-
-
 _STEPS = 32
 """Operations for which the same partitions are slow, on average."""
 
 
 class Hang(AssertionError):
     """Nothing can go on, and something is waited for."""
-
-
-@dataclass
-class Pointer:
-    """Addresses of elements of a tensor's storage."""
-
-    base: Tensor
-    offset: Tensor
-
-    def __add__(self, other: Any) -> Pointer:
-        return Pointer(self.base, self.offset + other)
-
-    def places(self, mask: Any) -> tuple[Tensor, Tensor]:
-        mask = torch.as_tensor(True if mask is None else mask)
-        offset, mask = torch.broadcast_tensors(self.offset, mask)
-        used = offset[mask]
-        assert ((used >= 0) & (used < len(self.base))).all(), "an address out of bounds"
-        return offset, mask
-
-
-def pointer_to(tensor: Tensor) -> Pointer:
-    """To a tensor's first element; its storage is what may be reached."""
-    storage = tensor.new_empty(0).set_(tensor.untyped_storage())
-    return Pointer(storage, torch.tensor(tensor.storage_offset()))
-
-
-@dataclass
-class Memory:
-    """A view of shared memory, and for each element whether a thread wrote it since the last fence."""
-
-    machine: Machine
-    data: Tensor
-    unfenced: Tensor
-
-    def _view(self, function: Any) -> Memory:
-        return Memory(self.machine, function(self.data), function(self.unfenced))
-
-    def index(self, i: Any) -> Memory:
-        return self._view(lambda t: t[int(i)])
-
-    def slice(self, start: int, length: int, dim: int = 0) -> Memory:
-        return self._view(lambda t: t.narrow(dim, start, length))
-
-    def permute(self, order: tuple[int, ...]) -> Memory:
-        return self._view(lambda t: t.permute(order))
-
-    def load(self, layout: Any) -> Tensor:
-        self.machine.switch()
-        return self.data.clone()
-
-    def store(self, values: Tensor) -> None:
-        self.machine.switch()
-        assert values.dtype == self.data.dtype
-        self.data.copy_(values)
-        self.unfenced.fill_(True)
-        self.machine.current.written.append(self.unfenced)
-
-    def asynchronous(self) -> Tensor:
-        """What an asynchronous operation reads."""
-        assert not self.unfenced.any(), "an asynchronous operation reads what was written without a fence"
-        return self.data
-
-
-@dataclass
-class TensorMemory(Memory):
-    """A view of tensor memory. `uses` is of the whole allocation: products to come that read or write it."""
-
-    uses: list[int]
-
-    def slice(self, start: int, length: int) -> TensorMemory:
-        data, unfenced = (t.narrow(1, start, length) for t in (self.data, self.unfenced))
-        return TensorMemory(self.machine, data, unfenced, self.uses)
-
-    def load(self, layout: Any) -> Tensor:
-        self.machine.switch()
-        assert not self.uses, "tensor memory is read while a product is to come"
-        return self.data.clone()
-
-    def store(self, values: Tensor) -> None:
-        self.machine.switch()
-        assert not self.uses, "tensor memory is written while a product is to come"
-        assert values.dtype == self.data.dtype
-        self.data.copy_(values)
-
-
-@dataclass
-class Barrier:
-    """Arrivals and bytes that a phase still waits for, and how many phases are over."""
-
-    name: str
-    count: int = 0
-    pending: int = 0
-    bytes: int = 0
-    phases: int = 0
-
-    def settle(self) -> None:
-        assert self.pending >= 0, f"{self.name}: more arrivals than it was made for"
-        if self.pending == 0 and self.bytes == 0:
-            self.pending = self.count
-            self.phases += 1
-
-
-@dataclass
-class Barriers:
-    """Those of an allocation."""
-
-    all: list[Barrier]
-
-    def index(self, i: Any) -> Barrier:
-        return self.all[int(i)]
-
-
-@dataclass(eq=False)
-class Sums:
-    """The result of products that have not all happened."""
-
-    value: Tensor
 
 
 @dataclass(eq=False)
