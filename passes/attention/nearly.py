@@ -32,10 +32,9 @@ def nearly_weights(node: fx.Node, trace: Trace) -> Refusal | None:
             reason = f"expected attention weights that add up to 1, found them divided by {where(divisor)}"
             return Refusal(node, reason, "divide by the sum itself: a softmax never has 0 there")
         if source.target is aten.nan_to_num.default and weights_of(_copied(arguments(source)[0], trace), trace):
-            reason = (
-                f"expected attention weights as a softmax gives them, found that {where(source)} puts other numbers"
-            )
-            return Refusal(node, f"{reason} in the place of NaN", "put 0 there, or nothing")
+            found = f"{where(source)} puts other numbers in the place of NaN"
+            reason = f"expected attention weights as a softmax gives them, found that {found}"
+            return Refusal(node, reason, "put 0 there, or nothing")
         if (greatest := _running(source, trace)) is not None:
             reason = "expected a softmax over all keys, found one over blocks of keys, the greatest so far "
             reason += where(greatest)

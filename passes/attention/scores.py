@@ -53,7 +53,7 @@ class Mask:
 
     def held(self, number: float) -> float:
         """The number that the softmax sees: the lowest of a dtype, multiplied, is -inf, of which alone it makes NaN."""
-        return number if number >= self.lowest else -math.inf
+        return -math.inf if number < self.lowest else number
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,9 @@ def lower(call: Callable[[], object]) -> Lowered:
     compile_fx_inner, put_launches = backend.compile_fx_inner, backend.put_launches
     found: dict[str, Any] = {}
 
-    def put(graph: fx.Graph, **options: Any) -> bool:
+    def put(graph: fx.Graph, kernels: str) -> bool:
         found["ops"] = [node.target._schema.name.removeprefix("mla::") for node in _ops_of(graph)]
-        return put_launches(graph, **options)
+        return put_launches(graph, kernels)
 
     def stop(graph: Any) -> None:
         code, _ = graph.codegen()

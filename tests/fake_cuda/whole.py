@@ -44,9 +44,9 @@ def write(folder: Path) -> None:
         (folder / f"{name}.py").write_text(code)
         return facts(code, *more)
 
-    def put(graph: fx.Graph, **options: Any) -> bool:
+    def put(graph: fx.Graph, kernels: str) -> bool:
         (folder / f"{name}.pickle").write_bytes(pickle.dumps(_exact(graph)))
-        return put_launches(graph, **options)
+        return put_launches(graph, kernels)
 
     with (
         mock.patch.multiple(cases, **small),
