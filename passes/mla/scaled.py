@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torch import fx
-
-from mla_compile.coded import CODED
-
 from ..algebra.terms import Axis, Term
 from ..attention.find import Attention, Score
 from ..attention.outer import Multiplied, multiplied, times
+from ..trace.coded import is_coded
 from ..trace.trace import Trace
 
 
@@ -28,14 +25,9 @@ def with_scaled_query(score: Score, keys: set[Axis], trace: Trace) -> Score:
     """A score whose key is as it was before such factors. Scales of numbers in a byte stay theirs: ops take them so."""
 
     def factors(key: Term) -> Iterator[Multiplied]:
-        return (m for m in multiplied(key, trace) if m.by.axes.isdisjoint(keys) and not _in_bytes(m.of))
+        return (m for m in multiplied(key, trace) if m.by.axes.isdisjoint(keys) and not is_coded(m.of))
 
     while (found := next(factors(score.key), None)) is not None:
         query = times(score.query, found.by.read, divides=found.divides)
         score = Score(query, found.of, score.summed, score.scale * found.number)
     return score
-
-
-def _in_bytes(term: Term) -> bool:
-    source = term.read.source
-    return isinstance(source, fx.Node) and source.meta["val"].dtype in CODED
