@@ -118,6 +118,8 @@ def _leaves(term: Term, trace: Trace, seen: set[fx.Node]) -> Iterator[Term]:
             if is_tensor(operand) and operand not in seen and not filled:  # a buffer that this graph fills is no cache
                 seen.add(operand)
                 yield from _leaves(trace[operand].term, trace, seen)
+    elif isinstance(term.parts, Sum):  # an up-projection with a bias
+        yield from (summand for summand in term.parts.terms if isinstance(summand.parts, Product))
     else:
         yield term
 

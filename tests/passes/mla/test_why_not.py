@@ -43,6 +43,17 @@ def written_to_a_cache(*args: Tensor) -> Tensor:
     return mla.sealed(q, args[5].index_copy(2, places, k), args[6].index_copy(2, places, v))
 
 
+def written_to_a_cache_for_more_sequences(*args: Tensor) -> Tensor:
+    """What is up-projected with a bias, written as `cache[:batch, :, start:end] = new`."""
+    x, latent, k_rope, w_q, w_kv, *caches = args
+    expanded = (latent @ w_kv + w_kv[0]).view(B, T, N, P + V).transpose(1, 2)
+    k_nope, v = expanded.split([P, V], dim=-1)
+    k = torch.cat([k_nope, mla.to_heads(k_rope)], dim=-1)
+    for cache, new in zip(caches, (k, v), strict=True):
+        cache[:B, :, 1:] = new[:, :, 1:]
+    return mla.sealed(mla.queries(x, w_q), caches[0][:B], caches[1][:B])
+
+
 def cut_at_other_borders(v: Tensor) -> Tensor:
     """One row more, and every row cut off again that begins where none of the old ones did."""
     joined = torch.cat([v, v.new_ones(*v.shape[:2], 1, V)], 2).reshape(B, N, V, T + 1)
@@ -78,6 +89,10 @@ SENTENCES: dict[str, tuple[Function, str]] = {
         written_to_a_cache,
         STORED + "`arg6_1` (placeholder) beside what is up-projected from `arg1_1` (placeholder) now",
     ),
+    "a cache for more sequences, of what a bias is added to": (
+        written_to_a_cache_for_more_sequences,
+        STORED + "`arg6_1` (placeholder) beside what is up-projected from `arg1_1` (placeholder) now",
+    ),
     "rows that are cut at other borders": (
         values(cut_at_other_borders),
         NO_VALUES + "`view_5` (view.default), where the trace stopped: 5 and 12 do not divide one another",
@@ -92,8 +107,10 @@ SENTENCES: dict[str, tuple[Function, str]] = {
 
 @pytest.mark.parametrize(("function", "sentence"), SENTENCES.values(), ids=SENTENCES)
 def test_the_sentence_says_where_the_trace_stopped(function: Function, sentence: str) -> None:
-    cache = torch.zeros(B, N, T, P + R).double(), torch.zeros(B, N, T, V).double()
-    tensors = (*mla.tensors(), *cache)[: 7 if function is written_to_a_cache else 5]
+    cached = function in (written_to_a_cache, written_to_a_cache_for_more_sequences)
+    caches = torch.zeros(B + 1, N, T, P + R).double(), torch.zeros(B + 1, N, T, V).double()
+    sequences = B if function is written_to_a_cache else B + 1
+    tensors = (*mla.tensors(), *(cache[:sequences] for cache in caches))[: 7 if cached else 5]
     (outcome,) = rewrite(capture(function, *tensors))
     assert outcome.path == "unchanged"
     assert outcome.reason.rpartition(", at `")[0] == sentence
