@@ -133,7 +133,7 @@ def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
     pieces = [
         replace(part, of=i)
         for i, score in enumerate(attention.scores)
-        for piece in _pieces(node, score, keys, weight_heads, values.opened, trace)
+        for piece in _pieces(node, score, keys, weight_heads, values, trace)
         for part in _around(piece, latent.read, rank)
     ]
     for piece in pieces:
@@ -285,13 +285,14 @@ def _first_column(piece: Piece, latent: Read, rank: Dim) -> Size | None:
 
 
 def _pieces(
-    node: fx.Node, score: Score, keys: set[Axis], heads: set[Axis], opened: bool, trace: Trace
+    node: fx.Node, score: Score, keys: set[Axis], heads: set[Axis], values: _Values, trace: Trace, inner: bool = False
 ) -> Iterator[Piece]:
     """The columns of a score's contraction, piece by piece as far as the pieces differ between heads, and what is added
-    up in them term by term; if `opened`, piece by piece also where keys were put together from plain tensors.
+    up in them term by term, if the graph holds the terms; if values are `opened`, piece by piece also where keys were
+    put together from plain tensors, of which those `inner` to one are no more.
     """
     score = with_scaled_query(score, keys, trace)
-    join = score.key.parts
+    join, opened = score.key.parts, values.opened and not inner
     if opened and score.key.joined is not None and score.key.joined.axis in score.summed:
         then = score.key.read.then
         for query, term, axes in _along(score, score.key.joined):
@@ -300,9 +301,15 @@ def _pieces(
     if isinstance(join, Zero):
         return
     if isinstance(join, Sum):
-        for term in gathered(join.terms, keys):
-            yield from _pieces(node, replace(score, key=term), keys, heads, opened, trace)
-        return
+        apart = [
+            piece
+            for term in gathered(join.terms, keys)
+            for piece in _pieces(node, replace(score, key=term), keys, heads, values, trace, inner)
+        ]
+        held = all(_is_held(piece.key.read) or _is_of_latent(piece, keys, values) for piece in apart)
+        if held or not _is_held(score.key.read):
+            yield from apart
+            return
     shared = heads and not score.key.axes & heads and not opened
     if not isinstance(join, Join) or join.axis not in score.summed or shared:
         yield Piece(score.query, score.key, score.summed, score.scale)
@@ -310,7 +317,12 @@ def _pieces(
     for query, term, axes in _along(score, join):
         if isinstance(term.parts, Undefined):
             raise Refusal(node, "expected keys that are written whole, found columns that nobody wrote", "write them")
-        yield from _pieces(node, Score(query, term, axes, score.scale), keys, heads, False, trace)
+        yield from _pieces(node, Score(query, term, axes, score.scale), keys, heads, values, trace, inner=True)
+
+
+def _is_of_latent(piece: Piece, keys: set[Axis], values: _Values) -> bool:
+    latent, rank = values.latent, values.rank
+    return _up_projected(piece, keys, latent, rank) is not None or _absorbed(piece, latent, rank)
 
 
 def _along(score: Score, join: Join) -> Iterator[tuple[Term, Term, Dim]]:

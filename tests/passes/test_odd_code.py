@@ -221,3 +221,39 @@ def test_odd_code_is_computed_as_it_says(function: Function, reason: str | None)
         assert reason is None or reason in outcome.reason
     check_right(before, run(module, *mla.tensors()))
     assert math.isfinite(before.sum())
+
+
+def down_projected(way: str, normed: bool) -> Function:
+    """Latents and rope keys that are columns of one product with a bias, and no rope."""
+
+    def attention(x: Tensor, hidden: Tensor, w_down: Tensor, b_down: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        down = torch.addmm(b_down, hidden.flatten(0, 1), w_down).view(B, T, L + R)
+        latent, k_rope = down.split([L, R], dim=-1)
+        latent = F.rms_norm(latent, (L,)) if normed else latent
+        q = mla.queries(x, w_q)
+        if way == "expanded":
+            k_nope, v = mla.up_projected(latent, w_kv)
+            return mla.softmax(q, torch.cat([k_nope, mla.to_heads(k_rope)], -1), v)
+        w_uk, w_uv = mla.weights(w_kv)
+        q_latent, latent, k_rope = q[..., :P] @ w_uk, latent[:, None], k_rope[:, None]
+        if way == "joined":
+            o = mla.softmax(torch.cat([q_latent, q[..., P:]], -1), torch.cat([latent, k_rope], -1), latent)
+        else:
+            o = ((q_latent @ latent.mT + q[..., P:] @ k_rope.mT) * SCALE).softmax(-1) @ latent
+        return o @ w_uv.mT
+
+    return attention
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("way", ["expanded", "joined", "two products"])
+def test_a_bias_of_the_down_projection_belongs_to_its_columns(way: str, normed: bool) -> None:
+    x, _, _, w_q, w_kv = mla.tensors()
+    numbers = torch.randn(L + R, mla.HIDDEN + 1, generator=torch.Generator().manual_seed(0)).double()
+    hidden = torch.linspace(-1, 1, B * T * mla.HIDDEN).view(B, T, mla.HIDDEN).double()
+    tensors = x, hidden, numbers[:, 1:].t(), numbers[:, 0], w_q, w_kv
+    module = capture(down_projected(way, normed), *tensors)
+    before = run(module, *tensors)
+    (outcome,) = rewrite(module, "absorbed")
+    assert outcome.path == "absorbed", outcome.reason
+    check_right(before, run(module, *tensors))
