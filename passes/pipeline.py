@@ -13,7 +13,8 @@ from mla_compile.cost import Device
 
 from .algebra.sizes import Unaligned
 from .algebra.terms import Scaled
-from .attention.find import Attention, find
+from .attention.attention import Attention
+from .attention.find import find
 from .caches.grown import copying
 from .graph.gathers import remove_unused, waits_for_gathers
 from .graph.guards import GuardNeeded, no_guards

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -19,75 +19,25 @@ from torch import fx
 from mla_compile.ops import SEALED
 
 from ..algebra import operations
-from ..algebra.sizes import Size, Unaligned, product
-from ..algebra.terms import Digit, Dim, Form, Product, Read, Term
+from ..algebra.sizes import Size, Unaligned, product, same
+from ..algebra.terms import Digit, Dim, Form, Product, Term
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
+from ..nodes.shapes import size_of
 from ..nodes.source import where
 from ..trace.trace import Trace
-from .functions import Function, Reading, derived, read_function
+from .attention import Attention, Opaque, Score
+from .functions import Reading, derived, read_function
 from .kernels import is_kernel
 from .nearly import nearly_weights
 from .outer import regrouped, times
-from .padded import Padding, without_zeros
+from .packed import Call, packed_call
+from .padded import without_zeros
 from .pieces import PRODUCTS, joined_product, pieces_of
 from .scores import Factor, KeyRange, Mask, Sink, Summand, products_within, scores_of
 from .softmax import Weights, late, weights_of
 from .told import told
 from .zeroed import only_seen, set_to_zero
-
-
-@dataclass(frozen=True)
-class Score:
-    """One summand of the scores: `scale * sum over summed of query * key`."""
-
-    query: Term
-    key: Term
-    summed: Dim
-    scale: float
-
-
-@dataclass(frozen=True)
-class Opaque:
-    """Weights that are some function of the products in `scores`: `products[i]` is the whole tensor of score i.
-
-    `reader`, if there is one, is what else reads the weights.
-    """
-
-    weights: Read
-    products: tuple[Read, ...]
-    reader: fx.Node | None = None
-    function: Function | str = ""
-    """What is done to the products before the softmax, to each score by itself, or why it is no such function."""
-
-
-@dataclass(frozen=True)
-class Attention:
-    """`node = softmax(sum of scores + masks) @ value`, over axes; `sinks` are scores of further keys, without value.
-
-    `dims` are the axes of the node's dimensions; `rows` every axis of the scores but the keys'; `queries` the rows that
-    are the query dimension where the op has one (SDPA), which is what `causal` speaks of: query i sees keys up to i.
-    """
-
-    node: fx.Node
-    dims: tuple[Dim, ...]
-    rows: Dim
-    keys: Dim
-    columns: Dim
-    scores: tuple[Score, ...]
-    value: Term
-    masks: tuple[Mask, ...]
-    sinks: tuple[Sink, ...] = ()
-    queries: Dim | None = None
-    causal: bool = False
-    strict_rows: bool = False
-    """Whether a row that is masked everywhere is NaN, as a plain softmax has it, and not 0, as SDPA has it."""
-    numbers: bool = False
-    """Whether a row of which some score is NaN or inf is 0, and not NaN."""
-    opaque: Opaque | None = None
-    """Where more happens to the scores than masks: what stays as it is between the two products."""
-    padding: Padding | None = None
-    """Where values were padded to the width of the keys: `dims` have its columns, all else those that are values."""
 
 
 def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
@@ -109,6 +59,8 @@ def _all(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
                     "functions",
                     "call scaled_dot_product_attention (transformers: model.set_attn_implementation('sdpa'))",
                 )
+            elif (call := packed_call(node, trace)) is not None:
+                yield _unpadded(_from_packed(call, trace))
             elif is_kernel(node):
                 yield Refusal(
                     node,
@@ -205,6 +157,45 @@ def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
         else (),
         queries=axes["query"],
         causal=causal,
+    )
+
+
+def _from_packed(call: Call, trace: Trace) -> Attention:
+    """Attention `[Tq, N, D]` of packed sequences, of which only `packed` says who meets whom."""
+    node = call.output
+    q, k, v = trace[call.query], trace[call.key], trace[call.value]
+    if any(len(form.dims) != 3 for form in (q, k, v)):
+        raise Refusal(node, f"expected packed tokens [tokens, heads, width], found {len(q.dims)} dimensions")
+    if same(q.shape[0], 0) or same(k.shape[0], 0):
+        raise Refusal(node, "expected packed tokens, found none")
+    heads, groups = q.shape[1], k.shape[1]
+    scale = call.scale
+    if scale is None:
+        width = next((form.shape[2] for form in (k, q) if isinstance(form.shape[2], int)), None)
+        if width is None:
+            raise Refusal(node, "expected the head width or the scale to be known, found neither", "pass scale=")
+        scale = 1 / math.sqrt(width)
+    if not same(v.shape[2], size_of(node.meta["val"].shape[2])):
+        raise Refusal(node, f"expected an output as wide as the values, found {v.shape[2]} columns of values")
+    grouped = [] if same(heads, groups) else ["group"]
+    if grouped:
+        if not isinstance(heads, int) or not isinstance(groups, int):
+            raise Refusal(node, f"expected head counts of grouped attention to be known, found {heads} and {groups}")
+        q = operations.view(q, (q.shape[0], groups, heads // groups, q.shape[2]))
+    labels: list[Sequence[str]] = [("query", "head", *grouped, "width"), ("key", "head", "width")]
+    aligned, axes = operations.align([q, k, v], [*labels, ("key", "head", "column")])
+    out = tuple(axis for label in ("head", *grouped) for axis in axes[label])
+    return Attention(
+        node,
+        dims=(axes["query"], out, axes["column"]),
+        rows=(*out, *axes["query"]),
+        keys=axes["key"],
+        columns=axes["column"],
+        scores=(Score(aligned[0].term, aligned[1].term, axes["width"], scale),),
+        value=aligned[2].term,
+        masks=(),
+        queries=axes["query"],
+        packed=call.packed,
     )
 
 

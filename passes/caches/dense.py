@@ -1,7 +1,7 @@
 """Keys in tensors of all keys, in the dtype in which attention takes them: as the user's code has them.
 
 Where lengths say how many keys a sequence has, such a cache may be taken for pages, one a sequence: ops of pages know
-lengths and touch no key beyond them.
+lengths and touch no key beyond them. So may the keys of packed sequences, one a token: a sequence is a run of them.
 """
 
 from __future__ import annotations
@@ -55,6 +55,20 @@ class DenseKeysUpToLengths(DenseKeys):
     def read_table(self, read: Reader, site: Site, latent: Tensor, *, whole: bool) -> Tensor | None:
         """`[B, 1]`"""
         return torch.arange(latent.shape[0], device=latent.device).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class DenseKeysInSequences(DenseKeys):
+    """The keys of all sequences one behind the other, each a page; what attends to them makes the tables."""
+
+    words: ClassVar[str] = "reads each sequence's own keys"
+    in_pages: ClassVar[bool] = True
+
+
+def keys_in_sequences(site: Site) -> DenseKeysInSequences:
+    """The keys of a site of packed sequences."""
+    ropes = tuple(rope.key.read for rope in site.ropes)
+    return DenseKeysInSequences(site.latent.read, ropes, (site.attention.keys, ()))
 
 
 def dense_keys(site: Site, *, up_to_lengths: bool = False) -> DenseKeys:

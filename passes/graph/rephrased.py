@@ -18,8 +18,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ..algebra.sizes import Unaligned, same
 from ..algebra.terms import Form
+from ..attention.attention import Attention
 from ..attention.copies import original_of
-from ..attention.find import Attention, find
+from ..attention.find import find
 from ..attention.nearly import SUMS, softmaxes
 from ..attention.pieces import PRODUCTS
 from ..attention.softmax import weights_of

@@ -23,7 +23,7 @@ RECOGNISERS: tuple[Callable[[Literal, Site, tuple[Kind, ...]], Kind | None], ...
 """Each gives the kind of a literal that it knows, with the masks that the literal comes from for its origin. The first
 kind is taken."""
 
-WORDS = ("causal", "lengths", "window", "padding", "top-k", "tensor")
+WORDS = ("sequences", "causal", "lengths", "window", "padding", "top-k", "tensor")
 """In the order of a report; others come after."""
 
 

@@ -27,6 +27,7 @@ from .joined import Joined, joined, part_of
 from .kind import Kind
 from .kinds import RULES, WORDS, recognise
 from .positions import ALWAYS, Affine, AtMost, Conditional, Literal, Truth, conjunction, negation
+from .sequences import Sequences
 from .tensor import tensor_mask
 from .valuation import Valuation
 
@@ -56,6 +57,8 @@ class Meaning:
 def understand(site: Site, trace: Trace) -> Meaning:
     """What the masks of a site mean."""
     attention = site.attention
+    if attention.packed is not None:
+        return Meaning((Sequences(attention.packed),))
     flag = (Causal(0),) if attention.causal else ()
     masks = tuple(map(tensor_mask, attention.masks))
     unknown = Meaning((*flag, *masks))

@@ -21,7 +21,7 @@ from ..algebra.made import multiplied
 from ..algebra.sizes import Size, Unaligned, product, total
 from ..algebra.substitution import Split
 from ..algebra.terms import Axis, Bits, Dim, Form, Join, Product, Read, Segment, Sum, Term, Unread, Zero
-from ..attention.find import Attention
+from ..attention.attention import Attention
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..trace.trace import Trace
 from ..trace.weights import factors

@@ -18,7 +18,7 @@ from dataclasses import replace
 from ..algebra.sizes import Unaligned, product, same
 from ..algebra.substitution import Pin, Split, change_term
 from ..algebra.terms import Axis, Dim, Join, Term
-from ..attention.find import Attention
+from ..attention.attention import Attention
 from ..nodes.refusal import Refusal
 
 MOST_GROUPS = 8

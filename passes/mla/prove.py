@@ -23,7 +23,7 @@ from ..algebra.operations import alike, piece_of
 from ..algebra.sizes import Size, known_at_most, product, same, total
 from ..algebra.substitution import Slice, change_read, change_term
 from ..algebra.terms import Axis, Dim, Join, Product, Read, Sum, Term, Undefined, Unread, Zero, made_of
-from ..attention.find import Attention, Score
+from ..attention.attention import Attention, Score
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 from .gated import ungated

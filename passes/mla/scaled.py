@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..algebra.terms import Axis, Term
-from ..attention.find import Attention, Score
+from ..attention.attention import Attention, Score
 from ..attention.outer import Multiplied, multiplied, times
 from ..trace.coded import is_coded
 from ..trace.trace import Trace

@@ -11,7 +11,7 @@ from torch import fx
 
 from ..algebra.sizes import Size, product, total
 from ..algebra.terms import Dim, Read, Term
-from ..attention.find import Attention
+from ..attention.attention import Attention
 
 
 @dataclass(frozen=True)

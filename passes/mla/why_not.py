@@ -8,7 +8,7 @@ from torch import fx
 
 from ..algebra.terms import Join, Product, Read, Scaled, Sum, Term, Unread, made_of
 from ..attention import outer
-from ..attention.find import Attention
+from ..attention.attention import Attention
 from ..nodes.arguments import aten, is_tensor, takes_tensors
 from ..nodes.refusal import Refusal
 from ..nodes.source import where

@@ -15,8 +15,9 @@ from mla_compile.cost import Cost, Dims, Size, cost_of, pairs
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
 from ..mla.site import Site
-from .carriers import Carrier, Lengths, MaskAndOffset
+from .carriers import Carrier, InSequences, Lengths, MaskAndOffset
 from .exchange import Op
+from .in_sequences import Blocks
 from .one_op import OneOp
 from .operands import Operands
 
@@ -24,12 +25,16 @@ _LOOK_AT_MASKS = {"cpu"}
 """Devices whose kernels see in a mask which keys there are, and touch no others."""
 
 
+_ROWS = 128
+"""Heads times queries of a sequence that attend to its keys together: the rows of a tile of a kernel."""
+
+
 class Absorbed(OneOp):
     """One attention over the latents for all heads, between two products a head."""
 
     name = "absorbed"
     why = "few queries meet many keys"
-    carriers: ClassVar[tuple[type[Carrier], ...]] = (Lengths, MaskAndOffset)
+    carriers: ClassVar[tuple[type[Carrier], ...]] = (InSequences, Lengths, MaskAndOffset)
     may_branch = True
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
@@ -69,7 +74,13 @@ class Absorbed(OneOp):
 
     def attend(self, op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
         """Attention between the products with `W_UK` and `W_UV`."""
-        if x.keys.in_pages:
+        if isinstance(x.carrier, InSequences):
+            w_uk, w_uv = x.weights()
+            blocks = Blocks.of(x, x.carrier.told, max(_ROWS // x.q_nope.shape[2], 1))
+            q_latent, q_rope = blocks.split(x.q_latent(w_uk)), blocks.split(x.q_rope)
+            operands = q_latent, q_rope, x.latent, x.k_rope, blocks.table, blocks.lengths, blocks.causal, x.scale
+            o, lse = blocks.joined(*op(*operands, mask=blocks.mask, first_positions=blocks.positions))
+        elif x.keys.in_pages:
             w_uk, w_uv = x.weights()
             q_latent, table = x.q_latent(w_uk), x.table()
             mask, causal, lengths, positions = x.lengths(table)

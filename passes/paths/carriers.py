@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.terms import Read
+from ..caches.dense import DenseKeysInSequences
 from ..caches.stored import StoredKeys
 from ..code.reading import Reader
 from ..masks.bounds import Bounds
@@ -19,6 +20,7 @@ from ..masks.dense import Dense
 from ..masks.meaning import Meaning
 from ..masks.named_keys import NamedKeys
 from ..masks.of_rank import OfRank
+from ..masks.sequences import Sequences
 from ..mla.site import Site
 
 
@@ -85,6 +87,27 @@ class Lengths(Carrier):
         """A mask, if it takes one; whether there is a causal limit; lengths, and positions of the first queries if
         those are not the last ones: `[B]`, int64, on the device of `table`."""
         return self.told.in_pages(read, table)
+
+
+@dataclass(frozen=True)
+class InSequences(Carrier):
+    """Packed sequences: of keys that are one behind the other, whose queries all heads have alike."""
+
+    told: Sequences
+
+    @classmethod
+    def of(cls, site: Site, meaning: Meaning, keys: StoredKeys) -> Self | None:
+        """Packed sequences, and nothing else."""
+        told = sequences_of(site, meaning)
+        return cls(told) if told is not None and isinstance(keys, DenseKeysInSequences) else None
+
+
+def sequences_of(site: Site, meaning: Meaning) -> Sequences | None:
+    """What a meaning says if that is packed sequences, of whose latents there is one a token."""
+    match meaning.kinds:
+        case (Sequences() as told,) if not site.batch:
+            return told
+    return None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from mla_compile.cost import Decision, Device, Dims, times_of
 
 from ..algebra.renaming import Renaming
 from ..algebra.sizes import Size
-from ..caches.dense import dense_keys
+from ..caches.dense import dense_keys, keys_in_sequences
 from ..caches.layouts import find_stored_keys
 from ..caches.stored import StoredKeys
 from ..masks.bounds import Bounds
@@ -32,6 +32,7 @@ from ..nodes.shapes import hints_of, unbacked_in
 from ..trace.trace import Trace
 from . import all as every
 from .agreement import NO_AGREEMENT, NOTHING, Agreement
+from .carriers import InSequences, sequences_of
 from .either import Either
 from .fastest import fastest
 from .form import Form
@@ -146,7 +147,7 @@ class Chooser:
 
     def _by_cost(self, site: Site, meaning: Meaning, plan: _Plan) -> Choice:
         candidates, form = plan.paths, plan.form
-        sizes, named = site.sizes, NamedKeys.of(site, meaning)
+        sizes, named = _of_sequences(site), NamedKeys.of(site, meaning)
         topk = None if named is None else named.count
         element_size = site.node.meta["val"].element_size()
         hint = hints_of((*sizes.values(), topk or 1), self.environment) if self.environment is not None else {}
@@ -161,7 +162,9 @@ class Chooser:
         decision = _fastest(*known)
         path = every.path_named(decision.path)
         conditions = (*map(rename.undo, decision.conditions), *bounds)
-        numbers = ", ".join(f"{name}={sizes[name]}" for name in ("Sq", "T"))
+        numbers = ", ".join(f"{name}={site.sizes[name]}" for name in ("Sq", "T"))
+        if site.attention.packed is not None:
+            numbers += f" in {site.attention.packed.sequences} sequences"
         if topk is not None:
             numbers += f", topk={topk}"
         why = f"{path.why} ({numbers})"
@@ -170,7 +173,7 @@ class Chooser:
                 why = f"the fastest one at all declared sizes ({numbers})"
         elif self.ranges is not None:
             # torch.cond compares the strides of its branches: it cannot where only a run knows the output's sizes.
-            comparable = not (unbacked_in(sizes["B"]) or unbacked_in(sizes["Sq"]))
+            comparable = site.attention.packed is None and not (unbacked_in(sizes["B"]) or unbacked_in(sizes["Sq"]))
             if len(candidates) == 2 and all(each.may_branch for each in candidates) and comparable:
                 costs = [each.cost(Dims(**sizes), element_size, self.workspace_tokens, topk) for each in candidates]
                 first, second = map(form, candidates)
@@ -211,6 +214,9 @@ def of_groups(path: Path, groups: Groups, trace: Trace) -> FormOfGroups:
 
 
 def _keys(path: Path, site: Site, meaning: Meaning) -> tuple[StoredKeys, str]:
+    if InSequences in path.carriers and sequences_of(site, meaning) is not None:
+        packed = keys_in_sequences(site)
+        return packed, packed.words
     stored = find_stored_keys(site)
     if stored is not None and path.can_read(stored, site, meaning):
         return stored, stored.words
@@ -223,6 +229,15 @@ def _has_lengths(site: Site, meaning: Meaning) -> bool:
     """Whether the masks of a site are numbers of keys, some of which only a run knows."""
     bounds = Bounds.of(site, meaning)
     return bounds is not None and bool(bounds.reads)
+
+
+def _of_sequences(site: Site) -> Mapping[str, Size]:
+    """The sizes of a site; where sequences are packed, as if all of them were equally long."""
+    packed, sizes = site.attention.packed, site.sizes
+    if packed is None:
+        return sizes
+    count = sympy.sympify(packed.sequences)
+    return {**sizes, "B": packed.sequences, "Sq": sizes["Sq"] / count, "T": sizes["T"] / count}
 
 
 def _least_work_of_a_prompt(

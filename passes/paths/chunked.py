@@ -19,11 +19,15 @@ from ..masks.meaning import Meaning
 from ..mla.site import Site
 from ..nodes.refusal import Refusal
 from .as_written import expanded_multiply_adds
-from .carriers import Carrier, Lengths, MaskAndOffset
+from .carriers import Carrier, InSequences, Lengths, MaskAndOffset
 from .exchange import Op
+from .in_sequences import Blocks
 from .one_op import OneOp
 from .operands import Operands
 
+_QUERIES = 2048
+"""Most queries of a packed sequence that keys are up-projected for at a time. A key's up-projection is then, in
+DeepSeek-V3's dims, a fifth of what attending to it takes, and a short sequence is not padded to a very long one."""
 FORCE = "set options={'mla.path': 'absorbed'}"
 
 
@@ -32,7 +36,7 @@ class Chunked(OneOp):
 
     name = "chunked"
     why = "many queries meet many keys"
-    carriers: ClassVar[tuple[type[Carrier], ...]] = (Lengths, MaskAndOffset)
+    carriers: ClassVar[tuple[type[Carrier], ...]] = (InSequences, Lengths, MaskAndOffset)
     may_branch = True
     expands = True
 
@@ -71,7 +75,18 @@ class Chunked(OneOp):
 
     def attend(self, op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
         """Attention to what the op makes of the latents."""
-        if x.keys.in_pages:
+        if isinstance(x.carrier, InSequences):
+            w_uk, w_uv = x.weights()
+            blocks = Blocks.of(x, x.carrier.told, _QUERIES)
+            operands = blocks.split(_queries(x)), x.latent, x.k_rope, blocks.table, blocks.lengths, w_uk, w_uv
+            part = op(
+                *(*operands, blocks.causal, x.scale, workspace_tokens),
+                mask=blocks.mask,
+                first_positions=blocks.positions,
+                query_lens=blocks.counts,
+            )
+            o, lse = blocks.joined(*part)
+        elif x.keys.in_pages:
             w_uk, w_uv = x.weights()
             q, table = _queries(x), x.table(whole=False)  # chunks are laid over the whole of it
             mask, causal, lengths, positions = x.lengths(table)

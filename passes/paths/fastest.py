@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import sympy
 
-from mla_compile.cost import Decision, Device, Dims, Size, decide, times_of
+from mla_compile.cost import Decision, Device, Dims, Size, Times, decide, times_of
 
 from . import all as every
 from .path import Path
@@ -33,4 +33,13 @@ def fastest(
     """
     compared = [path for path in (every.PATHS if paths is None else paths) if path.competes(dims, topk)]
     costs = {path.name: path.cost(dims, element_size, workspace_tokens, topk) for path in compared}
-    return decide({name: times_of(cost, device) for name, cost in costs.items()}, hints)
+    times = {name: times_of(cost, device) for name, cost in costs.items()}
+    if any(sympy.fraction(sympy.together(size))[1] != 1 for size in (dims.Sq, dims.T)):  # a mean of B sequences
+        times = {name: _in_all(pair, dims.B) for name, pair in times.items()}
+    return decide(times, hints)
+
+
+def _in_all(times: Times, sequences: Size) -> Times:
+    """Polynomials that compare as the times of means do."""
+    first, second = (sympy.expand(sympy.cancel(time * sequences)) for time in times)
+    return first, second

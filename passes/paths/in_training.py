@@ -34,7 +34,11 @@ class InTraining(OneOp):
     may_be_asked = False
 
     def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse also scores of which only some may have lost their gradients where all are as low."""
+        """Refuse also packed sequences, and scores of which only some may have lost their gradients where all are as
+        low."""
+        if site.attention.packed is not None:
+            reason = "expected gradients of attention whose keys are those of all queries, found packed sequences"
+            raise Refusal(site.node, reason, "call scaled_dot_product_attention with a mask of the pairs that may meet")
         if _replaces(site) and (site.attention.causal or not all(mask.attends for mask in site.attention.masks)):
             reason = "expected either numbers that take the place of scores or ones that are added, found both"
             raise Refusal(site.node, reason, "fill with -math.inf, or add both")

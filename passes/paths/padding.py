@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from ..algebra.terms import Dim
@@ -17,5 +15,6 @@ def padded(o: Tensor, site: Site, realize: Realize) -> tuple[Tensor, Dim]:
     padding = site.attention.padding
     if padding is None:
         return o, site.attention.columns
-    widths: Any = [realize(padding.before), realize(padding.after)]  # ints or SymInts
-    return F.pad(o, widths), padding.columns
+    # Of symbolic sizes, torch's padding makes numbers where it is traced without Python's dispatcher.
+    zeros = [o.new_zeros((*o.shape[:3], realize(width))) for width in (padding.before, padding.after)]
+    return torch.cat([zeros[0], o, zeros[1]], dim=-1), padding.columns

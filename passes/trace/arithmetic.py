@@ -130,6 +130,8 @@ def _pad(trace: Forms, node: fx.Node) -> Form:
     form, amounts = trace[arguments(node)[0]], [size_of(amount) for amount in arguments(node)[1]]
     before_after = list(zip(amounts[::2], amounts[1::2], strict=True))[::-1]
     padded = [len(form.dims) - len(before_after) + i for i, pair in enumerate(before_after) if pair != (0, 0)]
+    if not padded:
+        return form
     if len(padded) != 1 or argument(node, "value") != 0:
         raise Unaligned("padding of several dimensions, or with another number than 0")
     before, after = before_after[padded[0] - len(form.dims) + len(before_after)]

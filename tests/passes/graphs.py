@@ -81,11 +81,14 @@ class _Run(fx.Interpreter):
                 causal, scale, workspace_tokens, *rest = args[7:]
                 scales, mask, first, counts = (*rest, *[None] * (4 - len(rest)))
                 assert workspace_tokens >= 1
-                assert counts is None
                 keys = _dequantised(latent_pages, rope_pages, scales, dtype=q.dtype)
                 latent, k_rope, seen = _in_pages(q.shape[1], (*keys, *places), causal, mask, first)
                 q_nope, q_rope = q.split([w_uk.shape[1], k_rope.shape[2]], dim=-1)
                 nope = torch.einsum("bsnp,npl,btl->bnst", q_nope, w_uk, latent)
+                if counts is not None:
+                    assert first is not None or not causal
+                    assert ((counts >= 0) & (counts <= q.shape[1])).all()
+                    seen = seen & (torch.arange(q.shape[1])[:, None] < counts[:, None, None, None])
                 weights, lse = _softmax(nope + _dot(q_rope, k_rope), seen, None, scale)
                 return torch.einsum("bnst,btl,nvl->bsnv", weights, latent, w_uv), lse
             case torch.ops.mla.per_head_matmul.default:

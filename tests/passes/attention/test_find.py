@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mla_compile.passes.algebra.sizes import product
-from mla_compile.passes.attention.find import Attention, find
+from mla_compile.passes.attention.attention import Attention
+from mla_compile.passes.attention.find import find
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.trace.trace import Trace
 from tests.passes.graphs import capture

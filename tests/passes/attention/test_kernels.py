@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 import mla_compile
 from mla_compile.passes.attention.kernels import is_kernel
-from tests.passes.graphs import capture, rewrite
+from tests.passes.graphs import capture
 
 N, P, L, TOKENS = 3, 4, 6, 5
 FLASH_ATTENTION_2 = (
@@ -81,16 +80,6 @@ def test_flash_attention_is_left_and_the_reason_says_what_to_call(attend: Attend
     assert (site.path, site.reason.startswith(REASON)) == ("unchanged", True)
     assert "call scaled_dot_product_attention" in site.remedy
     torch.testing.assert_close(o, naive(q, latent, weight, attend))
-
-
-def test_torch_s_attention_of_packed_sequences_is_left() -> None:
-    def attention(q: Tensor, latent: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
-        return naive(q, latent, weight, lambda *qkv: varlen_attn(*qkv, starts, starts, 3, 3, window_size=(-1, 0)))
-
-    (outcome,) = rewrite(capture(attention, *inputs(), torch.tensor([0, 2, TOKENS], dtype=torch.int32)))
-    assert outcome.reason.startswith(REASON)
-    assert "_varlen_attn.default" in outcome.reason
-    assert outcome.remedy.endswith("for packed sequences with a mask of the pairs that have one sequence")
 
 
 def test_attention_that_projects_its_operands_itself_is_no_kernel_of_attention() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from mla_compile.passes.attention.find import Attention, find
+from mla_compile.passes.attention.attention import Attention
+from mla_compile.passes.attention.find import find
 from mla_compile.passes.masks.meaning import understand
 from mla_compile.passes.mla.prove import prove
 from mla_compile.passes.pipeline import Pipeline

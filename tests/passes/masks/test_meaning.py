@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, arange, fx
 
 from mla_compile.passes.algebra.terms import Read
-from mla_compile.passes.attention.find import Attention, find
+from mla_compile.passes.attention.attention import Attention
+from mla_compile.passes.attention.find import find
 from mla_compile.passes.masks.causal import Causal
 from mla_compile.passes.masks.limit import Limit
 from mla_compile.passes.masks.marked import Marked

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from mla_compile.passes.algebra.sizes import product
 from mla_compile.passes.algebra.terms import Dim
-from mla_compile.passes.attention.find import Attention, find
+from mla_compile.passes.attention.attention import Attention
+from mla_compile.passes.attention.find import find
 from mla_compile.passes.mla.prove import prove
 from mla_compile.passes.mla.site import Site
 from mla_compile.passes.nodes.refusal import Refusal

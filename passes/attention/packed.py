@@ -1,0 +1,171 @@
+"""Sequences packed one behind the other, and the ops of attention that take them so: a run of rows for each sequence.
+
+    o = varlen(q [Tq, N, D], k [Tk, N, D], v [Tk, N, D], cu_seqlens_q [B + 1], cu_seqlens_k [B + 1])
+
+Query i and key j of one sequence, of Q queries and K keys, meet where `i + K - Q - left <= j <= i + K - Q + right`: the
+last query stands at the last key. A query that sees no key is 0, and so is one of no sequence.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from ..algebra import operations
+from ..algebra.sizes import Size
+from ..algebra.terms import Dim, Read
+from ..nodes.arguments import all_arguments
+from ..nodes.refusal import Refusal
+from ..nodes.shapes import shape_of, size_of
+from ..trace.trace import Trace
+
+_WORDS = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "cu_seq_q": "starts of queries",
+    "cum_seq_q": "starts of queries",
+    "cu_seqlens_q": "starts of queries",
+    "cu_seq_k": "starts of keys",
+    "cum_seq_k": "starts of keys",
+    "cu_seqlens_k": "starts of keys",
+    "max_q": "most queries",
+    "max_seqlen_q": "most queries",
+    "max_k": "most keys",
+    "max_seqlen_k": "most keys",
+    "is_causal": "causal",
+    "softmax_scale": "scale",
+}
+"""What the parameters of these ops are called that have several names."""
+_OPS = ("torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward", "aten::_flash_attention_forward")
+_INDIFFERENT = ("enable_gqa", "num_splits", "return_softmax", "return_debug_mask", "zero_tensors")
+"""Of how it is computed, and of results that nothing may read."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A vector of integers, over an axis of its own."""
+
+    read: Read
+    dim: Dim
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How the queries and the keys of an attention are those of several sequences."""
+
+    queries: Numbers
+    """`[B + 1]`: where the queries of each sequence begin, and the end."""
+    keys: Numbers
+    """The same of keys."""
+    used: Numbers | None
+    """`[B]`: how many of its keys each sequence has, if not all up to the next sequence."""
+    sequences: Size
+    """B."""
+    most_queries: Size
+    """That a sequence has."""
+    most_keys: Size
+    left: int | None
+    """How many keys before its own a query sees; None: all."""
+    right: int | None
+    """How many behind its own: 0 or, with None, all."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What such an op is given."""
+
+    output: fx.Node
+    """The first of its results."""
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    scale: float | None
+    packed: Packed
+
+
+def packed_call(node: fx.Node, trace: Trace) -> Call | None:
+    """The call of such an op; None if it is none, or of one of ours that is given no sequences.
+
+    Raises:
+        Refusal: if it says more than queries, keys, sequences and windows.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in _OPS:
+        return None
+    given = {_WORDS.get(name, name): value for name, value in all_arguments(node, node.target).items()}
+    if given["starts of queries"] is None:
+        return None
+    outputs = [user for user in node.users if user.target is operator.getitem]
+    firsts = [user for user in outputs if user.args[1] == 0]
+    if not firsts:
+        return None
+    if len(firsts) > 1 or any(user not in outputs or (user not in firsts and user.users) for user in node.users):
+        _refuse(node, "only the output of packed attention to be read", "its log-sum-exps too", "take the output alone")
+    left, right = _window(node, given)
+    if any(given[name] is None for name in ("starts of keys", "most queries", "most keys")):
+        _refuse(node, "packed keys", "a cache in pages", "gather the latents, and give their cu_seqlens")
+    _refuse_more(node, given)
+    queries, keys = (_numbers(given[f"starts of {what}"]) for what in ("queries", "keys"))
+    return Call(
+        firsts[0],
+        given["query"],
+        given["key"],
+        given["value"],
+        _number(node, given, "scale"),
+        Packed(
+            queries,
+            keys,
+            None if given.get("seqused_k") is None else _numbers(given["seqused_k"]),
+            shape_of(given["starts of queries"])[0] - 1,
+            size_of(given["most queries"]),
+            size_of(given["most keys"]),
+            left,
+            right,
+        ),
+    )
+
+
+def _numbers(node: fx.Node) -> Numbers:
+    """A vector as the node that holds it, whatever that is made of."""
+    form = operations.leaf(node, shape_of(node))
+    return Numbers(form.term.read, form.dims[0])
+
+
+def _window(node: fx.Node, given: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    window = given.get("window_size") or (given.get("window_size_left"), given.get("window_size_right"))
+    causal = given["causal"]
+    if not all(number is None or isinstance(number, int) for number in (*window, causal)):
+        _refuse(node, "a window whose size is known", "one that only a run knows")
+    left, right = (None if number is None or number < 0 else int(number) for number in window)
+    if causal:
+        right = 0
+    if right:
+        _refuse(node, "a window that ends at the query, or behind all keys", f"one that ends {right} keys behind it")
+    return left, right
+
+
+def _refuse_more(node: fx.Node, given: Mapping[str, Any]) -> None:
+    """Refuse what changes the result beside queries, keys, values, sequences and windows."""
+    known = {*_WORDS.values(), "scale", "seqused_k", "window_size", "window_size_left", "window_size_right"}
+    for name, value in given.items():
+        if name in ("query", "key", "value", *_INDIFFERENT) or name in known:
+            continue
+        if isinstance(value, fx.Node) or value:
+            found = "a tensor" if isinstance(value, fx.Node) else value
+            _refuse(node, f"packed attention without {name}", f"{found}", f"leave {name} out")
+
+
+def _number(node: fx.Node, given: Mapping[str, Any], name: str) -> float | None:
+    value = given[name]
+    if value is not None and not isinstance(value, int | float):
+        _refuse(node, f"a {name} that is known", "one that only a run knows")
+    return None if value is None else float(value)
+
+
+def _refuse(node: fx.Node, expected: str, found: str, remedy: str = "") -> NoReturn:
+    raise Refusal(node, f"expected {expected}, found {found}", remedy)
