@@ -78,8 +78,12 @@ class Absorbed(OneOp):
             w_uk, w_uv = x.weights()
             blocks = Blocks.of(x, x.carrier.told, max(_ROWS // x.q_nope.shape[2], 1))
             q_latent, q_rope = blocks.split(x.q_latent(w_uk)), blocks.split(x.q_rope)
-            operands = q_latent, q_rope, x.latent, x.k_rope, blocks.table, blocks.lengths, blocks.causal, x.scale
-            o, lse = blocks.joined(*op(*operands, mask=blocks.mask, first_positions=blocks.positions))
+            part = op(
+                *(q_latent, q_rope, x.latent, x.k_rope, blocks.table, blocks.lengths, blocks.causal, x.scale),
+                mask=blocks.mask,
+                first_positions=blocks.positions,
+            )
+            o, lse = blocks.joined(*part)
         elif x.keys.in_pages:
             w_uk, w_uv = x.weights()
             q_latent, table = x.q_latent(w_uk), x.table()

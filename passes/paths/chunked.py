@@ -78,9 +78,10 @@ class Chunked(OneOp):
         if isinstance(x.carrier, InSequences):
             w_uk, w_uv = x.weights()
             blocks = Blocks.of(x, x.carrier.told, _QUERIES)
-            operands = blocks.split(_queries(x)), x.latent, x.k_rope, blocks.table, blocks.lengths, w_uk, w_uv
+            q = blocks.split(_queries(x))
             part = op(
-                *(*operands, blocks.causal, x.scale, workspace_tokens),
+                *(q, x.latent, x.k_rope, blocks.table, blocks.lengths, w_uk, w_uv),
+                *(blocks.causal, x.scale, workspace_tokens),
                 mask=blocks.mask,
                 first_positions=blocks.positions,
                 query_lens=blocks.counts,

@@ -21,6 +21,9 @@ from ..masks.sequences import Sequences
 from ..nodes.shapes import hints_of, size_of
 from .operands import Operands
 
+_MANY = 32
+"""Queries of a block of which an empty one a sequence is too much: few are less than the sizes that tell how many."""
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -50,10 +53,12 @@ class Blocks:
         own = told.lengths(x.read)
         tokens, keys = x.q_nope.shape[1], x.latent.shape[0]
         sequences: Any = realize(packed.sequences)
-        longest = torch.sym_min(realize(packed.most_queries), tokens)
-        width: Any = torch.sym_min(realize(packed.most_keys), keys)
+        longest: Any = _at_most(realize(packed.most_queries), tokens)
+        width: Any = _at_most(realize(packed.most_keys), keys)
         size = _size(longest, most)
-        blocks = torch.sym_min(sequences * ((longest + size - 1) // size), (tokens + sequences * (size - 1)) // size)
+        blocks = (tokens + sequences * (size - 1)) // size
+        if size >= _MANY:
+            blocks = torch.sym_min(sequences * ((longest + size - 1) // size), blocks)
 
         ends = ((own.queries + size - 1) // size).cumsum(0)
         begins = ends - (own.queries + size - 1) // size
@@ -100,6 +105,14 @@ class Blocks:
         o, lse = (part.flatten(0, 1)[self.places] for part in (o, lse))
         o = o.masked_fill(self.outside[:, None, None], 0.0).masked_fill(self.beyond[:, None, None], math.nan)
         return o[None], lse.masked_fill(self.outside[:, None], -torch.inf)[None]
+
+
+def _at_most(said: int | torch.SymInt, there: Any) -> Any:
+    """The most tokens of a sequence, if a number was said that may be the same for all batches, no more than there are.
+
+    What varies is taken as it is said: expressions of sizes take time to compile.
+    """
+    return torch.sym_min(said, there) if isinstance(said, int) else said
 
 
 def _size(longest: int | torch.SymInt, most: int) -> int:
