@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx
@@ -105,10 +105,12 @@ def packed_call(node: fx.Node, trace: Trace) -> Call | None:
     if not firsts:
         return None
     if len(firsts) > 1 or any(user not in outputs or (user not in firsts and user.users) for user in node.users):
-        _refuse(node, "only the output of packed attention to be read", "its log-sum-exps too", "take the output alone")
+        reason = "expected only the output of packed attention to be read, found its log-sum-exps too"
+        raise Refusal(node, reason, "take the output alone")
     left, right = _window(node, given)
     if any(given[name] is None for name in ("starts of keys", "most queries", "most keys")):
-        _refuse(node, "packed keys", "a cache in pages", "gather the latents, and give their cu_seqlens")
+        remedy = "gather the latents, and give their cu_seqlens"
+        raise Refusal(node, "expected packed keys, found a cache in pages", remedy)
     _refuse_more(node, given)
     queries, keys = (_numbers(given[f"starts of {what}"]) for what in ("queries", "keys"))
     return Call(
@@ -116,7 +118,7 @@ def packed_call(node: fx.Node, trace: Trace) -> Call | None:
         given["query"],
         given["key"],
         given["value"],
-        _number(node, given, "scale"),
+        _scale(node, given),
         Packed(
             queries,
             keys,
@@ -140,12 +142,13 @@ def _window(node: fx.Node, given: Mapping[str, Any]) -> tuple[int | None, int | 
     window = given.get("window_size") or (given.get("window_size_left"), given.get("window_size_right"))
     causal = given["causal"]
     if not all(number is None or isinstance(number, int) for number in (*window, causal)):
-        _refuse(node, "a window whose size is known", "one that only a run knows")
+        raise Refusal(node, "expected a window whose size is known, found one that only a run knows")
     left, right = (None if number is None or number < 0 else int(number) for number in window)
     if causal:
         right = 0
     if right:
-        _refuse(node, "a window that ends at the query, or behind all keys", f"one that ends {right} keys behind it")
+        reason = f"expected a window that ends at the query, or nowhere, found {right} keys behind it"
+        raise Refusal(node, reason)
     return left, right
 
 
@@ -157,15 +160,11 @@ def _refuse_more(node: fx.Node, given: Mapping[str, Any]) -> None:
             continue
         if isinstance(value, fx.Node) or value:
             found = "a tensor" if isinstance(value, fx.Node) else value
-            _refuse(node, f"packed attention without {name}", f"{found}", f"leave {name} out")
+            raise Refusal(node, f"expected packed attention without {name}, found {found}", f"leave {name} out")
 
 
-def _number(node: fx.Node, given: Mapping[str, Any], name: str) -> float | None:
-    value = given[name]
+def _scale(node: fx.Node, given: Mapping[str, Any]) -> float | None:
+    value = given["scale"]
     if value is not None and not isinstance(value, int | float):
-        _refuse(node, f"a {name} that is known", "one that only a run knows")
+        raise Refusal(node, "expected a scale that is known, found one that only a run knows")
     return None if value is None else float(value)
-
-
-def _refuse(node: fx.Node, expected: str, found: str, remedy: str = "") -> NoReturn:
-    raise Refusal(node, f"expected {expected}, found {found}", remedy)

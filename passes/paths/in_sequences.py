@@ -90,7 +90,7 @@ class Blocks:
             mask=mask,
             places=place.clamp(0, blocks * size - 1),
             outside=~inside,
-            beyond=(own.keys[sequence_of] > width) | (place >= blocks * size),
+            beyond=inside & ((own.keys[sequence_of] > width) | (place >= blocks * size)),
         )
 
     def split(self, q: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def test_both_paths_are_taken_and_right(batch: Any, window: tuple[int, int]) -> 
         assert f"paged_{'latent' if path == 'absorbed' else 'expanded'}_attention" in module.code
 
 
-@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("window", [(-1, 0), (3, -1)])
 def test_a_graph_is_right_for_other_lengths(window: tuple[int, int]) -> None:
     batch = BATCHES["mixed"]
     function = varlen(([40], [60]), window_size=window)
@@ -113,7 +113,7 @@ def test_blocks_of_any_size_are_right(most: int, monkeypatch: pytest.MonkeyPatch
 def test_keys_that_are_not_used_and_tokens_of_no_sequence() -> None:
     batch = [4, 1, 5], [9, 3, 6]
     x, *others = tensors(*batch)
-    x = torch.cat([x, x[:2]])  # padding behind the last sequence
+    x = torch.cat([x, *[x] * 9])  # padding behind the last sequence
     for path, _, outcome in compiled(
         lambda *args: varlen(batch, window_size=(-1, 0), seqused_k=args[-1], scale=0.3)(*args[:-1]),
         (x, *others, torch.tensor([7, 3, 0])),
@@ -180,7 +180,7 @@ LEFT: dict[str, tuple[Function, str]] = {
         lambda *a: flash_attention(*naive(*a[:5]), *a[5:], alibi_slopes=torch.ones(N)),
         "without alibi_slopes, found a tensor",
     ),
-    "keys behind": (varlen(BATCHES["mixed"], window_size=(-1, 2)), "found one that ends 2 keys behind it"),
+    "keys behind": (varlen(BATCHES["mixed"], window_size=(-1, 2)), "or nowhere, found 2 keys behind it"),
 }
 
 
