@@ -86,6 +86,17 @@ def test_batches_of_any_lengths(dtype: torch.dtype) -> None:
     assert len(sites) <= 6
 
 
+@pytest.mark.usefixtures("without_codegen")
+def test_a_batch_is_verified() -> None:
+    torch.manual_seed(0)
+    module, arguments = Packed(), inputs(BATCHES["mixed"], torch.float32)
+    with torch.no_grad():
+        o = torch.compile(module, backend="mla", options={"mla.verify": True})(*arguments)
+        assert_as_close_as_eager(module, o, *arguments)
+    assert mla_compile.last_report().rewritten == 1
+
+
+@pytest.mark.slow
 def test_generated_code() -> None:
     torch.manual_seed(0)
     module = Packed()
