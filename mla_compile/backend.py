@@ -230,7 +230,7 @@ class _Compilation:
             yield
 
     def _reason_for_stock(self) -> str | None:
-        if self.options.path == "off":
+        if self.options.path == option_parser.OFF:
             return "mla.path is off"
         if self._needs_gradients() and self.options.path == Absorbed.name:
             return "gradients are needed, and absorbed attention has none"

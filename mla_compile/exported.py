@@ -25,7 +25,7 @@ from .device import rates_of
 from .errors import OptionError
 from .gpu_launches import put_launches
 from .loop_operands import straighten_loop_operands
-from .options import parse
+from .options import OFF, parse
 from .report import Report, record
 from .rewriting import raise_strict, rewrite_graph
 from .seal import seal_exported, unseal_exported
@@ -58,7 +58,7 @@ def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = Non
         raise OptionError(f"expected options that start with 'mla.', found {min(others)!r}: give it to AOTInductor")
     if ours.kernels != AUTO:
         raise OptionError(f"mla.kernels: expected {AUTO} for an exported program, which keeps no options of a run")
-    if ours.path == "off":
+    if ours.path == OFF:
         record(Report((), f"{NOTE}, mla.path is off"))
         return program
     start = time.perf_counter()

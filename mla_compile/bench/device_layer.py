@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mla_compile.bench.check import distance
 from mla_compile.bench.layers import LAYERS, Built, Layer, build
 from mla_compile.bench.modes import MODES, Step, summary
 from mla_compile.bench.workloads import Workload, make_inputs
@@ -56,7 +57,7 @@ def run(
             torch.compiler.reset()
             exact_built = replace(built, attention=copy.deepcopy(built.attention).double())
             exact = _once(exact_built, MODES["by-hand"](exact_built), context, device, torch.float64)
-            eager = _error(_once(built, MODES["eager"](built), context, device, dtype), exact)
+            eager = distance(_once(built, MODES["eager"](built), context, device, dtype), exact)
             del exact_built
             allowed = FACTOR * max(eager, torch.finfo(dtype).eps)
             rows += [_row(built, mode, context, device, dtype, exact, allowed, clock or _seconds) for mode in modes]
@@ -78,7 +79,7 @@ def _row(
         call = _call(built, step, context, device, dtype)
         for _ in range(2):  # a CUDA graph is recorded at the second call
             call()
-        error = _error(call(), exact)
+        error = distance(call(), exact)
         if not error <= allowed:
             return Row(context, mode, None, error, f"wrong: rounding explains {allowed:.1e}")
         return Row(context, mode, clock(call), error)
@@ -133,10 +134,6 @@ def _call(built: Built, step: Step, context: int, device: torch.device, dtype: t
 
 def _once(built: Built, step: Step, context: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return _call(built, step, context, device, dtype)().double()
-
-
-def _error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).abs().max() / exact.abs().max())
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import mla_compile.kernels.register  # noqa: F401  what the ops compute
+from mla_compile.bench.check import distance
 from mla_compile.bench.kernel_cases import Case, Inputs, Kind, L, R, make_inputs
 from mla_compile.bench.kernel_peers import by_hand, calls, version
 from mla_compile.bench.modes import summary
@@ -177,7 +178,7 @@ def _one(
 ) -> Result:
     try:
         call = make()
-        error = _error(_part(x.case, call()), exact)
+        error = distance(_part(x.case, call()), exact)
         allowed = max(_FACTOR * max(measure, _SUM), torch.finfo(x.q.dtype).eps)
         if not error <= allowed:
             note = f"is {error:.1e} off float64, rounding explains {allowed:.1e}"
@@ -220,7 +221,7 @@ def _truth(x: Inputs) -> tuple[Tensor, float]:
         )[0]
 
     exact = part(torch.float64)
-    return exact, _error(part(x.q.dtype), exact)
+    return exact, distance(part(x.q.dtype), exact)
 
 
 def _cache(x: Inputs, dtype: torch.dtype) -> Tensor:
@@ -229,10 +230,6 @@ def _cache(x: Inputs, dtype: torch.dtype) -> Tensor:
         return x.cache[:1].to(dtype)
     numbers, scales, ropes = RowLayout(L, R, x.q.dtype).views(x.rows[: x.table.shape[1]])
     return torch.cat(dequantised(numbers, ropes, scales, dtype), dim=-1).flatten(0, 1)[None]
-
-
-def _error(o: Tensor, exact: Tensor) -> float:
-    return float((o.double() - exact).abs().max() / exact.abs().max())
 
 
 def rows(device: Device, results: Sequence[Result], itemsize: int = 2) -> list[dict[str, Any]]:

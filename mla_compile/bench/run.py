@@ -43,7 +43,7 @@ def run(
     breakdowns: list[Breakdown] = []
     with torch.no_grad():
         for workload in workloads:
-            _log(workload)
+            log(workload)
             devices.append(measure_device(torch.device("cpu"), layer.torch_dtype))
             results += measure(built, workload, cache_kind, modes, repeats)
             available = available_bytes()
@@ -62,11 +62,12 @@ def _with_peaks(layer: Layer, results: Sequence[Result], cache_kind: CacheKind) 
     for mode in dict.fromkeys(result.mode for result in results):
         workloads = [result.workload for result in results if result.mode == mode and result.status == "ok"]
         if workloads:
-            _log(f"memory of {mode}")
+            log(f"memory of {mode}")
             amounts = peaks(layer, mode, workloads, cache_kind, torch.get_num_threads())
             found |= {(mode, workload): amount for workload, amount in zip(workloads, amounts, strict=True)}
     return [replace(result, peak_bytes=found.get((result.mode, result.workload))) for result in results]
 
 
-def _log(line: object) -> None:
+def log(line: object) -> None:
+    """Say what is measured now; what was is on standard output."""
     print(line, file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ or with none; what is timed are the steps of `generate` itself, from one choice 
 
 import copy
 import gc
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from mla_compile.bench.layers import Layer
 from mla_compile.bench.measure import rewritten
 from mla_compile.bench.memory import needed_bytes, too_much
 from mla_compile.bench.modes import summary
+from mla_compile.bench.run import log
 from mla_compile.bench.workloads import Workload
 
 SLOW_SECONDS = 120.0
@@ -63,7 +63,7 @@ def measure(
 
     Compilation, warm-up and the filling of caches are outside of the times. Every way begins from the same latents.
     """
-    _log(f"logits in float64 of {len(batches)} workloads")
+    log(f"logits in float64 of {len(batches)} workloads")
     references = {batch: _reference(model, whole, batch) for batch in batches}
     results: list[Result] = []
     allowed: dict[tuple[str, Batch], float] = {}
@@ -76,7 +76,7 @@ def measure(
         if way.compiler != "eager":
             compiled.compile(backend=way.compiler)
         for batch in batches:
-            _log(f"{way}: {batch}")
+            log(f"{way}: {batch}")
             exact = references[batch]
             if isinstance(exact, str):
                 results.append(Result(way, batch, "skipped", exact))
@@ -93,7 +93,7 @@ def measure(
 
 def _served(model: nn.Module, whole: WholeModel, batches: Sequence[Batch], way: Way, repeats: int) -> list[Result]:
     """By vLLM, whose log-probabilities may be off float64 as transformers' own are."""
-    _log(f"{way}: {', '.join(map(str, batches))}")
+    log(f"{way}: {', '.join(map(str, batches))}")
     check = Batch(1, Workload("prefill", engine.CHECK_TOKENS))
     exact = _reference(model, whole, check)
     if isinstance(exact, str):
@@ -185,10 +185,6 @@ def _reference(model: nn.Module, whole: WholeModel, batch: Batch) -> Tensor | st
     exact: Any = copy.deepcopy(model).double()
     exact.set_experts_implementation("eager")  # the grouped product does not take float64
     return _generate(exact, whole, Batch(1, batch.workload), "dynamic", 1).logits.double()
-
-
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
