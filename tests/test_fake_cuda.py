@@ -61,12 +61,12 @@ WORKSPACE = 64 << 20
 """Bytes: what a chunk of a prefill is expanded to. The caches of 64 sequences take 576 MiB a layer."""
 
 
-def lowered(cases: Sequence[Case], folder: Path, gpu: str = "h100") -> list[Lowered]:
+def lowered(cases: Sequence[Case], gpu: str = "h100") -> list[Lowered]:
     """What a process that believes in a GPU finds of each case."""
     process = subprocess.run(
         [sys.executable, "-m", "tests.fake_cuda", gpu, *(json.dumps(dataclasses.asdict(case)) for case in cases)],
         cwd=ROOT,
-        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -77,10 +77,10 @@ def lowered(cases: Sequence[Case], folder: Path, gpu: str = "h100") -> list[Lowe
 
 
 @pytest.fixture(scope="module")
-def always(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Lowered]:
+def always() -> dict[Case, Lowered]:
     """Of one layer and of two, in one process: most of what a process takes is importing torch."""
     cases = [dataclasses.replace(case, layers=layers) for case in ALWAYS for layers in (1, 2)] + [EXAMPLE]
-    return dict(zip(cases, lowered(cases, tmp_path_factory.mktemp("h100")), strict=True))
+    return dict(zip(cases, lowered(cases), strict=True))
 
 
 def check(one: Lowered, two: Lowered, case: Case) -> None:
@@ -105,16 +105,16 @@ def test_a_step(case: Case, always: dict[Case, Lowered]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in LAUNCHES if case not in ALWAYS], ids=lambda case: case.name)
-def test_a_step_of_other_sizes(case: Case, tmp_path: Path) -> None:
-    check(*lowered([dataclasses.replace(case, layers=layers) for layers in (1, 2)], tmp_path), case)
+def test_a_step_of_other_sizes(case: Case) -> None:
+    check(*lowered([dataclasses.replace(case, layers=layers) for layers in (1, 2)]), case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 64])
-def test_a_step_of_a_cache_that_grows(batch: int, tmp_path: Path) -> None:
+def test_a_step_of_a_cache_that_grows(batch: int) -> None:
     """Compiled once for any length: Inductor launches all, and the host plans nothing anew."""
     case = Case("v3", "dynamic", batch, 1, any_size=True)
-    one, two = lowered([dataclasses.replace(case, layers=layers) for layers in (1, 2)], tmp_path)
+    one, two = lowered([dataclasses.replace(case, layers=layers) for layers in (1, 2)])
     assert two.paths == ["absorbed"] * 2
     assert two.host_calls == {}
     assert sum(name.startswith("attend_latents_") for name in two.launches) == 2
@@ -122,10 +122,10 @@ def test_a_step_of_a_cache_that_grows(batch: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fp8_pages_on_a_gpu_without_fp8(tmp_path: Path) -> None:
+def test_fp8_pages_on_a_gpu_without_fp8() -> None:
     """Inductor generates no e4m3 for it: torch itself converts and writes, in place."""
     case = Case("v3", "fp8 pages", 64, 1, layers=1)
-    (found,) = lowered([case], tmp_path, "a100")
+    (found,) = lowered([case], "a100")
     assert (found.paths, found.moving, found.no_graphs) == (["absorbed"], [], "")
     assert "aten.index_put_.default" in found.launches
     assert max(found.buffers) <= WORKSPACE

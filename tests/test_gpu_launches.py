@@ -40,7 +40,7 @@ def step(command, folder, module="written", **environment):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", f"tests.fake_cuda.{module}", command, str(folder)],
         cwd=ROOT,
-        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
         check=False,

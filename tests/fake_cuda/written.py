@@ -129,10 +129,10 @@ def larger() -> dict[Callable[..., Any], list[Tensor]]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=made)
 
-    batch, tokens, width, count = 5, 700, 40, 210
+    batch, tokens, width, count = 5, 330, 20, 110
     q = [random(batch, 1, N, L), random(batch, 1, N, R)]
     table = torch.randperm(count, generator=made)[: batch * width].view(batch, width)
-    pages = [table, torch.tensor([width * PAGE_SIZE, 1, 333, 0, 48])]
+    pages = [table, torch.tensor([width * PAGE_SIZE, 1, 177, 0, 48])]
     cache = [random(batch, tokens, L), random(batch, tokens, R)]
     parts = [random(batch, 5, L), random(batch, 5)]
     return {
