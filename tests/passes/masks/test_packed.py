@@ -92,6 +92,7 @@ def added(seen: Function) -> Function:
     return attention
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("symbolic", [(), [(1,), (1,), (1,)]], ids=["static", "symbolic"])
 @pytest.mark.parametrize("attend", [sdpa, added])
 @pytest.mark.parametrize(("seen", "words"), MASKS.values(), ids=MASKS)
