@@ -9,6 +9,7 @@ Running prints what was launched, and how far the results are from float64, in u
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import runpy
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 B, N, L, R, PAGES, PAGE_SIZE, T, G = 3, 4, 32, 16, 9, 16, 70, 2
@@ -194,11 +195,11 @@ def write(folder: Path) -> None:
             letters = SYMBOLS[function] if any_size else [""] * len(given[function])
             fakes = [_fake(*each, symbols) for each in zip(given[function], letters, strict=True)]
             name = _name(function, any_size)
+            traced = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+            put_launches(traced.graph, "triton")
+            write_in_parts(traced.graph)
             for cpp in (False, True):
-                module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
-                put_launches(module.graph, "triton")
-                write_in_parts(module.graph)
-                module.recompile()
+                module = fx.GraphModule(traced, copy.deepcopy(traced.graph))
                 try:
                     with products_of(module.graph), together(), config.patch(CPP if cpp else {}):
                         compile_fx_inner(module, fakes, cpp_wrapper=cpp)
