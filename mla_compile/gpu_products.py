@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import fx
 from torch._inductor import ir, lowering
 from torch._inductor.kernel.bmm import aten_bmm
 
-_OP = torch.ops.mla.per_head_matmul.default
+from .ops import per_head_matmul
+
+_OP = per_head_matmul.default
 
 
 @contextlib.contextmanager
