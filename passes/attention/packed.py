@@ -43,6 +43,8 @@ _WORDS = {
 }
 """What the parameters of these ops are called that have several names."""
 _OPS = ("torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward", "aten::_flash_attention_forward")
+_NEEDED = {*_WORDS.values(), "scale"}
+"""What all of them say; an op of the same name that does not is another."""
 _INDIFFERENT = ("enable_gqa", "num_splits", "return_softmax", "return_debug_mask", "zero_tensors")
 """Of how it is computed, and of results that nothing may read."""
 
@@ -98,7 +100,7 @@ def packed_call(node: fx.Node, trace: Trace) -> Call | None:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in _OPS:
         return None
     given = {_WORDS.get(name, name): value for name, value in all_arguments(node, node.target).items()}
-    if given["starts of queries"] is None:
+    if not given.keys() >= _NEEDED or given["starts of queries"] is None:
         return None
     outputs = [user for user in node.users if user.target is operator.getitem]
     firsts = [user for user in outputs if user.args[1] == 0]

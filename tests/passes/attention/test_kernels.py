@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mla_compile
 from mla_compile.passes.attention.kernels import is_kernel
-from tests.passes.graphs import capture
+from tests.passes.graphs import capture, rewrite
 
 N, P, L, TOKENS = 3, 4, 6, 5
 FLASH_ATTENTION_2 = (
@@ -80,6 +80,24 @@ def test_flash_attention_is_left_and_the_reason_says_what_to_call(attend: Attend
     assert (site.path, site.reason.startswith(REASON)) == ("unchanged", True)
     assert "call scaled_dot_product_attention" in site.remedy
     torch.testing.assert_close(o, naive(q, latent, weight, attend))
+
+
+def test_an_op_of_packed_sequences_with_other_parameters_is_another() -> None:
+    with torch.library._scoped_library("flash_attn", "DEF") as library:
+        library.define(
+            "_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q) -> (Tensor, Tensor)"
+        )
+        torch.library.register_fake(
+            "flash_attn::_flash_attn_varlen_forward", lambda q, *_: (torch.empty_like(q), q.new_empty(0)), lib=library
+        )
+        op, starts = torch.ops.flash_attn._flash_attn_varlen_forward, torch.tensor([0, TOKENS])
+
+        def attention(q: Tensor, latent: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+            return naive(q, latent, weight, lambda *qkv: op(*qkv, starts)[0])
+
+        module = capture(attention, *inputs(), starts)
+        (outcome,) = rewrite(module)
+    assert outcome.reason.startswith(REASON)
 
 
 def test_attention_that_projects_its_operands_itself_is_no_kernel_of_attention() -> None:
