@@ -43,6 +43,7 @@ from . import options as option_parser
 from . import variants
 from .dynamo_graph import copied
 from .flex import write_out
+from .gpu_accesses import accesses_remembered
 from .gpu_kernels import kernels_of, packages_for
 from .gpu_launches import put_launches
 from .gpu_products import products_of
@@ -302,6 +303,7 @@ class _Compilation:
         with (
             inductor_config.patch(settings_of_loops(module.graph)),
             products_of(module.graph),
+            accesses_remembered() if launched else contextlib.nullcontext(),
             together() if launched and self.may_join else contextlib.nullcontext(),
         ):
             return compile_fx_inner(module, inputs, **kwargs)

@@ -174,6 +174,7 @@ def write(folder: Path) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     import mla_compile
+    from mla_compile.gpu_accesses import accesses_remembered
     from mla_compile.gpu_launches import put_launches
     from mla_compile.gpu_products import products_of
     from mla_compile.gpu_together import together
@@ -201,7 +202,7 @@ def write(folder: Path) -> None:
             for cpp in (False, True):
                 module = fx.GraphModule(traced, copy.deepcopy(traced.graph))
                 try:
-                    with products_of(module.graph), together(), config.patch(CPP if cpp else {}):
+                    with accesses_remembered(), products_of(module.graph), together(), config.patch(CPP if cpp else {}):
                         compile_fx_inner(module, fakes, cpp_wrapper=cpp)
                 except Written as written:
                     (folder / f"{name}.{'cpp' if cpp else 'py'}").write_text(written.args[0])
