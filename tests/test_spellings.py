@@ -65,6 +65,12 @@ def test_every_choice_is_drawn() -> None:
         assert made_of == (set(CHOICES[field.name]) if field.name != "spoiled" else {"no", *SPOILERS})
 
 
+def test_a_buffer_that_is_written_at_other_borders_has_a_reason() -> None:
+    """Its columns are said to be those of itself, and what they were put together from is looked for all the same."""
+    s = Spelling(bias=True, weights="keys before values", keys="pad", padded="buffer", heads=4, value=5)
+    assert "does not split by" in check(s, seed=0).reason
+
+
 @pytest.mark.parametrize("seed", [0, 7, 25, 40])
 def test_a_spelling_through_torch_compile(seed: int, without_codegen: None) -> None:
     """Over several inputs: of one, eager's error may be small by chance."""

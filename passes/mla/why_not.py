@@ -111,7 +111,10 @@ def _leaves(term: Term, trace: Trace, seen: set[fx.Node]) -> Iterator[Term]:
         term = trace[source].term
     if isinstance(term.parts, Join):
         for segment in term.parts.segments:
-            yield from _leaves(segment.term, trace, seen)
+            if segment.term.read.source is source:  # columns of a buffer of which no more is known than that
+                yield segment.term
+            else:
+                yield from _leaves(segment.term, trace, seen)
     elif term.parts is None and isinstance(source, fx.Node) and source.target in _WRITES:
         for operand in source.all_input_nodes:
             filled = operand.op == "call_function" and not takes_tensors(operand) and trace.lost(term) is not None
