@@ -48,9 +48,7 @@ def _remembering(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_ours(kernel: Any) -> bool:
-    while not hasattr(kernel, "__module__") or hasattr(kernel, "fn"):
-        if not hasattr(kernel, "fn"):
-            return False
+    while hasattr(kernel, "fn"):  # Triton's objects around the function
         kernel = kernel.fn
     return str(kernel.__module__).startswith(_OURS)
 

@@ -37,8 +37,8 @@ SOME = [arch if arch == "sm_90" else pytest.param(arch, marks=pytest.mark.slow) 
 """For what differs little from what is compiled for all of them: one, and the others where there is time."""
 HEADS = {"V3": 128, "V2-Lite": 16}
 STACK = 16 if version("triton") < "3.9" else 0
-"""Triton 3.6's assembler keeps up to four numbers of an address on the stack while the loop runs, except pages of 64
-tokens without a mask."""
+"""Where parts are fixed, Triton 3.6's assembler keeps up to four numbers of an address on the stack while the loop
+runs, except pages of 64 tokens without a mask."""
 
 
 @pytest.fixture(autouse=True, scope="module")
