@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -43,6 +44,7 @@ from . import options as option_parser
 from . import variants
 from .dynamo_graph import copied
 from .flex import write_out
+from .frozen import compile_frozen, parameters
 from .gpu_accesses import accesses_remembered
 from .gpu_kernels import kernels_of, packages_for
 from .gpu_launches import put_launches
@@ -75,7 +77,7 @@ Inputs = Sequence[Any]
 _compiler_config: Any = torch.compiler.config  # a config module, whose `patch` is not in its stubs
 
 
-_AFTER_THE_SECOND_TRACE = ("pattern_matcher", "joint_graph_constant_folding")
+_AFTER_THE_SECOND_TRACE = ("pattern_matcher", "joint_graph_constant_folding", "freezing")
 """Settings of Inductor's for what it does to a graph with its own decompositions, which ours has later."""
 
 
@@ -207,17 +209,22 @@ class _Compilation:
             return None
 
     def _dtypes_on_cpu(self) -> list[torch.dtype]:
-        return [t.dtype for t in self.inputs if isinstance(t, torch.Tensor) and t.is_cpu]
+        tensors = itertools.chain(self.inputs, self.module.parameters(), self.module.buffers())
+        return [t.dtype for t in tensors if isinstance(t, torch.Tensor) and t.is_cpu]
 
     def _compile(self, sealed: fx.GraphModule, tag: str, use_cache: bool) -> Callable[..., Any]:
         """Compile a copy of the sealed graph through the passes, which do not run if torch's cache has the artifact."""
         with (
-            self._own_artifacts(f"{tag} {self.inductor}", use_cache and not self.options.verify and not is_observed()),
+            self._own_artifacts(f"{tag} {self.inductor}", use_cache and not self._is_used_once()),
             inductor_config.patch(dict.fromkeys(self.inductor, False)),
         ):
             compiled = _compile_fx(copied(sealed), self.inputs, inner_compile=self._inner, decompositions={})
         cpp_kernels.make_ready(self._dtypes_on_cpu())
         return compiled
+
+    def _is_used_once(self) -> bool:
+        """Whether what comes out checks itself, is to be looked at, or has the model's parameters for constants."""
+        return self.options.verify or is_observed() or self.inductor["freezing"]
 
     @contextlib.contextmanager
     def _own_artifacts(self, tag: str, use_cache: bool) -> Iterator[None]:
@@ -288,10 +295,14 @@ class _Compilation:
         self.kernels = kernels_of(retraced.graph, self.options.kernels)
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
-        compiled = self._code(retraced, inputs, **kwargs)
+        own = parameters()
+        if inductor_config.freezing:
+            compiled = compile_frozen(retraced, inputs, self.module, self._code, kwargs)
+        else:
+            compiled = self._code(retraced, inputs, **kwargs)
         if rewriting.original is None:
             return compiled
-        return Verified(compiled, rewriting.original, module, self.outcomes)
+        return Verified(compiled, rewriting.original, module, self.outcomes, own)
 
     def _code(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
         # Tiles and implementations are timed at the first call of an op.

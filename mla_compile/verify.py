@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +29,10 @@ def tolerance(original: Tensor, shapes: dict[str, str]) -> float:
 
 
 class Verified:
-    """A compiled graph that checks itself on its first call. Called with the list of its inputs, like any of them."""
+    """A compiled graph that checks itself on its first call. Called with the list of its inputs, like any of them.
+
+    `parameters` are the values of the first of them, in whose place a call has None where Inductor made them constants.
+    """
 
     _boxed_call = True
 
@@ -38,14 +42,17 @@ class Verified:
         before: fx.GraphModule,
         after: fx.GraphModule,
         outcomes: Sequence[Outcome],
+        parameters: Sequence[Any] = (),
     ) -> None:
         self.compiled, self.before, self.after, self.outcomes = compiled, before, after, outcomes
+        self.parameters = parameters
         self.checked = False
 
     def __call__(self, inputs: list[Any]) -> Any:
         if not self.checked:
-            check(self.before, self.after, self.outcomes, inputs)
-            self.checked = True
+            own = itertools.zip_longest(inputs, self.parameters[: len(inputs)])
+            check(self.before, self.after, self.outcomes, [known if given is None else given for given, known in own])
+            self.checked, self.parameters = True, ()
         return self.compiled(inputs)
 
 

@@ -10,6 +10,7 @@ import json
 import sys
 
 import torch
+from torch._inductor import config
 
 from .cases import Case, call_of
 from .lowering import lower
@@ -21,7 +22,9 @@ def main() -> None:
     with present(gpu):
         for argument in cases:
             torch.compiler.reset()
-            found = lower(call_of(Case(**json.loads(argument))))
+            case = Case(**json.loads(argument))
+            with config.patch(freezing=case.frozen):
+                found = lower(call_of(case))
             print(json.dumps(dataclasses.asdict(found)), flush=True)
 
 

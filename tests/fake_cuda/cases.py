@@ -41,11 +41,13 @@ class Case:
     layers: int = 2
     any_size: bool = False
     """Whether it is compiled for any number of sequences and of tokens before the step."""
+    frozen: bool = False
+    """Whether parameters are constants of the code, by Inductor's `freezing`."""
 
     @property
     def name(self) -> str:
         sizes = f"batch {self.batch} tokens {self.tokens}"
-        return f"{self.model} {self.cache} {sizes}{' of any size' * self.any_size}"
+        return f"{self.model} {self.cache} {sizes}{' of any size' * self.any_size}{' frozen' * self.frozen}"
 
 
 def model_of(case: Case) -> nn.Module:

@@ -1,0 +1,43 @@
+"""Inductor's `freezing`: parameters become constants of the graph, packed for the machine, after the passes.
+
+Before them a packed weight would hide that keys and values are an up-projection of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.compile_fx import fw_compiler_freezing
+
+
+def compile_frozen(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    dynamo_module: fx.GraphModule,
+    code: Callable[..., Any],
+    options: dict[str, Any],
+) -> Callable[[list[Any]], Any]:
+    """Freeze a rewritten graph, of parameters and inputs, and have `code` compile what is left of it.
+
+    `code` is called as Inductor's inner compiler is; `options` are what it was called with for the whole graph. What
+    is returned takes the list of all inputs, in which those that became constants may be None.
+    """
+    return fw_compiler_freezing(
+        module,
+        inputs,
+        dynamo_module,
+        len(inputs),
+        code,
+        options["cudagraphs"],
+        options["graph_id"],
+        options["boxed_forward_device_index"],
+    )
+
+
+def parameters() -> list[Tensor | None]:
+    """The values of a graph's first inputs, which freezing takes out of the arguments of a call."""
+    context = torch._guards.TracingContext.try_get()
+    return list((context and context.params_flat_unwrap_subclasses) or ())
