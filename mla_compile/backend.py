@@ -27,7 +27,7 @@ import torch.compiler.config
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 
 import mla_compile.kernels.register
@@ -288,9 +288,8 @@ class _Compilation:
         if self.options.strict:
             raise_strict(self.outcomes, "")
         cpp_kernels.begin(self._dtypes_on_cpu())
-        start = time.perf_counter()
-        retraced = retrace(module)
-        self.seconds["retrace"] = time.perf_counter() - start
+        retraced = self._timed("retrace", retrace, module)
+        retraced = self._timed("joint_passes", _recursive_joint_graph_passes, retraced)
         log_graph("mla_retraced", retraced)
         self.kernels = kernels_of(retraced.graph, self.options.kernels)
         if "get_decomp_fn" in kwargs:
@@ -303,6 +302,12 @@ class _Compilation:
         if rewriting.original is None:
             return compiled
         return Verified(compiled, rewriting.original, module, self.outcomes, own)
+
+    def _timed(self, part: str, step: Callable[[fx.GraphModule], fx.GraphModule], module: fx.GraphModule) -> Any:
+        start = time.perf_counter()
+        after = step(module)
+        self.seconds[part] = time.perf_counter() - start
+        return after
 
     def _code(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
         # Tiles and implementations are timed at the first call of an op.

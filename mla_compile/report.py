@@ -31,7 +31,8 @@ class Report:
     """What holds for the graph as a whole, for instance why stock Inductor compiled it."""
 
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Wall time of the passes (`passes`), of retracing (`retrace`) and of the whole compilation (`compile`)."""
+    """Wall time of the passes (`passes`), of the second trace (`retrace`), of Inductor's joint graph passes, which
+    stock Inductor runs too (`joint_passes`), and of the whole compilation (`compile`)."""
 
     kernels: tuple[str, ...] = ()
     """On a GPU, of each op that other projects' packages have too: what computes it, as far as sizes tell, and why not

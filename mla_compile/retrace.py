@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import _recursive_joint_graph_passes
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -21,10 +19,7 @@ from .streamed_products import grouped_mm_of_few_rows, mm_of_one_row
 
 
 def retrace(module: fx.GraphModule) -> fx.GraphModule:
-    """Trace a rewritten graph again with Inductor's decompositions, and run the passes of Inductor that come first.
-
-    Where parameters are to be frozen, these are left to what freezes them.
-    """
+    """Trace a rewritten graph again with Inductor's decompositions."""
     placeholders = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     inductors = select_decomp_table()
     table: dict[Any, Callable[..., Any]] = {
@@ -44,12 +39,4 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
     retraced.meta.update(module.meta)
     if merge_same_numbers(retraced.graph):
         retraced.recompile()
-    return retraced if inductor_config.freezing else _recursive_joint_graph_passes(retraced)
-
-
-def _first_that_can(*decompositions: Callable[..., Any]) -> Callable[..., Any]:
-    def decompose(*args: Any, **kwargs: Any) -> Any:
-        results = (decomposition(*args, **kwargs) for decomposition in decompositions)
-        return next((result for result in results if result is not NotImplemented), NotImplemented)
-
-    return decompose
+    return retraced
