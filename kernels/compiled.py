@@ -24,20 +24,20 @@ def begin(dtypes: Iterable[torch.dtype]) -> None:
     dispatcher.begin()
     dtypes = list(dtypes)
     for triple in of_attention(dtypes):
-        cached.begin(*triple)
+        cached.KERNELS.begin(*triple)
     for dtype in of_numbers(dtypes):
-        expanded_attention.begin(dtype)
-        per_head_matmul.begin(dtype)
+        expanded_attention.KERNELS.begin(dtype)
+        per_head_matmul.KERNELS.begin(dtype)
 
 
 def make_ready(dtypes: Iterable[torch.dtype]) -> None:
     """Let torch call the kernels for tensors of these dtypes without Python, as far as there is a compiler."""
     dtypes = list(dtypes)
     for triple in of_attention(dtypes):
-        dispatcher.provide("latent_attention", triple, cached.kernel_for(*triple))
+        dispatcher.provide("latent_attention", triple, cached.KERNELS.of(*triple))
     for dtype in of_numbers(dtypes):
-        dispatcher.provide("per_head_matmul", (dtype,), per_head_matmul.kernel_for(dtype))
-        of_chunks = expanded_attention.kernel_for(dtype)
+        dispatcher.provide("per_head_matmul", (dtype,), per_head_matmul.KERNELS.of(dtype))
+        of_chunks = expanded_attention.KERNELS.of(dtype)
         if of_chunks is not None:
             keys = expanded_attention.dtype_of_keys(of_chunks, dtype)
             dispatcher.provide("expanded_attention", (dtype, keys), of_chunks)

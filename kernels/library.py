@@ -92,10 +92,10 @@ def build_library(path: str | PathLike[str], dtypes: Iterable[torch.dtype] = (to
 
 def _kernels(dtypes: list[torch.dtype]) -> Iterator[Kernel]:
     for triple in of_attention(dtypes):
-        yield Kernel("latent_attention", triple, cached.recipe(*triple))
+        yield Kernel("latent_attention", triple, cached.KERNELS.recipe(*triple))
     for dtype in of_numbers(dtypes):
-        yield Kernel("expanded_attention", (dtype,), expanded_attention.recipe(dtype))
-        yield Kernel("per_head_matmul", (dtype,), per_head_matmul.recipe(dtype))
+        yield Kernel("expanded_attention", (dtype,), expanded_attention.KERNELS.recipe(dtype))
+        yield Kernel("per_head_matmul", (dtype,), per_head_matmul.KERNELS.recipe(dtype))
 
 
 def _registering(kernels: list[Kernel]) -> str:

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import BuiltinFunctionType, ModuleType
@@ -47,6 +48,32 @@ TYPES = {
 
 Recipe = tuple[tuple[Path, ...], tuple[str, ...], tuple[str, ...]]
 """What `load` takes."""
+
+
+@dataclass
+class Kernels:
+    """Those of one op in C++: the same files, compiled for each of some combinations of dtypes."""
+
+    sources: tuple[Path, ...]
+    argtypes: tuple[str, ...]
+    macros: tuple[str, ...] = ("NUMBER",)
+    """What the dtypes are in the files, that of the queries first."""
+    more: Callable[[torch.dtype], tuple[str, ...]] = lambda _: ()
+    """Other macros for queries of a dtype."""
+
+    def of(self, *dtypes: torch.dtype) -> Callable[..., None] | None:
+        """The one for some dtypes; None if there is none, or no compiler."""
+        return load(*self.recipe(*dtypes)) if dtypes[0] in TYPES else None
+
+    def begin(self, *dtypes: torch.dtype) -> None:
+        """Compile in the background what `of` waits for."""
+        if dtypes[0] in TYPES:
+            start(*self.recipe(*dtypes))
+
+    def recipe(self, *dtypes: torch.dtype) -> Recipe:
+        """What makes the one for some dtypes."""
+        defines = (f"{macro} {TYPES[dtype]}" for macro, dtype in zip(self.macros, dtypes, strict=True))
+        return self.sources, self.argtypes, (*defines, *self.more(dtypes[0]))
 
 
 def load(

@@ -19,15 +19,17 @@ from torch import Tensor
 
 from ..bundles import checked
 from ..dispatcher import general
-from ..native import ATTEND, NUMBER, PAIRS, TYPES, VECTOR, Recipe, constant, load, start
+from ..native import ATTEND, NUMBER, PAIRS, VECTOR, Kernels, constant
 from ..visibility import KeyPositions, Visibility
 from .arguments import ExpandedAttention
 from .aten import Flash
 from .chunks import Arithmetic, Keys, attend_in_chunks, masked_tiles
 
 _HERE = Path(__file__).parent
-_SOURCES = VECTOR, ATTEND, NUMBER, PAIRS, _HERE / "call.h", _HERE / "native.cpp"
-_ARGUMENTS = ("const void*",) * 4 + ("uintptr_t",) + ("float*",) * 2 + ("int64_t",) * 21 + ("float", "int64_t")
+KERNELS = Kernels(
+    (VECTOR, ATTEND, NUMBER, PAIRS, _HERE / "call.h", _HERE / "native.cpp"),
+    ("const void*",) * 4 + ("uintptr_t",) + ("float*",) * 2 + ("int64_t",) * 21 + ("float", "int64_t"),
+)
 
 
 def attend_on_cpu(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
@@ -37,24 +39,8 @@ def attend_on_cpu(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
 
 def fastest(dtype: torch.dtype) -> Arithmetic:
     """That of queries of `dtype`: this kernel, or flash attention."""
-    kernel = kernel_for(dtype)
+    kernel = KERNELS.of(dtype)
     return Flash.of(dtype) if kernel is None else Native(kernel, dtype)
-
-
-def kernel_for(dtype: torch.dtype) -> Callable[..., None] | None:
-    """The kernel for queries of some dtype; None if there is none, or no compiler."""
-    return load(*recipe(dtype)) if dtype in TYPES else None
-
-
-def begin(dtype: torch.dtype) -> None:
-    """Compile in the background what `kernel_for` waits for."""
-    if dtype in TYPES:
-        start(*recipe(dtype))
-
-
-def recipe(dtype: torch.dtype) -> Recipe:
-    """What makes the kernel for queries of some dtype."""
-    return _SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[dtype]}",)
 
 
 def dtype_of_keys(kernel: Callable[..., None], queries: torch.dtype) -> torch.dtype:

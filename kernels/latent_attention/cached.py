@@ -9,16 +9,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..native import ATTEND, NUMBER, PAIRS, TYPES, VECTOR, Recipe, load, start
+from ..native import ATTEND, NUMBER, PAIRS, VECTOR, Kernels
 
 _HERE = Path(__file__).parent
 _OWN = (_HERE / name for name in ("call.h", "keys.h", "floats.h", "dots.h", "brgemm.h", "native.cpp"))
-_SOURCES = (VECTOR, ATTEND, NUMBER, PAIRS, *_OWN)
-_ARGUMENTS = ("const void*",) * 4 + ("void*",) * 2 + ("uintptr_t",) * 5 + ("int64_t",) * 23 + ("float", "int64_t")
 MOST_ROWS = 256
 """Queries times heads up to which this is faster than matrix products."""
 TILES = "BRGEMM Tiles::present()"
 """Includes oneDNN's products, which are taken where oneDNN finds AMX."""
+
+
+def _tiles(number: torch.dtype) -> tuple[str, ...]:
+    return (TILES,) if number == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else ()
+
+
+KERNELS = Kernels(
+    (VECTOR, ATTEND, NUMBER, PAIRS, *_OWN),
+    ("const void*",) * 4 + ("void*",) * 2 + ("uintptr_t",) * 5 + ("int64_t",) * 23 + ("float", "int64_t"),
+    ("NUMBER", "LATENT", "ROPE"),
+    _tiles,
+)
+"""For queries, latents and rope keys."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +50,6 @@ class Cached:
     def readable(self) -> bool:
         """Whether the last dims are as the kernel wants them."""
         return all(part.shape[3] < 2 or part.stride(3) == 1 for part in (self.latent, self.k_rope))
-
-
-def kernel_for(number: torch.dtype, latent: torch.dtype, k_rope: torch.dtype) -> Callable[..., None] | None:
-    """The kernel for queries and keys of some dtypes; None if there is none, or no compiler."""
-    return None if number not in TYPES else load(*recipe(number, latent, k_rope))
-
-
-def begin(number: torch.dtype, latent: torch.dtype, k_rope: torch.dtype) -> None:
-    """Compile in the background what `kernel_for` waits for."""
-    if number in TYPES:
-        start(*recipe(number, latent, k_rope))
-
-
-def recipe(number: torch.dtype, latent: torch.dtype, k_rope: torch.dtype) -> Recipe:
-    """What makes the kernel for queries and keys of some dtypes."""
-    defines: tuple[str, ...] = f"NUMBER {TYPES[number]}", f"LATENT {TYPES[latent]}", f"ROPE {TYPES[k_rope]}"
-    if number == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        defines = (*defines, TILES)
-    return _SOURCES, _ARGUMENTS, defines
 
 
 def attend(

@@ -16,7 +16,7 @@ from ..dispatcher import general
 from ..visibility import Visibility, positions, take
 from .arguments import LatentAttention
 from .aten import attend as attend_with_aten
-from .cached import MOST_ROWS, Cached, attend, kernel_for
+from .cached import KERNELS, MOST_ROWS, Cached, attend
 
 Span = tuple[range, Visibility, range]
 """Sequences, what their queries see, and the keys to load for that."""
@@ -27,7 +27,7 @@ def attend_on_cpu(x: LatentAttention) -> tuple[Tensor, Tensor]:
     q_latent, latent, k_rope = x.q_latent, x.latent, x.k_rope
     kernel = None
     if 0 < q_latent.shape[1] * q_latent.shape[2] <= MOST_ROWS and _cached(latent, k_rope).readable():
-        kernel = kernel_for(q_latent.dtype, latent.dtype, k_rope.dtype)
+        kernel = KERNELS.of(q_latent.dtype, latent.dtype, k_rope.dtype)
     spans = _spans(x) if kernel else None
     if kernel is None or spans is None:
         return attend_with_aten(x)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..bundles import checked
 from ..dispatcher import general
-from ..latent_attention.cached import MOST_ROWS, Cached, attend, kernel_for
+from ..latent_attention.cached import KERNELS, MOST_ROWS, Cached, attend
 from .arguments import PagedLatentAttention
 from .aten import attend as attend_with_aten
 
@@ -29,7 +29,7 @@ def attend_on_cpu(operands: PagedLatentAttention) -> tuple[Tensor, Tensor]:
     cached = Cached(latent_pages[None], rope_pages[None], scales, table, queries=max(batch, 1))
     kernel = None
     if operands.mask is None and 0 < query_count * heads <= MOST_ROWS and batch and cached.readable():
-        kernel = kernel_for(q_latent.dtype, latent_pages.dtype, rope_pages.dtype)
+        kernel = KERNELS.of(q_latent.dtype, latent_pages.dtype, rope_pages.dtype)
     if kernel is None:
         return attend_with_aten(operands)
     lengths, offsets = seq_lens.to(torch.int64), None

@@ -6,7 +6,6 @@ float64, more rows, a weight contiguous in neither dim, no C++ compiler.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,37 +13,23 @@ from torch import Tensor
 
 from ..bundles import checked
 from ..dispatcher import general
-from ..native import NUMBER, TYPES, VECTOR, Recipe, load, start
+from ..native import NUMBER, TYPES, VECTOR, Kernels
 from .arguments import PerHeadMatmul
 from .aten import multiply
 
 _MOST_ROWS = 4
 """Queries of all sequences up to which the weight's bytes and not the arithmetic take the time; `native.cpp` has one
 instance for each number."""
-_SOURCES = VECTOR, NUMBER, *(Path(__file__).with_name(name) for name in ("call.h", "native.cpp"))
-_ARGUMENTS = ("const void*",) * 2 + ("void*",) + ("int64_t",) * 10
-
-
-def kernel_for(dtype: torch.dtype) -> Callable[..., None] | None:
-    """The kernel for tensors of some dtype; None if there is none, or no compiler."""
-    return load(*recipe(dtype)) if dtype in TYPES else None
-
-
-def begin(dtype: torch.dtype) -> None:
-    """Compile in the background what `kernel_for` waits for."""
-    if dtype in TYPES:
-        start(*recipe(dtype))
-
-
-def recipe(dtype: torch.dtype) -> Recipe:
-    """What makes the kernel for tensors of some dtype."""
-    return _SOURCES, _ARGUMENTS, (f"NUMBER {TYPES[dtype]}",)
+KERNELS = Kernels(
+    (VECTOR, NUMBER, *(Path(__file__).with_name(name) for name in ("call.h", "native.cpp"))),
+    ("const void*",) * 2 + ("void*",) + ("int64_t",) * 10,
+)
 
 
 def multiply_on_cpu(operands: PerHeadMatmul) -> Tensor:
     """`[B, Sq, N, O]`."""
     x, weight = operands.x, operands.weight
-    kernel = kernel_for(x.dtype) if _suits(x, weight) else None
+    kernel = KERNELS.of(x.dtype) if _suits(x, weight) else None
     if kernel is None:
         return multiply(operands)
     batch, query_count, heads, inner = x.shape

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..bundles import checked
 from ..dispatcher import general
-from ..latent_attention.cached import MOST_ROWS, Cached, attend, kernel_for
+from ..latent_attention.cached import KERNELS, MOST_ROWS, Cached, attend
 from .arguments import SparseLatentAttention
 from .aten import attend as attend_with_aten
 from .aten import finished
@@ -30,7 +30,7 @@ def attend_on_cpu(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
     kernel = None
     one_for_all_heads = mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
     if one_for_all_heads and 0 < heads <= MOST_ROWS and batch * query_count and tokens and cached.readable():
-        kernel = kernel_for(q_latent.dtype, latent.dtype, k_rope.dtype)
+        kernel = KERNELS.of(q_latent.dtype, latent.dtype, k_rope.dtype)
     if kernel is None:
         return attend_with_aten(x)
     table, lengths = _attended(x)

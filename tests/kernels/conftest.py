@@ -5,10 +5,7 @@ import torch
 
 import mla_compile.kernels.register  # noqa: F401  the ops under test
 from mla_compile.coded import CODED
-from mla_compile.kernels import compiled, dispatcher
-from mla_compile.kernels.expanded_attention import native as expanded_attention
-from mla_compile.kernels.latent_attention import cached
-from mla_compile.kernels.per_head_matmul import native as per_head_matmul
+from mla_compile.kernels import compiled, dispatcher, native
 
 from .recorded import recorded
 
@@ -25,8 +22,7 @@ def one_thread():
 @pytest.fixture
 def no_compiler(monkeypatch):
     """Native kernels cannot be built: what is left is made of ATen operations."""
-    for module in (expanded_attention, cached, per_head_matmul):
-        monkeypatch.setattr(module, "load", lambda *_: None)
+    monkeypatch.setattr(native, "load", lambda *_: None)
 
 
 DISPATCHED = (torch.float32, torch.bfloat16, torch.float16, *CODED)

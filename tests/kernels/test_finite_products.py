@@ -44,9 +44,9 @@ def poisoned_buffers(request, poisoned_header, monkeypatch):
     """The kernels in C++ with such buffers."""
     monkeypatch.setenv(POISON, request.param)
     for module in (expanded_attention, cached):
-        monkeypatch.setattr(module, "_SOURCES", (poisoned_header, *module._SOURCES[1:]))
-    assert all(expanded_attention.kernel_for(dtype) is not None for dtype in DTYPES)
-    assert all(cached.kernel_for(dtype, dtype, dtype) is not None for dtype in DTYPES)
+        monkeypatch.setattr(module.KERNELS, "sources", (poisoned_header, *module.KERNELS.sources[1:]))
+    assert all(expanded_attention.KERNELS.of(dtype) is not None for dtype in DTYPES)
+    assert all(cached.KERNELS.of(dtype, dtype, dtype) is not None for dtype in DTYPES)
 
 
 def compute(problem):

@@ -51,8 +51,7 @@ def dtype(request, monkeypatch):
     name, dtype = request.param
     if not SETS[name][2]():
         pytest.skip(f"this CPU has no {name}")
-    for module in (cached, expanded_native):
-        monkeypatch.setattr(module, "load", lambda *arguments: built(name, *arguments))
+    monkeypatch.setattr(native, "load", lambda *arguments: built(name, *arguments))
     monkeypatch.setattr(expanded_native, "Flash", None)
     monkeypatch.setattr(latent_native, "attend_with_aten", None)
     monkeypatch.setattr(paged_native, "attend_with_aten", None)

@@ -32,12 +32,12 @@ def test_a_kernel_takes_tensors_and_numbers(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_attention_over_latents_is_built(dtype):
-    assert cached.kernel_for(dtype, dtype, dtype) is not None
+    assert cached.KERNELS.of(dtype, dtype, dtype) is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_attention_over_chunks_is_built(dtype):
-    kernel = expanded_attention.kernel_for(dtype)
+    kernel = expanded_attention.KERNELS.of(dtype)
     assert kernel is not None
     in_pairs = dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
     assert native.constant(kernel, "bytes_of_a_key") == (2 if in_pairs else 4)
@@ -45,5 +45,4 @@ def test_attention_over_chunks_is_built(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_products_per_head_are_built(dtype):
-    defines = (f"NUMBER {native.TYPES[dtype]}",)
-    assert native.load(per_head_matmul._SOURCES, per_head_matmul._ARGUMENTS, defines) is not None
+    assert per_head_matmul.KERNELS.of(dtype) is not None
