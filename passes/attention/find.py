@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import fx
@@ -206,10 +207,8 @@ def _from_weights(
 
     `whole`, if given, is why all scores of all heads have to be computed at once where they are more than a sum.
     """
-    if not isinstance(output.term.parts, Product):
-        reason = "expected attention weights and values over common axes, found that they do not factor"
-        raise Refusal(node, reason + trace.because(output.term))
-    probabilities = (output.term.parts.left, output.term.parts.right)[side]
+    parts = _factors(node, output.term, trace)
+    probabilities = (parts.left, parts.right)[side]
     dim = weights.dim
     keys_read = _part(probabilities.read.dims[dim])
     others = [digits for i, digits in enumerate(probabilities.read.dims) if i != dim]
@@ -242,29 +241,28 @@ def _from_weights(
     exposed = Form((*output.dims, *score_dims), output.term)
     factors = [factor for summand in products for factor in summand.factors]
 
-    def align(function: Sequence[Summand]) -> tuple[list[Form], dict[Hashable, Dim]]:
-        operands: list[Summand | Factor] = [*products, *masks, *sinks, *factors, *function]
-        return operations.align(
+    def align(function: Sequence[Summand]) -> tuple[Form, list[list[Form]], dict[Hashable, Dim]]:
+        groups: list[Sequence[Summand | Factor]] = [products, masks, sinks, factors, function]
+        operands = [operand for group in groups for operand in group]
+        forms, axes = operations.align(
             [exposed, *(operand.form for operand in operands)],
             [[*own, *range(len(score_dims))], *(operand.labels for operand in operands)],
         )
+        rest = iter(forms)
+        return next(rest), [list(islice(rest, len(group))) for group in groups], axes
 
     reading: Reading | str = whole or ""
     if opaque and whole is None and reader is None:
         reading = read_function(products, KeyRange(dim, *keys_read), weights, trace)
     try:
-        aligned, axes = align(reading.forms if isinstance(reading, Reading) else ())
+        result, aligned, axes = align(reading.forms if isinstance(reading, Reading) else ())
     except Unaligned as error:
         if not isinstance(reading, Reading):
             raise
         reading = f"that {error}"
-        aligned, axes = align(())
-    function_at = 1 + len(products) + len(masks) + len(sinks) + len(factors)
-    factor_terms = [form.term for form in aligned[function_at - len(factors) : function_at]]
-    parts = aligned[0].term.parts
-    if not isinstance(parts, Product):
-        reason = "expected attention weights and values over common axes, found that they do not factor"
-        raise Refusal(node, reason + trace.because(aligned[0].term))
+        result, aligned, axes = align(())
+    of_products, of_masks, of_sinks, of_factors, of_function = aligned
+    parts = _factors(node, result.term, trace)
     keys = axes[dim]
     if parts.summed != keys:
         reason = "expected the values to be summed over the keys of the softmax, found another axis"
@@ -272,26 +270,26 @@ def _from_weights(
     value = told((parts.right, parts.left)[side], keys, trace)
     rows = tuple(axis for i in range(len(score_dims)) if i != dim for axis in axes[i])
     scores = []
-    for form, summand in zip(aligned[1:], products, strict=False):
+    for form, summand in zip(of_products, products, strict=True):
         assert isinstance(summand.what, float)
         score = _score(node, form.term, keys, summand.what, trace)
         for factor in summand.factors:
-            score = replace(score, query=times(score.query, factor_terms.pop(0).read, divides=factor.divides))
+            score = replace(score, query=times(score.query, of_factors.pop(0).term.read, divides=factor.divides))
         scores.append(score)
     found = []
-    for form, summand in zip(aligned[1 + len(products) :], masks, strict=False):
+    for form, summand in zip(of_masks, masks, strict=True):
         assert isinstance(summand.what, Mask)
         found.append(replace(summand.what, term=form.term))
     takers = []
-    for form, summand in zip(aligned[1 + len(products) + len(masks) :], sinks, strict=False):
+    for form, summand in zip(of_sinks, sinks, strict=True):
         assert isinstance(summand.what, Sink)
         takers.append(replace(summand.what, term=form.term, keys=form.dims[dim]))
-    dims = aligned[0].dims[: len(output.dims)]
+    dims = result.dims[: len(output.dims)]
     columns = tuple(axis for d in dims for axis in d if axis not in rows)
     kept = None
     if opaque:
-        reads = tuple(form.term.read for form in aligned[1 : 1 + len(products)])
-        function = reading if isinstance(reading, str) else reading.aligned(aligned[function_at:], reads, dim)
+        reads = tuple(form.term.read for form in of_products)
+        function = reading if isinstance(reading, str) else reading.aligned(of_function, reads, dim)
         kept = Opaque((parts.left, parts.right)[side].read, reads, reader, function)
     return Attention(
         node,
@@ -307,6 +305,14 @@ def _from_weights(
         numbers=weights.numbers,
         opaque=kept,
     )
+
+
+def _factors(node: fx.Node, output: Term, trace: Trace) -> Product:
+    """The attention weights and the values. Raises Refusal if what comes out is not their product any more."""
+    if not isinstance(output.parts, Product):
+        reason = "expected attention weights and values over common axes, found that they do not factor"
+        raise Refusal(node, reason + trace.because(output))
+    return output.parts
 
 
 def _tangled(products: Sequence[Summand], masks: Sequence[Summand], weights: Weights) -> bool:

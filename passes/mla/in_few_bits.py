@@ -8,9 +8,10 @@ from __future__ import annotations
 from torch import fx
 
 from ..algebra.terms import Term
-from ..nodes.arguments import aten, is_elementwise, is_tensor
+from ..nodes.arguments import aten, is_elementwise
 from ..nodes.source import where
 from ..trace.trace import Trace
+from .multiplied import held_by
 
 _PRODUCTS = {
     aten._int_mm.default,
@@ -35,11 +36,5 @@ def product_in_few_bits(term: Term, trace: Trace) -> str | None:
         for node in edge:
             if node.target in _PRODUCTS:
                 return f"a product of numbers in few bits, `{node.target}` in {where(node)}"
-        edge = {_read(operand, trace) for node in edge if is_elementwise(node) for operand in node.all_input_nodes}
+        edge = {held_by(operand, trace) for node in edge if is_elementwise(node) for operand in node.all_input_nodes}
     return None
-
-
-def _read(node: fx.Node, trace: Trace) -> fx.Node:
-    """The tensor whose elements a node holds."""
-    source = trace[node].term.read.source if is_tensor(node) else None
-    return source if isinstance(source, fx.Node) else node

@@ -56,7 +56,7 @@ def multiplied_product(term: Term, trace: Trace) -> Multiplied | None:
 
 
 def _multiplied(node: fx.Node, trace: Trace, depth: int) -> Multiplied | None:
-    node = _read(node, trace)
+    node = held_by(node, trace)
     if depth == _DEPTH or node.op != "call_function":
         return None
     operands = [operand for operand in arguments(node)[:2] if is_tensor(operand)]
@@ -71,13 +71,13 @@ def _multiplied(node: fx.Node, trace: Trace, depth: int) -> Multiplied | None:
         if shape_of(whole) != shape_of(node):
             continue
         if _product(whole, trace):
-            return Multiplied(factor, is_norm=_read(whole, trace) in _before(factor, trace))
+            return Multiplied(factor, is_norm=held_by(whole, trace) in _before(factor, trace))
         if (within := _multiplied(whole, trace, depth + 1)) is not None:
             return within
     return None
 
 
-def _read(node: fx.Node, trace: Trace) -> fx.Node:
+def held_by(node: fx.Node, trace: Trace) -> fx.Node:
     """The tensor whose elements a node holds."""
     source = trace[node].term.read.source if is_tensor(node) else None
     return source if isinstance(source, fx.Node) else node
@@ -91,6 +91,6 @@ def _before(node: fx.Node, trace: Trace) -> set[fx.Node]:
     """What a node is made of, some steps back."""
     found, edge = {node}, {node}
     for _ in range(_DEPTH):
-        edge = {_read(operand, trace) for each in edge for operand in each.all_input_nodes} - found
+        edge = {held_by(operand, trace) for each in edge for operand in each.all_input_nodes} - found
         found |= edge
     return found

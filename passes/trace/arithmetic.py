@@ -40,7 +40,7 @@ def _cast(trace: Forms, node: fx.Node) -> Form:
     return operations.cast(trace[source], after)
 
 
-@HANDLERS.of(aten.mm.default)
+@HANDLERS.of(aten.mm.default, aten.mv.default)
 def _mm(trace: Forms, node: fx.Node) -> Form:
     return operations.contract(node, trace[arguments(node)[0]], trace[arguments(node)[1]], [], (1, 0))
 
@@ -48,11 +48,6 @@ def _mm(trace: Forms, node: fx.Node) -> Form:
 @HANDLERS.of(aten.bmm.default)
 def _bmm(trace: Forms, node: fx.Node) -> Form:
     return operations.contract(node, trace[arguments(node)[0]], trace[arguments(node)[1]], [(0, 0)], (2, 1))
-
-
-@HANDLERS.of(aten.mv.default)
-def _mv(trace: Forms, node: fx.Node) -> Form:
-    return operations.contract(node, trace[arguments(node)[0]], trace[arguments(node)[1]], [], (1, 0))
 
 
 @HANDLERS.of(aten.dot.default)
