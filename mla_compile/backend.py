@@ -29,6 +29,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import FALLBACK_ALLOW_LIST
 
 import mla_compile.kernels.register
 from mla_compile import device as devices
@@ -40,8 +41,8 @@ from mla_compile.kernels.implementations.implementation import AUTO
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.paths.absorbed import Absorbed
 
+from . import ops, variants
 from . import options as option_parser
-from . import variants
 from .dynamo_graph import copied
 from .flex import write_out
 from .frozen import compile_frozen, parameters
@@ -71,14 +72,18 @@ if torch.distributed.is_available():
     with contextlib.suppress(ImportError, AttributeError):
         import mla_compile.sharding
 
+# Inductor calls our ops as they are, also where `implicit_fallbacks` is off: that is not for want of a lowering.
+FALLBACK_ALLOW_LIST.update(f"mla::{name}" for name in ops.__all__)
+
 Inputs = Sequence[Any]
 
 
 _compiler_config: Any = torch.compiler.config  # a config module, whose `patch` is not in its stubs
 
 
-_AFTER_THE_SECOND_TRACE = ("pattern_matcher", "joint_graph_constant_folding", "freezing")
-"""Settings of Inductor's for what it does to a graph with its own decompositions, which ours has later."""
+_AFTER_THE_SECOND_TRACE = ("use_joint_graph_passes",)
+"""Settings of Inductor's for what it, and a user's passes, do to a graph with its own decompositions, which ours has
+later."""
 
 
 class _NothingToRewrite(Exception):
