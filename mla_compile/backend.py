@@ -125,8 +125,7 @@ def _compile(
     ours, inductor = option_parser.parse(options, mode)
     with inductor_config.patch(inductor):
         start = time.perf_counter()
-        compilation = kind(module, inputs, ours)
-        compilation.may_join = "combo_kernels" not in inductor
+        compilation = kind(module, inputs, ours, inductor)
         compiled = compilation.run()
         seconds = compilation.seconds | {"compile": time.perf_counter() - start}
         report = Report(compilation.outcomes, compilation.note, seconds, compilation.kernels)
@@ -159,15 +158,17 @@ class _Compilation:
     has_artifacts = True
     """Whether what comes out may be kept in torch's caches."""
 
-    def __init__(self, module: fx.GraphModule, inputs: Inputs, options: Options) -> None:
+    def __init__(
+        self, module: fx.GraphModule, inputs: Inputs, options: Options, settings: Mapping[str, Any] | None = None
+    ) -> None:
         self.module, self.inputs, self.options = module, inputs, options
+        self.settings = dict(settings or {})
+        """Inductor's, that are in force now and have to be when a backward is compiled, which may be much later."""
         self.outcomes: tuple[Outcome, ...] = ()
         self.note = ""
         self.kernels: tuple[str, ...] = ()
         self.seconds: dict[str, float] = {}
         self.all_or_nothing = False
-        self.may_join = True
-        """Whether Inductor may be told to make one kernel of several; not where the user has said if it is to."""
         self.inductor = {name: getattr(inductor_config, name) for name in _AFTER_THE_SECOND_TRACE}
 
     def run(self) -> Callable[..., Any]:
@@ -269,8 +270,8 @@ class _Compilation:
             raise_strict(self.outcomes, self.note)
         log_graph("mla_trained", trained.module)
         with self._own_artifacts(cache_tag(self.options, rates), use_cache=True):
-            loops = settings_of_loops(trained.module.graph)
-            compiled = _compile_fx(trained.module, self.inputs, inner_compile=compile_fx_inner, config_patches=loops)
+            settings = self.settings | settings_of_loops(trained.module.graph)
+            compiled = _compile_fx(trained.module, self.inputs, inner_compile=compile_fx_inner, config_patches=settings)
         return _checked(compiled, trained.checks) if trained.checks else compiled
 
     def _stock(self, note: str) -> Callable[..., Any]:
@@ -325,12 +326,13 @@ class _Compilation:
             inductor_config.patch(settings_of_loops(module.graph)),
             products_of(module.graph),
             accesses_remembered() if launched else contextlib.nullcontext(),
-            together() if launched and self.may_join else contextlib.nullcontext(),
+            # Unless the user has said whether it is to make one kernel of several.
+            together() if launched and "combo_kernels" not in self.settings else contextlib.nullcontext(),
         ):
             return compile_fx_inner(module, inputs, **kwargs)
 
     def _unchanged(self) -> Callable[..., Any]:
-        return _compile_fx(self.module, self.inputs)
+        return _compile_fx(self.module, self.inputs, config_patches=self.settings)
 
 
 class _Examination(_Compilation):
