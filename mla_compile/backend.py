@@ -27,7 +27,7 @@ import torch.compiler.config
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx, compile_fx_inner
+from torch._inductor.compile_fx import _recursive_pre_grad_passes, compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import FALLBACK_ALLOW_LIST
 
@@ -58,7 +58,7 @@ from .loops import settings_of_loops
 from .options import Options
 from .replicated import with_replicated_heads
 from .report import Report, record
-from .retrace import retrace
+from .retrace import decompositions_of_others, retrace
 from .rewriting import raise_strict, rewrite_graph
 from .seal import seal
 from .stored import ReportStore
@@ -177,11 +177,11 @@ class _Compilation:
             return self._stock(reason)
         if self._needs_gradients():
             return self._train()
-        sealed = copied(self.module)
-        seal(sealed)
+        sealed = self._copy()
         tag = cache_tag(self.options, self._rates(), packages_for(self.inputs))
-        if (compiled := self._without_flex(tag)) is not None:
+        if (compiled := self._without_flex(copied(sealed), tag)) is not None:
             return compiled
+        seal(sealed)
         store = ReportStore(sealed, self.inputs, tag)
         stored = None if is_observed() else store.load()
         if stored is not None and not stored.rewritten:
@@ -200,9 +200,8 @@ class _Compilation:
             self.outcomes, self.kernels = stored.sites, stored.kernels
         return compiled
 
-    def _without_flex(self, tag: str) -> Callable[..., Any] | None:
-        """The graph with every flex_attention written out, if it has some and nothing of its attention stays so."""
-        written_out = copied(self.module)
+    def _without_flex(self, written_out: fx.GraphModule, tag: str) -> Callable[..., Any] | None:
+        """A graph with every flex_attention written out, if it has some and nothing of its attention stays so."""
         if not write_out(written_out):
             return None
         seal(written_out)
@@ -214,17 +213,28 @@ class _Compilation:
             self.outcomes, self.seconds, self.all_or_nothing = (), {}, False
             return None
 
+    def _copy(self) -> fx.GraphModule:
+        """The graph for the passes: what a user's own passes made of it, where they look for attention as it is written
+        and therefore come before it is sealed."""
+        module = copied(self.module)
+        return _recursive_pre_grad_passes(module, self.inputs) if self._has_own_passes() else module
+
+    def _has_own_passes(self) -> bool:
+        return inductor_config.use_pre_grad_passes and inductor_config.pre_grad_custom_pass is not None
+
     def _dtypes_on_cpu(self) -> list[torch.dtype]:
         tensors = itertools.chain(self.inputs, self.module.parameters(), self.module.buffers())
         return [t.dtype for t in tensors if isinstance(t, torch.Tensor) and t.is_cpu]
 
     def _compile(self, sealed: fx.GraphModule, tag: str, use_cache: bool) -> Callable[..., Any]:
         """Compile a copy of the sealed graph through the passes, which do not run if torch's cache has the artifact."""
+        done = {"use_pre_grad_passes": False} if self._has_own_passes() else {}
+        own = decompositions_of_others()
         with (
-            self._own_artifacts(f"{tag} {self.inductor}", use_cache and not self._is_used_once()),
-            inductor_config.patch(dict.fromkeys(self.inductor, False)),
+            self._own_artifacts(f"{tag} {self.inductor}", use_cache and not self.options.verify and not is_observed()),
+            inductor_config.patch(dict.fromkeys(self.inductor, False) | done),
         ):
-            compiled = _compile_fx(copied(sealed), self.inputs, inner_compile=self._inner, decompositions={})
+            compiled = _compile_fx(copied(sealed), self.inputs, inner_compile=self._inner, decompositions=own)
         cpp_kernels.make_ready(self._dtypes_on_cpu())
         return compiled
 

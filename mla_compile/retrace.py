@@ -17,6 +17,15 @@ from .same_numbers import merge_same_numbers
 from .seal import unseal
 from .streamed_products import grouped_mm_of_few_rows, mm_of_one_row
 
+_OF_TORCH = {"aten", "prims", "higher_order", "inductor", "mkldnn", "sparse", "_test"}
+_OF_TORCH |= {"c10d_functional", "quantized", "_quantized", "quantized_decomposed"}
+"""Namespaces of torch's own ops in Inductor's table of decompositions."""
+
+
+def decompositions_of_others() -> dict[Any, Callable[..., Any]]:
+    """Those in Inductor's table of ops that are not torch's own, whose algebra nothing else tells."""
+    return {op: of for op, of in select_decomp_table().items() if op.namespace not in _OF_TORCH}
+
 
 def retrace(module: fx.GraphModule) -> fx.GraphModule:
     """Trace a rewritten graph again with Inductor's decompositions."""
