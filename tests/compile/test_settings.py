@@ -1,4 +1,4 @@
-"""Settings of Inductor's that users bring along: attention is rewritten under each, and each does what it does in stock."""
+"""Settings of Inductor's that users have: attention is rewritten under each, and each does what it does in stock."""
 
 from __future__ import annotations
 
