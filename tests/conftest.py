@@ -18,11 +18,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # they share the cores
 
 import pytest
 import torch
-from torch._functorch import config as functorch_config
 
-from mla_compile import backend, report
-from mla_compile.interpreted import interpreted
+from mla_compile import report
 from tests import diagonal
+from tests.without_codegen import without_codegen
 
 # Dynamo looks for garbage after each graph, which took 1 to 4 % of the time of tests that compile a model.
 torch._dynamo.config.run_gc_after_compile = False
@@ -48,11 +47,10 @@ def fresh_compiler():
         yield
 
 
-@pytest.fixture
-def without_codegen(monkeypatch):
-    """Run what the passes and the retrace made as it is, instead of generating C++: the same graphs, in less time."""
-    monkeypatch.setattr(backend, "compile_fx_inner", interpreted)
-    with functorch_config.patch(enable_autograd_cache=False):
+@pytest.fixture(name="without_codegen")
+def no_codegen():
+    """Run graphs as they are, instead of generating C++: the same graphs, in less time."""
+    with without_codegen():
         yield
 
 

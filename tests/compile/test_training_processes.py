@@ -13,12 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mla_compile
-from mla_compile import backend
-from mla_compile.interpreted import interpreted
 from mla_compile.options import KEEP_ALL, QUERIES
 from tests.adapters import adapt
 from tests.compile.layers import Layer
 from tests.models import HIDDEN, Combined
+from tests.without_codegen import without_codegen
 
 WIDE = 12000
 """Columns of a projection whose weights fill a bucket of gradients by themselves: DDP cuts the graph there."""
@@ -41,10 +40,10 @@ class Model(nn.Module):
         return x + self.layers[1](x)
 
 
+@without_codegen()
 def _train(rank: int, way: str, adapted: tuple[str, ...], recompute: str, path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
     torch.set_num_threads(1)
-    backend.compile_fx_inner = interpreted
     torch.manual_seed(0)
     model = Model(*adapted)
     plain, batches = copy.deepcopy(model), torch.randn(2, 2, 13, HIDDEN)

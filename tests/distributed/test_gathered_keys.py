@@ -1,22 +1,17 @@
 """Keys that are gathered from ranks stay where they are: each rank attends to its own, and outputs are exchanged."""
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch import config as functorch_config
 from torch.distributed.tensor.debug import CommDebugMode
 
 import mla_compile
 import mla_compile.kernels.register
-from mla_compile import backend
-from mla_compile.interpreted import interpreted
 from mla_compile.options import Options
 from mla_compile.passes.paths.exchange import (
     Gathered,
@@ -29,6 +24,7 @@ from mla_compile.passes.pipeline import Pipeline
 from tests.distributed import naive
 from tests.distributed.processes import in_processes
 from tests.errors import assert_as_close_as_eager
+from tests.without_codegen import without_codegen
 
 B, T = 3, 96
 RATES = 1e12, 1e11
@@ -115,16 +111,6 @@ class Case:
     """Whether `torch.compile` is asked too."""
     code: bool = False
     """Whether Inductor then generates code, which takes seconds, instead of running the graph as it is."""
-
-
-@contextlib.contextmanager
-def without_codegen() -> Iterator[None]:
-    """The fixture of that name, in a process of its own."""
-    with (
-        mock.patch.object(backend, "compile_fx_inner", interpreted),
-        functorch_config.patch(enable_autograd_cache=False),
-    ):
-        yield
 
 
 @torch.no_grad()

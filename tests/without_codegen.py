@@ -1,0 +1,29 @@
+"""Graphs run as they are, instead of generating C++ for them: the same graphs, in less time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from torch._functorch import config as functorch_config
+
+from mla_compile import backend
+from mla_compile.interpreted import interpreted
+
+
+@contextlib.contextmanager
+def without_codegen() -> Iterator[None]:
+    """Inductor generates no code, neither of what the passes and the retrace made nor of a graph that stays its own."""
+    compile_fx = backend._compile_fx
+
+    def interpret(module: Any, inputs: Any, **settings: Any) -> Callable[..., Any]:
+        return compile_fx(module, inputs, **{"inner_compile": interpreted} | settings)
+
+    with (
+        mock.patch.object(backend, "_compile_fx", interpret),
+        mock.patch.object(backend, "compile_fx_inner", interpreted),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
