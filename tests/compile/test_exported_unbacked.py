@@ -44,6 +44,7 @@ def everything(x, cache, number):
     return x, cache
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     ("take", "queries", "number"), [(some_queries, 4, 0), (everything, 0, 2)], ids=["none counted", "none given"]
 )

@@ -19,6 +19,8 @@ MODULES = {
     "two summed scores": Inference,
     "absorbed by hand": lambda: Inference(absorb=True),
 }
+SOON = [pytest.param(name, marks=pytest.mark.slow) if name == "q-LoRA" else name for name in MODULES]
+"""Without the one whose queries alone are others, which tests of transformers' DeepSeek-V3 have."""
 
 
 def run(module, cache, xs):
@@ -45,7 +47,7 @@ def check(module, dtype, batch=2, options=None):
 @pytest.mark.diagonal
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", SOON)
 def test_every_attention_is_rewritten_and_as_right_as_eager(name, dtype):
     reports = check(MODULES[name](), dtype)
     assert len(reports) >= 3
@@ -58,7 +60,7 @@ def test_every_attention_is_rewritten_and_as_right_as_eager(name, dtype):
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("path", ["absorbed", "chunked"])
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", list(MODULES)[:4])
+@pytest.mark.parametrize("name", [SOON[0], SOON[1], SOON[2], pytest.param(list(MODULES)[3], marks=pytest.mark.slow)])
 def test_both_paths_are_right_at_every_shape(name, batch, path):
     reports = check(MODULES[name](), torch.float32, batch, {"mla.path": path, "mla.workspace_tokens": 4})
     assert {site.path for report in reports for site in report.sites} == {path}

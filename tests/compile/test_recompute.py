@@ -41,7 +41,7 @@ def kept(module: nn.Module, recompute: str, dtype: torch.dtype = torch.float32) 
     return saved / (x.shape[0] * TOKENS * dtype.itemsize)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_queries_are_not_kept_and_their_latent_is_anyway(dtype):
     """Of DeepSeek-V3 in bf16 49,152 bytes a token, against 3,072."""
     module = layer().to(dtype)
@@ -55,6 +55,7 @@ def test_queries_of_one_projection_are_not_kept_where_hidden_states_are_narrower
     assert kept(module, "nothing") - kept(module, "queries") == N * (P + R)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("adapted", [(), ("kv_b_proj",)], ids=["", "adapters"])
 def test_gradients_are_those_of_queries_that_are_kept(dtype, adapted):

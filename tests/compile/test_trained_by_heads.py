@@ -123,16 +123,18 @@ def assert_compiled(dynamic, kind=Learned):
 SIZES = {"known sizes": False, "symbolic sizes": True}
 
 
+@pytest.mark.diagonal
 @pytest.mark.usefixtures("scores_bytes", "without_codegen")
 @pytest.mark.parametrize("dynamic", SIZES.values(), ids=SIZES)
 def test_compiled(dynamic):
     assert_compiled(dynamic)
 
 
-def test_with_generated_code(monkeypatch):
-    """Of a loop over heads, whose sizes are symbols."""
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=list(SIZES))
+def test_with_generated_code(dynamic, monkeypatch):
+    """Of a loop over heads."""
     monkeypatch.setattr(trained_by_heads, "SCORES_BYTES", 1)
-    assert_compiled(dynamic=True, kind=Capped)
+    assert_compiled(dynamic, kind=Capped)
 
 
 @pytest.mark.slow

@@ -89,7 +89,9 @@ def assert_each_score_once_and_no_wait_between(record):
     assert record.loop["LDG"] == 1  # the next page
 
 
-OF_CALLS = pytest.mark.parametrize(("causal", "index"), [(False, "*i32"), (True, "*i64")])
+OF_CALLS = pytest.mark.parametrize(
+    ("causal", "index"), [pytest.param(False, "*i32", marks=pytest.mark.slow), (True, "*i64")]
+)
 
 
 @OF_CALLS
@@ -162,9 +164,8 @@ def test_fp8_of_named_keys(arch):
     assert_clean(compile_attention(arch, 128, coded=FP8, kind="named", work="parts"), arch)
 
 
-@pytest.mark.diagonal
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", SOME)
 def test_combination(arch, shared):
     record = compile_combination(arch, shared)
     assert record.stack == 0
@@ -191,7 +192,7 @@ def test_chunks_of_a_prefill(arch, causal):
 
 
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", SOME)
 def test_chunks_of_sequences_of_unequal_lengths(arch, causal):
     record = compile_chunk(arch, causal=causal, lengths=True)
     assert_clean(record, arch)
@@ -248,8 +249,15 @@ def test_page_sizes(arch, heads, page_size, work):
     assert_clean(record, arch, STACK)
 
 
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("kind", ["rows", "named"])
+@pytest.mark.parametrize(
+    ("kind", "heads"),
+    [
+        ("rows", 128),
+        ("named", 16),
+        pytest.param("rows", 16, marks=pytest.mark.slow),
+        pytest.param("named", 128, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("arch", SOME)
 def test_keys_in_rows_and_keys_named(arch, kind, heads):
     assert_clean(compile_attention(arch, heads, kind=kind, work="parts"), arch, STACK)

@@ -58,6 +58,7 @@ def up_to(lengths: Tensor) -> Tensor:
 GIVEN = LENGTHS, PADDING, SCORES
 Masks = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A mask of lengths `[B]`, padding `[B, T]` and scores `[B, SQ, T]`."""
+ALL, NUMBER = "all", "all, as a number"
 MASKS: dict[str, Masks] = {
     "causal": lambda n, p, x: causal(),
     "a causal limit for each sequence": lambda n, p, x: arange(T) <= n[:, None, None, None] - SQ + arange(SQ)[:, None],
@@ -67,8 +68,8 @@ MASKS: dict[str, Masks] = {
     "padding": lambda n, p, x: p[:, None, None] & causal(),
     "top-k": lambda n, p, x: top_k(x),
     "all but the named": lambda n, p, x: ~top_k(x, 3),
-    "all": lambda n, p, x: causal() & up_to(n) & (arange(T) > last() - 9) & p[:, None, None] & top_k(x),
-    "all, as a number": lambda n, p, x: added(causal() & up_to(n) & p[:, None, None] & top_k(x, 4), MINIMUM).float(),
+    ALL: lambda n, p, x: causal() & up_to(n) & (arange(T) > last() - 9) & p[:, None, None] & top_k(x),
+    NUMBER: lambda n, p, x: added(causal() & up_to(n) & p[:, None, None] & top_k(x, 4), MINIMUM).float(),
     "a bias": lambda n, p, x: x[:, None].masked_fill(~up_to(n), -math.inf),
     "nothing is left": lambda n, p, x: added(up_to(n) & (arange(T) > 7), torch.finfo(torch.float32).min).float(),
 }
@@ -136,6 +137,8 @@ def of_a_dense_cache(mask: Masks) -> tuple[Attention, Sequence[Tensor]]:
 
 
 CACHES: dict[str, Cache] = {"dense": of_a_dense_cache, "pages": of_pages, "FP8 pages": of_fp8_pages}
+FEWER_KINDS = [(cache, name) for cache in (of_a_dense_cache, of_pages) for name in ("causal and lengths", "a window")]
+FEWER_KINDS += [(of_pages, ALL), (of_a_dense_cache, NUMBER)]
 KEPT = torch.float8_e4m3fn, torch.bool, torch.int64
 
 
@@ -158,6 +161,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(absorbed, "_LOOK_AT_MASKS", set())
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_kinds_that_are_nothing_but_a_tensor(cache: Cache, mask: Masks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +171,14 @@ def test_kinds_that_are_nothing_but_a_tensor(cache: Cache, mask: Masks, monkeypa
         assert outcome.mask == "tensor"
 
 
-@pytest.mark.parametrize("name", ["causal and lengths", "a window", "all", "all, as a number"])
-@pytest.mark.parametrize("cache", [of_a_dense_cache, of_pages])
+@pytest.mark.parametrize(
+    ("cache", "name"),
+    [
+        (of_a_dense_cache, ALL),
+        (of_pages, NUMBER),
+        *(pytest.param(cache, name, marks=pytest.mark.slow) for cache, name in FEWER_KINDS),
+    ],
+)
 @pytest.mark.parametrize("forgotten", OPTIONAL)
 def test_what_a_kind_forgets_is_not_lost(
     forgotten: str, cache: Cache, name: str, monkeypatch: pytest.MonkeyPatch
@@ -207,6 +217,7 @@ class EveryOther(Kind):
         return pairs.key % 2 == 0
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_a_new_kind_hides_keys_beside_any_other(cache: Cache, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
