@@ -62,7 +62,7 @@ def test_adapters_beside_every_projection(dtype, kind, path):
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("path", ["absorbed", "chunked"])
+@pytest.mark.parametrize("path", ["absorbed", pytest.param("chunked", marks=pytest.mark.slow)])
 def test_adapters_in_float32_beside_a_weight_in_bfloat16(path):
     module = Combined().bfloat16()
     adapt(module, "kv_b_proj")

@@ -88,7 +88,7 @@ def test_with_generated_code(kind):
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", [Returned, pytest.param(Written, marks=pytest.mark.slow), Mixed, Gated])
 def test_neither_keys_nor_values_are_kept(kind):
     tokens = 64
     module, x = kind(), hidden(tokens=tokens).requires_grad_()

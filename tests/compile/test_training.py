@@ -216,7 +216,7 @@ def test_keys_and_values_are_not_kept_for_the_backward():
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_through_torch_compile(dynamic):
     module = Layer()
     compiled = torch.compile(module, backend="mla", dynamic=dynamic)

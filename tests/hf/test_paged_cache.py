@@ -98,7 +98,14 @@ CODED = {
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize(("search", "kind"), [("greedy", "FP8 of one scale"), ("beams", "FP8"), ("greedy", "INT8")])
+@pytest.mark.parametrize(
+    ("search", "kind"),
+    [
+        ("greedy", "FP8 of one scale"),
+        pytest.param("beams", "FP8", marks=pytest.mark.slow),  # beams have a test above, FP8 one in test_generate.py
+        ("greedy", "INT8"),
+    ],
+)
 def test_compiled_generation_in_few_bits_is_eagers(search, kind):
     model, inputs = build("v3", layers=1), prompt(2, padded=True)
     cache = PagedLatentCache.of(model, pages=96, page_size=4, **CODED[kind])

@@ -58,9 +58,15 @@ def dtype(request, monkeypatch):
     return dtype
 
 
+SLOW = ("AVX-512", torch.float16), ("AVX-512", torch.float32), ("SSE2", torch.float32)
+"""Kernels take seconds to build, and those for the CPU itself, mostly one with AVX-512, have tests of their own."""
+
+
 def of(pairs):
     ids = [f"{name}-{str(dtype).removeprefix('torch.')}" for name, dtype in pairs]
-    return pytest.mark.parametrize("dtype", pairs, ids=ids, indirect=True)
+    marks = [[pytest.mark.slow] if pair in SLOW else [] for pair in pairs]
+    marked = [pytest.param(p, id=i, marks=m) for p, i, m in zip(pairs, ids, marks, strict=True)]
+    return pytest.mark.parametrize("dtype", marked, indirect=True)
 
 
 # B, Sq, T, N, L, P, R, V

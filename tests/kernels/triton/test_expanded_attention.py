@@ -146,7 +146,15 @@ def test_the_tiles_of_the_table():
     assert_right(make_inputs((1, 70, 150, 2, 24, 24, 8, 16), torch.bfloat16), (None, 80), 64, tiles=None)
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "bool of each head and query"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        pytest.param("none", marks=pytest.mark.slow),
+        "causal",
+        pytest.param("left padding and causal", marks=pytest.mark.slow),
+        "bool of each head and query",
+    ],
+)
 def test_heads_come_first_where_they_keep_the_device_busy(mask, monkeypatch):
     """Five tiles of queries a head, on one processor: each head sees all its keys at once, and no state is kept."""
     x, launch, launched = make_inputs((2, 70, 80, 3, 12, 8, 4, 8)), launcher._launch, []

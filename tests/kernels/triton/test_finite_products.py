@@ -21,6 +21,12 @@ pytestmark = [*ON_GPU]
 TILES = Tiles(rows=16, keys=16, warps=4, stages=2)
 CHUNKED = {name: make for name, make in MAKE.items() if name.startswith(("expanded", "paged expanded"))}
 del CHUNKED["expanded, many queries"]  # minutes in the interpreter, and no other code than of few
+MASKS = [name for name in CHUNKED if name.startswith("expanded, ")]
+SOME = [
+    pytest.param(make, id=name, marks=[pytest.mark.slow] if name in MASKS[1::2] else [])
+    for name, make in CHUNKED.items()
+]
+"""Every other mask of a dense cache, and the rest where there is time."""
 
 
 def compute(problem):
@@ -33,7 +39,7 @@ def compute(problem):
 
 
 @pytest.mark.parametrize("value", [torch.nan])
-@pytest.mark.parametrize("make", CHUNKED.values(), ids=CHUNKED)
+@pytest.mark.parametrize("make", SOME)
 def test_chunks(make, value):
     torch.manual_seed(0)
     expected = compute(make(torch.bfloat16, 0.0))
