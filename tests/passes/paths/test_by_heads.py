@@ -180,14 +180,21 @@ class Capped(nn.Module):
         return (weights @ v).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dynamic", [False, True], ids=["known", "dynamic"])
+@pytest.mark.parametrize(
+    ("dtype", "dynamic"),
+    [
+        (torch.float32, False),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((torch.bfloat16, False), (torch.float32, True))),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("without_codegen")
 def test_compiled_it_is_as_right_as_eager(dtype: torch.dtype, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     check_compiled(dtype, dynamic, monkeypatch)
 
 
 def test_the_code_that_inductor_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of lengths that are symbols."""
     check_compiled(torch.bfloat16, True, monkeypatch)
 
 
