@@ -13,7 +13,7 @@ train-curves: $(STAMP)
 	$(BIN)/python examples/train_curves.py $(if $(shell $(BIN)/python -c "import matplotlib" 2>&1),,--plot out/train-curves.svg)
 
 test: $(STAMP) check
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # vLLM wants other versions of what we use: an environment of its own, of some 3 GB.
 vllm: .venv-vllm/.installed

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 # Before torch is imported: artifacts of earlier runs must not decide what a test sees. Processes of one run, those that
 # tests start too, have one folder: what a C++ compiler made for one serves all.
@@ -27,8 +28,39 @@ from tests.without_codegen import without_codegen
 torch._dynamo.config.run_gc_after_compile = False
 
 
+LONG = (
+    "kernels/test_interpreted.py",
+    "hf/test_families.py",
+    "distributed/test_gathered_keys.py",
+    "compile/test_trained_by_heads.py",
+    "kernels/test_ahead_of_time.py",
+    "kernels/test_library.py",
+    "compile/test_plain_torch.py",
+    "kernels/test_instruction_sets.py",
+    "hf/test_paged_cache.py",
+    "compile/test_adapters.py",
+    "test_fake_cuda.py",
+    "kernels/test_finite_products.py",
+    "compile/test_backend.py",
+    "passes/paths/test_by_heads.py",
+    "compile/test_exported.py",
+    "hf/test_generate.py",
+    "test_lowered.py",
+    "test_spellings.py",
+    "test_serve.py",
+    "hf/test_training.py",
+    "hf/test_trainer.py",
+    "compile/test_artifacts.py",
+    "compile/test_training_processes.py",
+)
+"""Files that take longest come first: of several processes, one that begins such a file when the others are done keeps
+all waiting. `make test` tells xdist to leave it so, which else begins with the files of most tests."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(LONG)))
     diagonal.mark_others_slow(items)
     if not torch.cuda.is_available():
         for item in items:
