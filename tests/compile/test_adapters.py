@@ -70,6 +70,7 @@ def test_adapters_in_float32_beside_a_weight_in_bfloat16(path):
     assert_right(module, torch.compile(module, backend="mla", options={"mla.path": path}), torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_with_generated_code():
     module = Combined()
     adapt(module, "kv_b_proj")
