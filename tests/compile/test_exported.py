@@ -106,7 +106,7 @@ def targets(program):
     ("path", "ops", "dtype"),
     [
         ("absorbed", "latent_attention", torch.float32),
-        # tests/compile has it stored and read again in every run
+        # test_a_program_that_was_stored has it in every run
         pytest.param("chunked", "expanded_attention", torch.float32, marks=pytest.mark.slow),
         ("chunked", "expanded_attention", torch.bfloat16),
     ],
