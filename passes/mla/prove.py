@@ -121,44 +121,11 @@ def _readings(attention: Attention) -> Iterator[_Values]:
 def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
     """The site that an attention is if its values are these."""
     node, keys, rows = attention.node, set(attention.keys), set(attention.rows)
-    latent, rank, w_uv, biases = values.latent, values.rank, values.w_uv, values.biases
     if values.scale != 1.0:
         reason = f"expected values without a scale, found {values.scale:g} times a product"
         raise Refusal(node, reason, "scale what the attention returns")
-    w_uk: Read | None = None
-    nope: Piece | None = None
-    ropes: list[Piece] = []
-    shifts: list[Piece] = []
-    weight_heads = set(w_uv.axes & rows) if w_uv else set[Axis]()
-    pieces = [
-        replace(part, of=i)
-        for i, score in enumerate(attention.scores)
-        for piece in _pieces(node, score, keys, weight_heads, values, trace)
-        for part in _around(piece, latent.read, rank)
-    ]
-    for piece in pieces:
-        if piece.key.axes.isdisjoint(keys):
-            shifts.append(piece)  # adds one number to all scores of a row, which a softmax does not see
-            continue
-        factors = _up_projected(piece, keys, latent, rank)
-        if factors is None and not _absorbed(piece, latent, rank):
-            ropes.append(piece)
-            continue
-        if nope is not None:
-            raise Refusal(node, "expected one part of the keys to come from the latent of the values, found two")
-        nope = piece
-        if factors is not None:
-            w_uk, summed = factors.weight, factors.rank
-            nope = replace(piece, scale=piece.scale * factors.scale)
-            latent = change_term(latent, dict(zip(rank, summed, strict=True)))
-        else:
-            latent, summed = piece.key, piece.summed
-        w_uv = change_read(w_uv, dict(zip(rank, summed, strict=True))) if w_uv is not None else None
-        rank = summed
-    if nope is None:
-        found = values.latent.read if w_uv is not None else None
-        raise stored_expanded(attention, trace) or no_up_projection(attention, [p.key for p in pieces], found, trace)
-
+    values, w_uk, nope, ropes, shifts = _told_apart(attention, values, trace)
+    latent, rank, w_uv, biases = values.latent, values.rank, values.w_uv, values.biases
     if nope.scale == 0 or not math.isfinite(nope.scale):
         raise Refusal(node, f"expected scores times a number, found them times {nope.scale:g}")
     heads = {axis for weight in (w_uk, w_uv) if weight is not None for axis in weight.axes} & rows
@@ -206,6 +173,50 @@ def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
         biases=biases,
         shifts=tuple(shifts) if attention.sinks or attention.opaque else (),
     )
+
+
+def _told_apart(
+    attention: Attention, values: _Values, trace: Trace
+) -> tuple[_Values, Read | None, Piece, list[Piece], list[Piece]]:
+    """The pieces of the keys: the nope columns, rope keys, and what is the same for all keys, which adds one number to
+    all scores of a row: a softmax does not see it. Before them the values over the axes of the nope columns, and W_UK.
+    """
+    node, keys = attention.node, set(attention.keys)
+    latent, rank, w_uv = values.latent, values.rank, values.w_uv
+    w_uk: Read | None = None
+    nope: Piece | None = None
+    ropes: list[Piece] = []
+    shifts: list[Piece] = []
+    weight_heads = set(w_uv.axes.intersection(attention.rows)) if w_uv else set[Axis]()
+    pieces = [
+        replace(part, of=i)
+        for i, score in enumerate(attention.scores)
+        for piece in _pieces(node, score, keys, weight_heads, values, trace)
+        for part in _around(piece, latent.read, rank)
+    ]
+    for piece in pieces:
+        if piece.key.axes.isdisjoint(keys):
+            shifts.append(piece)
+            continue
+        factors = _up_projected(piece, keys, latent, rank)
+        if factors is None and not _absorbed(piece, latent, rank):
+            ropes.append(piece)
+            continue
+        if nope is not None:
+            raise Refusal(node, "expected one part of the keys to come from the latent of the values, found two")
+        nope = piece
+        if factors is not None:
+            w_uk, summed = factors.weight, factors.rank
+            nope = replace(piece, scale=piece.scale * factors.scale)
+            latent = change_term(latent, dict(zip(rank, summed, strict=True)))
+        else:
+            latent, summed = piece.key, piece.summed
+        w_uv = change_read(w_uv, dict(zip(rank, summed, strict=True))) if w_uv is not None else None
+        rank = summed
+    if nope is None:
+        found = values.latent.read if w_uv is not None else None
+        raise stored_expanded(attention, trace) or no_up_projection(attention, [p.key for p in pieces], found, trace)
+    return replace(values, latent=latent, rank=rank, w_uv=w_uv), w_uk, nope, ropes, shifts
 
 
 def _computed(piece: Piece) -> Piece:
