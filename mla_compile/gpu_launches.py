@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from mla_compile.kernels.launches import launch_of
+from mla_compile.passes.code.splicing import graph_of
 from mla_compile.passes.nodes.arguments import arguments
 
 
@@ -77,9 +77,7 @@ def _traced(launch: Callable[..., Any], node: fx.Node, sources: Sequence[fx.Node
         given, named = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
         return into_a_graph(launch)(*given, **named)
 
-    values = [source.meta["val"] for source in sources]
-    with values[0].fake_mode:
-        return make_fx(code, decomposition_table=select_decomp_table(), tracing_mode="real")(*values).graph
+    return graph_of(code, [source.meta["val"] for source in sources], select_decomp_table())
 
 
 def _put(graph: fx.Graph, node: fx.Node, traced: fx.Graph, sources: Sequence[fx.Node]) -> None:

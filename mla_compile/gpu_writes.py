@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile.passes.code.splicing import inline
+from mla_compile.passes.code.splicing import graph_of, inline
 from mla_compile.passes.nodes.arguments import argument, arguments, aten
 
 _RESHAPED = (aten.view.default, aten.reshape.default)
@@ -128,9 +127,7 @@ def _viewed(part: Tensor, views: Sequence[fx.Node]) -> Tensor:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, sources: list[fx.Node], code: Callable[..., Any]) -> None:
-    values = [source.meta["val"] for source in sources]
-    with values[0].fake_mode:
-        traced = make_fx(code, decomposition_table=select_decomp_table(), tracing_mode="real")(*values).graph
+    traced = graph_of(code, [source.meta["val"] for source in sources], select_decomp_table())
     with graph.inserting_before(node):
         node.replace_all_uses_with(inline(graph, traced, sources, node))
     graph.erase_node(node)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 _COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
 
 
-def graph_of(emit: Callable[..., Tensor], values: Sequence[Any]) -> fx.Graph:
+def graph_of(
+    emit: Callable[..., Any], values: Sequence[Any], decompositions: Mapping[Any, Callable[..., Any]] | None = None
+) -> fx.Graph:
     """The graph of torch code, as a function of fake tensors and sizes."""
     mode = torch._guards.detect_fake_mode(values)
     assert mode is not None
     with mode:
-        return make_fx(emit, tracing_mode="real")(*values).graph
+        return make_fx(emit, decompositions, tracing_mode="real")(*values).graph
 
 
 def inline(graph: fx.Graph, inner: fx.Graph, arguments: Sequence[fx.Node], origin: fx.Node) -> fx.Node:
