@@ -16,11 +16,12 @@ from mla_compile.cost import Device
 from mla_compile.inspect.card import lines_of, sketches
 from mla_compile.inspect.collect import STAGES, compilations
 from mla_compile.inspect.costs import Model
-from mla_compile.inspect.folder import read_report, write
+from mla_compile.inspect.folder import write
 from mla_compile.inspect.layers import arrange
 from mla_compile.inspect.page import Inspection, groups_of
 from mla_compile.inspect.sketch import entrances
 from mla_compile.passes.paths.fastest import fastest
+from mla_compile.report import Report
 from mla_compile.rewriting import AFTER, BEFORE
 from tests.hf.families import FAMILIES, build
 from tests.models import HIDDEN, Combined, L, N, P, R, Separate, V
@@ -102,7 +103,7 @@ def test_the_folder_has_every_graph_and_the_report(folder):
     assert before.count("torch.ops.mla.sealed_attention") == 2
     assert after.count("torch.ops.mla.latent_attention") == 2
     assert "sealed_attention" not in after
-    report = read_report(folder)
+    report = Report.from_json((folder / "report.json").read_text())
     assert [site.path for site in report.sites] == ["chunked"] * 2 + ["absorbed"] * 2
     assert str(report) == (folder / "report.txt").read_text().rstrip("\n")
 

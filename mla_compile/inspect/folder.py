@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from ..graph_log import readable
-from ..report import Report
 from .card import proof
 from .collect import STAGES, Compilation
 from .page import Inspection, page
@@ -55,8 +54,3 @@ def _proofs(compilation: Compilation) -> str:
             lines += [f"   {name:<20} {value}" for name, value in proof(proved)]
             lines += ["", *(f"   {line}" for line in proved.text.splitlines()), ""]
     return "\n".join([*lines, ""])
-
-
-def read_report(folder: Path) -> Report:
-    """The report of a folder that `write` wrote."""
-    return Report.from_json((folder / "report.json").read_text())
