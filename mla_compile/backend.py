@@ -43,7 +43,7 @@ from mla_compile.passes.paths.absorbed import Absorbed
 
 from . import ops, variants
 from . import options as option_parser
-from .dynamo_graph import copied
+from .dynamo_graph import copied, inline_regions
 from .flex import write_out
 from .frozen import compile_frozen, parameters
 from .gpu_accesses import accesses_remembered
@@ -214,9 +214,10 @@ class _Compilation:
             return None
 
     def _copy(self) -> fx.GraphModule:
-        """The graph for the passes: what a user's own passes made of it, where they look for attention as it is written
-        and therefore come before it is sealed."""
+        """The graph for the passes: in one piece, and as a user's own passes leave it. These look for attention as it is
+        written, and therefore come before it is sealed."""
         module = copied(self.module)
+        inline_regions(module)
         return _recursive_pre_grad_passes(module, self.inputs) if self._has_own_passes() else module
 
     def _has_own_passes(self) -> bool:

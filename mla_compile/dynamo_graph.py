@@ -1,10 +1,11 @@
-"""Copies of Dynamo's graphs that AOTAutograd takes for graphs of Dynamo."""
+"""Copies of Dynamo's graphs that AOTAutograd takes for graphs of Dynamo, and that are one graph."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+import torch
 from torch import fx
 
 
@@ -24,3 +25,39 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
             input._dynamo_source = old._dynamo_source
     assert isinstance(new, fx.GraphModule)
     return new
+
+
+def inline_regions(module: fx.GraphModule) -> None:
+    """Put what `torch.compiler.nested_compile_region` keeps in graphs of their own where it is called, in place.
+
+    Attention in them is then attention of this graph; of a region that is called several times each may become another.
+    """
+    graph = module.graph
+    while calls := graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+        for call in calls:
+            region, _, *operands = call.args
+            copies = _inlined(module.get_submodule(region.target), region.target, operands, before=call)
+            for user in list(call.users):
+                user.replace_all_uses_with(copies[user.args[1]])
+                graph.erase_node(user)
+            graph.erase_node(call)
+            if not region.users:
+                graph.erase_node(region)
+        module.recompile()
+
+
+def _inlined(region: Any, name: str, operands: list[Any], before: fx.Node) -> Any:
+    """Copy a region's code to before a node; its results there."""
+    given = iter(operands)
+    copies: dict[fx.Node, Any] = {}
+    for node in region.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = next(given)
+        elif node.op == "output":
+            return fx.map_arg(node.args[0], copies.__getitem__)
+        else:
+            with before.graph.inserting_before(before):
+                copies[node] = before.graph.node_copy(node, copies.__getitem__)
+            if node.op in ("get_attr", "call_module"):
+                copies[node].target = f"{name}.{node.target}"
+    raise AssertionError("a graph without an output")

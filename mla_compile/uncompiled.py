@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -27,6 +28,7 @@ MESSAGE = (
 def warn_of_generate(backend: Callable[..., Any]) -> None:
     """Have every object that `torch.compile(module, backend=backend)` returns from now on warn in `generate`."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled autograd makes such objects where code is compiled
     def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if name == "_orig_mod" and isinstance(module, OptimizedModule) and hasattr(submodule, "generate"):
             # Which backend it has is known only later. The reference is weak, for a cycle would keep the weights alive.

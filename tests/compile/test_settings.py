@@ -1,6 +1,8 @@
-"""Settings of Inductor's that users have: attention is rewritten under each, and each does what it does in stock."""
+"""Settings that users bring along: attention is rewritten under each, and each does what it does in stock Inductor."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
@@ -21,18 +23,30 @@ def decode_inputs():
 def seen(monkeypatch):
     """The settings in force when Inductor's passes ran."""
     found = {}
+
+    def spy(name, passes, *arguments):
+        found.setdefault(name, []).append(config.get_config_copy())
+        return passes(*arguments)
+
     for name in ("pre_grad_passes", "joint_graph_passes", "post_grad_passes"):
-
-        def spy(*arguments, name=name, of=getattr(inductor, name)):
-            found.setdefault(name, []).append(config.get_config_copy())
-            return of(*arguments)
-
-        monkeypatch.setattr(inductor, name, spy)
+        monkeypatch.setattr(inductor, name, functools.partial(spy, name, getattr(inductor, name)))
     return found
 
 
+@pytest.mark.usefixtures("without_codegen")
+def test_inductors_passes_before_its_code_run_once_under_the_settings_given(seen):
+    options = {"size_asserts": False, "pre_grad_fusion_options": {"batch_linear": {}}}
+    torch.compile(Combined(), backend="mla", options=options)(*decode_inputs())
+    assert mla_compile.last_report().rewritten == 1
+    assert {name: len(runs) for name, runs in seen.items()} == {"pre_grad_passes": 1, "joint_graph_passes": 1}
+    for (run,) in seen.values():
+        assert {name: run[name] for name in options} == options
+        assert run["pattern_matcher"]
+
+
+@pytest.mark.slow
 def test_all_passes_of_inductors_run_once_under_the_settings_given(seen):
-    options = {"implicit_fallbacks": False, "size_asserts": False, "pre_grad_fusion_options": {"batch_linear": {}}}
+    options = {"implicit_fallbacks": False, "size_asserts": False}
     module, inputs = Combined(), decode_inputs()
     compiled = torch.compile(module, backend="mla", options=options)
     torch.testing.assert_close(compiled(*inputs)[0], module(*inputs)[0])
@@ -44,7 +58,7 @@ def test_all_passes_of_inductors_run_once_under_the_settings_given(seen):
         assert run["pattern_matcher"]
 
 
-@pytest.mark.parametrize("path", ["auto", "off"])
+@pytest.mark.parametrize("path", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_backward_that_is_compiled_later_has_the_options_of_its_forward(seen, path):
     module = Combined()
     compiled = torch.compile(module, backend="mla", options={"size_asserts": False, "mla.path": path})
@@ -117,3 +131,42 @@ def test_an_op_that_a_user_gave_a_decomposition_is_seen_through(monkeypatch):
     module.kv_b_proj = OfAUsers(module.kv_b_proj)
     torch.testing.assert_close(torch.compile(module, backend="mla")(*inputs)[0], expected)
     assert [site.path for site in mla_compile.last_report().sites] == ["absorbed"]
+
+
+class Layers(nn.Module):
+    """Two layers that are a region each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Combined(), Combined()])
+
+    @torch.compiler.nested_compile_region
+    def layer(self, of, x, latent, k_rope):
+        return x + of(x, (latent, k_rope))[0]
+
+    def forward(self, x, cache):
+        for layer in self.layers:
+            x = self.layer(layer, x, *cache)
+        return x
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_attention_in_nested_regions_is_rewritten():
+    module, inputs = Layers(), decode_inputs()
+    torch.testing.assert_close(torch.compile(module, backend="mla")(*inputs), module(*inputs))
+    assert [site.path for site in mla_compile.last_report().sites] == ["absorbed", "absorbed"]
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_compiled_autograd():
+    module, inputs = Combined(), decode_inputs()
+    weight = module.kv_b_proj.weight
+
+    def step():
+        module(*inputs)[0].square().sum().backward()
+        return weight.grad
+
+    with torch.enable_grad(), torch._dynamo.config.patch(compiled_autograd=True):
+        expected, weight.grad = step(), None
+        torch.testing.assert_close(torch.compile(step, backend="mla")(), expected)
+    assert any(report.rewritten == 1 for report in mla_compile.reports())
