@@ -214,8 +214,10 @@ class _Compilation:
             return None
 
     def _copy(self) -> fx.GraphModule:
-        """The graph for the passes: in one piece, and as a user's own passes leave it. These look for attention as it is
-        written, and therefore come before it is sealed."""
+        """The graph for the passes: in one piece, and as a user's own passes leave it.
+
+        These look for attention as it is written, and therefore come before it is sealed.
+        """
         module = copied(self.module)
         inline_regions(module)
         return _recursive_pre_grad_passes(module, self.inputs) if self._has_own_passes() else module
