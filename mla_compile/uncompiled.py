@@ -28,14 +28,15 @@ MESSAGE = (
 def warn_of_generate(backend: Callable[..., Any]) -> None:
     """Have every object that `torch.compile(module, backend=backend)` returns from now on warn in `generate`."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled autograd makes such objects where code is compiled
     def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if name == "_orig_mod" and isinstance(module, OptimizedModule) and hasattr(submodule, "generate"):
             # Which backend it has is known only later. The reference is weak, for a cycle would keep the weights alive.
             generate = functools.partial(_generate, backend, weakref.ref(module), submodule)
             object.__setattr__(module, "generate", generate)
 
-    register_module_module_registration_hook(on_registration)
+    # Compiled autograd makes such objects where code is compiled, and would compile the hook.
+    uncompiled: Any = torch.compiler.disable
+    register_module_module_registration_hook(uncompiled(on_registration))
 
 
 def _generate(
