@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -29,14 +28,13 @@ def warn_of_generate(backend: Callable[..., Any]) -> None:
     """Have every object that `torch.compile(module, backend=backend)` returns from now on warn in `generate`."""
 
     def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        if name == "_orig_mod" and isinstance(module, OptimizedModule) and hasattr(submodule, "generate"):
+        # Compiled autograd has Dynamo trace this, which cannot look at a half-made OptimizedModule: that comes last.
+        if name == "_orig_mod" and hasattr(submodule, "generate") and isinstance(module, OptimizedModule):
             # Which backend it has is known only later. The reference is weak, for a cycle would keep the weights alive.
             generate = functools.partial(_generate, backend, weakref.ref(module), submodule)
             object.__setattr__(module, "generate", generate)
 
-    # Compiled autograd makes such objects where code is compiled, and would compile the hook.
-    uncompiled: Any = torch.compiler.disable
-    register_module_module_registration_hook(uncompiled(on_registration))
+    register_module_module_registration_hook(on_registration)
 
 
 def _generate(
