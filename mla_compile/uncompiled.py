@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -28,8 +29,9 @@ def warn_of_generate(backend: Callable[..., Any]) -> None:
     """Have every object that `torch.compile(module, backend=backend)` returns from now on warn in `generate`."""
 
     def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        # Compiled autograd has Dynamo trace this, which cannot look at a half-made OptimizedModule: that comes last.
-        if name == "_orig_mod" and hasattr(submodule, "generate") and isinstance(module, OptimizedModule):
+        if torch.compiler.is_compiling():  # compiled autograd has Dynamo trace this, where the object is half made
+            return
+        if name == "_orig_mod" and isinstance(module, OptimizedModule) and hasattr(submodule, "generate"):
             # Which backend it has is known only later. The reference is weak, for a cycle would keep the weights alive.
             generate = functools.partial(_generate, backend, weakref.ref(module), submodule)
             object.__setattr__(module, "generate", generate)
