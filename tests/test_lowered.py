@@ -34,6 +34,7 @@ def wrong(*programs: Program) -> list[str]:
     return [f"{program}: {trouble}" for program, trouble in outcomes(programs, 2) if trouble]
 
 
+@pytest.mark.slow
 def test_a_loop_over_the_keys_of_one_sequence() -> None:
     assert not wrong(ONE_SEQUENCE)
 

@@ -130,7 +130,8 @@ def test_compiled(dynamic):
     assert_compiled(dynamic)
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=list(SIZES))
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", SIZES.values(), ids=SIZES)
 def test_with_generated_code(dynamic, monkeypatch):
     """Of a loop over heads."""
     monkeypatch.setattr(trained_by_heads, "SCORES_BYTES", 1)

@@ -35,7 +35,11 @@ def offloaded(model: nn.Module) -> nn.Module:
     return cpu_offload(model, execution_device=torch.device("cpu"), preload_module_classes=["DeepseekV3Attention"])
 
 
-CASES = [(everywhere, False), pytest.param(on_layers, True, marks=pytest.mark.slow), (offloaded, True)]
+CASES = [
+    pytest.param(everywhere, False, marks=pytest.mark.slow),
+    pytest.param(on_layers, True, marks=pytest.mark.slow),
+    (offloaded, True),
+]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -84,7 +84,11 @@ def mistral3() -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("model_of", "layers", "width", "tokens"), [(llava, 2, 8, 4), (mistral3, 1, 16, 2)], ids=["llava", "mistral3"]
+    ("model_of", "layers", "width", "tokens"),
+    [
+        pytest.param(llava, 2, 8, 4, id="llava", marks=pytest.mark.slow),
+        pytest.param(mistral3, 1, 16, 2, id="mistral3"),
+    ],
 )
 def test_a_language_model_of_mla_under_a_model_that_sees(
     model_of: Callable[[], nn.Module], layers: int, width: int, tokens: int

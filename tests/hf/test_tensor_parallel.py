@@ -65,6 +65,7 @@ def assert_each_has_its_heads(model, ranks):
         assert {name: rank["bytes"][name] * RANKS for name in of_heads} == {name: whole[name] for name in of_heads}
 
 
+@pytest.mark.slow
 def test_v3s_heads_are_shared_out_and_left_whole_by_transformers_own_plan(tmp_path):
     """Under continuous batching, in which the first rank says what all write, too."""
     config = transformers.DeepseekV3Config(**families.PLAIN | families.EXPERTS | {"num_hidden_layers": 1})

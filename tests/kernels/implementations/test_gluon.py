@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from mla_compile.kernels import native
 from mla_compile.kernels._common import tuning
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels.implementations import choose, packages
 from mla_compile.kernels.implementations.gluon import WARP_GROUPS
 from mla_compile.kernels.implementations.table import PAGED
-from mla_compile.kernels.latent_attention import cached
 from mla_compile.kernels.paged_latent_attention import aten, gluon
 
 from .test_choose import B200, H100, Ours, Timed, problem
@@ -28,7 +28,7 @@ def begun(install, monkeypatch, caplog):
     install()
     monkeypatch.setattr(packages, "_exists", lambda top: top == "mla_compile")
     monkeypatch.setattr(gluon, "paged_latent_attention_gluon", lambda x: aten.attend(x))
-    monkeypatch.setattr(cached, "load", lambda *_: None)  # C++ takes longer to compile than all else here
+    monkeypatch.setattr(native, "load", lambda *_: None)  # C++ takes longer to compile than all else here
     caplog.set_level(logging.INFO, logger=choose.__name__)
 
 
