@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +24,12 @@ import torch.compiler.config
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import _recursive_pre_grad_passes, compile_fx, compile_fx_inner
+from torch._inductor.compile_fx import (
+    _recursive_joint_graph_passes,
+    _recursive_pre_grad_passes,
+    compile_fx,
+    compile_fx_inner,
+)
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import FALLBACK_ALLOW_LIST
 
@@ -43,6 +45,7 @@ from mla_compile.passes.paths.absorbed import Absorbed
 
 from . import ops, variants
 from . import options as option_parser
+from .artifacts import cache_tag
 from .dynamo_graph import copied, inline_regions
 from .flex import write_out
 from .frozen import compile_frozen, parameters
@@ -65,12 +68,11 @@ from .stored import ReportStore
 from .training.rewrite import Check, rewrite_for_training
 from .uncompiled import warn_of_generate
 from .verify import Verified
-from .version import __version__
 
 if torch.distributed.is_available():
     # The rules need parts of torch that are its own. Where it has others, our ops are refused on DTensors, no more.
     with contextlib.suppress(ImportError, AttributeError):
-        import mla_compile.sharding
+        import mla_compile.sharding  # noqa: F401 (registers rules)
 
 # Inductor calls our ops as they are, also where `implicit_fallbacks` is off: that is not for want of a lowering.
 FALLBACK_ALLOW_LIST.update(f"mla::{name}" for name in ops.__all__)
@@ -81,7 +83,7 @@ Inputs = Sequence[Any]
 _compiler_config: Any = torch.compiler.config  # a config module, whose `patch` is not in its stubs
 
 
-_AFTER_THE_SECOND_TRACE = ("use_joint_graph_passes",)
+_AFTER_THE_SECOND_TRACE = ("use_joint_graph_passes", "freezing")
 """Settings of Inductor's for what it, and a user's passes, do to a graph with its own decompositions, which ours has
 later."""
 
@@ -234,7 +236,7 @@ class _Compilation:
         done = {"use_pre_grad_passes": False} if self._has_own_passes() else {}
         own = decompositions_of_others()
         with (
-            self._own_artifacts(f"{tag} {self.inductor}", use_cache and not self.options.verify and not is_observed()),
+            self._own_artifacts(f"{tag} {self.inductor}", use_cache and not self._is_used_once()),
             inductor_config.patch(dict.fromkeys(self.inductor, False) | done),
         ):
             compiled = _compile_fx(copied(sealed), self.inputs, inner_compile=self._inner, decompositions=own)
@@ -308,7 +310,8 @@ class _Compilation:
             raise_strict(self.outcomes, "")
         cpp_kernels.begin(self._dtypes_on_cpu())
         retraced = self._timed("retrace", retrace, module)
-        retraced = self._timed("joint_passes", _recursive_joint_graph_passes, retraced)
+        if not inductor_config.freezing:  # which runs them itself
+            retraced = self._timed("joint_passes", _recursive_joint_graph_passes, retraced)
         log_graph("mla_retraced", retraced)
         self.kernels = kernels_of(retraced.graph, self.options.kernels)
         if "get_decomp_fn" in kwargs:
@@ -376,24 +379,3 @@ def _compile_fx(module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Callab
     compiled: Any = compile_fx(module, list(inputs), **kwargs)
     assert callable(compiled)
     return compiled
-
-
-@cache
-def _sources() -> str:
-    """A hash of everything that decides what a graph is rewritten to."""
-    digest = hashlib.sha256(f"{__version__} {torch.__version__}".encode())
-    here = Path(__file__).parent
-    for folder in (here, Path(mla_compile.passes.__path__[0]), Path(mla_compile.kernels.__path__[0])):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def cache_tag(options: Options, rates: Any, packages: tuple[str, ...] = ()) -> str:
-    """What a compiled artifact depends on besides its graph: options, the passes' version, the device's rates, other
-    projects' packages that the report names, and among several processes which one this is: each knows where its keys
-    are among those of all."""
-    rank = (
-        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
-    )
-    return "mla:" + hashlib.sha256(repr((options, rates, packages, rank, _sources())).encode()).hexdigest()

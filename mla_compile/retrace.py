@@ -49,3 +49,11 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
     if merge_same_numbers(retraced.graph):
         retraced.recompile()
     return retraced
+
+
+def _first_that_can(*decompositions: Callable[..., Any]) -> Callable[..., Any]:
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        results = (decomposition(*args, **kwargs) for decomposition in decompositions)
+        return next((result for result in results if result is not NotImplemented), NotImplemented)
+
+    return decompose

@@ -13,14 +13,14 @@ SCRIPT = """
 import json, sys
 import torch, mla_compile
 from torch._dynamo.utils import counters
-import mla_compile.backend as backend
+import mla_compile.artifacts as artifacts
 sys.path.insert(0, {root!r})
 from tests.models import Combined, HIDDEN, L, R
 
 passes = json.loads(sys.argv[2])
 if passes:
-    sources = backend._sources()
-    backend._sources = lambda: sources + passes
+    sources = artifacts._sources()
+    artifacts._sources = lambda: sources + passes
 torch.manual_seed(0)
 module = Combined()
 
