@@ -50,7 +50,7 @@ Recipe = tuple[tuple[Path, ...], tuple[str, ...], tuple[str, ...]]
 """What `load` takes."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Kernels:
     """Those of one op in C++: the same files, compiled for each of some combinations of dtypes."""
 

@@ -33,7 +33,7 @@ from torch._inductor.compile_fx import (
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import FALLBACK_ALLOW_LIST
 
-import mla_compile.kernels.register
+import mla_compile.kernels.register  # noqa: F401  what the ops compute
 from mla_compile import device as devices
 from mla_compile.cost import Device
 from mla_compile.kernels import compiled as cpp_kernels
@@ -72,7 +72,9 @@ from .verify import Verified
 if torch.distributed.is_available():
     # The rules need parts of torch that are its own. Where it has others, our ops are refused on DTensors, no more.
     with contextlib.suppress(ImportError, AttributeError):
-        import mla_compile.sharding  # noqa: F401 (registers rules)
+        from . import sharding
+
+        sharding.register()
 
 # Inductor calls our ops as they are, also where `implicit_fallbacks` is off: that is not for want of a lowering.
 FALLBACK_ALLOW_LIST.update(f"mla::{name}" for name in ops.__all__)
@@ -316,7 +318,7 @@ class _Compilation:
         self.kernels = kernels_of(retraced.graph, self.options.kernels)
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
-        own = parameters()
+        own = parameters()  # which freezing takes away
         if inductor_config.freezing:
             compiled = compile_frozen(retraced, inputs, self.module, self._code, kwargs)
         else:

@@ -143,11 +143,13 @@ def _gradients(schema: OpSchema) -> OpStrategy:
     return strategy
 
 
-for _name, _axes in RULES.items():
-    _register(_name, _axes)
-register_sharding(ops.merge_states.default)(_merged)
-register_sharding(ops.sealed_attention.default)(_sealed)
-for _name in BACKWARDS:
-    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
-        getattr(ops, _name).default, _gradients, RuntimeSchemaInfo(100, needs_pytree=True)
-    )
+def register() -> None:
+    """Tell torch the rules of every op."""
+    for name, axes in RULES.items():
+        _register(name, axes)
+    register_sharding(ops.merge_states.default)(_merged)
+    register_sharding(ops.sealed_attention.default)(_sealed)
+    for name in BACKWARDS:
+        DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
+            getattr(ops, name).default, _gradients, RuntimeSchemaInfo(100, needs_pytree=True)
+        )

@@ -18,6 +18,10 @@ from tests.training import Rewritten, gradients
 STEPS = (6, 1)
 ALL = ("q_proj", "kv_a_proj", "kv_b_proj", "o_proj")
 KINDS = [Adapted, WithMagnitudes]
+EACH_CALL = pytest.mark.parametrize(
+    "calls",
+    [pytest.param(STEPS[:1], id="prefill"), pytest.param(STEPS, id="prefill and decode", marks=pytest.mark.slow)],
+)
 
 
 def run(module, owner: nn.Module, dtype: torch.dtype, calls: tuple[int, ...] = STEPS) -> list[Tensor]:
@@ -78,9 +82,10 @@ def test_with_generated_code():
 
 
 @pytest.mark.usefixtures("without_codegen")
+@EACH_CALL
 @pytest.mark.filterwarnings("ignore:variant 8 of forward of Combined")  # as many ways as torch makes variants of
 @pytest.mark.parametrize("kind", [Adapted, pytest.param(WithMagnitudes, marks=pytest.mark.slow)])
-def test_an_adapter_is_switched_while_the_model_is_compiled(kind):
+def test_an_adapter_is_switched_while_the_model_is_compiled(kind, calls):
     module = Combined()
     adapter = adapt(module, "kv_b_proj", kind=kind, names=("one", "other"))["kv_b_proj"]
     compiled, found = torch.compile(module, backend="mla"), []
@@ -88,8 +93,8 @@ def test_an_adapter_is_switched_while_the_model_is_compiled(kind):
     two = {"paths": ("unchanged",)} if kind is WithMagnitudes else {}
 
     def look(**expected) -> None:
-        assert_right(module, compiled, calls=STEPS[:1], **expected)
-        found.append(run(compiled, module, torch.float32, STEPS[:1])[-1])
+        assert_right(module, compiled, calls=calls, **expected)
+        found.append(run(compiled, module, torch.float32, calls)[-1])
 
     look()
     adapter.off = True
@@ -108,17 +113,18 @@ def test_an_adapter_is_switched_while_the_model_is_compiled(kind):
 
 
 @pytest.mark.usefixtures("without_codegen")
-def test_an_adapter_is_merged_while_the_model_is_compiled():
+@EACH_CALL
+def test_an_adapter_is_merged_while_the_model_is_compiled(calls):
     module = Combined()
     adapter = adapt(module, "kv_b_proj")["kv_b_proj"]
     compiled = torch.compile(module, backend="mla")
-    assert_right(module, compiled, calls=STEPS[:1])
-    apart = run(compiled, module, torch.float32, STEPS[:1])
+    assert_right(module, compiled, calls=calls)
+    apart = run(compiled, module, torch.float32, calls)
     adapter.merge()
-    assert_right(module, compiled, calls=STEPS[:1])
-    torch.testing.assert_close(run(compiled, module, torch.float32, STEPS[:1]), apart, rtol=1e-4, atol=1e-5)
+    assert_right(module, compiled, calls=calls)
+    torch.testing.assert_close(run(compiled, module, torch.float32, calls), apart, rtol=1e-4, atol=1e-5)
     adapter.unmerge()
-    assert_right(module, compiled, calls=STEPS[:1])
+    assert_right(module, compiled, calls=calls)
 
 
 @pytest.mark.diagonal

@@ -61,6 +61,7 @@ def test_other_parameters_are_other_code():
         torch._dynamo.reset()
         module = Combined()
         check(module, arguments, torch.compile(module, backend="mla")(*arguments))
+        assert mla_compile.last_report().rewritten == 1
 
 
 def test_a_rewritten_graph_is_verified_with_parameters_that_a_call_has_not():
@@ -70,6 +71,7 @@ def test_a_rewritten_graph_is_verified_with_parameters_that_a_call_has_not():
         compiled = torch.compile(module, backend="mla", options={"mla.verify": True})
         for _ in range(2):
             torch.testing.assert_close(compiled(*arguments), expected)
+        assert mla_compile.last_report().rewritten == 1
     with pytest.raises(RuntimeError, match="after Dynamo Freezing"):
         module(*arguments)
 
@@ -96,6 +98,7 @@ def test_kernels_are_made_for_the_dtypes_of_parameters(monkeypatch):
             return self.attention(x, (x.new_zeros(*x.shape[:1], 0, L), x.new_zeros(*x.shape[:1], 0, R)))
 
     torch.compile(Model(), backend="mla")(torch.zeros(1, 40, dtype=torch.int64))
+    assert mla_compile.last_report().rewritten == 1
     assert torch.float32 in seen
 
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 import mla_compile
-import mla_compile.kernels.register
+import mla_compile.backend
 from mla_compile import ops, sharding
 from mla_compile.fp8 import quantised
 from tests.distributed import naive

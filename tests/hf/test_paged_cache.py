@@ -141,6 +141,8 @@ def test_compiled_code_that_runs_out_of_pages_says_so_and_goes_on_when_there_are
     assert cache.pool.available == 4
     fewer = {"max_new_tokens": 7, "min_new_tokens": 7}
     assert torch.equal(generate(model, inputs, cache, fewer), expected[:, : 9 + 7])
+    roomy = PagedLatentCache.of(model, pages=96, page_size=4)
+    assert torch.equal(generate(model, inputs, roomy, {}), expected)
 
 
 class Rounded(mla_compile.PagePool):
