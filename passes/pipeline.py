@@ -97,8 +97,9 @@ class Pipeline:
             if not self.training:
                 write_in_place(graph)
                 graph.eliminate_dead_code()
-                remove_unused(waits)
-                graph.eliminate_dead_code()
+                if waits:
+                    remove_unused(waits)
+                    graph.eliminate_dead_code()
             _relax_views(graph)
             graph.lint()
             module.recompile()

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from .operations import MOST_TERMS, align, leaf, read_of
+from .elementwise import MOST_TERMS
+from .operations import align, leaf, read_of
 from .runs import as_one
 from .sizes import Size, same, total
 from .substitution import change_read, change_term, prune

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from .laid import lay
-from .sizes import Size, Unaligned, product, quotient, same, total
+from .sizes import Size, Unaligned, product, quotient, same
 from .substitution import Change, Pin, Slice, Split, change, change_term, overlapping, prune
 from .terms import (
     Axis,
@@ -18,14 +18,10 @@ from .terms import (
     Dim,
     Form,
     Join,
-    Lost,
     Product,
     Read,
-    Segment,
     Sum,
     Term,
-    Undefined,
-    Zero,
 )
 
 
@@ -142,11 +138,22 @@ def repeat(form: Form, counts: Sequence[Size]) -> Form:
     return replace(form, dims=tuple(dims))
 
 
+def _renamed(left: Form, right: Form, pairs: Sequence[tuple[int, int]]) -> dict[Axis, Axis]:
+    """What `unify` calls the axes of the dimensions of `right` that are divided as those of `left` are."""
+    names: dict[Axis, Axis] = {}
+    for i, j in pairs:
+        if alike(left.dims[i], right.dims[j]):
+            for own, other in zip(right.dims[j], left.dims[i], strict=True):
+                names.setdefault(own, other)
+    return {own: other for own, other in names.items() if own is not other}
+
+
 def unify(left: Form, right: Form, pairs: Sequence[tuple[int, int]]) -> tuple[Form, Form]:
     """Give dimensions that run together the same axes: dimension i of `left` and j of `right` for each pair.
 
     A dimension of size 1 runs with any other: it is a broadcast. Raises Unaligned if sizes do not factor alike.
     """
+    right = change(right, _renamed(left, right, pairs))
     for i, j in pairs:
         if not left.dims[i] or not right.dims[j]:
             continue
@@ -209,68 +216,6 @@ def align(forms: Sequence[Form], labels: Sequence[Sequence[Hashable]]) -> tuple[
                 dims[i] = dims[i] or aligned[k].dims[j]
             common = replace(common, dims=tuple(dims))
     return aligned, dict(zip(names, common.dims, strict=True))
-
-
-def pointwise(source: Hashable, operands: Sequence[Form], shape: Sequence[Size]) -> Form:
-    """An elementwise function `source` of broadcast operands.
-
-    The result is a plain read. It repeats along every axis along which all its operands repeat.
-    """
-    rank = len(shape)
-    full = [expand(o, (1,) * (rank - len(o.dims)) + tuple(o.shape)) for o in operands]
-    aligned, axes = align(full, [range(rank)] * len(full))
-    dims = [axes[i] or (() if same(shape[i], 1) else (Axis(shape[i]),)) for i in range(rank)]
-    depends = frozenset[Axis]().union(*(o.term.axes for o in aligned))
-    for i, dim in enumerate(dims):
-        if len(dim) > 1 and depends.issuperset(dim):  # what told them apart is of no further use, and in a view's way
-            dims[i] = (Axis(product(axis.size for axis in dim)),)
-            depends |= {*dims[i]}
-    return Form(tuple(dims), read_of(source, dims, depends))
-
-
-def add(source: Hashable, operands: Sequence[Form], shape: Sequence[Size]) -> Form:
-    """The sum `source` of broadcast operands, of which it keeps the terms.
-
-    Where one is a join the sum is one, of sums: zeros that pad two tensors to one width leave a join of the two.
-    """
-    plain = pointwise(source, operands, shape)
-    own = range(len(shape))
-    aligned, axes = align([plain, *operands], [own, *(own[len(shape) - len(o.dims) :] for o in operands)])
-    dims = tuple(axes[i] for i in own)
-    return Form(dims, _sum(aligned[0].term, [prune(o.term, 3) for o in aligned[1:]]))  # a product keeps its factors
-
-
-MOST_TERMS = 4
-"""Terms of a sum up to which they are kept: a bias or two, not what a residual stream adds up to."""
-
-
-def _sum(whole: Term, terms: Sequence[Term]) -> Term:
-    """`whole`, which is the sum of the terms, with what is known of it."""
-    flat = [t for term in terms for t in (term.parts.terms if isinstance(term.parts, Sum) else (term,))]
-    if any(isinstance(term.parts, Undefined) for term in flat):
-        return replace(whole, parts=Undefined())
-    flat = [term for term in flat if not isinstance(term.parts, Zero)]
-    if len(flat) == 1:
-        return flat[0]
-    joined = next((term.parts for term in flat if isinstance(term.parts, Join)), None)
-    if joined is not None:
-        start: Size = 0
-        segments: list[Segment] = []
-        for segment in joined.segments:
-            axes = tuple(Axis(axis.size) for axis in segment.axes)  # two operands may be joins over the same ones
-            own, *others = (
-                # the piece's own read, which knows better than the join's along which axes it repeats
-                change_term(segment.term, dict(zip(segment.axes, axes, strict=True)))
-                if term.parts is joined
-                else piece_of(term, joined.axis, start, axes)
-                for term in (whole, *flat)
-            )
-            segments.append(Segment(axes, _sum(own, others)))
-            start = total([start, segment.size])
-        return replace(whole, parts=Join(joined.axis, tuple(segments)))
-    if len(flat) > MOST_TERMS:
-        return replace(whole, lost=Lost(f"a sum of more than {MOST_TERMS} terms is taken for one"))
-    return replace(whole, parts=Sum(tuple(flat)) if flat else Zero())
 
 
 def piece_of(term: Term, axis: Axis, start: Size, axes: Dim) -> Term:

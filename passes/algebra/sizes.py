@@ -32,6 +32,8 @@ def quotient(a: Size, b: Size) -> Size | None:
     """`a / b` where `b` divides `a` for every value of their symbols, else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b != 0 and a % b == 0 else None
+    if a == b:
+        return 1
     ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
     numerator, denominator = sympy.fraction(ratio)
     if denominator != 1 or not ratio.is_integer:

@@ -62,7 +62,7 @@ def _change_digit(digit: Digit, change: Change, alone: bool) -> tuple[Digit, ...
     """What becomes of a digit; `alone` says whether it is all of its dimension."""
     match change:
         case Axis():
-            return (replace(digit, axis=change),)
+            return (Digit(change, digit.extent, digit.start, digit.step, digit.before, digit.after),)
         case Pin(index):
             return (replace(digit, axis=None, start=digit.start + digit.step * index, step=1),)
         case Slice(axis, start, step):
@@ -89,7 +89,7 @@ def change_read(read: Read, changes: Changes) -> Read:
 
     if read.axes.isdisjoint(changes):
         return read
-    return replace(read, dims=tuple(change_all(dim) for dim in read.dims))
+    return Read(read.source, tuple(change_all(dim) for dim in read.dims), read.then)
 
 
 def merge(read: Read, axes: Dim, whole: Axis) -> Read:
@@ -235,12 +235,8 @@ def change_term(term: Term, changes: Changes) -> Term:
                 return replace(changed, read=read) if isinstance(changed.read.source, Unread) else changed
     except Unaligned as error:
         return Term(read, lost=Lost(str(error)))
-    return replace(
-        term,
-        read=read,
-        stored=_change_stored(term.stored, changes),
-        joined=_still_joined(term.joined, changes),
-    )
+    stored, joined = _change_stored(term.stored, changes), _still_joined(term.joined, changes)
+    return Term(read, parts, stored, term.lost, joined)
 
 
 def _still_joined(join: Join | None, changes: Changes) -> Join | None:

@@ -69,6 +69,8 @@ def regrouped(parts: Product, is_outer: Callable[[Term], bool], trace: Trace) ->
     """A product of which one side was multiplied from two as the outer one of these, its left side then, times a
     product of the others, and the node that multiplied the two; None if there is none, or all is summed with it or
     without."""
+    if len(parts.summed) < 2:
+        return None
     for side, other in ((parts.left, parts.right), (parts.right, parts.left)):
         for found in multiplied(side, trace):
             summed = tuple(axis for axis in parts.summed if axis not in found.by.axes)

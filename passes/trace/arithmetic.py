@@ -6,7 +6,7 @@ import math
 
 from torch import fx
 
-from ..algebra import joins, operations
+from ..algebra import elementwise, joins, operations
 from ..algebra.sizes import Unaligned, known_at_most
 from ..algebra.terms import Form, Unread
 from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
@@ -93,7 +93,7 @@ def _affine(
     if beta == 0:  # an addend times 0 is nothing even if it is NaN
         return operations.contract(node, left, right, batch, summed, scale=alpha)
     product = _times(operations.contract(Unread(node), left, right, batch, summed), alpha)
-    return operations.add(node, [product, _times(trace[arguments(node)[0]], beta)], shape_of(node))
+    return elementwise.add(node, [product, _times(trace[arguments(node)[0]], beta)], shape_of(node))
 
 
 @HANDLERS.of(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor)
@@ -106,7 +106,7 @@ def _add(trace: Forms, node: fx.Node) -> Form:
     if not known or factor is None or not node.meta["val"].dtype.is_floating_point:
         return pointwise(trace, node)
     sign = 1 if node.target is aten.add.Tensor else -1
-    return operations.add(node, [trace[a], _times(trace[b], sign * factor)], shape_of(node))
+    return elementwise.add(node, [trace[a], _times(trace[b], sign * factor)], shape_of(node))
 
 
 def _times(form: Form, factor: float) -> Form:

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 from torch import fx
 from torch.utils._ordered_set import OrderedSet
 
-from ..algebra import operations
+from ..algebra import elementwise, operations
 from ..algebra.terms import Form
 from ..nodes.arguments import is_tensor
 from ..nodes.by_op import ByOp
@@ -33,4 +33,4 @@ def pointwise(trace: Forms, node: fx.Node) -> Form:
     operands = [argument for argument in OrderedSet(node.all_input_nodes) if is_tensor(argument)]
     if not operands:
         return operations.leaf(node, shape_of(node))
-    return operations.pointwise(node, [trace[o] for o in operands], shape_of(node))
+    return elementwise.pointwise(node, [trace[o] for o in operands], shape_of(node))

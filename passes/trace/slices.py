@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import fx
 
-from ..algebra import operations
+from ..algebra import elementwise, operations
 from ..algebra.sizes import same
 from ..algebra.terms import Axis, Dim, Form
 from ..nodes.arguments import argument, arguments, aten
@@ -42,4 +42,4 @@ def _along(trace: Forms, node: fx.Node, along: Collection[int]) -> Form:
         source.dims[i] if i not in along else () if same(size, 1) else (Axis(size),) for i, size in enumerate(shape)
     ]
     depends = source.term.axes.union(*(dims[i] for i in along if i < len(dims)))
-    return operations.pointwise(node, [Form(tuple(dims), operations.read_of(node, dims, depends))], shape)
+    return elementwise.pointwise(node, [Form(tuple(dims), operations.read_of(node, dims, depends))], shape)

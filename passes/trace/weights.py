@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..algebra import operations
+from ..algebra import elementwise, operations
 from ..algebra.made import multiplied
 from ..algebra.terms import Form, Product, Term
 from ..nodes.arguments import aten
@@ -36,8 +36,8 @@ _MOVES = {
 
 def with_scaled_weight(trace: Forms, node: fx.Node) -> Form | None:
     """The form of a product times a tensor, if that scales the columns of the weight that the product is made with."""
-    operands = node.all_input_nodes
-    if len(operands) != 2 or not any(isinstance(trace[o].term.parts, Product) for o in operands):
+    operands = [trace[operand] for operand in node.all_input_nodes]
+    if len(operands) != 2 or not any(_may_scale(*pair) for pair in (operands, operands[::-1])):
         return None
     whole, forms = factors(trace, node)
     for form, factor in (forms, forms[::-1]):
@@ -53,10 +53,25 @@ def with_scaled_weight(trace: Forms, node: fx.Node) -> Form | None:
     return None
 
 
+def _may_scale(product: Form, factor: Form) -> bool:
+    """Whether a factor differs along columns alone of a weight a product is made with, as far as dimensions tell."""
+    parts = product.term.parts
+    if not isinstance(parts, Product):
+        return False
+    dims, rank = factor.dims, min(len(product.dims), len(factor.dims))
+    own = factor.term.axes
+    scaled = [i for i in range(1, len(dims) + 1) if not own.isdisjoint(dims[-i])]
+    return any(
+        _input(weight.read.source) is not None
+        and all(i <= rank and not weight.axes.isdisjoint(product.dims[-i]) for i in scaled)
+        for weight in (parts.left, parts.right)
+    )
+
+
 def factors(trace: Forms, node: fx.Node) -> tuple[Form, list[Form]]:
     """The form of a product of tensors as a leaf, and those of its operands, over common axes."""
     operands, rank = [trace[operand] for operand in node.all_input_nodes], node.meta["val"].dim()
-    whole = operations.pointwise(node, operands, [1] * rank)
+    whole = elementwise.pointwise(node, operands, [1] * rank)
     labels = [range(rank), *(range(rank - len(operand.dims), rank) for operand in operands)]
     (whole, *forms), _ = operations.align([whole, *operands], labels)
     return whole, forms

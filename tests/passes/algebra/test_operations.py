@@ -10,7 +10,7 @@ import sympy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mla_compile.passes.algebra import joins, operations
+from mla_compile.passes.algebra import elementwise, joins, operations
 from mla_compile.passes.algebra.sizes import Size, Unaligned, quotient, same
 from mla_compile.passes.algebra.terms import Form, Laid, Product, Term, Undefined
 from tests.passes.meaning import World
@@ -202,7 +202,7 @@ class Chain:
             return None
         longer = form.shape if a.ndim >= b.ndim else other.shape
         shape = [*longer[: len(longer) - len(pairs)], *(j if same(i, 1) else i for i, j in pairs[::-1])]
-        return lambda: operations.pointwise(name, [form, other], shape), a + 2 * b, shape
+        return lambda: elementwise.pointwise(name, [form, other], shape), a + 2 * b, shape
 
     def scaled(self, name: str) -> Made:
         form, array = self.any()
@@ -240,7 +240,7 @@ def test_a_tensor_times_its_own_transpose_keeps_rows_and_columns_apart() -> None
     world, (form,) = world_of(x=x)
     world.tensors |= {"gram": x @ x.T, "sum": x + x.T}
     world.check(operations.contract("gram", form, operations.permute(form, (1, 0)), [], (1, 0)), x @ x.T)
-    world.check(operations.pointwise("sum", [form, operations.permute(form, (1, 0))], (4, 4)), x + x.T)
+    world.check(elementwise.pointwise("sum", [form, operations.permute(form, (1, 0))], (4, 4)), x + x.T)
 
 
 def test_a_tensor_times_a_product_of_itself_does_not_mix_summed_and_free_axes() -> None:
