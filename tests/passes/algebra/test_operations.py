@@ -243,6 +243,19 @@ def test_a_tensor_times_its_own_transpose_keeps_rows_and_columns_apart() -> None
     world.check(elementwise.pointwise("sum", [form, operations.permute(form, (1, 0))], (4, 4)), x + x.T)
 
 
+def test_elements_repeat_along_the_factors_along_which_all_operands_do() -> None:
+    x, y = numbers(12), numbers(2)
+    world, (sliced, halves) = world_of(x=x, y=y)
+    repeated = operations.view(operations.expand(operations.view(halves, (2, 1)), (2, 4)), (8,))
+    world.tensors |= {"sum": x[1:9] + 2 * np.repeat(y, 4), "twice": 3 * np.repeat(y, 4)}
+    both = elementwise.pointwise("sum", [operations.take(sliced, 0, 1, 8), repeated], (8,))  # from 1 of 12: no two fours
+    world.check(both, world.tensors["sum"])
+    assert len(both.term.axes) == 1
+    twice = elementwise.pointwise("twice", [repeated, repeated], (8,))
+    world.check(twice, world.tensors["twice"])
+    assert [axis.size for axis in twice.term.axes] == [2]
+
+
 def test_a_tensor_times_a_product_of_itself_does_not_mix_summed_and_free_axes() -> None:
     x, m = numbers(3, 4), numbers(4, 4)
     world, (left, right) = world_of(x=x, m=m)
