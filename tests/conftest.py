@@ -28,6 +28,10 @@ from tests.without_codegen import without_codegen
 torch._dynamo.config.run_gc_after_compile = False
 # And it empties the CPU's caches to time a graph's guards, for a log that nobody reads: 23 ms each.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+# pytest listens to every logger that does not propagate. Who listens to this one has torch, and us, print each graph of
+# each compilation into it, several times: 5 % of the time of tests that compile. Tests of what is to be read there ask
+# for it themselves.
+torch._logging._internal.trace_log.propagate = True
 
 
 LONG = (
