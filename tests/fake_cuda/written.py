@@ -190,7 +190,9 @@ def write(folder: Path) -> None:
         raise Written(code.value)
 
     given = cases()
-    with present("h100"), mock.patch.object(GraphLowering, "compile_to_module", stop), torch.no_grad():
+    # The kernels of one case are those of others: what they read and write is asked once for all, not for each graph.
+    remembered = accesses_remembered()
+    with present("h100"), remembered, mock.patch.object(GraphLowering, "compile_to_module", stop), torch.no_grad():
         for function, any_size in [*((function, False) for function in given), *((each, True) for each in SYMBOLS)]:
             symbols: dict[str, Any] = {}
             letters = SYMBOLS[function] if any_size else [""] * len(given[function])
@@ -202,7 +204,7 @@ def write(folder: Path) -> None:
             for cpp in (False, True):
                 module = fx.GraphModule(traced, copy.deepcopy(traced.graph))
                 try:
-                    with accesses_remembered(), products_of(module.graph), together(), config.patch(CPP if cpp else {}):
+                    with products_of(module.graph), together(), config.patch(CPP if cpp else {}):
                         compile_fx_inner(module, fakes, cpp_wrapper=cpp)
                 except Written as written:
                     (folder / f"{name}.{'cpp' if cpp else 'py'}").write_text(written.args[0])
@@ -283,6 +285,8 @@ def run_written(code: Path, arguments: Sequence[Tensor], folder: Path) -> tuple[
     from torch._C._dynamo import guards
     from torch._inductor.async_compile import AsyncCompile
 
+    from tests.quick_interpreter import quick_interpreter
+
     launches: list[str] = []
 
     def interpreted(_: Any, name: str, source: str, **__: Any) -> _Kernel:
@@ -293,6 +297,7 @@ def run_written(code: Path, arguments: Sequence[Tensor], folder: Path) -> tuple[
         return empty.fill_(torch.nan if dtype.is_floating_point else -(1 << 30))
 
     with (
+        quick_interpreter(),
         mock.patch.object(AsyncCompile, "triton", interpreted),
         mock.patch.object(guards, "_empty_strided_cuda", poisoned, create=True),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True),

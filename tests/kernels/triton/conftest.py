@@ -1,7 +1,5 @@
 """Repairs to Triton's interpreter, where that is what runs the kernels."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -55,40 +53,15 @@ def scalars_are_numbers(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def no_sums_that_nobody_reads(monkeypatch):
-    """Triton's interpreter does each sum of integers once more in 64 bits, for an assertion that it then leaves out."""
+def in_less_time():
+    """Without what the interpreter does and nobody reads."""
     if not INTERPRETED:
+        yield
         return
-    from triton.runtime import interpreter
+    from tests.quick_interpreter import quick_interpreter
 
-    builder = interpreter.interpreter_builder
-    assert not builder.options.debug, "it is not left out any more"
-    monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
-
-
-@pytest.fixture(autouse=True)
-def language_is_patched_once_a_launch(monkeypatch):
-    """Triton's interpreter patches `triton.language` for a launch, and then again for each call of a function in it."""
-    if not INTERPRETED:
-        return
-    from triton.runtime import interpreter
-
-    patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
-
-    def patch_once(function):
-        """For the functions of a module once; what a function's call gets back it leaves as it is."""
-        module = id(function.__globals__)
-        if module in patched:
-            return interpreter._LangPatchScope()
-        patched.add(module)
-        return patch(function)
-
-    def launch_with_nothing_patched(self, *arguments, **settings):
-        patched.clear()
-        return launch(self, *arguments, **settings)
-
-    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_with_nothing_patched)
+    with quick_interpreter():
+        yield
 
 
 @pytest.fixture(autouse=True)

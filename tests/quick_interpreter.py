@@ -1,0 +1,43 @@
+"""Triton's interpreter without what it does and nobody reads, which is more than half of its time.
+
+It does each sum of 32-bit integers once more in 64 bits, for an assertion that it then leaves out; and it patches
+`triton.language` for a launch and then again for each call of a function there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from triton.runtime import interpreter
+
+
+@contextlib.contextmanager
+def quick_interpreter() -> Iterator[None]:
+    options = interpreter.interpreter_builder.options
+    assert not options.debug, "the assertions are not left out any more"
+    unchecked = dataclasses.replace(options, sanitize_overflow=False)
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[int] = set()
+
+    def patch_once(function: Callable[..., Any]) -> Any:
+        """For the functions of a module once a launch."""
+        module = id(function.__globals__)
+        if module in patched:
+            return interpreter._LangPatchScope()
+        patched.add(module)
+        return patch(function)
+
+    def launch_with_nothing_patched(self: Any, *arguments: Any, **settings: Any) -> Any:
+        patched.clear()
+        return launch(self, *arguments, **settings)
+
+    with (
+        mock.patch.object(interpreter.interpreter_builder, "options", unchecked),
+        mock.patch.object(interpreter, "_patch_lang", patch_once),
+        mock.patch.object(interpreter.GridExecutor, "__call__", launch_with_nothing_patched),
+    ):
+        yield
