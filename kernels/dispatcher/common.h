@@ -1,5 +1,10 @@
 // What the ops that torch calls in C++ share: dtypes, and the way on to Python.
 
+// Else those below include every op's header, which takes the compiler seconds.
+#ifndef AT_PER_OPERATOR_HEADERS
+#define AT_PER_OPERATOR_HEADERS
+#endif
+
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
