@@ -26,6 +26,7 @@ from ..algebra.terms import Axis, Dim, Join, Product, Read, Sum, Term, Undefined
 from ..attention.attention import Attention, Score
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
+from .apart import shared_by_heads
 from .gated import ungated
 from .groups import groups_of, in_groups
 from .products import UpProjection, gathered, same_tensor, up_projection
@@ -79,6 +80,8 @@ def prove(attention: Attention, trace: Trace) -> Site:
         with contextlib.suppress(Refusal):
             if (split := in_groups(attention)) is not None:
                 return _of_groups(*split, trace)
+        with contextlib.suppress(Refusal):
+            return _prove(attention, next(_readings(attention)), trace, apart=True)
         raise refusals[0]
     return best
 
@@ -86,6 +89,8 @@ def prove(attention: Attention, trace: Trace) -> Site:
 def _of_groups(attention: Attention, axes: Dim, trace: Trace) -> Site:
     """The site of an attention whose groups of heads, over `axes`, have a latent each."""
     sites = tuple(prove(group, trace) for group in groups_of(attention, axes))
+    if any(site.apart for site in sites):
+        raise Refusal(attention.node, "expected one latent a group of heads, found one for keys and one for values")
     return replace(sites[0], groups=Groups(attention, axes, sites))
 
 
@@ -118,13 +123,13 @@ def _readings(attention: Attention) -> Iterator[_Values]:
         yield from (replace(values, opened=True) for values in readings)
 
 
-def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
-    """The site that an attention is if its values are these."""
+def _prove(attention: Attention, values: _Values, trace: Trace, *, apart: bool = False) -> Site:
+    """The site that an attention is if its values are these, and `apart` from its keys."""
     node, keys, rows = attention.node, set(attention.keys), set(attention.rows)
     if values.scale != 1.0:
         reason = f"expected values without a scale, found {values.scale:g} times a product"
         raise Refusal(node, reason, "scale what the attention returns")
-    values, w_uk, nope, ropes, shifts = _told_apart(attention, values, trace)
+    values, w_uk, nope, ropes, shifts = _told_apart(attention, values, trace, apart=apart)
     latent, rank, w_uv, biases = values.latent, values.rank, values.w_uv, values.biases
     if nope.scale == 0 or not math.isfinite(nope.scale):
         raise Refusal(node, f"expected scores times a number, found them times {nope.scale:g}")
@@ -172,11 +177,12 @@ def _prove(attention: Attention, values: _Values, trace: Trace) -> Site:
         w_uv=w_uv,
         biases=biases,
         shifts=tuple(shifts) if attention.sinks or attention.opaque else (),
+        apart=apart,
     )
 
 
 def _told_apart(
-    attention: Attention, values: _Values, trace: Trace
+    attention: Attention, values: _Values, trace: Trace, *, apart: bool
 ) -> tuple[_Values, Read | None, Piece, list[Piece], list[Piece]]:
     """The pieces of the keys: the nope columns, rope keys, and what is the same for all keys, which adds one number to
     all scores of a row: a softmax does not see it. Before them the values over the axes of the nope columns, and W_UK.
@@ -213,7 +219,11 @@ def _told_apart(
             latent, summed = piece.key, piece.summed
         w_uv = change_read(w_uv, dict(zip(rank, summed, strict=True))) if w_uv is not None else None
         rank = summed
-    if nope is None:
+    if nope is None and apart and w_uv is not None and attention.opaque is None:
+        shared = shared_by_heads(attention, ropes, weight_heads)
+        if shared is not None:
+            return values, None, shared[0], shared, shifts
+    if nope is None or apart:
         found = values.latent.read if w_uv is not None else None
         raise stored_expanded(attention, trace) or no_up_projection(attention, [p.key for p in pieces], found, trace)
     return replace(values, latent=latent, rank=rank, w_uv=w_uv), w_uk, nope, ropes, shifts

@@ -53,6 +53,8 @@ class Site:
     """What is added to the values of all keys: to the output then, whose weights add up to 1."""
     shifts: tuple[Piece, ...] = ()
     """What the biases of the keys add to all scores of a row, where that matters: to sinks, which lack it."""
+    apart: bool = False
+    """Whether the latent is that of the values alone: all columns of the keys are rope keys, and `nope` is the first."""
     groups: Groups | None = None
     """Of an attention whose groups of heads have a latent each, of which this site is the first."""
 
@@ -73,7 +75,8 @@ class Site:
             "V": self.attention.columns,
         }
         sizes = {name: product(axis.size for axis in dim) for name, dim in dims.items()}
-        return sizes | {"R": total(piece.width for piece in self.ropes)}
+        own: dict[str, Size] = {"P": 0} if self.apart else {}
+        return sizes | own | {"R": total(piece.width for piece in self.ropes)}
 
 
 @dataclass(frozen=True)

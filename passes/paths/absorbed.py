@@ -15,6 +15,8 @@ from mla_compile.cost import Cost, Dims, Size, cost_of, pairs
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
 from ..mla.site import Site
+from ..mla.why_not import name
+from ..nodes.refusal import Refusal
 from .carriers import Carrier, InSequences, Lengths, MaskAndOffset
 from .exchange import Op
 from .in_sequences import Blocks
@@ -41,8 +43,18 @@ class Absorbed(OneOp):
         """All sites whose scores are a sum."""
         return site.attention.opaque is None
 
+    def refuse(self, site: Site, *, asked: bool) -> None:
+        """Refuse keys of a latent of their own where kernels hold the whole of what heads share besides the latent."""
+        device = site.node.meta["val"].device.type
+        if site.apart and device != "cpu":
+            reason = f"expected keys and values from one latent on {device}, found keys from {name(site.nope.key.read)}"
+            found = f"{reason} and values from {name(site.latent.read)}"
+            raise Refusal(site.node, found, "project both from the same tensor")
+
     def as_written(self, site: Site) -> str:
         """Where the code has no up-projections."""
+        if site.apart:
+            return ""
         match site.w_uk is None, site.w_uv is None:
             case True, True:
                 return "attends to the latent already: absorbed by hand"

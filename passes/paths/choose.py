@@ -121,7 +121,7 @@ class Chooser:
 
             return _Plan(candidates, form, conditions)
 
-        alone = self.ranges is None and site.groups is None
+        alone = self.ranges is None and site.groups is None and not site.apart
         hints: dict[sympy.Symbol, int] = {}
         if self.agreement.same != NOTHING and self.environment is not None:
             hints = hints_of(site.sizes.values(), self.environment)
@@ -173,7 +173,11 @@ class Chooser:
                 why = f"the fastest one at all declared sizes ({numbers})"
         elif self.ranges is not None:
             # torch.cond compares the strides of its branches: it cannot where only a run knows the output's sizes.
-            comparable = site.attention.packed is None and not (unbacked_in(sizes["B"]) or unbacked_in(sizes["Sq"]))
+            comparable = (
+                not site.apart
+                and site.attention.packed is None
+                and not (unbacked_in(sizes["B"]) or unbacked_in(sizes["Sq"]))
+            )
             if len(candidates) == 2 and all(each.may_branch for each in candidates) and comparable:
                 costs = [each.cost(Dims(**sizes), element_size, self.workspace_tokens, topk) for each in candidates]
                 first, second = map(form, candidates)

@@ -17,6 +17,7 @@ from mla_compile.cost import Cost, Dims, Size, cost_of
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
 from ..mla.site import Site
+from ..mla.why_not import name
 from ..nodes.refusal import Refusal
 from .as_written import expanded_multiply_adds
 from .carriers import Carrier, InSequences, Lengths, MaskAndOffset
@@ -42,10 +43,14 @@ class Chunked(OneOp):
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
         """All sites with up-projections whose scores are a sum, though it refuses some of them."""
-        return site.attention.opaque is None and site.w_uk is not None and site.w_uv is not None
+        return site.attention.opaque is None and site.w_uv is not None and (site.w_uk is not None or site.apart)
 
     def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse a latent that is not worth keeping."""
+        """Refuse a latent that is not worth keeping, and keys that are not up-projected from it."""
+        if site.apart:
+            keys, values = (name(read) for read in (site.nope.key.read, site.latent.read))
+            reason = f"expected keys and values from one latent for many queries, found keys from {keys} and values "
+            raise Refusal(site.node, f"{reason}from {values}", "project both from the same tensor")
         if not asked:
             refuse_wide_latent(site)
 

@@ -53,8 +53,10 @@ class Operands:
         return w_uk, w_uv
 
     def q_latent(self, w_uk: Tensor | None) -> Tensor:
-        """`[B, Sq, N, L]`: the queries where the keys are latents."""
+        """`[B, Sq, N, L]`: the queries where the keys are latents; 0 where they are not those of the values."""
         site = self.site
+        if site.apart:
+            return self.q_rope.new_zeros([*self.q_rope.shape[:3], self.latent.shape[-1]])
         if w_uk is None or site.w_uk is None:
             return self.q_nope
         return self._times(self.q_nope, w_uk, site.w_uk, site.nope.summed, site.rank)

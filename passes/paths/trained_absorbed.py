@@ -25,7 +25,7 @@ class TrainedAbsorbed(InTraining, Absorbed):
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
         """Sites whose scores are a sum, and whose keys or values are the latent."""
-        return super().takes(site, meaning) and (site.w_uk is None or site.w_uv is None)
+        return super().takes(site, meaning) and (site.w_uk is None or site.w_uv is None) and not site.apart
 
     def as_written(self, site: Site) -> str:
         """Not what it keeps for the backward."""

@@ -38,7 +38,8 @@ def _tensors(site: Site, names: Names) -> Iterator[tuple[str, str]]:
         yield line("w_uk", site.w_uk, site.heads, nope.summed, site.rank)
     if site.w_uv is not None:
         yield line("w_uv", site.w_uv, site.heads, columns, site.rank)
-    yield line("q_nope", nope.query.read, *rows, nope.summed)
+    if not site.apart:
+        yield line("q_nope", nope.query.read, *rows, nope.summed)
     for number, rope in enumerate(site.ropes):
         own = "" if len(site.ropes) == 1 else str(number)
         yield line(f"q_rope{own}", rope.query.read, *rows, rope.summed)
@@ -61,7 +62,7 @@ def _tensors(site: Site, names: Names) -> Iterator[tuple[str, str]]:
 def _score(site: Site, names: Names) -> str:
     nope = site.nope
     key = "latent" if site.w_uk is None else f"(sum_{_letters(site.rank, names)} latent w_uk)"
-    parts = [f"{nope.scale:.6g} * sum_{_letters(nope.summed, names)} q_nope {key}"]
+    parts = [] if site.apart else [f"{nope.scale:.6g} * sum_{_letters(nope.summed, names)} q_nope {key}"]
     for number, rope in enumerate(site.ropes):
         own = "" if len(site.ropes) == 1 else str(number)
         parts.append(f"{rope.scale:.6g} * sum_{_letters(rope.summed, names)} q_rope{own} k_rope{own}")

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.passes import spellings as mla
-from tests.passes.checks import check_rewritten
-from tests.passes.graphs import capture, rewrite
+from tests.passes.checks import check_rewritten, check_right
+from tests.passes.graphs import capture, rewrite, run
 from tests.passes.spellings import Function, N, P, T, V, sealed
 
 
@@ -76,16 +76,26 @@ def test_a_factor_of_keys_and_values_goes_to_the_latent(function: Function) -> N
     check_rewritten(function, mla.tensors())
 
 
+APART: dict[str, Function] = {
+    "values alone": gated(keys=lambda k, _: k),
+    "another factor": gated(values=lambda v, g: v * g.exp()),
+    "divided by what the keys are multiplied by": gated(values=lambda v, g: v / g),
+    "the factor of the key before": gated(values=lambda v, g: v * g.roll(1, 2)),
+}
+
+
+@pytest.mark.parametrize("function", APART.values(), ids=APART)
+def test_a_factor_of_the_values_alone_makes_a_latent_of_their_own(function: Function) -> None:
+    module = capture(function, *mla.tensors())
+    before = run(module, *mla.tensors())
+    (outcome,) = rewrite(module, "absorbed")
+    assert (outcome.path, outcome.shapes["P"]) == ("absorbed", "0")
+    check_right(before, run(module, *mla.tensors()))
+
+
 UNCHANGED: dict[str, tuple[Function, str]] = {
     "keys alone": (gated(values=lambda v, _: v), "an up-projection times `unsqueeze"),
-    "values alone": (gated(keys=lambda k, _: k), "an up-projection times `unsqueeze"),
-    "another factor": (gated(values=lambda v, g: v * g.exp()), "an up-projection times `exp"),
-    "divided by what the keys are multiplied by": (
-        gated(values=lambda v, g: v / g),
-        "an up-projection times `unsqueeze",
-    ),
     "squared": (gated(keys=lambda k, _: k * k, values=lambda v, _: v * v), "made of it as a norm is"),
-    "the factor of the key before": (gated(values=lambda v, g: v * g.roll(1, 2)), "an up-projection times `roll"),
     "a factor of each key and head": (
         gated(
             keys=lambda k, _: F.normalize(k, dim=-1),

@@ -1,0 +1,40 @@
+"""Keys and values that are up-projected from a latent each.
+
+    key[b, n, t, p]   = sum_l latent_k[b, t, l] W_UK[n, p, l]
+    value[b, n, t, v] = sum_l latent_v[b, t, l] W_UV[n, v, l]
+    score[b, s, n, t] = sum_l (sum_p query[b, s, n, p] W_UK[n, p, l]) latent_k[b, t, l]
+
+Beside the values' latent, that of the keys is a rope key: all heads share it, and queries are multiplied into it. Nope
+columns there are none. So it is with keys that heads share as they are, beside values that they do not share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..algebra.made import contracted
+from ..algebra.terms import Axis, Term
+from ..attention.attention import Attention
+from .products import up_projection
+from .site import Piece
+
+
+def shared_by_heads(attention: Attention, pieces: Sequence[Piece], heads: set[Axis]) -> list[Piece] | None:
+    """Pieces of the keys as what all `heads` share; None if one of them is no up-projection of that, or there is none."""
+    shared = [_over_its_latent(piece, attention) for piece in pieces]
+    if not (heads and shared) or any(not piece.key.axes.isdisjoint(heads) for piece in shared):
+        return None
+    return shared
+
+
+def _over_its_latent(piece: Piece, attention: Attention) -> Piece:
+    """A piece whose weight has heads over the latent of that; another as it is."""
+    factors = up_projection(piece.key, {*attention.keys})
+    if factors is None or factors.weight.axes.isdisjoint(attention.rows):
+        return piece
+    if not factors.latent.axes.isdisjoint(piece.summed) or not {*piece.summed} <= factors.weight.axes:
+        return piece
+    query = Term(contracted(piece.query.read, factors.weight, piece.summed))
+    scale = piece.scale * factors.scale
+    return replace(piece, query=query, key=factors.latent, summed=factors.rank, scale=scale)

@@ -1,0 +1,83 @@
+"""Keys and values that are up-projected from a latent each: few queries attend to both, many stay as they are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from tests.passes import spellings as mla
+from tests.passes.checks import check_right, unfolded
+from tests.passes.graphs import capture, rewrite, run
+from tests.passes.spellings import SCALE, Function, L, N, P, R, T, V
+
+
+def attention(
+    keys: Function, values: Function, *, rope: bool = True, score: Function = lambda s: s, bias: bool = False
+) -> Function:
+    """MLA whose keys are made of what `keys` makes of the latent, and the values of what `values` makes of it."""
+
+    def function(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        w_uk, w_uv = mla.weights(w_kv)
+        k = torch.einsum("btl,npl->bntp", keys(latent), w_uk[..., : keys(latent).shape[-1]])
+        v = torch.einsum("btl,nvl->bntv", values(latent), w_uv[..., : values(latent).shape[-1]])
+        if bias:
+            k, v = k + w_uk[:, None, :, 0], v + w_uv[:, None, :, 1]
+        q = mla.queries(x, w_q)
+        if rope:
+            k = torch.cat([k, mla.to_heads(k_rope)], -1)
+        else:
+            q = q[..., :P]
+        return score(q @ k.mT * SCALE).softmax(-1) @ v
+
+    return function
+
+
+def turned(latent: Tensor) -> Tensor:
+    """A rope on the latent."""
+    angle = torch.arange(T).double()[:, None] / 3
+    first, second, own = latent[..., : L // 2], latent[..., L // 2 : L // 2 * 2], latent[..., L // 2 * 2 :]
+    pair = first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()
+    return torch.cat([*pair, own], -1)
+
+
+def itself(latent: Tensor) -> Tensor:
+    return latent
+
+
+APART: dict[str, Function] = {
+    "two latents in one cache": attention(lambda c: c[..., : L // 2], lambda c: c[..., L // 2 :]),
+    "two widths": attention(lambda c: c[..., :2], lambda c: c[..., 2:]),
+    "without rope": attention(lambda c: c[..., :2], lambda c: c[..., 2:], rope=False),
+    "a rope on the keys' latent": attention(turned, itself, rope=False),
+    "a norm of the keys' latent": attention(lambda c: torch.nn.functional.rms_norm(c, (L,)), itself),
+    "values of the token before": attention(itself, lambda c: c.roll(1, 1)),
+    "values of the next sequence": attention(itself, lambda c: c.flip(0)),
+    "values of a part of the latent": attention(itself, lambda c: c[..., :4]),
+    "values of a latent that is changed": attention(itself, lambda c: c * 2 + 1),
+    "biases": attention(lambda c: c[..., : L // 2], lambda c: c[..., L // 2 :], bias=True),
+    "under a mask": attention(turned, itself, score=lambda s: s.masked_fill(torch.arange(T) > 4, -torch.inf)),
+    "a bias of each head's scores": attention(
+        turned, itself, score=lambda s: s - torch.arange(1, N + 1).double()[:, None, None] * torch.arange(T).double()
+    ),
+}
+
+
+@pytest.mark.parametrize("function", APART.values(), ids=APART)
+def test_few_queries_attend_to_both(function: Function) -> None:
+    traced = capture(function, *mla.tensors())
+    before = run(traced, *mla.tensors())
+    module = fx.GraphModule(traced, copy.deepcopy(traced.graph))
+    (outcome,) = rewrite(module, "absorbed")
+    assert (outcome.path, outcome.shapes["P"]) == ("absorbed", "0")
+    check_right(before, run(module, *mla.tensors()))
+    assert not [node for node in unfolded(module) if node.meta["val"].shape[-1] in (P, V, P + R)]
+
+
+@pytest.mark.parametrize("function", APART.values(), ids=APART)
+def test_many_stay_as_they_are(function: Function) -> None:
+    (outcome,) = rewrite(capture(function, *mla.tensors()), "chunked")
+    assert outcome.path == "unchanged"
+    assert "expected keys and values from one latent for many queries, found keys from `" in outcome.reason
