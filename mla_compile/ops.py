@@ -273,7 +273,11 @@ def _sealed_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """Serves as the fake too: on fake tensors torch chooses the kernel, and with it the layout, as it does on data."""
+    """Serves as the fake too: on fake tensors torch chooses the kernel, and with it the layout, as it does on data.
+
+    There are as many values as keys, which no meta of torch's asks: two caches that are inputs have two symbols for it.
+    """
+    torch._check(key.shape[-2] == value.shape[-2])
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

@@ -21,7 +21,7 @@ from .site import Piece
 
 
 def shared_by_heads(attention: Attention, pieces: Sequence[Piece], heads: set[Axis]) -> list[Piece] | None:
-    """Pieces of the keys as what all `heads` share; None if one of them is no up-projection of that, or there is none."""
+    """Pieces of the keys as what all `heads` share; None if one is no up-projection of that, or there is none."""
     shared = [_over_its_latent(piece, attention) for piece in pieces]
     if not (heads and shared) or any(not piece.key.axes.isdisjoint(heads) for piece in shared):
         return None

@@ -60,7 +60,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
     """
     if not attention.keys:
         raise Refusal(attention.node, "expected several keys, found one: its value is the result")
-    attention = with_scaled_queries(attention, trace)
+    as_written, attention = attention, with_scaled_queries(attention, trace)
     refusals: list[Refusal] = []
     best: Site | None = None
     for values in _readings(attention):
@@ -74,6 +74,8 @@ def prove(attention: Attention, trace: Trace) -> Site:
         if best is None or known_at_most(total([_width(site), 1]), _width(best)):
             best = site
     if best is None:
+        with contextlib.suppress(Refusal):
+            return _prove(as_written, _Values(as_written.value, as_written.columns, None), trace)
         with contextlib.suppress(Refusal):
             if (multiplied := ungated(attention, trace)) is not None:
                 return prove(multiplied, trace)
@@ -312,6 +314,10 @@ def _pieces(
     up in them term by term, if the graph holds the terms; if values are `opened`, piece by piece also where keys were
     put together from plain tensors, of which those `inner` to one are no more.
     """
+    whole = Piece(score.query, score.key, score.summed, score.scale)
+    if values.w_uv is None and _is_of_latent(whole, keys, values):
+        yield whole
+        return
     score = with_scaled_query(score, keys, trace)
     join, opened = score.key.parts, values.opened and not inner
     if opened and score.key.joined is not None and score.key.joined.axis in score.summed:

@@ -54,7 +54,7 @@ class Site:
     shifts: tuple[Piece, ...] = ()
     """What the biases of the keys add to all scores of a row, where that matters: to sinks, which lack it."""
     apart: bool = False
-    """Whether the latent is that of the values alone: all columns of the keys are rope keys, and `nope` is the first."""
+    """Whether the latent is that of the values alone: the keys are rope keys, and `nope` is the first of them."""
     groups: Groups | None = None
     """Of an attention whose groups of heads have a latent each, of which this site is the first."""
 

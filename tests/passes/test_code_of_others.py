@@ -102,6 +102,12 @@ def over_tokens(latent: Tensor) -> Tensor:
     return torch.arange(T * T).view(T, T).double().tril() / T**2 @ latent
 
 
+def normed_product(latent: Tensor) -> Tensor:
+    """A latent as a layer has it of this step alone: projected, divided by its norm, and a weight times it."""
+    c = torch.cat([latent, latent], -1) @ torch.ones(2 * L, L).double().tril()
+    return c * c.pow(2).mean(-1, keepdim=True).rsqrt() * torch.arange(1, L + 1).double()
+
+
 def padded(before: int, after: int, *, cut: bool = True, sdpa: bool = True) -> Function:
     """Values with zeros beside them, which are cut off the output."""
 
@@ -198,6 +204,7 @@ ABSORBED: dict[str, Function] = {
     "the keys, of one product": absorbed(keys=True, values=False, joined=True),
     "the values": absorbed(keys=False, values=True),
     "a latent with others before it": absorbed(keys=True, values=True, make=over_tokens),
+    "a normed product": absorbed(keys=True, values=True, make=normed_product),
     "a latent that is a product": absorbed(
         keys=True, values=True, joined=True, make=lambda c: torch.cat([c, c], -1) @ torch.eye(2 * L)[:, :L].double()
     ),
