@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torch import fx
 
@@ -81,6 +82,25 @@ def _addr(trace: Forms, node: fx.Node) -> Form:
     _, left, right = (trace[operand] for operand in arguments(node))
     rows, columns = Form((*left.dims, ()), left.term), Form(((), *right.dims), right.term)
     return _affine(trace, node, rows, columns, [], (1, 0))
+
+
+@HANDLERS.of(aten.convolution.default)
+def _convolution(trace: Forms, node: fx.Node) -> Form:
+    """One of a single place: a product over the channels, which are the second dimension of what comes and goes."""
+    x, weight, bias, stride, padding, _, transposed, _, groups = arguments(node)
+    if transposed or groups != 1 or any(n != 1 for n in (*shape_of(weight)[2:], *stride)) or any(padding):
+        raise Unaligned("a convolution over several places, or of groups of channels")
+    matrix = trace[weight]
+    for _ in shape_of(weight)[2:]:
+        matrix = operations.select(matrix, 2, 0)
+    whole = operations.contract(Unread(node), trace[x], matrix, [], (1, 1))
+    last = len(whole.dims) - 1
+    product = operations.permute(whole, [0, last, *range(1, last)])
+    if bias is None:
+        read = operations.read_of(node, product.dims, product.term.axes)
+        return Form(product.dims, replace(read, parts=product.term.parts))
+    own = Form((*trace[bias].dims, *(() for _ in range(1, last))), trace[bias].term)
+    return operations.add(node, [product, own], shape_of(node))
 
 
 def _affine(

@@ -220,6 +220,18 @@ def test_what_is_absorbed_already_attends_to_the_latent(function: Function) -> N
         assert not unfolded(module)
 
 
+def convolved(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Channels before tokens, as code of images has them: the up-projection is a convolution of one place."""
+    up = F.conv1d(latent.mT, w_kv.mT[..., None]).unflatten(1, (N, P + V))
+    k_nope, v = up[:, :, :P], up[:, :, P:]
+    q, k = mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(k_rope).mT], 2)
+    return (v @ (q @ k * SCALE).softmax(-1).mT).mT
+
+
+def test_a_convolution_of_one_place_is_an_up_projection() -> None:
+    check_rewritten(convolved, mla.tensors())
+
+
 SOFTLY = 3 * torch.pi
 
 
