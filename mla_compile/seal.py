@@ -6,6 +6,7 @@ What the passes leave unchanged is unsealed when the graph is traced again: to e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,9 +19,31 @@ from .passes.nodes.arguments import all_arguments
 _TENSORS = ("query", "key", "value", "attn_mask")
 
 
+def _sealed(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p: float, is_causal: bool) -> Tensor:
+    """The SDPA call of `nn.MultiheadAttention`."""
+    sealed: Tensor = SEALED(query, key, value, attn_mask, dropout_p, is_causal, None, False)
+    return sealed
+
+
+def _with_sealed_attention(function: Any) -> Callable[..., Any]:
+    """torch's own code of a function, which finds `_sealed` where it looks for SDPA."""
+    names = {**function.__globals__, "scaled_dot_product_attention": _sealed}
+    copy = FunctionType(function.__code__, names, "multi_head", function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    names[function.__name__] = copy  # what it gives to modes of torch functions, to be called by them
+    copy.__module__ = __name__  # the text of a graph calls what is torch's by name
+    return copy
+
+
+_MULTI_HEAD = _with_sealed_attention(F.multi_head_attention_forward)
+
+
 def seal(module: fx.GraphModule) -> int:
-    """Seal every SDPA call of a Dynamo graph in place; returns how many."""
+    """Seal every SDPA call of a Dynamo graph in place, those of `nn.MultiheadAttention` too; returns how many."""
     count = _seal(module.graph, F.scaled_dot_product_attention)
+    for node in module.graph.find_nodes(op="call_function", target=F.multi_head_attention_forward):
+        node.target = _MULTI_HEAD
+        count += 1
     if count:
         module.recompile()
     return count

@@ -180,10 +180,18 @@ def after_the_product(q: Tensor, weight: Tensor, *cache: Tensor) -> Tensor:
     return torch.ops.mla.sealed_attention(q, k, v, None, 0.0, False, None, False)
 
 
-@pytest.mark.parametrize("function", [between_keys_and_values, after_the_product])
-def test_other_places_of_the_scale_leave_all_as_it_is(function: Callable[..., Tensor]) -> None:
+def test_a_scale_of_the_keys_alone_makes_two_latents() -> None:
     tensors = inputs()
-    module = capture(function, *tensors)
+    module = capture(between_keys_and_values, *tensors)
+    eager = run(module, *tensors)
+    (outcome,) = rewrite(module)
+    assert (outcome.path, outcome.shapes["P"]) == ("absorbed", "0")
+    torch.testing.assert_close(run(module, *tensors), eager)
+
+
+def test_a_scale_after_the_product_leaves_all_as_it_is() -> None:
+    tensors = inputs()
+    module = capture(after_the_product, *tensors)
     eager = run(module, *tensors)
     (outcome,) = rewrite(module)
     assert outcome.path == "unchanged"
