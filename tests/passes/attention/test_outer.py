@@ -52,12 +52,13 @@ def test_a_function_of_such_scores(path: str) -> None:
     assert outcomes[path].path == path
 
 
-def test_a_product_of_three_of_other_latents_is_none() -> None:
+def test_products_of_three_of_two_latents() -> None:
     def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         w_uk, w_uv = mla.weights(w_kv)
         q = mla.queries(x, w_q)[..., :P]
         scores = product("qck", "bnst", q=q, c=latent.roll(1, 1), k=w_uk)
         return product("pvc", "bnsv", p=scores.softmax(-1), c=latent, v=w_uv)
 
-    for _, _, (outcome,) in compiled(attention, mla.tensors()):
-        assert outcome.path == "unchanged"
+    outcomes = {path: outcome for path, _, (outcome,) in compiled(attention, mla.tensors())}
+    assert [(path, o.path) for path, o in outcomes.items()] == [("absorbed", "absorbed"), ("chunked", "unchanged")]
+    assert outcomes["absorbed"].shapes["P"] == "0"
