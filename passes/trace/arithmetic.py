@@ -100,7 +100,7 @@ def _convolution(trace: Forms, node: fx.Node) -> Form:
         read = operations.read_of(node, product.dims, product.term.axes)
         return Form(product.dims, replace(read, parts=product.term.parts))
     own = Form((*trace[bias].dims, *(() for _ in range(1, last))), trace[bias].term)
-    return operations.add(node, [product, own], shape_of(node))
+    return elementwise.add(node, [product, own], shape_of(node))
 
 
 def _affine(
