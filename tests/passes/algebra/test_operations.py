@@ -248,7 +248,7 @@ def test_elements_repeat_along_the_factors_along_which_all_operands_do() -> None
     world, (sliced, halves) = world_of(x=x, y=y)
     repeated = operations.view(operations.expand(operations.view(halves, (2, 1)), (2, 4)), (8,))
     world.tensors |= {"sum": x[1:9] + 2 * np.repeat(y, 4), "twice": 3 * np.repeat(y, 4)}
-    both = elementwise.pointwise("sum", [operations.take(sliced, 0, 1, 8), repeated], (8,))  # from 1 of 12: no two fours
+    both = elementwise.pointwise("sum", [operations.take(sliced, 0, 1, 8), repeated], (8,))
     world.check(both, world.tensors["sum"])
     assert len(both.term.axes) == 1
     twice = elementwise.pointwise("twice", [repeated, repeated], (8,))
