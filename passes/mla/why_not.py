@@ -53,9 +53,9 @@ def stored_expanded(attention: Attention, trace: Trace) -> Refusal | None:
         return None
     return Refusal(
         attention.node,
-        f"expected a cache of latents, found that this cache stores expanded keys and values: {name(stored[0])} beside "
-        f"what is up-projected from {where(latents[0])} now",
-        "cache the latent, as transformers >= 5.15 does",
+        f"expected a cache of latents, found keys and values that are stored expanded: {name(stored[0])} beside what is "
+        f"up-projected from {where(latents[0])} now",
+        "cache the latent, as transformers >= 5.15 does, and attend to learned keys by themselves",
         _node(stored[0]),
     )
 

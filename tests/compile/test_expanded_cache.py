@@ -92,7 +92,7 @@ def test_the_reason_says_what_to_upgrade(kind: type[Growing | Static], prefill: 
     assert [site.path for site in second.sites] == ["unchanged"]
     for site in (*first.sites, *second.sites):
         if not site.rewritten:
-            assert "this cache stores expanded keys and values" in site.reason
+            assert "keys and values that are stored expanded" in site.reason
             assert "transformers >= 5.15" in site.remedy
 
 

@@ -157,7 +157,7 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "values of other heads": (changed_values(lambda v: v.roll(1, 1)), "found `roll`"),
     "a rope key a head": (rope_of_each_head, "shared by all heads"),
     "Llama with rope on all of the keys": (llama, "an up-projection of"),
-    "keys and values cached unfolded": (expanded_cache, "stores expanded keys and values"),
+    "keys and values cached unfolded": (expanded_cache, "keys and values that are stored expanded"),
     "columns that nobody wrote": (unwritten_columns, "columns that nobody wrote"),
     "softmax over the queries": (softmax_over_queries, "the keys of the softmax"),
     "keys that are a sum of two": (two_latents, "shared by all heads"),

@@ -13,7 +13,7 @@ from tests.passes.spellings import SQ, B, Function, N, P, R, T, V
 
 NO_VALUES = "expected values that are an up-projection of a latent, found "
 NO_KEYS = "expected keys of which some columns are an up-projection of `arg1_1` (placeholder), found "
-STORED = "expected a cache of latents, found that this cache stores expanded keys and values: "
+STORED = "expected a cache of latents, found keys and values that are stored expanded: "
 
 
 def values(change: Function) -> Function:
