@@ -43,7 +43,7 @@ from mla_compile.kernels.implementations.implementation import AUTO
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.paths.absorbed import Absorbed
 
-from . import ops, variants
+from . import differentiated, ops, variants
 from . import options as option_parser
 from .artifacts import cache_tag
 from .dynamo_graph import copied, inline_regions
@@ -263,6 +263,8 @@ class _Compilation:
     def _reason_for_stock(self) -> str | None:
         if self.options.path == option_parser.OFF:
             return "mla.path is off"
+        if differentiated.by_itself(self.module):
+            return "the graph computes gradients of its own"
         if self._needs_gradients() and self.options.path == Absorbed.name:
             return "gradients are needed, and absorbed attention has none"
         return None
@@ -274,7 +276,7 @@ class _Compilation:
         return self.options.device or devices.rates_of(self.inputs)
 
     def _needs_gradients(self) -> bool:
-        return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in self.inputs)
+        return differentiated.by_callers(self.module, self.inputs)
 
     def _train(self) -> Callable[..., Any]:
         rates = self._rates()

@@ -21,6 +21,8 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
         new._param_name_to_source = module._param_name_to_source
     before, after = (graph.find_nodes(op="placeholder") for graph in (module.graph, new.graph))
     for old, input in zip(before, after, strict=True):
+        # Dynamo's own, who drops it when it is done: a tensor that it refers to, though weakly, cannot be swapped.
+        input.meta.pop("grapharg", None)
         if hasattr(old, "_dynamo_source"):
             input._dynamo_source = old._dynamo_source
     assert isinstance(new, fx.GraphModule)

@@ -1,0 +1,46 @@
+"""By whom a Dynamo graph is differentiated: by whoever calls it, by itself, or by nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+_EXAMPLE = "example_value"
+_OWN = {"_grad_increment_nesting", "_jvp_increment_nesting", "_autograd_grad", "grad"}
+"""Functions with which a graph begins to differentiate, or does: `torch.func`'s and `torch.autograd.grad`, by name."""
+
+
+def by_callers(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether gradients may be asked of a graph's results, as AOTAutograd looks at it: not of those of a `no_grad` or
+    an `inference_mode` within."""
+    if not torch.is_grad_enabled() or not any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
+        return False
+    *_, output = module.graph.nodes
+    if any(_EXAMPLE not in node.meta for node in output.all_input_nodes):
+        return True  # nobody knows
+    results = [value for node in output.all_input_nodes for value in _values(node)]
+    written = [
+        value
+        for node in module.graph.find_nodes(op="placeholder")
+        for value in _values(node)
+        if not value.is_inference() and value._version > 0
+    ]
+    return any(value.requires_grad for value in (*results, *written))
+
+
+def by_itself(module: fx.GraphModule) -> bool:
+    """Whether a graph computes gradients of what it computes."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    return any(
+        node.op == "call_function" and getattr(node.target, "__name__", "") in _OWN
+        for graph in graphs
+        for node in graph.nodes
+    )
+
+
+def _values(node: fx.Node) -> list[Tensor]:
+    return [value for value in pytree.tree_leaves(node.meta.get(_EXAMPLE)) if isinstance(value, Tensor)]
