@@ -1,7 +1,8 @@
 """JSON files beside Inductor's own: what is worth keeping for later processes.
 
 A reader finds the old file or the whole new one. `FileLock(f"{path}.lock")` is for who reads, changes and writes.
-`torch.compiler.save_cache_artifacts` has those that a process read or wrote: without them no artifact is served elsewhere.
+`torch.compiler.save_cache_artifacts` has those that a process read or wrote: without them no artifact is served
+elsewhere.
 """
 
 from __future__ import annotations
