@@ -53,8 +53,8 @@ def stored_expanded(attention: Attention, trace: Trace) -> Refusal | None:
         return None
     return Refusal(
         attention.node,
-        f"expected a cache of latents, found keys and values that are stored expanded: {name(stored[0])} beside what is "
-        f"up-projected from {where(latents[0])} now",
+        f"expected a cache of latents, found keys and values that are stored expanded: {name(stored[0])} beside what "
+        f"is up-projected from {where(latents[0])} now",
         "cache the latent, as transformers >= 5.15 does, and attend to learned keys by themselves",
         _node(stored[0]),
     )
