@@ -69,7 +69,7 @@ class Spelling:
     rope_width: int = 2
     value: int = 6
     spoiled: str = "no"
-    """What makes it no MLA after all, see `SPOILERS`."""
+    """What makes it no MLA after all, see `SPOILERS`, or MLA for few queries alone, see `TWO_LATENTS`."""
     latents: str = "one"
     """`one` for all heads, or one for each of two `groups` of heads: half of the columns each, or in `normed groups` a
     norm of that half."""
@@ -91,13 +91,20 @@ class Spelling:
         """Whether scores have to exist as a whole."""
         return self.softcap or self.returned
 
+    @property
+    def has_two_latents(self) -> bool:
+        """Whether keys and values are up-projected from a latent each."""
+        return self.spoiled in TWO_LATENTS
+
 
 TENSORS = ("number", "head", "position")
 """Scales that are tensors."""
 
-SPOILERS = ("tanh", "norm", "gate", "rope a head", "two latents", "shifted")
-"""On the keys a nonlinearity, a norm a head, a factor that differs between tokens, a rope key a head; values from
-another latent, or from the token before."""
+SPOILERS = ("tanh", "norm", "gate", "rope a head")
+"""On the keys a nonlinearity, a norm a head, a factor that differs between tokens, a rope key a head."""
+
+TWO_LATENTS = ("two latents", "shifted")
+"""Values from another latent, or from the token before: few queries attend to both, many leave all as it is."""
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "projection": ("linear", "functional", "einsum", "matmul", "bmm", "addmm"),
@@ -193,7 +200,7 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
     if s.rope == "none":
         s = replace(s, cache_tensors="two")
     if s.spoiled != "no":
-        s = replace(s, spoiled=dice.choice(SPOILERS), bias=False, groups="none")
+        s = replace(s, spoiled=dice.choice(SPOILERS + TWO_LATENTS), bias=False, groups="none")
         alone = s.latents != "one" and s.heads == 2  # in its group, whose rope key it may have for itself
         if s.spoiled == "rope a head" and (s.rope == "none" or alone):
             s = replace(s, spoiled="tanh")
