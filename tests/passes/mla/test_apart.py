@@ -81,3 +81,11 @@ def test_many_stay_as_they_are(function: Function) -> None:
     (outcome,) = rewrite(capture(function, *mla.tensors()), "chunked")
     assert outcome.path == "unchanged"
     assert "expected keys and values from one latent for many queries, found keys from `" in outcome.reason
+
+
+def test_kernels_of_other_devices_hold_rope_keys_whole() -> None:
+    function = APART["two latents in one cache"]
+    module = capture(function, *(t.to("meta") for t in mla.tensors()))
+    (outcome,) = rewrite(module, "absorbed")
+    assert outcome.path == "unchanged"
+    assert "expected keys and values from one latent on meta, found keys from `" in outcome.reason
