@@ -336,10 +336,14 @@ def test_symbolic_sizes_have_numbers_too():
     assert before.expanded_bytes == 4 * N * 13 * (P + R + V)
 
 
-def test_generated_code_is_kept():
+def test_generated_code_is_kept_also_of_what_was_compiled_before():
     torch.manual_seed(0)
-    cache = tuple(torch.randn(1, 12, width) for width in (L, R))
-    (compilation,) = compilations(Combined(), "call", torch.randn(1, 1, HIDDEN), cache)
+    module, x, cache = Combined(), torch.randn(1, 1, HIDDEN), tuple(torch.randn(1, 12, width) for width in (L, R))
+    with torch.no_grad():
+        torch.compile(module, backend="mla")(x, cache)
+    torch._dynamo.reset()
+    (compilation,) = compilations(module, "call", x, cache)
+    assert len(compilation.code) == 1, compilation.report
     (code,) = compilation.code
     assert "mla.latent_attention" in code
     assert entrances(compilation.of(compilation.report.sites[0]))

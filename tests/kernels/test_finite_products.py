@@ -3,6 +3,7 @@
 Every way in which an op can be computed on CPU; the Triton kernels are in `triton/test_finite_products.py`.
 """
 
+import dataclasses
 import sys
 
 import pytest
@@ -44,7 +45,8 @@ def poisoned_buffers(request, poisoned_header, monkeypatch):
     """The kernels in C++ with such buffers."""
     monkeypatch.setenv(POISON, request.param)
     for module in (expanded_attention, cached):
-        monkeypatch.setattr(module.KERNELS, "sources", (poisoned_header, *module.KERNELS.sources[1:]))
+        sources = (poisoned_header, *module.KERNELS.sources[1:])
+        monkeypatch.setattr(module, "KERNELS", dataclasses.replace(module.KERNELS, sources=sources))
     assert all(expanded_attention.KERNELS.of(dtype) is not None for dtype in DTYPES)
     assert all(cached.KERNELS.of(dtype, dtype, dtype) is not None for dtype in DTYPES)
 

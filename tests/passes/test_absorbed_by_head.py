@@ -42,7 +42,6 @@ def test_the_queries_in_latent_space_are_computed_for_all_heads(rope: bool, buff
 OTHERS: dict[str, Function] = {
     "another latent for one head": lambda latent, n: latent.tanh() if n == 2 else latent,
     "another order of the keys for one head": lambda latent, n: latent.flip(1) if n == 2 else latent,
-    "another latent for all": lambda latent, n: latent.tanh(),
 }
 
 
@@ -50,3 +49,9 @@ OTHERS: dict[str, Function] = {
 def test_heads_that_attend_to_another_latent_stay(latents: Function) -> None:
     for _, _, outcomes in compiled(head_by_head(latents, rope=False, buffer=False), mla.tensors()):
         assert not any(outcome.rewritten for outcome in outcomes)
+
+
+def test_heads_that_all_attend_to_another_latent_than_the_values() -> None:
+    function = head_by_head(lambda latent, n: latent.tanh(), rope=False, buffer=False)
+    outcomes = {path: outcome for path, _, (outcome,) in compiled(function, mla.tensors())}
+    assert (outcomes["absorbed"].path, outcomes["absorbed"].shapes["P"]) == ("absorbed", "0")

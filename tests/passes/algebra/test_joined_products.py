@@ -88,5 +88,6 @@ def test_values_of_parts_in_another_order_than_keys() -> None:
         k, v = torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in reversed(parts)], 2)
         return mla.softmax(mla.queries(x, w_q)[..., : mla.P], k, v)
 
-    for _, _, (outcome,) in compiled(attention, mla.tensors()):
-        assert outcome.path == "unchanged"
+    outcomes = {path: outcome for path, _, (outcome,) in compiled(attention, mla.tensors())}
+    assert [(path, o.path) for path, o in outcomes.items()] == [("absorbed", "absorbed"), ("chunked", "unchanged")]
+    assert outcomes["absorbed"].shapes["P"] == "0"
