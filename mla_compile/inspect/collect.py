@@ -10,7 +10,6 @@ from unittest import mock
 import sympy
 import torch
 from torch import fx
-from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 
 from mla_compile.passes.masks.meaning import Meaning
@@ -100,11 +99,7 @@ def compilations(model: Callable[..., Any], step: str, *args: Any, **kwargs: Any
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         compilation = Compilation(step, graphs={"dynamo": snapshot(module)})
-        with (
-            observed(compilation),
-            inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),  # code is generated, not fetched
-            mock.patch.object(GraphLowering, "save_output_code", compilation.code.append),
-        ):
+        with observed(compilation), mock.patch.object(GraphLowering, "save_output_code", compilation.code.append):
             compiled = mla(module, inputs)
         report = last_report()
         assert report is not None
