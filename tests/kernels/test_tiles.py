@@ -1,0 +1,26 @@
+"""How many products on AMX's tiles attention takes, where they are counted: `python -m tests.pretended_amx`."""
+
+import os
+
+import pytest
+import torch
+
+from tests.pretended_amx.pretend import PLACES, products_of_tiles
+
+pytestmark = pytest.mark.skipif(PLACES not in os.environ, reason="runs where tiles are pretended (test_amx.py)")
+
+ROWS, TERMS = 16, 32
+"""A product on tiles is of [16, 32] by [32, 16] bfloat16."""
+
+
+@pytest.mark.parametrize("tokens", [128, 1024])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_no_product_is_of_padding(heads, tokens):
+    rank, rope = 512, 64
+    q_latent, q_rope = torch.randn(1, 1, heads, rank + rope).bfloat16().split([rank, rope], dim=-1)
+    latent, k_rope = torch.randn(1, tokens, rank + rope).bfloat16().split([rank, rope], dim=-1)
+    before = products_of_tiles()
+    torch.ops.mla.latent_attention(q_latent, q_rope, latent, k_rope, None, None, 0.1)
+    scores = heads // ROWS * (tokens // ROWS) * ((rank + rope) // TERMS)
+    values = heads // ROWS * (rank // ROWS) * (tokens // TERMS)
+    assert products_of_tiles() - before == scores + values
