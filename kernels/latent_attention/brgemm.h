@@ -47,8 +47,10 @@ struct Tiles {
     }
   }
 
+  // Keys `ahead` are on their way when these have been added.
   template <typename Latent, typename Rope>
-  void score(const Block<bf16>& keys, const Block<Latent, Rope>*, float* scores) {
+  void score(const Block<bf16>& keys, const Block<Latent, Rope>* ahead, float* scores) {
+    next.set(ahead, s);
     const int64_t latent_stride = stride_of(keys.latent, keys.count), rope_stride = stride_of(keys.rope, keys.count);
     const bool whole = keys.count == BLOCK && rank == s.rank && rope == s.rope;
     if (whole && latent_stride >= rank && rope_stride >= rope) {
@@ -157,17 +159,21 @@ struct Tiles {
   void interleave(const Block<bf16>& keys, int64_t given) {
     const int64_t columns = o_stride(s);
     pair_t* to = reinterpret_cast<pair_t*>(values.data());
-    for (int64_t i = 0; i < given; ++i, to += columns)
+    for (int64_t i = 0; i < given; ++i, to += columns) {
+      next.send_for(2 * i);
+      next.send_for(2 * i + 1);
       for (int64_t column = 0; column < columns; column += Interleaved::COLUMNS) {
         const Interleaved some(keys.latent[2 * i] + column, keys.latent[2 * i + 1] + column,
                                Interleaved::mask(s.rank - column));
         _mm512_storeu_si512(to + column, some.low);
         _mm512_storeu_si512(to + column + 16, some.high);
       }
+    }
     std::memset(to, 0, (BLOCK / 2 - given) * columns * sizeof(pair_t));
   }
 
   Sizes s;
+  Ahead<BLOCK> next;
   int64_t padded_rows, rank, rope;
   Buffer query, copies, parts, values, weight_pairs, weight_rows;
 };

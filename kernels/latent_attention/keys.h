@@ -29,6 +29,35 @@ struct Block {
   Scales scales;
 };
 
+// A block that is next: its lines are sent for a key at a time, into the second-level cache.
+template <int64_t MOST>
+class Ahead {
+ public:
+  template <typename Latent, typename Rope>
+  void set(const Block<Latent, Rope>* keys, const Sizes& s) {
+    count = keys ? keys->count : 0;
+    for (int64_t k = 0; k < count; ++k) {
+      parts[k][0] = {reinterpret_cast<const char*>(keys->latent[k]), s.rank * int64_t{sizeof(Latent)}};
+      parts[k][1] = {reinterpret_cast<const char*>(keys->rope[k]), s.rope * int64_t{sizeof(Rope)}};
+    }
+  }
+
+  // Inlined: of a call that only does this GCC sees no effect, and leaves it out.
+  __attribute__((always_inline)) void send_for(int64_t key) const {
+    if (key < count)
+      for (const Part& part : parts[key])
+        for (int64_t byte = 0; byte < part.size; byte += 64) __builtin_prefetch(part.at + byte, 0, 2);
+  }
+
+ private:
+  struct Part {
+    const char* at;
+    int64_t size;
+  };
+  int64_t count = 0;
+  Part parts[MOST][2];
+};
+
 // Key j of a sequence is in row j % page_size of page table[j / page_size]; without a table that is page 0. `queries`
 // sequences that follow each other share what `batch` strides lead to. Latents in FP8 or INT8 have a scale for each of
 // `groups` groups of columns, and so have ropes in that, of one group.
