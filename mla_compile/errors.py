@@ -29,7 +29,7 @@ class CacheError(MlaCompileError):
     """A page pool, or a cache over one, that cannot do what it is asked; it is as it was before."""
 
 
-class OutOfPagesError(CacheError, MemoryError):
+class OutOfPagesError(MemoryError, CacheError):  # MemoryError makes its instances itself, so it has to come first
     """More pages are asked for than are free."""
 
 

@@ -24,7 +24,9 @@ from tests.fake_cuda.cases import Case
 from tests.fake_cuda.lowering import Lowered
 from tests.kernels.ahead import CUOBJDUMP, compile_attention, compile_written
 
-pytestmark = pytest.mark.skipif(bool(torch.version.cuda or torch.version.hip), reason="torch has a CUDA of its own")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or torch.version.hip is not None, reason="there is a GPU, or torch takes AMD's for one"
+)
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 900
@@ -144,20 +146,21 @@ def test_the_example_with_pages(always: dict[Case, Lowered]) -> None:
 
 @pytest.mark.parametrize("name", ["attend_latents_0", "combine_1"])
 def test_the_machine_code_of_what_inductor_launches(name: str, always: dict[Case, Lowered], tmp_path: Path) -> None:
-    """As good as what the op itself launches: nothing on the stack, no float64, which Inductor gives numbers as."""
+    """As good as what the op itself launches: no more on the stack, no float64, which Inductor gives numbers as."""
     if not CUOBJDUMP.exists():
         pytest.skip("Triton's package carries no cuobjdump here")
     record = compile_written("sm_90", always[dataclasses.replace(ALWAYS[0], layers=1)].written[name], tmp_path / "k.py")
-    assert record.stack == 0
     assert not re.search(r"\b(add|mul|fma|div)\.(rn\.)?f64", record.assembly)
     if name.startswith("attend"):
         decode = compile_attention("sm_90", 128)
         counted = ("HGMMA", "LDGSTS")
         assert [record.loop[each] for each in counted] == [decode.loop[each] for each in counted]
-        assert record.shared == decode.shared
+        assert (record.shared, record.stack) == (decode.shared, decode.stack)
+    else:
+        assert record.stack == 0
 
 
 def test_nothing_of_it_is_left_in_this_process(always: dict[Case, Lowered]) -> None:
     assert not torch.cuda.is_available()
-    with pytest.raises(AssertionError, match="not compiled with CUDA"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"not compiled with CUDA|no NVIDIA driver"):
         torch.empty(1, device="cuda")

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from ...coded import CODED
+from ...fp8 import FP8
 from .combine import combine
 from .kernel import attend_latents
 from .launching import is_traced, launched
@@ -81,12 +82,12 @@ def attend(
     launched(attend_latents)[plan.grid](
         q_latent,
         q_rope,
-        *(_bytes(part) if part.dtype == torch.float8_e4m3fn else part for part in (source.latent, source.rope)),
+        *(part.view(torch.uint8) if part.dtype == FP8 else part for part in (source.latent, source.rope)),
         unread if source.scales is None else source.scales,
         unread if source.table is None else source.table,
         lengths,
         starts,
-        unread if source.mask is None else _bytes(source.mask) if source.mask.dtype == torch.bool else source.mask,
+        unread if source.mask is None else source.mask,
         o,
         lse,
         *partial,
@@ -290,10 +291,6 @@ def mask_kind(mask: Tensor | None) -> MaskKind:
     if mask is None:
         return "none"
     return "of keys" if all(always(size == 1) for size in mask.shape[1:3]) else "of rows"
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
 
 
 def strides_of(tensor: Tensor | None, dims: int) -> tuple[int, ...]:

@@ -282,14 +282,13 @@ def _launch(
     strides: tuple[int, ...] = (0,) * 4
     if mask is not None:
         strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
-    given = q if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     numbers = (None,) * 3 if lengths is None else (lengths.tokens, lengths.starts, lengths.queries)
     attend_chunk[(triton.cdiv(queries, tiles.rows) * heads * batch,)](
         q,
         k,
         rope,
         v,
-        given,
+        q if mask is None else mask,
         *(out[1] if number is None else number for number in numbers),
         *out,
         *state,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 _COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
@@ -18,7 +19,8 @@ def graph_of(
     """The graph of torch code, as a function of fake tensors and sizes."""
     mode = torch._guards.detect_fake_mode(values)
     assert mode is not None
-    with mode:
+    # As in a compilation: Python's matmul, where torch 2.11's in C++ asks tensors of symbolic size for their elements.
+    with mode, enable_python_dispatcher():
         return make_fx(emit, decompositions, tracing_mode="real")(*values).graph
 
 

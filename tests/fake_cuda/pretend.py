@@ -89,10 +89,11 @@ class _Driver:
 def present(name: str) -> Iterator[None]:
     """Within it tensors with `device="cuda"` are fake, and what is compiled for them is for that one of `GPUS`.
 
-    Raises: RuntimeError, where torch has CUDA of its own, or without a C++ compiler.
+    The guard that torch's CUDA build brings is put out of its place. Raises: RuntimeError, with a GPU that is there, or
+    without a C++ compiler.
     """
-    if torch.version.cuda or torch.version.hip:
-        raise RuntimeError("expected a torch without CUDA, found one that has its own device guard")
+    if torch.cuda.is_available() or torch.version.hip:
+        raise RuntimeError("expected a machine without a GPU, and a torch that is not for AMD's")
     # What the guard is registered with: torch links it, and keeps its names to itself.
     ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"), mode=ctypes.RTLD_GLOBAL)
     if native.start_library((GUARD,))() is None:
@@ -135,6 +136,7 @@ def _patches(gpu: Any, rates: Device) -> Iterator[Any]:
     yield mock.patch.object(passes.fuse_attention, "_sfdp_init", _always(None))
     yield mock.patch.object(passes.pad_mm, "_pad_mm_init", _always(None))
     yield mock.patch.object(passes.misc_patterns, "_misc_patterns_init", _always(None))
+    yield mock.patch.object(torch._subclasses.fake_tensor, "init_gpu_context", _always(None))
     yield mock.patch.object(device, "measured", _always(rates))
 
 

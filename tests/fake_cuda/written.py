@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import runpy
 import sys
@@ -166,8 +167,12 @@ def _fake(tensor: Tensor, letters: str, known: dict[str, Any]) -> Tensor:
 
 
 def write(folder: Path) -> None:
-    """The code of each case, in files of its name, in Python and in C++; the ops of an exported program, lowered."""
+    """The code of each case, in files of its name, in Python and in C++; the ops of an exported program, lowered.
+
+    A torch that can write C++ only with a GPU writes none.
+    """
     from torch._inductor import config
+    from torch._inductor.codegen.cpp_wrapper_gpu import DeferredTritonCallWrapper
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
@@ -201,7 +206,8 @@ def write(folder: Path) -> None:
             traced = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
             put_launches(traced.graph, "triton")
             write_in_parts(traced.graph)
-            for cpp in (False, True):
+            # Before torch 2.13 C++ is written of kernels that a GPU has compiled.
+            for cpp in (False, True) if hasattr(DeferredTritonCallWrapper, "generate_lazy") else (False,):
                 module = fx.GraphModule(traced, copy.deepcopy(traced.graph))
                 try:
                     with products_of(module.graph), together(), config.patch(CPP if cpp else {}):
@@ -254,6 +260,7 @@ class _Kernel:
 
         def kept(**options: Any) -> Callable[[Any], Any]:
             self.constants, self.meta = options["triton_meta"]["constants"], options["inductor_meta"]
+            self.own = "custom_kernel" not in options
             return lambda kernel: setattr(self, "kernel", kernel)
 
         with mock.patch.multiple(triton_heuristics, **dict.fromkeys(_HEURISTICS, kept)):
@@ -262,10 +269,11 @@ class _Kernel:
 
     def run(self, *arguments: Any, stream: int) -> None:
         self.launches.append(self.meta["kernel_name"])
-        if "declared_constexpr_names" not in self.meta:
+        if self.own:
             self._run_own(arguments)
             return
-        declared = self.meta["declared_constexpr_names"]
+        parameters = inspect.signature(self.kernel.fn).parameters
+        declared = [name for name, parameter in parameters.items() if "constexpr" in str(parameter.annotation)]
         *given, first, second, third = arguments
         names = [name for name in self.kernel.arg_names if name not in declared]
         by_name = dict(zip(names, given, strict=True)) | {name: self.constants[name] for name in declared}

@@ -112,7 +112,7 @@ def compile_attention(
     types |= dict.fromkeys(("q_latent", "q_rope", "latent", "rope", "o"), POINTERS[dtype])
     types |= dict.fromkeys(("scales", "lse", "acc", "m_out", "total_out"), "*fp32")
     types |= dict.fromkeys(("table", "lengths", "starts"), "*i32")
-    types |= {"mask": "*fp32" if mask not in (None, torch.bool) else "*u8"}
+    types["mask"] = {None: "*u8", torch.bool: "*i1"}.get(mask, "*fp32")
     if coded:
         types["latent"] = "*u8" if coded == FP8 else "*i8"
     aligned = [name for name in types if types[name].startswith("*")]
@@ -153,7 +153,7 @@ def compile_chunk(
     types |= dict.fromkeys(("lengths", "starts", "counts"), "*i32" if lengths else "*fp32")
     types |= dict.fromkeys(("q", "k", "rope", "v", "o"), POINTERS[dtype])
     types |= dict.fromkeys(("lse", "acc", "m_state", "total_state"), "*fp32")
-    types |= {"mask": "*fp32" if mask not in (None, torch.bool) else "*u8"}
+    types["mask"] = {None: "*u8", torch.bool: "*i1"}.get(mask, "*fp32")
     aligned = [name for name in types if types[name].startswith("*")]
     aligned += [name for name in types if re.fullmatch(r"(q|k|v|rope|o)_stride_\w", name)]
     return _compile(arch, attend_chunk, types, constants, aligned, tiles.warps, tiles.stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,12 @@ BATCHES = {
 }
 SYMBOLIC = [(0,), (0,), (0,), (), (), (0,), (0,)]
 """Dimensions of `tensors()`: tokens, and sequences."""
+
+
+def takes(option: str) -> Any:
+    """Skips a test where torch's function has no such option yet."""
+    there = option in inspect.signature(varlen_attn).parameters
+    return pytest.mark.skipif(not there, reason=f"torch's varlen_attn takes no {option}")
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +117,7 @@ def test_blocks_of_any_size_are_right(most: int, monkeypatch: pytest.MonkeyPatch
         assert outcome.path == path
 
 
+@takes("seqused_k")
 def test_keys_that_are_not_used_and_tokens_of_no_sequence() -> None:
     batch = [4, 1, 5], [9, 3, 6]
     x, *others = tensors(*batch)
@@ -132,6 +140,7 @@ def test_a_sequence_longer_than_the_longest_is_no_number() -> None:
         check_right(varlen(batch)(*inputs)[:2], o[:2])
 
 
+@takes("enable_gqa")
 def test_heads_that_share_keys_are_groups() -> None:
     def attention(*args: Tensor) -> Tensor:
         q, k, v = naive(*args[:5])

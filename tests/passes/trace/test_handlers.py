@@ -33,13 +33,17 @@ OTHER_TENSORS = """
 """Views of sparse, nested and dual tensors, which no graph of the passes has."""
 
 
+EACH_BY_ITSELF = "leaky_relu"
+"""Core ops of which torch 2.11 does not say so."""
+
+
 def operations() -> Iterator[OpOverload]:
     """ATen's functional ops that a graph with no decompositions may have, but those on each element by itself."""
     for name in torch._C._dispatch_get_all_op_names():
         space, _, rest = name.partition("::")
-        if space != "aten":
-            continue
         packet, _, overload = rest.partition(".")
+        if space != "aten" or packet in EACH_BY_ITSELF.split():
+            continue
         op = getattr(getattr(aten, packet, None), overload or "default", None)
         if op is not None and not op._schema.is_mutable and torch.Tag.pointwise not in op.tags:
             yield op
