@@ -10,9 +10,14 @@ from mla_compile import backend
 from mla_compile.cost import Device
 from tests.errors import assert_as_close_as_eager
 
+pytest.importorskip("transformers")
+
+import transformers
+
+from .families import EXPANDED, INDEXED
 from .test_deepseek import SIZES, logits
 
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(not INDEXED, reason=EXPANDED)
 
 TOPK = 4
 SPARSE = SIZES | {"q_lora_rank": 24, "index_topk": TOPK, "index_head_dim": 16, "index_n_heads": 2}
