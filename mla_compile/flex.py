@@ -150,7 +150,9 @@ def _is_element_by_element(graph: fx.Graph, buffers: Sequence[fx.Node]) -> bool:
 def _is_pointwise(name: str) -> bool:
     """Whether ATen's op of this name is."""
     packet = getattr(torch.ops.aten, _NAMES.get(name, name), None)
-    forms = [getattr(packet, form) for form in packet.overloads()] if packet is not None else []
+    if not isinstance(packet, torch._ops.OpOverloadPacket):  # `__eq__` of a namespace is the namespace's own
+        return False
+    forms = [getattr(packet, form) for form in packet.overloads()]
     return any(torch.Tag.pointwise in form.tags for form in forms)
 
 
