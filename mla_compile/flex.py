@@ -149,8 +149,9 @@ def _is_element_by_element(graph: fx.Graph, buffers: Sequence[fx.Node]) -> bool:
 
 def _is_pointwise(name: str) -> bool:
     """Whether ATen's op of this name is."""
+    name = name.removeprefix("__").removesuffix("__")  # a method's, as `__eq__` with torch 2.11
     packet = getattr(torch.ops.aten, _NAMES.get(name, name), None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):  # `__eq__` of a namespace is the namespace's own
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
     forms = [getattr(packet, form) for form in packet.overloads()]
     return any(torch.Tag.pointwise in form.tags for form in forms)
