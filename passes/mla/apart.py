@@ -14,18 +14,36 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..algebra.made import contracted
-from ..algebra.terms import Axis, Term
+from ..algebra.terms import Axis, Sum, Term
 from ..attention.attention import Attention
-from .products import up_projection
+from .products import gathered, up_projection
 from .site import Piece
 
 
-def shared_by_heads(attention: Attention, pieces: Sequence[Piece], heads: set[Axis]) -> list[Piece] | None:
-    """Pieces of the keys as what all `heads` share; None if one is no up-projection of that, or there is none."""
-    shared = [_over_its_latent(piece, attention) for piece in pieces]
+def shared_by_heads(
+    attention: Attention, pieces: Sequence[Piece], heads: set[Axis]
+) -> tuple[list[Piece], list[Piece]] | None:
+    """Pieces of the keys as what all `heads` share, and what is the same for all keys; None if one is no up-projection
+    of that, or there is none."""
+    keys = {*attention.keys}
+    parts = [part for piece in pieces for part in _without_bias(piece, keys)]
+    same = [part for part in parts if part.key.axes.isdisjoint(keys)]
+    differ = [(part, _over_its_latent(part, attention)) for part in parts if not part.key.axes.isdisjoint(keys)]
+    shared = [own for part, own in sorted(differ, key=lambda pair: pair[0] is pair[1])]  # what is up-projected first
     if not (heads and shared) or any(not piece.key.axes.isdisjoint(heads) for piece in shared):
         return None
-    return shared
+    return shared, same
+
+
+def _without_bias(piece: Piece, keys: set[Axis]) -> list[Piece]:
+    """A sum of an up-projection and of what is the same for all keys, as these; another piece as it is."""
+    if not isinstance(piece.key.parts, Sum):
+        return [piece]
+    terms = gathered(piece.key.parts.terms, keys)
+    varying = [term for term in terms if term.axes & keys]
+    if len(varying) != 1 or up_projection(varying[0], keys) is None:
+        return [piece]
+    return [replace(piece, key=term) for term in terms]
 
 
 def _over_its_latent(piece: Piece, attention: Attention) -> Piece:

@@ -221,10 +221,11 @@ def _told_apart(
             latent, summed = piece.key, piece.summed
         w_uv = change_read(w_uv, dict(zip(rank, summed, strict=True))) if w_uv is not None else None
         rank = summed
-    if nope is None and apart and w_uv is not None and attention.opaque is None:
-        shared = shared_by_heads(attention, ropes, weight_heads)
-        if shared is not None:
-            return values, None, shared[0], shared, shifts
+    if nope is None and apart and w_uv is not None:
+        found_apart = shared_by_heads(attention, ropes, weight_heads)
+        if found_apart is not None:
+            shared, same_for_all = found_apart
+            return values, None, shared[0], shared, [*shifts, *same_for_all]
     if nope is None or apart:
         found = values.latent.read if w_uv is not None else None
         raise stored_expanded(attention, trace) or no_up_projection(attention, [p.key for p in pieces], found, trace)

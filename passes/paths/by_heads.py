@@ -28,7 +28,7 @@ from ..nodes.refusal import Refusal
 from ..nodes.shapes import hints_of
 from ..nodes.source import where
 from .carriers import Carrier
-from .chunked import FORCE, Chunked, chunked_cost, refuse_wide_latent
+from .chunked import FORCE, Chunked, chunked_cost, refuse_apart, refuse_wide_latent
 from .padding import padded
 from .path import Part, Path
 
@@ -59,12 +59,13 @@ class ByHeads(Path):
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
         """Sites with up-projections whose scores are more than a sum, though it refuses some of them."""
-        return site.attention.opaque is not None and site.w_uk is not None and site.w_uv is not None
+        return site.attention.opaque is not None and site.w_uv is not None and (site.w_uk is not None or site.apart)
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse weights that are read again, which all have to exist, and functions of several scores."""
         opaque = site.attention.opaque
         assert opaque is not None
+        refuse_apart(site)
         refuse_reader(site)
         function = opaque.function
         if {piece.of for piece in (site.nope, *site.ropes)} != set(range(len(opaque.products))):

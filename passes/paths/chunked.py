@@ -47,10 +47,7 @@ class Chunked(OneOp):
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse a latent that is not worth keeping, and keys that are not up-projected from it."""
-        if site.apart:
-            keys, values = (name(read) for read in (site.nope.key.read, site.latent.read))
-            reason = f"expected keys and values from one latent for many queries, found keys from {keys} and values "
-            raise Refusal(site.node, f"{reason}from {values}", "project both from the same tensor")
+        refuse_apart(site)
         if not asked:
             refuse_wide_latent(site)
 
@@ -108,6 +105,14 @@ class Chunked(OneOp):
             operands = _queries(x), latent, x.k_rope, w_uk, w_uv, mask, offset, x.scale, workspace_tokens
             o, lse = op(*operands)
         return o, lse
+
+
+def refuse_apart(site: Site) -> None:
+    """Refuse keys and values of a latent each."""
+    if site.apart:
+        keys, values = (name(read) for read in (site.nope.key.read, site.latent.read))
+        reason = f"expected keys and values from one latent for many queries, found keys from {keys} and values "
+        raise Refusal(site.node, f"{reason}from {values}", "project both from the same tensor")
 
 
 def refuse_wide_latent(site: Site) -> None:

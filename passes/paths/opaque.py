@@ -52,27 +52,30 @@ class Opaque(Path):
 
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
         """One in the place of each product that is of what was up-projected."""
-        parts = []
-        if site.w_uk is not None:
-            scores = ScoresCode(site)
-            parts.append(Part(scores.node, scores))
+        products: list[int] = []
+        if site.apart:
+            products = sorted({rope.of for rope in site.ropes})
+        elif site.w_uk is not None:
+            products = [site.nope.of]
+        scores = [ScoresCode(site, product) for product in products]
+        parts = [Part(code.node, code) for code in scores]
         return parts if site.w_uv is None else [*parts, Part(site.node, OutputCode(site))]
 
 
 class ScoresCode:
-    """The torch code of the product of queries and keys, as a function of the tensors that it reads."""
+    """The torch code of a product of queries and keys, the one of that `index`, as a function of what it reads."""
 
     said = None
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, index: int) -> None:
         assert site.attention.opaque is not None
         self.site = site
-        self.ropes = [rope for rope in site.ropes if rope.of == site.nope.of]
-        self.shifts = [shift for shift in site.shifts if shift.of == site.nope.of]
-        product = site.attention.opaque.products[site.nope.of]
+        self.ropes = [rope for rope in site.ropes if rope.of == index]
+        self.shifts = [shift for shift in site.shifts if shift.of == index]
+        product = site.attention.opaque.products[index]
         assert isinstance(product.source, fx.Node)
         self.node = product.source
-        reads = [site.latent.read, site.w_uk, site.nope.query.read]
+        reads = [] if site.apart else [site.latent.read, site.w_uk, site.nope.query.read]
         reads += [read for piece in (*self.ropes, *self.shifts) for read in (piece.query.read, piece.key.read)]
         self.dims = tuple(tuple(d.axis for d in digits if d.axis is not None) for digits in product.dims)
         self.sources = sources_of(reads, self.node, self.dims)
@@ -80,12 +83,7 @@ class ScoresCode:
     def __call__(self, *values: Any) -> Tensor:
         site, read = self.site, Reader(self.sources, values)
         rows = site.batch, site.tokens, site.heads
-        assert site.w_uk is not None
-
-        latent = read(site.latent.read, site.batch, site.attention.keys, site.rank)
-        q_nope = read(site.nope.query.read, *rows, site.nope.summed)
-        w_uk = read(site.w_uk, site.heads, site.nope.summed, site.rank)
-        scores = _per_key(per_head(q_nope, w_uk, site.w_uk), latent) * site.nope.scale
+        scores = 0 if site.apart else self._of_latents(read)
         for rope in self.ropes:
             q_rope = read(rope.query.read, *rows, rope.summed)
             k_rope = read(rope.key.read, site.batch, site.attention.keys, rope.summed)
@@ -95,6 +93,15 @@ class ScoresCode:
             scores = scores + (q * k).sum(-1, keepdim=True) * shift.scale
         scores = write_as(scores, (*rows, site.attention.keys), self.dims, read.realize)
         return scores.to(self.node.meta["val"].dtype)
+
+    def _of_latents(self, read: Reader) -> Tensor:
+        """`[B, Sq, N, T]`, of what is up-projected from the latent of the values."""
+        site = self.site
+        assert site.w_uk is not None
+        latent = read(site.latent.read, site.batch, site.attention.keys, site.rank)
+        q_nope = read(site.nope.query.read, site.batch, site.tokens, site.heads, site.nope.summed)
+        w_uk = read(site.w_uk, site.heads, site.nope.summed, site.rank)
+        return _per_key(per_head(q_nope, w_uk, site.w_uk), latent) * site.nope.scale
 
 
 class OutputCode:

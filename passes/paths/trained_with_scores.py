@@ -15,6 +15,7 @@ from ..mla.site import Site
 from ..nodes.refusal import Refusal
 from .by_heads import ByHeads
 from .carriers import Carrier
+from .chunked import refuse_apart
 from .path import Part
 from .trained import Trained
 
@@ -36,6 +37,7 @@ class TrainedWithScores(ByHeads):
         if site.w_uk is None and site.w_uv is None:
             reason = "expected an up-projection to do again for gradients, found scores absorbed by hand"
             raise Refusal(site.node, reason)
+        refuse_apart(site)
 
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
         """None."""

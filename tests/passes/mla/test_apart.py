@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from tests.passes import spellings as mla
@@ -35,6 +37,29 @@ def attention(
     return function
 
 
+def with_biases_within(*args: Tensor, change: Function = mla.softmax) -> Tensor:
+    """A `Linear` with a bias for the keys, another for the values; rope keys in a product of their own."""
+    x, latent, k_rope, w_q, w_kv = args
+    w_uk, w_uv = (w[..., : L // 2].flatten(0, 1) for w in mla.weights(w_kv))
+    k = F.linear(latent[..., : L // 2], w_uk, w_uk[:, 0]).unflatten(-1, (N, P)).transpose(1, 2)
+    v = F.linear(latent[..., -(L // 2) :], w_uv, w_uv[:, 1]).unflatten(-1, (N, V)).transpose(1, 2)
+    return change(mla.queries(x, w_q), torch.cat([mla.to_heads(k_rope), k], -1), v)
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return mla.softmax(q, k, v, lambda s: 2 * torch.tanh(s / 2))
+
+
+def capped_in_two_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q[..., :R] @ k[..., :R].mT + q[..., R:] @ k[..., R:].mT
+    return (2 * torch.tanh(scores / 2)).softmax(-1) @ v
+
+
+def with_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.mT * SCALE).softmax(-1)
+    return torch.cat([weights @ v, weights], -1)
+
+
 def turned(latent: Tensor) -> Tensor:
     """A rope on the latent."""
     angle = torch.arange(T).double()[:, None] / 3
@@ -52,12 +77,16 @@ APART: dict[str, Function] = {
     "two widths": attention(lambda c: c[..., :2], lambda c: c[..., 2:]),
     "without rope": attention(lambda c: c[..., :2], lambda c: c[..., 2:], rope=False),
     "a rope on the keys' latent": attention(turned, itself, rope=False),
-    "a norm of the keys' latent": attention(lambda c: torch.nn.functional.rms_norm(c, (L,)), itself),
+    "a norm of the keys' latent": attention(lambda c: F.rms_norm(c, (L,)), itself),
     "values of the token before": attention(itself, lambda c: c.roll(1, 1)),
     "values of the next sequence": attention(itself, lambda c: c.flip(0)),
     "values of a part of the latent": attention(itself, lambda c: c[..., :4]),
     "values of a latent that is changed": attention(itself, lambda c: c * 2 + 1),
     "biases": attention(lambda c: c[..., : L // 2], lambda c: c[..., L // 2 :], bias=True),
+    "biases in the projections": with_biases_within,
+    "under a soft cap": functools.partial(with_biases_within, change=capped),
+    "under a soft cap of two products": functools.partial(with_biases_within, change=capped_in_two_products),
+    "weights that are returned": functools.partial(with_biases_within, change=with_weights),
     "under a mask": attention(turned, itself, score=lambda s: s.masked_fill(torch.arange(T) > 4, -torch.inf)),
     "a bias of each head's scores": attention(
         turned, itself, score=lambda s: s - torch.arange(1, N + 1).double()[:, None, None] * torch.arange(T).double()
