@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import fx
@@ -54,10 +55,13 @@ class Attention:
     value: Term
     masks: tuple[Mask, ...]
     sinks: tuple[Sink, ...] = ()
+    share: float = -math.inf
+    """The log-sum-exp of scores that are numbers, of further keys without value too."""
     queries: Dim | None = None
     causal: bool = False
     strict_rows: bool = False
-    """Whether a row that is masked everywhere is NaN, as a plain softmax has it, and not 0, as SDPA has it."""
+    """Whether a row that is masked everywhere is NaN, as a plain softmax has it, and not 0, as SDPA has it. With sinks
+    it is 0 as well, unless they are -inf, too."""
     numbers: bool = False
     """Whether a row of which some score is NaN or inf is 0, and not NaN."""
     opaque: Opaque | None = None
@@ -66,3 +70,8 @@ class Attention:
     """Where values were padded to the width of the keys: `dims` have its columns, all else those that are values."""
     packed: Packed | None = None
     """Where queries and keys are those of several sequences, one behind the other."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether keys without value take part."""
+        return bool(self.sinks) or self.share > -math.inf

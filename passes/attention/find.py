@@ -35,7 +35,7 @@ from .outer import regrouped, times
 from .packed import Call, packed_call
 from .padded import without_zeros
 from .pieces import PRODUCTS, joined_product, pieces_of
-from .scores import Factor, KeyRange, Mask, Sink, Summand, products_within, scores_of
+from .scores import Factor, KeyRange, Mask, Number, Sink, Summand, products_within, scores_of
 from .softmax import Weights, late, weights_of
 from .told import told
 from .zeroed import only_seen, set_to_zero
@@ -219,18 +219,23 @@ def _from_weights(
     assert isinstance(place, fx.Node)
     reader = _other_reader(weights, place, trace)
     score_dims = tuple(tuple(d.axis for d in dim if d.axis is not None) for dim in probabilities.read.dims)
-    summands = scores_of(weights.scores, KeyRange(dim, *keys_read), trace, weights.factor)
+    shares = weights.shares
+    summands = scores_of(weights.scores, KeyRange(dim, *keys_read), trace, weights.factor, shifted=shares is None)
+    numbers = [s.what.score for s in summands if isinstance(s.what, Number)]
+    if shares is not None:
+        summands += _sinks(shares.sinks, len(score_dims), dim, weights.factor, trace)
+        numbers += shares.numbers
     if weights.seen is not None and reader is None:
         summands, safe = only_seen(summands, weights.seen, weights.node, trace)
         weights = replace(weights, safe=safe)
     products = [s for s in summands if isinstance(s.what, float)]
     masks = [s for s in summands if isinstance(s.what, Mask)]
     sinks = [s for s in summands if isinstance(s.what, Sink)]
-    opaque = reader is not None or not products or _tangled(products, masks, weights)
+    opaque = reader is not None or not products or _tangled(products, [*masks, *sinks], weights)
     if opaque:
         if weights.seen is not None and reader is None:
             raise set_to_zero(weights.node)
-        products, masks, sinks = products_within(weights.scores, KeyRange(dim, *keys_read), trace), [], []
+        products, masks, sinks, numbers = products_within(weights.scores, KeyRange(dim, *keys_read), trace), [], [], []
         if not products:
             reason = f"expected scores that are a sum of products, found {where(weights.scores)}"
             reason += trace.because(trace[weights.scores].term)
@@ -252,7 +257,9 @@ def _from_weights(
         return next(rest), [list(islice(rest, len(group))) for group in groups], axes
 
     reading: Reading | str = whole or ""
-    if opaque and whole is None and reader is None:
+    if opaque and shares is not None:
+        reading = f"more than a sum in {where(weights.node)}"
+    elif opaque and whole is None and reader is None:
         reading = read_function(products, KeyRange(dim, *keys_read), weights, trace)
     try:
         result, aligned, axes = align(reading.forms if isinstance(reading, Reading) else ())
@@ -301,10 +308,26 @@ def _from_weights(
         value,
         tuple(found),
         tuple(takers),
-        strict_rows=not weights.safe,
+        share=_log_sum_exp(numbers),
+        strict_rows=not weights.safe and (shares is not None or not (takers or numbers)),
         numbers=weights.numbers,
         opaque=kept,
     )
+
+
+def _sinks(nodes: Sequence[fx.Node], rank: int, dim: int, factor: float, trace: Trace) -> list[Summand]:
+    """Scores of one key each that are broadcast to those of `rank` dimensions."""
+    found = []
+    for k, node in enumerate(nodes):
+        form = trace[node]
+        own = (("share", k) if label == dim else label for label in range(rank - len(form.dims), rank))
+        found.append(Summand(form, tuple(own), Sink(form.term, factor)))
+    return found
+
+
+def _log_sum_exp(numbers: Sequence[float]) -> float:
+    greatest = max(numbers, default=-math.inf)
+    return greatest + math.log(sum(math.exp(n - greatest) for n in numbers)) if numbers else greatest
 
 
 def _factors(node: fx.Node, output: Term, trace: Trace) -> Product:
@@ -316,7 +339,7 @@ def _factors(node: fx.Node, output: Term, trace: Trace) -> Product:
 
 
 def _tangled(products: Sequence[Summand], masks: Sequence[Summand], weights: Weights) -> bool:
-    """Whether a mask or a factor is made of the products that it is one of."""
+    """Whether a mask, a sink or a factor is made of the products that it is one of."""
     own = derived(products, weights.node)
     beside = [mask.form for mask in masks] + [factor.form for product in products for factor in product.factors]
     return any(form.term.read.source in own for form in beside)

@@ -69,6 +69,13 @@ class Sink:
 
 
 @dataclass(frozen=True)
+class Number:
+    """The score of a key that has no value, or the log-sum-exp of several: the same in all rows."""
+
+    score: float
+
+
+@dataclass(frozen=True)
 class Factor:
     """A tensor by which a product of the scores is multiplied, or divided if it `divides`; `labels` as a `Summand` has.
 
@@ -84,12 +91,13 @@ class Factor:
 class Summand:
     """A part of the scores: a product, `what` being its scale, a mask or a sink.
 
-    `labels` are the scores' dims of its own; a sink's keys are a dim that no other summand has.
+    `labels` are the scores' dims of its own; a sink's keys are a dim that no other summand has. A number has none: its
+    form is that of the scores.
     """
 
     form: Form
     labels: tuple[Hashable, ...]
-    what: float | Mask | Sink
+    what: float | Mask | Sink | Number
     factors: tuple[Factor, ...] = ()
     """Of a product, besides its scale."""
 
@@ -103,26 +111,31 @@ class KeyRange:
     size: Size
 
 
-def scores_of(node: fx.Node, keys: KeyRange, trace: Trace, times: float = 1.0) -> list[Summand]:
+def scores_of(
+    node: fx.Node, keys: KeyRange, trace: Trace, times: float = 1.0, *, shifted: bool = True
+) -> list[Summand]:
     """The summands of a score tensor `times` a number; masks in the order in which they apply.
 
-    What is no product is a mask that is added, whatever it is.
+    What is no product is a mask that is added, whatever it is. What was taken from all scores of a row is left out if
+    they may be `shifted`.
 
     Raises:
         Refusal: if the scores without values do not stand apart from those with.
     """
     lowest = times * torch.finfo(node.meta["val"].dtype).min
-    found = _scores_of(node, keys, trace, times)
+    found = _scores_of(node, keys, trace, times, shifted=shifted)
     return [replace(s, what=replace(s.what, lowest=lowest)) if isinstance(s.what, Mask) else s for s in found]
 
 
-def _scores_of(node: fx.Node, keys: KeyRange, trace: Trace, times: float) -> list[Summand]:
-    node, factor = without_shift(node, keys.dim, trace)
+def _scores_of(node: fx.Node, keys: KeyRange, trace: Trace, times: float, *, shifted: bool) -> list[Summand]:
+    node, factor = without_shift(node, keys.dim, trace) if shifted else (node, 1.0)
     factor *= times
     labels = tuple(range(len(trace[node].dims)))
     if same(keys.size, trace[node].shape[keys.dim]):
         return _whole_summands(node, labels, factor, keys.dim, trace)
     source, scale = whole_source(node, trace)
+    if source is not None and (padded := _padded(source, keys, labels, factor * scale, trace)) is not None:
+        return padded
     if source is None or source.target is not aten.cat.default:
         reason = "expected the whole of the attention weights to meet the values, found a part of them"
         raise Refusal(node, reason, "multiply all of the softmax's result with the values")
@@ -140,7 +153,7 @@ def without_shift(node: fx.Node, dim: int, trace: Trace) -> tuple[fx.Node, float
         if source is None:
             return node, factor
         a, b = (*arguments(source), None, None)[:2]
-        if source.target is aten.sub.Tensor and not source.kwargs and is_tensor(b) and _is_greatest(b, a, dim, trace):
+        if source.target is aten.sub.Tensor and not source.kwargs and is_tensor(b) and is_greatest(b, a, dim, trace):
             node, factor = a, factor * scale
         elif source.target is aten.mul.Tensor and isinstance(b, int | float) and b > 0:
             node, factor = a, factor * scale * b
@@ -158,7 +171,7 @@ def whole_source(node: fx.Node, trace: Trace) -> tuple[fx.Node | None, float]:
     return original.node, math.prod(original.factors)
 
 
-def _is_greatest(node: fx.Node, scores: Any, dim: int, trace: Trace) -> bool:
+def is_greatest(node: fx.Node, scores: Any, dim: int, trace: Trace) -> bool:
     """Whether `node` is the greatest of `scores` along `dim`, which it keeps."""
     source, factor = whole_source(node, trace)
     if source is None or factor != 1.0 or not is_tensor(scores):
@@ -191,6 +204,26 @@ def _joined(node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: floa
     if dim % len(labels) != keys.dim or not found:
         raise Refusal(node, "expected the attention weights that meet the values to be one piece of the scores")
     return [*found, *sinks]
+
+
+def _padded(
+    node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: float, trace: Trace
+) -> list[Summand] | None:
+    """The summands of the scores with values in `node`, which has a number beside them; None if it has not."""
+    if node.target is not aten.constant_pad_nd.default:
+        return None
+    scores, widths, number = (*arguments(node), 0)[:3]
+    place = 2 * (len(labels) - 1 - keys.dim)  # widths are those of the last dimension first
+    if any(width != 0 for i, width in enumerate(widths) if i not in (place, place + 1)) or len(widths) <= place:
+        return None
+    beside = widths[place : place + 2]
+    count, score = sum(beside), number * factor
+    if not all(isinstance(width, int) and width >= 0 for width in beside) or not math.isfinite(score):
+        return None
+    if count == 0 or not same(beside[0], keys.start) or not same(trace[scores].shape[keys.dim], keys.size):
+        return None
+    own = Number(score + math.log(count))
+    return [*_whole_summands(scores, labels, factor, keys.dim, trace), Summand(trace[scores], labels, own)]
 
 
 def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand]:

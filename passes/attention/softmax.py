@@ -4,6 +4,7 @@
     e = exp(s);  e / e.sum(),  e * (1 / e.sum())               by hand
     e = exp(s);  (e @ v) / e.sum()                             by hand, divided after the product with the values
     e = exp2(s), 2**s                                          of scores times log 2
+    e / (1 + e.sum())                                          with a share for what has no value (see `shares`)
     nan_to_num(w), where(seen, w, 0)                           with zeros in the place of some (see `zeroed`)
 
 What is taken from all scores of a row before the exponential belongs to the scores (see `scores`).
@@ -24,6 +25,7 @@ from ..nodes.arguments import arguments, aten, is_tensor
 from ..trace.trace import Trace
 from .copies import original_of
 from .scores import constant_of
+from .shares import Shares, added_to, shares_of
 from .zeroed import Seen, zeroed
 
 
@@ -45,6 +47,8 @@ class Weights:
     """Where they were not set to 0 after the softmax."""
     within: tuple[fx.Node, ...] = ()
     """What they were before, and what was asked of that."""
+    shares: Shares | None = None
+    """What else was added to the sum that divides; `scores` are then not to be shifted."""
 
 
 def weights_of(node: Any, trace: Trace) -> Weights | None:
@@ -96,7 +100,9 @@ def _divided(node: fx.Node, numerator: Any, total: Any, trace: Trace) -> Weights
     if source is None or not is_tensor(total):
         return None
     dim = _summed_dim(total, source, trace)
-    if dim is None or not _spans(trace[total], trace[numerator], dim):
+    if dim is None:
+        return _shared(node, numerator, source, total, trace)
+    if not _spans(trace[total], trace[numerator], dim):
         return None
     if (exponent := exponent_of(source)) is not None:
         return Weights(node, exponent[0], dim, factor=exponent[1])
@@ -112,6 +118,25 @@ def _divided(node: fx.Node, numerator: Any, total: Any, trace: Trace) -> Weights
     if weights is None or weights.seen is not None or weights.safe or weights.dim != dim:
         return None
     return replace(weights, node=node, seen=seen, within=(*weights.within, *within))
+
+
+def _shared(node: fx.Node, numerator: fx.Node, source: fx.Node, total: fx.Node, trace: Trace) -> Weights | None:
+    """Weights that are an exponential `source` divided by its sum and more."""
+
+    def sums(addend: Any) -> bool:
+        dim = _summed_dim(addend, source, trace)
+        return dim is not None and _spans(trace[addend], trace[numerator], dim)
+
+    exponent, added = exponent_of(source), added_to(total, sums, trace)
+    if exponent is None or added is None or len(trace[total].dims) != len(trace[numerator].dims):
+        return None
+    dim = _summed_dim(added[0], source, trace)
+    if dim is None or not _spans(trace[total], trace[numerator], dim):
+        return None
+    shares = shares_of(*exponent, added[1], dim, exponent_of, trace)
+    if shares is None:
+        return None
+    return Weights(node, shares.scores, dim, factor=exponent[1], safe=shares.safe, shares=shares)
 
 
 def exponent_of(node: Any) -> tuple[fx.Node, float] | None:

@@ -33,7 +33,7 @@ def signature(site: Site, code_said: object, sources: Sequence[fx.Node], environ
         code_said,
         (site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces, shifts),
         (site.biases, attention.padding, site.apart),
-        (sinks, attention.strict_rows, attention.numbers),
+        (sinks, attention.share, attention.strict_rows, attention.numbers),
         [(source.meta["val"], source.op) for source in sources],
     )
     canonical = _Canonical({source: i for i, source in enumerate(sources)})

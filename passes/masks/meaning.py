@@ -136,7 +136,7 @@ def _joined(site: Site, valuation: Valuation) -> Joined | None:
         fills.append(found[1])
         all_see_some = all_see_some or _all_see_some(literals, part)
     # Sinks take all the weight of a query that sees no key, whatever its scores were hidden by.
-    vanish = all(map(math.isinf, fills)) or all_see_some or bool(attention.sinks)
+    vanish = all(map(math.isinf, fills)) or all_see_some or attention.shared
     return joined(mask, segments) if vanish else None
 
 

@@ -164,7 +164,7 @@ def _prove(attention: Attention, values: _Values, trace: Trace, *, apart: bool =
     for read in reads:
         if read is not None and not _is_held(read):
             raise Refusal(node, f"expected operands that the graph holds, found a part of {name(read)}")
-    if attention.sinks and node.meta["val"].dtype == torch.float64:
+    if attention.shared and node.meta["val"].dtype == torch.float64:
         raise Refusal(node, "expected at most float32 where scores without values share in the weights, found float64")
     return Site(
         attention,
@@ -178,7 +178,7 @@ def _prove(attention: Attention, values: _Values, trace: Trace, *, apart: bool =
         w_uk=w_uk,
         w_uv=w_uv,
         biases=biases,
-        shifts=tuple(shifts) if attention.sinks or attention.opaque else (),
+        shifts=tuple(shifts) if attention.shared or attention.opaque else (),
         apart=apart,
     )
 

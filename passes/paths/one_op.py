@@ -90,9 +90,9 @@ class OneOpCode:
             addend = read(bias, *rows, columns)
             o = o + (addend if empty is None else torch.where(empty, 0, addend))
         o, columns = padded(o, site, read.realize)
-        if site.attention.sinks:
+        if site.attention.shared:
             o = _share(site, read, o, lse)
-        elif site.attention.strict_rows and empty is not None:
+        if site.attention.strict_rows and empty is not None:
             o = torch.where(empty, math.nan, o)
         if site.attention.numbers:
             o = torch.where(_are_numbers(site, read, lse), o, 0)
@@ -106,7 +106,7 @@ def _share(site: Site, read: Reader, o: Tensor, lse: Tensor) -> Tensor:
     NaN where nothing takes part at all, keys or sinks, as in a plain softmax.
     """
     rows = site.batch, site.tokens, site.heads
-    taken = _taken(site, read, lse.dtype)
+    taken = _taken(site, read, lse)
     assert taken is not None
     for shift in site.shifts:
         q, k = (read(term.read, *rows, shift.summed).to(lse.dtype) for term in (shift.query, shift.key))
@@ -114,9 +114,10 @@ def _share(site: Site, read: Reader, o: Tensor, lse: Tensor) -> Tensor:
     return o * torch.sigmoid(lse - taken).unsqueeze(-1).to(o.dtype)
 
 
-def _taken(site: Site, read: Reader, dtype: torch.dtype) -> Tensor | None:
-    """The log-sum-exp of the scores of sinks, `[B, Sq, N]`; None where there are none."""
-    taken = None
+def _taken(site: Site, read: Reader, lse: Tensor) -> Tensor | None:
+    """The log-sum-exp of the scores of sinks, `[B, Sq, N]` or one for all; None where there are none."""
+    dtype = lse.dtype
+    taken = lse.new_full((), site.attention.share) if site.attention.share > -math.inf else None
     for sink in site.attention.sinks:
         scores = read(sink.term.read, site.batch, site.tokens, site.heads, sink.keys).to(dtype) * sink.factor
         taken = scores.logsumexp(-1) if taken is None else torch.logaddexp(taken, scores.logsumexp(-1))
@@ -125,6 +126,6 @@ def _taken(site: Site, read: Reader, dtype: torch.dtype) -> Tensor | None:
 
 def _are_numbers(site: Site, read: Reader, lse: Tensor) -> Tensor:
     """Whether a softmax of the scores is one, `[B, Sq, N, 1]`: of none that is NaN or inf, and of more than nothing."""
-    taken = _taken(site, read, lse.dtype)
+    taken = _taken(site, read, lse)
     total = lse if taken is None else torch.logaddexp(lse, taken)
     return total.isfinite().unsqueeze(-1)

@@ -8,8 +8,10 @@ Nothing is asked of f, a soft cap for instance: matrix products are associative.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from mla_compile.cost import Cost, Dims, Size
@@ -83,14 +85,15 @@ class ScoresCode:
     def __call__(self, *values: Any) -> Tensor:
         site, read = self.site, Reader(self.sources, values)
         rows = site.batch, site.tokens, site.heads
-        scores = 0 if site.apart else self._of_latents(read)
+        parts = [] if site.apart else [self._of_latents(read)]
         for rope in self.ropes:
             q_rope = read(rope.query.read, *rows, rope.summed)
             k_rope = read(rope.key.read, site.batch, site.attention.keys, rope.summed)
-            scores = scores + _per_key(q_rope, k_rope) * rope.scale
+            parts.append(_per_key(q_rope, k_rope) * rope.scale)
         for shift in self.shifts:
             q, k = (read(term.read, *rows, shift.summed) for term in (shift.query, shift.key))
-            scores = scores + (q * k).sum(-1, keepdim=True) * shift.scale
+            parts.append((q * k).sum(-1, keepdim=True) * shift.scale)
+        scores = reduce(torch.add, parts)
         scores = write_as(scores, (*rows, site.attention.keys), self.dims, read.realize)
         return scores.to(self.node.meta["val"].dtype)
 

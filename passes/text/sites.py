@@ -8,6 +8,7 @@ score[b, s, n, t] = 0.088 * (sum_p q_nope k + sum_r q_rope k_rope)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ..algebra.terms import Dim, Read
@@ -52,6 +53,8 @@ def _tensors(site: Site, names: Names) -> Iterator[tuple[str, str]]:
     for sink in site.attention.sinks:
         name, text = line("sink", sink.term.read, *rows, sink.keys)
         yield name, text if sink.factor == 1 else f"{sink.factor:g} * {text}"
+    if site.attention.share > -math.inf:
+        yield "share", f"{site.attention.share:g}"
     yield f"score{names.shape((*rows, keys))}", _score(site, names)
     values = "latent" if site.w_uv is None else f"(sum_{_letters(site.rank, names)} latent w_uv)"
     bias = " + bias" * len(site.biases)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from tests.errors import assert_as_close_as_eager
@@ -42,7 +43,47 @@ def rounded(scores: Tensor) -> Tensor:
     return scores if scores.dtype == torch.float64 else scores.bfloat16()
 
 
+def more(
+    numerator: Function, addend: Function, shift: Function = lambda s, sink: 0, change: Function = lambda s: s
+) -> Function:
+    """Exponentials divided by their sum and more, after something was taken from all of a row."""
+
+    def weights(scores: Tensor, sink: Tensor) -> Tensor:
+        scores = change(scores)
+        taken = shift(scores, sink)
+        e = numerator(scores - taken if isinstance(taken, Tensor) else scores)
+        return e / (addend(sink, taken) + e.sum(-1, keepdim=True))
+
+    return weights
+
+
+def greatest(scores: Tensor, sink: Tensor) -> Tensor:
+    return scores.amax(-1, keepdim=True)
+
+
+def all_but_some(scores: Tensor) -> Tensor:
+    return scores.masked_fill(torch.ones(SQ, T, dtype=torch.bool).triu(T - SQ + 1), -math.inf)
+
+
 SINKS: dict[str, Function] = {
+    "one more": more(torch.exp, lambda sink, _: 1),
+    "a number more, of powers of 2": more(torch.exp2, lambda sink, _: 0.3),
+    "one more, masked": more(torch.exp, lambda sink, _: 1, change=masked),
+    "a score of 0, shifted": more(torch.exp, lambda sink, m: torch.exp(-m), greatest, all_but_some),
+    "a score of 0, shifted, of rows of nothing": more(torch.exp, lambda sink, m: torch.exp(-m), greatest, masked),
+    "three scores of 0": more(torch.exp, lambda sink, m: torch.exp(m * -1) * 3, greatest, all_but_some),
+    "a score of 0 that is seen to": more(
+        torch.exp, lambda sink, m: torch.exp(-m), lambda s, _: s.amax(-1, keepdim=True).clamp(min=0), masked
+    ),
+    "a sink by hand": more(torch.exp, lambda sink, _: sink.exp()),
+    "a sink by hand, shifted": more(torch.exp, lambda sink, m: (sink - m).exp(), greatest, all_but_some),
+    "a sink by hand, shifted, of rows of nothing": more(torch.exp, lambda sink, m: (sink - m).exp(), greatest, masked),
+    "a sink by hand that is seen to": more(
+        torch.exp, lambda sink, m: (sink - m).exp(), lambda s, sink: s.amax(-1, keepdim=True).maximum(sink), masked
+    ),
+    "a sink and a number": more(torch.exp, lambda sink, _: sink.exp() + 2),
+    "zeros beside the scores": lambda s, sink: F.pad(masked(s), (1, 0)).softmax(-1)[..., 1:],
+    "numbers beside the scores": lambda s, sink: F.pad(s, (2, 1), value=0.5).mul(2).softmax(-1)[..., 2:-1],
     "last": lambda s, sink: torch.cat([s, sink], -1).softmax(-1)[..., :-1],
     "first": lambda s, sink: torch.cat([sink, s], -1).softmax(-1)[..., 1:],
     "two": lambda s, sink: torch.cat([sink, s, 2 * sink], -1).softmax(-1)[..., 1 : T + 1],
@@ -82,6 +123,12 @@ def later(addend: Callable[[], Tensor]) -> Function:
 
 
 NOT_SINKS: dict[str, Function] = {
+    "an epsilon after a shift": more(torch.exp, lambda sink, _: 1e-6, greatest),
+    "one more after a shift": more(torch.exp, lambda sink, _: 1, greatest),
+    "something less": more(torch.exp, lambda sink, _: -0.01),
+    "shifted by something else": more(torch.exp, lambda sink, m: torch.exp(-m), lambda s, sink: s.mean(-1, True)),
+    "a sink that was shifted otherwise": more(torch.exp, lambda sink, m: (sink + m).exp(), greatest),
+    "of another base": more(torch.exp2, lambda sink, m: torch.exp(-m), greatest),
     "a mask after the join": later(lambda: torch.arange(T + 1.0)),
     "a number a row after the join": later(lambda: torch.arange(1.0 * SQ)[:, None]),
     "a part of the scores": lambda s, sink: torch.cat([s, s], -1).softmax(-1)[..., 1 : T + 1],

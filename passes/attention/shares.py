@@ -1,0 +1,170 @@
+"""What else shares in attention weights, where their sum is written by hand and more is added to it.
+
+e / (1 + e.sum()),  e = exp(s)                                  a score of 0 that has no value: "softmax one"
+e / (exp(-m) + e.sum()),  e = exp(s - m),  m = s.amax()         the same, after the greatest was taken from all
+e / (exp(t - m) + e.sum()),  e = exp(s - m),  m = max(s.amax(), t)      a sink `t`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from ..nodes.arguments import arguments, aten, factor_of, is_tensor
+from ..trace.trace import Trace
+from .copies import original_of
+from .scores import constant_of, is_greatest
+
+_ADDS = {aten.add.Tensor, aten.add.Scalar}
+_AT_LEAST = {aten.clamp.default, aten.clamp_min.default}
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Scores of keys without values: `sinks`, and the logarithms of numbers.
+
+    `scores` are those of the keys with values, before the same was taken from them and from the sinks. `safe`: that is
+    a number also of a row that sees no key.
+    """
+
+    scores: fx.Node
+    sinks: tuple[fx.Node, ...] = ()
+    numbers: tuple[float, ...] = ()
+    safe: bool = True
+
+
+def added_to(total: fx.Node, sum_of: Callable[[Any], bool], trace: Trace) -> tuple[fx.Node, list[Any]] | None:
+    """The sum that a tensor is made of, for which `sum_of` holds, and what was added to it; None if nothing was."""
+    source = _whole(total, trace)
+    if source is None or source.target not in _ADDS or factor_of(source) != 1:
+        return None
+    a, b = arguments(source)[:2]
+    for one, other in ((a, b), (b, a)):
+        if not is_tensor(one):
+            continue
+        if sum_of(one):
+            return one, [other]
+        if (inner := added_to(one, sum_of, trace)) is not None:
+            return inner[0], [*inner[1], other]
+    return None
+
+
+def shares_of(
+    exponent: fx.Node, base: float, addends: list[Any], dim: int, exponent_of: Callable[[Any], Any], trace: Trace
+) -> Shares | None:
+    """What `addends` to a sum of exponentials over dimension `dim` are of further keys, `base` the logarithm of their
+    base; None if one is not known to be one."""
+    difference = _whole(exponent, trace)
+    shift: fx.Node | None = None
+    scores = exponent
+    if difference is not None and difference.target is aten.sub.Tensor and factor_of(difference) == 1:
+        a, b = arguments(difference)[:2]
+        if is_tensor(a) and is_tensor(b) and _is_the_same_for_keys(b, exponent, dim, trace):
+            scores, shift = a, _whole(b, trace)
+            if shift is None:
+                return None
+    sinks: list[fx.Node] = []
+    numbers: list[float] = []
+    for addend in (part for each in addends for part in _parts(each, trace)):
+        found = _logarithm(addend, exponent_of, trace)
+        if found is None:
+            return None
+        power, own_base, number = found
+        if shift is None and power is None:
+            numbers.append(number)
+            continue
+        if power is None or own_base != base:
+            return None
+        before = _before(power, shift, trace)
+        if before is None or (before and (number != 0 or not _is_the_same_for_keys(before[0], exponent, dim, trace))):
+            return None
+        if before:
+            sinks += before
+        else:
+            numbers.append(number)
+    safe = shift is None or _is_number(shift, scores, sinks, dim, trace)
+    if safe is None:
+        return None
+    return Shares(scores, tuple(sinks), tuple(numbers), safe)
+
+
+def _parts(addend: Any, trace: Trace) -> list[Any]:
+    """What is added up in a tensor of the same dimensions."""
+    if is_tensor(addend) and addend.target in _ADDS and factor_of(addend) == 1:
+        return [part for operand in arguments(addend)[:2] for part in _parts(operand, trace)]
+    return [addend]
+
+
+def _logarithm(
+    addend: Any, exponent_of: Callable[[Any], Any], trace: Trace
+) -> tuple[fx.Node | None, float, float] | None:
+    """Of `number * base**power` the power, the logarithm of the base, and that of the number."""
+    known = constant_of(addend)
+    if known is not None:
+        return (None, 0.0, math.log(known)) if 0 < known < math.inf else None
+    original = original_of(addend, trace)
+    source = addend if original is None else original.node
+    factor = 1.0 if original is None else math.prod(original.factors)
+    if not 0 < factor < math.inf or (original is None and trace[addend].term.read.source is not addend):
+        return None
+    if (found := exponent_of(source)) is not None:
+        return found[0], found[1], math.log(factor)
+    if source.target is aten.mul.Tensor:
+        a, b = arguments(source)[:2]
+        for one, other in ((a, b), (b, a)):
+            number = constant_of(other)
+            inner = _logarithm(one, exponent_of, trace) if number is not None and 0 < number < math.inf else None
+            if inner is not None and number is not None:
+                return inner[0], inner[1], inner[2] + math.log(number * factor)
+    return None
+
+
+def _before(power: fx.Node, shift: fx.Node | None, trace: Trace) -> tuple[fx.Node, ...] | None:
+    """A score before `shift` was taken from it, nothing where it was 0; None if the shift was not taken from it."""
+    if shift is None:
+        return (power,)
+    node = _whole(power, trace)
+    if node is None or node.op != "call_function":
+        return None
+    first, second = (*arguments(node), None, None)[:2]
+    if node.target is aten.neg.default and _whole(first, trace) is shift:
+        return ()
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar) and second == -1 and _whole(first, trace) is shift:
+        return ()
+    taken = node.target is aten.sub.Tensor and factor_of(node) == 1 and _whole(second, trace) is shift
+    return (first,) if taken and is_tensor(first) else None
+
+
+def _is_number(shift: fx.Node, scores: fx.Node, sinks: list[fx.Node], dim: int, trace: Trace) -> bool | None:
+    """Whether what is taken from scores is a number where all of them are -inf, or less only where sinks are too; None
+    if that is not known."""
+    if is_greatest(shift, scores, dim, trace):
+        return False
+    if shift.target in _AT_LEAST:
+        of, least, most = (*arguments(shift), None, None)[:3]
+        known = isinstance(least, int | float) and math.isfinite(least) and most is None
+        return True if known and is_greatest(of, scores, dim, trace) else None
+    if shift.target is aten.maximum.default:
+        a, b = arguments(shift)
+        for greatest, other in ((a, b), (b, a)):
+            sink = _whole(other, trace) in [_whole(sink, trace) for sink in sinks]
+            if sink and is_greatest(greatest, scores, dim, trace):
+                return True
+    return None
+
+
+def _is_the_same_for_keys(node: fx.Node, scores: fx.Node, dim: int, trace: Trace) -> bool:
+    """Whether a tensor, broadcast to the scores, has one element for all keys."""
+    form, rank = trace[node], len(trace[scores].dims)
+    place = dim - (rank - len(form.dims))
+    return len(form.dims) <= rank and (place < 0 or not form.dims[place])
+
+
+def _whole(node: Any, trace: Trace) -> fx.Node | None:
+    """The tensor that `node` is a copy of, perhaps in another dtype."""
+    original = original_of(node, trace) if is_tensor(node) else None
+    return None if original is None or original.factors or not is_tensor(original.node) else original.node
