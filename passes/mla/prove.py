@@ -118,7 +118,7 @@ def _readings(attention: Attention) -> Iterator[_Values]:
     factors = up_projection(varying, keys)
     as_they_are = _Values(attention.value, attention.columns, None)
     readings = [as_they_are]
-    if factors is not None:
+    if factors is not None and factors.latent.axes.isdisjoint(attention.columns):
         readings.insert(0, _Values(factors.latent, factors.rank, factors.weight, factors.scale, biases))
     yield from readings
     if any(score.key.joined is not None or isinstance(score.key.parts, Join) for score in attention.scores):

@@ -110,6 +110,13 @@ def keys_of_each_query(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w
     return mla.sealed(q[..., None, :], k, v)[..., 0, :]
 
 
+def experts(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """A router's weights of two matrices, times what these are applied to: each column has values of its own."""
+    matrices = torch.stack([w_kv, w_kv.flip(0)])
+    chosen = (latent @ matrices[:, :, 0].T).softmax(-1)
+    return torch.einsum("bte,btl,elo->bto", chosen, latent, matrices)
+
+
 def unfactored_batch(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
     """Batch and heads merged in one order for the weights, and in the other for the values."""
     q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)
@@ -162,6 +169,7 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "softmax over the queries": (softmax_over_queries, "the keys of the softmax"),
     "keys that are a sum of two": (two_latents, "shared by all heads"),
     "keys with two parts of the latent": (keys_of_two_up_projections, "found two"),
+    "a mixture of experts": (experts, "expected values that are an up-projection of a latent, found a product of"),
     "keys of each query": (keys_of_each_query, "found `index"),
     "batch and heads merged in two orders": (unfactored_batch, "factor"),
     "attention sinks": (
