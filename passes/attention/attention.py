@@ -36,6 +36,8 @@ class Opaque:
     reader: fx.Node | None = None
     function: Function | str = ""
     """What is done to the products before the softmax, to each score by itself, or why it is no such function."""
+    added: tuple[tuple[Term, ...], ...] = ()
+    """What each product's tensor holds besides: an op added it that multiplied."""
 
 
 @dataclass(frozen=True)

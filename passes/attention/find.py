@@ -35,9 +35,10 @@ from .outer import regrouped, times
 from .packed import Call, packed_call
 from .padded import without_zeros
 from .pieces import PRODUCTS, joined_product, pieces_of
-from .scores import Factor, KeyRange, Mask, Number, Sink, Summand, products_within, scores_of
+from .scores import Factor, KeyRange, Mask, Number, Sink, Summand, scores_of
 from .softmax import Weights, late, weights_of
 from .told import told
+from .within import products_within
 from .zeroed import only_seen, set_to_zero
 
 
@@ -245,9 +246,10 @@ def _from_weights(
     own = [("out", i) for i in range(len(output.dims))]
     exposed = Form((*output.dims, *score_dims), output.term)
     factors = [factor for summand in products for factor in summand.factors]
+    added = [replace(summand, form=form, added=()) for summand in products for form in summand.added]
 
     def align(function: Sequence[Summand]) -> tuple[Form, list[list[Form]], dict[Hashable, Dim]]:
-        groups: list[Sequence[Summand | Factor]] = [products, masks, sinks, factors, function]
+        groups: list[Sequence[Summand | Factor]] = [products, masks, sinks, factors, added, function]
         operands = [operand for group in groups for operand in group]
         forms, axes = operations.align(
             [exposed, *(operand.form for operand in operands)],
@@ -268,7 +270,7 @@ def _from_weights(
             raise
         reading = f"that {error}"
         result, aligned, axes = align(())
-    of_products, of_masks, of_sinks, of_factors, of_function = aligned
+    of_products, of_masks, of_sinks, of_factors, of_added, of_function = aligned
     parts = _factors(node, result.term, trace)
     keys = axes[dim]
     if parts.summed != keys:
@@ -297,7 +299,8 @@ def _from_weights(
     if opaque:
         reads = tuple(form.term.read for form in of_products)
         function = reading if isinstance(reading, str) else reading.aligned(of_function, reads, dim)
-        kept = Opaque((parts.left, parts.right)[side].read, reads, reader, function)
+        beside = tuple(tuple(of_added.pop(0).term for _ in summand.added) for summand in products)
+        kept = Opaque((parts.left, parts.right)[side].read, reads, reader, function, beside)
     return Attention(
         node,
         dims,

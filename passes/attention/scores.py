@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from ..algebra.factored import factored
 from ..algebra.sizes import Size, same, total
 from ..algebra.terms import Axis, Dim, Form, Product, Sum, Term
-from ..nodes.arguments import argument, arguments, aten, factor_of, is_elementwise, is_tensor
+from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 from .copies import original_of
@@ -100,6 +100,8 @@ class Summand:
     what: float | Mask | Sink | Number
     factors: tuple[Factor, ...] = ()
     """Of a product, besides its scale."""
+    added: tuple[Form, ...] = ()
+    """To a product, in the op that multiplies, over dims of the same `labels`."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,7 @@ def scores_of(
 ) -> list[Summand]:
     """The summands of a score tensor `times` a number; masks in the order in which they apply.
 
-    What is no product is a mask that is added, whatever it is. What was taken from all scores of a row is left out if
-    they may be `shifted`.
+    What is no product is a mask that is added, whatever it is; what all of a row have less is left out if `shifted`.
 
     Raises:
         Refusal: if the scores without values do not stand apart from those with.
@@ -214,46 +215,14 @@ def _padded(
         return None
     scores, widths, number = (*arguments(node), 0)[:3]
     place = 2 * (len(labels) - 1 - keys.dim)  # widths are those of the last dimension first
-    if any(width != 0 for i, width in enumerate(widths) if i not in (place, place + 1)) or len(widths) <= place:
+    beside, score = widths[place : place + 2], number * factor
+    known = len(beside) == 2 and all(isinstance(width, int) for width in widths) and min(beside) >= 0
+    if not known or sum(beside) == 0 or sum(map(abs, widths)) != sum(beside) or not math.isfinite(score):
         return None
-    beside = widths[place : place + 2]
-    count, score = sum(beside), number * factor
-    if not all(isinstance(width, int) and width >= 0 for width in beside) or not math.isfinite(score):
+    if not same(beside[0], keys.start) or not same(trace[scores].shape[keys.dim], keys.size):
         return None
-    if count == 0 or not same(beside[0], keys.start) or not same(trace[scores].shape[keys.dim], keys.size):
-        return None
-    own = Number(score + math.log(count))
+    own = Number(score + math.log(sum(beside)))
     return [*_whole_summands(scores, labels, factor, keys.dim, trace), Summand(trace[scores], labels, own)]
-
-
-def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand]:
-    """The products of which a score tensor is some elementwise function, whatever it is, sinks aside."""
-    found: dict[fx.Node, Summand] = {}
-    pending: list[tuple[fx.Node, tuple[int, ...]]] = [(node, tuple(range(len(trace[node].dims))))]
-    seen = set[fx.Node]()
-    while pending:
-        node, labels = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        form = trace[node]
-        source, through = form.term.read.source, labels_through(form, labels)
-        if isinstance(form.term.parts, Product):
-            whole = all(digit.whole for dim in form.term.read.dims for digit in dim)
-            factor = math.prod(step for step in form.term.read.then if isinstance(step, float))
-            if isinstance(source, fx.Node) and whole and factor:
-                found.setdefault(source, Summand(form, labels, 1 / factor))  # the product as it was before the factor
-            continue
-        if not isinstance(source, fx.Node) or through is None or source.op != "call_function":
-            continue
-        for operand in source.all_input_nodes if is_elementwise(source) else ():
-            if is_tensor(operand):
-                pending.append((operand, through[len(through) - len(trace[operand].dims) :]))
-        along = through.index(keys.dim) if keys.dim in through else None
-        if along is not None and source.target is aten.cat.default and argument(source, "dim") % len(through) == along:
-            values = [p for p in arguments(source)[0] if same(trace[p].shape[along], keys.size)]
-            pending += [(piece, through) for piece in values[:1]]
-    return list(found.values())
 
 
 def _whole_summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, trace: Trace) -> list[Summand]:

@@ -75,10 +75,12 @@ class ScoresCode:
         self.ropes = [rope for rope in site.ropes if rope.of == index]
         self.shifts = [shift for shift in site.shifts if shift.of == index]
         product = site.attention.opaque.products[index]
+        self.added = site.attention.opaque.added[index]
         assert isinstance(product.source, fx.Node)
         self.node = product.source
         reads = [] if site.apart else [site.latent.read, site.w_uk, site.nope.query.read]
         reads += [read for piece in (*self.ropes, *self.shifts) for read in (piece.query.read, piece.key.read)]
+        reads += [term.read for term in self.added]
         self.dims = tuple(tuple(d.axis for d in digits if d.axis is not None) for digits in product.dims)
         self.sources = sources_of(reads, self.node, self.dims)
 
@@ -93,6 +95,7 @@ class ScoresCode:
         for shift in self.shifts:
             q, k = (read(term.read, *rows, shift.summed) for term in (shift.query, shift.key))
             parts.append((q * k).sum(-1, keepdim=True) * shift.scale)
+        parts += [read(term.read, *rows, site.attention.keys, broadcast=False) for term in self.added]
         scores = reduce(torch.add, parts)
         scores = write_as(scores, (*rows, site.attention.keys), self.dims, read.realize)
         return scores.to(self.node.meta["val"].dtype)

@@ -232,6 +232,23 @@ def test_weights_that_are_returned_as_well_exist_and_keys_do_not(path: str) -> N
         check_right(theirs, mine)
 
 
+def test_what_one_op_multiplies_and_adds_to_is_still_added_where_weights_are_returned() -> None:
+    def attention(*args: Tensor) -> tuple[Tensor, Tensor]:
+        """`nn.MultiheadAttention` with `need_weights`, under a mask."""
+        q, k, v = (t.flatten(0, 1) for t in mla.naive(*args))
+        mask = torch.zeros(SQ, T).double().masked_fill(torch.ones(SQ, T).triu(T - SQ + 1) > 0, -torch.inf)
+        p = torch.baddbmm(mask.expand(B * N, -1, -1), q, k.mT, beta=0.5, alpha=SCALE).softmax(-1)
+        return p @ v, p.unflatten(0, (B, N)).mean(1)
+
+    module = capture(attention, *mla.tensors())
+    before = run(module, *mla.tensors())
+    (outcome,) = rewrite(module, "absorbed")
+    assert outcome.path == "absorbed"
+    assert not [node for node in unfolded(module) if node.meta["val"].shape[-1] not in (T, SQ)]
+    for mine, theirs in zip(run(module, *mla.tensors()), before, strict=True):
+        check_right(theirs, mine)
+
+
 def test_weights_that_meet_two_values_exist_once() -> None:
     def attention(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)

@@ -1,0 +1,65 @@
+"""The products that scores are made of, whatever is done to them on the way to the softmax.
+
+softmax(50 * tanh(q k^T / 50))              one, `q k^T`
+softmax(baddbmm(mask, q, k^T))              one, and what was added to it in the same op
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torch import fx
+
+from ..algebra.sizes import same
+from ..algebra.terms import Form, Product, Sum, Unread
+from ..nodes.arguments import argument, arguments, aten, is_elementwise, is_tensor
+from ..trace.trace import Trace
+from .scores import KeyRange, Summand, labels_through
+
+
+def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand]:
+    """The products of which a score tensor is some elementwise function, whatever it is, sinks aside."""
+    found: dict[fx.Node, Summand] = {}
+    pending: list[tuple[fx.Node, tuple[int, ...]]] = [(node, tuple(range(len(trace[node].dims))))]
+    seen = set[fx.Node]()
+    while pending:
+        node, labels = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        form = trace[node]
+        source, through = form.term.read.source, labels_through(form, labels)
+        if isinstance(form.term.parts, Product):
+            whole = all(digit.whole for dim in form.term.read.dims for digit in dim)
+            factor = math.prod(step for step in form.term.read.then if isinstance(step, float))
+            if isinstance(source, fx.Node) and whole and factor:
+                found.setdefault(source, Summand(form, labels, 1 / factor))  # the product as it was before the factor
+            continue
+        if isinstance(source, fx.Node) and (added := _product_and_more(form)) is not None:
+            found.setdefault(source, Summand(added[0], labels, 1.0, added=added[1]))
+            continue
+        if not isinstance(source, fx.Node) or through is None or source.op != "call_function":
+            continue
+        for operand in source.all_input_nodes if is_elementwise(source) else ():
+            if is_tensor(operand):
+                pending.append((operand, through[len(through) - len(trace[operand].dims) :]))
+        along = through.index(keys.dim) if keys.dim in through else None
+        if along is not None and source.target is aten.cat.default and argument(source, "dim") % len(through) == along:
+            values = [p for p in arguments(source)[0] if same(trace[p].shape[along], keys.size)]
+            pending += [(piece, through) for piece in values[:1]]
+    return list(found.values())
+
+
+def _product_and_more(form: Form) -> tuple[Form, tuple[Form, ...]] | None:
+    """A product to which one op adds, as `baddbmm` does, and what it adds; None if it is another sum, or a part."""
+    read = form.term.read
+    terms = form.term.parts.terms if isinstance(form.term.parts, Sum) else ()
+    products = [term for term in terms if isinstance(term.parts, Product)]
+    others = [term for term in terms if term.parts is None and not isinstance(term.read.source, Unread)]
+    whole = all(digit.whole for dim in read.dims for digit in dim)
+    if len(products) != 1 or len(others) != len(terms) - 1 or not whole:
+        return None
+    if any(isinstance(step, float) for step in read.then):
+        return None
+    return replace(form, term=replace(products[0], read=read)), tuple(replace(form, term=term) for term in others)
