@@ -36,7 +36,8 @@ def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand
             if isinstance(source, fx.Node) and whole and factor:
                 found.setdefault(source, Summand(form, labels, 1 / factor))  # the product as it was before the factor
             continue
-        if isinstance(source, fx.Node) and (added := _product_and_more(form)) is not None:
+        multiplies = isinstance(source, fx.Node) and source.op == "call_function" and not is_elementwise(source)
+        if isinstance(source, fx.Node) and multiplies and (added := _product_and_more(form)) is not None:
             found.setdefault(source, Summand(added[0], labels, 1.0, added=added[1]))
             continue
         if not isinstance(source, fx.Node) or through is None or source.op != "call_function":

@@ -139,4 +139,5 @@ class OutputCode:
 
 def _per_key(rows: Tensor, keys: Tensor) -> Tensor:
     """`[B, Sq, N, D]` times `[B, T, D]`: `[B, Sq, N, T]`."""
-    return (rows.flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, rows.shape[1:3])
+    dtype = torch.promote_types(rows.dtype, keys.dtype)
+    return (rows.flatten(1, 2).to(dtype) @ keys.transpose(1, 2).to(dtype)).unflatten(1, rows.shape[1:3])
