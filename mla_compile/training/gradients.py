@@ -26,8 +26,9 @@ _OF_SIZES = {f"{value}_like" for value in ("empty", "full", "ones", "rand", "ran
 def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
     """Check that whatever `end` is made of between it and `sources` hands gradients on.
 
-    A detached tensor does not, nor what was computed without gradients, nor is it known of operators of higher order,
-    among which are autograd functions, and where somebody looks on.
+    A detached tensor does not, unless it is what is greatest of the scores and taken from them, nor what was computed
+    without gradients, nor is it known of operators of higher order, among which are autograd functions, and where
+    somebody looks on.
 
     Raises:
         Refusal: if something is found that does not.
@@ -42,9 +43,36 @@ def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
             raise Refusal(end, f"expected operations that torch differentiates, found {where(node)}")
         operands = node.all_input_nodes[1:] if _name(node) in _OF_SIZES else node.all_input_nodes
         given = [value for operand in operands for value in _tensors(operand)]
-        if results and any(v.requires_grad for v in given) and not any(v.requires_grad for v in results):
+        ends = results and any(v.requires_grad for v in given) and not any(v.requires_grad for v in results)
+        if ends and not _is_taken_from_its_own(node):
             reason = f"expected gradients to pass all of the attention's operands, found that they end at {where(node)}"
             raise Refusal(end, reason, "detach what goes into the projections, or nothing")
+
+
+def _is_taken_from_its_own(node: fx.Node) -> bool:
+    """Whether a tensor is what is greatest of another along a dimension, and nothing is done with that but to take it
+    from the other: what a softmax does not see has no gradients either."""
+    greatest = node
+    while _hands_on(greatest):
+        greatest = greatest.all_input_nodes[0]
+    if _name(greatest) not in {"amax", "max"} or len(greatest.all_input_nodes) != 1:
+        return False
+    pending = [greatest]
+    while pending:
+        taken = pending.pop()
+        for user in taken.users:
+            if _hands_on(user):
+                pending.append(user)
+            elif _name(user) != "sub" or user.kwargs or user.args != (greatest.all_input_nodes[0], taken):
+                return False
+    return True
+
+
+def _hands_on(node: fx.Node) -> bool:
+    """Whether a node is what it is given, or the values of what is greatest."""
+    if _name(node) == "getitem":
+        return node.args[1] == 0 and _name(node.all_input_nodes[0]) == "max"
+    return _name(node) == "detach"
 
 
 def _records(end: fx.Node) -> bool:

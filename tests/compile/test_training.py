@@ -53,6 +53,30 @@ def test_a_softmax_by_hand():
     assert_trained(ByHand(), hidden(), rewritten=1)
 
 
+class Shifted(ByHand):
+    """What is greatest of a row is taken from its scores, and is no operand of what is differentiated."""
+
+    def greatest(self, scores):
+        return scores.max(-1, keepdim=True)[0].detach()
+
+    def attend(self, q, k, v):
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(mask, float("-inf"))
+        powers = (scores - self.greatest(scores)).exp()
+        return powers / powers.sum(-1, keepdim=True) @ v
+
+
+class ShiftedWithoutGradients(Shifted):
+    def greatest(self, scores):
+        with torch.no_grad():
+            return scores.amax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("layer", [Shifted, ShiftedWithoutGradients])
+def test_what_a_softmax_does_not_see_needs_no_gradients(layer):
+    assert_trained(layer(), hidden(), rewritten=1)
+
+
 class Written(Layer):
     """Keys in a buffer of their own."""
 

@@ -33,6 +33,16 @@ class DetachedLatentOfValues(Layer):
         return k, v
 
 
+class GreatestOfValues(Layer):
+    """What is greatest of the scores is taken from them, detached, and scales the values besides."""
+
+    def attend(self, q, k, v):
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        greatest = scores.amax(-1, keepdim=True).detach()
+        powers = (scores - greatest).exp()
+        return (powers / powers.sum(-1, keepdim=True)) @ v * greatest
+
+
 class WithoutGradients(Layer):
     def up_projected(self, latent):
         with torch.no_grad():
@@ -70,6 +80,7 @@ class Dropout(Layer):
         (DetachedLatentOfValues, "expected gradients to pass all of the attention's operands"),
         (WithoutGradients, "expected gradients to pass all of the attention's operands"),
         (NotRecorded, "expected gradients to pass all of the attention's operands"),
+        (GreatestOfValues, "expected gradients to pass all of the attention's operands"),
         (OneByOneDetached, "expected gradients to pass all of the attention's operands"),
         (OwnGradient, "expected "),
     ],
