@@ -71,7 +71,7 @@ def _is_taken_from_its_own(node: fx.Node) -> bool:
 def _hands_on(node: fx.Node) -> bool:
     """Whether a node is what it is given, or the values of what is greatest."""
     if _name(node) == "getitem":
-        return node.args[1] == 0 and _name(node.all_input_nodes[0]) == "max"
+        return bool(node.args[1] == 0) and _name(node.all_input_nodes[0]) == "max"
     return _name(node) == "detach"
 
 

@@ -286,7 +286,7 @@ def test_the_lowest_number_is_infinite_once_it_is_multiplied(mask: Function) -> 
 
 
 NO_SOFTMAX: dict[str, Function] = {
-    "a number added to the sum": powers(torch.exp, lambda e: e / (e.sum(-1, keepdim=True) + 1e-6)),
+    "a number added to the sum": powers(torch.exp, lambda e: e / (e.sum(-1, keepdim=True) + 1e-6), shifted),
     "a least sum": powers(torch.exp, lambda e: e / e.sum(-1, keepdim=True).clamp_min(1e-6)),
     "a number added, of powers of 2": powers(torch.exp2, lambda e: e / (e.sum(-1, keepdim=True) + 1e-6), shifted),
     "normalized": powers(torch.exp, lambda e: F.normalize(e, p=1, dim=-1)),
