@@ -63,7 +63,7 @@ from .replicated import with_replicated_heads
 from .report import Report, record
 from .retrace import decompositions_of_others, retrace
 from .rewriting import raise_strict, rewrite_graph
-from .seal import seal
+from .seal import CACHEABLE, seal
 from .stored import ReportStore
 from .training.rewrite import Check, rewrite_for_training
 from .uncompiled import warn_of_generate
@@ -256,6 +256,9 @@ class _Compilation:
             _compiler_config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}{tag}"),
             functorch_config.patch(
                 enable_autograd_cache=functorch_config.enable_autograd_cache and self.has_artifacts and use_cache
+            ),
+            inductor_config.patch(
+                unsafe_marked_cacheable_functions=inductor_config.unsafe_marked_cacheable_functions | CACHEABLE
             ),
         ):
             yield

@@ -31,18 +31,22 @@ def _with_sealed_attention(function: Any) -> Callable[..., Any]:
     copy = FunctionType(function.__code__, names, "multi_head", function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     names[function.__name__] = copy  # what it gives to modes of torch functions, to be called by them
-    copy.__module__ = __name__  # the text of a graph calls what is torch's by name
+    # The text of a graph, and torch's caches, call it by its name here.
+    copy.__module__, copy.__qualname__ = __name__, copy.__name__
     return copy
 
 
-_MULTI_HEAD = _with_sealed_attention(F.multi_head_attention_forward)
+multi_head = _with_sealed_attention(F.multi_head_attention_forward)
+
+CACHEABLE = {f"{__name__}.{multi_head.__name__}": torch.__version__}
+"""For `unsafe_marked_cacheable_functions`: torch's caches have to be told of a function that is not torch's by name."""
 
 
 def seal(module: fx.GraphModule) -> int:
     """Seal every SDPA call of a Dynamo graph in place, those of `nn.MultiheadAttention` too; returns how many."""
     count = _seal(module.graph, F.scaled_dot_product_attention)
     for node in module.graph.find_nodes(op="call_function", target=F.multi_head_attention_forward):
-        node.target = _MULTI_HEAD
+        node.target = multi_head
         count += 1
     if count:
         module.recompile()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import fx
 
+from ..algebra.sizes import product, total
 from ..algebra.terms import Read
 from ..mla.site import Site
 from ..nodes.arguments import arguments, aten
+from ..nodes.shapes import size_of
 
 
 def copying(site: Site) -> str:
@@ -15,9 +17,10 @@ def copying(site: Site) -> str:
     copied = dict.fromkeys(node for part in read if (node := _grown(part)) is not None)
     if not copied:
         return ""
-    size = sum(tensor.shape[-1] * tensor.element_size() for tensor in (node.meta["val"] for node in copied))
+    size = total(product([size_of(v.shape[-1]), v.element_size()]) for v in (node.meta["val"] for node in copied))
+    many = f"{size:,}" if isinstance(size, int) else str(size)
     saved = "one that is written in place saves that (mla_compile.LatentCache)"
-    return f"a step copies all of its cache, {size:,} bytes a token: {saved}"
+    return f"a step copies all of its cache, {many} bytes a token: {saved}"
 
 
 def _grown(read: Read) -> fx.Node | None:

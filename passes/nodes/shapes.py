@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import sympy
@@ -40,23 +40,34 @@ def _divided(expression: sympy.Expr) -> sympy.Expr:
     return expression.replace(FloorDiv, exact) if expression.has(FloorDiv) else expression
 
 
-_EQUAL: WeakKeyDictionary[ShapeEnv, tuple[int, dict[sympy.Symbol, sympy.Expr]]] = WeakKeyDictionary()
+_Equal: TypeAlias = dict[sympy.Symbol, sympy.Expr]
+_EQUAL: WeakKeyDictionary[ShapeEnv, tuple[tuple[int, int], _Equal]] = WeakKeyDictionary()
 
 
-def _equal_symbols(environment: ShapeEnv) -> dict[sympy.Symbol, sympy.Expr]:
-    """Symbols that the guards so far equate with an expression, which torch does not always put in their place."""
-    count, found = _EQUAL.get(environment, (0, {}))
-    for guard in environment.guards[count:]:
-        if isinstance(guard.expr, sympy.Eq):
-            difference = sympy.expand(environment.replace(guard.expr.lhs - guard.expr.rhs).xreplace(found))
-            for symbol in sorted(difference.free_symbols, key=str, reverse=True):
-                factor = difference.coeff(symbol)
-                solution = sympy.expand(symbol - difference / factor) if factor in (1, -1) else symbol
-                if symbol not in solution.free_symbols:
-                    found = {known: value.xreplace({symbol: solution}) for known, value in found.items()}
-                    found[symbol] = solution
-                    break
-    _EQUAL[environment] = (len(environment.guards), found)
+def _equal_symbols(environment: ShapeEnv) -> _Equal:
+    """Symbols that the guards so far, and what a run asserts, equate with an expression, which torch does not always
+    put in their place."""
+    asserts = [check for checks in environment.deferred_runtime_asserts.values() for check in checks]
+    count = len(environment.guards), len(asserts)
+    known, found = _EQUAL.get(environment, ((0, 0), {}))
+    if count == known:
+        return found
+    # Asserts are kept by the last of their symbols: the new ones may be anywhere.
+    for expression in (*(guard.expr for guard in environment.guards[known[0] :]), *(check.expr for check in asserts)):
+        if isinstance(expression, sympy.Eq):
+            found = _with_equation(expression, environment, found)
+    _EQUAL[environment] = count, found
+    return found
+
+
+def _with_equation(equation: sympy.Eq, environment: ShapeEnv, found: _Equal) -> _Equal:
+    """What is known with one equation more, solved for its last symbol that has no factor."""
+    difference = sympy.expand(environment.replace(equation.lhs - equation.rhs).xreplace(found))
+    for symbol in sorted(difference.free_symbols, key=str, reverse=True):
+        factor = difference.coeff(symbol)
+        solution = sympy.expand(symbol - difference / factor) if factor in (1, -1) else symbol
+        if symbol not in solution.free_symbols:
+            return {known: value.xreplace({symbol: solution}) for known, value in found.items()} | {symbol: solution}
     return found
 
 
