@@ -46,6 +46,7 @@ from mla_compile.passes.paths.absorbed import Absorbed
 from . import differentiated, ops, variants
 from . import options as option_parser
 from .artifacts import cache_tag
+from .control_flow import copy_parts, parts
 from .dynamo_graph import copied, inline_regions
 from .flex import write_out
 from .frozen import compile_frozen, parameters
@@ -63,7 +64,7 @@ from .replicated import with_replicated_heads
 from .report import Report, record
 from .retrace import decompositions_of_others, retrace
 from .rewriting import raise_strict, rewrite_graph
-from .seal import CACHEABLE, seal
+from .seal import CACHEABLE, seal_with_parts
 from .stored import ReportStore
 from .training.rewrite import Check, rewrite_for_training
 from .uncompiled import warn_of_generate
@@ -185,7 +186,7 @@ class _Compilation:
         tag = cache_tag(self.options, self._rates(), packages_for(self.inputs))
         if (compiled := self._without_flex(copied(sealed), tag)) is not None:
             return compiled
-        seal(sealed)
+        seal_with_parts(sealed)
         store = ReportStore(sealed, self.inputs, tag)
         stored = None if is_observed() else store.load()
         if stored is not None and not stored.rewritten:
@@ -208,7 +209,7 @@ class _Compilation:
         """A graph with every flex_attention written out, if it has some and nothing of its attention stays so."""
         if not write_out(written_out):
             return None
-        seal(written_out)
+        seal_with_parts(written_out)
         self.all_or_nothing = True
         try:
             # No text of a graph that torch's caches or reports go by holds the functions of flex_attention.
@@ -224,6 +225,7 @@ class _Compilation:
         """
         module = copied(self.module)
         inline_regions(module)
+        copy_parts(module)
         return _recursive_pre_grad_passes(module, self.inputs) if self._has_own_passes() else module
 
     def _has_own_passes(self) -> bool:
@@ -273,7 +275,11 @@ class _Compilation:
         return None
 
     def _nothing(self) -> str:
-        return "nothing to rewrite" if self.outcomes else "no attention in the graph"
+        if self.outcomes:
+            return "nothing to rewrite"
+        if self._needs_gradients() and parts(self.module):
+            return "no attention in the graph but in its control flow, which stays as it is where gradients are needed"
+        return "no attention in the graph"
 
     def _rates(self) -> Device:
         return self.options.device or devices.rates_of(self.inputs)

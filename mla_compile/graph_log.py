@@ -22,6 +22,8 @@ from torch._inductor import config as inductor_config
 from mla_compile.passes.pipeline import Result
 from mla_compile.passes.text.proofs import proof_text
 
+from .control_flow import copy_parts
+
 _dynamo_utils: Any = dynamo_utils  # what is used of these two is not in their stubs
 _logging: Any = torch._logging
 _log = logging.getLogger(__name__)
@@ -89,7 +91,9 @@ def readable(module: fx.GraphModule) -> str:
 
 def snapshot(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph that passes may then change."""
-    return fx.GraphModule(module, copy.deepcopy(module.graph))
+    copied = fx.GraphModule(module, copy.deepcopy(module.graph))
+    copy_parts(copied)
+    return copied
 
 
 @contextlib.contextmanager

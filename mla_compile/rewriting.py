@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
+from .control_flow import lay_out, layouts_of, parts
 from .cost import Device
 from .errors import StrictError
 from .graph_log import log_graph, log_results, snapshot
 from .options import Options
 from .passes.outcome import Outcome
 from .passes.paths.choose import Ranges
-from .passes.pipeline import Pipeline
+from .passes.pipeline import Pipeline, Result
 
 BEFORE, AFTER = "mla_before_passes", "mla_after_passes"
 
@@ -45,15 +46,29 @@ def rewrite_graph(
         agreement=options.agreement,
     )
     start = time.perf_counter()
-    pipeline.rephrase(module)
+    within = {} if training or ranges is not None else parts(module)
+    for graph in (module, *within.values()):
+        pipeline.rephrase(graph)
     original = snapshot(module) if options.verify else None
     results = pipeline(module)
+    results += [result for name, part in within.items() for result in _rewrite_part(pipeline, name, part)]
     seconds = time.perf_counter() - start
     log_results(results)
     outcomes = tuple(result.outcome for result in results)
     if any(outcome.rewritten for outcome in outcomes):
         log_graph(AFTER, module)
     return Rewriting(outcomes, original, seconds)
+
+
+def _rewrite_part(pipeline: Pipeline, name: str, part: fx.GraphModule) -> list[Result]:
+    """Rewrite the attentions of a part of a graph, whose results keep their layouts."""
+    layouts = layouts_of(part)
+    results = pipeline(part)
+    for result in results:
+        result.outcome = replace(result.outcome, node=f"{name}.{result.outcome.node}")
+    if any(result.outcome.rewritten for result in results):
+        lay_out(part, layouts)
+    return results
 
 
 def raise_strict(outcomes: Sequence[Outcome], note: str) -> None:

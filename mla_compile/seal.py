@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from .control_flow import parts
 from .ops import SEALED
 from .passes.nodes.arguments import all_arguments
 
@@ -51,6 +52,12 @@ def seal(module: fx.GraphModule) -> int:
     if count:
         module.recompile()
     return count
+
+
+def seal_with_parts(module: fx.GraphModule) -> None:
+    """The same of a graph and all that its control flow runs."""
+    for graph in (module, *parts(module).values()):
+        seal(graph)
 
 
 def seal_exported(graph: fx.Graph) -> None:

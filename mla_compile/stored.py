@@ -19,6 +19,7 @@ from torch.utils._sympy import functions
 from mla_compile.passes.nodes.shapes import hint_of
 
 from . import cache_files
+from .control_flow import code_of
 from .report import Report
 
 
@@ -29,7 +30,7 @@ class ReportStore:
         values = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
         described = [_described(value) for value in values]
         config = repr((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")))
-        text = module.code + repr(described) + config + tag
+        text = code_of(module) + repr(described) + config + tag
         self._path = cache_files.path_of(hashlib.sha256(text.encode()).hexdigest())
         self._hints = _hints(inputs)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .control_flow import parts
 from .errors import VerifyError
 from .passes.outcome import Outcome
 
@@ -59,11 +60,17 @@ class Verified:
 def check(before: fx.GraphModule, after: fx.GraphModule, outcomes: Sequence[Outcome], inputs: Sequence[Any]) -> None:
     """Run both graphs on the inputs. Raises VerifyError if a rewritten site differs from the original."""
     sites = {outcome.node: outcome for outcome in outcomes if outcome.rewritten}
+    names = {
+        f"{prefix}{node.name}": f"{prefix}{node.meta['mla_site']}"
+        for prefix, part in (("", after), *((f"{name}.", part) for name, part in parts(after).items()))
+        for node in part.graph.nodes
+        if "mla_site" in node.meta
+    }
     original = _outputs(before, inputs, {name: name for name in sites})
-    names = {node.name: node.meta["mla_site"] for node in after.graph.nodes if "mla_site" in node.meta}
     rewritten = _outputs(after, inputs, names)
     for name, site in sites.items():
-        compare(original[name], rewritten[name], site)
+        for values in zip(original[name], rewritten[name], strict=False):  # none of a branch that was not taken
+            compare(*values, site)
 
 
 def compare(original: Tensor, rewritten: Tensor, site: Outcome) -> None:
@@ -80,16 +87,24 @@ def compare(original: Tensor, rewritten: Tensor, site: Outcome) -> None:
         )
 
 
-def _outputs(module: fx.GraphModule, inputs: Sequence[Any], names: dict[str, str]) -> dict[str, Tensor]:
-    """The values of the named nodes, on copies of the inputs: the graph may write to them."""
-    found: dict[str, Tensor] = {}
+def _outputs(module: fx.GraphModule, inputs: Sequence[Any], names: dict[str, str]) -> dict[str, list[Tensor]]:
+    """The values of the named nodes at each of their runs, on copies of the inputs: the graph may write to them."""
+    found: dict[str, list[Tensor]] = {name: [] for name in names.values()}
 
     class Recorder(fx.Interpreter):
+        def __init__(self, module: fx.GraphModule, prefix: str = "") -> None:
+            super().__init__(module)
+            self.prefix = prefix
+
         def run_node(self, n: fx.Node) -> Any:
             value = super().run_node(n)
-            if n.name in names:
-                found[names[n.name]] = value
+            if (name := names.get(self.prefix + n.name)) is not None:
+                found[name].append(value)
             return value
+
+        def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+            value = super().get_attr(target, args, kwargs)
+            return Recorder(value, f"{self.prefix}{target}.").run if isinstance(value, fx.GraphModule) else value
 
     with torch.no_grad():
         Recorder(module).run(*(v.clone() if isinstance(v, Tensor) else v for v in inputs))

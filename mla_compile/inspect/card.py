@@ -12,6 +12,7 @@ from torch import fx
 from mla_compile.passes.mla.why_not import name
 from mla_compile.passes.outcome import Outcome
 
+from ..control_flow import located
 from ..cost import Device
 from ..rewriting import AFTER, BEFORE
 from .collect import Compilation, Proved
@@ -108,9 +109,9 @@ def sketches(group: Group) -> tuple[Sketch | None, Sketch | None]:
     assert group.proved is not None
     inputs = entrances(group.proved)
     graphs = group.compilation.graphs
-    output = rewritten_output(graphs[AFTER], group.outcome.node)
-    after = None if output is None else sketch(graphs[AFTER], output, inputs)
-    return sketch(graphs[BEFORE], group.outcome.node, inputs), after
+    (before, node), (after, _) = (located(graphs[stage], group.outcome.node) for stage in (BEFORE, AFTER))
+    output = rewritten_output(after, node)
+    return sketch(before, node, inputs), None if output is None else sketch(after, output, inputs)
 
 
 def _pair(group: Group, before: Sketch | None, after: Sketch | None, workspace: Workspace) -> str:
@@ -205,7 +206,8 @@ def _code(group: Group, before: Sketch | None, after: Sketch | None) -> str:
     parts = []
     for title, stage, drawn in (("before", BEFORE, before), ("after", AFTER, after)):
         names = set() if drawn is None else drawn.nodes
-        text = "\n".join(lines_of(group.compilation.graphs[stage], names)) or "see the files"
+        module, _ = located(group.compilation.graphs[stage], group.outcome.node)
+        text = "\n".join(lines_of(module, names)) or "see the files"
         parts.append(f"<div><h4>{title}</h4><pre>{escape(text)}</pre></div>")
     return f'<div class="code">{"".join(parts)}</div>'
 

@@ -38,7 +38,8 @@ _ONE_LATENT = (
 
 _OTHER_GRAPH = (
     "have the up-projection in one graph with the attention: this one is given its result (TORCH_LOGS=graph_breaks "
-    "says what lies between; modules of torch.ao.quantization and accelerate's hooks break graphs)"
+    "says what lies between; modules of torch.ao.quantization and accelerate's hooks break graphs; branches of "
+    "torch.cond and bodies of loops are graphs)"
 )
 
 

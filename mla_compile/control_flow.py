@@ -1,0 +1,116 @@
+"""Graphs within a graph: the branches of `torch.cond`, the bodies of loops, scans and maps.
+
+    cond(predicate, true_graph, false_graph, operands)      each a functional graph of its own
+
+Attention in them is rewritten as that of the graph around them is. Branches have to agree in the layout of their
+results, and a body with what it is given: results keep the layout that they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch import _prims_common as prims
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils import _pytree as pytree
+
+from mla_compile.passes.nodes.shapes import hints_of, size_of
+
+from .dynamo_graph import copied
+
+_OPERATORS = {"cond", "while_loop", "scan", "map_impl"}
+"""torch's operators that run the graphs that they are given, and do nothing else, by name."""
+
+
+def is_control_flow(node: fx.Node) -> bool:
+    """Whether a node runs graphs of its module."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in _OPERATORS
+
+
+def parts(module: fx.GraphModule) -> dict[str, fx.GraphModule]:
+    """The graphs that a graph's control flow runs, by name, those within them too: `true_graph_0.while_loop_body_0`."""
+    found = dict[str, fx.GraphModule]()
+    for name, part in _own_parts(module):
+        found |= {name: part} | {f"{name}.{inner}": within for inner, within in parts(part).items()}
+    return found
+
+
+def _own_parts(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    for node in module.graph.nodes:
+        for operand in node.all_input_nodes if is_control_flow(node) else ():
+            part = getattr(module, str(operand.target), None) if operand.op == "get_attr" else None
+            if isinstance(part, fx.GraphModule):
+                yield str(operand.target), part
+
+
+def located(module: fx.GraphModule, name: str) -> tuple[fx.GraphModule, str]:
+    """The graph of a node that a report names, and the name that it has there: `true_graph_0.softmax`."""
+    part, _, own = name.rpartition(".")
+    return parts(module)[part] if part else module, own
+
+
+def copy_parts(module: fx.GraphModule) -> None:
+    """Put copies, which may be changed, in the place of a graph's parts."""
+    for name, part in list(_own_parts(module)):
+        new = copied(part)
+        copy_parts(new)
+        setattr(module, name, new)
+
+
+def code_of(module: fx.GraphModule) -> str:
+    """The text of a graph and its parts."""
+    return "\n".join([module.code, *(part.code for part in parts(module).values())])
+
+
+Layouts = list[tuple[int, ...] | None]
+"""Of each result its dimensions, the one of the largest stride first; None where that does not say the layout."""
+
+
+def layouts_of(part: fx.GraphModule) -> Layouts:
+    """The layouts of a part's results."""
+    return [_layout(result.meta.get("val")) for result in _results(part)]
+
+
+def lay_out(part: fx.GraphModule, layouts: Layouts) -> None:
+    """Give the results of a part that was changed the layouts that they had, in place."""
+    output = part.graph.output_node()
+    laid_out: dict[fx.Node, fx.Node] = {}
+    for result, layout in zip(_results(part), layouts, strict=True):
+        if layout is not None and result not in laid_out:
+            with part.graph.inserting_before(output):
+                laid_out[result] = part.graph.call_function(_laid_out, (result, layout))
+    for before, after in laid_out.items():
+        after.meta = dict(before.meta)
+        output.replace_input_with(before, after)
+    part.recompile()
+
+
+def _results(part: fx.GraphModule) -> list[fx.Node]:
+    return [result for result in pytree.tree_leaves(part.graph.output_node().args[0]) if isinstance(result, fx.Node)]
+
+
+def _layout(value: Any) -> tuple[int, ...] | None:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    if not prims.is_non_overlapping_and_dense_or_false(value):
+        return None
+    strides = [size_of(stride) for stride in value.stride()]
+    symbolic = [stride for stride in value.stride() if isinstance(stride, torch.SymInt)]
+    hints = hints_of(strides, symbolic[0].node.shape_env) if symbolic else {}
+    # A dimension of one element has the stride of what lies within it.
+    keys = [
+        (int(sympy.sympify(stride).subs(hints)), not statically_known_true(size == 1))
+        for stride, size in zip(strides, value.shape, strict=True)
+    ]
+    return tuple(sorted(range(len(keys)), key=keys.__getitem__, reverse=True))
+
+
+def _laid_out(result: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The same numbers, strides of dimensions of one element included."""
+    ordered = result.permute(order)
+    places = [order.index(dim) for dim in range(len(order))]
+    return ordered.reshape(-1).view(ordered.shape).permute(places)

@@ -1,0 +1,127 @@
+"""Attention in branches of `torch.cond` and bodies of loops, scans and maps is attention like any other."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._higher_order_ops import map as mapped
+from torch._higher_order_ops import scan, while_loop
+
+import mla_compile
+from mla_compile import backend
+from mla_compile.inspect.collect import compilations
+from mla_compile.inspect.folder import write
+from mla_compile.inspect.page import Inspection
+from mla_compile.interpreted import interpreted
+from tests.compile.layers import Layer
+from tests.errors import assert_as_close_as_eager
+from tests.models import HIDDEN, N, P, R
+
+pytestmark = pytest.mark.usefixtures("without_codegen")
+
+
+class InBranches(Layer):
+    """Attention in either branch, whose results are as the attention lays them out, in one branch through a tanh."""
+
+    def both(self, x):
+        q = self.mla.q_proj(x).unflatten(2, (N, P + R)).transpose(1, 2)
+        latent, k_rope = self.latents(x)
+        k_nope, v = self.up_projected(latent)
+        k = torch.cat([k_nope, k_rope[:, None].expand(-1, N, -1, -1)], dim=-1)
+        return F.scaled_dot_product_attention(q[:, :, -1:], k, v), latent
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, self.both, lambda x: tuple(t.tanh() for t in self.both(x)), (x,))
+
+
+class InALoop(Layer):
+    """A layer three times, in a branch that is always taken."""
+
+    def forward(self, x):
+        def step(i, x):
+            return i + 1, torch.cond(x.isfinite().all(), lambda x: super(InALoop, self).forward(x), torch.tanh, (x,))
+
+        return while_loop(lambda i, _: i < 3, step, (torch.tensor(0), x))[1]
+
+
+class InAScan(Layer):
+    """A layer three times, whose hidden states are given too."""
+
+    def forward(self, x):
+        def step(x, scale):
+            x = x + scale * super(InAScan, self).forward(x)
+            return x, x.clone()
+
+        return scan(step, x, torch.linspace(0.5, 1, 3, dtype=x.dtype))
+
+
+class InAMap(Layer):
+    """A layer of each of three hidden states."""
+
+    def forward(self, x):
+        return mapped(super().forward, torch.stack([x, -x, 2 * x]))
+
+
+def call(layer, tokens, sign=1, **options):
+    """The sites of the compilation of one call, whose results are compared with eager's."""
+    x = sign * torch.rand(2, tokens, HIDDEN)
+    results, eager, exact = (
+        torch.utils._pytree.tree_leaves(f(t))
+        for f, t in (
+            (torch.compile(layer, backend="mla", fullgraph=True, **options), x),
+            (layer, x),
+            (copy.deepcopy(layer).double(), x.double()),
+        )
+    )
+    for found in zip(results, eager, exact, strict=True):
+        assert_as_close_as_eager(*found, factor=4.0)  # sums in another order, three times
+    return mla_compile.last_report().sites
+
+
+@pytest.mark.parametrize(("kind", "sites"), [(InBranches, 2), (InALoop, 1), (InAScan, 1), (InAMap, 1)])
+def test_it_is_rewritten(kind, sites):
+    found = call(kind(), 13)
+    assert [site.rewritten for site in found] == [True] * sites
+    assert len({site.node for site in found}) == sites
+
+
+def test_sizes_may_be_symbols_and_either_branch_is_right():
+    layer = InBranches()
+    for tokens, sign in ((13, 1), (13, -1), (24, 1)):
+        assert [site.path for site in call(layer, tokens, sign, dynamic=True)] == ["absorbed"] * 2
+    assert len(mla_compile.reports()) == 1
+
+
+def test_what_is_decided_of_one_branch_is_not_told_of_another():
+    """The code of the graphs around them is the same."""
+    x = torch.randn(2, 13, HIDDEN)
+    for ours in (torch.sin, Layer()):
+        torch._dynamo.reset()
+        torch.compile(lambda x, f=ours: torch.cond(x.sum() > 0, f, torch.tanh, (x,)), backend="mla")(x)
+    assert mla_compile.last_report().rewritten == 1
+
+
+@pytest.mark.parametrize("kind", [InBranches, InALoop])
+def test_it_is_verified(kind, monkeypatch):
+    checked = []
+    monkeypatch.setattr("mla_compile.verify.compare", lambda original, rewritten, site: checked.append(site.path))
+    call(kind(), 13, options={"mla.verify": True})
+    assert len(checked) == (1 if kind is InBranches else 3)  # the branch that is taken, in each round
+
+
+def test_where_gradients_are_needed_it_stays_and_the_report_says_so():
+    layer, x = InBranches(), torch.rand(2, 13, HIDDEN)
+    with torch.enable_grad():
+        o, _ = torch.compile(layer, backend="mla")(x)
+        (ours,) = torch.autograd.grad(o.sum(), [layer.mla.kv_b_proj.weight])
+        (eager,) = torch.autograd.grad(layer(x)[0].sum(), [layer.mla.kv_b_proj.weight])
+    torch.testing.assert_close(ours, eager)
+    assert "but in its control flow" in mla_compile.last_report().note
+
+
+def test_it_is_inspected(tmp_path, monkeypatch):
+    monkeypatch.setattr(backend, "compile_fx_inner", interpreted)
+    found = compilations(InALoop(), "a loop", torch.rand(2, 13, HIDDEN))
+    write(Inspection("loops", found, backend.devices.rates_of([]), 1024), tmp_path)
+    assert "Too much to draw" not in (tmp_path / "index.html").read_text()
