@@ -99,7 +99,7 @@ def _layout(value: Any) -> tuple[int, ...] | None:
     if not prims.is_non_overlapping_and_dense_or_false(value):
         return None
     strides = [size_of(stride) for stride in value.stride()]
-    symbolic = [stride for stride in value.stride() if isinstance(stride, torch.SymInt)]
+    symbolic: list[Any] = [stride for stride in value.stride() if isinstance(stride, torch.SymInt)]
     hints = hints_of(strides, symbolic[0].node.shape_env) if symbolic else {}
     # A dimension of one element has the stride of what lies within it.
     keys = [
