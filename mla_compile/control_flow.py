@@ -9,6 +9,7 @@ results, and a body with what it is given: results keep the layout that they had
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -66,8 +67,20 @@ def code_of(module: fx.GraphModule) -> str:
     return "\n".join([module.code, *(part.code for part in parts(module).values())])
 
 
-Layouts = list[tuple[int, ...] | None]
-"""Of each result its dimensions, the one of the largest stride first; None where that does not say the layout."""
+@dataclass(frozen=True)
+class Layout:
+    """Where the elements of a result lie."""
+
+    order: tuple[int, ...]
+    """Its dimensions, the one of the largest stride first."""
+    strides: tuple[int, ...] | None
+    """None where they are symbols."""
+    told: bool
+    """Whether that says all: no dimension of one element has a stride that is a symbol out of order."""
+
+
+Layouts = list[Layout | None]
+"""Of each result; None where it has gaps or repeats."""
 
 
 def layouts_of(part: fx.GraphModule) -> Layouts:
@@ -82,7 +95,7 @@ def lay_out(part: fx.GraphModule, layouts: Layouts) -> None:
     for result, layout in zip(_results(part), layouts, strict=True):
         if layout is not None and result not in laid_out:
             with part.graph.inserting_before(output):
-                laid_out[result] = part.graph.call_function(_laid_out, (result, layout))
+                laid_out[result] = part.graph.call_function(_laid_out, (result, layout.order, layout.strides))
     for before, after in laid_out.items():
         after.meta = dict(before.meta)
         output.replace_input_with(before, after)
@@ -93,7 +106,7 @@ def _results(part: fx.GraphModule) -> list[fx.Node]:
     return [result for result in pytree.tree_leaves(part.graph.output_node().args[0]) if isinstance(result, fx.Node)]
 
 
-def _layout(value: Any) -> tuple[int, ...] | None:
+def _layout(value: Any) -> Layout | None:
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
     if not prims.is_non_overlapping_and_dense_or_false(value):
@@ -106,11 +119,18 @@ def _layout(value: Any) -> tuple[int, ...] | None:
         (int(sympy.sympify(stride).subs(hints)), not statically_known_true(size == 1))
         for stride, size in zip(strides, value.shape, strict=True)
     ]
-    return tuple(sorted(range(len(keys)), key=keys.__getitem__, reverse=True))
+    order = tuple(sorted(range(len(keys)), key=keys.__getitem__, reverse=True))
+    single = any(statically_known_true(size == 1) for size in value.shape)
+    known = None if symbolic else tuple(int(stride) for stride in value.stride())
+    return Layout(order, known, known is not None or not single or order == tuple(range(len(order))))
 
 
-def _laid_out(result: Tensor, order: tuple[int, ...]) -> Tensor:
-    """The same numbers, strides of dimensions of one element included."""
+def _laid_out(result: Tensor, order: tuple[int, ...], strides: tuple[int, ...] | None) -> Tensor:
+    """The same numbers. Strides of dimensions of one element count too; Inductor keeps none of them but given ones."""
+    if strides == result.stride():
+        return result
     ordered = result.permute(order)
+    if strides is not None:
+        return ordered.reshape(-1).as_strided(result.shape, strides)
     places = [order.index(dim) for dim in range(len(order))]
-    return ordered.reshape(-1).view(ordered.shape).permute(places)
+    return ordered.contiguous().permute(places)

@@ -63,6 +63,8 @@ def rewrite_graph(
 def _rewrite_part(pipeline: Pipeline, name: str, part: fx.GraphModule) -> list[Result]:
     """Rewrite the attentions of a part of a graph, whose results keep their layouts."""
     layouts = layouts_of(part)
+    if any(layout is not None and not layout.told for layout in layouts):
+        return []
     results = pipeline(part)
     for result in results:
         result.outcome = replace(result.outcome, node=f"{name}.{result.outcome.node}")
