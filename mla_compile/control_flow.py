@@ -1,4 +1,4 @@
-"""Graphs within a graph: the branches of `torch.cond`, the bodies of loops, scans and maps.
+"""Graphs within a graph: the branches of `torch.cond` and the bodies of `torch.while_loop`.
 
     cond(predicate, true_graph, false_graph, operands)      each a functional graph of its own
 
@@ -23,8 +23,9 @@ from mla_compile.passes.nodes.shapes import hints_of, size_of
 
 from .dynamo_graph import copied
 
-_OPERATORS = {"cond", "while_loop", "scan", "map_impl"}
-"""torch's operators that run the graphs that they are given, and do nothing else, by name."""
+_OPERATORS = {"cond", "while_loop"}
+"""torch's operators whose graphs may be changed, by name. Scans and maps are not: Inductor traces their bodies once more,
+and fails at ops of ours."""
 
 
 def is_control_flow(node: fx.Node) -> bool:
