@@ -24,7 +24,7 @@ from mla_compile.passes.nodes.shapes import hints_of, size_of
 from .dynamo_graph import copied
 
 _OPERATORS = {"cond", "while_loop"}
-"""torch's operators whose graphs may be changed, by name. Scans and maps are not: Inductor traces their bodies once more,
+"""torch's operators whose graphs may be changed, by name. No scans and maps: Inductor traces their bodies once more,
 and fails at ops of ours."""
 
 
