@@ -68,6 +68,42 @@ def test_it_is_trained() -> None:
         assert_as_close_as_eager(ours, eager, expected, factor=8.0)  # keys and values are made in another order, too
 
 
+@pytest.mark.usefixtures("without_codegen")
+def test_a_step_that_returns_its_weights_under_a_mask_attends_to_the_latents() -> None:
+    layer, exact = layers()
+    layer.attention.register_forward_pre_hook(_asks_for_weights, with_kwargs=True)
+    exact.attention.register_forward_pre_hook(_asks_for_weights, with_kwargs=True)
+    x, past = torch.randn(2, 1, HIDDEN), torch.randn(2, 30, L)
+    masks = {"key_padding_mask": torch.arange(31) < torch.tensor([[3], [0]])}
+    with torch.no_grad():
+        o = torch.compile(layer, backend="mla")(x, past, **masks)
+        expected = exact(x.double(), past.double(), **masks)
+        assert_as_close_as_eager(o, layer(x, past, **masks), expected, factor=4.0)
+    (site,) = mla_compile.last_report().sites
+    assert (site.path, site.shapes["L"]) == ("absorbed", str(L))
+
+
+def _asks_for_weights(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, {**kwargs, "need_weights": True}
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_the_step_of_a_decoder_layer_attends_to_its_memory_and_not_to_keys_of_it() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(HIDDEN, N, 2 * HIDDEN, batch_first=True).eval()
+    exact = nn.TransformerDecoderLayer(HIDDEN, N, 2 * HIDDEN, batch_first=True).double().eval()
+    exact.load_state_dict({name: weight.double() for name, weight in layer.state_dict().items()})
+    x, memory = torch.randn(2, 1, HIDDEN), torch.randn(2, 200, HIDDEN)
+    padding = torch.arange(200) > torch.tensor([[150], [199]])
+    with torch.no_grad():
+        o = torch.compile(layer, backend="mla")(x, memory, memory_key_padding_mask=padding)
+        expected = exact(x.double(), memory.double(), memory_key_padding_mask=padding)
+        assert_as_close_as_eager(o, layer(x, memory, memory_key_padding_mask=padding), expected, factor=4.0)
+    of_itself, of_memory = mla_compile.last_report().sites
+    assert "found one: its value is the result" in of_itself.reason
+    assert (of_memory.path, of_memory.shapes["T"]) == ("absorbed", "200")
+
+
 def test_torchs_cache_serves_it() -> None:
     layer, _ = layers()
     counters = torch._dynamo.utils.counters["aot_autograd"]
