@@ -1,9 +1,10 @@
 // Products of a block of keys by oneDNN's brgemm, which ships in torch: AMX tiles where the CPU has them.
 //
 // A block times the packed query is its scores, [keys, rows]: keys are read where they are. For the values pairs of
-// keys are interleaved, [keys / 2, columns, 2], as tiles want their second operand. Every product has the sizes of a
-// whole block, with zeros for what is missing: brgemm generates code for each combination of sizes it meets. Inner
-// sizes are multiples of TERMS: past one an element of the next row would be read, and NaN times 0 is NaN.
+// keys are interleaved, [keys / 2, columns, 2], as tiles want their second operand. Products have the sizes of a whole
+// block, with zeros for what is missing, or of a page's part of it: brgemm generates code for each combination of sizes
+// it meets. Inner sizes are multiples of TERMS: past one an element of the next row would be read, and NaN times 0 is
+// NaN.
 
 #if defined(BRGEMM) && defined(__AVX512BF16__)
 
@@ -15,6 +16,7 @@ struct Tiles {
   typedef bf16 Key;
   static constexpr int64_t PANEL = 16;
   static constexpr int64_t BLOCK = 128;  // 128 keys of 576 numbers and their values interleaved are 272 KiB
+  static constexpr int64_t FEWEST = 32;  // keys that are multiplied where they are, two tiles of them
   static constexpr int64_t TERMS = 32;   // of a row of a tile
 
   static bool takes_scales(int64_t groups, int64_t group) { return groups == 1 || group % TERMS == 0; }
@@ -51,10 +53,10 @@ struct Tiles {
   template <typename Latent, typename Rope>
   void score(const Block<bf16>& keys, const Block<Latent, Rope>* ahead, float* scores) {
     next.set(ahead, s);
-    const int64_t latent_stride = stride_of(keys.latent, keys.count), rope_stride = stride_of(keys.rope, keys.count);
-    const bool whole = keys.count == BLOCK && rank == s.rank && rope == s.rope;
-    if (whole && latent_stride >= rank && rope_stride >= rope) {
-      score_rows(keys.latent[0], latent_stride, keys.rope[0], rope_stride, keys.scales, keys.count, scores);
+    if (const Even even = evenly(keys); even.keys) {  // all of them where they have scales: they were converted then
+      for (int64_t k = 0; k < BLOCK; k += even.keys)
+        score_rows(even.keys, keys.latent[k], even.latent, keys.rope[k], even.rope, keys.scales, even.keys,
+                   scores + k * padded_rows);
     } else {
       for (int64_t k = 0; k < BLOCK; ++k) {
         bf16* to = numbers(copies) + k * (rank + rope);
@@ -62,7 +64,7 @@ struct Tiles {
         copy_padded(k < keys.count ? keys.rope[k] : nullptr, s.rope, rope, to + rank);
       }
       const bf16* rows = numbers(copies);
-      score_rows(rows, rank + rope, rows + rank, rank + rope, keys.scales, keys.count, scores);
+      score_rows(BLOCK, rows, rank + rope, rows + rank, rank + rope, keys.scales, keys.count, scores);
     }
     for (int64_t i = 0; i < keys.count * padded_rows; i += WIDTH) store(scores + i, load(scores + i) * s.scale);
   }
@@ -100,12 +102,23 @@ struct Tiles {
     for (int64_t i = 0; i < width; ++i) to[i / 2 * padded_rows] |= pair_t{from[i].bits} << i % 2 * 16;
   }
 
-  // How far apart keys lie, 0 if they do not lie evenly.
-  static int64_t stride_of(const bf16* const* keys, int64_t count) {
-    const int64_t stride = count > 1 ? keys[1] - keys[0] : 0;
-    for (int64_t k = 1; k < count; ++k)
-      if (keys[k] - keys[k - 1] != stride) return 0;
-    return stride;
+  // How many keys lie at even distances, one behind the other, and these. A block is made of such: a page's, say.
+  struct Even {
+    int64_t keys = 0, latent = 0, rope = 0;
+  };
+
+  // No keys if they are to be copied.
+  Even evenly(const Block<bf16>& keys) const {
+    if (keys.count < BLOCK || rank != s.rank || rope != s.rope) return {};
+    const int64_t latent = keys.latent[1] - keys.latent[0], rope_stride = keys.rope[1] - keys.rope[0];
+    const auto follows = [&](int64_t k) {
+      return keys.latent[k] - keys.latent[k - 1] == latent && keys.rope[k] - keys.rope[k - 1] == rope_stride;
+    };
+    int64_t run = 1, k = 1;
+    while (run < BLOCK && follows(run)) ++run;
+    if (latent < rank || rope_stride < rope || run < FEWEST || BLOCK % run) return {};
+    while (k < BLOCK && (k % run == 0 || follows(k))) ++k;
+    return k < BLOCK ? Even{} : Even{run, latent, rope_stride};
   }
 
   static void copy_padded(const bf16* from, int64_t size, int64_t padded, bf16* to) {
@@ -114,19 +127,19 @@ struct Tiles {
     std::fill_n(to + given, padded - given, bf16{0});
   }
 
-  // Scores of keys whose numbers past s.rank and s.rope are 0.
-  void score_rows(const bf16* latent, int64_t latent_stride, const bf16* k_rope, int64_t rope_stride,
+  // Scores of `keys` keys, of which `count` are given, whose numbers past s.rank and s.rope are 0.
+  void score_rows(int64_t keys, const bf16* latent, int64_t latent_stride, const bf16* k_rope, int64_t rope_stride,
                   const Scales& scales, int64_t count, float* scores) {
     const auto add_rope = [&](float* to) {
-      if (rope) multiply(k_rope, rope_stride, rope, rank / 2, true, to);
+      if (rope) multiply(keys, k_rope, rope_stride, rope, rank / 2, true, to);
     };
     if (!scales.of_keys) {
-      multiply(latent, latent_stride, rank, 0, false, scores);
+      multiply(keys, latent, latent_stride, rank, 0, false, scores);
       return add_rope(scores);
     }
     const int64_t width = rank / scales.groups;
     for (int64_t g = 0; g < scales.groups; ++g) {
-      multiply(latent + g * width, latent_stride, width, g * width / 2, false, parts.data());
+      multiply(keys, latent + g * width, latent_stride, width, g * width / 2, false, parts.data());
       if (scales.rope) add_rope(parts.data());
       for (int64_t k = 0; k < count; ++k)
         for (int64_t i = k * padded_rows; i < (k + 1) * padded_rows; i += WIDTH) {
@@ -134,7 +147,7 @@ struct Tiles {
           store(scores + i, g ? load(scores + i) + scaled : scaled);
         }
     }
-    if (count < BLOCK) std::fill_n(scores + count * padded_rows, (BLOCK - count) * padded_rows, 0.0f);
+    std::fill_n(scores + count * padded_rows, (keys - count) * padded_rows, 0.0f);
     if (!scales.rope) add_rope(scores);
   }
 
@@ -150,9 +163,10 @@ struct Tiles {
         by_row[row * BLOCK / 2 + i] = i < given ? pairs[i * padded_rows + row] : 0;
   }
 
-  // scores [BLOCK, padded rows] = keys [BLOCK, width] times the packed query from `first_pair` on
-  void multiply(const bf16* keys, int64_t stride, int64_t width, int64_t first_pair, bool adds, float* scores) const {
-    at::native::cpublas::brgemm(BLOCK, padded_rows, width, stride, padded_rows, padded_rows, adds, torch_numbers(keys),
+  // scores [count, padded rows] = keys [count, width] times the packed query from `first_pair` on
+  void multiply(int64_t count, const bf16* keys, int64_t stride, int64_t width, int64_t first_pair, bool adds,
+                float* scores) const {
+    at::native::cpublas::brgemm(count, padded_rows, width, stride, padded_rows, padded_rows, adds, torch_numbers(keys),
                                 torch_numbers(numbers(query) + 2 * first_pair * padded_rows), scores);
   }
 
