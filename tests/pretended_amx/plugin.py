@@ -10,4 +10,5 @@ pretend()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.write_line(f"{products_of_tiles()} products of tiles")
+    if not terminalreporter.config.getoption("numprocesses", None):  # each process counts its own
+        terminalreporter.write_line(f"{products_of_tiles()} products of tiles")

@@ -182,11 +182,12 @@ static const uint8_t* run(const uint8_t* at, const greg_t* registers) {
   return next;
 }
 
-// What reads float16 in AVX512-FP16 (vcvtph2psx) differs in two bits from what does in AVX-512: writes that over it.
+// What reads float16 in AVX512-FP16 (vcvtph2psx) differs in a bit from what does in AVX-512: writes that over it, if no
+// other thread has.
 static int reads_float16(uint8_t* at) {
-  if (at[0] != 0x62 || (at[1] & 7) != 6 || (at[2] & 0x83) != 1 || at[3] & 0x10 || at[4] != 0x13) return 0;
+  if (at[0] != 0x62 || (at[1] & 3) != 2 || (at[2] & 0x83) != 1 || at[3] & 0x10 || at[4] != 0x13) return 0;
   if (writable(at)) die(at, "code that cannot be written over");
-  at[1] = (at[1] & ~7) | 2;
+  at[1] &= ~4;
   return 1;
 }
 
