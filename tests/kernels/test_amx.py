@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.pretended_amx.pretend import missing
+from tests.pretended_amx.pretend import NO_SYMBOLS, missing
 
 PLACES = (
     "test_finite_products.py",
@@ -34,5 +34,7 @@ def test_kernels_with_tiles(request):
         capture_output=True,
         text=True,
     )
+    if done.returncode == NO_SYMBOLS:
+        pytest.skip("this torch has no symbols of oneDNN's")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) products of tiles", done.stdout)[1]) > 1000

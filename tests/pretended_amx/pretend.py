@@ -14,6 +14,8 @@ import torch
 
 PLACES = "MLA_COMPILE_TESTS_CPUIDS"
 """The variable of the environment for what `places_of_cpuid` gave: it takes seconds."""
+NO_SYMBOLS = 70
+"""The exit status where `places_of_cpuid` found nothing."""
 LIBRARIES = Path(torch.__file__).parent / "lib"
 ASKING = re.compile("Xbyak4util3Cpu|4dnnl4impl3cpu3x643amx")
 """The functions of oneDNN that ask the CPU what it has, by their symbols."""
@@ -34,10 +36,13 @@ def missing() -> str | None:
 
 
 def places_of_cpuid() -> list[int]:
-    """Where the instructions are in libtorch_cpu.so by which oneDNN asks the CPU what it has."""
+    """Where the instructions are in libtorch_cpu.so by which oneDNN asks the CPU what it has; none where it has no
+    symbols."""
     library = str(LIBRARIES / "libtorch_cpu.so")
     functions = (line.split() for line in _read("nm", "--defined-only", library).splitlines() if ASKING.search(line))
     addresses = [int(at, 16) for at, kind, name in functions if kind in "tTwW" and not name.endswith(".cold")]
+    if not addresses:
+        return []
     span = f"--start-address={min(addresses)}", f"--stop-address={max(addresses) + LONGEST}"
     places, asks = [], False
     for line in _read("objdump", "-d", "--no-show-raw-insn", *span, library).splitlines():
