@@ -9,7 +9,7 @@ import pytest
 
 from tests.pretended_amx.pretend import NO_SYMBOLS, missing
 
-PLACES = (
+FILES = (
     "test_finite_products.py",
     "test_instruction_sets.py",
     "test_tiles.py",
@@ -26,7 +26,7 @@ or (triton and test_half_precision and bfloat16)
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_kernels_with_tiles(request):
     folder = request.path.parent
-    arguments = ["-q", "-n", "0", "-k", CHOSEN.replace("\n", " "), *(str(folder / place) for place in PLACES)]
+    arguments = ["-q", "-n", "0", "-k", CHOSEN.replace("\n", " "), *(str(folder / name) for name in FILES)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.pretended_amx", *arguments],
         env={**os.environ, "TRITON_INTERPRET": "1"},
