@@ -10,7 +10,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
-_COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
+_COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr")
 
 
 def graph_of(
