@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from .._common.attend import LOG2E, LOWEST
-from .warp_groups import HALF, KEYS, LOADED, RECORD, ROPE, TILE, clear, copy, keys_of, load_queries
+from .warp_groups import HALF, KEYS, LOADED, RECORD, ROPE, TILE, clear, copy, keys_of, load_queries, taken_by
 
 ROWS = gl.constexpr(128)
 IN_ROWS = gl.constexpr(gl.BlockedLayout([1, 64], [32, 1], [4, 1], [0, 1]))
@@ -42,12 +42,7 @@ OWN, REST, FREE_OWN, FREE_REST, SCORED, WEIGHED, SUMMED, QUERIES = (gl.constexpr
 def load_pages(own_half, rest_half, ropes, barriers, latent_rows, rope_rows, where):
     """The loader: pages of all sequences of a piece, each part as soon as there is room."""
     table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_rows, half = where
-    group = gl.load(pieces)
-    on_line = gl.load(pieces + 1)
-    turns = gl.load(pieces + 2)
-    piece = gl.load(pieces + 3)
-    payload = gl.load(pieces + 4)
-    width = gl.load(pieces + 5)
+    group, on_line, turns, piece, payload, width = taken_by(pieces)
     free = 1
     for _ in range(turns):
         count, begin, end = keys_of(lengths, group, on_line, piece, payload, tokens)
@@ -80,12 +75,7 @@ def multiply(shared, tensors, barriers, where):
     own_half, rest_half, ropes, q_own, q_rest, q_ropes = shared
     scores, weights, sums = tensors
     _, lengths, pieces, tokens, own, _, _, _, _ = where
-    group = gl.load(pieces)
-    on_line = gl.load(pieces + 1)
-    turns = gl.load(pieces + 2)
-    piece = gl.load(pieces + 3)
-    payload = gl.load(pieces + 4)
-    width = gl.load(pieces + 5)
+    group, on_line, turns, piece, payload, width = taken_by(pieces)
     filled = 0
     for turn in range(turns):
         count, begin, end = keys_of(lengths, group, on_line, piece, payload, tokens)
@@ -122,12 +112,7 @@ def weigh(shared, tensors, barriers, inputs, outputs, numbers, CAUSAL: gl.conste
     q_latent, q_rope, lengths, pieces = inputs
     o, lse, acc, m_out, total_out = outputs
     scale, queries, heads, tokens, part, tile, half, own, strides = numbers
-    group = gl.load(pieces)
-    on_line = gl.load(pieces + 1)
-    turns = gl.load(pieces + 2)
-    piece = gl.load(pieces + 3)
-    payload = gl.load(pieces + 4)
-    width = gl.load(pieces + 5)
+    group, on_line, turns, piece, payload, width = taken_by(pieces)
     rows = queries * heads
     filled = 0
     for _ in range(turns):

@@ -88,6 +88,17 @@ def share_out(pieces, lengths, queries, tokens, batch, parts, own, LEAST: tl.con
 
 
 @gluon.jit
+def taken_by(pieces):
+    """What `share_out` wrote of a program."""
+    group = gl.load(pieces)
+    on_line = gl.load(pieces + 1)
+    turns = gl.load(pieces + 2)
+    piece = gl.load(pieces + 3)
+    payload = gl.load(pieces + 4)
+    return group, on_line, turns, piece, payload, gl.load(pieces + 5)
+
+
+@gluon.jit
 def keys_of(lengths, group, on_line, piece, payload, tokens):
     """The keys of a sequence, and of those the first and one more than the last that the program takes."""
     count = gl.minimum(gl.load(lengths + group).to(gl.int32), tokens)
@@ -100,12 +111,7 @@ def keys_of(lengths, group, on_line, piece, payload, tokens):
 def load_pages(keys, ropes, barriers, latent_rows, rope_rows, where):
     """The producer: pages of all sequences of a piece, each part of a page as soon as there is room."""
     table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_rows = where
-    group = gl.load(pieces)
-    on_line = gl.load(pieces + 1)
-    turns = gl.load(pieces + 2)
-    piece = gl.load(pieces + 3)
-    payload = gl.load(pieces + 4)
-    width = gl.load(pieces + 5)
+    group, on_line, turns, piece, payload, width = taken_by(pieces)
     free = 1
     for _ in range(turns):
         count, begin, end = keys_of(lengths, group, on_line, piece, payload, tokens)
@@ -215,12 +221,7 @@ def attend_half(shared, inputs, outputs, numbers, WHO: gl.constexpr):
     q_latent, q_rope, lengths, pieces = inputs
     o, lse, acc, m_out, total_out = outputs
     scale, queries, heads, tokens, part, tile, own, CAUSAL, strides = numbers
-    group = gl.load(pieces)
-    on_line = gl.load(pieces + 1)
-    turns = gl.load(pieces + 2)
-    piece = gl.load(pieces + 3)
-    payload = gl.load(pieces + 4)
-    width = gl.load(pieces + 5)
+    group, on_line, turns, piece, payload, width = taken_by(pieces)
     rows = queries * heads
     pairs = 0
     for turn in range(turns):
