@@ -1,5 +1,6 @@
 """The benchmark of whole models, on tiny ones: what it runs is right, what it reports has its form."""
 
+import copy
 import csv
 import json
 from dataclasses import replace
@@ -91,6 +92,14 @@ def test_every_repeat_of_a_right_way_has_a_time(model, batch):
     assert min(result.seconds) > 0
     assert result.tokens_per_second > 0
     assert result.error < 1e-5
+
+
+def test_a_prompt_in_parts_has_the_logits_of_the_whole(model):
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")
+    for batch in (PREFILL, DECODE):
+        whole, parts = (measuring._generate(exact, TINY, batch, "dynamic", 1, n).logits for n in (None, 7))
+        torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-7)
 
 
 def test_ours_is_right_and_says_what_became_of_the_attention(without_codegen):

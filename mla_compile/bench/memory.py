@@ -60,15 +60,15 @@ def _kib(path: str, field: str) -> int:
     return int(match[1]) * 1024
 
 
-def needed_bytes(layer: Layer, workload: Workload, mode: str) -> int:
-    """Memory that one call in this mode takes at most, to skip what will not fit.
+def needed_bytes(layer: Layer, workload: Workload, mode: str, at_once: int | None = None) -> int:
+    """Memory that one call in this mode takes at most, to skip what will not fit, or one of so many queries at a time.
 
     transformers as it is: the output of `kv_b_proj`, the keys and a scaled copy of them, and for several queries their
     copies and two and a half matrices of scores `[N, Sq, T]` (SDPA falls back to plain products where values are not
     as wide as keys). Measured eager peaks for V2-Lite's dims are 80 % to 100 % of this. Absorbed: the cache once more,
     and queries and outputs in latent space.
     """
-    queries, keys = workload.queries, workload.keys
+    queries, keys = min(workload.queries, at_once or workload.queries), workload.keys
     if mode in ("eager", "inductor"):
         per_key = layer.N * (2 * (layer.P + layer.R) + layer.P + layer.V)
         per_query = layer.N * (4 * (layer.P + layer.R) + 3 * layer.V)

@@ -28,6 +28,8 @@ from mla_compile.bench.workloads import Workload
 
 SLOW_SECONDS = 120.0
 """A way that takes longer than this for one workload ends its timed steps early, after two at least."""
+EXACT_TOKENS = 1024
+"""Of a prompt, that are read at a time in float64: the scores of all of them would not fit."""
 
 
 @dataclass
@@ -141,8 +143,13 @@ def _graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def _generate(model: Any, whole: WholeModel, batch: Batch, cache_kind: str, tokens: int) -> _Run:
-    """Write so many tokens, or fewer where that is slow, with a cache of this kind."""
+def _generate(
+    model: Any, whole: WholeModel, batch: Batch, cache_kind: str, tokens: int, at_once: int | None = None
+) -> _Run:
+    """Write so many tokens, or fewer where that is slow, with a cache of this kind.
+
+    Of a prompt longer than `at_once` the tokens before the last so many are read in such parts, outside of the times.
+    """
     workload, dtype = batch.workload, next(model.parameters()).dtype
     room = workload.keys + tokens
     cache = CACHES[cache_kind](model, batch.size, room)
@@ -151,6 +158,9 @@ def _generate(model: Any, whole: WholeModel, batch: Batch, cache_kind: str, toke
         for i in range(whole.layers):
             cache.update(latent.clone(), rope.clone(), i)
     ids = engine.prompt(whole, workload.keys).expand(batch.size, -1)
+    if at_once and workload.queries > at_once:
+        for part in ids[:, workload.context : -at_once].split(at_once, dim=1):
+            model(part, past_key_values=cache, logits_to_keep=1)
     clock = _Clock(tokens)
     start = time.perf_counter()
     output = model.generate(
@@ -180,11 +190,11 @@ def _reference(model: nn.Module, whole: WholeModel, batch: Batch) -> Tensor | st
     """The first step's logits `[1, vocabulary]` of one sequence in float64, or why there are none."""
     weights = 8 * sum(weight.numel() for weight in model.parameters())
     doubled = replace(whole.layer, dtype="float64")
-    if too_much(weights + needed_bytes(doubled, batch.workload, "eager")):
+    if too_much(weights + needed_bytes(doubled, batch.workload, "eager", EXACT_TOKENS)):
         return "there is not enough memory to check the logits against float64"
     exact: Any = copy.deepcopy(model).double()
     exact.set_experts_implementation("eager")  # the grouped product does not take float64
-    return _generate(exact, whole, Batch(1, batch.workload), "dynamic", 1).logits.double()
+    return _generate(exact, whole, Batch(1, batch.workload), "dynamic", 1, EXACT_TOKENS).logits.double()
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
