@@ -188,6 +188,7 @@ def proof(proved: Proved) -> list[tuple[str, str]]:
         ("W_UV", "none: absorbed by hand" if site.w_uv is None else name(site.w_uv)),
         ("query without rope", name(site.nope.query.read)),
         *((f"rope key, {piece.width} wide", name(piece.key.read)) for piece in site.ropes),
+        *((f"rope key of each head, {piece.width} wide", name(piece.key.read)) for piece in site.own_ropes),
         ("scale", f"{site.nope.scale:.6g}"),
         ("mask", proved.meaning.words),
     ]

@@ -29,12 +29,11 @@ from ..trace.trace import Trace
 from .apart import shared_by_heads
 from .gated import ungated
 from .groups import groups_of, in_groups
+from .own_ropes import SHARE, as_biases, own_of
 from .products import UpProjection, gathered, same_tensor, up_projection
 from .scaled import with_scaled_queries, with_scaled_query
 from .site import Groups, Piece, Site
 from .why_not import describe, name, no_up_projection, stored_expanded
-
-_SHARE = "make one rope key a token, [B, T, R], and give it to all heads"
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,9 @@ def _of_groups(attention: Attention, axes: Dim, trace: Trace) -> Site:
     sites = tuple(prove(group, trace) for group in groups_of(attention, axes))
     if any(site.apart for site in sites):
         raise Refusal(attention.node, "expected one latent a group of heads, found one for keys and one for values")
+    for rope in (rope for site in sites for rope in site.own_ropes):
+        reason = f"expected rope columns shared by all heads of a group, found {describe(rope.key, trace)}"
+        raise Refusal(attention.node, reason, SHARE)
     return replace(sites[0], groups=Groups(attention, axes, sites))
 
 
@@ -136,18 +138,10 @@ def _prove(attention: Attention, values: _Values, trace: Trace, *, apart: bool =
     if nope.scale == 0 or not math.isfinite(nope.scale):
         raise Refusal(node, f"expected scores times a number, found them times {nope.scale:g}")
     heads = {axis for weight in (w_uk, w_uv) if weight is not None for axis in weight.axes} & rows
-    batch = {axis for read in (latent.read, *(rope.key.read for rope in ropes)) for axis in read.axes} & rows
     if shared := tuple(axis for axis in attention.rows if axis in heads & latent.read.axes):
         return _of_groups(attention, shared, trace)
-    if heads & batch:
-        for rope in ropes:
-            if rope.key.axes & heads:
-                raise Refusal(
-                    node,
-                    f"expected {rope.width} columns of the keys to be shared by all heads or to come from the latent "
-                    f"of the values, found {describe(rope.key, trace)}",
-                    _SHARE,
-                )
+    ropes, own = own_of(ropes, heads)
+    batch = {axis for read in (latent.read, *(rope.key.read for rope in ropes)) for axis in read.axes} & rows
     tokens = set(attention.queries) if attention.queries is not None else rows - heads - batch
     if attention.queries is None and attention.masks and not heads:  # a head is any row: masks are the same for all
         tokens &= set[Axis]().union(*(mask.term.axes for mask in attention.masks))
@@ -157,17 +151,17 @@ def _prove(attention: Attention, values: _Values, trace: Trace, *, apart: bool =
     heads = rows - batch - tokens  # also those of the queries alone, which share their keys and values
     for rope in ropes:
         if not rope.key.axes <= batch | keys | set(rope.summed):
-            raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", _SHARE)
-    nope, ropes, shifts = _computed(nope), list(map(_computed, ropes)), list(map(_computed, shifts))
+            raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", SHARE)
+    nope, ropes, own, shifts = _computed(nope), *(list(map(_computed, part)) for part in (ropes, own, shifts))
     reads = [latent.read, w_uk, w_uv, nope.query.read, *biases]
-    reads += [read for piece in (*ropes, *shifts) for read in (piece.query.read, piece.key.read)]
+    reads += [read for piece in (*ropes, *own, *shifts) for read in (piece.query.read, piece.key.read)]
     for read in reads:
         if read is not None and not _is_held(read):
             raise Refusal(node, f"expected operands that the graph holds, found a part of {name(read)}")
     if attention.shared and node.meta["val"].dtype == torch.float64:
         raise Refusal(node, "expected at most float32 where scores without values share in the weights, found float64")
     return Site(
-        attention,
+        as_biases(attention, own, trace),
         batch=tuple(axis for axis in attention.rows if axis in batch),
         tokens=tuple(axis for axis in attention.rows if axis in tokens),
         heads=tuple(axis for axis in attention.rows if axis in heads),
@@ -180,6 +174,7 @@ def _prove(attention: Attention, values: _Values, trace: Trace, *, apart: bool =
         biases=biases,
         shifts=tuple(shifts) if attention.shared or attention.opaque else (),
         apart=apart,
+        own_ropes=tuple(own),
     )
 
 

@@ -55,6 +55,8 @@ class Site:
     """What the biases of the keys add to all scores of a row, where that matters: to sinks, which lack it."""
     apart: bool = False
     """Whether the latent is that of the values alone: the keys are rope keys, and `nope` is the first of them."""
+    own_ropes: tuple[Piece, ...] = ()
+    """Rope keys that each head has for itself. The attention has their products among its masks, to be added."""
     groups: Groups | None = None
     """Of an attention whose groups of heads have a latent each, of which this site is the first."""
 
@@ -76,7 +78,7 @@ class Site:
         }
         sizes = {name: product(axis.size for axis in dim) for name, dim in dims.items()}
         own: dict[str, Size] = {"P": 0} if self.apart else {}
-        return sizes | own | {"R": total(piece.width for piece in self.ropes)}
+        return sizes | own | {"R": total(piece.width for piece in (*self.ropes, *self.own_ropes))}
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class Chooser:
 
             return _Plan(candidates, form, conditions)
 
-        alone = self.ranges is None and site.groups is None and not site.apart
+        alone = self.ranges is None and site.groups is None and not (site.apart or site.own_ropes)
         hints: dict[sympy.Symbol, int] = {}
         if self.agreement.same != NOTHING and self.environment is not None:
             hints = hints_of(site.sizes.values(), self.environment)
@@ -174,7 +174,7 @@ class Chooser:
         elif self.ranges is not None:
             # torch.cond compares the strides of its branches: it cannot where only a run knows the output's sizes.
             comparable = (
-                not site.apart
+                not (site.apart or site.own_ropes)
                 and site.attention.packed is None
                 and not (unbacked_in(sizes["B"]) or unbacked_in(sizes["Sq"]))
             )

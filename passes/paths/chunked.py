@@ -16,6 +16,7 @@ from mla_compile.cost import Cost, Dims, Size, cost_of
 
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
+from ..mla.own_ropes import SHARE
 from ..mla.site import Site
 from ..mla.why_not import name
 from ..nodes.refusal import Refusal
@@ -108,11 +109,14 @@ class Chunked(OneOp):
 
 
 def refuse_apart(site: Site) -> None:
-    """Refuse keys and values of a latent each."""
+    """Refuse keys and values of a latent each, and keys of which a part is of no latent."""
     if site.apart:
         keys, values = (name(read) for read in (site.nope.key.read, site.latent.read))
         reason = f"expected keys and values from one latent for many queries, found keys from {keys} and values "
         raise Refusal(site.node, f"{reason}from {values}", "project both from the same tensor")
+    if site.own_ropes:
+        reason = f"expected rope keys that all heads share for many queries, found {name(site.own_ropes[0].key.read)}"
+        raise Refusal(site.node, reason, SHARE)
 
 
 def refuse_wide_latent(site: Site) -> None:

@@ -49,7 +49,7 @@ class Names:
 
 def names_of(site: Site) -> Names:
     """The axes of a site by their words: `b s n t` of the scores, `l` of the rank, `p`, `r` and `v` of a head."""
-    ropes = tuple(axis for rope in site.ropes for axis in rope.summed)
+    ropes = tuple(axis for rope in (*site.ropes, *site.own_ropes) for axis in rope.summed)
     attention = site.attention
     return Names(
         {

@@ -45,6 +45,10 @@ def _tensors(site: Site, names: Names) -> Iterator[tuple[str, str]]:
         own = "" if len(site.ropes) == 1 else str(number)
         yield line(f"q_rope{own}", rope.query.read, *rows, rope.summed)
         yield line(f"k_rope{own}", rope.key.read, site.batch, keys, rope.summed)
+    for number, rope in enumerate(site.own_ropes):
+        own = "" if len(site.own_ropes) == 1 else str(number)
+        yield line(f"q_own{own}", rope.query.read, *rows, rope.summed)
+        yield line(f"k_own{own}", rope.key.read, site.batch, site.heads, keys, rope.summed)
     for added in site.biases:
         yield line("bias", added, *rows, columns)
     for shift in site.shifts:
@@ -69,6 +73,9 @@ def _score(site: Site, names: Names) -> str:
     for number, rope in enumerate(site.ropes):
         own = "" if len(site.ropes) == 1 else str(number)
         parts.append(f"{rope.scale:.6g} * sum_{_letters(rope.summed, names)} q_rope{own} k_rope{own}")
+    for number, rope in enumerate(site.own_ropes):
+        own = "" if len(site.own_ropes) == 1 else str(number)
+        parts.append(f"{rope.scale:.6g} * sum_{_letters(rope.summed, names)} q_own{own} k_own{own}")
     parts += [f"{shift.scale:.6g} * sum_{_letters(shift.summed, names)} q_shift k_shift" for shift in site.shifts]
     return " + ".join(parts)
 

@@ -1,0 +1,50 @@
+"""Rope keys that every head has for itself.
+
+    score[b, s, n, t] = sum_l q_latent[b, s, n, l] latent[b, t, l] + sum_r q_rope[b, s, n, r] k_rope[b, n, t, r]
+
+What heads do not share cannot stand beside the latent. The second sum is computed as the code has it, whatever its keys
+are made of, and added to the scores as any bias is, before masks put numbers in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..algebra.made import contracted
+from ..algebra.terms import Axis, Term
+from ..attention.attention import Attention
+from ..attention.scores import Mask
+from ..nodes.refusal import Refusal
+from ..trace.trace import Trace
+from .site import Piece
+from .why_not import describe
+
+SHARE = "make one rope key a token, [B, T, R], and give it to all heads"
+
+
+def own_of(pieces: Sequence[Piece], heads: set[Axis]) -> tuple[list[Piece], list[Piece]]:
+    """The pieces of the keys that all `heads` share, and those that each has for itself."""
+    shared = [piece for piece in pieces if piece.key.axes.isdisjoint(heads)]
+    return shared, [piece for piece in pieces if not piece.key.axes.isdisjoint(heads)]
+
+
+def as_biases(attention: Attention, pieces: Sequence[Piece], trace: Trace) -> Attention:
+    """An attention whose scores have the products of these pieces added, beside those of all other pieces.
+
+    Raises:
+        Refusal: if it takes no tensor that is added to its scores.
+    """
+    if pieces and (attention.opaque is not None or attention.packed is not None):
+        raise Refusal(
+            attention.node,
+            f"expected {pieces[0].width} columns of the keys to be shared by all heads or to come from the latent "
+            f"of the values, found {describe(pieces[0].key, trace)}",
+            SHARE,
+        )
+    added = [Mask(_product(piece), attends=False, factor=piece.scale) for piece in pieces]
+    return replace(attention, masks=(*added, *attention.masks))
+
+
+def _product(piece: Piece) -> Term:
+    return Term(contracted(piece.query.read, piece.key.read, piece.summed))
