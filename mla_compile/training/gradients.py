@@ -49,6 +49,19 @@ def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
             raise Refusal(end, reason, "detach what goes into the projections, or nothing")
 
 
+def trained_inputs(end: fx.Node, sources: Collection[fx.Node]) -> list[fx.Node]:
+    """The inputs of its graph to which gradients of `end` go on ways that lead through none of `sources`."""
+    nodes = list(between(end, sources))
+    written = {s for node in nodes if _writes(node) for operand in node.all_input_nodes for s in _storages(operand)}
+    closed = {
+        node
+        for node in nodes
+        if not any(value.requires_grad for value in _tensors(node)) and written.isdisjoint(_storages(node))
+    }
+    found = {*between(end, {*sources, *closed})}
+    return [node for node in nodes if node.op in ("placeholder", "get_attr") and node in found]
+
+
 def _is_taken_from_its_own(node: fx.Node) -> bool:
     """Whether a tensor is what is greatest of another along a dimension, and nothing is done with that but to take it
     from the other: what a softmax does not see has no gradients either."""

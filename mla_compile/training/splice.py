@@ -2,6 +2,9 @@
 
 Before   k = cat(linear(latent), k_rope), ...;  o = scaled_dot_product_attention(q, k, v)
 After    o = code of the ATen graph, of the nearest values that the Dynamo graph has too
+
+What the code does without, though the attention is made of it, is what a softmax does not see, a bias of all keys for
+instance. Its gradient is zero, and not missing: optimizers decay what has one, and ranks wait for it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
 
 from .capture import EXAMPLE, Captured
-from .gradients import between, check_gradients, writes_to
+from .gradients import between, check_gradients, trained_inputs, writes_to
 
 _REARRANGE = {"transpose", "permute", "swapaxes", "contiguous", "reshape", "flatten"}
 """Methods that ask for no strides, and keep or copy elements."""
@@ -65,6 +68,8 @@ class _Part:
         """Nodes of the ATen graph, in order."""
         self.sources: dict[fx.Node, fx.Node] = {}
         """Nodes of the ATen graph that the code reads, and those of the Dynamo graph that are the same."""
+        self.known: set[fx.Node] = set()
+        """Those, and others of the same values."""
         self._collect()
 
     def _collect(self) -> None:
@@ -78,8 +83,8 @@ class _Part:
                     pending.append(operand)
         self.code = [node for node in self.end.graph.nodes if node in wanted]
         # Of several nodes of one value, a detached one for instance, the one that the attention is made of.
-        every = {node for nodes in known.values() for node in nodes}
-        nearest = every.intersection(o for node in between(self.last, every) for o in node.all_input_nodes)
+        self.known = {node for nodes in known.values() for node in nodes}
+        nearest = self.known.intersection(o for node in between(self.last, self.known) for o in node.all_input_nodes)
         for operand, nodes in known.items():
             near = [node for node in nodes if node in nearest]
             self.sources[operand] = near[0] if len(near) == 1 else nodes[0]
@@ -111,6 +116,7 @@ class _Part:
     def put(self) -> list[fx.Node]:
         """Replace the node of the Dynamo graph by others, after all that writes to it."""
         graph, known = self.captured.dynamo, dict[fx.Node, Any](self.sources)
+        unseen = trained_inputs(self.last, self.known)
         devices = self.captured.autocast[self.place]
         with graph.inserting_before(self.last.next if self.writes else self.place):
             # What is traced has been cast already.
@@ -126,6 +132,8 @@ class _Part:
             for context in reversed(entered):
                 self._call(torch.amp.autocast_mode._exit_autocast, context)
             new = known[self.end]
+            for node in unseen:
+                new = self._with_zero_gradient(new, node)
             if not _laid_out_alike(self.place, new.meta[EXAMPLE]):
                 order = _order(self.place.meta[EXAMPLE])
                 inverse = [order.index(i) for i in range(len(order))]
@@ -134,6 +142,17 @@ class _Part:
                     new.meta = dict(self.place.meta)
         self._replace_by(new)
         return [known[node] for node in self.code if node.op != "get_attr"]
+
+    def _with_zero_gradient(self, new: fx.Node, unseen: fx.Node) -> fx.Node:
+        """The same value, of which the gradient of `unseen` is zero."""
+        graph, nothing = self.captured.dynamo, unseen
+        for method, *arguments in ("unsqueeze", 0), ("narrow", 0, 0, 0), ("sum",), ("to", new.meta[EXAMPLE].dtype):
+            value = getattr(nothing.meta[EXAMPLE], method)(*arguments)
+            nothing = graph.call_method(method, (nothing, *arguments))
+            nothing.meta = {**self.place.meta, EXAMPLE: value}
+        same = graph.call_method("add", (new, nothing))
+        same.meta = dict(new.meta)
+        return same
 
     def _replace_by(self, new: fx.Node) -> None:
         """Let whoever reads the value at the end of a run have `new`; what else is written is left to die."""
