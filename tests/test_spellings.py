@@ -10,7 +10,7 @@ import torch
 from mla_compile import last_report
 from tests.errors import assert_as_close_as_eager
 from tests.spellings.checks import check, copies, made
-from tests.spellings.choices import CHOICES, SPOILERS, TWO_LATENTS, Spelling, draw
+from tests.spellings.choices import CHOICES, OWN_ROPES, SPOILERS, TWO_LATENTS, Spelling, draw
 from tests.spellings.training import check_training
 
 SEEDS = [*range(24), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 40))]
@@ -21,7 +21,7 @@ SEEDS = [*range(24), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ra
 def test_a_spelling_is_rewritten_and_right(seed: int) -> None:
     spelling = draw(seed)
     outcome = check(spelling, seed)
-    assert outcome.rewritten == (spelling.spoiled == "no" or spelling.has_two_latents), outcome.reason
+    assert outcome.rewritten == (spelling.spoiled == "no" or spelling.is_for_few_queries), outcome.reason
 
 
 # 22, 58 and 93 return their weights, 26 has a gate and a loop over heads, 57 and 61 a gate of groups of heads.
@@ -34,7 +34,7 @@ def test_a_spelling_is_trained(seed: int) -> None:
     assert outcome.rewritten == (spelling.spoiled == "no"), outcome.reason
 
 
-@pytest.mark.parametrize("spoiled", SPOILERS + TWO_LATENTS)
+@pytest.mark.parametrize("spoiled", SPOILERS + OWN_ROPES + TWO_LATENTS)
 def test_a_spoiled_spelling_is_trained_as_it_is(spoiled: str) -> None:
     assert check_training(Spelling(spoiled=spoiled), seed=0).path == "unchanged"
 
@@ -46,9 +46,9 @@ def test_a_spoiled_spelling_stays_as_it_is(spoiled: str) -> None:
     assert outcome.reason.startswith("expected ")
 
 
-@pytest.mark.parametrize("values_from", TWO_LATENTS)
-def test_few_queries_attend_to_two_latents(values_from: str) -> None:
-    assert check(Spelling(spoiled=values_from), seed=0).path == "absorbed"
+@pytest.mark.parametrize("spoiled", OWN_ROPES + TWO_LATENTS)
+def test_few_queries_attend_to_latents(spoiled: str) -> None:
+    assert check(Spelling(spoiled=spoiled), seed=0).path == "absorbed"
 
 
 def test_one_query_whose_weights_are_returned_is_absorbed_whatever_is_asked_for() -> None:
@@ -69,7 +69,8 @@ def test_every_choice_is_drawn() -> None:
     drawn = [draw(seed) for seed in range(1000)]
     for field in dataclasses.fields(Spelling):
         made_of = {getattr(spelling, field.name) for spelling in drawn}
-        assert made_of == (set(CHOICES[field.name]) if field.name != "spoiled" else {"no", *SPOILERS, *TWO_LATENTS})
+        listed = {"no", *SPOILERS, *OWN_ROPES, *TWO_LATENTS} if field.name == "spoiled" else {*CHOICES[field.name]}
+        assert made_of == listed
 
 
 def test_a_buffer_that_is_written_at_other_borders_has_a_reason() -> None:

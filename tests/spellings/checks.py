@@ -88,7 +88,8 @@ def check(spelling: Spelling, seed: int) -> Outcome:
     # Down to the latent and the rope key, to the queries, and out of the heads: what is not of the attention.
     expected = 2 + (spelling.query == "low rank") + (spelling.output != "raw")
     expected += {"no": 0, "keys": 1, "values": 1}.get(spelling.absorbed, 2)
-    expected += spelling.has_two_latents  # queries times the weights of the keys, which are no operand of an op then
+    # Queries times the weights of the keys, which are no operand of an op then, or times rope keys of a head.
+    expected += spelling.is_for_few_queries
     if spelling.threes != "no":  # queries that meet weights first are absorbed, as are attention weights and latents
         expected += {*spelling.threes[:2]} == {*"xw"}
         expected += {*spelling.threes[:2]} == {*"xc"}
@@ -112,8 +113,8 @@ def check(spelling: Spelling, seed: int) -> Outcome:
             assert kept or products(rewritten) <= most, f"expected {most} matrix products, found {products(rewritten)}"
             assert spelling.needs_scores or "mla." in rewritten.code
     # For many queries weights that are returned have to exist, as do those that are divided after the values.
-    if spelling.has_two_latents:
-        assert outcomes[1].path in ("unchanged", "absorbed"), "many queries attend to two latents"
+    if spelling.is_for_few_queries:
+        assert outcomes[1].path in ("unchanged", "absorbed"), "many queries attend to more than a latent"
     elif not spelling.returned and not (spelling.softcap and spelling.softmax == "late"):
         assert outcomes[0].rewritten == outcomes[1].rewritten
     return outcomes[0]

@@ -69,7 +69,7 @@ class Spelling:
     rope_width: int = 2
     value: int = 6
     spoiled: str = "no"
-    """What makes it no MLA after all, see `SPOILERS`, or MLA for few queries alone, see `TWO_LATENTS`."""
+    """What makes it no MLA after all, see `SPOILERS`, or MLA for few queries alone, see `OWN_ROPES`, `TWO_LATENTS`."""
     latents: str = "one"
     """`one` for all heads, or one for each of two `groups` of heads: half of the columns each, or in `normed groups` a
     norm of that half."""
@@ -92,16 +92,20 @@ class Spelling:
         return self.softcap or self.returned
 
     @property
-    def has_two_latents(self) -> bool:
-        """Whether keys and values are up-projected from a latent each."""
-        return self.spoiled in TWO_LATENTS
+    def is_for_few_queries(self) -> bool:
+        """Whether few queries attend to latents, and many to keys and values as they are."""
+        whole = not self.needs_scores and self.latents == "one"
+        return self.spoiled in TWO_LATENTS or (self.spoiled in OWN_ROPES and whole)
 
 
 TENSORS = ("number", "head", "position")
 """Scales that are tensors."""
 
-SPOILERS = ("tanh", "norm", "gate", "rope a head")
-"""On the keys a nonlinearity, a norm a head, a factor that differs between tokens, a rope key a head."""
+SPOILERS = ("tanh", "norm", "gate")
+"""On the keys a nonlinearity, a norm a head, a factor that differs between tokens."""
+
+OWN_ROPES = ("rope a head",)
+"""A rope key a head: few queries attend to the latent, and what it adds to scores is computed as it is written."""
 
 TWO_LATENTS = ("two latents", "shifted")
 """Values from another latent, or from the token before: few queries attend to both, many leave all as it is."""
@@ -200,7 +204,7 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
     if s.rope == "none":
         s = replace(s, cache_tensors="two")
     if s.spoiled != "no":
-        s = replace(s, spoiled=dice.choice(SPOILERS + TWO_LATENTS), bias=False, groups="none")
+        s = replace(s, spoiled=dice.choice(SPOILERS + OWN_ROPES + TWO_LATENTS), bias=False, groups="none")
         alone = s.latents != "one" and s.heads == 2  # in its group, whose rope key it may have for itself
         if s.spoiled == "rope a head" and (s.rope == "none" or alone):
             s = replace(s, spoiled="tanh")

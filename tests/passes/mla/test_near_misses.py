@@ -49,12 +49,6 @@ def latent_of_each_head(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, 
     return mla.softmax(mla.queries(x, w_q), k, own @ w_uv.transpose(1, 2))
 
 
-def rope_of_each_head(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    k_nope, v = mla.up_projected(latent, w_kv)
-    own = (mla.to_heads(k_rope) * torch.arange(1, N + 1)[:, None, None]).sin()
-    return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, own], -1), v)
-
-
 def llama(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
     """Keys and values from one hidden state, all of the keys rotated."""
     k, v = mla.up_projected(latent, w_kv)
@@ -80,11 +74,6 @@ def unwritten_columns(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_
 def softmax_over_queries(*args: Tensor) -> Tensor:
     q, k, v = mla.naive(*args)
     return ((q @ k.transpose(-1, -2)) * SCALE).softmax(-2) @ v
-
-
-def two_latents(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    k_nope, v = mla.up_projected(latent, w_kv)
-    return mla.softmax(mla.queries(x, w_q)[..., :P], k_nope + mla.up_projected(latent.flip(1), w_kv)[0], v)
 
 
 def keys_of_two_up_projections(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
@@ -162,12 +151,10 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "a scale on the values": (changed_values(lambda v: v * 2), "values without a scale"),
     "a nonlinearity on the values": (changed_values(torch.relu), "found `relu`"),
     "values of other heads": (changed_values(lambda v: v.roll(1, 1)), "found `roll`"),
-    "a rope key a head": (rope_of_each_head, "shared by all heads"),
     "Llama with rope on all of the keys": (llama, "an up-projection of"),
     "keys and values cached unfolded": (expanded_cache, "keys and values that are stored expanded"),
     "columns that nobody wrote": (unwritten_columns, "columns that nobody wrote"),
     "softmax over the queries": (softmax_over_queries, "the keys of the softmax"),
-    "keys that are a sum of two": (two_latents, "shared by all heads"),
     "keys with two parts of the latent": (keys_of_two_up_projections, "found two"),
     "a mixture of experts": (experts, "expected values that are an up-projection of a latent, found a product of"),
     "keys of each query": (keys_of_each_query, "found `index"),

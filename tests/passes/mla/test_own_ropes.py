@@ -1,0 +1,122 @@
+"""Rope keys of each head: few queries attend to the latent, and what these keys add to scores is added as a bias."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.passes import spellings as mla
+from tests.passes.checks import check_right
+from tests.passes.graphs import capture, rewrite, run
+from tests.passes.spellings import SCALE, SQ, B, Function, L, N, P, R, T, V
+from tests.training import assert_every_gradient
+
+
+def of_each_head(k_rope: Tensor) -> Tensor:
+    """`[B, N, T, R]`, of `[B, T, R]`"""
+    return (mla.to_heads(k_rope) * torch.arange(1, N + 1)[:, None, None]).sin()
+
+
+def keys(latent: Tensor, k_rope: Tensor, w_kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys, each with a rope key of its own, and values."""
+    k_nope, v = mla.up_projected(latent, w_kv)
+    return torch.cat([k_nope, of_each_head(k_rope)], -1), v
+
+
+def by_hand(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    return mla.softmax(mla.queries(x, w_q), *keys(latent, k_rope, w_kv))
+
+
+def causal(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    return mla.sealed(mla.queries(x, w_q), *keys(latent, k_rope, w_kv), causal=True)
+
+
+def two_scores(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Scores of the rope keys with a scale of their own; those of one sequence's last keys are a low number."""
+    k_nope, v = mla.up_projected(latent, w_kv)
+    q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
+    scores = q_nope @ k_nope.mT * SCALE + q_rope @ of_each_head(k_rope).mT * 0.3
+    hidden = torch.arange(T) > torch.tensor([T, 4])[:B, None, None, None]
+    return scores.masked_fill(hidden, -1e9).softmax(-1) @ v
+
+
+def a_second_latent(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Keys that are a sum of two up-projections, one of them of no latent of the values."""
+    k_nope, v = mla.up_projected(latent, w_kv)
+    return mla.softmax(mla.queries(x, w_q)[..., :P], k_nope + mla.up_projected(latent.flip(1), w_kv)[0], v)
+
+
+def keys_are_latents(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Queries were taken to the latents by hand."""
+    w_uk, _ = mla.weights(w_kv)
+    q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
+    scores = torch.einsum("bnsp,npl->bnsl", q_nope, w_uk) @ latent[:, None].mT + q_rope @ of_each_head(k_rope).mT
+    return (scores * SCALE).softmax(-1) @ mla.up_projected(latent, w_kv)[1]
+
+
+@pytest.mark.parametrize("function", [by_hand, causal, two_scores, a_second_latent, keys_are_latents])
+def test_few_queries_attend_to_the_latent(function: Function) -> None:
+    module = capture(function, *mla.tensors())
+    before = run(module, *mla.tensors())
+    (outcome,) = rewrite(module, "absorbed")
+    assert outcome.path == "absorbed"
+    check_right(before, run(module, *mla.tensors()))
+    assert not [node for node in module.graph.nodes if _is_of(node, [B, N, T, V])], "values of all heads"
+
+
+def _is_of(node: torch.fx.Node, shape: list[int]) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and [*value.shape] == shape
+
+
+def test_many_queries_stay_as_they_are() -> None:
+    module = capture(by_hand, *mla.tensors())
+    code = module.code
+    (outcome,) = rewrite(module, "chunked")
+    assert outcome.path == "unchanged"
+    assert "expected rope keys that all heads share for many queries, found `" in outcome.reason
+    assert module.code == code
+
+
+def test_under_a_soft_cap_they_stay_as_they_are() -> None:
+    def capped(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        k, v = keys(latent, k_rope, w_kv)
+        return (mla.queries(x, w_q) @ k.mT).tanh().softmax(-1) @ v
+
+    (outcome,) = rewrite(capture(capped, *mla.tensors()), "absorbed")
+    assert outcome.path == "unchanged"
+    assert f"expected {R} columns of the keys to be shared by all heads" in outcome.reason
+
+
+class HalfAbsorbed(nn.Module):
+    """Keys that are the latent, beside rope keys of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_uk, self.w_uv = (nn.Parameter(torch.randn(N, width, L)) for width in (P, V))
+
+    def forward(self, q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+        q_latent = torch.einsum("bnsp,npl->bnsl", q, self.w_uk)
+        scores = (q_latent @ latent[:, None].mT + q_rope @ k_rope.mT) * SCALE
+        return scores.softmax(-1) @ torch.einsum("btl,nvl->bntv", latent, self.w_uv)
+
+
+def test_absorbed_by_hand_they_are_trained() -> None:
+    torch.manual_seed(0)
+    shapes = (B, N, SQ, P), (B, N, SQ, R), (B, T, L), (B, N, T, R)
+    trained = assert_every_gradient(HalfAbsorbed(), [torch.randn(shape) for shape in shapes])
+    assert [outcome.path for outcome in trained.outcomes] == ["absorbed"]
+
+
+def test_otherwise_training_leaves_them() -> None:
+    class Expanded(HalfAbsorbed):
+        def forward(self, q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+            k, v = (torch.einsum("btl,nvl->bntv", latent, weight) for weight in (self.w_uk, self.w_uv))
+            return F.scaled_dot_product_attention(torch.cat([q, q_rope], -1), torch.cat([k, k_rope], -1), v)
+
+    torch.manual_seed(0)
+    shapes = (B, N, SQ, P), (B, N, SQ, R), (B, T, L), (B, N, T, R)
+    trained = assert_every_gradient(Expanded(), [torch.randn(shape) for shape in shapes])
+    assert [outcome.path for outcome in trained.outcomes] == ["unchanged"]
