@@ -3,6 +3,7 @@
 e / (1 + e.sum()),  e = exp(s)                                  a score of 0 that has no value: "softmax one"
 e / (exp(-m) + e.sum()),  e = exp(s - m),  m = s.amax()         the same, after the greatest was taken from all
 e / (exp(t - m) + e.sum()),  e = exp(s - m),  m = max(s.amax(), t)      a sink `t`
+e / (1e-9 + e.sum()),  e = exp(s - m),  m = s.amax()            nothing: the sum is 1 or more, and rounded again
 """
 
 from __future__ import annotations
@@ -53,11 +54,36 @@ def added_to(total: fx.Node, sum_of: Callable[[Any], bool], trace: Trace) -> tup
     return None
 
 
+def reaches_one(exponent: fx.Node, dim: int, trace: Trace) -> bool:
+    """Whether an exponent is scores less the greatest of their row: one of its powers is 1, and no sum of them is less,
+    unless it is no number."""
+    difference = _whole(exponent, trace)
+    if difference is None or difference.target is not aten.sub.Tensor or factor_of(difference) != 1:
+        return False
+    scores, shift = arguments(difference)[:2]
+    return is_tensor(shift) and is_greatest(shift, scores, dim, trace)
+
+
+def above_least(total: fx.Node, trace: Trace) -> fx.Node | None:
+    """The tensor that a total is, where that is at least 1; None if it is not held above a number up to 1."""
+    source = _whole(total, trace)
+    if source is None or source.target not in _AT_LEAST:
+        return None
+    of, least, most = (*arguments(source), None, None)[:3]
+    return of if isinstance(least, int | float) and least <= 1 and most is None and is_tensor(of) else None
+
+
 def shares_of(
-    exponent: fx.Node, base: float, addends: list[Any], dim: int, exponent_of: Callable[[Any], Any], trace: Trace
+    exponent: fx.Node,
+    base: float,
+    addends: list[Any],
+    dim: int,
+    exponent_of: Callable[[Any], Any],
+    trace: Trace,
+    lost: float = 0.0,
 ) -> Shares | None:
     """What `addends` to a sum of exponentials over dimension `dim` are of further keys, `base` the logarithm of their
-    base; None if one is not known to be one."""
+    base; None if one is not known to be one. Numbers less than `lost` are nothing beside a sum that reaches 1."""
     difference = _whole(exponent, trace)
     shift: fx.Node | None = None
     scores = exponent
@@ -76,6 +102,8 @@ def shares_of(
         power, own_base, number = found
         if shift is None and power is None:
             numbers.append(number)
+            continue
+        if power is None and math.exp(number) < lost and reaches_one(exponent, dim, trace):
             continue
         if power is None or own_base != base:
             return None

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..algebra import operations
@@ -25,7 +26,7 @@ from ..nodes.arguments import arguments, aten, is_tensor
 from ..trace.trace import Trace
 from .copies import original_of
 from .scores import constant_of
-from .shares import Shares, added_to, shares_of
+from .shares import Shares, above_least, added_to, reaches_one, shares_of
 from .zeroed import Seen, zeroed
 
 
@@ -127,15 +128,23 @@ def _shared(node: fx.Node, numerator: fx.Node, source: fx.Node, total: fx.Node, 
         dim = _summed_dim(addend, source, trace)
         return dim is not None and _spans(trace[addend], trace[numerator], dim)
 
-    exponent, added = exponent_of(source), added_to(total, sums, trace)
+    exponent, added, held = exponent_of(source), added_to(total, sums, trace), above_least(total, trace)
+    if exponent is not None and held is not None and sums(held):
+        own = _summed_dim(held, source, trace)
+        whole = own is not None and reaches_one(exponent[0], own, trace) and _spans(trace[total], trace[numerator], own)
+        return Weights(node, exponent[0], own, factor=exponent[1]) if own is not None and whole else None
     if exponent is None or added is None or len(trace[total].dims) != len(trace[numerator].dims):
         return None
     dim = _summed_dim(added[0], source, trace)
     if dim is None or not _spans(trace[total], trace[numerator], dim):
         return None
-    shares = shares_of(*exponent, added[1], dim, exponent_of, trace)
+    dtypes = [tensor.meta["val"].dtype for tensor in (added[0], total)]
+    lost = min(torch.finfo(dtype).eps for dtype in dtypes) / 2
+    shares = shares_of(*exponent, added[1], dim, exponent_of, trace, lost)
     if shares is None:
         return None
+    if not shares.sinks and not shares.numbers:
+        return Weights(node, exponent[0], dim, factor=exponent[1])
     return Weights(node, shares.scores, dim, factor=exponent[1], safe=shares.safe, shares=shares)
 
 

@@ -140,7 +140,7 @@ class ByHeadsCode:
             q if piece.scale == own[0].scale else q * (piece.scale / own[0].scale)
             for piece, q in zip(own, queries, strict=True)
         ]
-        return torch.cat([q.to(self.dtypes[index]) for q in scaled], dim=-1)
+        return side_by_side([q.to(self.dtypes[index]) for q in scaled])
 
     def _of_all_heads(self, tensors: dict[str, Any]) -> Tensor:
         """`[B, N, Sq, V]`"""
@@ -186,12 +186,17 @@ class ByHeadsCode:
         dtype, heads = queries.dtype, queries.shape[1]
         own = [key for piece, key in zip(self.pieces, keys, strict=True) if piece.of == index]
         columns = [(key if key.shape[1] == heads else key.expand(-1, heads, -1, -1)).to(dtype) for key in own]
-        product = queries @ torch.cat(columns, dim=-1).mT
+        product = queries @ side_by_side(columns).mT
         scale = next(piece.scale for piece in self.pieces if piece.of == index)
         product = product if scale == 1.0 else product * scale
         for shift, added in zip(self.site.shifts, shifts, strict=True):
             product = product + (added * shift.scale).to(dtype) if shift.of == index else product
         return product
+
+
+def side_by_side(columns: Sequence[Tensor]) -> Tensor:
+    """Joined along the last dimension. A join of one has other strides for who decomposes it than for who traces it."""
+    return columns[0] if len(columns) == 1 else torch.cat(list(columns), dim=-1)
 
 
 def refuse_reader(site: Site) -> None:

@@ -77,6 +77,39 @@ def test_what_a_softmax_does_not_see_needs_no_gradients(layer):
     assert_trained(layer(), hidden(), rewritten=1)
 
 
+class Biased(Layer):
+    """Keys and values have biases, of which a softmax does not see those of the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_keys, self.of_values = (nn.Parameter(torch.randn(N, 1, width)) for width in (P, V))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def up_projected(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = super().up_projected(latent)
+        return k + self.of_keys, v + self.of_values
+
+
+def test_what_a_softmax_does_not_see_has_a_gradient_of_zero():
+    """And not none, which optimizers pass over and ranks wait for."""
+    torch.manual_seed(0)
+    module = Biased()
+    assert_trained(module, hidden(), rewritten=1)
+    with torch.enable_grad():
+        Rewritten(module)(hidden()).sum().backward()
+    assert {name for name, parameter in module.named_parameters() if parameter.grad is None} == {"unused"}
+    assert module.of_keys.grad.count_nonzero() == 0
+    assert module.of_values.grad.count_nonzero() > 0
+
+
+def test_nor_has_what_is_frozen_one():
+    torch.manual_seed(0)
+    module = Biased()
+    module.of_keys.requires_grad_(False)
+    compiled = assert_trained(module, hidden(), rewritten=1)
+    assert not [node for node in compiled.graphs[0].graph.nodes if node.target == "narrow"]
+
+
 class Written(Layer):
     """Keys in a buffer of their own."""
 
