@@ -160,10 +160,6 @@ ODD: dict[str, tuple[Function, str | None]] = {
     "no mask in a decoder": (mla.combined_sdpa, None),
     "another scale for one query": (prefill_and_decode, None),
     "a rope key divided by the number of heads": (lambda *a: joined(*a, lambda k: k / N), None),
-    "a rope key a head": (
-        lambda *a: joined(*a, lambda k: (mla.to_heads(k) * torch.arange(1, N + 1)[:, None, None]).sin()),
-        "shared by all heads",
-    ),
     "two scales and a constant": (two_scales, None),
     "a mask of -1e4": (masked(-1e4), None),
     "a mask of the least number": (masked(torch.finfo(torch.float64).min), None),

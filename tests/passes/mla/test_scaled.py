@@ -75,9 +75,19 @@ def test_a_number_of_each_key_belongs_to_the_scores(function: Function) -> None:
 
 UNCHANGED: dict[str, Function] = {
     "a number over keys": keys(lambda k: ramp(N, 1, 1) / k),
+}
+
+
+OF_EACH_HEAD: dict[str, Function] = {
     "a number a head and rope key": ropes(lambda k: k * ramp(N, T, 1)),
     "a sum with a number a head": ropes(lambda k: k + ramp(N, T, 1)),
 }
+
+
+@pytest.mark.parametrize("function", OF_EACH_HEAD.values(), ids=OF_EACH_HEAD)
+def test_what_makes_rope_keys_those_of_each_head_leaves_few_queries_the_latent(function: Function) -> None:
+    paths = {path: outcome.path for path, _, (outcome,) in compiled(function, mla.tensors())}
+    assert paths == {"absorbed": "absorbed", "chunked": "unchanged"}
 
 
 @pytest.mark.parametrize("function", UNCHANGED.values(), ids=UNCHANGED)
