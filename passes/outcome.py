@@ -14,8 +14,8 @@ from .nodes.source import Frame, common_frame, trail
 class Outcome:
     """One attention: where it stands in the user's source, its path, and why.
 
-    `path` is `absorbed`, `chunked`, `sparse` or `unchanged`, and in an exported program, where the sizes of a run may
-    decide, `absorbed or chunked`. `shapes` maps the words `B, Sq, T, N, L, P, R, V` to sizes
+    `path` is `absorbed`, `chunked`, `sparse`, `values` or `unchanged`, and in an exported program, where the sizes of a
+    run may decide, `absorbed or chunked`. `shapes` maps the words `B, Sq, T, N, L, P, R, V` to sizes
     as text (symbolic ones as expressions), empty where the attention is no MLA site. `guards` are the inequalities
     between symbolic sizes under which the path was chosen. `mask` says what hides keys from queries: `none`, or
     `sequences`, `causal`, `lengths`, `window`, `padding`, `top-k` and `tensor` (some tensor) joined by ` + `; empty

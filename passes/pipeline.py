@@ -26,6 +26,7 @@ from .mla.nearest import with_nearest_queries
 from .mla.prove import prove
 from .mla.queries import query_latent
 from .mla.site import Site
+from .mla.values_alone import prove_or_values_alone
 from .nodes.arguments import aten
 from .nodes.refusal import Refusal
 from .nodes.source import common_frame
@@ -122,13 +123,19 @@ class Pipeline:
             agreement=self.agreement,
         )
 
+    def _proved(self, found: Attention, trace: Trace, choose: Chooser) -> Site:
+        site = prove(found, trace) if self.training else prove_or_values_alone(found, trace)
+        if site.unproved_keys is not None:
+            choose.where_values_pay(site)  # before masks are understood: most attention is no MLA
+        return site
+
     def _treat(self, found: Attention | Refusal, trace: Trace, choose: Chooser, rewriter: Rewriter) -> Result:
         result = Result(found.node, environment=choose.environment)
         try:
             if isinstance(found, Refusal):
                 raise found
             result.found = found
-            site = prove(found, trace)
+            site = self._proved(found, trace, choose)
             result.site = site if self.training else with_nearest_queries(site)
             result.meaning = understand(result.site, trace)
             result.choice = choose(result.site, result.meaning, trace)
@@ -161,7 +168,8 @@ def _ends_of_up_projections(site: Site) -> tuple[str | None, list[str]]:
 def _rewritten(site: Site, meaning: Meaning, choice: Choice) -> Outcome:
     frame = common_frame(site.node, _sources(site))
     shapes = {name: str(size) for name, size in site.sizes.items()}
-    hint = copying(site)
+    hints = copying(site), site.unproved_keys is not None and f"to have keys absorbed too, {site.unproved_keys.remedy}"
+    hint = "; ".join(hint for hint in hints if hint)
     return rewritten(site.node, frame, choice.word, choice.reason, shapes, choice.guards, meaning.words, hint)
 
 

@@ -163,7 +163,7 @@ def _costs(costs: list[PathCost]) -> str:
 def _crossings(model: Model) -> str:
     """Nothing where there is only one path."""
     paths = model.drawn
-    if len(paths) == 1:
+    if len(paths) <= 1:
         return ""
     title = f"Where {' and '.join(path.word for path in paths)} cross"
     legend = _legend({style(path.word): f"{path.word}{', dashed' * path.expands}" for path in paths})
@@ -182,11 +182,12 @@ def _details(title: str, content: str) -> str:
 def proof(proved: Proved) -> list[tuple[str, str]]:
     """What each part of the attention is in the graph, in words."""
     site = proved.site
+    without = "none: absorbed by hand" if site.unproved_keys is None else "none: keys stay what the graph computes"
     lines = [
         ("latent", name(site.latent.read)),
-        ("W_UK", "none: absorbed by hand" if site.w_uk is None else name(site.w_uk)),
+        ("W_UK", without if site.w_uk is None else name(site.w_uk)),
         ("W_UV", "none: absorbed by hand" if site.w_uv is None else name(site.w_uv)),
-        ("query without rope", name(site.nope.query.read)),
+        ("query" if site.unproved_keys is not None else "query without rope", name(site.nope.query.read)),
         *((f"rope key, {piece.width} wide", name(piece.key.read)) for piece in site.ropes),
         *((f"rope key of each head, {piece.width} wide", name(piece.key.read)) for piece in site.own_ropes),
         ("scale", f"{site.nope.scale:.6g}"),

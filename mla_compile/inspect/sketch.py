@@ -112,6 +112,8 @@ def entrances(proved: Proved) -> dict[str, tuple[str, Kind]]:
     add(site.w_uk, "W_UK", "weight")
     add(site.w_uv, "W_UV", "weight")
     add(site.nope.query.read, "query", "query")
+    if site.unproved_keys is not None:
+        add(site.nope.key.read, "key", "query")
     for rope in site.ropes:
         add(rope.query.read, "query", "query")
     for mask in site.attention.masks:

@@ -13,42 +13,29 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
 
-from ..algebra.made import contracted
 from ..algebra.operations import alike, piece_of
 from ..algebra.sizes import Size, known_at_most, product, same, total
 from ..algebra.substitution import Slice, change_read, change_term
-from ..algebra.terms import Axis, Dim, Join, Product, Read, Sum, Term, Undefined, Unread, Zero, made_of
+from ..algebra.terms import Axis, Dim, Join, Read, Sum, Term, Undefined, Zero
 from ..attention.attention import Attention, Score
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 from .apart import shared_by_heads
+from .computed import computed
 from .gated import ungated
 from .groups import groups_of, in_groups
 from .own_ropes import SHARE, as_biases, own_of
 from .products import UpProjection, gathered, same_tensor, up_projection
+from .readable import is_held
 from .scaled import with_scaled_queries, with_scaled_query
 from .site import Groups, Piece, Site
+from .values import Values, readings
 from .why_not import describe, name, no_up_projection, stored_expanded
-
-
-@dataclass(frozen=True)
-class _Values:
-    """Values as an up-projection `w_uv` of a latent, or as the latent itself, whose columns are `rank` then.
-
-    `opened`: keys that were put together from several tensors are seen as those.
-    """
-
-    latent: Term
-    rank: Dim
-    w_uv: Read | None
-    scale: float = 1.0
-    biases: tuple[Read, ...] = ()
-    opened: bool = False
 
 
 def prove(attention: Attention, trace: Trace) -> Site:
@@ -62,7 +49,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
     as_written, attention = attention, with_scaled_queries(attention, trace)
     refusals: list[Refusal] = []
     best: Site | None = None
-    for values in _readings(attention):
+    for values in readings(attention):
         if best is not None and (values.w_uv is not None or values.opened or not _share_a_tensor(attention)):
             continue
         try:
@@ -74,7 +61,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
             best = site
     if best is None:
         with contextlib.suppress(Refusal):
-            return _prove(as_written, _Values(as_written.value, as_written.columns, None), trace)
+            return _prove(as_written, Values(as_written.value, as_written.columns, None), trace)
         with contextlib.suppress(Refusal):
             if (multiplied := ungated(attention, trace)) is not None:
                 return prove(multiplied, trace)
@@ -82,7 +69,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
             if (split := in_groups(attention)) is not None:
                 return _of_groups(*split, trace)
         with contextlib.suppress(Refusal):
-            return _prove(attention, next(_readings(attention)), trace, apart=True)
+            return _prove(attention, next(readings(attention)), trace, apart=True)
         raise refusals[0]
     return best
 
@@ -113,21 +100,7 @@ def _width(site: Site) -> Size:
     return product(axis.size for axis in (site.latent.read.axes | {*site.rank}).difference(site.attention.keys))
 
 
-def _readings(attention: Attention) -> Iterator[_Values]:
-    """What the values may be, the best first."""
-    keys = set(attention.keys)
-    varying, biases = _apart(attention.value, keys)
-    factors = up_projection(varying, keys)
-    as_they_are = _Values(attention.value, attention.columns, None)
-    readings = [as_they_are]
-    if factors is not None and factors.latent.axes.isdisjoint(attention.columns):
-        readings.insert(0, _Values(factors.latent, factors.rank, factors.weight, factors.scale, biases))
-    yield from readings
-    if any(score.key.joined is not None or isinstance(score.key.parts, Join) for score in attention.scores):
-        yield from (replace(values, opened=True) for values in readings)
-
-
-def _prove(attention: Attention, values: _Values, trace: Trace, *, apart: bool = False) -> Site:
+def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = False) -> Site:
     """The site that an attention is if its values are these, and `apart` from its keys."""
     node, keys, rows = attention.node, set(attention.keys), set(attention.rows)
     if values.scale != 1.0:
@@ -151,12 +124,12 @@ def _prove(attention: Attention, values: _Values, trace: Trace, *, apart: bool =
     heads = rows - batch - tokens  # also those of the queries alone, which share their keys and values
     for rope in ropes:
         if not rope.key.axes <= batch | keys | set(rope.summed):
-            raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", SHARE)
-    nope, ropes, own, shifts = _computed(nope), *(list(map(_computed, part)) for part in (ropes, own, shifts))
+            raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", _SHARE)
+    nope, ropes, shifts = computed(nope), list(map(computed, ropes)), list(map(computed, shifts))
     reads = [latent.read, w_uk, w_uv, nope.query.read, *biases]
     reads += [read for piece in (*ropes, *own, *shifts) for read in (piece.query.read, piece.key.read)]
     for read in reads:
-        if read is not None and not _is_held(read):
+        if read is not None and not is_held(read):
             raise Refusal(node, f"expected operands that the graph holds, found a part of {name(read)}")
     if attention.shared and node.meta["val"].dtype == torch.float64:
         raise Refusal(node, "expected at most float32 where scores without values share in the weights, found float64")
@@ -179,8 +152,8 @@ def _prove(attention: Attention, values: _Values, trace: Trace, *, apart: bool =
 
 
 def _told_apart(
-    attention: Attention, values: _Values, trace: Trace, *, apart: bool
-) -> tuple[_Values, Read | None, Piece, list[Piece], list[Piece]]:
+    attention: Attention, values: Values, trace: Trace, *, apart: bool
+) -> tuple[Values, Read | None, Piece, list[Piece], list[Piece]]:
     """The pieces of the keys: the nope columns, rope keys, and what is the same for all keys, which adds one number to
     all scores of a row: a softmax does not see it. Before them the values over the axes of the nope columns, and W_UK.
     """
@@ -225,30 +198,6 @@ def _told_apart(
         found = values.latent.read if w_uv is not None else None
         raise stored_expanded(attention, trace) or no_up_projection(attention, [p.key for p in pieces], found, trace)
     return replace(values, latent=latent, rank=rank, w_uv=w_uv), w_uk, nope, ropes, shifts
-
-
-def _computed(piece: Piece) -> Piece:
-    """A piece whose query is read, or computed where it is a product that is held in parts alone."""
-    query = piece.query
-    if not isinstance(query.read.source, Unread) or not isinstance(query.parts, Product):
-        return piece
-    left, right, summed, scale = query.parts.left, query.parts.right, query.parts.summed, query.parts.scale
-    read = contracted(left.read, right.read, summed)
-    return replace(piece, query=Term(replace(read, then=query.read.then), query.parts), scale=piece.scale * scale)
-
-
-def _is_held(read: Read) -> bool:
-    """Whether all that is read is in tensors of the graph."""
-    return not isinstance(read.source, Unread) and all(map(_is_held, made_of(read.source)))
-
-
-def _apart(value: Term, keys: set[Axis]) -> tuple[Term, tuple[Read, ...]]:
-    """Values as the one term that differs between keys, and what is added to it for all of them."""
-    if isinstance(value.parts, Sum):
-        varying = gathered([term for term in value.parts.terms if term.axes & keys], keys)
-        if len(varying) == 1:
-            return varying[0], tuple(term.read for term in value.parts.terms if term.axes.isdisjoint(keys))
-    return value, ()
 
 
 def _up_projected(piece: Piece, keys: set[Axis], latent: Term, rank: Dim) -> UpProjection | None:
@@ -304,7 +253,7 @@ def _first_column(piece: Piece, latent: Read, rank: Dim) -> Size | None:
 
 
 def _pieces(
-    node: fx.Node, score: Score, keys: set[Axis], heads: set[Axis], values: _Values, trace: Trace, inner: bool = False
+    node: fx.Node, score: Score, keys: set[Axis], heads: set[Axis], values: Values, trace: Trace, inner: bool = False
 ) -> Iterator[Piece]:
     """The columns of a score's contraction, piece by piece as far as the pieces differ between heads, and what is added
     up in them term by term, if the graph holds the terms; if values are `opened`, piece by piece also where keys were
@@ -329,8 +278,8 @@ def _pieces(
             for term in gathered(join.terms, keys)
             for piece in _pieces(node, replace(score, key=term), keys, heads, values, trace, inner)
         ]
-        held = all(_is_held(piece.key.read) or _is_of_latent(piece, keys, values) for piece in apart)
-        if held or not _is_held(score.key.read):
+        held = all(is_held(piece.key.read) or _is_of_latent(piece, keys, values) for piece in apart)
+        if held or not is_held(score.key.read):
             yield from apart
             return
     shared = heads and not score.key.axes & heads and not opened
@@ -343,7 +292,7 @@ def _pieces(
         yield from _pieces(node, Score(query, term, axes, score.scale), keys, heads, values, trace, inner=True)
 
 
-def _is_of_latent(piece: Piece, keys: set[Axis], values: _Values) -> bool:
+def _is_of_latent(piece: Piece, keys: set[Axis], values: Values) -> bool:
     latent, rank = values.latent, values.rank
     return _up_projected(piece, keys, latent, rank) is not None or _absorbed(piece, latent, rank)
 

@@ -1,6 +1,7 @@
 """An MLA site: which terms are its latent, rope key, up-projections and queries, over the axes of its attention.
 
-Attention that was absorbed by hand (the keys and the values *are* the latent) is a site too, without up-projections.
+Attention that was absorbed by hand (the keys and the values *are* the latent) is a site too, without up-projections,
+and so is one whose values alone are up-projected.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from torch import fx
 from ..algebra.sizes import Size, product, total
 from ..algebra.terms import Dim, Read, Term
 from ..attention.attention import Attention
+from ..nodes.refusal import Refusal
+from .kept_columns import KeptColumns
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,22 @@ class Site:
     """What the biases of the keys add to all scores of a row, where that matters: to sinks, which lack it."""
     apart: bool = False
     """Whether the latent is that of the values alone: the keys are rope keys, and `nope` is the first of them."""
-    own_ropes: tuple[Piece, ...] = ()
-    """Rope keys that each head has for itself. The attention has their products among its masks, to be added."""
+    unproved_keys: Refusal | None = None
+    """Why keys stay what the graph computes: values alone are an up-projection then, and scores, of which `nope` is the
+    first summand, are those of `attention`. None where keys are an up-projection too."""
+    kept: KeptColumns | None = None
+    """What is still read of the product that makes the values of a site without keys; None if nothing is."""
     groups: Groups | None = None
     """Of an attention whose groups of heads have a latent each, of which this site is the first."""
 
     @property
     def node(self) -> fx.Node:
         return self.attention.node
+
+    @property
+    def value_heads(self) -> Dim:
+        """The heads that have values of their own, which groups of query heads may share."""
+        return tuple(axis for axis in self.heads if self.w_uv is not None and axis in self.w_uv.axes)
 
     @property
     def sizes(self) -> dict[str, Size]:

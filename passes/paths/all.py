@@ -14,8 +14,9 @@ from .trained import Trained
 from .trained_absorbed import TrainedAbsorbed
 from .trained_by_heads import TrainedByHeads
 from .trained_with_scores import TrainedWithScores
+from .values import ValuesAlone
 
-PATHS: tuple[Path, ...] = (Absorbed(), Opaque(), Chunked(), ByHeads(), Sparse())
+PATHS: tuple[Path, ...] = (Absorbed(), Opaque(), Chunked(), ByHeads(), Sparse(), ValuesAlone())
 """In the order in which the cost model prefers them on a tie."""
 
 TRAINED: tuple[Path, ...] = (Trained(), TrainedAbsorbed(), TrainedWithScores(), TrainedByHeads())
@@ -39,7 +40,8 @@ def path_named(name: str) -> Path:
 
 def paths_of(site: Site, meaning: Meaning, *, training: bool = False) -> tuple[Path, ...]:
     """Those that come into question for a site, in order; `training` where its graph needs gradients."""
-    return tuple(path for path in (TRAINED if training else PATHS) if path.takes(site, meaning))
+    alone, known = site.unproved_keys is not None, TRAINED if training else PATHS
+    return tuple(path for path in known if path.of_values_alone == alone and path.takes(site, meaning))
 
 
 def words() -> tuple[str, ...]:

@@ -39,7 +39,9 @@ from .form import Form
 from .of_groups import FormOfGroups
 from .of_ranks import OfRanks
 from .path import Path
+from .values import ValuesAlone, pays
 
+_VALUES = ValuesAlone()
 Ranges = Mapping[sympy.Symbol, ValueRanges]
 
 
@@ -101,6 +103,8 @@ class Chooser:
         Raises:
             Refusal: if rewriting would gain nothing.
         """
+        if site.unproved_keys is not None:
+            return self._of_values_alone(site, meaning)
         candidates = every.paths_of(site, meaning, training=self.training)
         asked = next((path for path in candidates if path.word == self.wanted), None)
         plan = self._plan(site, meaning, trace, candidates if asked is None else (asked,))
@@ -110,6 +114,31 @@ class Chooser:
         settled.refuse(site, asked=asked is not None)
         why = settled.as_written(site) or (settled.why if asked is None else "asked for by mla.path")
         return Choice(plan.form(settled), why, self._guard(plan.conditions))
+
+    def where_values_pay(self, site: Site) -> tuple[Relational, ...]:
+        """Where the values alone of a site whose keys stay are better up-projected after their sum.
+
+        Raises:
+            Refusal: that of its keys, if this is no such place.
+        """
+        assert site.unproved_keys is not None
+        if site.node.meta["val"].device.type != "cpu" or self.training or self.wanted not in (every.AUTO, _VALUES.word):
+            raise site.unproved_keys
+        if self.wanted == _VALUES.word:
+            return ()
+        hints = hints_of(site.sizes.values(), self.environment) if self.environment is not None else {}
+        conditions = pays(site, self.device, hints)
+        if conditions is None or any(map(unbacked_in, conditions)):
+            raise site.unproved_keys
+        if self.ranges is not None and not all(_holds(condition, self.ranges) for condition in conditions):
+            raise site.unproved_keys
+        return conditions
+
+    def _of_values_alone(self, site: Site, meaning: Meaning) -> Choice:
+        guards = self._guard(self.where_values_pay(site)) if self.ranges is None else ()
+        numbers = ", ".join(f"{name}={site.sizes[name]}" for name in ("Sq", "T"))
+        why = f"{_VALUES.why} ({numbers})" if self.wanted == every.AUTO else "asked for by mla.path"
+        return Choice(form_of(_VALUES, site, meaning), f"{why}; keys as they are: {site.unproved_keys}", guards)
 
     def _plan(self, site: Site, meaning: Meaning, trace: Trace, candidates: tuple[Path, ...]) -> _Plan:
         """The paths that leave keys on the ranks that have them, if there are some and that pays; else all."""

@@ -84,20 +84,28 @@ class OneOpCode:
         own = site if self.exchange is None else self.exchange.operands(site)
         attend = self.path.attend if self.exchange is None else self.exchange.around(self.path.attend)
         o, lse = attend(op, self.path.prepared(operands_of(own, self.keys, self.carrier, read)), self.workspace_tokens)
-        rows, columns = (site.batch, site.tokens, site.heads), site.attention.columns
-        empty = lse.isneginf().unsqueeze(-1) if self.carrier.may_be_empty else None
-        for bias in site.biases:
-            addend = read(bias, *rows, columns)
-            o = o + (addend if empty is None else torch.where(empty, 0, addend))
-        o, columns = padded(o, site, read.realize)
-        if site.attention.shared:
-            o = _share(site, read, o, lse)
-        if site.attention.strict_rows and empty is not None:
-            o = torch.where(empty, math.nan, o)
-        if site.attention.numbers:
-            o = torch.where(_are_numbers(site, read, lse), o, 0)
-        output = write_as(o, (*rows, columns), site.attention.dims, read.realize)
-        return output.to(site.node.meta["val"].dtype)
+        return finished(site, self.carrier, read, o, lse)
+
+
+def finished(site: Site, carrier: Carrier, read: Reader, o: Tensor, lse: Tensor) -> Tensor:
+    """What takes the place of an attention, of its output `[B, Sq, N, V]` and the log-sum-exp of its scores.
+
+    With what is added to the values of all keys, what sinks leave, and rows that see nothing as the graph has them.
+    """
+    rows, columns = (site.batch, site.tokens, site.heads), site.attention.columns
+    empty = lse.isneginf().unsqueeze(-1) if carrier.may_be_empty else None
+    for bias in site.biases:
+        addend = read(bias, *rows, columns)
+        o = o + (addend if empty is None else torch.where(empty, 0, addend))
+    o, columns = padded(o, site, read.realize)
+    if site.attention.shared:
+        o = _share(site, read, o, lse)
+    if site.attention.strict_rows and empty is not None:
+        o = torch.where(empty, math.nan, o)
+    if site.attention.numbers:
+        o = torch.where(_are_numbers(site, read, lse), o, 0)
+    output = write_as(o, (*rows, columns), site.attention.dims, read.realize)
+    return output.to(site.node.meta["val"].dtype)
 
 
 def _share(site: Site, read: Reader, o: Tensor, lse: Tensor) -> Tensor:

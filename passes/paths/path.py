@@ -49,6 +49,8 @@ class Path(ABC):
     """Whether `mla.path` may ask for it: whether it is a path of any site."""
     may_branch: ClassVar[bool] = False
     """Whether its code may stand in a branch that a run takes or not."""
+    of_values_alone: ClassVar[bool] = False
+    """Whether it is a path of sites whose keys stay as they are, and of no others."""
     expands: ClassVar[bool] = False
     """Whether heads get keys and values of their own, a workspace at a time, rather than attend to the latents."""
 

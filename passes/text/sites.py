@@ -9,7 +9,7 @@ score[b, s, n, t] = 0.088 * (sum_p q_nope k + sum_r q_rope k_rope)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..algebra.terms import Dim, Read
 from ..mla.site import Site
@@ -39,7 +39,9 @@ def _tensors(site: Site, names: Names) -> Iterator[tuple[str, str]]:
         yield line("w_uk", site.w_uk, site.heads, nope.summed, site.rank)
     if site.w_uv is not None:
         yield line("w_uv", site.w_uv, site.heads, columns, site.rank)
-    if not site.apart:
+    if site.unproved_keys is not None:
+        yield from _scores_as_they_are(site, line)
+    elif not site.apart:
         yield line("q_nope", nope.query.read, *rows, nope.summed)
     for number, rope in enumerate(site.ropes):
         own = "" if len(site.ropes) == 1 else str(number)
@@ -59,15 +61,36 @@ def _tensors(site: Site, names: Names) -> Iterator[tuple[str, str]]:
         yield name, text if sink.factor == 1 else f"{sink.factor:g} * {text}"
     if site.attention.share > -math.inf:
         yield "share", f"{site.attention.share:g}"
-    yield f"score{names.shape((*rows, keys))}", _score(site, names)
+    if site.unproved_keys is None or site.attention.opaque is None:
+        yield f"score{names.shape((*rows, keys))}", _score(site, names)
     values = "latent" if site.w_uv is None else f"(sum_{_letters(site.rank, names)} latent w_uv)"
     bias = " + bias" * len(site.biases)
     weights = "weights" if site.attention.opaque is not None else "softmax(score)"
     yield f"o{names.shape((*rows, columns))}", f"sum_{_letters(keys, names)} {weights} {values}{bias}"
 
 
+def _scores_as_they_are(site: Site, line: Callable[..., tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Weights that some function made, or what is multiplied, of keys of which no more is known."""
+    rows, keys, opaque = (site.batch, site.tokens, site.heads), site.attention.keys, site.attention.opaque
+    if opaque is not None:
+        yield line("weights", opaque.weights, *rows, keys)
+        return
+    for number, score in enumerate(site.attention.scores):
+        own = "" if len(site.attention.scores) == 1 else str(number)
+        yield line(f"q{own}", score.query.read, *rows, score.summed)
+        yield line(f"k{own}", score.key.read, site.batch, site.heads, keys, score.summed)
+
+
 def _score(site: Site, names: Names) -> str:
     nope = site.nope
+    if site.unproved_keys is not None:
+        scores = site.attention.scores
+        numbers = [""] if len(scores) == 1 else list(map(str, range(len(scores))))
+        products = (
+            f"{score.scale:.6g} * sum_{_letters(score.summed, names)} q{number} k{number}"
+            for score, number in zip(scores, numbers, strict=True)
+        )
+        return " + ".join(products)
     key = "latent" if site.w_uk is None else f"(sum_{_letters(site.rank, names)} latent w_uk)"
     parts = [] if site.apart else [f"{nope.scale:.6g} * sum_{_letters(nope.summed, names)} q_nope {key}"]
     for number, rope in enumerate(site.ropes):

@@ -41,6 +41,10 @@ class Trace:
     def __getitem__(self, node: fx.Node) -> Form:
         return self._forms[node]
 
+    def __contains__(self, node: fx.Node) -> bool:
+        """Whether a node was there when the graph was traced, and is a tensor."""
+        return node in self._forms
+
     def lost(self, term: Term) -> Lost | None:
         """Why no more is known of what a term is made of, and the node at which the trace stopped.
 

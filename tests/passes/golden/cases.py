@@ -126,6 +126,20 @@ def soft_cap(q: Tensor, latent: Tensor, k_rope: Tensor, w_kv: Tensor) -> Tensor:
     return by_hand(lambda scores: (30 * torch.tanh(scores / 30)).softmax(-1), q, latent, k_rope, w_kv)
 
 
+def turned_keys(q: Tensor, past: Tensor, new: Tensor, angle: Tensor, w_kv: Tensor) -> Tensor:
+    """Keys that a rope turns after their up-projection."""
+    latent = torch.cat([past, new], dim=1)
+    k, v = (latent @ w_kv.T).unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], dim=-1)
+    k = k * angle.cos() + torch.cat([-k[..., P // 2 :], k[..., : P // 2]], dim=-1) * angle.sin()
+    return torch.ops.mla.sealed_attention(q[..., :P], k, v, None, 0.0, False, None, False)
+
+
+def capped_turned_keys(q: Tensor, past: Tensor, new: Tensor, angle: Tensor, w_kv: Tensor) -> Tensor:
+    latent = torch.cat([past, new], dim=1)
+    k, v = (latent @ w_kv.T).unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], dim=-1)
+    return (30 * torch.tanh(q[..., :P] @ (k * angle.cos()).mT / 30)).softmax(-1) @ v
+
+
 def absorbed_by_hand(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
     scores = q_latent @ latent[:, None].mT + q_rope @ k_rope[:, None].mT
     return (scores * (P + R) ** -0.5).softmax(-1) @ latent[:, None]
@@ -135,6 +149,7 @@ KEYS = LATENT, K_ROPE, W_KV
 IN_PAGES = POOL, TABLE, LENGTHS, W_KV
 IN_FP8 = NUMBERS, SCALES, random(PAGES, PAGE_SIZE, R), TABLE, W_KV
 STATIC = random(B, T, L + R), random(B, SQ, L + R), LENGTHS, W_KV
+TURNED = LATENT[:, SQ:], LATENT[:, :SQ], random(T, P), W_KV
 GROWN = LATENT[:, SQ:], K_ROPE, LATENT[:, :SQ], W_KV
 ANY = (0, 2), (0, 1), (0, 1), ()
 """Symbols for sequences, queries and keys."""
@@ -165,6 +180,8 @@ CASES = {
     "sparse, FP8 keys": Case(
         named_fp8, (queries(), SCORES, LATENT.to(FP8), K_ROPE, random(B, T, 1).abs(), W_KV), "sparse"
     ),
+    "values, growing": Case(turned_keys, (queries(), *TURNED), "values"),
+    "values, opaque": Case(capped_turned_keys, (queries(), *TURNED), "values"),
     "opaque, plain": Case(soft_cap, (queries(), *KEYS), "absorbed"),
     "either, exported": Case(plain, (queries(), *KEYS), "auto", ANY, exported=True),
     "absorbed, exported": Case(causal, (queries(), *KEYS), "absorbed", ANY, exported=True),

@@ -9,7 +9,7 @@ import torch
 from mla_compile.passes.attention.attention import Attention
 from mla_compile.passes.attention.find import find
 from mla_compile.passes.masks.meaning import understand
-from mla_compile.passes.mla.prove import prove
+from mla_compile.passes.mla.values_alone import prove_or_values_alone
 from mla_compile.passes.pipeline import Pipeline
 from mla_compile.passes.text.graphs import graph_text
 from mla_compile.passes.text.masks import mask_text
@@ -34,7 +34,7 @@ def text_of(case: Case) -> str:
     trace = Trace(module.graph)
     (attention,) = find(module.graph, trace)
     assert isinstance(attention, Attention)
-    proved = prove(attention, trace)
+    proved = prove_or_values_alone(attention, trace)
     site = site_text(proved)
     mask = mask_text(proved, understand(proved, trace))
     mode = torch._guards.detect_fake_mode([node.meta["val"] for node in module.graph.nodes if "val" in node.meta])

@@ -47,8 +47,9 @@ def test_each_path_has_its_own_cost() -> None:
         "chunked": chunked_cost(DIMS, 2, 100),
         "by heads": chunked_cost(DIMS, 2, 100),
         "sparse": sparse_cost(DIMS, 2, 7),
+        "values": every.path_named("values").cost(DIMS, 2, 1, None),
     }
-    assert len(set(costs.values())) == 3
+    assert len(set(costs.values())) == 4
 
 
 def test_the_sparse_path_has_no_cost_without_a_number_of_keys() -> None:

@@ -1,0 +1,102 @@
+"""Columns of a product that are left when values are no longer read, where one weight makes keys and values.
+
+    kv = latent @ W_KV;  k = rope(kv[..., :P]);  v = kv[..., P:]         with v:      T L (P + V) multiply-adds a head
+    k = rope(latent @ W_KV[:, :P])                                       without:     T L P
+
+Nothing takes a product apart of which a part is not read, so that values would still be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from ..algebra.sizes import product
+from ..algebra.terms import Form, Product, Read, Term, Unread
+from ..attention.attention import Attention
+from ..nodes.arguments import is_tensor
+from ..nodes.refusal import Refusal
+from ..nodes.shapes import shape_of
+from ..trace.trace import Trace
+from .readable import is_held
+
+_SIZES = torch.SymInt, int
+
+
+@dataclass(frozen=True)
+class KeptColumns:
+    """A view of a product, `place`, through which alone it is read but for values; `form` is what that is."""
+
+    place: fx.Node
+    form: Form
+
+
+def kept_columns(values: Term, attention: Attention, trace: Trace, why: Refusal) -> KeptColumns | None:
+    """What is still read of the product that makes `values`; None if that is nothing.
+
+    Raises:
+        Refusal: `why`, if that may be all of it.
+    """
+    source = values.read.source
+    made = source.node if isinstance(source, Unread) else source
+    if not isinstance(made, fx.Node):
+        raise why
+    if attention.opaque is None and any(made in _nodes(score.key.read) for score in attention.scores):
+        raise why  # keys are read from the product, not from a view of it
+    chain = list(_chain(made, attention, trace))
+    if not chain:
+        return None
+    place = chain[-1]
+    form = trace[place]
+    parts = form.term.parts
+    if not isinstance(parts, Product) or not all(is_held(side.read) for side in (parts.left, parts.right)):
+        raise why
+    axes = {axis for dim in form.dims for axis in dim}
+    left = sympy.cancel(sympy.sympify(product(shape_of(place))) / product(shape_of(made)))
+    sides = parts.left.axes | parts.right.axes
+    if not (left.is_number and left < 1) or parts.left.axes & parts.right.axes & axes or not axes <= sides:
+        raise why
+    return KeptColumns(place, form)
+
+
+def _nodes(read: Read) -> list[object]:
+    return [read.source.node if isinstance(read.source, Unread) else read.source]
+
+
+def _chain(made: fx.Node, attention: Attention, trace: Trace) -> Iterator[fx.Node]:
+    """The tensor and its views, one after the other, up to where more than one view, or another op, reads one; nothing
+    if nobody but the attention reads it."""
+    known: dict[fx.Node, bool] = {}
+    values = _nodes(attention.value.read)  # the product, or what adds something to it
+
+    def is_view(node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        if isinstance(value, list | tuple):  # parts of it
+            return all(user.op == "call_function" and is_view(user) for user in node.users)
+        sources = _nodes(trace[node].term.read) if node in trace else []
+        return any(source is made or source in values for source in sources)
+
+    def readers(node: fx.Node) -> list[fx.Node]:
+        """Who reads a view of the product, besides the attention and what only wants its size."""
+        users = (user for user in node.users if not isinstance(user.meta.get("val"), _SIZES))
+        return [user for user in users if user is not attention.node and (not is_view(user) or is_read(user))]
+
+    def is_read(node: fx.Node) -> bool:
+        if node not in known:
+            known[node] = bool(readers(node))
+        return known[node]
+
+    node: fx.Node | None = made if is_read(made) else None
+    while node is not None:
+        if is_tensor(node):
+            yield node
+        users = readers(node)
+        node = users[0] if len(users) == 1 and is_view(users[0]) and not _is_changed(users[0], trace) else None
+
+
+def _is_changed(node: fx.Node, trace: Trace) -> bool:
+    return is_tensor(node) and bool(trace[node].term.read.then)

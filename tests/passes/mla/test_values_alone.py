@@ -1,0 +1,227 @@
+"""Values that are an up-projection beside keys that are none: few queries sum latents, and keys stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from mla_compile.passes.pipeline import Pipeline
+from mla_compile.passes.text.sites import site_text
+from tests.passes import spellings as mla
+from tests.passes.checks import check_right
+from tests.passes.graphs import DEVICE, capture, rewrite, run
+from tests.passes.mla.test_near_misses import NEAR_MISSES, rotated
+from tests.passes.spellings import SCALE, SQ, UNKNOWN, B, Function, L, N, P, T, V
+
+
+def turned(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], cache: Callable[[Tensor], Tensor] = lambda c: c
+) -> Function:
+    """Keys that are turned after their up-projection, values that are not."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        k, v = mla.up_projected(cache(latent), w_kv)
+        return attend(rotated(mla.queries(x, w_q)[..., :P]), rotated(k), v)
+
+    return attention
+
+
+def values_left(module: fx.GraphModule) -> list[fx.Node]:
+    """Tensors of more columns than keys have, for each head and key."""
+    tensors = [node for node in module.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    wide = {V, P + V, N * V, N * (P + V)}
+    shapes = {node: node.meta["val"].shape for node in tensors}
+    return [node for node, shape in shapes.items() if {*shape[-1:]} & wide and shape.numel() % (N * T) == 0]
+
+
+def check(function: Function, tensors: Sequence[Tensor], symbolic: Sequence[Sequence[int]] = ()) -> fx.GraphModule:
+    """It is rewritten, by the values alone, and right."""
+    module = capture(function, *tensors, symbolic=symbolic)
+    before = run(module, *tensors)
+    (outcome,) = rewrite(module, "values")
+    assert outcome.path == "values"
+    assert outcome.reason.startswith("asked for by mla.path; keys as they are: expected ")
+    check_right(before, run(module, *tensors))
+    return module
+
+
+UNSAVED = ["keys and values cached unfolded", "keys with two parts of the latent"]
+"""Of the latter, keys have columns of the values."""
+OF_KEYS = {
+    name: function
+    for name, (function, _) in NEAR_MISSES.items()
+    if "keys" in name and name not in [*UNSAVED, "keys of each query", "one key"]
+}
+
+
+@pytest.mark.parametrize("function", OF_KEYS.values(), ids=OF_KEYS)
+def test_keys_may_be_anything(function: Function) -> None:
+    check(function, mla.tensors())
+
+
+OTHERS = ["a mixture of experts", "keys of each query", "one key", *UNSAVED]
+OF_VALUES = [*(name for name in NEAR_MISSES if "value" in name and name not in OTHERS), *OTHERS]
+
+
+@pytest.mark.parametrize("name", OF_VALUES)
+def test_values_have_to_be_an_up_projection(name: str) -> None:
+    function, reason = NEAR_MISSES[name]
+    module = capture(function, *mla.tensors())
+    code = module.code
+    (outcome,) = rewrite(module, "values")
+    assert (outcome.path, module.code) == ("unchanged", code)
+    assert reason in outcome.reason
+
+
+def static(latent: Tensor) -> Tensor:
+    return torch.zeros_like(latent).slice_scatter(latent[:, : T - 2], 1, 2, T)
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.arange(T) < torch.tensor([4, 0])[:, None, None, None]
+    return mla.sealed(q, k, v + torch.arange(V).double(), mask)
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    sink = torch.arange(N).double()[:, None, None].expand(B, N, q.shape[2], 1)
+    return torch.cat([q @ k.mT * SCALE, sink], -1).softmax(-1)[..., :-1] @ v
+
+
+def with_a_bias_a_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return mla.sealed(q, k, v, torch.arange(N * SQ * T).double().view(N, SQ, T).sin())
+
+
+def by_half_of_the_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Twice as many queries as keys and values."""
+    return mla.sealed(
+        torch.cat([q, q * 2], 1).unflatten(1, (2, N)).transpose(1, 2).flatten(1, 2), k, v, enable_gqa=True
+    )
+
+
+def by_half_of_the_heads_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = torch.stack([q, q * 2], 2)  # [B, N, 2, Sq, P]
+    seen = torch.arange(T) <= torch.arange(q.shape[3])[:, None] + 2
+    scores = (q @ k[:, :, None].mT * SCALE).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ v[:, :, None]).flatten(1, 2)
+
+
+def one_latent_for_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return mla.softmax(q, k, v[:1])
+
+
+ATTENTIONS: dict[str, Function] = {
+    "sealed": turned(mla.sealed),
+    "by hand": turned(mla.softmax),
+    "causal": turned(lambda q, k, v: mla.sealed(q, k, v, causal=True)),
+    "a bias on values, and a row that sees nothing": turned(biased),
+    "a mask that is added": turned(with_a_bias_a_head),
+    "sinks": turned(with_sinks),
+    "a soft cap": turned(lambda q, k, v: mla.softmax(q, k, v, lambda s: 2 * torch.tanh(s / 2))),
+    "grouped heads": turned(by_half_of_the_heads),
+    "grouped heads by hand": turned(by_half_of_the_heads_by_hand),
+    "values of the first sequence for all": turned(one_latent_for_all),
+    "two products": turned(lambda q, k, v: ((q @ k.mT + q.cos() @ k.sin().mT) * SCALE).softmax(-1) @ v),
+    "a static cache": turned(mla.sealed, static),
+    "a cache that grows": turned(mla.sealed, lambda c: torch.cat([c[:, 1:], c[:, :1]], 1)),
+}
+
+
+@pytest.mark.parametrize("queries", [1, SQ])
+@pytest.mark.parametrize("function", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_attention_may_be_written_in_any_way(function: Function, queries: int) -> None:
+    if queries == 1 and function is ATTENTIONS["a mask that is added"]:
+        pytest.skip("its mask is of three queries")
+    module = check(function, mla.tensors(queries=queries))
+    assert not values_left(module)
+
+
+@pytest.mark.parametrize("name", ["sealed", "by hand", "causal", "a cache that grows"])
+def test_sizes_may_be_symbols(name: str) -> None:
+    module = check(ATTENTIONS[name], mla.tensors(), UNKNOWN)
+    assert any(isinstance(size, torch.SymInt) for n in module.graph.nodes if n.op == "placeholder"
+               for size in getattr(n.meta["val"], "shape", ()))  # fmt: skip
+
+
+def decode(queries: int, keys: int, wide: int = 64) -> tuple[Tensor, ...]:
+    shapes = (1, 8, queries, 32), (1, keys, wide), (8 * 32, wide), (8 * 32, wide)
+    return tuple(torch.randn(shape) for shape in shapes)
+
+
+def of_one_latent(q: Tensor, latent: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
+    k, v = ((latent @ w.T).unflatten(-1, (8, 32)).transpose(1, 2) for w in (w_uk, w_uv))
+    return mla.sealed(q, F.rms_norm(k, (32,)), v)
+
+
+def test_few_queries_take_it_and_many_stay_as_they_are() -> None:
+    """Sums of latents take `L` a query and key, 64, values `L V / Sq + V` then: 96 at 32 queries, 63.0 at 66."""
+    paths = {}
+    for queries in (1, 4, 16, 128, 512):
+        module = capture(of_one_latent, *decode(queries, 512))
+        code = module.code
+        (outcome,) = rewrite(module, "auto")
+        paths[queries] = outcome.path
+        assert (module.code == code) == (outcome.path == "unchanged")
+        assert "an up-projection of each head times `" in outcome.reason
+        assert outcome.reason.startswith(f"few queries meet many keys (Sq={queries}, T=512); keys as they are: expected"
+                                         if outcome.rewritten else "expected keys")  # fmt: skip
+    assert paths == {1: "values", 4: "values", 16: "values", 128: "unchanged", 512: "unchanged"}
+
+
+def test_many_queries_of_any_number_add_no_guard() -> None:
+    """Attention without a cache, of a hidden state: what most models have."""
+    module = capture(of_one_latent, *decode(40, 40, 256), symbolic=[(2,), (1,)])
+    mode = torch._guards.detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"])
+    before = len(mode.shape_env.guards)
+    (outcome,) = rewrite(module, "auto")
+    assert outcome.path == "unchanged"
+    assert len(mode.shape_env.guards) == before
+
+
+def test_few_of_any_number_say_where_that_holds() -> None:
+    (outcome,) = rewrite(capture(of_one_latent, *decode(2, 512), symbolic=[(2,), (1,)]), "auto")
+    assert outcome.path == "values"
+    assert outcome.guards
+
+
+@pytest.mark.parametrize("path", ["absorbed", "chunked"])
+def test_who_asks_for_another_path_does_not_get_it(path: str) -> None:
+    (outcome,) = rewrite(capture(of_one_latent, *decode(1, 512)), path)
+    assert outcome.path == "unchanged"
+
+
+def test_a_graph_on_another_device_or_that_is_trained_stays() -> None:
+    module = capture(of_one_latent, *(t.to("meta") for t in decode(1, 512)))
+    assert [outcome.path for outcome in rewrite(module, "auto")] == ["unchanged"]
+    (result,) = Pipeline(DEVICE, training=True)(capture(of_one_latent, *decode(1, 512)))
+    assert result.outcome.path == "unchanged"
+
+
+def test_the_report_says_what_would_absorb_keys() -> None:
+    module = capture(of_one_latent, *decode(1, 512))
+    (result,) = Pipeline(DEVICE)(module)
+    assert result.outcome.hint.startswith("to have keys absorbed too, norm the latent before the up-projection")
+    text = site_text(result.site)
+    assert "\nk[0, n, t, p]" in text
+    assert "= 0.176777 * sum_p q k" in text
+    assert "(sum_l latent w_uv)" in text
+
+
+def test_shared_code_is_that_of_the_same_scores() -> None:
+    """Two layers whose keys differ in what is read alone are traced once, and each has its own."""
+
+    def layers(q: Tensor, latent: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
+        return of_one_latent(of_one_latent(q, latent, w_uk, w_uv).sin(), latent.cos(), w_uv, w_uk)
+
+    tensors = tuple(t.double() for t in decode(1, 64))
+    module = capture(layers, *tensors)
+    before = run(module, *tensors)
+    assert [outcome.path for outcome in rewrite(module, "values")] == ["values", "values"]
+    check_right(before, run(module, *tensors))
+
+
+def test_sizes_of_this_file_tell_tensors_apart() -> None:
+    assert len({B, SQ, T, N, L, P, V}) == 7
