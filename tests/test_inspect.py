@@ -292,6 +292,23 @@ def test_what_stays_unchanged_says_how_far_it_was_traced(tmp_path, without_codeg
     assert f"back to {outcome.trail[-1]}" in page.words
 
 
+def test_values_alone_have_a_card_without_other_paths(tmp_path, without_codegen):
+    class Turned(nn.Module):
+        def forward(self, q, latent, w):
+            k, v = (latent @ w).view(1, -1, N, P + V).transpose(1, 2).split([P, V], dim=-1)
+            return F.scaled_dot_product_attention(q, k.tanh(), v)
+
+    (compilation,) = compilations(
+        Turned(), "call", torch.randn(1, N, 1, P), torch.randn(1, 99, L), torch.randn(L, N * (P + V))
+    )
+    write(inspection(compilation), tmp_path)
+    page = Page((tmp_path / "index.html").read_text())
+    (outcome,) = compilation.report.sites
+    assert outcome.path == "values"
+    assert "none: keys stay what the graph computes" in page.words
+    assert "keys as they are: expected keys of which some columns" in page.words
+
+
 def test_a_graph_without_attention_has_no_card(tmp_path):
     (compilation,) = compilations(nn.Linear(2, 2), "call", torch.ones(1, 2))
     assert len(compilation.code) == 1

@@ -23,7 +23,7 @@ def attention(q: Tensor, latent: Tensor, w: Tensor) -> Tensor:
 
 @pytest.mark.usefixtures("without_codegen")
 def test_the_nearest_miss_is_traced_to_the_line_where_it_stopped() -> None:
-    report = mla_compile.explain(attention, torch.randn(1, N, 1, P), torch.randn(1, 9, L), torch.randn(L, N * (P + V)))
+    report = mla_compile.explain(attention, torch.randn(1, N, 9, P), torch.randn(1, 9, L), torch.randn(L, N * (P + V)))
     (site,) = report.sites
     assert site.path == "unchanged"
     assert "k = k_nope.tanh()" in site.trail[-1]
