@@ -197,6 +197,6 @@ def _masked(scores: Tensor, mask: Tensor | None, offset: int | torch.SymInt | No
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     if offset is not None:
         queries, keys = (torch.arange(count, device=scores.device) for count in scores.shape[-2:])
-        last: Tensor = queries[:, None] + offset
-        scores = scores.masked_fill(keys.gt(last), float("-inf"))
+        later: Any = offset  # int or SymInt
+        scores = scores.masked_fill(keys > queries[:, None] + later, float("-inf"))
     return scores
