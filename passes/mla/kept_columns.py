@@ -47,6 +47,8 @@ def kept_columns(values: Term, attention: Attention, trace: Trace, why: Refusal)
         raise why
     if attention.opaque is None and any(made in _nodes(score.key.read) for score in attention.scores):
         raise why  # keys are read from the product, not from a view of it
+    if any(n.target is made.target and n is not made and trace.same(n, made) for n in made.graph.nodes):
+        raise why  # computed twice, which Inductor does once
     chain = list(_chain(made, attention, trace))
     if not chain:
         return None

@@ -45,6 +45,10 @@ class Trace:
         """Whether a node was there when the graph was traced, and is a tensor."""
         return node in self._forms
 
+    def same(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether two tensors are one common subexpression."""
+        return a in self and b in self and self._forms[a] is self._forms[b]
+
     def lost(self, term: Term) -> Lost | None:
         """Why no more is known of what a term is made of, and the node at which the trace stopped.
 

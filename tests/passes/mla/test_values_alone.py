@@ -146,6 +146,18 @@ def test_sizes_may_be_symbols(name: str) -> None:
                for size in getattr(n.meta["val"], "shape", ()))  # fmt: skip
 
 
+def test_a_product_that_is_computed_twice_is_computed_for_the_keys_anyway() -> None:
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        k, _ = mla.up_projected(latent, w_kv)
+        _, v = mla.up_projected(latent, w_kv)
+        return mla.sealed(mla.queries(x, w_q)[..., :P], rotated(k), v)
+
+    module = capture(attention, *mla.tensors())
+    code = module.code
+    (outcome,) = rewrite(module, "values")
+    assert (outcome.path, module.code) == ("unchanged", code)
+
+
 def decode(queries: int, keys: int, wide: int = 64) -> tuple[Tensor, ...]:
     shapes = (1, 8, queries, 32), (1, keys, wide), (8 * 32, wide), (8 * 32, wide)
     return tuple(torch.randn(shape) for shape in shapes)
