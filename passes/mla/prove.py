@@ -50,7 +50,8 @@ def prove(attention: Attention, trace: Trace) -> Site:
     refusals: list[Refusal] = []
     best: Site | None = None
     for values in readings(attention):
-        if best is not None and (values.w_uv is not None or values.opened or not _share_a_tensor(attention)):
+        complete = best is not None and not best.own_ropes
+        if complete and (values.w_uv is not None or values.opened or not _share_a_tensor(attention)):
             continue
         try:
             site = _prove(attention, values, trace)
@@ -96,8 +97,10 @@ def _share_a_tensor(attention: Attention) -> bool:
 
 
 def _width(site: Site) -> Size:
-    """Elements of the latent for each key."""
-    return product(axis.size for axis in (site.latent.read.axes | {*site.rank}).difference(site.attention.keys))
+    """Elements of the latent for each key, and of the rope keys that each head has for itself."""
+    latent = site.latent.read.axes | {*site.rank}
+    keys = [latent, *(rope.key.axes for rope in site.own_ropes)]
+    return total(product(axis.size for axis in axes.difference(site.attention.keys)) for axes in keys)
 
 
 def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = False) -> Site:
