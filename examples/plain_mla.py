@@ -29,7 +29,8 @@ class NaiveMLA(nn.Module):
         frequency = 10000.0 ** (-torch.arange(0, self.R, 2, device=x.device) / self.R)
         angle = (start + torch.arange(x.shape[1], device=x.device))[:, None, None] * frequency
         a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+        rotated = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+        return rotated.to(x.dtype)
 
     def forward(self, x: Tensor, past: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """`x` [B, S, hidden] after `past`: latents [B, T, L] and rope keys [B, T, R]."""
