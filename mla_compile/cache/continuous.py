@@ -11,10 +11,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
@@ -37,7 +38,8 @@ class ContinuousModel(nn.Module, ContinuousMixin):
 
     Args: model, under `sdpa` or `eager` attention; pages, page_size, dtype and scale, as of `PagedLatentCache.of`.
     Raises: CacheMismatchError, if the model's config does not tell its sizes, for layers that keep more than latents
-    (an indexer's keys), for another attention, dtype or scale.
+    (an indexer's keys), for another attention, dtype or scale; CacheError with transformers before 5.19, whose engine
+    cannot be told its page size.
     """
 
     _supports_flash_attn = False  # to the engine that is: no flash attention takes latents
@@ -51,6 +53,8 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         scale: float | Tensor | None = None,
     ) -> None:
         super().__init__()
+        if "page_size" not in {field.name for field in fields(ContinuousBatchingConfig)}:
+            raise CacheError(f"ContinuousModel needs transformers 5.19 or later, found {transformers.__version__}")
         check_count("pages", pages)
         check_count("page_size", page_size)
         inner: Any = model

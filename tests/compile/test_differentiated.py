@@ -32,7 +32,12 @@ class Within(nn.Module):
             return self.attention(x, cache)
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+NOT_ON_2_11 = pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="torch 2.11 traces no inference_mode within"
+)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, pytest.param(torch.inference_mode, marks=NOT_ON_2_11)])
 def test_a_step_without_gradients_within_is_absorbed(context):
     module, inputs = Within(context), decode_inputs()
     with torch.enable_grad():

@@ -5,10 +5,15 @@ import torch
 
 import mla_compile
 from mla_compile import ContinuousModel
+from mla_compile.cache import continuous
 from tests.hf import families
 from tests.hf.test_generate import CHECKPOINT, load
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(
+    not hasattr(transformers.ContinuousBatchingConfig, "page_size"),
+    reason="the engine of transformers before 5.19 cannot be told its page size",
+)
 
 REQUESTS = 64
 CANCELLED = "cancelled"
@@ -158,11 +163,11 @@ def test_the_engines_own_cache_has_no_room_for_mla(model, requests):
 
 
 def test_what_is_called_instead_is_said(model):
-    continuous = ContinuousModel(model, pages=4, page_size=16)
+    engine = ContinuousModel(model, pages=4, page_size=16)
     with pytest.raises(mla_compile.CacheError, match="expected a request of many, found generate; call generate_batch"):
-        continuous.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2)
+        engine.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2)
     with pytest.raises(mla_compile.CacheError, match="expected a step of the engine, found a call of the model; call"):
-        continuous(torch.ones(1, 3, dtype=torch.int64))
+        engine(torch.ones(1, 3, dtype=torch.int64))
     with pytest.raises(mla_compile.CacheMismatchError, match="expected pages to be a whole number, found '4'"):
         ContinuousModel(model, pages="4")
 
@@ -171,3 +176,11 @@ def test_an_indexers_keys_are_not_paged():
     model = families.build(families.FAMILIES["deepseek_v32"], "sdpa")
     with pytest.raises(mla_compile.CacheMismatchError, match=r"nothing else, found .* have a DynamicIndexedLayer"):
         mla_compile.ContinuousModel(model, pages=4)
+
+
+def test_an_engine_that_cannot_be_told_its_page_size(model, monkeypatch):
+    """As transformers' before 5.19."""
+    monkeypatch.setattr(continuous, "fields", lambda _: [])
+    monkeypatch.setattr(transformers, "__version__", "5.18.0")
+    with pytest.raises(mla_compile.CacheError, match=r"needs transformers 5\.19 or later, found 5\.18\.0"):
+        ContinuousModel(model, pages=4)

@@ -19,7 +19,8 @@ TILES = Tiles(rows=16, keys=16, warps=4, stages=2)
 
 
 def on_device(arguments):
-    return [to_device([a])[0] if isinstance(a, torch.Tensor) else a for a in arguments]
+    moved = iter(to_device([a for a in arguments if isinstance(a, torch.Tensor)]))
+    return [next(moved) if isinstance(a, torch.Tensor) else a for a in arguments]
 
 
 @pytest.mark.parametrize(("op", "dim"), CASES)

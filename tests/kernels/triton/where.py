@@ -19,10 +19,15 @@ def machine() -> Machine:
 
 
 def to_device(tensors):
-    """Tensors (and None) on the device of the run, with their strides."""
-    return [t if t is None else _like(t) for t in tensors]
+    """Tensors (and None) on the device of the run, with their strides; those that share memory share it there too."""
+    moved = {}
+    return [t if t is None else _like(t, moved) for t in tensors]
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    storage = tensor.new_empty(0).set_(tensor.untyped_storage()).to(DEVICE)
-    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+def _like(tensor: torch.Tensor, moved: dict[int, torch.Tensor]) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() not in moved:
+        moved[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).to(DEVICE)
+    memory = moved[storage.data_ptr()]
+    whole = memory[: len(memory) // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
