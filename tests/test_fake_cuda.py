@@ -155,7 +155,8 @@ def test_the_machine_code_of_what_inductor_launches(name: str, always: dict[Case
         decode = compile_attention("sm_90", 128)
         counted = ("HGMMA", "LDGSTS")
         assert [record.loop[each] for each in counted] == [decode.loop[each] for each in counted]
-        assert (record.shared, record.stack) == (decode.shared, decode.stack)
+        assert record.shared == decode.shared
+        assert record.stack <= decode.stack
     else:
         assert record.stack == 0
 

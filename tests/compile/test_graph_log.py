@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from mla_compile.rewriting import AFTER, BEFORE
@@ -78,6 +79,8 @@ def test_torchs_own_tools_find_our_graphs(tmp_path):
     report = json.loads(artifacts[-1][1].replace("\t", ""))
     assert [site["path"] for site in report["sites"]] == ["chunked"]
     tlparse = Path(sys.executable).with_name("tlparse")
+    if not tlparse.exists():
+        pytest.skip("all but the last step is as it was: tlparse is not installed")
     subprocess.run([tlparse, trace, "-o", tmp_path / "page", "--no-browser"], check=True, capture_output=True)
     assert {re.sub(r"_\d+$", "", path.stem) for path in tmp_path.glob("page/*/mla_*")} == {n for n, _ in artifacts}
 

@@ -49,8 +49,11 @@ ALL = [(name, t) for name in SETS for t in (*HALF, torch.float32) if name not in
 def dtype(request, monkeypatch):
     """Kernels for this dtype are compiled for another CPU, and nothing else may compute."""
     name, dtype = request.param
-    if not SETS[name][2]():
+    settings, _, has = SETS[name]
+    if not has():
         pytest.skip(f"this CPU has no {name}")
+    if settings and not hasattr(config.cpp, "march"):
+        pytest.skip("torch 2.11 compiles C++ for this CPU alone")
     monkeypatch.setattr(native, "load", lambda *arguments: built(name, *arguments))
     monkeypatch.setattr(expanded_native, "Flash", None)
     monkeypatch.setattr(latent_native, "attend_with_aten", None)
