@@ -177,9 +177,12 @@ def test_the_command(on_the_cpu, tmp_path, capsys, monkeypatch):
     assert {row["status"] for row in found} == {"ok"}
     assert figure.stat().st_size > 10_000
     assert "a GPU: copy" in capsys.readouterr().out
-    monkeypatch.setattr(kernel_run, "QUICK", (Case("decode", 1, 1, 64, 2),))
-    assert main(["bench", "--device", "cuda", "--quick", "--max-autotune", "--peers", "sdpa"]) == 0
-    assert "decode B=1 Sq=1 T=64 N=2 bf16  sdpa" in capsys.readouterr().out
+    others = Case("decode", 1, 1, 64, 4), Case("decode", 1, 2, 64, 2), Case("sparse", 1, 1, 64, 2)
+    monkeypatch.setattr(kernel_run, "QUICK", (*others, Case("decode", 1, 1, 64, 2), Case("decode", 1, 1, 64, 2, True)))
+    some = ["--kernels", "decode", "--heads", "2", "--queries", "1", "--dtypes", "bf16"]
+    assert main(["bench", "--device", "cuda", "--quick", "--max-autotune", "--peers", "sdpa", *some]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "B=" in line]
+    assert "decode B=1 Sq=1 T=64 N=2 bf16  sdpa" in row
 
 
 def test_the_quick_cases_are_some_of_each_kind_and_fit_a_gpu():

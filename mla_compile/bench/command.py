@@ -102,7 +102,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     gpu.add_argument(
         "--peers", nargs="+", choices=[*PEERS, UNTRIED], default=list(PEERS), metavar="PEER", help=", ".join(PEERS)
     )
-    gpu.add_argument("--quick", action="store_true", help="12 cases, what counts most first, instead of all of these")
+    gpu.add_argument(
+        "--quick",
+        action="store_true",
+        help="12 cases, what counts most first, of those kernels, heads, queries and dtypes",
+    )
     gpu.add_argument(
         "--workspace-tokens", type=positive, default=1024, metavar="N", help="of our prefill (default: 1024)"
     )
@@ -228,7 +232,15 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
         arguments.queries,
         [name == "fp8" for name in arguments.dtypes],
     )
-    chosen = kernel_run.QUICK if arguments.quick else grid
+    quick = [
+        case
+        for case in kernel_run.QUICK
+        if case.kind in arguments.kernels
+        and case.N in arguments.heads
+        and (case.kind == "prefill" or case.Sq in arguments.queries)
+        and ("fp8" if case.fp8 else "bf16") in arguments.dtypes
+    ]
+    chosen = quick if arguments.quick else grid
     cases = [replace(case, workspace_tokens=arguments.workspace_tokens) for case in chosen]
 
     def write(limits: "Device", results: list[kernel_run.Result]) -> None:
