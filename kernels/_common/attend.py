@@ -51,6 +51,13 @@ def load_rows(base, offsets, seen, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLO
 
 
 @triton.jit
+def load_mask(of_sequence, stride, start, end, KEYS: tl.constexpr):
+    """What a mask that says the same to each row says of a tile of keys. Nothing from `end` on."""
+    place = start + tl.arange(0, KEYS)
+    return tl.load(of_sequence + place.to(tl.int64) * stride, mask=place < end, other=0)
+
+
+@triton.jit
 def from_e4m3(bits, NATIVE: tl.constexpr):
     """float32 of FP8 (e4m3fn) bytes. Without the conversion in hardware: the bits of a float16 2^8 times smaller."""
     if NATIVE:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attend import LOWEST, add_keys, aligned, load_latents, load_rows, rows_at
+from .attend import LOWEST, add_keys, aligned, load_latents, load_mask, load_rows, rows_at
 from .pieces import CHUNK, cut_in_pieces, key_count, measured, part_size, passed_by
 
 
@@ -241,6 +241,10 @@ def attend_latents(
             stride = table_stride_2
         # Looked up a tile ahead, so that keys can be loaded without waiting for where they are.
         upcoming = look_up(entries, stride, begin, end, SOURCE, RUN, PAGE, KEYS)
+        # So are the bytes of a mask of bool, which no copy to shared memory takes: keys are loaded where it lets them.
+        AHEAD: tl.constexpr = MASK == "bool" and not BY_ROW and SOURCE != "named"
+        of_sequence = mask + b * mask_stride_b
+        upcoming_bias = load_mask(of_sequence, mask_stride_t, begin, end, KEYS) if AHEAD else upcoming
 
         # One tile at least, if nothing in it is seen: around a loop that may not run, the compiler waits for each
         # product.
@@ -266,9 +270,13 @@ def attend_latents(
                 position = tl.where(seen, found, 0).to(tl.int32)
                 first = b
                 second = position
-            of_keys = mask + b * mask_stride_b + position.to(tl.int64) * mask_stride_t
+            of_keys = of_sequence + position.to(tl.int64) * mask_stride_t
             if MASK != "none" and not BY_ROW:
-                bias = tl.load(of_keys, mask=seen, other=0)  # [KEYS]
+                if AHEAD:
+                    bias = upcoming_bias
+                    upcoming_bias = load_mask(of_sequence, mask_stride_t, start + KEYS, end, KEYS)
+                else:
+                    bias = tl.load(of_keys, mask=seen, other=0)  # [KEYS]
                 if MASK == "bool":
                     seen = seen & (bias != 0)
                 bias = bias[None, :]
