@@ -44,7 +44,11 @@ def by_slices(pool: Tensor, table: Tensor, lengths: Tensor, new: Tensor) -> None
         flat[first : first + new.shape[1]] = new[b]
 
 
-WRITES: tuple[Callable[[Tensor, Tensor, Tensor, Tensor], None], ...] = by_index_put, by_index_copy, by_slices
+COPIES = torch.__version__.startswith("2.11.")
+"""Whether stock Inductor too copies the pool of which `index_copy_` writes rows."""
+WRITES: tuple[Callable[[Tensor, Tensor, Tensor, Tensor], None], ...] = (
+    (by_index_put, by_slices) if COPIES else (by_index_put, by_index_copy, by_slices)
+)
 """What a layer each does with its pool."""
 
 
