@@ -28,13 +28,13 @@ def attend(
     window: tuple[int, int],
     used: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o `[Tq, N, D]` and lse `[N, Tq]` of q `[Tq, N, D]`, k and v `[Tk, N, D]`, a sequence after the other.
+    """o `[Tq, N, V]` and lse `[N, Tq]` of q `[Tq, N, D]`, k `[Tk, N, D]` and v `[Tk, N, V]`, a sequence after the other.
 
     Sums are in float32 at least. Keys of each sequence end where its queries do; what sees none is 0.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
-    o, lse = torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), math.inf, dtype=torch.float32)
+    o, lse = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), math.inf, dtype=torch.float32)
     left, right = window
     for b in range(len(starts[0]) - 1):
         (first, last), (begin, end) = (cu[b : b + 2].tolist() for cu in starts)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.attention import SDPBackend
 
 from ..algebra import operations
 from ..algebra.sizes import Size
@@ -47,6 +48,8 @@ _NEEDED = {*_WORDS.values(), "scale"}
 """What all of them say; an op of the same name that does not is another."""
 _INDIFFERENT = ("enable_gqa", "num_splits", "return_softmax", "return_debug_mask", "zero_tensors")
 """Of how it is computed, and of results that nothing may read."""
+_FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value
+"""Whose kernels may compute it, as torch's op is told from 2.15 on."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ def packed_call(node: fx.Node, trace: Trace) -> Call | None:
     if any(given[name] is None for name in ("starts of keys", "most queries", "most keys")):
         remedy = "gather the latents, and give their cu_seqlens"
         raise Refusal(node, "expected packed keys, found a cache in pages", remedy)
+    _refuse_backend(node, given, (left, right))
     _refuse_more(node, given)
     queries, keys = (_numbers(given[f"starts of {what}"]) for what in ("queries", "keys"))
     return Call(
@@ -154,15 +158,38 @@ def _window(node: fx.Node, given: Mapping[str, Any]) -> tuple[int | None, int | 
     return left, right
 
 
+def _refuse_backend(node: fx.Node, given: Mapping[str, Any], window: tuple[int | None, int | None]) -> None:
+    """Refuse kernels that attend to other keys than the arguments say, and those that are not known.
+
+    cuDNN is told of no window but the causal one, and without `seqused_k` that one has the first query at the first key:
+    the same where queries and keys begin at the same places. `varlen_attn` chooses cuDNN only where it is the same.
+    """
+    backend = given.get("backend", _FLASH)
+    if backend == _FLASH:
+        return
+    if backend != _CUDNN:
+        reason = f"expected packed attention of FlashAttention or cuDNN, found {_found(backend)} as its backend"
+        raise Refusal(node, reason, "call varlen_attn, which chooses one")
+    together = given["starts of queries"] is given["starts of keys"]
+    aligned = not given["causal"] or given.get("seqused_k") is not None or together
+    if window != (None, 0 if given["causal"] else None) or not aligned:
+        reason = "expected packed attention of cuDNN to all keys, or causal to keys that begin as queries, found another"
+        raise Refusal(node, reason, "call varlen_attn, which chooses FlashAttention then")
+
+
+def _found(value: object) -> object:
+    return "a tensor" if isinstance(value, fx.Node) else value
+
+
 def _refuse_more(node: fx.Node, given: Mapping[str, Any]) -> None:
     """Refuse what changes the result beside queries, keys, values, sequences and windows."""
-    known = {*_WORDS.values(), "scale", "seqused_k", "window_size", "window_size_left", "window_size_right"}
+    known = {*_WORDS.values(), "scale", "seqused_k", "window_size", "window_size_left", "window_size_right", "backend"}
     for name, value in given.items():
         if name in ("query", "key", "value", *_INDIFFERENT) or name in known:
             continue
         if isinstance(value, fx.Node) or value:
-            found = "a tensor" if isinstance(value, fx.Node) else value
-            raise Refusal(node, f"expected packed attention without {name}, found {found}", f"leave {name} out")
+            reason = f"expected packed attention without {name}, found {_found(value)}"
+            raise Refusal(node, reason, f"leave {name} out")
 
 
 def _scale(node: fx.Node, given: Mapping[str, Any]) -> float | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from mla_compile.passes.outcome import Outcome
@@ -177,6 +178,48 @@ def test_the_op_that_torch_makes_of_it_is_read_alike() -> None:
     assert (outcome.path, outcome.mask) == ("absorbed", "sequences + causal")
 
 
+def of_backend(backend: SDPBackend, window: tuple[int, int] = (-1, 0), shared: bool = False, **options: Any) -> Function:
+    """torch's op as `varlen_attn` calls it with the kernels it has chosen; `shared`: keys begin where queries do."""
+
+    def attention(*args: Tensor) -> Tensor:
+        starts = args[5], args[5 if shared else 6]
+        options_of_op = {"is_causal": window == (-1, 0), "window_size": window, "backend": backend.value} | options
+        op = torch.ops.torch_attn._varlen_attn.default
+        return op(*naive(*args[:5]), *starts, 30, 41, **options_of_op)[0][..., :V]
+
+    return attention
+
+
+chooses = pytest.mark.skipif(
+    all(argument.name != "backend" for argument in torch.ops.torch_attn._varlen_attn.default._schema.arguments),
+    reason="torch's op of packed sequences takes no backend",
+)
+FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+OF_BACKENDS = {
+    "flash": ("mixed", of_backend(FLASH), "sequences + causal"),
+    "flash, window": ("mixed", of_backend(FLASH, (3, 0)), "sequences + causal + window"),
+    "cudnn": ("mixed", of_backend(CUDNN, (-1, -1)), "sequences"),
+    "cudnn, causal": ("prompts", of_backend(CUDNN, shared=True), "sequences + causal"),
+}
+
+
+@chooses
+@pytest.mark.parametrize(("batch", "function", "mask"), OF_BACKENDS.values(), ids=OF_BACKENDS)
+def test_kernels_that_compute_the_same_are_alike(batch: str, function: Function, mask: str) -> None:
+    for path, _, outcome in compiled(function, tensors(*BATCHES[batch])):
+        assert (outcome.path, outcome.mask) == (path, mask), outcome.reason
+
+
+@chooses
+def test_values_need_no_padding_where_the_op_takes_narrow_ones() -> None:
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = naive(*args[:5])
+        return varlen_attn(q, k, v[..., :V], *args[5:], 30, 41, window_size=(-1, 0))
+
+    for path, _, outcome in compiled(attention, tensors(*BATCHES["mixed"])):
+        assert outcome.path == path
+
+
 def with_lse(*args: Tensor) -> tuple[Tensor, Tensor]:
     options = {"window_size": (-1, 0), "return_aux": AuxRequest(lse=True)}
     return varlen_attn(*naive(*args[:5]), *args[5:], 30, 41, **options)
@@ -191,6 +234,22 @@ LEFT: dict[str, tuple[Function, str]] = {
     ),
     "keys behind": (varlen(BATCHES["mixed"], window_size=(-1, 2)), "or nowhere, found 2 keys behind it"),
 }
+
+ANOTHER = "or causal to keys that begin as queries, found another"
+LEFT_OF_BACKENDS = {
+    "cudnn, causal": (of_backend(CUDNN), ANOTHER),
+    "cudnn, window": (of_backend(CUDNN, (3, 0), shared=True), ANOTHER),
+    "cudnn, window that it is not told of": (of_backend(CUDNN, shared=True, is_causal=False), ANOTHER),
+    "unknown": (of_backend(SDPBackend.MATH), f"found {SDPBackend.MATH.value} as its backend"),
+}
+
+
+@chooses
+@pytest.mark.parametrize(("function", "reason"), LEFT_OF_BACKENDS.values(), ids=LEFT_OF_BACKENDS)
+def test_kernels_that_compute_another_leave_it_unchanged(function: Function, reason: str) -> None:
+    (outcome,) = rewrite(capture(function, *tensors(*BATCHES["mixed"])))
+    assert outcome.path == "unchanged"
+    assert reason in outcome.reason
 
 
 @pytest.mark.parametrize(("function", "reason"), LEFT.values(), ids=LEFT)
