@@ -20,14 +20,22 @@ _FAR = 32
 """Kernels and products between two that are launched together, at most: a layer has fewer. Buffers live no longer."""
 _MOST = 8
 """Kernels that become one."""
+_MEMORY = ("combo_kernel_peak_memory_increase_gb", "combo_kernel_peak_memory_pct_threshold")
+"""How much more memory these kernels may take, in torch 2.15: while one of them is set, Inductor asks for no groups. Here
+`_FAR` bounds it."""
 _BY_LEVELS = ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Compile a graph of small kernels in this context."""
+    """Compile a graph of small kernels in this context. Inductor groups them itself if the user has bounded memory."""
+    memory = [name for name in _MEMORY if hasattr(config, name)]
+    if not all(config._is_default(name) for name in memory):
+        with config.patch(combo_kernels=True):
+            yield
+        return
     with (
-        config.patch(combo_kernels=True),
+        config.patch({"combo_kernels": True} | dict.fromkeys(memory)),
         mock.patch.object(ForeachKernelSchedulerNode, "group_algorithm_for_combo_kernels", _groups),
     ):
         yield
@@ -36,15 +44,17 @@ def together() -> Iterator[None]:
 def _groups(scheduler: Any) -> list[list[Any]]:
     """The scheduler's nodes, those that are to become one kernel in a list."""
     may = {node for group in _BY_LEVELS(scheduler) for node in ForeachKernelSchedulerNode.combinable_nodes(group)}
-    kinds = {node: (node.get_device(), _stream(scheduler, node), node.is_reduction()) for node in may}
+    kinds = {node: (node.get_device(), *_context(scheduler, node), node.is_reduction()) for node in may}
     places = {node: place for place, node in enumerate(scheduler.nodes)}
     waits = [[places[other] for other in scheduler._get_unmet_dep_nodes(node)] for node in scheduler.nodes]
     groups = joined(waits, [kinds.get(node) for node in scheduler.nodes])
     return [[scheduler.nodes[place] for place in group] for group in groups]
 
 
-def _stream(scheduler: Any, node: Any) -> Any:
-    return getattr(scheduler, "node_to_stream", {}).get(node, 0)
+def _context(scheduler: Any, node: Any) -> tuple[Any, Any]:
+    """The stream and the memory pool of a node, where torch knows of them."""
+    streams, pools = (getattr(scheduler, name, {}) for name in ("node_to_stream", "node_to_mempool"))
+    return streams.get(node, 0), pools.get(node)
 
 
 def joined(waits: list[list[int]], kinds: list[Any]) -> list[list[int]]:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import config
+from torch._inductor.scheduler import ForeachKernelSchedulerNode
 
 from mla_compile import backend
-from mla_compile.gpu_together import joined
+from mla_compile.gpu_together import joined, together
 from tests.models import HIDDEN, Combined, L, R
 
 
@@ -77,3 +78,18 @@ def test_inductor_is_asked_where_there_are_launches_and_the_user_says_nothing(mo
         torch.compile(Combined(), backend="mla", options=options)(x, cache)
     assert asked == [wanted]
     assert not config.combo_kernels
+
+
+@pytest.mark.skipif(not hasattr(config, "combo_kernel_peak_memory_pct_threshold"), reason="this torch bounds no memory")
+def test_a_bound_of_memory_is_the_user_s_alone():
+    """Under one, torch has no groups of ours; it has one by default."""
+    default, grouping = config.combo_kernel_peak_memory_pct_threshold, ForeachKernelSchedulerNode.__dict__
+    groups = "group_algorithm_for_combo_kernels"
+    before = grouping[groups]
+    with together():
+        assert (config.combo_kernels, config.combo_kernel_peak_memory_pct_threshold) == (True, None)
+        assert grouping[groups] is not before
+    with config.patch(combo_kernel_peak_memory_increase_gb=0.5), together():
+        assert (config.combo_kernels, config.combo_kernel_peak_memory_increase_gb) == (True, 0.5)
+        assert grouping[groups] is before
+    assert config.combo_kernel_peak_memory_pct_threshold == default

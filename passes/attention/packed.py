@@ -173,7 +173,9 @@ def _refuse_backend(node: fx.Node, given: Mapping[str, Any], window: tuple[int |
     together = given["starts of queries"] is given["starts of keys"]
     aligned = not given["causal"] or given.get("seqused_k") is not None or together
     if window != (None, 0 if given["causal"] else None) or not aligned:
-        reason = "expected packed attention of cuDNN to all keys, or causal to keys that begin as queries, found another"
+        reason = (
+            "expected packed attention of cuDNN to all keys, or causal to keys that begin as queries, found another"
+        )
         raise Refusal(node, reason, "call varlen_attn, which chooses FlashAttention then")
 
 

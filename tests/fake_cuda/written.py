@@ -254,7 +254,7 @@ class _Kernel:
     """What Inductor's code launches."""
 
     def __init__(self, source: str, file: Path, launches: list[str]) -> None:
-        from torch._inductor.runtime import triton_heuristics
+        from torch._inductor.runtime import triton_helpers, triton_heuristics
 
         self.launches = launches
 
@@ -263,7 +263,10 @@ class _Kernel:
             self.own = "custom_kernel" not in options
             return lambda kernel: setattr(self, "kernel", kernel)
 
-        with mock.patch.multiple(triton_heuristics, **dict.fromkeys(_HEURISTICS, kept)):
+        with (
+            mock.patch.multiple(triton_heuristics, **dict.fromkeys(_HEURISTICS, kept)),
+            mock.patch.object(triton_helpers, "set_driver_to_gpu"),  # there is none to be active
+        ):
             file.write_text(source)
             runpy.run_path(str(file))
 

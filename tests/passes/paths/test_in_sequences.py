@@ -178,7 +178,9 @@ def test_the_op_that_torch_makes_of_it_is_read_alike() -> None:
     assert (outcome.path, outcome.mask) == ("absorbed", "sequences + causal")
 
 
-def of_backend(backend: SDPBackend, window: tuple[int, int] = (-1, 0), shared: bool = False, **options: Any) -> Function:
+def of_backend(
+    backend: SDPBackend, window: tuple[int, int] = (-1, 0), shared: bool = False, **options: Any
+) -> Function:
     """torch's op as `varlen_attn` calls it with the kernels it has chosen; `shared`: keys begin where queries do."""
 
     def attention(*args: Tensor) -> Tensor:
