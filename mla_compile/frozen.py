@@ -5,12 +5,14 @@ Before them a packed weight would hide that keys and values are an up-projection
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._inductor.compile_fx import fw_compiler_freezing
+from torch._inductor import compile_fx
+from torch._inductor.utils import BoxedBool
 
 
 def compile_frozen(
@@ -25,16 +27,14 @@ def compile_frozen(
     `code` is called as Inductor's inner compiler is; `options` are what it was called with for the whole graph. What
     is returned takes the list of all inputs, in which those that became constants may be None.
     """
-    return fw_compiler_freezing(
-        module,
-        inputs,
-        dynamo_module,
-        len(inputs),
-        code,
-        options["cudagraphs"],
-        options["graph_id"],
-        options["boxed_forward_device_index"],
-    )
+    freeze: Callable[..., Any] = compile_fx.fw_compiler_freezing
+    last = options["cudagraphs"], options["graph_id"], options["boxed_forward_device_index"]
+    if "compiler_config_extra" in inspect.signature(freeze).parameters:  # torch 2.15
+        not_partitioned = BoxedBool(False)  # of which a backward graph would learn
+        return freeze(
+            module, inputs, dynamo_module, len(inputs), code, compile_fx.CompilerConfigExtra(*last, not_partitioned)
+        )
+    return freeze(module, inputs, dynamo_module, len(inputs), code, *last)
 
 
 def parameters() -> list[Tensor | None]:

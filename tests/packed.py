@@ -28,7 +28,7 @@ def attend(
     window: tuple[int, int],
     used: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o `[Tq, N, V]` and lse `[N, Tq]` of q `[Tq, N, D]`, k `[Tk, N, D]` and v `[Tk, N, V]`, a sequence after the other.
+    """o `[Tq, N, V]`, lse `[N, Tq]` of q `[Tq, N, D]`, k `[Tk, N, D]`, v `[Tk, N, V]`, a sequence after the other.
 
     Sums are in float32 at least. Keys of each sequence end where its queries do; what sees none is 0.
     """

@@ -161,8 +161,9 @@ def _window(node: fx.Node, given: Mapping[str, Any]) -> tuple[int | None, int | 
 def _refuse_backend(node: fx.Node, given: Mapping[str, Any], window: tuple[int | None, int | None]) -> None:
     """Refuse kernels that attend to other keys than the arguments say, and those that are not known.
 
-    cuDNN is told of no window but the causal one, and without `seqused_k` that one has the first query at the first key:
-    the same where queries and keys begin at the same places. `varlen_attn` chooses cuDNN only where it is the same.
+    cuDNN is told of no window but the causal one, and without `seqused_k` that one has the first query at the first
+    key: the same where queries and keys begin at the same places. `varlen_attn` chooses cuDNN only where it is the
+    same.
     """
     backend = given.get("backend", _FLASH)
     if backend == _FLASH:
