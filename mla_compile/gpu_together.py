@@ -21,16 +21,16 @@ _FAR = 32
 _MOST = 8
 """Kernels that become one."""
 _MEMORY = ("combo_kernel_peak_memory_increase_gb", "combo_kernel_peak_memory_pct_threshold")
-"""How much more memory these kernels may take, in torch 2.15: while one of them is set, Inductor asks for no groups.
-Here `_FAR` bounds it."""
+"""How much more memory these kernels may take. In torch 2.15, which alone has a `combo_kernel_max_distance`, Inductor
+asks for no groups while one of them is set. Here `_FAR` bounds it."""
 _BY_LEVELS = ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Compile a graph of small kernels in this context. Inductor groups them itself if the user has bounded memory."""
-    memory = [name for name in _MEMORY if hasattr(config, name)]
-    if not all(config._is_default(name) for name in memory):
+    memory = _MEMORY if hasattr(config, "combo_kernel_max_distance") else ()
+    if any(getattr(config, name) != config._config[name].default for name in memory):
         with config.patch(combo_kernels=True):
             yield
         return

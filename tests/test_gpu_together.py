@@ -80,7 +80,7 @@ def test_inductor_is_asked_where_there_are_launches_and_the_user_says_nothing(mo
     assert not config.combo_kernels
 
 
-@pytest.mark.skipif(not hasattr(config, "combo_kernel_peak_memory_pct_threshold"), reason="this torch bounds no memory")
+@pytest.mark.skipif(not hasattr(config, "combo_kernel_max_distance"), reason="this torch asks for groups")
 def test_a_bound_of_memory_is_the_user_s_alone():
     """Under one, torch has no groups of ours; it has one by default."""
     default, grouping = config.combo_kernel_peak_memory_pct_threshold, ForeachKernelSchedulerNode.__dict__
