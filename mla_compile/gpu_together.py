@@ -21,8 +21,8 @@ _FAR = 32
 _MOST = 8
 """Kernels that become one."""
 _MEMORY = ("combo_kernel_peak_memory_increase_gb", "combo_kernel_peak_memory_pct_threshold")
-"""How much more memory these kernels may take. In torch 2.15, which alone has a `combo_kernel_max_distance`, Inductor
-asks for no groups while one of them is set. Here `_FAR` bounds it."""
+"""How much more memory these kernels may take. In torch 2.15 Inductor asks for no groups while one of them is set. Here
+`_FAR` bounds it."""
 _BY_LEVELS = ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
 
 
