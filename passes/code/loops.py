@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 
@@ -45,13 +46,26 @@ def loop(
 
     def body(start: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         here = start + torch.arange(group, device=start.device)
-        whole = others[count:]
+        whole = others[count : count + len(dims)]
         parts = [t if dim is None else t.index_select(dim, here) for t, dim in zip(whole, dims, strict=True)]
         return start + group, *turn(here, parts, *others[:count])
 
     start = torch.zeros(1, dtype=torch.int64, device=carried[0].device)
-    results = torch.ops.higher_order.while_loop(more, body, (start, *carried), tuple(apart(tensors)))
+    results = torch.ops.higher_order.while_loop(
+        more, body, (start, *carried), (*apart(tensors), *_counts([*carried, *tensors]))
+    )
     return tuple(results[1:])
+
+
+def _counts(tensors: Sequence[Tensor]) -> list[torch.SymInt]:
+    """The symbols of sizes that are a symbol and a number: graphs of a loop have to be handed what they are made of."""
+    found: dict[sympy.Symbol, torch.SymInt] = {}
+    for size in [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]:
+        number, symbol = sympy.sympify(size.node.expr).as_coeff_Add()
+        if number != 0 and isinstance(symbol, sympy.Symbol) and symbol not in found:
+            counted: Any = size - int(number)
+            found[symbol] = counted
+    return list(found.values())
 
 
 def apart(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -274,3 +274,34 @@ def test_keys_without_rope_compiled():
     for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+
+
+@pytest.mark.slow
+@torch.enable_grad()
+def test_keys_that_grow_by_a_number_of_tokens() -> None:
+    """Graphs of a loop are handed the symbol that sizes are made of, as here past + 3 keys."""
+    torch.manual_seed(0)
+    w_q, w_d, w_k, w_v = (torch.randn(shape) / 4 for shape in ((16, 32), (16, 12), (12, 32), (12, 32)))
+    weights = [weight.requires_grad_() for weight in (w_q, w_d, w_k, w_v)]
+
+    def capped(
+        x: torch.Tensor, past: torch.Tensor, q: torch.Tensor, d: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        latent = torch.cat([past, x @ d], dim=1)
+        queries, keys, values = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in (x @ q, latent @ k, latent @ v))
+        scores = 5 * torch.tanh(queries @ keys.mT / 15)
+        return scores.softmax(-1) @ values
+
+    torch._dynamo.reset()
+    compiled = torch.compile(capped, backend="mla")
+    for count in (5, 6):
+        x, past = torch.randn(2, 3, 16), torch.randn(2, count, 12)
+        found = torch.autograd.grad(compiled(x, past, *weights).square().sum(), weights)
+        exact = [tensor.detach().double().requires_grad_() for tensor in weights]
+        expected = torch.autograd.grad(capped(x.double(), past.double(), *exact).square().sum(), exact)
+        eager = torch.autograd.grad(capped(x, past, *weights).square().sum(), weights)
+        for ours, theirs, right in zip(found, eager, expected, strict=True):
+            assert (ours - right).abs().max() <= 4 * (theirs - right).abs().max() + 1e-6 * right.abs().max()
+    (site,) = mla_compile.last_report().sites
+    assert site.path == "chunked"
+    assert "+ 3" in str(site.shapes["T"])
