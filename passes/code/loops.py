@@ -60,7 +60,10 @@ def loop(
 def _counts(tensors: Sequence[Tensor]) -> list[torch.SymInt]:
     """The symbols of sizes that are a symbol and a number: graphs of a loop have to be handed what they are made of."""
     found: dict[sympy.Symbol, torch.SymInt] = {}
-    for size in [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]:
+    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
+    for size in sizes:
+        if not isinstance(size, torch.SymInt):
+            continue
         number, symbol = sympy.sympify(size.node.expr).as_coeff_Add()
         if number != 0 and isinstance(symbol, sympy.Symbol) and symbol not in found:
             counted: Any = size - int(number)
