@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from torch._inductor import config
+from torch._inductor import config as inductor_config
 from torch._inductor.scheduler import ForeachKernelSchedulerNode
+
+config: Any = inductor_config  # a config module, whose `_config` is not in its stubs
 
 _FAR = 32
 """Kernels and products between two that are launched together, at most: a layer has fewer. Buffers live no longer."""
