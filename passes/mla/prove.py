@@ -127,8 +127,8 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
     heads = rows - batch - tokens  # also those of the queries alone, which share their keys and values
     for rope in ropes:
         if not rope.key.axes <= batch | keys | set(rope.summed):
-            raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", _SHARE)
-    nope, ropes, shifts = computed(nope), list(map(computed, ropes)), list(map(computed, shifts))
+            raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", SHARE)
+    nope, ropes, own, shifts = computed(nope), *(list(map(computed, part)) for part in (ropes, own, shifts))
     reads = [latent.read, w_uk, w_uv, nope.query.read, *biases]
     reads += [read for piece in (*ropes, *own, *shifts) for read in (piece.query.read, piece.key.read)]
     for read in reads:

@@ -58,6 +58,8 @@ class Site:
     """What the biases of the keys add to all scores of a row, where that matters: to sinks, which lack it."""
     apart: bool = False
     """Whether the latent is that of the values alone: the keys are rope keys, and `nope` is the first of them."""
+    own_ropes: tuple[Piece, ...] = ()
+    """Rope keys that each head has for itself. The attention has their products among its masks, to be added."""
     unproved_keys: Refusal | None = None
     """Why keys stay what the graph computes: values alone are an up-projection then, and scores, of which `nope` is the
     first summand, are those of `attention`. None where keys are an up-projection too."""
