@@ -39,7 +39,7 @@ def test_torch_finds_the_backend_by_name():
     [
         ({"mla.pth": "auto"}, "unknown option 'mla.pth': the nearest is 'mla.path'"),
         ({"max_autotun": True}, "unknown option 'max_autotun': the nearest is 'max_autotune'"),
-        ({"mla.path": "fast"}, "mla.path: expected one of auto, absorbed, chunked, off, found 'fast'"),
+        ({"mla.path": "fast"}, "mla.path: expected one of auto, absorbed, chunked, values, off, found 'fast'"),
         ({"mla.workspace_tokens": 0}, "mla.workspace_tokens: expected a positive number of keys, found 0"),
         ({"mla.keys_stay": "yes"}, "mla.keys_stay: expected True or False, found 'yes'"),
         ({"mla.link": (0.0, 0.0)}, "mla.link: expected a pair of numbers, bytes/s and seconds, found (0.0, 0.0)"),
