@@ -199,13 +199,18 @@ def test_latents_that_are_a_slice():
     assert len(rewritten.nodes(OVER_GROUPS)) == 1
 
 
-@pytest.mark.usefixtures("without_codegen")
-def test_latents_that_are_a_slice_compiled():
-    module, x = Sliced(), hidden()
+def assert_gradients_compiled(module: nn.Module) -> None:
+    """Those of a compiled module are eager's, and its attention is rewritten."""
+    x = hidden()
     found = gradients(compiled(module), module, [x])
     for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_latents_that_are_a_slice_compiled():
+    assert_gradients_compiled(Sliced())
 
 
 @pytest.mark.usefixtures("without_codegen")
@@ -269,11 +274,7 @@ class Ropeless(Capped):
 @pytest.mark.usefixtures("without_codegen")
 def test_keys_without_rope_compiled():
     """Inductor decomposes a join of one into a tensor of other strides than it has where it is traced."""
-    module, x = Ropeless(), hidden()
-    found = gradients(compiled(module), module, [x])
-    for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
-    assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+    assert_gradients_compiled(Ropeless())
 
 
 @pytest.mark.slow
