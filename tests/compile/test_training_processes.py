@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +15,7 @@ import mla_compile
 from mla_compile.options import KEEP_ALL, QUERIES
 from tests.adapters import adapt
 from tests.compile.layers import Layer
+from tests.distributed.processes import in_processes
 from tests.models import HIDDEN, Combined
 from tests.without_codegen import without_codegen
 
@@ -41,9 +41,8 @@ class Model(nn.Module):
 
 
 @without_codegen()
-def _train(rank: int, way: str, adapted: tuple[str, ...], recompute: str, path: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    torch.set_num_threads(1)
+def _train(way: str, adapted: tuple[str, ...], recompute: str) -> None:
+    rank = dist.get_rank()
     torch.manual_seed(0)
     model = Model(*adapted)
     plain, batches = copy.deepcopy(model), torch.randn(2, 2, 13, HIDDEN)
@@ -68,7 +67,6 @@ def _train(rank: int, way: str, adapted: tuple[str, ...], recompute: str, path: 
         assert all(site.reason.endswith("and so are queries") for report in reports for site in report.sites)
     assert len(reports) > 1  # the graph was cut
     dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -79,5 +77,5 @@ def _train(rank: int, way: str, adapted: tuple[str, ...], recompute: str, path: 
     ],
 )
 @pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_two_processes_train_as_one(way, adapted, recompute, tmp_path):
-    mp.spawn(_train, args=(way, adapted, recompute, str(tmp_path)), nprocs=2)
+def test_two_processes_train_as_one(way, adapted, recompute):
+    in_processes(_train, 2, way, adapted, recompute)

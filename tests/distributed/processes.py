@@ -1,5 +1,6 @@
 """A function in several processes of one gloo group."""
 
+import multiprocessing
 import tempfile
 import warnings
 from pathlib import Path
@@ -8,11 +9,21 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 
+_PRELOADED = [
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor",
+    "mla_compile.backend",
+    "mla_compile.kernels.register",
+]
+"""What takes a process long to import, and needs it once: processes are forks of one that has done nothing else."""
+
 
 def in_processes(function, ranks, *arguments):
     """What `function(*arguments)` returns on each of some ranks, which have one process each, in order."""
+    multiprocessing.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_one, (ranks, folder, function, arguments), nprocs=ranks)
+        of_all = (ranks, folder, function, arguments)
+        torch.multiprocessing.start_processes(_one, of_all, nprocs=ranks, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
 
 
