@@ -82,7 +82,8 @@ def test_every_gradient_is_eagers(kind):
     assert_gradients_are_eagers(kind())
 
 
-@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in (Returned, Written)), Mixed])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Returned, Written, Mixed])
 def test_with_generated_code(kind):
     assert_gradients_are_eagers(kind())
 

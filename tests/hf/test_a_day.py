@@ -56,8 +56,9 @@ def reply(model, ids, seen):
     return model.generate(ids, attention_mask=seen, **greedy)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_day_takes_eight_compilations_at_most(seed):
     model = small()
     day = list(turns(seed))

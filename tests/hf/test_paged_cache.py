@@ -103,7 +103,7 @@ CODED = {
     [
         ("greedy", "FP8 of one scale"),
         pytest.param("beams", "FP8", marks=pytest.mark.slow),  # beams have a test above, FP8 one in test_generate.py
-        ("greedy", "INT8"),
+        pytest.param("greedy", "INT8", marks=pytest.mark.slow),  # its logits have one below
     ],
 )
 def test_compiled_generation_in_few_bits_is_eagers(search, kind):
