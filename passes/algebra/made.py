@@ -41,7 +41,7 @@ def joined(first: Read, second: Read, along: tuple[Dim, Dim], axis: Axis) -> Rea
 
     Axes of the source are the same in every one, so that two that are alike are equal.
     """
-    pieces = *_pieces(first, along[0], axis), *_pieces(second, along[1], axis)
+    pieces = *_pieces(first, along[0]), *_pieces(second, along[1])
     others = [d.axis for dim in first.dims for d in dim if d.axis is not None and d.axis not in along[0]]
     counted = [own for read, own in zip((first, second), along, strict=True) if {*own} & read.axes]
     whole = all({*own} <= read.axes for read, own in zip((first, second), along, strict=True))
@@ -57,7 +57,7 @@ def joined(first: Read, second: Read, along: tuple[Dim, Dim], axis: Axis) -> Rea
     return read_of(source, [(axis,), *((other,) for other in names)]).read
 
 
-def _pieces(read: Read, own: Dim, axis: Axis) -> list[tuple[Read, Dim]]:
+def _pieces(read: Read, own: Dim) -> list[tuple[Read, Dim]]:
     """The pieces of a read that is joined along `own`, all of which is read; else itself."""
     source = read.source
     if not isinstance(source, Joined) or read.then or any(len(d) != 1 or not d[0].whole for d in read.dims):

@@ -61,7 +61,7 @@ def _all(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
                     "functions",
                     "call scaled_dot_product_attention (transformers: model.set_attn_implementation('sdpa'))",
                 )
-            elif (call := packed_call(node, trace)) is not None:
+            elif (call := packed_call(node)) is not None:
                 yield _unpadded(_from_packed(call, trace))
             elif is_kernel(node):
                 yield Refusal(

@@ -23,7 +23,6 @@ from ..algebra.terms import Dim, Read
 from ..nodes.arguments import all_arguments
 from ..nodes.refusal import Refusal
 from ..nodes.shapes import shape_of, size_of
-from ..trace.trace import Trace
 
 _WORDS = {
     "q": "query",
@@ -94,7 +93,7 @@ class Call:
     packed: Packed
 
 
-def packed_call(node: fx.Node, trace: Trace) -> Call | None:
+def packed_call(node: fx.Node) -> Call | None:
     """The call of such an op; None if it is none, or of one of ours that is given no sequences.
 
     Raises:
