@@ -28,6 +28,11 @@ def known_at_most(a: Size, b: Size) -> bool:
     return bool(sympy.expand(sympy.sympify(b) - sympy.sympify(a)).is_nonnegative)
 
 
+def symbols_in(*sizes: Size) -> set[sympy.Symbol]:
+    """The symbols of sizes."""
+    return set[sympy.Symbol]().union(*(sympy.sympify(size).free_symbols for size in sizes))
+
+
 def quotient(a: Size, b: Size) -> Size | None:
     """`a / b` where `b` divides `a` for every value of their symbols, else None."""
     if isinstance(a, int) and isinstance(b, int):

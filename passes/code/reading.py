@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from ..algebra.sizes import Size, Unaligned, product, same
+from ..algebra.sizes import Size, Unaligned, product, same, symbols_in
 from ..algebra.terms import Added, Axis, Bits, Contracted, Digit, Dim, Joined, Laid, Read, Scaled, Stacked, made_of
 from ..nodes.shapes import size_of
 
@@ -65,8 +65,7 @@ def realizer(values: Sequence[Any]) -> Realize:
 def symbols_of(read: Read) -> set[sympy.Symbol]:
     """The symbols in a read's sizes and starts, and in those of what it is made of."""
     sizes = [size for dim in read.dims for d in dim for size in _sizes(d)]
-    own = set[sympy.Symbol]().union(*(sympy.sympify(size).free_symbols for size in sizes))
-    return own.union(*map(symbols_of, made_of(read.source)))
+    return symbols_in(*sizes).union(*map(symbols_of, made_of(read.source)))
 
 
 def _sizes(digit: Digit) -> tuple[Size, ...]:
@@ -84,11 +83,7 @@ def sources_of(
         Unaligned: if the graph does not tell the sizes that this takes.
     """
     known = [read for read in reads if read is not None]
-    symbols = set[sympy.Symbol]().union(
-        *(symbols_of(read) for read in known),
-        *(sympy.sympify(axis.size).free_symbols for dim in dims for axis in dim),
-        more,
-    )
+    symbols = symbols_in(*(axis.size for dim in dims for axis in dim)).union(*map(symbols_of, known), more)
     sources = [source for read in known for source in nodes_of(read)]
     return list(dict.fromkeys([*sources, *tellers(node, symbols)]))
 

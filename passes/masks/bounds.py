@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from ..algebra.sizes import Size, known_at_most, total
+from ..algebra.sizes import Size, known_at_most, symbols_in, total
 from ..algebra.terms import Read
 from ..code.reading import Reader
 from ..mla.site import Site
@@ -52,8 +52,7 @@ class Bounds:
     @property
     def symbols(self) -> set[sympy.Symbol]:
         """The symbols in sizes that are no tensor's."""
-        consts = [sympy.sympify(value.const) for value in (*self.lengths, *self.positions)]
-        return set[sympy.Symbol]().union(*(const.free_symbols for const in consts))
+        return symbols_in(*(value.const for value in (*self.lengths, *self.positions)))
 
     @property
     def may_be_empty(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 from torch import Tensor
 
-from ..algebra.sizes import Size, known_at_most, total
+from ..algebra.sizes import Size, known_at_most, symbols_in, total
 from ..mla.site import Site
 from .kind import Bound, Kind, query_of
 from .pairs import Pairs
@@ -27,7 +27,7 @@ class Causal(Kind):
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        return set(sympy.sympify(self.offset).free_symbols)
+        return symbols_in(self.offset)
 
     @property
     def causal_offset(self) -> Size:

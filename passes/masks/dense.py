@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from ..algebra.sizes import Size, known_at_most
+from ..algebra.sizes import Size, known_at_most, symbols_in
 from ..algebra.terms import Read
 from ..code.reading import Reader
 from ..mla.site import Site
@@ -54,8 +54,7 @@ class Dense:
     @property
     def symbols(self) -> set[sympy.Symbol]:
         """The symbols in sizes that are no tensor's."""
-        own = sympy.sympify(self.offset or 0).free_symbols
-        return set[sympy.Symbol]().union(own, *(part.symbols for part in self.parts))
+        return symbols_in(self.offset or 0).union(*(part.symbols for part in self.parts))
 
     @property
     def may_be_empty(self) -> bool:

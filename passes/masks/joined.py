@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from ..algebra.sizes import Size, known_at_most, total
+from ..algebra.sizes import Size, known_at_most, symbols_in, total
 from ..algebra.terms import Axis, Read
 from ..attention.scores import Mask
 from ..code.reading import Reader
@@ -67,8 +67,8 @@ class OfParts(Naming):
     def symbols(self) -> set[sympy.Symbol]:
         found = set[sympy.Symbol]()
         for part in self.parts:
-            starts = sympy.sympify(part.start).free_symbols | sympy.sympify(part.key.size).free_symbols
-            found = found.union(starts, part.naming.symbols, *(kind.symbols for kind in part.kinds))
+            own = symbols_in(part.start, part.key.size)
+            found = found.union(own, part.naming.symbols, *(kind.symbols for kind in part.kinds))
         return found
 
     def indices(self, site: Site, read: Reader) -> Tensor:

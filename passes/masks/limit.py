@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import sympy
 from torch import Tensor
 
+from ..algebra.sizes import symbols_in
 from ..algebra.terms import Axis, Read
 from ..mla.site import Site
 from .kind import Bound, Kind, query_of
@@ -29,7 +30,7 @@ class Limit(Kind):
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        return set(sympy.sympify(self.what.const).free_symbols)
+        return symbols_in(self.what.const)
 
     def tensor(self, pairs: Pairs) -> Tensor:
         return pairs.value(self.what) <= 0

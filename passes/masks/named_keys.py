@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from ..algebra.sizes import Size
+from ..algebra.sizes import Size, symbols_in
 from ..algebra.terms import Read
 from ..code.reading import Reader
 from ..mla.site import Site
@@ -52,8 +52,7 @@ class NamedKeys:
     @property
     def symbols(self) -> set[sympy.Symbol]:
         """The symbols in sizes that are no tensor's."""
-        own = sympy.sympify(self.offset or 0).free_symbols
-        return self.naming.symbols.union(own, *(kind.symbols for kind in self.hiding))
+        return symbols_in(self.offset or 0).union(self.naming.symbols, *(kind.symbols for kind in self.hiding))
 
     @property
     def may_be_empty(self) -> bool:

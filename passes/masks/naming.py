@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from ..algebra.sizes import Size, same
+from ..algebra.sizes import Size, same, symbols_in
 from ..algebra.terms import Read
 from ..code.reading import Reader, symbols_of
 from ..mla.site import Site
@@ -56,7 +56,7 @@ class Listed(Naming):
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        return symbols_of(self.named.indices).union(sympy.sympify(self.named.key.size).free_symbols)
+        return symbols_of(self.named.indices) | symbols_in(self.named.key.size)
 
     def indices(self, site: Site, read: Reader) -> Tensor:
         named = self.named
@@ -88,7 +88,7 @@ class Window(Naming):
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        return set(sympy.sympify(self.first).free_symbols | sympy.sympify(self.length).free_symbols)
+        return symbols_in(self.first, self.length)
 
     def indices(self, site: Site, read: Reader) -> Tensor:
         sizes = site.sizes
@@ -116,7 +116,7 @@ class Every(Naming):
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        return set(sympy.sympify(self.keys).free_symbols)
+        return symbols_in(self.keys)
 
     def indices(self, site: Site, read: Reader) -> Tensor:
         batch, queries, keys = _realized(read, *(site.sizes[name] for name in ("B", "Sq", "T")))

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from ..algebra.sizes import product, same
+from ..algebra.sizes import product, same, symbols_in
 from ..algebra.substitution import merge
 from ..algebra.terms import Axis, Dim, Read
 from ..code.reading import Reader
@@ -58,9 +58,7 @@ class OfRank:
     @property
     def symbols(self) -> set[sympy.Symbol]:
         """The symbols in sizes that are no tensor's."""
-        own = (sympy.sympify(axis.size).free_symbols for axis in self.keys)
-        queries = sympy.sympify(self.site.sizes["Sq"]).free_symbols
-        return self.told.symbols.union(queries, *own)
+        return self.told.symbols | symbols_in(self.site.sizes["Sq"], *(axis.size for axis in self.keys))
 
     @property
     def may_be_empty(self) -> bool:

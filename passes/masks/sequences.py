@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import Tensor
 
+from ..algebra.sizes import symbols_in
 from ..algebra.terms import Read
 from ..attention.packed import Numbers, Packed
 from ..code.reading import Reader
@@ -59,7 +60,7 @@ class Sequences(Kind):
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        return set(sympy.Tuple(self.packed.most_queries, self.packed.most_keys).free_symbols)
+        return symbols_in(self.packed.most_queries, self.packed.most_keys)
 
     def lengths(self, read: Reader) -> Lengths:
         """Where the sequences are."""

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from ..algebra.sizes import Size, quotient
+from ..algebra.sizes import Size, quotient, symbols_in
 
 
 def size_of(value: Any) -> Size:
@@ -79,7 +79,7 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
 def unbacked_in(expression: Size | sympy.Basic) -> set[sympy.Symbol]:
     """The symbols that only a run knows: what an element of a tensor says (`.item()`), or how many were counted."""
     unbacked = SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT
-    return {symbol for symbol in sympy.sympify(expression).free_symbols if symbol_is_type(symbol, unbacked)}
+    return {symbol for symbol in symbols_in(expression) if symbol_is_type(symbol, unbacked)}
 
 
 def hint_of(symbol: sympy.Symbol, environment: ShapeEnv) -> int:

@@ -19,7 +19,7 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 from mla_compile.cost import Decision, Device, Dims, times_of
 
 from ..algebra.renaming import Renaming
-from ..algebra.sizes import Size
+from ..algebra.sizes import Size, symbols_in
 from ..caches.dense import dense_keys, keys_in_sequences
 from ..caches.layouts import find_stored_keys
 from ..caches.stored import StoredKeys
@@ -280,7 +280,7 @@ def _least_work_of_a_prompt(
 
     The others win by a few bytes, where prompts are short; a guard would make two variants of it.
     """
-    if not sympy.sympify(sizes["Sq"]).free_symbols or sympy.expand(sizes["T"] - sizes["Sq"]) != 0:
+    if not symbols_in(sizes["Sq"]) or sympy.expand(sizes["T"] - sizes["Sq"]) != 0:
         return candidates
     flops = {path: path.cost(Dims(**sizes), element_size, workspace_tokens, None).flops for path in candidates}
     for path, own in flops.items():

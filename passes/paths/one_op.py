@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch import Tensor
 
+from ..algebra.sizes import symbols_in
 from ..caches.stored import StoredKeys
 from ..code.reading import Reader, sources_of, write_as
 from ..mla.site import Site
@@ -69,9 +70,8 @@ class OneOpCode:
         reads += [read for shift in site.shifts for read in (shift.query.read, shift.key.read)]
         reads += carrier.reads
         reads += [sink.term.read for sink in site.attention.sinks]
-        sizes = [site.sizes["T"], site.sizes["Sq"]] if keys.in_pages else []
-        symbols = carrier.symbols.union(*(sympy.sympify(size).free_symbols for size in sizes))
-        self.sources = sources_of(reads, site.node, site.attention.dims, symbols)
+        symbols = symbols_in(site.sizes["T"], site.sizes["Sq"]) if keys.in_pages else set[sympy.Symbol]()
+        self.sources = sources_of(reads, site.node, site.attention.dims, carrier.symbols | symbols)
 
     @property
     def said(self) -> object:
