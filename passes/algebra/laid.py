@@ -62,15 +62,15 @@ def _lay_term(term: Term, parts: Dim, whole: Axis) -> Term:
 def _lay_read(read: Read, parts: Dim, whole: Axis) -> Read:
     if (merged := merge(read, parts, whole)).axes.isdisjoint(parts):
         return merged  # they lie so in what is read, or are not read at all
-    digits = [digit.axis for dim in read.dims for digit in dim if digit.axis is not None]
+    digits = [digit.axis for digit in read.digits if digit.axis is not None]
     others = tuple(axis for axis in dict.fromkeys(digits) if axis not in parts)
-    own = {axis: _bound(place, axis.size) for place, axis in enumerate((*parts, *others))}
+    own = {axis: bound_axis(place, axis.size) for place, axis in enumerate((*parts, *others))}
     bound = tuple(own.values())
     source = Laid(replace(change_read(read, own), then=()), bound[: len(parts)], bound[len(parts) :])
     return Read(source, tuple((Digit(axis, axis.size),) for axis in (whole, *others)), read.then)
 
 
 @lru_cache(maxsize=4096)
-def _bound(place: int, size: Size) -> Axis:
+def bound_axis(place: int, size: Size) -> Axis:
     """An axis of a source's own, the same in every source, so that two that are alike are equal."""
     return Axis(size)

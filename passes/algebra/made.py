@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
+from .laid import bound_axis
 from .operations import read_of
-from .sizes import Size
 from .substitution import change_read
 from .terms import Added, Axis, Contracted, Dim, Joined, Read, Scaled
 
@@ -42,13 +41,13 @@ def joined(first: Read, second: Read, along: tuple[Dim, Dim], axis: Axis) -> Rea
     Axes of the source are the same in every one, so that two that are alike are equal.
     """
     pieces = *_pieces(first, along[0]), *_pieces(second, along[1])
-    others = [d.axis for dim in first.dims for d in dim if d.axis is not None and d.axis not in along[0]]
+    others = [d.axis for d in first.digits if d.axis is not None and d.axis not in along[0]]
     counted = [own for read, own in zip((first, second), along, strict=True) if {*own} & read.axes]
     whole = all({*own} <= read.axes for read, own in zip((first, second), along, strict=True))
     if not (counted and whole) or any(read.axes.difference(own) != {*others} for read, own in pieces):
         return None
-    names = {own: _bound(place, own.size) for place, own in enumerate(others)}
-    bound = [tuple(_bound(len(others), own.size) for own in owns) for _, owns in pieces]
+    names = {own: bound_axis(place, own.size) for place, own in enumerate(others)}
+    bound = [tuple(bound_axis(len(others), own.size) for own in owns) for _, owns in pieces]
     reads = [
         change_read(read, names | dict(zip(owns, own, strict=True)))
         for (read, owns), own in zip(pieces, bound, strict=True)
@@ -72,15 +71,9 @@ def _pieces(read: Read, own: Dim) -> list[tuple[Read, Dim]]:
     ]
 
 
-@lru_cache(maxsize=4096)
-def _bound(place: int, size: Size) -> Axis:
-    """An axis of a source's own, the same in every source."""
-    return Axis(size)
-
-
 def _own(reads: Sequence[Read]) -> dict[Axis, Axis]:
     """An axis of the source's own for each of the reads', in order."""
-    return {d.axis: Axis(d.axis.size) for read in reads for dim in read.dims for d in dim if d.axis is not None}
+    return {d.axis: Axis(d.axis.size) for read in reads for d in read.digits if d.axis is not None}
 
 
 def _read(source: Hashable, own: dict[Axis, Axis]) -> Read:

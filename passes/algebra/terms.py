@@ -19,7 +19,7 @@ Pure Python: no torch, no graphs. Sizes are ints or sympy expressions over integ
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from .sizes import Size, product, same
@@ -80,8 +80,28 @@ class Read:
     then: tuple[Hashable, ...] = ()
 
     @property
+    def digits(self) -> tuple[Digit, ...]:
+        """Those of all dimensions, in order."""
+        return tuple(digit for dim in self.dims for digit in dim)
+
+    @property
     def axes(self) -> frozenset[Axis]:
         return frozenset(digit.axis for dim in self.dims for digit in dim if digit.axis is not None)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all elements of the source are read."""
+        return all(digit.whole for digit in self.digits)
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """What the elements were multiplied by, in order."""
+        return factors_in(self.then)
+
+
+def factors_in(then: Iterable[Hashable]) -> tuple[float, ...]:
+    """The numbers among what was done to elements."""
+    return tuple(step for step in then if isinstance(step, float))
 
 
 @dataclass(frozen=True)
@@ -250,7 +270,7 @@ class Numbers:
     @property
     def factor(self) -> float:
         """What the elements were multiplied with besides."""
-        return math.prod(step for step in self.then if isinstance(step, float))
+        return math.prod(factors_in(self.then))
 
 
 @dataclass(frozen=True)

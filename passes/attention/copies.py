@@ -26,4 +26,4 @@ def original_of(node: fx.Node, trace: Trace) -> Original | None:
     for digits, axes in zip(read.dims, form.dims, strict=True):
         if tuple(digit.axis for digit in digits) != axes or not all(digit.whole for digit in digits):
             return None
-    return Original(read.source, tuple(step for step in read.then if isinstance(step, float)))
+    return Original(read.source, read.factors)

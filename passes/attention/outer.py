@@ -50,7 +50,7 @@ def multiplied(term: Term, trace: Trace) -> Iterator[Multiplied]:
             whole, forms = factors(trace, node)
             read = replace(term.read, then=())
             first, second = (operations.term_of(replace(whole, term=form.term), read) for form in forms)
-            number = math.prod((step for step in then if isinstance(step, float)), start=1.0)
+            number = math.prod(term.read.factors, start=1.0)
             for of, by in ((first, second),) if divides else ((first, second), (second, first)):
                 form = Form((), of)
                 for dtype in (step for step in then if not isinstance(step, float)):

@@ -264,7 +264,7 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, t
         return [_term_of_sum(replace(form, term=term), labels, factor) for term in form.term.parts.terms]
     if not isinstance(source, fx.Node) or through is None or source.op != "call_function":
         return bias
-    factor *= math.prod(step for step in form.term.read.then if isinstance(step, float))
+    factor *= math.prod(form.term.read.factors)
 
     def operand(node: fx.Node, factor: float) -> list[Summand]:
         return _summands(node, through[len(through) - len(trace[node].dims) :], factor, key, trace)
@@ -382,7 +382,7 @@ def constant_of(value: Any) -> float | None:
 def labels_through(form: Form, labels: tuple[int, ...]) -> tuple[int, ...] | None:
     """The labels of the source that a form reads whole, its dimensions perhaps in another order."""
     read = form.term.read
-    if any(not digit.whole for dim in read.dims for digit in dim):
+    if not read.whole:
         return None
     by_axis: dict[tuple[Axis, ...], int] = {dim: label for dim, label in zip(form.dims, labels, strict=True) if dim}
     spare = [label for dim, label in zip(form.dims, labels, strict=True) if not dim]

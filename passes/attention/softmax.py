@@ -221,7 +221,7 @@ def late(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
         assert isinstance(whole.term.parts, Product)
         exponential = (whole.term.parts.left, whole.term.parts.right)[side].read
         rows = tuple(tuple(d.axis for d in digits if d.axis is not None) for digits in exponential.dims)
-        if not _runs_over(divisor.term.read, rows, dim) or any(not d.whole for ds in exponential.dims for d in ds):
+        if not _runs_over(divisor.term.read, rows, dim) or not exponential.whole:
             return None
         divisor_node = divisor.term.read.source
         assert isinstance(divisor_node, fx.Node)
@@ -306,7 +306,7 @@ def _runs_over(read: Read, dims: tuple[Dim, ...], but: int) -> bool:
     if len(own) == len(dims) and not own[but]:
         del own[but]
     wanted = [axes for i, axes in enumerate(dims) if i != but]
-    if any(isinstance(step, float) for step in read.then) or len(own) != len(wanted):
+    if read.factors or len(own) != len(wanted):
         return False
     return all(
         tuple(d.axis for d in digits) == axes and all(d.whole for d in digits)

@@ -24,7 +24,7 @@ def told(term: Term, keys: Dim, trace: Trace) -> Term:
         return term
     with contextlib.suppress(Unaligned):
         known = operations.term_of(trace[source], replace(term.read, then=()))
-        number = math.prod((step for step in then if isinstance(step, float)), start=1.0)
+        number = math.prod(term.read.factors, start=1.0)
         if isinstance(known.parts, Join) and known.parts.axis in keys:
             return term
         return term if known.parts is None else operations.scaled(Form((), known), number).term

@@ -31,9 +31,8 @@ def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand
         form = trace[node]
         source, through = form.term.read.source, labels_through(form, labels)
         if isinstance(form.term.parts, Product):
-            whole = all(digit.whole for dim in form.term.read.dims for digit in dim)
-            factor = math.prod(step for step in form.term.read.then if isinstance(step, float))
-            if isinstance(source, fx.Node) and whole and factor:
+            factor = math.prod(form.term.read.factors)
+            if isinstance(source, fx.Node) and form.term.read.whole and factor:
                 found.setdefault(source, Summand(form, labels, 1 / factor))  # the product as it was before the factor
             continue
         multiplies = isinstance(source, fx.Node) and source.op == "call_function" and not is_elementwise(source)
@@ -58,9 +57,6 @@ def _product_and_more(form: Form) -> tuple[Form, tuple[Form, ...]] | None:
     terms = form.term.parts.terms if isinstance(form.term.parts, Sum) else ()
     products = [term for term in terms if isinstance(term.parts, Product)]
     others = [term for term in terms if term.parts is None and not isinstance(term.read.source, Unread)]
-    whole = all(digit.whole for dim in read.dims for digit in dim)
-    if len(products) != 1 or len(others) != len(terms) - 1 or not whole:
-        return None
-    if any(isinstance(step, float) for step in read.then):
+    if len(products) != 1 or len(others) != len(terms) - 1 or not read.whole or read.factors:
         return None
     return replace(form, term=replace(products[0], read=read)), tuple(replace(form, term=term) for term in others)

@@ -95,10 +95,10 @@ def _bool(node: Any, trace: Trace) -> Form | None:
     if not is_tensor(node):
         return None
     form = trace[node]
-    source, then = form.term.read.source, form.term.read.then
+    source = form.term.read.source
     if node.meta["val"].dtype == torch.bool:
         return form
-    if not isinstance(source, fx.Node) or any(isinstance(step, float) for step in then):
+    if not isinstance(source, fx.Node) or form.term.read.factors:
         return None
     if source.target is aten._to_copy.default:
         (before,) = arguments(source)[:1]

@@ -22,7 +22,7 @@ from mla_compile.coded import CODED
 from ..algebra.gathers import lookup_of, together
 from ..algebra.sizes import product, same
 from ..algebra.substitution import change_read
-from ..algebra.terms import Axis, Dim, Lookup, Read, Term
+from ..algebra.terms import Axis, Dim, Lookup, Read, Term, factors_in
 from ..code.reading import Reader
 from ..mla.site import Site
 from ..trace.coded import dtype_of, groups_of, is_coded_lookup
@@ -136,7 +136,7 @@ def _pages_of(site: Site, term: Term, columns: Dim) -> tuple[Lookup, Pages] | No
 
 def _scaled(pages: Pages, lookup: Lookup, columns: Dim) -> Pages | None:
     """Coded pages, if the scales run over equal groups of the columns and, where each token has some, are float32."""
-    scales, factor = lookup.scales, math.prod(step for step in lookup.then if isinstance(step, float))
+    scales, factor = lookup.scales, math.prod(factors_in(lookup.then))
     if scales is None:
         return replace(pages, factor=factor)
     tokens = (pages.entry,) if pages.row is None else (pages.entry, pages.row)

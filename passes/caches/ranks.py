@@ -88,7 +88,7 @@ def _opened(reads: list[Read], keys: Dim) -> tuple[list[Read], Dim] | None:
 def _of_first_rank(reads: list[Read], keys: Dim) -> tuple[list[Read], Dim] | None:
     """The same where all keys are in the first rank's first turn, of which each rank has one; None otherwise."""
     counts = {_pinned(read) for read in reads}
-    digits = [digit for read in reads for dim in read.dims for digit in dim if digit.axis in keys]
+    digits = [digit for read in reads for digit in read.digits if digit.axis in keys]
     count, turns = counts.pop(), {digit.extent for digit in digits}
     if count is None or counts or len(keys) != 1 or len(digits) != len(reads) or len(turns) != 1:
         return None

@@ -64,7 +64,7 @@ def realizer(values: Sequence[Any]) -> Realize:
 
 def symbols_of(read: Read) -> set[sympy.Symbol]:
     """The symbols in a read's sizes and starts, and in those of what it is made of."""
-    sizes = [size for dim in read.dims for d in dim for size in _sizes(d)]
+    sizes = [size for digit in read.digits for size in _sizes(digit)]
     return symbols_in(*sizes).union(*map(symbols_of, made_of(read.source)))
 
 

@@ -122,11 +122,10 @@ def _distributed(graph: fx.Graph, trace: Trace) -> Iterator[_Distributed]:
 
 def _in_order(operand: Form, source: Form) -> bool:
     """Whether a tensor has all elements of another in their order, its last dimensions too."""
-    digits = [digit for dim in operand.term.read.dims for digit in dim]
-    read = [digit.axis for digit in digits]
-    if any(isinstance(step, float) for step in operand.term.read.then):
+    read = operand.term.read
+    if read.factors or not read.whole:
         return False
-    if any(not digit.whole for digit in digits) or read != [axis for dim in operand.dims for axis in dim]:
+    if [digit.axis for digit in read.digits] != [axis for dim in operand.dims for axis in dim]:
         return False
     own, last = len(operand.dims), range(1, len(operand.dims))
     return len(source.dims) >= own and all(same(source.shape[-i], operand.shape[-i]) for i in last)

@@ -95,7 +95,7 @@ def _without(term: Term, keys: set[Axis], trace: Trace) -> Term | None:
         return None
     if then:  # a number that all was multiplied by after, and roundings
         inner = _without(replace(term, read=replace(term.read, then=())), keys, trace)
-        number = math.prod((step for step in then if isinstance(step, float)), start=1.0)
+        number = math.prod(term.read.factors, start=1.0)
         return None if inner is None else operations.scaled(Form((), inner), number).term
     if term.parts is not None or not isinstance(node, fx.Node) or node.target not in _MULTIPLY:
         return None

@@ -25,7 +25,7 @@ def with_all_heads(site: Site, ranks: int, rank: int, *, queries: bool) -> Site 
     whole = Axis(product([ranks, own.size]))
 
     def widened(read: Read) -> Read | None:
-        found = [digit for dim in read.dims for digit in dim if digit.axis is own]
+        found = [digit for digit in read.digits if digit.axis is own]
         if len(found) != 1 or found[0].step != 1 or not _is_part(found[0], whole, product([rank, own.size])):
             return None
         dims = (tuple(Digit(whole, whole.size) if digit.axis is own else digit for digit in dim) for dim in read.dims)

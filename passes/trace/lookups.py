@@ -48,8 +48,7 @@ def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.No
     if lookup is None:
         raise Unaligned("several indices that are no page and its row")
     quotient = lookup.table.source
-    whole = all(digit.whole for dim in lookup.table.dims for digit in dim)
-    positions = _positions(quotient, aten.floor_divide.default, rows) if whole else None
+    positions = _positions(quotient, aten.floor_divide.default, rows) if lookup.table.whole else None
     remainders = _positions(row, aten.remainder.Scalar, rows)
     alike = positions is not None and remainders is not None and same(positions, remainders)
     if not alike or lookup.table.axes != set(form.dims[-1]):
