@@ -169,7 +169,7 @@ def _rewritten(site: Site, meaning: Meaning, choice: Choice) -> Outcome:
     frame = common_frame(site.node, _sources(site))
     shapes = {name: str(size) for name, size in site.sizes.items()}
     hints = copying(site), site.unproved_keys is not None and f"to have keys absorbed too, {site.unproved_keys.remedy}"
-    hint = "; ".join(hint for hint in hints if hint)
+    hint = "; ".join(filter(None, hints))
     return rewritten(site.node, frame, choice.word, choice.reason, shapes, choice.guards, meaning.words, hint)
 
 

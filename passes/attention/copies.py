@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
+from ..nodes.arguments import is_tensor
 from ..trace.trace import Trace
 
 
@@ -27,3 +29,9 @@ def original_of(node: fx.Node, trace: Trace) -> Original | None:
         if tuple(digit.axis for digit in digits) != axes or not all(digit.whole for digit in digits):
             return None
     return Original(read.source, read.factors)
+
+
+def copied(node: Any, trace: Trace) -> fx.Node | None:
+    """The tensor that `node` is a copy of, perhaps in another dtype; None if it is none, or was multiplied."""
+    original = original_of(node, trace) if is_tensor(node) else None
+    return None if original is None or original.factors or not is_tensor(original.node) else original.node

@@ -15,15 +15,16 @@ from ..nodes.arguments import aten, is_tensor
 from ..trace.trace import Trace
 
 PRODUCTS = (aten.bmm.default, aten.mm.default)
-_JOINS = {
+WRITES = {
     aten.cat.default,
     aten.index_copy.default,
     aten.index_put.default,
     aten.scatter.src,
     aten.select_scatter.default,
     aten.slice_scatter.default,
-    aten.stack.default,
 }
+"""Ops whose result holds what an operand held before and what another brings."""
+_JOINS = WRITES | {aten.stack.default}
 
 
 def joined_product(node: fx.Node, trace: Trace) -> Form | None:

@@ -17,7 +17,7 @@ from torch import fx
 
 from ..nodes.arguments import arguments, aten, factor_of, is_tensor
 from ..trace.trace import Trace
-from .copies import original_of
+from .copies import copied, original_of
 from .scores import constant_of, is_greatest
 
 _ADDS = {aten.add.Tensor, aten.add.Scalar}
@@ -40,7 +40,7 @@ class Shares:
 
 def added_to(total: fx.Node, sum_of: Callable[[Any], bool], trace: Trace) -> tuple[fx.Node, list[Any]] | None:
     """The sum that a tensor is made of, for which `sum_of` holds, and what was added to it; None if nothing was."""
-    source = _whole(total, trace)
+    source = copied(total, trace)
     if source is None or source.target not in _ADDS or factor_of(source) != 1:
         return None
     a, b = arguments(source)[:2]
@@ -57,7 +57,7 @@ def added_to(total: fx.Node, sum_of: Callable[[Any], bool], trace: Trace) -> tup
 def reaches_one(exponent: fx.Node, dim: int, trace: Trace) -> bool:
     """Whether an exponent is scores less the greatest of their row: one of its powers is 1, and no sum of them is less,
     unless it is no number."""
-    difference = _whole(exponent, trace)
+    difference = copied(exponent, trace)
     if difference is None or difference.target is not aten.sub.Tensor or factor_of(difference) != 1:
         return False
     scores, shift = arguments(difference)[:2]
@@ -66,7 +66,7 @@ def reaches_one(exponent: fx.Node, dim: int, trace: Trace) -> bool:
 
 def above_least(total: fx.Node, trace: Trace) -> fx.Node | None:
     """The tensor that a total is, where that is at least 1; None if it is not held above a number up to 1."""
-    source = _whole(total, trace)
+    source = copied(total, trace)
     if source is None or source.target not in _AT_LEAST:
         return None
     of, least, most = (*arguments(source), None, None)[:3]
@@ -84,13 +84,13 @@ def shares_of(
 ) -> Shares | None:
     """What `addends` to a sum of exponentials over dimension `dim` are of further keys, `base` the logarithm of their
     base; None if one is not known to be one. Numbers less than `lost` are nothing beside a sum that reaches 1."""
-    difference = _whole(exponent, trace)
+    difference = copied(exponent, trace)
     shift: fx.Node | None = None
     scores = exponent
     if difference is not None and difference.target is aten.sub.Tensor and factor_of(difference) == 1:
         a, b = arguments(difference)[:2]
         if is_tensor(a) and is_tensor(b) and _is_the_same_for_keys(b, exponent, dim, trace):
-            scores, shift = a, _whole(b, trace)
+            scores, shift = a, copied(b, trace)
             if shift is None:
                 return None
     sinks: list[fx.Node] = []
@@ -155,15 +155,15 @@ def _before(power: fx.Node, shift: fx.Node | None, trace: Trace) -> tuple[fx.Nod
     """A score before `shift` was taken from it, nothing where it was 0; None if the shift was not taken from it."""
     if shift is None:
         return (power,)
-    node = _whole(power, trace)
+    node = copied(power, trace)
     if node is None or node.op != "call_function":
         return None
     first, second = (*arguments(node), None, None)[:2]
-    if node.target is aten.neg.default and _whole(first, trace) is shift:
+    if node.target is aten.neg.default and copied(first, trace) is shift:
         return ()
-    if node.target in (aten.mul.Tensor, aten.mul.Scalar) and second == -1 and _whole(first, trace) is shift:
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar) and second == -1 and copied(first, trace) is shift:
         return ()
-    taken = node.target is aten.sub.Tensor and factor_of(node) == 1 and _whole(second, trace) is shift
+    taken = node.target is aten.sub.Tensor and factor_of(node) == 1 and copied(second, trace) is shift
     return (first,) if taken and is_tensor(first) else None
 
 
@@ -179,7 +179,7 @@ def _is_number(shift: fx.Node, scores: fx.Node, sinks: list[fx.Node], dim: int, 
     if shift.target is aten.maximum.default:
         a, b = arguments(shift)
         for greatest, other in ((a, b), (b, a)):
-            sink = _whole(other, trace) in [_whole(sink, trace) for sink in sinks]
+            sink = copied(other, trace) in [copied(sink, trace) for sink in sinks]
             if sink and is_greatest(greatest, scores, dim, trace):
                 return True
     return None
@@ -190,9 +190,3 @@ def _is_the_same_for_keys(node: fx.Node, scores: fx.Node, dim: int, trace: Trace
     form, rank = trace[node], len(trace[scores].dims)
     place = dim - (rank - len(form.dims))
     return len(form.dims) <= rank and (place < 0 or not form.dims[place])
-
-
-def _whole(node: Any, trace: Trace) -> fx.Node | None:
-    """The tensor that `node` is a copy of, perhaps in another dtype."""
-    original = original_of(node, trace) if is_tensor(node) else None
-    return None if original is None or original.factors or not is_tensor(original.node) else original.node

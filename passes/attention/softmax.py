@@ -24,7 +24,7 @@ from ..algebra.factored import factored
 from ..algebra.terms import Dim, Form, Product, Read
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..trace.trace import Trace
-from .copies import original_of
+from .copies import copied
 from .scores import constant_of
 from .shares import Shares, above_least, added_to, reaches_one, shares_of
 from .zeroed import Seen, zeroed
@@ -97,7 +97,7 @@ def _with_zeros(node: fx.Node, trace: Trace) -> Weights | None:
 
 def _divided(node: fx.Node, numerator: Any, total: Any, trace: Trace) -> Weights | None:
     """Weights that are an exponential divided by its sum."""
-    source = _whole(numerator, trace)
+    source = copied(numerator, trace)
     if source is None or not is_tensor(total):
         return None
     dim = _summed_dim(total, source, trace)
@@ -166,7 +166,7 @@ def divided_by_more(node: Any, trace: Trace) -> fx.Node | None:
     """What powers of scores are divided by, if that is made of their sum and a number, and no sum."""
     if not isinstance(node, fx.Node) or node.target is not aten.div.Tensor:
         return None
-    source, divisor = _whole(arguments(node)[0], trace), arguments(node)[1]
+    source, divisor = copied(arguments(node)[0], trace), arguments(node)[1]
     if source is not None and (found := zeroed(source, trace)) is not None:
         source = found.of
     if source is None or exponent_of(source) is None or not is_tensor(divisor):
@@ -191,9 +191,9 @@ _TOTALS = {aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.sum.di
 
 def _inverted(node: Any, trace: Trace) -> fx.Node | None:
     """What a tensor is the reciprocal of, whatever number that was multiplied by 1."""
-    source = _whole(node, trace)
+    source = copied(node, trace)
     if source is not None and source.target is aten.mul.Tensor and arguments(source)[1] == 1:
-        source = _whole(arguments(source)[0], trace)
+        source = copied(arguments(source)[0], trace)
     if source is None or source.target is not aten.reciprocal.default:
         return None
     total = arguments(source)[0]
@@ -231,7 +231,7 @@ def late(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
 
 def _exponential(node: fx.Node, trace: Trace) -> Weights | None:
     """`exp` of what already is the logarithm of the weights."""
-    source = _whole(arguments(node)[0], trace)
+    source = copied(arguments(node)[0], trace)
     if source is None:
         return None
     if source.target is aten._log_softmax.default:
@@ -267,13 +267,13 @@ def _before_rows_of_nothing(node: Any, trace: Trace) -> fx.Node | None:
         values, (mask,), number = arguments(node)[:3]
     else:
         return None
-    asked = _whole(mask, trace)
+    asked = copied(mask, trace)
     fill = constant_of(number)
     if fill is None or not fill > -math.inf or asked is None or asked.target is not aten.eq.Scalar:
         return None
     of, least = arguments(asked)
-    whole = _whole(values, trace)
-    return whole if least == -math.inf and whole is not None and _whole(of, trace) is whole else None
+    whole = copied(values, trace)
+    return whole if least == -math.inf and whole is not None and copied(of, trace) is whole else None
 
 
 def _summed_dim(total: fx.Node, of: fx.Node, trace: Trace) -> int | None:
@@ -282,7 +282,7 @@ def _summed_dim(total: fx.Node, of: fx.Node, trace: Trace) -> int | None:
     if not isinstance(source, fx.Node) or source.target is not aten.sum.dim_IntList:
         return None
     dims: Any = (*arguments(source), None)[1]
-    if _whole(arguments(source)[0], trace) is not of or not dims or len(dims) != 1:
+    if copied(arguments(source)[0], trace) is not of or not dims or len(dims) != 1:
         return None
     return int(dims[0]) % len(trace[of].dims)
 
@@ -312,9 +312,3 @@ def _runs_over(read: Read, dims: tuple[Dim, ...], but: int) -> bool:
         tuple(d.axis for d in digits) == axes and all(d.whole for d in digits)
         for digits, axes in zip(own, wanted, strict=True)
     )
-
-
-def _whole(node: Any, trace: Trace) -> fx.Node | None:
-    """The tensor that `node` is a copy of, perhaps in another dtype."""
-    original = original_of(node, trace) if is_tensor(node) else None
-    return None if original is None or original.factors or not is_tensor(original.node) else original.node

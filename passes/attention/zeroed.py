@@ -22,7 +22,7 @@ from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
-from .copies import original_of
+from .copies import copied
 from .scores import Mask, Summand, constant_of
 
 _NOT = {aten.bitwise_not.default, aten.logical_not.default}
@@ -58,7 +58,7 @@ def zeroed(node: fx.Node, trace: Trace) -> Zeroed | None:
     match node.target:
         case aten.nan_to_num.default:
             whole, number = (*arguments(node), None)[:2]
-            source = _source(whole, trace)
+            source = copied(whole, trace)
             return Zeroed(source) if source is not None and not number else None
         case aten.masked_fill.Scalar | aten.masked_fill.Tensor:
             whole, mask, number = arguments(node)
@@ -71,7 +71,7 @@ def zeroed(node: fx.Node, trace: Trace) -> Zeroed | None:
             return _multiplied(node, trace)
         case _:
             return None
-    source = _source(whole, trace)
+    source = copied(whole, trace)
     if source is None or not _is_zero(number, trace):
         return None
     between = (number,) if is_tensor(number) and arguments(number)[:1] == (whole,) else ()
@@ -84,7 +84,7 @@ def _multiplied(node: fx.Node, trace: Trace) -> Zeroed | None:
     """Weights times a bool tensor."""
     a, b = arguments(node)[:2]
     for whole, by in ((a, b), (b, a)):
-        source, form = _source(whole, trace), _bool(by, trace)
+        source, form = copied(whole, trace), _bool(by, trace)
         if source is not None and form is not None:
             return Zeroed(source, Seen(form, multiplied=True))
     return None
@@ -109,7 +109,7 @@ def _bool(node: Any, trace: Trace) -> Form | None:
 
 def _not_a_number(mask: Any, of: fx.Node, trace: Trace) -> tuple[fx.Node, ...]:
     """The nodes that ask whether `of` is a number, or a row of it has one that is none; empty if they do not."""
-    source = _source(mask, trace)
+    source = copied(mask, trace)
     if source is None:
         return ()
     if source.target is aten.any.dim:
@@ -118,17 +118,11 @@ def _not_a_number(mask: Any, of: fx.Node, trace: Trace) -> tuple[fx.Node, ...]:
         return (*inner, source) if inner else ()
     a, b = (*arguments(source), None)[:2]
     asks = source.target is aten.isnan.default or (source.target is aten.ne.Tensor and a is b)
-    return (source,) if asks and _source(a, trace) is of else ()
+    return (source,) if asks and copied(a, trace) is of else ()
 
 
 def _is_zero(value: Any, trace: Trace) -> bool:
     return constant_of(value) == 0 or (is_tensor(value) and isinstance(trace[value].term.parts, Zero))
-
-
-def _source(node: Any, trace: Trace) -> fx.Node | None:
-    """The tensor that a node is a copy of, perhaps in another dtype."""
-    original = original_of(node, trace) if is_tensor(node) else None
-    return None if original is None or original.factors else original.node
 
 
 def only_seen(summands: Sequence[Summand], seen: Seen, node: fx.Node, trace: Trace) -> tuple[list[Summand], bool]:

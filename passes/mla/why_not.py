@@ -9,23 +9,13 @@ from torch import fx
 from ..algebra.terms import Join, Product, Read, Scaled, Sum, Term, Unread, made_of
 from ..attention import outer
 from ..attention.attention import Attention
-from ..nodes.arguments import aten, is_tensor, takes_tensors
+from ..attention.pieces import WRITES
+from ..nodes.arguments import is_tensor, takes_tensors
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
 from .in_few_bits import REMEDY, product_in_few_bits
 from .multiplied import multiplied_product
-
-_WRITES = {
-    aten.cat.default,
-    aten.index_copy.default,
-    aten.index_put.default,
-    aten.scatter.src,
-    aten.select_scatter.default,
-    aten.slice_scatter.default,
-}
-"""Ops whose result holds what an operand held before and what another brings."""
-
 
 _LINEAR = (
     "let nothing but views, casts, joins and sums lie between the up-projection and the attention: a norm, a "
@@ -116,7 +106,7 @@ def _leaves(term: Term, trace: Trace, seen: set[fx.Node]) -> Iterator[Term]:
                 yield segment.term
             else:
                 yield from _leaves(segment.term, trace, seen)
-    elif term.parts is None and isinstance(source, fx.Node) and source.target in _WRITES:
+    elif term.parts is None and isinstance(source, fx.Node) and source.target in WRITES:
         for operand in source.all_input_nodes:
             filled = operand.op == "call_function" and not takes_tensors(operand) and trace.lost(term) is not None
             if is_tensor(operand) and operand not in seen and not filled:  # a buffer that this graph fills is no cache

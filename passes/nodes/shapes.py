@@ -95,11 +95,13 @@ def hint_of(symbol: sympy.Symbol, environment: ShapeEnv) -> int:
     return int(value)
 
 
-def hints_of(sizes: Iterable[Size], environment: ShapeEnv) -> dict[sympy.Symbol, int]:
-    """The present values of all symbols of the sizes.
+def hints_of(sizes: Iterable[Size], environment: ShapeEnv | None) -> dict[sympy.Symbol, int]:
+    """The present values of all symbols of the sizes; none without an environment, which then have no symbols.
 
     What only a run knows is as small as it may be where a size would not be positive otherwise: `T - u0`.
     """
+    if environment is None:
+        return {}
     known = [sympy.sympify(size) for size in sizes]
     hints = {symbol: hint_of(symbol, environment) for size in known for symbol in size.free_symbols}
     if any(size.subs(hints) < 1 for size in known):

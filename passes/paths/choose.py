@@ -61,7 +61,7 @@ class Choice:
     @property
     def reason(self) -> str:
         """A sentence for the report: why this path, and how it reads the keys."""
-        return "; ".join(words for words in (self.why, self.form.words) if words)
+        return "; ".join(filter(None, (self.why, self.form.words)))
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Chooser:
             raise site.unproved_keys
         if self.wanted == _VALUES.word:
             return ()
-        hints = hints_of(site.sizes.values(), self.environment) if self.environment is not None else {}
+        hints = hints_of(site.sizes.values(), self.environment)
         conditions = pays(site, self.device, hints)
         if conditions is None or any(map(unbacked_in, conditions)):
             raise site.unproved_keys
@@ -146,13 +146,13 @@ class Chooser:
         def gathered(why: str, *conditions: Relational) -> _Plan:
             def form(path: Path) -> Form:
                 plain = form_of(path, site, meaning) if site.groups is None else of_groups(path, site.groups, trace)
-                return replace(plain, words="; ".join(w for w in (plain.words, why and f"gathers keys: {why}") if w))
+                return replace(plain, words="; ".join(filter(None, (plain.words, why and f"gathers keys: {why}"))))
 
             return _Plan(candidates, form, conditions)
 
         alone = self.ranges is None and site.groups is None and not (site.apart or site.own_ropes)
         hints: dict[sympy.Symbol, int] = {}
-        if self.agreement.same != NOTHING and self.environment is not None:
+        if self.agreement.same != NOTHING:
             hints = hints_of(site.sizes.values(), self.environment)
         of_ranks = OfRanks.of(site, trace, self.agreement, candidates, hints) if alone else None
         if of_ranks is None or isinstance(of_ranks, str):
@@ -179,7 +179,7 @@ class Chooser:
         sizes, named = _of_sequences(site), NamedKeys.of(site, meaning)
         topk = None if named is None else named.count
         element_size = site.node.meta["val"].element_size()
-        hint = hints_of((*sizes.values(), topk or 1), self.environment) if self.environment is not None else {}
+        hint = hints_of((*sizes.values(), topk or 1), self.environment)
         topk, bounds = (None, ()) if topk is None else _least(topk, hint)
         rename = Renaming()
         renamed = tuple((name, rename(size)) for name, size in sizes.items())
@@ -243,7 +243,7 @@ def of_groups(path: Path, groups: Groups, trace: Trace) -> FormOfGroups:
         raise Refusal(groups.attention.node, reason)
     forms = tuple(form_of(path, site, meaning) for site, meaning in zip(groups.sites, meanings, strict=True))
     words = f"a latent for each of {len(forms)} groups of heads", forms[0].words
-    return FormOfGroups(path, forms[0].keys, forms[0].mask, "; ".join(w for w in words if w), forms)
+    return FormOfGroups(path, forms[0].keys, forms[0].mask, "; ".join(filter(None, words)), forms)
 
 
 def _keys(path: Path, site: Site, meaning: Meaning) -> tuple[StoredKeys, str]:

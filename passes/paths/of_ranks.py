@@ -112,9 +112,9 @@ class OfRanks:
         if own is None or not path.can_read(own, site, self.meaning):
             own = dense_keys(site)
         words = f"{self.exchange.ranks} ranks attend to their own keys and exchange outputs"
-        words = ", ".join(w for w in (words, self.exchange.words) if w)
+        words = ", ".join(filter(None, (words, self.exchange.words)))
         mask = self._mask(in_pages=own.in_pages)
-        return FormOfRanks(path, own, mask, "; ".join(w for w in (words, own.words) if w), self.share, self.exchange)
+        return FormOfRanks(path, own, mask, "; ".join(filter(None, (words, own.words))), self.share, self.exchange)
 
     def _mask(self, *, in_pages: bool) -> Carrier:
         told = (Bounds.of(self.whole, self.meaning) if in_pages else None) or Dense.of(self.whole, self.meaning)
