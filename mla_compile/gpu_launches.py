@@ -20,7 +20,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.utils._pytree import tree_leaves
 
 from mla_compile.kernels.launches import launch_of
-from mla_compile.passes.code.splicing import graph_of
+from mla_compile.passes.code.splicing import graph_of, inline
 from mla_compile.passes.nodes.arguments import arguments
 
 
@@ -81,14 +81,10 @@ def _traced(launch: Callable[..., Any], node: fx.Node, sources: Sequence[fx.Node
 
 
 def _put(graph: fx.Graph, node: fx.Node, traced: fx.Graph, sources: Sequence[fx.Node]) -> None:
-    mapped = dict(zip(traced.find_nodes(op="placeholder"), sources, strict=True))
     with graph.inserting_before(node):
-        for inner in traced.nodes:
-            if inner.op == "call_function":
-                mapped[inner] = graph.node_copy(inner, mapped.__getitem__)
-    (results,) = arguments(traced.output_node())
+        results = inline(graph, traced, sources, node)
     for user in list(node.users):
         assert user.target is operator.getitem
-        user.replace_all_uses_with(mapped[results[arguments(user)[1]]])
+        user.replace_all_uses_with(results[arguments(user)[1]])
         graph.erase_node(user)
     graph.erase_node(node)

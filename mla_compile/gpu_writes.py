@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 
-from mla_compile.passes.code.splicing import graph_of, inline
+from mla_compile.passes.code.splicing import emit
 from mla_compile.passes.nodes.arguments import argument, arguments, aten
 
 _RESHAPED = (aten.view.default, aten.reshape.default)
@@ -127,7 +127,6 @@ def _viewed(part: Tensor, views: Sequence[fx.Node]) -> Tensor:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, sources: list[fx.Node], code: Callable[..., Any]) -> None:
-    traced = graph_of(code, [source.meta["val"] for source in sources], select_decomp_table())
     with graph.inserting_before(node):
-        node.replace_all_uses_with(inline(graph, traced, sources, node))
+        node.replace_all_uses_with(emit(graph, code, sources, node, select_decomp_table()))
     graph.erase_node(node)

@@ -24,23 +24,33 @@ def graph_of(
         return make_fx(emit, decompositions, tracing_mode="real")(*values).graph
 
 
-def inline(graph: fx.Graph, inner: fx.Graph, arguments: Sequence[fx.Node], origin: fx.Node) -> fx.Node:
-    """Copy the nodes of `inner` to the insertion point of `graph`; returns the node of its output."""
+def emit(
+    graph: fx.Graph,
+    code: Callable[..., Any],
+    sources: Sequence[fx.Node],
+    origin: fx.Node,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+) -> Any:
+    """Put torch code of what `sources` hold at the insertion point of `graph`; returns the node of its result."""
+    return inline(graph, graph_of(code, [source.meta["val"] for source in sources], decompositions), sources, origin)
+
+
+def inline(graph: fx.Graph, inner: fx.Graph, arguments: Sequence[fx.Node], origin: fx.Node) -> Any:
+    """Copy the nodes of `inner` to the insertion point of `graph`; returns the node of its output, or nodes."""
     mapped: dict[fx.Node, fx.Node] = {}
-    result: fx.Node | None = None
+    result: Any = None
     supply = iter(arguments)
     for node in inner.nodes:
         if node.op == "placeholder":
             mapped[node] = next(supply)
         elif node.op == "output":
-            result = mapped[node.args[0]]
+            result = fx.map_arg(node.args[0], mapped.__getitem__)
         elif node.op == "get_attr":
             mapped[node] = graph.get_attr(adopted(graph, getattr(inner.owning_module, node.target)))
         else:
-            copied = graph.node_copy(node, lambda n: mapped[n])
+            copied = graph.node_copy(node, mapped.__getitem__)
             copied.meta.update({key: origin.meta[key] for key in _COPIED_META if key in origin.meta})
             mapped[node] = copied
-    assert result is not None
     return result
 
 

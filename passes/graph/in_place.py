@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, statically_known_true
 
 from ..algebra.sizes import product, same
-from ..code.splicing import graph_of, inline
+from ..code.splicing import emit
 from ..nodes.arguments import argument, arguments, aten
 from ..nodes.shapes import shape_of
 
@@ -43,15 +43,11 @@ def write_in_place(graph: fx.Graph) -> None:
             now = target
             for node, write in zip(chain, writes, strict=True):
                 with graph.inserting_before(node):
-                    now = _call(graph, write, [now, *write.sources], node)
-                    written = _call(graph, _viewed, [now, arguments(node)[0]], node)
+                    now = emit(graph, write, [now, *write.sources], node)
+                    written = emit(graph, _viewed, [now, arguments(node)[0]], node)
                 node.replace_all_uses_with(written)
                 graph.erase_node(node)
             copy.args = (target, now)
-
-
-def _call(graph: fx.Graph, code: Any, sources: list[fx.Node], origin: fx.Node) -> fx.Node:
-    return inline(graph, graph_of(code, [source.meta["val"] for source in sources]), sources, origin)
 
 
 def _viewed(tensor: Tensor, like: Tensor) -> Tensor:

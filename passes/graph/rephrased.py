@@ -24,7 +24,7 @@ from ..attention.find import find
 from ..attention.nearly import SUMS, softmaxes
 from ..attention.pieces import PRODUCTS
 from ..attention.softmax import weights_of
-from ..code.splicing import graph_of, inline
+from ..code.splicing import emit
 from ..masks.meaning import Meaning, understand
 from ..mla.prove import prove
 from ..mla.site import Site
@@ -185,11 +185,9 @@ def _renamed(distributed: _Distributed, names: dict[str, fx.Node], mapped: dict[
 
 def _put(graph: fx.Graph, distributed: _Distributed) -> set[fx.Node]:
     """Put a sum of products in the place of one; returns the products."""
-    place, sources = distributed.place, distributed.sources
-    traced = graph_of(distributed, [source.meta["val"] for source in sources])
-    before = set(graph.nodes)
+    place, before = distributed.place, set(graph.nodes)
     with graph.inserting_before(place):
-        output = inline(graph, traced, sources, place)
+        output = emit(graph, distributed, distributed.sources, place)
     place.replace_all_uses_with(output)
     _tell_sizes_from_before(graph, before)
     unused = [place]

@@ -130,7 +130,7 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
             raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", SHARE)
     nope, ropes, own, shifts = computed(nope), *(list(map(computed, part)) for part in (ropes, own, shifts))
     reads = [latent.read, w_uk, w_uv, nope.query.read, *biases]
-    reads += [read for piece in (*ropes, *own, *shifts) for read in (piece.query.read, piece.key.read)]
+    reads += [read for piece in (*ropes, *own, *shifts) for read in piece.reads]
     for read in reads:
         if read is not None and not is_held(read):
             raise Refusal(node, f"expected operands that the graph holds, found a part of {name(read)}")

@@ -32,6 +32,11 @@ class Piece:
     def width(self) -> Size:
         return product(axis.size for axis in self.summed)
 
+    @property
+    def reads(self) -> tuple[Read, Read]:
+        """What is multiplied."""
+        return self.query.read, self.key.read
+
 
 @dataclass(frozen=True)
 class Site:

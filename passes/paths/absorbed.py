@@ -68,10 +68,6 @@ class Absorbed(OneOp):
         """See `absorbed_cost`."""
         return absorbed_cost(dims, element_size)
 
-    def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
-        """Pages, and what is not coded."""
-        return keys.in_pages or keys.coded is None
-
     def prefers_lengths(self, device: str) -> bool:
         """A static cache under CUDA graphs: a mask over all that it has room for would be all that is known of it."""
         return device not in _LOOK_AT_MASKS

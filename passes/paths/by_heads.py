@@ -105,7 +105,7 @@ class ByHeadsCode:
         self.dtypes = [dtype_of(product) for product in site.attention.opaque.products]
         reads = [site.latent.read, site.w_uk, site.w_uv, *site.biases]
         reads += [piece.query.read for piece in self.pieces] + [rope.key.read for rope in site.ropes]
-        reads += [read for shift in site.shifts for read in (shift.query.read, shift.key.read)]
+        reads += [read for shift in site.shifts for read in shift.reads]
         reads += [term.read for term in self.function.operands]
         reads += [sink.term.read for sink in self.function.sinks]
         self.sources = sources_of(reads, site.node, site.attention.dims)

@@ -56,10 +56,6 @@ class Chunked(OneOp):
         """See `chunked_cost`."""
         return chunked_cost(dims, element_size, workspace_tokens)
 
-    def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
-        """Pages, and what is not coded."""
-        return keys.in_pages or keys.coded is None
-
     def prefers_lengths(self, device: str) -> bool:
         """A batch of unequal prompts: no chunk needs a mask, and none is attended to by those that it lies behind.
 

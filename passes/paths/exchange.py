@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.sizes import Size
+from ..code.reading import wide
 from ..mla.site import Site
 from .operands import Operands
 
@@ -230,7 +231,6 @@ def _unpacked(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _merged(parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Of `[k, B, Sq, N, width]` and `[k, B, Sq, N]` what attention to all keys gives, rounded once."""
     o, lse = parts
-    wide = o.to(torch.promote_types(o.dtype, torch.float32))
     merge = torch.ops.mla.merge_states
-    whole, sums = reduce(lambda a, b: merge(*a, *b), zip(wide.unbind(), lse.unbind(), strict=True))
+    whole, sums = reduce(lambda a, b: merge(*a, *b), zip(wide(o).unbind(), lse.unbind(), strict=True))
     return whole.to(o.dtype), sums

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..algebra.sizes import symbols_in
 from ..caches.stored import StoredKeys
 from ..code.reading import Reader, sources_of, write_as
+from ..masks.meaning import Meaning
 from ..mla.site import Site
 from .carriers import Carrier
 from .exchange import Exchange, Op
@@ -40,6 +41,10 @@ class OneOp(Path):
     def prepared(self, x: Operands) -> Operands:
         """Operands, as the op is to take them."""
         return x
+
+    def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
+        """Pages, and what is not coded."""
+        return keys.in_pages or keys.coded is None
 
     def exchanges(self, *, of_latents: bool) -> bool:
         """Whether the op may be of a part of the keys, and its sums of latents then be those of other ranks' heads."""
@@ -67,7 +72,7 @@ class OneOpCode:
         self.workspace_tokens, self.exchange = workspace_tokens, exchange
         reads = [*keys.reads, site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
         reads += [rope.query.read for rope in site.ropes]
-        reads += [read for shift in site.shifts for read in (shift.query.read, shift.key.read)]
+        reads += [read for shift in site.shifts for read in shift.reads]
         reads += carrier.reads
         reads += [sink.term.read for sink in site.attention.sinks]
         symbols = symbols_in(site.sizes["T"], site.sizes["Sq"]) if keys.in_pages else set[sympy.Symbol]()
@@ -117,7 +122,7 @@ def _share(site: Site, read: Reader, o: Tensor, lse: Tensor) -> Tensor:
     taken = _taken(site, read, lse)
     assert taken is not None
     for shift in site.shifts:
-        q, k = (read(term.read, *rows, shift.summed).to(lse.dtype) for term in (shift.query, shift.key))
+        q, k = (read(what, *rows, shift.summed).to(lse.dtype) for what in shift.reads)
         lse = lse + (q * k).sum(-1) * shift.scale
     return o * torch.sigmoid(lse - taken).unsqueeze(-1).to(o.dtype)
 

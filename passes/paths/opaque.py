@@ -79,7 +79,7 @@ class ScoresCode:
         assert isinstance(product.source, fx.Node)
         self.node = product.source
         reads = [] if site.apart else [site.latent.read, site.w_uk, site.nope.query.read]
-        reads += [read for piece in (*self.ropes, *self.shifts) for read in (piece.query.read, piece.key.read)]
+        reads += [read for piece in (*self.ropes, *self.shifts) for read in piece.reads]
         reads += [term.read for term in self.added]
         self.dims = tuple(tuple(d.axis for d in digits if d.axis is not None) for digits in product.dims)
         self.sources = sources_of(reads, self.node, self.dims)
@@ -93,7 +93,7 @@ class ScoresCode:
             k_rope = read(rope.key.read, site.batch, site.attention.keys, rope.summed)
             parts.append(_per_key(q_rope, k_rope) * rope.scale)
         for shift in self.shifts:
-            q, k = (read(term.read, *rows, shift.summed) for term in (shift.query, shift.key))
+            q, k = (read(what, *rows, shift.summed) for what in shift.reads)
             parts.append((q * k).sum(-1, keepdim=True) * shift.scale)
         parts += [read(term.read, *rows, site.attention.keys, broadcast=False) for term in self.added]
         scores = reduce(torch.add, parts)

@@ -9,12 +9,15 @@ score[b, s, n, t] = 0.088 * (sum_p q_nope k + sum_r q_rope k_rope)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from ..algebra.terms import Dim, Read
 from ..mla.site import Site
 from .names import Names, names_of
 from .terms import read_text
+
+T = TypeVar("T")
 
 
 def site_text(site: Site) -> str:
@@ -43,12 +46,10 @@ def _tensors(site: Site, names: Names) -> Iterator[tuple[str, str]]:
         yield from _scores_as_they_are(site, line)
     elif not site.apart:
         yield line("q_nope", nope.query.read, *rows, nope.summed)
-    for number, rope in enumerate(site.ropes):
-        own = "" if len(site.ropes) == 1 else str(number)
+    for own, rope in _numbered(site.ropes):
         yield line(f"q_rope{own}", rope.query.read, *rows, rope.summed)
         yield line(f"k_rope{own}", rope.key.read, site.batch, keys, rope.summed)
-    for number, rope in enumerate(site.own_ropes):
-        own = "" if len(site.own_ropes) == 1 else str(number)
+    for own, rope in _numbered(site.own_ropes):
         yield line(f"q_own{own}", rope.query.read, *rows, rope.summed)
         yield line(f"k_own{own}", rope.key.read, site.batch, site.heads, keys, rope.summed)
     for added in site.biases:
@@ -75,8 +76,7 @@ def _scores_as_they_are(site: Site, line: Callable[..., tuple[str, str]]) -> Ite
     if opaque is not None:
         yield line("weights", opaque.weights, *rows, keys)
         return
-    for number, score in enumerate(site.attention.scores):
-        own = "" if len(site.attention.scores) == 1 else str(number)
+    for own, score in _numbered(site.attention.scores):
         yield line(f"q{own}", score.query.read, *rows, score.summed)
         yield line(f"k{own}", score.key.read, site.batch, site.heads, keys, score.summed)
 
@@ -84,23 +84,25 @@ def _scores_as_they_are(site: Site, line: Callable[..., tuple[str, str]]) -> Ite
 def _score(site: Site, names: Names) -> str:
     nope = site.nope
     if site.unproved_keys is not None:
-        scores = site.attention.scores
-        numbers = [""] if len(scores) == 1 else list(map(str, range(len(scores))))
         products = (
-            f"{score.scale:.6g} * sum_{_letters(score.summed, names)} q{number} k{number}"
-            for score, number in zip(scores, numbers, strict=True)
+            f"{score.scale:.6g} * sum_{_letters(score.summed, names)} q{own} k{own}"
+            for own, score in _numbered(site.attention.scores)
         )
         return " + ".join(products)
     key = "latent" if site.w_uk is None else f"(sum_{_letters(site.rank, names)} latent w_uk)"
     parts = [] if site.apart else [f"{nope.scale:.6g} * sum_{_letters(nope.summed, names)} q_nope {key}"]
-    for number, rope in enumerate(site.ropes):
-        own = "" if len(site.ropes) == 1 else str(number)
+    for own, rope in _numbered(site.ropes):
         parts.append(f"{rope.scale:.6g} * sum_{_letters(rope.summed, names)} q_rope{own} k_rope{own}")
-    for number, rope in enumerate(site.own_ropes):
-        own = "" if len(site.own_ropes) == 1 else str(number)
+    for own, rope in _numbered(site.own_ropes):
         parts.append(f"{rope.scale:.6g} * sum_{_letters(rope.summed, names)} q_own{own} k_own{own}")
     parts += [f"{shift.scale:.6g} * sum_{_letters(shift.summed, names)} q_shift k_shift" for shift in site.shifts]
     return " + ".join(parts)
+
+
+def _numbered(items: Sequence[T]) -> Iterator[tuple[str, T]]:
+    """Each with its number, which is left out where there is one alone."""
+    for number, item in enumerate(items):
+        yield "" if len(items) == 1 else str(number), item
 
 
 def _letters(axes: Dim, names: Names) -> str:

@@ -38,19 +38,17 @@ def read_text(read: Read, names: Names) -> str:
     source: Any = read.source
     match source:
         case Scaled(of, by, axes, divides):
-            inner = Names(dict(zip(_own(axes), ((axis,) for axis in axes), strict=True)))
+            inner = _own(axes)
             name = f"({read_text(of, inner)} {'/' if divides else '*'} {read_text(by, inner)})"
         case Added(pieces, axes):
-            inner = Names(dict(zip(_own(axes), ((axis,) for axis in axes), strict=True)))
+            inner = _own(axes)
             name = f"({' + '.join(read_text(piece, inner) for piece in pieces)})"
         case Contracted(left, right, summed, axes):
-            every = (*axes, *summed)
-            inner = Names(dict(zip(_own(every), ((axis,) for axis in every), strict=True)))
+            inner = _own((*axes, *summed))
             over = ",".join(map(inner, summed))
             name = f"(sum_{over} {' '.join(_matrix(read, inner) for read in (left, right))})"
         case Laid(of, parts, others):
-            every = (*parts, *others)
-            inner = Names(dict(zip(_own(every), ((axis,) for axis in every), strict=True)))
+            inner = _own((*parts, *others))
             name = f"({read_text(of, inner)}).flat({', '.join(map(inner, parts))})"
         case Unread(node):
             name = f"part of {_name(node)}"
@@ -95,8 +93,9 @@ def _matrix(read: Read, names: Names) -> str:
     return f"({text})" if read.then else text
 
 
-def _own(axes: Dim) -> list[str]:
-    return [f"w{number}" for number in range(len(axes))]
+def _own(axes: Dim) -> Names:
+    """Names of the axes that a source has of its own."""
+    return Names({f"w{number}": (axis,) for number, axis in enumerate(axes)})
 
 
 def _index(digits: tuple[Digit, ...], names: Names) -> str:
