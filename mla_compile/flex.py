@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from .ops import SEALED
+from .passes.nodes.walk import makers, walk
 
 FLEX = torch.ops.higher_order.flex_attention
 _INDICES = 4
@@ -42,7 +43,7 @@ def write_out(module: fx.GraphModule) -> int:
 
     It cannot where more than the attention is read (log-sum-exp, greatest scores) or a function does more than this.
     """
-    count, read = 0, _read(module.graph)
+    count, read = 0, set(walk([module.graph.output_node()], makers))
     for node in module.graph.find_nodes(op="call_function", target=FLEX):
         query, key, value, score_mod, block_mask, scale, _, *buffers = node.args
         if any(user.args[1] != 0 for user in node.users if user in read):
@@ -106,17 +107,6 @@ def _erase(node: fx.Node) -> None:
         if user in node.users:
             _erase(user)
     node.graph.erase_node(node)
-
-
-def _read(graph: fx.Graph) -> set[fx.Node]:
-    """What a graph's outputs are made from."""
-    found, pending = set[fx.Node](), [graph.output_node()]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
 
 
 def _graph_of(module: fx.GraphModule, function: fx.Node) -> fx.Graph:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 
+from mla_compile.passes.nodes.walk import makers, walk
 from mla_compile.passes.outcome import Outcome
 
 
@@ -38,17 +39,12 @@ def _is_whole(weight: fx.Node, inputs: Sequence[Any]) -> bool:
 
 def _made_of(node: fx.Node, inputs: Sequence[Any]) -> Iterator[Any]:
     """The inputs of the Dynamo graph that a node of the ATen graph is made of, DTensors where it has their parts."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        current = waiting.pop()
-        origin = current.meta.get("desc")
+    for maker in walk([node], makers):
+        origin = maker.meta.get("desc")
         if isinstance(origin, SubclassGetAttrAOTInput):
             origin = origin.base
         if isinstance(origin, PlainAOTInput):
             yield inputs[origin.idx]
-        more = [other for other in current.all_input_nodes if other not in seen]
-        seen.update(more)
-        waiting += more
 
 
 def _ranks(value: Any) -> int:

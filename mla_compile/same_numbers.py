@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from .passes.nodes.arguments import is_repeatable
+
 
 def merge_same_numbers(graph: fx.Graph) -> int:
     """Let one node stand for all that are the same call with the same arguments; how many it stands in for.
@@ -44,7 +46,7 @@ def _is_pure(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dtype.is_floating_point or value.dtype.is_complex:
         return False
-    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+    return is_repeatable(node.target)
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:

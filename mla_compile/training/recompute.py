@@ -12,7 +12,7 @@ What lies between is marked as code of a checkpoint is, and AOTAutograd's partit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import fx
@@ -22,6 +22,7 @@ from mla_compile.passes.code.differentiable import OVER_GROUPS
 from mla_compile.passes.nodes.arguments import aten
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
+from mla_compile.passes.nodes.walk import makers, users, walk
 
 from .capture import Captured
 from .gradients import between
@@ -44,7 +45,7 @@ def recompute_operands(code: Collection[fx.Node]) -> None:
     """Mark what makes the latent, the rope key and the weights of a site, of the code that was put in for it."""
     own = set(code)
     operands = [operand for node in own if node.target in _ATTENTIONS for operand in _operands(node)[_queries(node) :]]
-    for node in _walk(operands, lambda node: node.all_input_nodes if node in own else ()):
+    for node in walk(operands, lambda node: node.all_input_nodes if node in own else ()):
         if node in own:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
@@ -81,7 +82,7 @@ def recompute_keys_and_values(captured: Captured, output: fx.Node) -> None:
 
 def _made(latents: list[fx.Node], products: list[fx.Node], output: fx.Node) -> list[fx.Node]:
     """What is made of latents, without these, that products and the output are made of, and of no product."""
-    of_latents, of_products = (set(_walk(list(nodes), lambda node: node.users)) for nodes in (latents, products))
+    of_latents, of_products = (set(walk(nodes, users)) for nodes in (latents, products))
     known = {*latents, *products}
     before = {node for end in (*products, output) for node in between(end, known - {end})}
     return [node for node in before if node in of_latents and node not in of_products | known | {output}]
@@ -110,13 +111,13 @@ def _first_known(captured: Captured, latent: fx.Node | None) -> Iterable[fx.Node
     """The latent, or what it is once it was cast and viewed, where the Dynamo graph has it."""
     if latent is None:
         return ()
-    own = _walk([latent], lambda node: () if node in captured.origins else (u for u in node.users if u.target in _SAME))
+    own = walk([latent], lambda node: () if node in captured.origins else (u for u in node.users if u.target in _SAME))
     return (node for node in own if captured.origins.get(node))
 
 
 def attention_of(end: fx.Node) -> fx.Node:
     """The op that `end` is made of, and no other site's."""
-    return next(node for node in _walk([end], lambda node: node.all_input_nodes) if node.target in _ATTENTIONS)
+    return next(node for node in walk([end], makers) if node.target in _ATTENTIONS)
 
 
 def _operands(attention: fx.Node) -> list[fx.Node]:
@@ -132,19 +133,8 @@ def _queries(attention: fx.Node) -> int:
 
 def _between(starts: Iterable[fx.Node], attention: fx.Node) -> list[fx.Node]:
     """What the queries of an op are made of from `starts` on, without these."""
-    made_of = set(_walk(_operands(attention)[: _queries(attention)], lambda node: node.all_input_nodes))
-    return [node for node in _walk(list(starts), lambda node: node.users) if node in made_of and node not in starts]
-
-
-def _walk(nodes: list[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterable[fx.Node]:
-    """Nodes and all that is reached from them, the nearest first."""
-    pending, seen = list(nodes), set(nodes)
-    for node in pending:
-        yield node
-        for other in onward(node):
-            if other not in seen:
-                seen.add(other)
-                pending.append(other)
+    made_of = set(walk(_operands(attention)[: _queries(attention)], makers))
+    return [node for node in walk(starts, users) if node in made_of and node not in starts]
 
 
 def _is_seeded(node: fx.Node) -> bool:

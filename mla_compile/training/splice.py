@@ -17,8 +17,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from mla_compile.passes.code.splicing import adopted
+from mla_compile.passes.nodes.arguments import is_repeatable
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
+from mla_compile.passes.nodes.walk import walk
 
 from .capture import EXAMPLE, Captured
 from .gradients import between, check_gradients, trained_inputs, writes_to
@@ -42,18 +44,11 @@ def splice(captured: Captured, output: fx.Node) -> list[fx.Node]:
 
 def ends(captured: Captured, output: fx.Node) -> Iterable[fx.Node]:
     """The first nodes from `output` on that the Dynamo graph has too."""
-    pending, seen = [output], {output}
-    while pending:
-        node = pending.pop()
+    for node in walk([output], lambda node: () if node in captured.origins else node.users):
         if node in captured.origins:
             yield node
-            continue
-        if node.op == "output":
+        elif node.op == "output":
             raise Refusal(output, f"expected attention whose result Dynamo's graph has, found none for {where(output)}")
-        for user in node.users:
-            if user not in seen:
-                seen.add(user)
-                pending.append(user)
 
 
 class _Part:
@@ -170,10 +165,7 @@ class _Part:
 
 def _is_function(node: fx.Node) -> bool:
     """Whether a node computes the same each time, and writes to nothing."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return node.op == "call_function"
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return is_repeatable(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.op == "call_function"
 
 
 def _with_gradient(value: Any, place: fx.Node) -> Any:

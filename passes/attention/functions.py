@@ -12,13 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from ..algebra.sizes import same, total
+from ..algebra.sizes import same
 from ..algebra.terms import Form, Product, Read, Term, Unread
 from ..code.reading import done
 from ..nodes.arguments import argument, arguments, aten, is_elementwise, is_tensor
 from ..nodes.source import where
+from ..nodes.walk import walk
 from ..trace.trace import Trace
-from .scores import KeyRange, Sink, Summand, labels_through, whole_source, without_shift
+from .scores import KeyRange, Sink, Summand, labels_through, whole_source, without_shift, without_sinks
 from .softmax import Weights
 
 _LIKE = {aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0, aten.full_like.default: None}
@@ -133,32 +134,14 @@ def _read(products: Sequence[Summand], keys: KeyRange, weights: Weights, trace: 
         if source is None or source.target is not aten.cat.default or argument(source, "dim") % len(labels) != keys.dim:
             raise _Unreadable(f"a part of {where(node)}")
         factor *= scale
-        node, sinks = _without_sinks(source, keys, labels, trace)
+        piece, sinks = without_sinks(source, keys, labels, 1.0, trace)
+        if piece is None:
+            raise _Unreadable(f"a part of {where(source)}")
+        node = piece
     result = builder.value(node, labels)
     dtype = weights.node.meta["val"].dtype
     function = Function(tuple(builder.steps), result, factor * weights.factor, weights.safe, weights.numbers, dtype)
     return Reading(function, tuple(builder.operands), tuple(sinks), tuple(builder.uses))
-
-
-def _without_sinks(
-    join: fx.Node, keys: KeyRange, labels: tuple[int, ...], trace: Trace
-) -> tuple[fx.Node, list[Summand]]:
-    """The piece of joined scores that has values, and the others."""
-    start: Any = 0
-    found: fx.Node | None = None
-    sinks: list[Summand] = []
-    for k, piece in enumerate(arguments(join)[0]):
-        form = trace[piece]
-        size = form.shape[keys.dim]
-        if same(start, keys.start) and same(size, keys.size):
-            found = piece
-        else:
-            own = tuple(("sink", k) if label == keys.dim else label for label in labels)
-            sinks.append(Summand(form, own, Sink(form.term, 1.0)))
-        start = total([start, size])
-    if found is None:
-        raise _Unreadable(f"a part of {where(join)}")
-    return found, sinks
 
 
 class _Builder:
@@ -217,12 +200,6 @@ class _Builder:
 
 def derived(products: Sequence[Summand], weights: fx.Node) -> set[Hashable]:
     """Everything that is computed from the products, up to the weights."""
-    pending = [product.form.term.read.source for product in products]
-    found = set[Hashable](pending)
-    while pending:
-        source = pending.pop()
-        for user in source.users if isinstance(source, fx.Node) else ():
-            if user not in found and user is not weights:
-                found.add(user)
-                pending.append(user)
-    return found
+    sources = [product.form.term.read.source for product in products]
+    nodes = [source for source in sources if isinstance(source, fx.Node)]
+    return {*sources, *walk(nodes, lambda node: (user for user in node.users if user is not weights))}

@@ -189,22 +189,29 @@ def is_greatest(node: fx.Node, scores: Any, dim: int, trace: Trace) -> bool:
 
 def _joined(node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:
     """The summands of the scores with values, which are one piece of the join `node`; the other pieces are sinks."""
-    pieces, dim = arguments(node)[0], argument(node, "dim")
+    piece, sinks = without_sinks(node, keys, labels, factor, trace)
+    if argument(node, "dim") % len(labels) != keys.dim or piece is None:
+        raise Refusal(node, "expected the attention weights that meet the values to be one piece of the scores")
+    return [*_whole_summands(piece, labels, factor, keys.dim, trace), *sinks]
+
+
+def without_sinks(
+    join: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: float, trace: Trace
+) -> tuple[fx.Node | None, list[Summand]]:
+    """The piece of joined scores that has values, None if there is none, and the others, times a factor."""
     start: Size = 0
-    found: list[Summand] = []
+    found: fx.Node | None = None
     sinks: list[Summand] = []
-    for k, piece in enumerate(pieces):
+    for k, piece in enumerate(arguments(join)[0]):
         form = trace[piece]
         size = form.shape[keys.dim]
         if same(start, keys.start) and same(size, keys.size):
-            found = _whole_summands(piece, labels, factor, keys.dim, trace)
+            found = piece
         else:
             own = tuple(("sink", k) if label == keys.dim else label for label in labels)
             sinks.append(Summand(form, own, Sink(form.term, factor)))
         start = total([start, size])
-    if dim % len(labels) != keys.dim or not found:
-        raise Refusal(node, "expected the attention weights that meet the values to be one piece of the scores")
-    return [*found, *sinks]
+    return found, sinks
 
 
 def _padded(

@@ -31,6 +31,11 @@ def is_elementwise(node: fx.Node) -> bool:
     return is_pointwise(node.target) or node.target is aten._to_copy.default
 
 
+def is_repeatable(op: torch._ops.OpOverload) -> bool:
+    """Whether an op gives the same for the same operands each time, and writes to none of them."""
+    return not op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
+
+
 def is_pointwise(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .arguments import is_repeatable
+
 
 class CommonSubexpressions:
     """Nodes that compute the same: one op on the same arguments. Ask for the nodes of a graph in order."""
@@ -41,8 +43,4 @@ class CommonSubexpressions:
 
 
 def _is_pure(target: Any) -> bool:
-    if target is operator.getitem:
-        return True
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
-        return False
-    return torch.Tag.nondeterministic_seeded not in target.tags
+    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and is_repeatable(target))
