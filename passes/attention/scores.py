@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..algebra.factored import factored
 from ..algebra.sizes import Size, same, total
 from ..algebra.terms import Axis, Dim, Form, Product, Sum, Term
 from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
+from ..nodes.constants import constant_of
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 from .copies import original_of
@@ -358,32 +358,6 @@ def highest_fill(node: fx.Node) -> float:
     """The greatest number that hides scores of a node's dtype: at most this, nothing is left of a score."""
     dtype = torch.promote_types(node.meta["val"].dtype, torch.float32)  # that of the ops' arithmetic
     return -SPACING / torch.finfo(dtype).eps
-
-
-def constant_of(value: Any) -> float | None:
-    """The number that a tensor of one value holds, if the graph says it."""
-    if isinstance(value, int | float):
-        return float(value)
-    if isinstance(value, fx.Node) and value.op == "call_function":
-        match value.target:
-            case aten.full.default | aten.full_like.default:
-                return constant_of(arguments(value)[1])
-            case (
-                aten.scalar_tensor.default
-                | aten.lift_fresh_copy.default
-                | aten._to_copy.default
-                | aten.expand.default
-                | aten.clone.default
-                | aten.detach.default
-                | aten.alias.default
-            ):
-                return constant_of(arguments(value)[0])
-    if isinstance(value, fx.Node) and value.op == "get_attr":
-        tensor = getattr(value.graph.owning_module, str(value.target), None)
-        if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and not isinstance(tensor, FakeTensor):
-            with unset_fake_temporarily():  # the compiler's, under which no tensor has a value
-                return float(tensor.item())
-    return None
 
 
 def labels_through(form: Form, labels: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -16,9 +16,10 @@ from typing import Any
 from torch import fx
 
 from ..nodes.arguments import arguments, aten, factor_of, is_tensor
+from ..nodes.constants import constant_of
 from ..trace.trace import Trace
 from .copies import copied, original_of
-from .scores import constant_of, is_greatest
+from .scores import is_greatest
 
 _ADDS = {aten.add.Tensor, aten.add.Scalar}
 _AT_LEAST = {aten.clamp.default, aten.clamp_min.default}

@@ -23,9 +23,9 @@ from ..algebra import operations
 from ..algebra.factored import factored
 from ..algebra.terms import Dim, Form, Product, Read
 from ..nodes.arguments import arguments, aten, is_tensor
+from ..nodes.constants import constant_of
 from ..trace.trace import Trace
 from .copies import copied
-from .scores import constant_of
 from .shares import Shares, above_least, added_to, reaches_one, shares_of
 from .zeroed import Seen, zeroed
 

@@ -19,11 +19,12 @@ from torch import fx
 from ..algebra import operations
 from ..algebra.terms import Axis, Digit, Form, Zero
 from ..nodes.arguments import arguments, aten, is_tensor
+from ..nodes.constants import constant_of
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
 from .copies import copied
-from .scores import Mask, Summand, constant_of
+from .scores import Mask, Summand
 
 _NOT = {aten.bitwise_not.default, aten.logical_not.default}
 

@@ -12,8 +12,8 @@ from torch import fx
 
 from ..algebra.sizes import same
 from ..algebra.terms import Axis, Form, Read
-from ..attention.scores import constant_of
 from ..nodes.arguments import is_tensor
+from ..nodes.constants import constant_of
 from ..nodes.shapes import shape_of, size_of
 from ..trace.trace import Trace
 from .positions import ALWAYS, NEVER, Affine, Conditional, Element, Index, Truth, Value, at, constant

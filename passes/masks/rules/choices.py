@@ -8,8 +8,8 @@ from torch import fx
 
 from ...algebra.sizes import known_at_most, same
 from ...algebra.terms import Axis
-from ...attention.scores import constant_of
 from ...nodes.arguments import argument, arguments, aten, is_tensor
+from ...nodes.constants import constant_of
 from ...nodes.shapes import shape_of, size_of
 from ..positions import NEVER, Affine, AtMost, Conditional, Index, Named, Truth, Value, at, conjunction, negation
 from .rule import INTEGERS, Rules, Values, number_of

@@ -1,0 +1,37 @@
+"""Numbers that a graph says, as tensors of one value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from .arguments import arguments, aten
+
+
+def constant_of(value: Any) -> float | None:
+    """The number that a tensor of one value holds, if the graph says it."""
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, fx.Node) and value.op == "call_function":
+        match value.target:
+            case aten.full.default | aten.full_like.default:
+                return constant_of(arguments(value)[1])
+            case (
+                aten.scalar_tensor.default
+                | aten.lift_fresh_copy.default
+                | aten._to_copy.default
+                | aten.expand.default
+                | aten.clone.default
+                | aten.detach.default
+                | aten.alias.default
+            ):
+                return constant_of(arguments(value)[0])
+    if isinstance(value, fx.Node) and value.op == "get_attr":
+        tensor = getattr(value.graph.owning_module, str(value.target), None)
+        if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and not isinstance(tensor, FakeTensor):
+            with unset_fake_temporarily():  # the compiler's, under which no tensor has a value
+                return float(tensor.item())
+    return None
