@@ -115,12 +115,9 @@ def attend_backward(x: Attended) -> list[Tensor]:
         w_uk, w_uv = (None if weight is None else weight[group].to(dtype) for weight in (x.w_uk, x.w_uv))
         for b in range(batch):
             # Of this sequence alone: the bits of its gradients are the same whatever it is in a batch with.
-            seen = None
-            if mask is not None:
-                seen = mask if mask.shape[0] == 1 else mask[b : b + 1]
-                seen = seen if seen.shape[1] == 1 else seen[:, group]
-                if seen.dtype == torch.bool and reads_values(seen) and bool(seen.all()):
-                    seen = None  # as of sequences that could have been packed, and are not
+            seen = _own(mask, b, group)
+            if seen is not None and seen.dtype == torch.bool and reads_values(seen) and bool(seen.all()):
+                seen = None  # as of sequences that could have been packed, and are not
             by_flash = _takes_flash(x.q, seen, x.lse[b, :, group]) and not want.mask
             visibility = Visibility(seen, x.causal_offset, x.latent.shape[1], x.latent.device)
             own_q, own_do, own_o = (t[b, :, group].transpose(0, 1).to(dtype) for t in (x.q, x.grad_o, x.o))
@@ -155,18 +152,22 @@ def _takes_flash(q: Tensor, mask: Tensor | None, lse: Tensor) -> bool:
 
 def _of(totals: _Gradients, b: int, group: slice) -> _Gradients:
     """The parts of a sequence and a group of heads, of queries `[H, Sq, P + R]`."""
-    mask = totals.mask
-    if mask is not None:
-        mask = mask if mask.shape[0] == 1 else mask[b : b + 1]
-        mask = mask if mask.shape[1] == 1 else mask[:, group]
     return _Gradients(
         None if totals.q is None else totals.q[b, :, group].transpose(0, 1),
         None if totals.latent is None else totals.latent[b],
         None if totals.k_rope is None else totals.k_rope[b],
         None if totals.w_uk is None else totals.w_uk[group],
         None if totals.w_uv is None else totals.w_uv[group],
-        mask,
+        _own(totals.mask, b, group),
     )
+
+
+def _own(mask: Tensor | None, b: int, group: slice) -> Tensor | None:
+    """The part of a mask, or of its gradient, that is of a sequence and a group of heads."""
+    if mask is None:
+        return None
+    own = mask if mask.shape[0] == 1 else mask[b : b + 1]
+    return own if own.shape[1] == 1 else own[:, group]
 
 
 def _add_group(

@@ -44,11 +44,14 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 
-def dequantised(latent: Tensor, rope: Tensor, scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Latents `[..., L]` and rope keys `[..., R]` in `dtype`, of e4m3fn or its bytes or of int8, and scales `[..., G]`.
+def dequantised(latent: Tensor, rope: Tensor, scales: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Latents `[..., L]` and rope keys `[..., R]` in `dtype`, of e4m3fn or its bytes or of int8, and scales `[..., G]`;
+    without scales of any dtype.
 
     Rope keys of any other dtype have no scale.
     """
+    if scales is None:
+        return latent.to(dtype), rope.to(dtype)
     latent, rope = (t.view(FP8) if t.dtype == torch.uint8 else t for t in (latent, rope))
     numbers = rope.to(dtype) * scales.to(dtype) if rope.dtype in CODED else rope.to(dtype)
     return dequantised_latent(latent, scales, dtype), numbers

@@ -61,11 +61,8 @@ class Pages:
         if behind is not None:
             page = page.masked_fill(behind, 0)
         latent, rope = bytes_of(self.latent)[page, row], bytes_of(self.rope)[page, row]
-        if self.scales is None:
-            latent, rope = latent.to(dtype), rope.to(dtype)
-        else:
-            scales = self.scales.expand(*self.latent.shape[:2], -1)[page, row]
-            latent, rope = dequantised(latent, rope, scales, dtype)
+        scales = None if self.scales is None else self.scales.expand(*self.latent.shape[:2], -1)[page, row]
+        latent, rope = dequantised(latent, rope, scales, dtype)
         if behind is not None:
             latent, rope = (part.masked_fill(behind[:, None], 0.0) for part in (latent, rope))
         return latent, rope
@@ -76,6 +73,27 @@ class Pages:
         if start is not None:
             seen = seen & (positions <= start + torch.arange(queries, device=positions.device)[:, None])
         return seen.expand(1, 1, queries, -1)
+
+
+class InPages:
+    """What bundles share whose keys lie in pages."""
+
+    latent_pages: Tensor
+    rope_pages: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    latent_scales: Tensor | None
+
+    @property
+    def pages(self) -> Pages:
+        """Where the keys are."""
+        return Pages(self.latent_pages, self.rope_pages, self.block_table, self.seq_lens, self.latent_scales)
+
+    @property
+    def like_queries(self) -> dict[str, Tensor]:
+        """The pages that are to be of the queries' dtype: none that are coded."""
+        plain = {"latent_pages": self.latent_pages, "rope_pages": self.rope_pages}
+        return plain if self.latent_scales is None else {}
 
 
 def mask_of(mask: Tensor | None, b: int, keys: range) -> Tensor | None:

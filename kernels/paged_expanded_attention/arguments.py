@@ -10,13 +10,13 @@ from torch import Tensor
 from ...errors import KernelError
 from ..checks import check_alike, check_rank, check_shapes
 from ..expanded_attention.arguments import check_workspace
-from ..pages import Pages, check_pages
+from ..pages import InPages, check_pages
 
 OP = "paged_expanded_attention"
 
 
 @dataclass(frozen=True)
-class PagedExpandedAttention:
+class PagedExpandedAttention(InPages):
     """The arguments; see `mla_compile.ops` for shapes and dtypes."""
 
     q: Tensor
@@ -33,11 +33,6 @@ class PagedExpandedAttention:
     mask: Tensor | None = None
     first_positions: Tensor | None = None
     query_lens: Tensor | None = None
-
-    @property
-    def pages(self) -> Pages:
-        """Where the keys are."""
-        return Pages(self.latent_pages, self.rope_pages, self.block_table, self.seq_lens, self.latent_scales)
 
     @property
     def counts(self) -> Tensor | int:
@@ -69,8 +64,7 @@ class PagedExpandedAttention:
         dims |= {"L": self.latent_pages.shape[2], "R": self.rope_pages.shape[2]}
         dims |= {"P": w_uk.shape[1], "V": w_uv.shape[1], "P+R": w_uk.shape[1] + dims["R"]}
         check_shapes(OP, dims, q=(q, "B Sq N P+R"), w_uk=(w_uk, "N P L"), w_uv=(w_uv, "N V L"))
-        plain = {"latent_pages": self.latent_pages, "rope_pages": self.rope_pages}
-        check_alike(OP, q=q, w_uk=w_uk, w_uv=w_uv, **(plain if self.latent_scales is None else {}))
+        check_alike(OP, q=q, w_uk=w_uk, w_uv=w_uv, **self.like_queries)
         counts = {"first_positions": self.first_positions, "query_lens": self.query_lens}
         check_pages(OP, dims, self.pages, q, self.mask, **counts)
         check_workspace(OP, self.workspace_tokens)

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from ...errors import KernelError
 from ..checks import check_alike, check_rank, check_shapes
-from ..pages import Pages, check_pages
+from ..pages import InPages, check_pages
 
 OP = "paged_latent_attention"
 
 
 @dataclass(frozen=True)
-class PagedLatentAttention:
+class PagedLatentAttention(InPages):
     """The arguments; see `mla_compile.ops` for shapes and dtypes."""
 
     q_latent: Tensor
@@ -31,11 +31,6 @@ class PagedLatentAttention:
     first_positions: Tensor | None = None
 
     @property
-    def pages(self) -> Pages:
-        """Where the keys are."""
-        return Pages(self.latent_pages, self.rope_pages, self.block_table, self.seq_lens, self.latent_scales)
-
-    @property
     def starts(self) -> Tensor:
         """The position of the first query of each sequence, `[B]`."""
         return self.seq_lens - self.q_latent.shape[1] if self.first_positions is None else self.first_positions
@@ -48,9 +43,7 @@ class PagedLatentAttention:
         check_rank(OP, "block_table", self.block_table, "B max_pages")
         dims = dict(zip(("B", "Sq", "N", "L"), self.q_latent.shape, strict=True)) | {"R": self.q_rope.shape[3]}
         check_shapes(OP, dims, q_rope=(self.q_rope, "B Sq N R"))
-        plain = {"latent_pages": self.latent_pages, "rope_pages": self.rope_pages}
-        cache = plain if self.latent_scales is None else {}
-        check_alike(OP, q_latent=self.q_latent, q_rope=self.q_rope, **cache)
+        check_alike(OP, q_latent=self.q_latent, q_rope=self.q_rope, **self.like_queries)
         check_pages(OP, dims, self.pages, self.q_latent, self.mask, first_positions=self.first_positions)
         if self.split_tokens is not None and self.split_tokens < 1:
             raise KernelError(f"mla::{OP}: expected split_tokens of at least 1, found {self.split_tokens}")

@@ -23,11 +23,10 @@ def gather_and_attend(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
     table = x.block_table.masked_fill(~in_use, 0)
     positions = torch.arange(pages * page_size, device=x.block_table.device)
     latent, k_rope = (bytes_of(part)[table].flatten(1, 2) for part in (x.latent_pages, x.rope_pages))
-    if x.latent_scales is None:
-        latent, k_rope = latent.to(dtype), k_rope.to(dtype)
-    else:
+    scales = None
+    if x.latent_scales is not None:
         scales = x.latent_scales.expand(*x.latent_pages.shape[:2], -1)[table].flatten(1, 2)
-        latent, k_rope = dequantised(latent, k_rope, scales, dtype)
+    latent, k_rope = dequantised(latent, k_rope, scales, dtype)
     unused = (positions >= lengths[:, None])[..., None]
     latent, k_rope = (part.masked_fill(unused, 0.0) for part in (latent, k_rope))
     seen = (positions < lengths[:, None])[:, None, None]

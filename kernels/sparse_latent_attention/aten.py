@@ -88,11 +88,8 @@ def _attend(
             seen, bias = (bias[:, 0], None) if bias.shape[1] == 1 else (bias.any(1), bias)
     everything = reads_values(seen) and bool(seen.all())
     latent, k_rope = (bytes_of(part).index_select(0, keys.flatten()).unflatten(0, (s, named)) for part in cache)
-    if scales is None:
-        latent, k_rope = latent.to(dtype), k_rope.to(dtype)
-    else:
-        own = scales.index_select(0, keys.flatten()).unflatten(0, (s, named))
-        latent, k_rope = dequantised(latent, k_rope, own, dtype)
+    own = None if scales is None else scales.index_select(0, keys.flatten()).unflatten(0, (s, named))
+    latent, k_rope = dequantised(latent, k_rope, own, dtype)
     if not everything:  # what nothing attends to may be anything, and 0 times NaN is NaN
         latent, k_rope = (part.masked_fill_(~seen[..., None], 0.0) for part in (latent, k_rope))
     q_latent, q_rope = (part.to(dtype).mul(scale) for part in q)
