@@ -243,7 +243,7 @@ def constants_of(
     first, second = columns(rank)
     return {
         "SOURCE": source.kind,
-        "MASK": "none" if source.mask is None else "bool" if source.mask.dtype == torch.bool else "bias",
+        "MASK": word_of(source.mask),
         "BY_ROW": mask_kind(source.mask) == "of rows",
         "CAUSAL": source.causal,
         "STARTS": source.starts is not None,
@@ -291,6 +291,11 @@ def mask_kind(mask: Tensor | None) -> MaskKind:
     if mask is None:
         return "none"
     return "of keys" if all(always(size == 1) for size in mask.shape[1:3]) else "of rows"
+
+
+def word_of(mask: Tensor | None) -> str:
+    """What kernels call a mask by its dtype."""
+    return "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias"
 
 
 def strides_of(tensor: Tensor | None, dims: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ counted in the machine code; `mode="max-autotune"` finds out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -108,11 +109,16 @@ def choose(
         tiles = choice.fp8 if fp8 else choice.many if mask == "none" else choice.masked
     while tiles.rows > LEAST and tiles.rows * sum(columns(rank)) > choice.many.rows * _WIDEST:
         tiles = replace(tiles, rows=tiles.rows // 2)
-    while tiles.keys > LEAST and not fits(machine, tiles, rank, rope, itemsize):
+    return shrunk(tiles, lambda tiles: fits(machine, tiles, rank, rope, itemsize))
+
+
+def shrunk(tiles: Tiles, fits: Callable[[Tiles], bool]) -> Tiles:
+    """Tiles that fit, of fewer keys, then in fewer stages, then of fewer rows; the least there are if none does."""
+    while tiles.keys > LEAST and not fits(tiles):
         tiles = replace(tiles, keys=tiles.keys // 2)
-    while tiles.stages > 1 and not fits(machine, tiles, rank, rope, itemsize):
+    while tiles.stages > 1 and not fits(tiles):
         tiles = replace(tiles, stages=tiles.stages - 1)
-    while tiles.rows > LEAST and not fits(machine, tiles, rank, rope, itemsize):
+    while tiles.rows > LEAST and not fits(tiles):
         tiles = replace(tiles, rows=tiles.rows // 2)
     return tiles
 

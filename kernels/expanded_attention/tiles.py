@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .._common.machine import Machine
-from .._common.tiles import LEAST, Tiles, family, power_of_two
+from .._common.tiles import LEAST, Tiles, family, power_of_two, shrunk
 
 _TABLE = {
     "sm_80": Tiles(128, 32, 8, 3),
@@ -45,13 +45,7 @@ def choose(machine: Machine, nope: int, rope: int, columns: int, itemsize: int, 
     tiles = _FLOAT32 if itemsize == 4 else _MASKED.get(family(machine), known) if masked else known
     while tiles.rows > LEAST and tiles.rows * sum(blocks(columns)) > known.rows * _WIDEST:
         tiles = replace(tiles, rows=tiles.rows // 2)
-    while tiles.keys > LEAST and not fits(machine, tiles, nope, rope, columns, itemsize):
-        tiles = replace(tiles, keys=tiles.keys // 2)
-    while tiles.stages > 1 and not fits(machine, tiles, nope, rope, columns, itemsize):
-        tiles = replace(tiles, stages=tiles.stages - 1)
-    while tiles.rows > LEAST and not fits(machine, tiles, nope, rope, columns, itemsize):
-        tiles = replace(tiles, rows=tiles.rows // 2)
-    return tiles
+    return shrunk(tiles, lambda tiles: fits(machine, tiles, nope, rope, columns, itemsize))
 
 
 def fits(machine: Machine, tiles: Tiles, nope: int, rope: int, columns: int, itemsize: int) -> bool:

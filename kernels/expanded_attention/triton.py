@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .._common.launch import strides_of, word_of
 from .._common.machine import Machine
 from .._common.plans import Plans
 from .._common.tiles import Tiles, power_of_two
@@ -279,9 +280,6 @@ def _launch(
 ) -> None:
     q, k, rope, v = operands
     batch, queries, heads, _ = q.shape
-    strides: tuple[int, ...] = (0,) * 4
-    if mask is not None:
-        strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
     numbers = (None,) * 3 if lengths is None else (lengths.tokens, lengths.starts, lengths.queries)
     attend_chunk[(triton.cdiv(queries, tiles.rows) * heads * batch,)](
         q,
@@ -298,7 +296,7 @@ def _launch(
         *k.stride()[:2],
         *v.stride()[:2],
         *rope.stride()[:2],
-        *strides,
+        *strides_of(mask, 4),
         *out[0].stride()[:3],
         *out[1].stride(),
         **constants,
@@ -321,7 +319,7 @@ def constants_of(
     p_a, p_b = blocks(nope)
     v_a, v_b = blocks(columns)
     return {
-        "MASK": "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias",
+        "MASK": word_of(mask),
         "CAUSAL": causal,
         "LENGTHS": lengths is not None,
         "COUNTS": lengths is not None and lengths.queries is not None,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from .._common.plans import layout
 from ..share import share_of
 from ..visibility import causal_stop
+from .trial import normal_like
 
 if TYPE_CHECKING:
     from ..expanded_attention.arguments import ExpandedAttention
@@ -94,12 +94,7 @@ def sizes_of(x: ExpandedAttention) -> tuple[int, ...]:
 
 def small(x: ExpandedAttention) -> ExpandedAttention:
     """Two sequences with the heads, widths and dtypes of `x`: more keys than queries, all ending within tiles."""
-    queries, tokens, device = 70, 160, x.q.device
-    generator = torch.Generator(device).manual_seed(0)  # not the user's
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(x.q.dtype)
-
+    queries, tokens, normal = 70, 160, normal_like(x.q)
     rank = x.latent.shape[2]
     return dataclasses.replace(
         x,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._common.plans import layout
+from .trial import normal_like
 
 if TYPE_CHECKING:
     from ..paged_latent_attention.arguments import PagedLatentAttention
@@ -152,11 +153,7 @@ def small(x: PagedLatentAttention) -> PagedLatentAttention:
     page_size, rope, device = x.latent_pages.shape[1], x.rope_pages.shape[2], x.q_latent.device
     lengths = [queries, 0, queries + page_size // 2 + 1, queries + 2 * page_size + 3]
     most = -(-max(lengths) // page_size)
-    generator = torch.Generator(device).manual_seed(0)  # not the user's
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(x.q_latent.dtype)
-
+    normal = normal_like(x.q_latent)
     q = normal(len(lengths), queries, heads, rank + rope)
     rows = normal(len(lengths) * most, page_size, rank + rope)
     table = torch.arange(len(rows), device=device).flip(0).view(len(lengths), most)

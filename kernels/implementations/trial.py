@@ -19,6 +19,12 @@ _ROUNDINGS = 4
 """Weights, sums and results are rounded to the queries' dtype, by each of the two."""
 
 
+def normal_like(x: Tensor) -> Callable[..., Tensor]:
+    """What makes tensors of normal numbers, of the dtype and on the device of `x`: the same ones each time."""
+    generator = torch.Generator(x.device).manual_seed(0)  # not the user's
+    return lambda *shape: torch.randn(shape, generator=generator, device=x.device, dtype=torch.float32).to(x.dtype)
+
+
 def disagreement(
     small: B, other: Callable[[B], tuple[Tensor, Tensor]], ours: Callable[[B], tuple[Tensor, Tensor]]
 ) -> str | None:
