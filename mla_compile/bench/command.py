@@ -3,9 +3,10 @@
 import argparse
 import contextlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mla_compile.bench.generation.caches import CACHES
 from mla_compile.bench.generation.models import MODELS
@@ -15,6 +16,7 @@ from mla_compile.optional_packages import require
 from mla_compile.plan.command import positive
 
 if TYPE_CHECKING:
+    from mla_compile.bench.workloads import Workload
     from mla_compile.cost import Device
 
 KINDS = ("decode", "sparse", "prefill")
@@ -83,7 +85,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FILE",
         help="draw time against length, on a GPU what share of the limit is reached (png, svg, pdf)",
     )
-    model = parser.add_argument_group("with --model: modes are combined with caches")
+    _describe_generation(parser.add_argument_group("with --model: modes are combined with caches"))
+    _describe_kernels(parser.add_argument_group("with --device cuda"))
+    parser.set_defaults(run=run, parser=parser)
+
+
+def _describe_generation(model: Any) -> None:
     model.add_argument("--model", choices=MODELS, help="instead: tokens a second of a whole model with random weights")
     model.add_argument("--layers", type=positive, default=4, help="of it, its vocabulary cut alike (default: 4)")
     model.add_argument(
@@ -92,7 +99,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     model.add_argument(
         "--vllm", action="store_true", help="vLLM's engine too, with its attention for CPUs and with ours, if installed"
     )
-    gpu = parser.add_argument_group("with --device cuda")
+
+
+def _describe_kernels(gpu: Any) -> None:
     gpu.add_argument(
         "--kernels", nargs="+", choices=KINDS, default=list(KINDS), metavar="KERNEL", help=", ".join(KINDS)
     )
@@ -111,34 +120,24 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--workspace-tokens", type=positive, default=1024, metavar="N", help="of our prefill (default: 1024)"
     )
     gpu.add_argument("--max-autotune", action="store_true", help="time the tiles of our kernels and take the fastest")
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the files, print the table. 1 if a mode gave a wrong output or failed, else 0."""
-    import torch
-
     if arguments.device == "cuda":
         return _run_kernels(arguments)
     if arguments.model is not None:
         return _run_generation(arguments)
     if arguments.train is not None:
         return _run_training(arguments)
-    contexts = [1024, 4096, 16384, 32768] if arguments.contexts is None else arguments.contexts
-    prompts = [1024, 4096] if arguments.prefill is None else arguments.prefill
-
     from mla_compile.bench import run as benchmark_run
     from mla_compile.bench import table
     from mla_compile.bench.plot import plot
-    from mla_compile.bench.workloads import Workload
 
-    workloads = [Workload("decode", n) for n in contexts] + [Workload("prefill", n) for n in prompts]
+    workloads = _workloads(arguments, [1024, 4096, 16384, 32768], [1024, 4096])
     if not workloads:
         arguments.parser.error("expected at least one of --contexts and --prefill with a number of tokens")
-    if arguments.plot:
-        require("matplotlib.figure", "plot", "--plot")  # before minutes of measuring
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    _prepare(arguments)
     benchmark = benchmark_run.run(
         replace(LAYERS[arguments.layer], dtype=arguments.dtype),
         workloads,
@@ -146,41 +145,29 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.cache,
         arguments.repeats,
     )
-    print(table.as_text(benchmark))
-    if arguments.csv:
-        arguments.csv.write_text(table.as_csv(benchmark))
-    if arguments.json:
-        arguments.json.write_text(table.as_json(benchmark))
-    if arguments.plot:
-        plot(benchmark, arguments.plot)
-    return int(any(result.status in ("wrong", "failed") for result in benchmark.results))
+    return _written(arguments, benchmark, table, plot)
 
 
-def _run_generation(arguments: argparse.Namespace) -> int:
-    """The same for `generate` of a whole model."""
-    import torch
-
-    from mla_compile.bench.generation import table
-    from mla_compile.bench.generation.plot import plot
-    from mla_compile.bench.generation.run import run as run_ways
-    from mla_compile.bench.generation.ways import ENGINES, WAYS, Batch
+def _workloads(arguments: argparse.Namespace, contexts: list[int], prompts: list[int]) -> "list[Workload]":
+    """What is asked for, or decoding with these contexts and prefilling these prompts."""
     from mla_compile.bench.workloads import Workload
 
-    contexts = [4096, 16384, 32768] if arguments.contexts is None else arguments.contexts
-    prompts = [1024, 8192] if arguments.prefill is None else arguments.prefill
-    workloads = [Workload("decode", n) for n in contexts] + [Workload("prefill", n) for n in prompts]
-    batches = [Batch(size, workload) for size in arguments.batches or [1] for workload in workloads]
-    ways = [way for way in WAYS if way.compiler in arguments.modes and way.cache in arguments.caches]
-    ways += ENGINES if arguments.vllm else ()
-    if not batches or not ways:
-        arguments.parser.error("--model: expected a workload, and a mode other than by-hand with a cache that it takes")
+    contexts = contexts if arguments.contexts is None else arguments.contexts
+    prompts = prompts if arguments.prefill is None else arguments.prefill
+    return [Workload("decode", n) for n in contexts] + [Workload("prefill", n) for n in prompts]
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    import torch
+
     if arguments.plot:
         require("matplotlib.figure", "plot", "--plot")  # before minutes of measuring
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    whole = MODELS[arguments.model].cut_to(arguments.layers)
-    whole = replace(whole, layer=replace(whole.layer, dtype=arguments.dtype))
-    measured = run_ways(whole, batches, ways, arguments.repeats)
+
+
+def _written(arguments: argparse.Namespace, measured: Any, table: Any, plot: Callable[[Any, Path], object]) -> int:
+    """Write the files and print the table, by a module `table` and `plot`; what `run` returns."""
     print(table.as_text(measured))
     if arguments.csv:
         arguments.csv.write_text(table.as_csv(measured))
@@ -188,7 +175,30 @@ def _run_generation(arguments: argparse.Namespace) -> int:
         arguments.json.write_text(table.as_json(measured))
     if arguments.plot:
         plot(measured, arguments.plot)
-    return int(any(result.status in ("wrong", "failed") for result in measured.results))
+    return _status(measured.results)
+
+
+def _status(results: Sequence[Any]) -> int:
+    return int(any(result.status in ("wrong", "failed") for result in results))
+
+
+def _run_generation(arguments: argparse.Namespace) -> int:
+    """The same for `generate` of a whole model."""
+    from mla_compile.bench.generation import table
+    from mla_compile.bench.generation.plot import plot
+    from mla_compile.bench.generation.run import run as run_ways
+    from mla_compile.bench.generation.ways import ENGINES, WAYS, Batch
+
+    workloads = _workloads(arguments, [4096, 16384, 32768], [1024, 8192])
+    batches = [Batch(size, workload) for size in arguments.batches or [1] for workload in workloads]
+    ways = [way for way in WAYS if way.compiler in arguments.modes and way.cache in arguments.caches]
+    ways += ENGINES if arguments.vllm else ()
+    if not batches or not ways:
+        arguments.parser.error("--model: expected a workload, and a mode other than by-hand with a cache that it takes")
+    _prepare(arguments)
+    whole = MODELS[arguments.model].cut_to(arguments.layers)
+    whole = replace(whole, layer=replace(whole.layer, dtype=arguments.dtype))
+    return _written(arguments, run_ways(whole, batches, ways, arguments.repeats), table, plot)
 
 
 def _run_training(arguments: argparse.Namespace) -> int:
@@ -257,4 +267,4 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
     print(kernel_run.as_text(limits, results))
     if arguments.plot:
         plot_kernels(limits, results, arguments.plot)
-    return int(any(result.status in ("wrong", "failed") for result in results))
+    return _status(results)
