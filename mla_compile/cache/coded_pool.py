@@ -29,20 +29,8 @@ class CodedPagePool(PagePool, ABC):
     coded: ClassVar[torch.dtype]
     """The dtype of the numbers."""
 
-    def __init__(
-        self,
-        layers: int,
-        latent_width: int,
-        rope_width: int,
-        pages: int,
-        page_size: int = 64,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self._dtype = torch.get_default_dtype() if dtype is None else dtype
-        self.scales: list[Tensor] = []
-        self.ropes: list[Tensor] = []
-        super().__init__(layers, latent_width, rope_width, pages, page_size, dtype, device)
+    scales: list[Tensor]
+    ropes: list[Tensor]
 
     @abstractmethod
     def groups(self) -> int:
@@ -62,10 +50,6 @@ class CodedPagePool(PagePool, ABC):
     @property
     def tensors(self) -> list[Tensor]:
         return [*self.layers, *self.scales, *self.ropes]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
 
     def _put(self, layer: int, place: tuple[Tensor, ...], tokens: Tensor) -> None:
         latent, k_rope = tokens.split([self.latent_width, self.rope_width], dim=-1)

@@ -43,7 +43,7 @@ class FP8PagePool(CodedPagePool):
         """Whether latents and rope keys are in one tensor, under one scale for all tokens."""
         super().__init__(layers, latent_width, rope_width, pages, page_size, dtype, device)
         if scale is not None:
-            self.scales = _one_a_layer(scale, layers, self.device)
+            self.scales, self.ropes = _one_a_layer(scale, layers, self.device), []
 
     def groups(self) -> int:
         """One a group of 128 columns."""

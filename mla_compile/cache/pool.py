@@ -76,6 +76,8 @@ class PagePool:
             raise CacheMismatchError(f"expected rope_width to be at least 0, found {rope_width}")
         _check_room(pages, layers * page_size * (latent_width + rope_width), torch.empty(0, device=device).device)
         self.latent_width, self.rope_width, self.page_size = latent_width, rope_width, page_size
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        """Of the tokens that come and go."""
         self.layers = self._empty(layers, pages, latent_width + rope_width, dtype, device)
         self.references = torch.zeros(pages, dtype=torch.int64, device=device)
         """How many holders each page has, `[pages]`."""
@@ -99,11 +101,6 @@ class PagePool:
     def pages(self) -> int:
         """Pages in all."""
         return self.references.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the tokens that come and go."""
-        return self.layers[0].dtype
 
     @property
     def device(self) -> torch.device:
