@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
-_EXAMPLE = "example_value"
+from .dynamo_graph import EXAMPLE, tensors_of
+
 _OWN = {"_grad_increment_nesting", "_jvp_increment_nesting", "_autograd_grad", "grad"}
 """Functions with which a graph begins to differentiate, or does: `torch.func`'s and `torch.autograd.grad`, by name."""
 
@@ -20,13 +20,13 @@ def by_callers(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     if not torch.is_grad_enabled() or not any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         return False
     *_, output = module.graph.nodes
-    if any(_EXAMPLE not in node.meta for node in output.all_input_nodes):
+    if any(EXAMPLE not in node.meta for node in output.all_input_nodes):
         return True  # nobody knows
-    results = [value for node in output.all_input_nodes for value in _values(node)]
+    results = [value for node in output.all_input_nodes for value in tensors_of(node)]
     written = [
         value
         for node in module.graph.find_nodes(op="placeholder")
-        for value in _values(node)
+        for value in tensors_of(node)
         if not value.is_inference() and value._version > 0
     ]
     return any(value.requires_grad for value in (*results, *written))
@@ -40,7 +40,3 @@ def by_itself(module: fx.GraphModule) -> bool:
         for graph in graphs
         for node in graph.nodes
     )
-
-
-def _values(node: fx.Node) -> list[Tensor]:
-    return [value for value in pytree.tree_leaves(node.meta.get(_EXAMPLE)) if isinstance(value, Tensor)]

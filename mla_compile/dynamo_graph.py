@@ -6,7 +6,16 @@ import copy
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+EXAMPLE = "example_value"
+"""Where Dynamo keeps the fake value of a node."""
+
+
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """The fake tensors that a node of Dynamo's has."""
+    return [value for value in pytree.tree_leaves(node.meta.get(EXAMPLE)) if isinstance(value, Tensor)]
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
+from .dynamo_graph import EXAMPLE
 from .ops import SEALED
 from .passes.nodes.walk import makers, walk
 
@@ -128,7 +129,7 @@ def _is_always(graph: fx.Graph) -> bool:
 def _is_element_by_element(graph: fx.Graph, buffers: Sequence[fx.Node]) -> bool:
     """Whether a function of one score does to tensors of scores what it does to each."""
     given = graph.find_nodes(op="placeholder")
-    ranks = {node: buffer.meta["example_value"].dim() for node, buffer in zip(given[::-1], buffers[::-1], strict=False)}
+    ranks = {node: buffer.meta[EXAMPLE].dim() for node, buffer in zip(given[::-1], buffers[::-1], strict=False)}
     return all(
         node.op in ("placeholder", "output")
         or (node.op == "call_function" and (_is_pointwise(node.target.__name__.strip("_")) or _is_lookup(node, ranks)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ from mla_compile.passes.outcome import Outcome
 
 from .text_table import aligned
 
+T = TypeVar("T", bound=tuple[Any, ...])
 _HISTORY: list[Report] = []
 _log = logging.getLogger(__name__)
 _trace: Any = torch._logging  # what is used of it is not in its stubs
@@ -83,23 +84,24 @@ def _with_guards(site: Outcome) -> str:
 def _nearest_misses(sites: Sequence[Outcome]) -> Iterator[str]:
     """What would have unchanged attentions rewritten, and how far the trace of each came: alike ones, as of many
     layers, once."""
-    alike: dict[tuple[tuple[str, ...], str], list[str]] = {}
-    for i, site in enumerate(sites):
-        if site.trail or site.remedy:
-            alike.setdefault((site.trail, site.remedy), []).append(str(i))
-    for (trail, remedy), numbers in alike.items():
-        yield f"\n{', '.join(numbers)}: {'to have this rewritten, ' + remedy if remedy else 'traced this far'}"
+    for (trail, remedy), numbers in _alike(sites, lambda site: (site.trail, site.remedy)):
+        yield f"\n{numbers}: {'to have this rewritten, ' + remedy if remedy else 'traced this far'}"
         yield from (f"    {'from' if k == 0 else 'back to'} {line}" for k, line in enumerate(trail))
 
 
 def _hints(sites: Sequence[Outcome]) -> Iterator[str]:
     """What else would save time, of alike attentions once."""
-    alike: dict[str, list[str]] = {}
+    for (hint,), numbers in _alike(sites, lambda site: (site.hint,)):
+        yield f"\n{numbers}: {hint}"
+
+
+def _alike(sites: Sequence[Outcome], words: Callable[[Outcome], T]) -> Iterator[tuple[T, str]]:
+    """What is said of attentions, if anything, and the numbers of those of which it is."""
+    numbers: dict[T, list[str]] = {}
     for i, site in enumerate(sites):
-        if site.hint:
-            alike.setdefault(site.hint, []).append(str(i))
-    for hint, numbers in alike.items():
-        yield f"\n{', '.join(numbers)}: {hint}"
+        if any(said := words(site)):
+            numbers.setdefault(said, []).append(str(i))
+    return ((said, ", ".join(alike)) for said, alike in numbers.items())
 
 
 def record(report: Report) -> None:

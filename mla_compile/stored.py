@@ -20,6 +20,7 @@ from mla_compile.passes.nodes.shapes import hint_of
 
 from . import cache_files
 from .control_flow import code_of
+from .dynamo_graph import EXAMPLE
 from .report import Report
 
 
@@ -27,7 +28,7 @@ class ReportStore:
     """The reports of one Dynamo graph."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], tag: str) -> None:
-        values = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
+        values = [node.meta.get(EXAMPLE) for node in module.graph.nodes if node.op == "placeholder"]
         described = [_described(value) for value in values]
         config = repr((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")))
         text = code_of(module) + repr(described) + config + tag

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -20,6 +20,8 @@ from torch._dynamo import config, pgo
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
+
+from .dynamo_graph import EXAMPLE
 
 _MOST_SHOWN = 4
 Shapes = dict[str, str]
@@ -66,13 +68,13 @@ def remember(module: fx.GraphModule) -> None:
 def _inputs(graph: fx.Graph) -> Iterator[tuple[str, fx.Node]]:
     for node in graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)
-        value = node.meta.get("example_value")
+        value = node.meta.get(EXAMPLE)
         if source is not None and isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter):
             yield source.name if isinstance(source.name, str) else source.name(), node
 
 
 def _sizes(node: fx.Node) -> str:
-    sizes = node.meta["example_value"].shape
+    sizes = node.meta[EXAMPLE].shape
     return "[" + ", ".join(str(int(size)) if is_concrete_int(size) else "any" for size in sizes) + "]"
 
 
@@ -135,7 +137,7 @@ def _differences(variants: list[Shapes]) -> list[str]:
     """A line for inputs that were not the same in all variants, those with the same history together."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in dict.fromkeys(name for variant in variants for name in variant):
-        history = tuple(_distinct(variant.get(name, "none") for variant in variants))
+        history = tuple(dict.fromkeys(variant.get(name, "none") for variant in variants))
         if len(history) > 1:
             alike.setdefault(history, []).append(name)
     lines = [
@@ -143,10 +145,6 @@ def _differences(variants: list[Shapes]) -> list[str]:
         for history, (first, *others) in alike.items()
     ]
     return lines[:_MOST_SHOWN] + ([f"{len(lines) - _MOST_SHOWN} more"] if len(lines) > _MOST_SHOWN else [])
-
-
-def _distinct(values: Iterable[str]) -> Iterable[str]:
-    return dict.fromkeys(values)
 
 
 def _short(source: str) -> str:

@@ -21,11 +21,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mla_compile.dynamo_graph import EXAMPLE
 from mla_compile.passes.nodes.common_subexpressions import CommonSubexpressions
 from mla_compile.seal import seal
 
-EXAMPLE = "example_value"
-"""Where Dynamo keeps the fake value of a node."""
 _WRITING = ("triton_kernel_wrapper_mutation", "auto_functionalized", "with_effects")
 """Operators of higher order that write to what they are given."""
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)

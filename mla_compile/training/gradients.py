@@ -7,13 +7,11 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import fx
 
+from mla_compile.dynamo_graph import tensors_of
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
-
-from .capture import EXAMPLE
 
 _WRITE = {"setitem", *(name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator))}
 """Functions that write to their first argument, by name."""
@@ -38,11 +36,11 @@ def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
     for node in between(end, sources):
         if any("hook" in _name(user) for user in node.users):
             raise Refusal(end, f"expected gradients that nobody looks at on their way, found a hook at {where(node)}")
-        results = [value for value in _tensors(node) if value.is_floating_point() or value.is_complex()]
+        results = [value for value in tensors_of(node) if value.is_floating_point() or value.is_complex()]
         if isinstance(node.target, torch._ops.HigherOrderOperator) and any(value.requires_grad for value in results):
             raise Refusal(end, f"expected operations that torch differentiates, found {where(node)}")
         operands = node.all_input_nodes[1:] if _name(node) in _OF_SIZES else node.all_input_nodes
-        given = [value for operand in operands for value in _tensors(operand)]
+        given = [value for operand in operands for value in tensors_of(operand)]
         ends = results and any(v.requires_grad for v in given) and not any(v.requires_grad for v in results)
         if ends and not _is_taken_from_its_own(node):
             reason = f"expected gradients to pass all of the attention's operands, found that they end at {where(node)}"
@@ -56,7 +54,7 @@ def trained_inputs(end: fx.Node, sources: Collection[fx.Node]) -> list[fx.Node]:
     closed = {
         node
         for node in nodes
-        if not any(value.requires_grad for value in _tensors(node)) and written.isdisjoint(_storages(node))
+        if not any(value.requires_grad for value in tensors_of(node)) and written.isdisjoint(_storages(node))
     }
     found = {*between(end, {*sources, *closed})}
     return [node for node in nodes if node.op in ("placeholder", "get_attr") and node in found]
@@ -137,11 +135,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _storages(node: fx.Node) -> list[Any]:
-    return [value.untyped_storage()._cdata for value in _tensors(node)]
-
-
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return [value for value in pytree.tree_leaves(node.meta.get(EXAMPLE)) if isinstance(value, Tensor)]
+    return [value.untyped_storage()._cdata for value in tensors_of(node)]
 
 
 def _name(node: fx.Node) -> str:

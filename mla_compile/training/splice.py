@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from mla_compile.dynamo_graph import EXAMPLE
 from mla_compile.passes.code.splicing import adopted
 from mla_compile.passes.nodes.arguments import is_repeatable
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
 from mla_compile.passes.nodes.walk import walk
 
-from .capture import EXAMPLE, Captured
+from .capture import Captured
 from .gradients import between, check_gradients, trained_inputs, writes_to
 
 _REARRANGE = {"transpose", "permute", "swapaxes", "contiguous", "reshape", "flatten"}
