@@ -168,8 +168,8 @@ def _ends_of_up_projections(site: Site) -> tuple[str | None, list[str]]:
 def _rewritten(site: Site, meaning: Meaning, choice: Choice) -> Outcome:
     frame = common_frame(site.node, _sources(site))
     shapes = {name: str(size) for name, size in site.sizes.items()}
-    hints = copying(site), site.unproved_keys is not None and f"to have keys absorbed too, {site.unproved_keys.remedy}"
-    hint = "; ".join(filter(None, hints))
+    absorbing = "" if site.unproved_keys is None else f"to have keys absorbed too, {site.unproved_keys.remedy}"
+    hint = "; ".join(filter(None, (copying(site), absorbing)))
     return rewritten(site.node, frame, choice.word, choice.reason, shapes, choice.guards, meaning.words, hint)
 
 
