@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,15 +139,7 @@ def peaks(
     None also where the call or the process failed; why goes to standard error.
     """
     task = {"layer": asdict(layer), "mode": mode, "workloads": [asdict(w) for w in workloads], "cache": cache_kind}
-    # One size from which glibc takes memory from the system and gives it back at once: nothing freed stays resident.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "mla_compile.bench.memory"],  # -P: the package is not looked for in the directory
-        input=json.dumps(task),
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = answered("mla_compile.bench.memory", task, threads)
     answers: list[int | str | None] = [json.loads(line) for line in done.stdout.splitlines()]
     failures = [answer for answer in answers if isinstance(answer, str)]
     if done.returncode:
@@ -155,6 +148,14 @@ def peaks(
         print(f"memory of {mode}: {failure}", file=sys.stderr)
     answers += [None] * (len(workloads) - len(answers))
     return [None if isinstance(answer, str) else answer for answer in answers]
+
+
+def answered(module: str, task: dict[str, Any], threads: int) -> subprocess.CompletedProcess[str]:
+    """A process of its own, once it has run a module with a task on its standard input."""
+    # One size from which glibc takes memory from the system and gives it back at once: nothing freed stays resident.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-P", "-m", module]  # -P: the package is not looked for in the directory
+    return subprocess.run(command, input=json.dumps(task), env=environment, capture_output=True, text=True)
 
 
 def _child() -> None:

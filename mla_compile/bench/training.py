@@ -7,9 +7,7 @@ taken with the modes in turn; memory in a process of its own for each mode, see 
 import copy
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mla_compile.bench.check import ROUNDING_FACTOR, distance
 from mla_compile.bench.layers import Built, Layer, build
-from mla_compile.bench.memory import kept_for_backward, needed_to_train, peak_growth, too_much
+from mla_compile.bench.memory import answered, kept_for_backward, needed_to_train, peak_growth, too_much
 from mla_compile.bench.modes import summary
 from mla_compile.bench.workloads import Workload, make_inputs
 from mla_compile.text_table import aligned
@@ -153,15 +151,8 @@ def measure(layer: Layer, lengths: Sequence[int], modes: Sequence[str], repeats:
 
 def _memory(layer: Layer, mode: str, tokens: int) -> tuple[int | None, int | None]:
     """Peak and saved bytes, measured in a process of its own; why it failed goes to standard error."""
-    # One size from which glibc takes memory from the system and gives it back at once: nothing freed stays resident.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "mla_compile.bench.training"],
-        input=json.dumps({"layer": asdict(layer), "mode": mode, "tokens": tokens}),
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    task = {"layer": asdict(layer), "mode": mode, "tokens": tokens}
+    done = answered("mla_compile.bench.training", task, torch.get_num_threads())
     if done.returncode:
         print(f"memory of {mode}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
         return None, None
