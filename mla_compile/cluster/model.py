@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..plan.sizes import ModelSizes, Sizes, read_sizes
+from ..plan.sizes import ModelSizes, Sizes, read_config, read_sizes
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 FP8_BLOCK = 128
@@ -74,9 +73,7 @@ def read_model(path: Path, fp8: bool | None = None) -> Model:
         OSError: no such file.
     """
     caches = read_sizes(path)
-    file = path / "config.json" if path.is_dir() else path
-    config = json.loads(file.read_text())
-    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    file, config, text = read_config(path)
     if len(caches.layers) > 1 or caches.others or caches.index_width or next(iter(caches.layers)).window:
         raise ConfigError(
             f"expected attention of one kind in every layer, to all tokens, found others in {file}: their weights and "

@@ -71,6 +71,22 @@ def read_sizes(path: Path) -> ModelSizes:
         ConfigError: no JSON, no MLA model, or a size that neither the file nor transformers says.
         OSError: no such file.
     """
+    file, config, text = read_config(path)
+    name = str(config.get("model_type") or "model")
+    if not text.get("kv_lora_rank"):
+        raise ConfigError(f"expected the config of an MLA model, with kv_lora_rank, found {name} without one in {file}")
+    mixed = not text.get("layer_types") and any(key.startswith(LEFT_TO_DEFAULTS) for key in text)
+    missing = [key for key in NEEDED if text.get(key) is None] + ["layer_types"] * mixed
+    return _sizes(name, _completed(config, missing, file) if missing else text, file)
+
+
+def read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """The config.json in a directory, or the file that `path` is, what is in it, and what that says of the text model.
+
+    Raises:
+        ConfigError: no JSON object.
+        OSError: no such file.
+    """
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text())
@@ -78,13 +94,7 @@ def read_sizes(path: Path) -> ModelSizes:
         raise ConfigError(f"expected JSON in {file}, found that {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"expected a JSON object in {file}, found {type(config).__name__}")
-    name = str(config.get("model_type") or "model")
-    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-    if not text.get("kv_lora_rank"):
-        raise ConfigError(f"expected the config of an MLA model, with kv_lora_rank, found {name} without one in {file}")
-    mixed = not text.get("layer_types") and any(key.startswith(LEFT_TO_DEFAULTS) for key in text)
-    missing = [key for key in NEEDED if text.get(key) is None] + ["layer_types"] * mixed
-    return _sizes(name, _completed(config, missing, file) if missing else text, file)
+    return file, config, config["text_config"] if isinstance(config.get("text_config"), dict) else config
 
 
 def _completed(config: dict[str, Any], missing: list[str], file: Path) -> dict[str, Any]:
