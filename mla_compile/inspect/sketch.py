@@ -6,14 +6,17 @@ a weight, but not from the queries, is expanded: it has what each head makes of 
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
+from mla_compile.kernels._common.sizes import expected
 from mla_compile.passes.algebra.terms import Read, Scaled, Unread, made_of
 from mla_compile.passes.nodes.arguments import is_tensor
 from mla_compile.passes.nodes.common_subexpressions import CommonSubexpressions
@@ -221,10 +224,7 @@ class _Drawer:
         if not is_tensor(tensor):
             return
         value = tensor.meta["val"]
-        numbers = [_now(size) for size in value.shape]
-        size = value.element_size()
-        for number in numbers:
-            size *= number
+        size = value.element_size() * math.prod(map(expected, value.shape))
         arrow = Arrow(start.key, end.key, _size(tensor), _dtype(value), size, kind)
         if arrow not in self.sketch.arrows:
             self.sketch.arrows.append(arrow)
@@ -241,7 +241,8 @@ def _kind(origins: frozenset[Kind]) -> Kind:
 
 def _taken(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values a node uses: of a copy not the target, which only says the shape."""
-    operands = [n for n in (*_nodes(node.args), *_nodes(tuple(node.kwargs.values()))) if not _holds_nothing(n)]
+    given = pytree.arg_tree_leaves(*node.args, **node.kwargs)
+    operands = [value for value in given if isinstance(value, fx.Node) and not _holds_nothing(value)]
     return operands[1:2] if _name(node) == "copy" else operands
 
 
@@ -251,14 +252,6 @@ def _holds_nothing(node: fx.Node) -> bool:
     if isinstance(value, torch.Tensor):
         return any(isinstance(size, int) and size == 0 for size in value.shape)
     return isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
-
-
-def _nodes(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _nodes(item)
 
 
 def _name(node: fx.Node) -> str:
@@ -282,7 +275,3 @@ def _size(node: fx.Node) -> str:
 
 def _dtype(value: torch.Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
-
-
-def _now(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)

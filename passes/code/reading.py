@@ -107,27 +107,25 @@ class Reader:
 
     def _source(self, read: Read) -> Tensor:
         """The tensor that is read, made where no graph has it."""
-        if isinstance(read.source, Scaled):
-            dims = [(axis,) for axis in read.source.axes]
-            of, by = self(read.source.of, *dims), self(read.source.by, *dims, broadcast=False)
-            return of / by if read.source.divides else of * by
-        if isinstance(read.source, Stacked):
-            dims = [(axis,) for axis in read.source.axes]
-            return torch.stack([self(piece, *dims) for piece in read.source.pieces])
-        if isinstance(read.source, Joined):
-            dims = [(axis,) for axis in read.source.axes]
-            pieces = zip(read.source.pieces, read.source.along, strict=True)
+        source = read.source
+        if isinstance(source, fx.Node):
+            tensor: Tensor = self._place[source]
+            return tensor
+        if isinstance(source, Contracted):
+            return self._contracted(source)
+        if isinstance(source, Laid):
+            return self(source.of, source.parts, *((axis,) for axis in source.others))
+        assert isinstance(source, Scaled | Stacked | Joined | Added)
+        dims = [(axis,) for axis in source.axes]
+        if isinstance(source, Scaled):
+            of, by = self(source.of, *dims), self(source.by, *dims, broadcast=False)
+            return of / by if source.divides else of * by
+        if isinstance(source, Stacked):
+            return torch.stack([self(piece, *dims) for piece in source.pieces])
+        if isinstance(source, Joined):
+            pieces = zip(source.pieces, source.along, strict=True)
             return torch.cat([self(piece, along, *dims) for piece, along in pieces])
-        if isinstance(read.source, Added):
-            dims = [(axis,) for axis in read.source.axes]
-            return sum_of([self(piece, *dims, broadcast=False) for piece in read.source.pieces])
-        if isinstance(read.source, Contracted):
-            return self._contracted(read.source)
-        if isinstance(read.source, Laid):
-            return self(read.source.of, read.source.parts, *((axis,) for axis in read.source.others))
-        assert isinstance(read.source, fx.Node)
-        tensor: Tensor = self._place[read.source]
-        return tensor
+        return sum_of([self(piece, *dims, broadcast=False) for piece in source.pieces])
 
     def _contracted(self, source: Contracted) -> Tensor:
         """A product of matrices, one for each index of the axes that both have."""
