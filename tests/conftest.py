@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 # Before torch is imported: artifacts of earlier runs must not decide what a test sees. Processes of one run, those that
@@ -21,6 +22,8 @@ import pytest
 import torch
 
 from mla_compile import report
+from mla_compile.passes import pipeline
+from mla_compile.passes.graph.rewriter import Rewriter
 from tests import diagonal
 from tests.without_codegen import without_codegen
 
@@ -94,6 +97,17 @@ def no_codegen(monkeypatch):
     with without_codegen():
         yield
         monkeypatch.undo()  # what a test put over it, before it is itself undone
+
+
+@pytest.fixture
+def wrong_rewriter(monkeypatch):
+    """The passes rewrite attention as that of scores a tenth larger."""
+
+    class Wrong(Rewriter):
+        def __call__(self, site, *rest):
+            return super().__call__(replace(site, nope=replace(site.nope, scale=1.1 * site.nope.scale)), *rest)
+
+    monkeypatch.setattr(pipeline, "Rewriter", Wrong)
 
 
 @pytest.fixture

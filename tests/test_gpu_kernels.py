@@ -14,6 +14,7 @@ from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels.implementations import choose
 from mla_compile.report import Report, merged
 from tests.kernels.implementations.conftest import install
+from tests.kernels.recorded import made as without_values
 
 __all__ = ["install"]
 
@@ -41,19 +42,16 @@ def graph(device="cuda", queries=1, page_size=64):
     def on_device(value):
         return FakeTensor(mode, value, torch.device(device))
 
-    def empty(*shape, dtype=torch.bfloat16):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    q = [node(on_device(empty(4, queries, 128, width))) for width in (512, 64)]
-    numbers = [node(on_device(empty(*shape, dtype=torch.int32))) for shape in ((4, 8), (4,))]
+    q = [node(on_device(without_values(4, queries, 128, width))) for width in (512, 64)]
+    numbers = [node(on_device(without_values(*shape, dtype=torch.int32))) for shape in ((4, 8), (4,))]
     for _ in range(2):
-        rows = empty(40, page_size, 576)
+        rows = without_values(40, page_size, 576)
         pool = node(on_device(rows))
         parts = [
             node(on_device(rows[..., start:stop]), torch.ops.aten.slice.Tensor, pool, 2, start, stop)
             for start, stop in ((0, 512), (512, 576))
         ]
-        results = on_device(empty(4, queries, 128, 512)), on_device(empty(4, queries, 128))
+        results = on_device(without_values(4, queries, 128, 512)), on_device(without_values(4, queries, 128))
         node(results, torch.ops.mla.paged_latent_attention.default, *q, *parts, *numbers, True, 0.1)
     return made
 

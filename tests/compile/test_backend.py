@@ -202,18 +202,8 @@ def test_verify_accepts_a_right_rewrite_and_checks_only_once():
         torch.testing.assert_close(compiled(*inputs)[0], module(*inputs)[0])
 
 
-@pytest.mark.usefixtures("without_codegen")
-def test_verify_raises_on_a_wrong_rewrite(monkeypatch):
-    from dataclasses import replace
-
-    from mla_compile.passes import pipeline
-    from mla_compile.passes.graph.rewriter import Rewriter
-
-    class Wrong(Rewriter):
-        def __call__(self, site, *rest):
-            return super().__call__(replace(site, nope=replace(site.nope, scale=1.1 * site.nope.scale)), *rest)
-
-    monkeypatch.setattr(pipeline, "Rewriter", Wrong)
+@pytest.mark.usefixtures("without_codegen", "wrong_rewriter")
+def test_verify_raises_on_a_wrong_rewrite():
     compiled = torch.compile(Combined(), backend="mla", options={"mla.verify": True})
     with pytest.raises(mla_compile.VerifyError, match="the absorbed path differs from the original by"):
         compiled(*decode_inputs())

@@ -303,18 +303,8 @@ def test_absorbed_attention_is_not_trained():
     assert mla_compile.last_report().note == "stock Inductor, gradients are needed, and absorbed attention has none"
 
 
-@pytest.mark.usefixtures("without_codegen")
-def test_verify_raises_on_a_wrong_rewrite_in_training(monkeypatch):
-    from dataclasses import replace
-
-    from mla_compile.passes import pipeline
-    from mla_compile.passes.graph.rewriter import Rewriter
-
-    class Wrong(Rewriter):
-        def __call__(self, site, *rest):
-            return super().__call__(replace(site, nope=replace(site.nope, scale=1.1 * site.nope.scale)), *rest)
-
-    monkeypatch.setattr(pipeline, "Rewriter", Wrong)
+@pytest.mark.usefixtures("without_codegen", "wrong_rewriter")
+def test_verify_raises_on_a_wrong_rewrite_in_training():
     module = Layer()
     compiled = torch.compile(module, backend="mla", options={"mla.verify": True})
     with pytest.raises(mla_compile.VerifyError, match="the chunked path differs from the original by"):

@@ -19,6 +19,16 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def no_kernel_cache(tmp_path_factory):
+    """Kernels are compiled now, and not by an earlier version of them."""
+    from triton import knobs
+
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
+        yield
+
+
 @pytest.fixture
 def no_compiler(monkeypatch):
     """Native kernels cannot be built: what is left is made of ATen operations."""

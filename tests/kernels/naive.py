@@ -40,6 +40,15 @@ def masks(batch: int, heads: int, queries: int, keys: int) -> dict[str, Case]:
     }
 
 
+MASKS = tuple(masks(1, 1, 1, 1))
+"""Their names."""
+
+
+def case_of(sizes: tuple[int, ...], mask: str) -> Case:
+    """The case of a mask for sizes `B, Sq, T, N, ...`."""
+    return masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+
+
 @dataclass(frozen=True)
 class Inputs:
     """q `[B, Sq, N, P + R]`, latent `[B, T, L]`, k_rope `[B, T, R]`, w_uk `[N, P, L]`, w_uv `[N, V, L]`, scale."""
@@ -51,9 +60,19 @@ class Inputs:
     w_uv: Tensor
     scale: float
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What `mla::expanded_attention` takes, in the order in which it does."""
+        return self.q, self.latent, self.k_rope, self.w_uk, self.w_uv
+
+    @property
+    def absorbed(self) -> tuple[Tensor, ...]:
+        """What `mla::latent_attention` takes, in the order in which it does."""
+        q_nope, q_rope = self.q.split([self.w_uk.shape[1], self.k_rope.shape[2]], dim=-1)
+        return torch.einsum("bsnp,npl->bsnl", q_nope, self.w_uk), q_rope, self.latent, self.k_rope
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
-        tensors = (change(t) for t in (self.q, self.latent, self.k_rope, self.w_uk, self.w_uv))
-        return Inputs(*tensors, self.scale)
+        return Inputs(*map(change, self.tensors), self.scale)
 
 
 def make_inputs(sizes: tuple[int, int, int, int, int, int, int, int], dtype: torch.dtype = torch.float32) -> Inputs:

@@ -11,6 +11,11 @@ from unittest import mock
 import torch
 
 
+def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor without values."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 @dataclass(frozen=True)
 class Launch:
     """One call of a kernel."""

@@ -30,7 +30,10 @@ from .ahead import (
     machine_of,
 )
 
-pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="Triton's package carries no cuobjdump here")
+pytestmark = [
+    pytest.mark.skipif(not CUOBJDUMP.exists(), reason="Triton's package carries no cuobjdump here"),
+    pytest.mark.usefixtures("no_kernel_cache"),
+]
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 SOME = [arch if arch == "sm_90" else pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHITECTURES]
@@ -39,16 +42,6 @@ HEADS = {"V3": 128, "V2-Lite": 16}
 STACK = 16 if version("triton") < "3.9" else 0
 """Where parts are fixed, Triton 3.6's assembler keeps up to four numbers of an address on the stack while the loop
 runs, except pages of 64 tokens without a mask."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_cache(tmp_path_factory):
-    """Compiled now, and not by an earlier version of the kernel."""
-    from triton import knobs
-
-    with knobs.cache.scope():
-        knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
-        yield
 
 
 def assert_clean(record, arch, stack=0, in_loop=0):

@@ -14,11 +14,10 @@ from mla_compile.kernels.per_head_matmul import per_head_matmul_reference
 from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_reference
 
 from .errors import assert_as_close_as
-from .naive import make_inputs, masks, naive_mla
+from .naive import MASKS, case_of, make_inputs, naive_mla
 from .paged import CODED, make_paged, make_paged_heads, quantised
 
 mla = torch.ops.mla
-MASKS = tuple(masks(1, 1, 1, 1))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -30,13 +29,8 @@ def double(*arguments):
     return tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments)
 
 
-def absorb(x):
-    q_nope, q_rope = x.q.split([x.w_uk.shape[1], x.k_rope.shape[2]], dim=-1)
-    return torch.einsum("bsnp,npl->bsnl", q_nope, x.w_uk), q_rope, x.latent, x.k_rope
-
-
-def case_of(sizes, mask, dtype):
-    tensor, causal_offset = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+def case_in(sizes, mask, dtype):
+    tensor, causal_offset = case_of(sizes, mask)
     if tensor is not None and tensor.dtype != torch.bool:
         tensor = tensor.clamp(min=torch.finfo(dtype).min).to(dtype)
     return tensor, causal_offset
@@ -67,7 +61,7 @@ def test_every_op_has_one():
 def test_latent_attention(dtype, mask):
     sizes = (2, 5, 60, 4, 64, 16, 8, 16)
     x = make_inputs(sizes, dtype)
-    arguments = *absorb(x), *case_of(sizes, mask, dtype), x.scale
+    arguments = *x.absorbed, *case_in(sizes, mask, dtype), x.scale
     assert_right(decomposed(mla.latent_attention, *arguments), latent_attention_reference, arguments)
 
 
@@ -80,7 +74,7 @@ def test_expanded_attention(dtype, mask, workspace_tokens, attend, monkeypatch):
     monkeypatch.setattr(expanded, "_flash", getattr(expanded, attend))
     sizes = (2, 5, 60, 4, 24, 16, 8, 12)
     x = make_inputs(sizes, dtype)
-    case = case_of(sizes, mask, dtype)
+    case = case_in(sizes, mask, dtype)
     tensors = x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
     o, lse = decomposed(mla.expanded_attention, *tensors, *case, x.scale, workspace_tokens)
     exact, exact_lse = expanded_attention_reference(*double(*tensors), *case, x.scale, workspace_tokens)
@@ -111,7 +105,7 @@ def test_sparse_latent_attention(dtype, mask, uniform):
     x = make_inputs(sizes, dtype)
     indices = torch.rand(2, 5, 60).topk(9).indices
     indices[0, 0], indices[1, 2, 3] = -1, 60  # a query that names nothing, an index that is no key
-    arguments = *absorb(x), indices, *case_of(sizes, mask, dtype), x.scale, uniform
+    arguments = *x.absorbed, indices, *case_in(sizes, mask, dtype), x.scale, uniform
     assert_right(decomposed(mla.sparse_latent_attention, *arguments), sparse_latent_attention_reference, arguments)
 
 

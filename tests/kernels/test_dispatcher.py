@@ -28,7 +28,7 @@ from mla_compile.kernels.sparse_latent_attention import native as sparse_native
 from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_reference
 
 from .errors import assert_as_close_as
-from .naive import make_inputs, masks
+from .naive import case_of, make_inputs
 from .paged import CODED, INT8, make_paged, make_paged_heads, quantised
 
 SIZES = {
@@ -64,11 +64,6 @@ def no_python(monkeypatch, dispatched):
         monkeypatch.setattr(bundle, "check", called)
 
 
-def absorbed(x):
-    q_nope, q_rope = x.q.split([x.w_uk.shape[1], x.q.shape[3] - x.w_uk.shape[1]], dim=-1)
-    return torch.einsum("bsnp,npl->bsnl", q_nope, x.w_uk), q_rope, x.latent, x.k_rope
-
-
 @pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
@@ -77,10 +72,10 @@ def absorbed(x):
 def test_a_decode_step_runs_no_python(no_python, sizes, mask, threads, dtype):
     torch.set_num_threads(threads)
     x = make_inputs(sizes, dtype)
-    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
-    o, lse = torch.ops.mla.latent_attention(*absorbed(x), *case, x.scale)
-    exact = latent_attention_reference(*(t.double() for t in absorbed(x)), *case, x.scale)
-    measure = latent_attention_reference(*absorbed(x), *case, x.scale)
+    case = case_of(sizes, mask)
+    o, lse = torch.ops.mla.latent_attention(*x.absorbed, *case, x.scale)
+    exact = latent_attention_reference(*(t.double() for t in x.absorbed), *case, x.scale)
+    measure = latent_attention_reference(*x.absorbed, *case, x.scale)
     assert (o.shape, lse.dtype, o.is_contiguous()) == (measure[0].shape, torch.float32, True)
     if sizes[2]:
         assert_as_close_as(measure[0], o, exact[0])
@@ -144,7 +139,7 @@ def test_named_keys_run_no_python(no_python, causal_offset, uniform, dtype):
     indices[:, :, 0] = 0
     indices = indices.sort(-1).values
     indices[:, :, 1:][indices[:, :, 1:] == indices[:, :, :-1]] = -1
-    arguments = *absorbed(x), indices, None, causal_offset, x.scale, uniform
+    arguments = *x.absorbed, indices, None, causal_offset, x.scale, uniform
     assert_right(torch.ops.mla.sparse_latent_attention(*arguments), sparse_latent_attention_reference, arguments)
 
 
@@ -157,7 +152,7 @@ def test_named_keys_run_no_python(no_python, causal_offset, uniform, dtype):
 )
 def test_chunks_without_a_mask_run_no_python(no_python, sizes, mask, workspace_tokens, dtype):
     x = make_inputs(sizes, dtype)
-    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    case = case_of(sizes, mask)
     arguments = x.q, x.latent, x.k_rope, x.w_uk, x.w_uv, *case, x.scale, workspace_tokens
     o, lse = torch.ops.mla.expanded_attention(*arguments)
     again = expanded_attention_of_python(*arguments)
@@ -306,8 +301,8 @@ def test_products_of_few_rows_run_no_python(no_python, dtype, rows, transposed):
 def test_what_has_no_kernel_goes_on_to_python(dispatched, call):
     x = make_inputs(SIZES["decode"], torch.float64)
     if call == "attention":
-        actual, _ = torch.ops.mla.latent_attention(*absorbed(x), None, None, x.scale)
-        expected, _ = latent_attention_reference(*absorbed(x), None, None, x.scale)
+        actual, _ = torch.ops.mla.latent_attention(*x.absorbed, None, None, x.scale)
+        expected, _ = latent_attention_reference(*x.absorbed, None, None, x.scale)
     else:
         actual = torch.ops.mla.per_head_matmul(x.q[..., :24], x.w_uk)
         expected = per_head_matmul_reference(x.q[..., :24], x.w_uk)
@@ -322,7 +317,7 @@ def test_a_kernel_that_is_taken_back_is_not_called(no_python):
 
 def test_gradients_are_refused_when_they_are_asked_for(dispatched):
     x, indices = make_inputs((1, 3, 5, 2, 8, 4, 4, 4)), torch.zeros(1, 3, 2, dtype=torch.int64)
-    q_latent, *others = absorbed(x)
+    q_latent, *others = x.absorbed
     with torch.enable_grad():
         arguments = q_latent.requires_grad_(), *others, indices, None, None, x.scale, False
         total = torch.ops.mla.sparse_latent_attention(*arguments)[0].sum()
@@ -336,7 +331,7 @@ def test_gradients_of_what_has_them(dispatched, op):
     x = make_inputs((1, 3, 5, 2, 8, 4, 4, 4))
     first, *others = {
         "expanded_attention": (x.q, x.latent, x.k_rope, x.w_uk, x.w_uv, None, None, x.scale, 2),
-        "latent_attention": (*absorbed(x), None, None, x.scale),
+        "latent_attention": (*x.absorbed, None, None, x.scale),
         "per_head_matmul": (x.q[..., :4], x.w_uk),
     }[op]
     with torch.enable_grad():

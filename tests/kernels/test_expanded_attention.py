@@ -9,7 +9,7 @@ from mla_compile.kernels import visibility
 from mla_compile.kernels.expanded_attention import aten, chunks, expanded_attention_reference
 
 from .errors import assert_as_close_as
-from .naive import make_inputs, masks, naive_mla
+from .naive import MASKS, case_of, make_inputs, naive_mla
 
 expanded_attention = torch.ops.mla.expanded_attention
 
@@ -26,20 +26,15 @@ HALF = {
     "odd widths": (1, 41, 99, 3, 33, 5, 7, 13),
     "no rope": (2, 3, 20, 2, 16, 5, 0, 12),
 }
-MASKS = tuple(masks(1, 1, 1, 1))
 ATOL = 1000 * torch.finfo(torch.float64).eps
 """Two orders of the same float64 sums of numbers around 1: an eps a term, and sums of at most a few hundred terms."""
 
 
-def unpack(x):
-    return x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
-
-
 def assert_right(x, case, workspace_tokens):
     """Check the op against float64, with naive MLA in the dtype of the inputs as the measure."""
-    o, lse = expanded_attention(*unpack(x), *case, x.scale, workspace_tokens)
+    o, lse = expanded_attention(*x.tensors, *case, x.scale, workspace_tokens)
     exact, exact_lse = expanded_attention_reference(
-        *unpack(x.map(torch.Tensor.double)), *case, x.scale, workspace_tokens
+        *x.map(torch.Tensor.double).tensors, *case, x.scale, workspace_tokens
     )
     eager, eager_lse = naive_mla(x, case)
     merges = -(-x.latent.shape[1] // workspace_tokens)
@@ -52,8 +47,8 @@ def assert_right(x, case, workspace_tokens):
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_reference_is_naive_mla(sizes, mask):
     x = make_inputs(sizes, torch.float64)
-    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
-    o, lse = expanded_attention_reference(*unpack(x), *case, x.scale, 32)
+    case = case_of(sizes, mask)
+    o, lse = expanded_attention_reference(*x.tensors, *case, x.scale, 32)
     expected, expected_lse = naive_mla(x, case)
     torch.testing.assert_close(o, expected, rtol=0, atol=ATOL)
     torch.testing.assert_close(lse, expected_lse, rtol=ATOL, atol=ATOL)
@@ -64,7 +59,7 @@ def test_reference_is_naive_mla(sizes, mask):
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.usefixtures("implementation")
 def test_float32(sizes, mask):
-    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    case = case_of(sizes, mask)
     assert_right(make_inputs(sizes), case, workspace_tokens=32)
 
 
@@ -74,7 +69,7 @@ def test_float32(sizes, mask):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.usefixtures("implementation")
 def test_half_precision(dtype, mask, sizes):
-    tensor, causal_offset = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    tensor, causal_offset = case_of(sizes, mask)
     if tensor is not None and tensor.dtype != torch.bool:
         tensor = tensor.clamp(min=torch.finfo(dtype).min).to(dtype) if mask == "bias of finfo.min" else tensor.to(dtype)
     assert_right(make_inputs(sizes, dtype), (tensor, causal_offset), workspace_tokens=32)
@@ -84,9 +79,9 @@ def test_half_precision(dtype, mask, sizes):
 def test_float64(mask):
     sizes = (2, 5, 60, 4, 24, 16, 8, 16)
     x = make_inputs(sizes, torch.float64)
-    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
-    o, lse = expanded_attention(*unpack(x), *case, x.scale, 32)
-    expected, expected_lse = expanded_attention_reference(*unpack(x), *case, x.scale, 32)
+    case = case_of(sizes, mask)
+    o, lse = expanded_attention(*x.tensors, *case, x.scale, 32)
+    expected, expected_lse = expanded_attention_reference(*x.tensors, *case, x.scale, 32)
     torch.testing.assert_close(o, expected, rtol=0, atol=ATOL)
     assert lse.dtype == torch.float32
     torch.testing.assert_close(lse, expected_lse.float(), rtol=torch.finfo(torch.float32).eps, atol=0)
@@ -98,7 +93,7 @@ def test_float64(mask):
 @pytest.mark.usefixtures("implementation")
 def test_any_workspace(workspace_tokens, mask):
     sizes = (2, 41, 70, 3, 11, 7, 5, 9)
-    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    case = case_of(sizes, mask)
     assert_right(make_inputs(sizes), case, workspace_tokens)
 
 
@@ -110,7 +105,7 @@ def test_tiles_of_queries_and_heads(monkeypatch, mask):
     monkeypatch.setattr(aten, "_TRIANGLE", 4)
     monkeypatch.setattr(chunks, "_HEADS", 2)
     sizes = (2, 41, 70, 3, 11, 7, 5, 9)
-    assert_right(make_inputs(sizes), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], workspace_tokens=32)
+    assert_right(make_inputs(sizes), case_of(sizes, mask), workspace_tokens=32)
 
 
 @pytest.mark.usefixtures("implementation")
@@ -124,7 +119,7 @@ def test_every_causal_offset():
 @pytest.mark.usefixtures("implementation")
 def test_any_strides():
     x = make_inputs((2, 3, 40, 4, 24, 8, 8, 8)).map(lambda t: t.transpose(1, -1).contiguous().transpose(1, -1))
-    assert not any(t.is_contiguous() for t in unpack(x))
+    assert not any(t.is_contiguous() for t in x.tensors)
     bias = torch.randn(1, 40, 3, 4).transpose(1, 3)
     for case in ((None, 37), (bias, None), (bias[..., :1], None), (bias[..., :1] < 0, 37)):
         assert_right(x, case, workspace_tokens=16)
@@ -140,10 +135,10 @@ def test_keys_that_no_query_sees_may_hold_nan(monkeypatch, queries, synchronous)
     written = (torch.arange(90) > 3) & (torch.arange(90) < 61) & (torch.arange(90) % 16 != 9)
     mask = written & (torch.rand(2, 1, queries, 90) < 0.7)
     unseen = ~mask.any(2)[:, 0]
-    expected = expanded_attention(*unpack(x), mask, None, x.scale, 16)
+    expected = expanded_attention(*x.tensors, mask, None, x.scale, 16)
     x.latent[unseen] = torch.nan
     x.k_rope[unseen] = torch.nan
-    for actual, wanted in zip(expanded_attention(*unpack(x), mask, None, x.scale, 16), expected, strict=True):
+    for actual, wanted in zip(expanded_attention(*x.tensors, mask, None, x.scale, 16), expected, strict=True):
         assert torch.equal(actual, wanted)
 
 
@@ -154,7 +149,7 @@ def test_without_flash_attention_and_without_looking_at_mask_values(monkeypatch,
     monkeypatch.setattr(chunks, "reads_values", lambda mask: False)
     monkeypatch.setattr(aten, "_attend", aten._attend_composed)
     sizes = (2, 41, 70, 3, 11, 7, 5, 9)
-    assert_right(make_inputs(sizes), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], workspace_tokens=32)
+    assert_right(make_inputs(sizes), case_of(sizes, mask), workspace_tokens=32)
 
 
 class Largest(TorchDispatchMode):
@@ -176,7 +171,7 @@ def test_memory_is_bounded(case):
     heads, workspace_tokens = 32, 64
     x = make_inputs((1, 1024, 1024, heads, 32, 16, 8, 16))
     with Largest() as largest:
-        expanded_attention(*unpack(x), *case, x.scale, workspace_tokens)
+        expanded_attention(*x.tensors, *case, x.scale, workspace_tokens)
     output = 1024 * heads * 16 * 4
     queries = 1024 * heads * 24 * 4
     # All keys expanded would take as much as the queries do, all scores 128 MiB: neither may exist.
@@ -189,7 +184,7 @@ def test_memory_is_bounded(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype, case):
     x = make_inputs((2, 3, 5, 4, 24, 8, 8, 8), dtype)
-    torch.library.opcheck(expanded_attention.default, (*unpack(x), *case, x.scale, 2))
+    torch.library.opcheck(expanded_attention.default, (*x.tensors, *case, x.scale, 2))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +205,7 @@ def test_opcheck(dtype, case):
 )
 def test_refuses(position, wrong, message):
     x = make_inputs((2, 3, 6, 4, 24, 8, 8, 8))
-    arguments = [*unpack(x), None, None, x.scale, 4]
+    arguments = [*x.tensors, None, None, x.scale, 4]
     arguments[position] = wrong
     with pytest.raises(KernelError, match=message):
         expanded_attention(*arguments)

@@ -9,7 +9,7 @@ from mla_compile.errors import KernelError
 from mla_compile.kernels import backward, visibility
 
 from .errors import assert_as_close_as
-from .naive import Case, Inputs, make_inputs, masks
+from .naive import MASKS, Case, Inputs, case_of, make_inputs
 
 expanded_attention = torch.ops.mla.expanded_attention
 expanded_attention_backward = torch.ops.mla.expanded_attention_backward
@@ -22,12 +22,7 @@ SIZES = {
     "no rope, wide values": (3, 9, 20, 2, 16, 5, 0, 12),
     "one key": (2, 1, 1, 1, 5, 3, 1, 2),
 }
-MASKS = tuple(masks(1, 1, 1, 1))
 NAMES = ("q", "latent", "k_rope", "w_uk", "w_uv")
-
-
-def unpack(x):
-    return x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
 
 
 def equation(operands: tuple[Tensor, ...], case: Case, scale: float) -> tuple[Tensor, Tensor]:
@@ -52,7 +47,7 @@ def equation(operands: tuple[Tensor, ...], case: Case, scale: float) -> tuple[Te
 
 def gradients(function, x: Inputs, case: Case, direction: tuple[Tensor, Tensor | None], *rest) -> tuple[Tensor, ...]:
     """Of the op's operands, of o along the one direction and of a finite lse along the other."""
-    operands = [t.detach().requires_grad_() for t in unpack(x)]
+    operands = [t.detach().requires_grad_() for t in x.tensors]
     o, lse = function(operands, case, x.scale, *rest)
     total = (o * direction[0].to(o.dtype)).sum()
     if direction[1] is not None:
@@ -87,7 +82,7 @@ def assert_right(x, case, workspace_tokens, with_lse=False):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_float32(sizes, mask):
-    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    case = case_of(sizes, mask)
     assert_right(make_inputs(sizes), case, workspace_tokens=32)
 
 
@@ -95,7 +90,7 @@ def test_float32(sizes, mask):
 @pytest.mark.parametrize("sizes", [SIZES["square"], SIZES["after a context"]])
 def test_of_the_log_sum_exp(sizes, mask):
     """Where a finite number hides a row from all keys, its lse holds nothing else, and has no derivative to compare."""
-    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    case = case_of(sizes, mask)
     assert_right(make_inputs(sizes), case, workspace_tokens=32, with_lse=True)
 
 
@@ -104,7 +99,7 @@ def test_of_the_log_sum_exp(sizes, mask):
 def test_groups_of_heads(monkeypatch, mask, workspace_tokens):
     """A workspace of few tokens has room for the keys of one head; one of many for those of all."""
     sizes = (2, 19, 40, 7, 12, 6, 4, 6)
-    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    case = case_of(sizes, mask)
     groups = []
     add = backward._add_group
     monkeypatch.setattr(backward, "_add_group", lambda rows, *rest: (groups.append(rows.q.shape[0]), add(rows, *rest)))
@@ -116,17 +111,17 @@ def test_groups_of_heads(monkeypatch, mask, workspace_tokens):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(mask, dtype):
     sizes = (2, 23, 31, 5, 12, 6, 4, 6)
-    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    case = case_of(sizes, mask)
     assert_right(make_inputs(sizes, dtype), case, workspace_tokens=16)
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "causal, first queries see nothing", "scattered keys", "bias"])
 def test_gradcheck(mask):
     sizes = (2, 4, 5, 3, 4, 3, 2, 4)
-    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    case = case_of(sizes, mask)
     x = make_inputs(sizes, torch.float64)
     case = (case[0].double() if case[0] is not None and case[0].is_floating_point() else case[0], case[1])
-    operands = [t.detach().clone().requires_grad_() for t in unpack(x)]
+    operands = [t.detach().clone().requires_grad_() for t in x.tensors]
     with torch.enable_grad():
         assert torch.autograd.gradcheck(lambda *given: op(given, case, x.scale, 4)[0], operands)
 
@@ -140,7 +135,7 @@ def test_a_bias_that_learns(shape):
         for function, dtype in ((equation, torch.float64), (op, torch.float32)):
             torch.manual_seed(1)
             bias = torch.randn(shape).to(dtype).requires_grad_()
-            operands = unpack(x.map(lambda t, dtype=dtype: t.to(dtype)))
+            operands = x.map(lambda t, dtype=dtype: t.to(dtype)).tensors
             o, lse = function(operands, (bias, offset), x.scale, *([2] if function is op else []))
             total = (o * direction[0].to(dtype)).sum() + (lse * direction[1].to(lse.dtype)).sum()
             found += torch.autograd.grad(total, bias)
@@ -151,8 +146,8 @@ def test_a_bias_that_learns(shape):
 def test_only_what_is_wanted_is_computed(wanted):
     x = make_inputs((2, 5, 9, 3, 8, 4, 2, 4))
     flags = [bool(wanted >> i & 1) for i in range(5)]
-    o, lse = op(unpack(x), (None, 4), x.scale, 8)
-    arguments = torch.randn_like(o), None, *unpack(x), None, 4, x.scale, 8, o, lse
+    o, lse = op(x.tensors, (None, 4), x.scale, 8)
+    arguments = torch.randn_like(o), None, *x.tensors, None, 4, x.scale, 8, o, lse
     every = expanded_attention_backward(*arguments, [True] * 5 + [False])
     some = expanded_attention_backward(*arguments, [*flags, False])
     for actual, expected in zip(some, [g for g, flag in zip(every, flags, strict=True) if flag], strict=True):
@@ -169,7 +164,7 @@ def test_frozen_weights_ask_for_no_gradient():
             return func(*args, **(kwargs or {}))
 
     x = make_inputs((1, 5, 5, 3, 8, 4, 2, 4))
-    operands = [t.detach().requires_grad_(name in ("q", "latent")) for name, t in zip(NAMES, unpack(x), strict=True)]
+    operands = [t.detach().requires_grad_(name in ("q", "latent")) for name, t in zip(NAMES, x.tensors, strict=True)]
     with torch.enable_grad(), Calls():
         op(operands, (None, 0), x.scale, 8)[0].sum().backward()
     assert asked == [[True, True, False, False, False, False]]
@@ -212,9 +207,9 @@ def test_memory_is_bounded(case):
     """No keys or values of all heads, and no scores, exist at any time."""
     heads, workspace_tokens = 32, 128
     x = make_inputs((1, 1024, 1024, heads, 32, 16, 8, 16))
-    o, lse = op(unpack(x), case, x.scale, workspace_tokens)
+    o, lse = op(x.tensors, case, x.scale, workspace_tokens)
     with Largest() as largest:
-        arguments = torch.ones_like(o), None, *unpack(x), *case, x.scale, workspace_tokens, o, lse
+        arguments = torch.ones_like(o), None, *x.tensors, *case, x.scale, workspace_tokens, o, lse
         expanded_attention_backward(*arguments, [True] * 5 + [False])
     queries = 1024 * heads * 24 * 4  # those of all heads are an operand, and so is their gradient
     assert largest.bytes <= queries
@@ -225,21 +220,21 @@ def test_memory_is_bounded(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype, case):
     x = make_inputs((2, 3, 5, 4, 24, 8, 8, 8), dtype)
-    o, lse = op(unpack(x), case, x.scale, 2)
-    arguments = torch.randn_like(o), None, *unpack(x), *case, x.scale, 2, o, lse, [True] * 5 + [False]
+    o, lse = op(x.tensors, case, x.scale, 2)
+    arguments = torch.randn_like(o), None, *x.tensors, *case, x.scale, 2, o, lse, [True] * 5 + [False]
     torch.library.opcheck(expanded_attention_backward.default, arguments)
 
 
 def test_refuses_another_shape():
     x = make_inputs((1, 5, 5, 3, 8, 4, 2, 4))
-    o, lse = op(unpack(x), (None, 0), x.scale, 8)
+    o, lse = op(x.tensors, (None, 0), x.scale, 8)
     with pytest.raises(KernelError, match=r"expected grad_o of shape \[B, Sq, N, V\] = \[1, 5, 3, 4\], found"):
-        expanded_attention_backward(o[:, 1:], None, *unpack(x), None, 0, x.scale, 8, o, lse, [True] * 6)
+        expanded_attention_backward(o[:, 1:], None, *x.tensors, None, 0, x.scale, 8, o, lse, [True] * 6)
 
 
 def test_a_gradient_of_a_gradient_is_refused():
     x = make_inputs((1, 5, 5, 3, 8, 4, 2, 4))
-    q, *others = (t.detach().requires_grad_() for t in unpack(x))
+    q, *others = (t.detach().requires_grad_() for t in x.tensors)
     with torch.enable_grad():
         o, _ = op((q, *others), (None, 0), x.scale, 8)
         (first,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)

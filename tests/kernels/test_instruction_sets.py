@@ -18,7 +18,7 @@ from mla_compile.kernels.paged_latent_attention import native as paged_native
 from mla_compile.kernels.paged_latent_attention import paged_latent_attention_reference
 
 from .errors import assert_as_close_as
-from .naive import make_inputs, masks
+from .naive import case_of, make_inputs, masks
 from .paged import FP8, INT8, make_paged, quantised
 
 TILES, NATIVE = "oneDNN's products", "AVX512-BF16"
@@ -97,8 +97,7 @@ def test_latent_attention(monkeypatch, dtype, sizes, threads, mask):
     cache = torch.full((batch, tokens + 5, rank + rope + 3), torch.nan, dtype=dtype)
     cache[:, :tokens, 1 : rank + 1], cache[:, :tokens, rank + 1 : -2] = x.latent, x.k_rope
     keys = cache[:, :tokens, 1 : rank + 1], cache[:, :tokens, rank + 1 : -2]
-    q_nope, q_rope = x.q.split([x.w_uk.shape[1], rope], dim=-1)
-    q = torch.einsum("bsnp,npl->bsnl", q_nope, x.w_uk), q_rope
+    q = x.absorbed[:2]
     tensor, causal_offset = masks(batch, sizes[3], sizes[1], tokens)[mask]
     case = tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor, causal_offset
     o, lse = torch.ops.mla.latent_attention(*q, *keys, *case, x.scale)
@@ -116,7 +115,7 @@ def test_latent_attention(monkeypatch, dtype, sizes, threads, mask):
 def test_expanded_attention(monkeypatch, dtype, sizes, threads, mask):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x = make_inputs(sizes, dtype)
-    tensor, causal_offset = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    tensor, causal_offset = case_of(sizes, mask)
     case = tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor, causal_offset
     operands = x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
     o, lse = torch.ops.mla.expanded_attention(*operands, *case, x.scale, 100)

@@ -8,7 +8,7 @@ from mla_compile.kernels import visibility
 from mla_compile.kernels.latent_attention import aten, latent_attention_reference, native
 
 from .errors import assert_as_close_as, worse
-from .naive import Inputs, make_inputs, masks, naive_mla
+from .naive import MASKS, case_of, make_inputs, naive_mla
 
 latent_attention = torch.ops.mla.latent_attention
 
@@ -23,13 +23,6 @@ SIZES = {
 }
 ATOL = 1000 * torch.finfo(torch.float64).eps
 """Two orders of the same float64 sums of numbers around 1: an eps a term, and sums of at most a few hundred terms."""
-MASKS = tuple(masks(1, 1, 1, 1))
-
-
-def absorb(x: Inputs) -> tuple[torch.Tensor, ...]:
-    """What `mla::latent_attention` takes, in the order in which it does."""
-    q_nope, q_rope = x.q.split([x.w_uk.shape[1], x.k_rope.shape[2]], dim=-1)
-    return torch.einsum("bsnp,npl->bsnl", q_nope, x.w_uk), q_rope, x.latent, x.k_rope
 
 
 def double(*tensors):
@@ -55,8 +48,8 @@ def assert_right(arguments, case, scale):
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_reference_is_naive_mla(sizes, mask):
     x = make_inputs(sizes, torch.float64)
-    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
-    o_latent, lse = latent_attention_reference(*absorb(x), *case, x.scale)
+    case = case_of(sizes, mask)
+    o_latent, lse = latent_attention_reference(*x.absorbed, *case, x.scale)
     o, expected_lse = naive_mla(x, case)
     torch.testing.assert_close(torch.einsum("bsnl,nvl->bsnv", o_latent, x.w_uv), o, rtol=0, atol=ATOL)
     torch.testing.assert_close(lse, expected_lse, rtol=ATOL, atol=ATOL)
@@ -67,7 +60,7 @@ def test_reference_is_naive_mla(sizes, mask):
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_float32(implementation, sizes, mask):
     x = make_inputs(sizes)
-    assert_right(absorb(x), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], x.scale)
+    assert_right(x.absorbed, case_of(sizes, mask), x.scale)
 
 
 # Rows, rank, rope and keys that fill no tile, exactly one, and many; sequences that share a thread, or have several.
@@ -89,13 +82,13 @@ TILES = {
 def test_tiles_and_threads(monkeypatch, sizes, threads, mask):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x = make_inputs(sizes)
-    assert_right(absorb(x), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], x.scale)
+    assert_right(x.absorbed, case_of(sizes, mask), x.scale)
 
 
 def test_float32_rows_over_a_range_of_keys_take_the_native_kernel(monkeypatch):
     x = make_inputs((2, 3, 50, 4, 24, 8, 8, 8))
     monkeypatch.setattr(native, "attend_with_aten", None)
-    latent_attention(*absorb(x), torch.arange(50) < torch.tensor([50, 7])[:, None, None, None], 47, x.scale)
+    latent_attention(*x.absorbed, torch.arange(50) < torch.tensor([50, 7])[:, None, None, None], 47, x.scale)
 
 
 @pytest.mark.diagonal
@@ -106,7 +99,7 @@ def test_chunks_of_keys_and_queries(monkeypatch, no_compiler, chunk, mask):
     monkeypatch.setattr(aten, "_CHUNK_ELEMENTS", chunk * 32)
     monkeypatch.setattr(aten, "_ROWS", 8)
     x = make_inputs(sizes)
-    assert_right(absorb(x), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], x.scale)
+    assert_right(x.absorbed, case_of(sizes, mask), x.scale)
 
 
 @pytest.mark.diagonal
@@ -115,10 +108,10 @@ def test_chunks_of_keys_and_queries(monkeypatch, no_compiler, chunk, mask):
 def test_half_precision(dtype, mask):
     sizes = (2, 3, 130, 4, 64, 16, 8, 16)
     x = make_inputs(sizes, dtype)
-    tensor, causal_offset = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    tensor, causal_offset = case_of(sizes, mask)
     if tensor is not None and tensor.dtype != torch.bool:
         tensor = tensor.clamp(min=torch.finfo(dtype).min).to(dtype) if mask == "bias of finfo.min" else tensor.to(dtype)
-    arguments = absorb(x)
+    arguments = x.absorbed
     o, lse = latent_attention(*arguments, tensor, causal_offset, x.scale)
     exact = latent_attention_reference(*double(*arguments), tensor, causal_offset, x.scale)
     eager = latent_attention_reference(*arguments, tensor, causal_offset, x.scale)
@@ -130,9 +123,9 @@ def test_half_precision(dtype, mask):
 def test_float64(mask):
     sizes = (2, 3, 130, 4, 64, 16, 8, 16)
     x = make_inputs(sizes, torch.float64)
-    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
-    o, lse = latent_attention(*absorb(x), *case, x.scale)
-    expected, expected_lse = latent_attention_reference(*absorb(x), *case, x.scale)
+    case = case_of(sizes, mask)
+    o, lse = latent_attention(*x.absorbed, *case, x.scale)
+    expected, expected_lse = latent_attention_reference(*x.absorbed, *case, x.scale)
     torch.testing.assert_close(o, expected, rtol=0, atol=ATOL)
     assert lse.dtype == torch.float32
     torch.testing.assert_close(lse, expected_lse.float(), rtol=torch.finfo(torch.float32).eps, atol=0)
@@ -141,7 +134,7 @@ def test_float64(mask):
 def test_as_close_to_float64_as_naive_mla_in_the_same_dtype(implementation):
     for dtype in (torch.float32, torch.bfloat16):
         x = make_inputs((2, 2, 200, 8, 64, 16, 8, 16), dtype)
-        o_latent, lse = latent_attention(*absorb(x), None, 198, x.scale)
+        o_latent, lse = latent_attention(*x.absorbed, None, 198, x.scale)
         exact, exact_lse = naive_mla(x.map(torch.Tensor.double), (None, 198))
         eager, eager_lse = naive_mla(x, (None, 198))
         assert_as_close_as(eager, torch.einsum("bsnl,nvl->bsnv", o_latent, x.w_uv), exact)
@@ -150,7 +143,7 @@ def test_as_close_to_float64_as_naive_mla_in_the_same_dtype(implementation):
 
 def test_any_strides(implementation):
     x = make_inputs((2, 3, 40, 4, 24, 8, 8, 8))
-    arguments = absorb(x)
+    arguments = x.absorbed
     strided = [t.transpose(1, -1).contiguous().transpose(1, -1) for t in arguments]
     assert not any(t.is_contiguous() for t in strided)
     bias = torch.randn(1, 40, 3, 4).transpose(1, 3)
@@ -189,7 +182,7 @@ def assert_unseen_keys_may_hold_nan(written, queries):
     x = make_inputs((2, queries, 90, 4, 24, 8, 8, 8))
     mask = (written & (torch.rand(2, 1, queries, 90) < 0.7)) | (torch.arange(90) == written.nonzero()[0])
     unseen = ~mask.any(2)[:, 0]
-    arguments = absorb(x)
+    arguments = x.absorbed
     expected = latent_attention(*arguments, mask, None, x.scale)
     for t in arguments[2:]:
         t[unseen] = torch.nan
@@ -201,7 +194,7 @@ def test_mask_and_causal_limit_together_hide_nan(implementation):
     x = make_inputs((1, 2, 8, 2, 8, 4, 4, 4))
     mask = torch.ones(1, 1, 2, 8, dtype=torch.bool)
     mask[..., 1, 5] = False  # the first query may not see key 5 for the causal limit, the second for the mask
-    arguments = absorb(x)
+    arguments = x.absorbed
     expected = latent_attention(*arguments, mask, 4, x.scale)
     arguments[2][:, 5:] = torch.nan
     actual = latent_attention(*arguments, mask, 4, x.scale)
@@ -213,7 +206,7 @@ def test_without_looking_at_mask_values(monkeypatch, no_compiler, mask):
     monkeypatch.setattr(visibility, "reads_values", lambda mask: False)
     sizes = (3, 4, 50, 4, 24, 8, 8, 8)
     x = make_inputs(sizes)
-    assert_right(absorb(x), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], x.scale)
+    assert_right(x.absorbed, case_of(sizes, mask), x.scale)
 
 
 @pytest.mark.parametrize("implementation", ["native", "aten"], indirect=True)
@@ -227,17 +220,17 @@ def test_only_keys_that_are_seen_are_loaded(monkeypatch, implementation):
     monkeypatch.setattr({"native": native, "aten": aten}[implementation], "take", take)
     x = make_inputs((2, 1, 4096, 4, 24, 8, 8, 8))
     lengths = torch.tensor([200, 7])[:, None, None, None]
-    latent_attention(*absorb(x), torch.arange(4096) < lengths, None, x.scale)
+    latent_attention(*x.absorbed, torch.arange(4096) < lengths, None, x.scale)
     assert loaded == [200, 200, 7, 7]
 
 
 def test_no_keys_and_no_queries(implementation):
     x = make_inputs((2, 3, 0, 4, 24, 8, 8, 8))
-    o, lse = latent_attention(*absorb(x), None, None, x.scale)
+    o, lse = latent_attention(*x.absorbed, None, None, x.scale)
     assert torch.equal(o, torch.zeros_like(o))
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
     x = make_inputs((2, 0, 3, 4, 24, 8, 8, 8))
-    assert latent_attention(*absorb(x), None, None, x.scale)[0].shape == (2, 0, 4, 24)
+    assert latent_attention(*x.absorbed, None, None, x.scale)[0].shape == (2, 0, 4, 24)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +239,7 @@ def test_no_keys_and_no_queries(implementation):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype, case):
     x = make_inputs((2, 3, 5, 4, 24, 8, 8, 8), dtype)
-    torch.library.opcheck(latent_attention.default, (*absorb(x), *case, x.scale))
+    torch.library.opcheck(latent_attention.default, (*x.absorbed, *case, x.scale))
 
 
 def test_inductor_passes_a_cache_on_without_a_copy():
@@ -257,7 +250,7 @@ def test_inductor_passes_a_cache_on_without_a_copy():
         return latent_attention(q_latent, q_rope, cache[..., :24], cache[..., 24:], None, None, 0.1)[0] * 2
 
     x = make_inputs((1, 1, 64, 4, 24, 8, 8, 8))
-    q_latent, q_rope, _, _ = absorb(x)
+    q_latent, q_rope, _, _ = x.absorbed
     cache, row = torch.randn(1, 64, 32), torch.randn(1, 1, 32)
     expected = step(q_latent, q_rope, cache.clone(), row)
     actual, (code,) = run_and_get_code(torch.compile(step), q_latent, q_rope, cache, row)
@@ -282,7 +275,7 @@ def test_inductor_passes_a_cache_on_without_a_copy():
 )
 def test_refuses(position, wrong, message):
     x = make_inputs((2, 3, 6, 4, 24, 8, 8, 8))
-    arguments = [*absorb(x), None, None, x.scale]
+    arguments = [*x.absorbed, None, None, x.scale]
     arguments[position] = wrong
     with pytest.raises(KernelError, match=message):
         latent_attention(*arguments)

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mla_compile.errors import KernelError
 
 from .errors import assert_as_close_as
-from .naive import Case, masks
+from .naive import MASKS, Case, case_of, masks
 from .test_expanded_attention_backward import Largest, equation
 
 latent_attention = torch.ops.mla.latent_attention
@@ -21,7 +21,6 @@ SIZES = {
     "no rope": (3, 9, 20, 2, 16, 0),
     "one key": (2, 1, 1, 1, 5, 1),
 }
-MASKS = tuple(masks(1, 1, 1, 1))
 SCALE = 0.4
 
 
@@ -67,7 +66,7 @@ def assert_right(operands, case, *, with_lse=False):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_float32(sizes, mask):
-    assert_right(make(sizes), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask])
+    assert_right(make(sizes), case_of(sizes, mask))
 
 
 @pytest.mark.parametrize("mask", [name for name in MASKS if name != "bias of finfo.min"])

@@ -23,7 +23,10 @@ from .ahead import CUOBJDUMP, SPILLED, compile_launch, machine_of
 from .recorded import recorded
 from .test_no_sync import CALLS
 
-pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="Triton's package carries no cuobjdump here")
+pytestmark = [
+    pytest.mark.skipif(not CUOBJDUMP.exists(), reason="Triton's package carries no cuobjdump here"),
+    pytest.mark.usefixtures("no_kernel_cache"),
+]
 
 L, R, PAGES, PAGE_SIZE = 512, 64, 4, 64
 SOME = ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100", "sm_120"))]
@@ -31,16 +34,6 @@ SOME = ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_8
 QUICK = ("decode", "append", "merge")
 STACK = {("packed", 16): 40}
 """Bytes that are kept there before the loop and read behind it."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_cache(tmp_path_factory):
-    """Compiled now, and not by an earlier version of the kernel."""
-    from triton import knobs
-
-    with knobs.cache.scope():
-        knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
-        yield
 
 
 def cache(kind):

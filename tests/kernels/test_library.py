@@ -96,16 +96,10 @@ def run(text: str, *arguments: object) -> None:
     assert (done.returncode, said) == (0, [])
 
 
-def absorbed(sizes):
-    x = make_inputs(sizes)
-    q_nope, q_rope = x.q.split([x.w_uk.shape[1], x.q.shape[3] - x.w_uk.shape[1]], dim=-1)
-    return (torch.einsum("bsnp,npl->bsnl", q_nope, x.w_uk), q_rope, x.latent, x.k_rope), x
-
-
 def test_every_op_runs_without_python(library, tmp_path):
     """Also of more rows than Python hands to a kernel, and of keys that lie as no kernel reads them."""
-    few, x = absorbed((2, 3, 40, 4, 33, 8, 7, 8))
-    many, _ = absorbed((1, 80, 90, 5, 16, 8, 4, 8))
+    x = make_inputs((2, 3, 40, 4, 33, 8, 7, 8))
+    few, many = x.absorbed, make_inputs((1, 80, 90, 5, 16, 8, 4, 8)).absorbed
     spread = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in few[2:]]
     indices = torch.rand(2, 3, 40).topk(12).indices
     paged, of_heads = make_paged([70, 5, 33], (3, 5, 33, 7), 7), make_paged_heads([81, 40], (9, 3, 11, 7, 5, 9), 8)

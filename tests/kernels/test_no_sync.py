@@ -14,11 +14,9 @@ from mla_compile.kernels import paged_expanded_attention as prefill
 from mla_compile.kernels import paged_latent_attention as paged
 from mla_compile.kernels import sparse_latent_attention as sparse
 
+from .recorded import made
+
 FP8 = torch.float8_e4m3fn
-
-
-def made(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def queries(batch, count):

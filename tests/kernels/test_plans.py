@@ -20,12 +20,10 @@ from mla_compile.kernels.paged_expanded_attention.triton import paged_expanded_a
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 from mla_compile.kernels.paged_latent_attention.triton import paged_latent_attention_triton
 
+from .recorded import made
+
 L, R = 32, 16
 H100 = Machine("sm_90", 132)
-
-
-def made(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def bundle(**changes):

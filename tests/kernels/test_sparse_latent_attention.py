@@ -10,7 +10,7 @@ from mla_compile.kernels.latent_attention import latent_attention_reference
 from mla_compile.kernels.sparse_latent_attention import aten, native, sparse_latent_attention_reference
 
 from .errors import assert_as_close_as, worse
-from .naive import make_inputs, masks
+from .naive import MASKS, case_of, make_inputs, masks
 
 sparse_latent_attention = torch.ops.mla.sparse_latent_attention
 
@@ -23,7 +23,6 @@ SIZES = {
     "every key": ((2, 6, 13, 4, 24, 8, 8, 8), 13),
     "one of many": ((1, 3, 70, 4, 24, 8, 8, 8), 1),
 }
-MASKS = tuple(masks(1, 1, 1, 1))
 ATOL = 1000 * torch.finfo(torch.float64).eps
 """Two orders of the same float64 sums of numbers around 1: an eps a term, and sums of at most a few hundred terms."""
 
@@ -31,10 +30,7 @@ ATOL = 1000 * torch.finfo(torch.float64).eps
 def make(sizes, named, dtype=torch.float32):
     """q_latent, q_rope, latent, k_rope and indices without repetition."""
     x = make_inputs(sizes, dtype)
-    q_nope, q_rope = x.q.split([x.w_uk.shape[1], x.k_rope.shape[2]], dim=-1)
-    q_latent = torch.einsum("bsnp,npl->bsnl", q_nope, x.w_uk)
-    indices = torch.rand(sizes[0], sizes[1], sizes[2]).topk(named).indices
-    return (q_latent, q_rope, x.latent, x.k_rope), indices, x.scale
+    return x.absorbed, torch.rand(sizes[0], sizes[1], sizes[2]).topk(named).indices, x.scale
 
 
 def as_mask(indices, tokens, case):
@@ -66,7 +62,7 @@ def assert_right(arguments, indices, case, scale, uniform=False):
 @pytest.mark.parametrize(("sizes", "named"), SIZES.values(), ids=SIZES)
 def test_reference_is_latent_attention_under_a_mask(sizes, named, mask):
     arguments, indices, scale = make(sizes, named, torch.float64)
-    case = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    case = case_of(sizes, mask)
     o, lse = sparse_latent_attention_reference(*arguments, indices, *case, scale, False)
     expected = latent_attention_reference(*arguments, *as_mask(indices, sizes[2], case), scale)
     torch.testing.assert_close(o, expected[0], rtol=0, atol=ATOL)
@@ -79,7 +75,7 @@ def test_reference_is_latent_attention_under_a_mask(sizes, named, mask):
 @pytest.mark.parametrize(("sizes", "named"), SIZES.values(), ids=SIZES)
 def test_float32(implementation, sizes, named, mask, uniform):
     arguments, indices, scale = make(sizes, named)
-    assert_right(arguments, indices, masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], scale, uniform)
+    assert_right(arguments, indices, case_of(sizes, mask), scale, uniform)
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "bias of -inf"])

@@ -50,7 +50,7 @@ def rows(sizes: tuple[int, ...], mask: str, dtype: torch.dtype, fill: float) -> 
 def latent_attention(sizes: tuple[int, ...], mask: str) -> Make:
     def make(dtype: torch.dtype, fill: float) -> Problem:
         x, case = rows(sizes, mask, dtype, fill)
-        return Problem("latent_attention", (*_absorbed(x), *case, x.scale))
+        return Problem("latent_attention", (*x.absorbed, *case, x.scale))
 
     return make
 
@@ -76,7 +76,7 @@ def sparse_latent_attention(sizes: tuple[int, ...], mask: str) -> Make:
         indices[0, 0] = keys
         x.latent[:, nameable:] = fill
         x.k_rope[:, nameable:] = fill
-        return Problem("sparse_latent_attention", (*_absorbed(x), indices, *case, x.scale, False))
+        return Problem("sparse_latent_attention", (*x.absorbed, indices, *case, x.scale, False))
 
     return make
 
@@ -140,11 +140,6 @@ def _hide(pages: Tensor, table: Tensor, lengths: list[int], stops: list[int]) ->
     for b, (length, stop) in enumerate(zip(lengths, stops, strict=True)):
         unseen = torch.arange(length)[max(stop, 0) :]
         pages[table[b, unseen // pages.shape[1]].long(), unseen % pages.shape[1]] = torch.nan
-
-
-def _absorbed(x: Inputs) -> tuple[Tensor, ...]:
-    q_nope, q_rope = x.q.split([x.w_uk.shape[1], x.k_rope.shape[2]], dim=-1)
-    return torch.einsum("bsnp,npl->bsnl", q_nope, x.w_uk), q_rope, x.latent, x.k_rope
 
 
 # B, Sq, T, N, L, P, R, V: ranks and widths are odd, as products that take numbers two at a time want it.

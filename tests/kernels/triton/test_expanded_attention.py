@@ -14,7 +14,7 @@ from mla_compile.kernels.expanded_attention.tiles import blocks
 from mla_compile.kernels.expanded_attention.triton import expanded_attention_triton
 
 from ..errors import assert_as_close_as
-from ..naive import make_inputs, masks, naive_mla
+from ..naive import case_of, make_inputs, masks, naive_mla
 from .where import ON_GPU, machine, to_device
 
 pytestmark = [*ON_GPU]
@@ -35,13 +35,9 @@ SIZES = {
 }
 
 
-def unpack(x):
-    return x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
-
-
 def run(x, case, workspace_tokens, tiles=TILES, on=None):
     (mask,) = to_device(case[:1])
-    arguments = to_device(unpack(x))
+    arguments = to_device(x.tensors)
     bundle = ExpandedAttention(*arguments, mask, case[1], x.scale, workspace_tokens)
     result = expanded_attention_triton(bundle, on or machine(), tiles)
     return [t.cpu() for t in result]
@@ -50,7 +46,7 @@ def run(x, case, workspace_tokens, tiles=TILES, on=None):
 def assert_right(x, case, workspace_tokens, tiles=TILES, on=None):
     o, lse = run(x, case, workspace_tokens, tiles, on)
     exact, exact_lse = expanded_attention_reference(
-        *unpack(x.map(torch.Tensor.double)), *case, x.scale, workspace_tokens
+        *x.map(torch.Tensor.double).tensors, *case, x.scale, workspace_tokens
     )
     eager, eager_lse = naive_mla(x, case)
     assert_as_close_as(eager, o, exact)
@@ -62,13 +58,13 @@ def assert_right(x, case, workspace_tokens, tiles=TILES, on=None):
 @pytest.mark.parametrize("mask", ["none", "causal", "causal, first queries see nothing", "causal, last keys unseen"])
 @pytest.mark.parametrize(("sizes", "workspace_tokens"), SIZES.values(), ids=SIZES)
 def test_causal_limits(sizes, workspace_tokens, mask):
-    assert_right(make_inputs(sizes), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], workspace_tokens)
+    assert_right(make_inputs(sizes), case_of(sizes, mask), workspace_tokens)
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask):
     sizes, workspace_tokens = SIZES["prefill after a context"]
-    assert_right(make_inputs(sizes), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], workspace_tokens)
+    assert_right(make_inputs(sizes), case_of(sizes, mask), workspace_tokens)
 
 
 @pytest.mark.diagonal
@@ -76,7 +72,7 @@ def test_masks(mask):
 @pytest.mark.parametrize("mask", ["causal", "right padding", "bias of finfo.min"])
 def test_half_precision(mask, dtype):
     sizes = (2, 9, 60, 2, 40, 24, 8, 16)
-    tensor, causal_offset = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    tensor, causal_offset = case_of(sizes, mask)
     if mask == "bias of finfo.min":
         tensor = tensor.clamp(min=torch.finfo(dtype).min).to(dtype)
     assert_right(make_inputs(sizes, dtype), (tensor, causal_offset), 32)

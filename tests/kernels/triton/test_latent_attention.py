@@ -9,8 +9,8 @@ from mla_compile.kernels.latent_attention.arguments import LatentAttention
 from mla_compile.kernels.latent_attention.triton import latent_attention_triton
 
 from ..errors import assert_as_close_as
-from ..naive import make_inputs, masks
-from ..test_latent_attention import absorb, double
+from ..naive import MASKS, case_of, make_inputs
+from ..test_latent_attention import double
 from .where import ON_GPU, machine, to_device
 
 pytestmark = [*ON_GPU]
@@ -24,7 +24,6 @@ SIZES = {
     "no rope": (2, 2, 20, 2, 16, 8, 0, 8),
     "one key": (2, 1, 1, 1, 5, 3, 1, 2),
 }
-MASKS = tuple(masks(1, 1, 1, 1))
 
 
 def run(arguments, case, scale, tiles=TILES):
@@ -48,7 +47,7 @@ def assert_right(arguments, case, scale):
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_float32(sizes, mask):
     x = make_inputs(sizes)
-    assert_right(absorb(x), masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], x.scale)
+    assert_right(x.absorbed, case_of(sizes, mask), x.scale)
 
 
 @pytest.mark.diagonal
@@ -57,23 +56,23 @@ def test_float32(sizes, mask):
 def test_half_precision(dtype, mask):
     sizes = (2, 3, 50, 4, 40, 8, 8, 8)
     x = make_inputs(sizes, dtype)
-    tensor, causal_offset = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    tensor, causal_offset = case_of(sizes, mask)
     if tensor is not None and tensor.dtype != torch.bool:
         tensor = tensor.clamp(min=torch.finfo(dtype).min).to(dtype)
-    assert_right(absorb(x), (tensor, causal_offset), x.scale)
+    assert_right(x.absorbed, (tensor, causal_offset), x.scale)
 
 
 def test_rows_that_finite_numbers_hide_stay_uniform_over_several_parts():
     x = make_inputs((1, 1, 150, 2, 24, 8, 8, 8))
     mask = torch.full((1, 1, 1, 150), torch.finfo(torch.float32).min)
-    o, _ = run(absorb(x), (mask, None), x.scale)
+    o, _ = run(x.absorbed, (mask, None), x.scale)
     mean = x.latent.mean(1).expand(1, 1, 2, -1)
     assert (o - mean).abs().max() < 150 * torch.finfo(torch.float32).eps * x.latent.abs().max()
 
 
 def test_any_strides():
     x = make_inputs((2, 3, 40, 4, 24, 8, 8, 8))
-    q_latent, q_rope, latent, k_rope = absorb(x)
+    q_latent, q_rope, latent, k_rope = x.absorbed
     arguments = (
         q_latent.transpose(1, 3).contiguous().transpose(1, 3),
         q_rope.transpose(1, 2).contiguous().transpose(1, 2),
@@ -91,7 +90,7 @@ def test_keys_that_no_query_sees_may_hold_nan(queries):
     written = torch.arange(90) % 7 != 3
     mask = (written & (torch.rand(2, 1, queries, 90) < 0.7)) | (torch.arange(90) == 0)
     unseen = ~mask.any(2)[:, 0]
-    arguments = absorb(x)
+    arguments = x.absorbed
     expected = run(arguments, (mask, None), x.scale)
     for t in arguments[2:]:
         t[unseen] = torch.nan
@@ -101,7 +100,7 @@ def test_keys_that_no_query_sees_may_hold_nan(queries):
 
 def test_nan_behind_the_causal_limit():
     x = make_inputs((1, 2, 40, 2, 24, 8, 8, 8))
-    arguments = absorb(x)
+    arguments = x.absorbed
     expected = run(arguments, (None, 20), x.scale)
     for t in arguments[2:]:
         t[:, 22:] = torch.nan
@@ -111,8 +110,8 @@ def test_nan_behind_the_causal_limit():
 
 def test_no_keys_and_no_queries():
     x = make_inputs((2, 3, 0, 4, 24, 8, 8, 8))
-    o, lse = run(absorb(x), (None, None), x.scale)
+    o, lse = run(x.absorbed, (None, None), x.scale)
     assert torch.equal(o, torch.zeros_like(o))
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
     x = make_inputs((2, 0, 3, 4, 24, 8, 8, 8))
-    assert run(absorb(x), (None, None), x.scale)[0].shape == (2, 0, 4, 24)
+    assert run(x.absorbed, (None, None), x.scale)[0].shape == (2, 0, 4, 24)

@@ -9,14 +9,13 @@ from mla_compile.kernels.sparse_latent_attention.arguments import SparseLatentAt
 from mla_compile.kernels.sparse_latent_attention.triton import sparse_latent_attention_triton
 
 from ..errors import assert_as_close_as
-from ..naive import masks
+from ..naive import MASKS, case_of
 from ..test_sparse_latent_attention import SIZES, STEP, check_few_bits, make
 from .where import ON_GPU, machine, to_device
 
 pytestmark = [*ON_GPU]
 
 TILES = Tiles(rows=16, keys=16, warps=4, stages=2)
-MASKS = tuple(masks(1, 1, 1, 1))
 
 
 def run(arguments, indices, case, scale, uniform=False):
@@ -41,7 +40,7 @@ def assert_right(arguments, indices, case, scale, uniform=False):
 def test_float32(name, mask):
     sizes, named = SIZES[name]
     arguments, indices, scale = make(sizes, named)
-    assert_right(arguments, indices, masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask], scale, uniform=mask != "none")
+    assert_right(arguments, indices, case_of(sizes, mask), scale, uniform=mask != "none")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
