@@ -9,6 +9,9 @@ import sympy
 import torch
 from torch import Tensor
 
+from ..algebra.sizes import Unaligned
+from .reading import realizer
+
 _torch_c: Any = torch._C  # `_is_alias_of` is not in its stubs
 
 Attend = Callable[[Sequence[Tensor]], Tensor]
@@ -58,17 +61,28 @@ def loop(
 
 
 def _counts(tensors: Sequence[Tensor]) -> list[torch.SymInt]:
-    """The symbols of sizes that are a symbol and a number: graphs of a loop have to be handed what they are made of."""
-    found: dict[sympy.Symbol, torch.SymInt] = {}
-    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
-    for size in sizes:
-        if not isinstance(size, torch.SymInt):
-            continue
-        number, symbol = sympy.sympify(size.node.expr).as_coeff_Add()
-        if number != 0 and isinstance(symbol, sympy.Symbol) and symbol not in found:
-            counted: Any = size - int(number)
-            found[symbol] = counted
-    return list(found.values())
+    """The symbols that sizes are made of, but those that are a size: graphs of a loop have to be handed them all."""
+    realize = realizer(tensors)
+    counts = [realize(symbol) for symbol in _within(tensors)]
+    return [count for count in counts if isinstance(count, torch.SymInt)]
+
+
+def untold_by(tensors: Sequence[Tensor]) -> list[sympy.Symbol]:
+    """The symbols in sizes that the sizes do not tell: a loop over these tensors has to take another that does."""
+    realize = realizer(tensors)
+    untold: list[sympy.Symbol] = []
+    for symbol in _within(tensors):
+        try:
+            realize(symbol)
+        except Unaligned:
+            untold.append(symbol)
+    return untold
+
+
+def _within(tensors: Sequence[Tensor]) -> list[sympy.Symbol]:
+    """The symbols in sizes that are no size themselves."""
+    sizes = [size.node.expr for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
+    return sorted(set[sympy.Symbol]().union(*(size.free_symbols for size in sizes)).difference(sizes), key=str)
 
 
 def apart(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -20,7 +20,7 @@ from mla_compile.cost import Cost, Dims, Size
 from ..algebra.terms import Read
 from ..attention.functions import Function
 from ..caches.stored import StoredKeys
-from ..code.loops import Attend, HeadDims, over_groups
+from ..code.loops import Attend, HeadDims, over_groups, untold_by
 from ..code.reading import Reader, done, sources_of, wide, write_as
 from ..masks.meaning import Meaning
 from ..mla.site import Site
@@ -129,6 +129,11 @@ class ByHeadsCode:
             "sinks": [read(sink.term.read, *rows, sink.keys) for sink in self.function.sinks],
             "biases": [read(bias, *rows, site.attention.columns, broadcast=False) for bias in site.biases],
         }
+        untold = untold_by(pytree.tree_leaves(tensors))
+        # Without elements: a loop is told these sizes by its shape.
+        tensors["sizes"] = [tensors["latent"].new_empty((0, *map(read.realize, untold)), dtype=torch.bool)] * bool(
+            untold
+        )
         o, columns = padded(self._of_all_heads(tensors), site, read.realize)
         return write_as(o, (*rows, columns), site.attention.dims, read.realize)
 
@@ -236,5 +241,5 @@ def _up_projected(latent: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 def _head_dims(name: str, value: Any) -> Any:
     """The dimension of heads of each tensor of a name, -1 where it has none."""
-    dim = {"w_uk": 0, "w_uv": 0, "latent": -1, "ropes": -1}.get(name, 1)
+    dim = {"w_uk": 0, "w_uv": 0, "latent": -1, "ropes": -1, "sizes": -1}.get(name, 1)
     return pytree.tree_map(lambda _: dim, value)
