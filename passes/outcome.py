@@ -18,8 +18,8 @@ class Outcome:
     run may decide, `absorbed or chunked`. `shapes` maps the words `B, Sq, T, N, L, P, R, V` to sizes
     as text (symbolic ones as expressions), empty where the attention is no MLA site. `guards` are the inequalities
     between symbolic sizes under which the path was chosen. `mask` says what hides keys from queries: `none`, or
-    `sequences`, `causal`, `lengths`, `window`, `padding`, `top-k` and `tensor` (some tensor) joined by ` + `; empty
-    where unchanged.
+    `sequences`, `causal`, `lengths`, `window`, `padding`, `top-k`, `tensor` (some tensor) and `own ropes` (which hide
+    nothing: they are added to scores) joined by ` + `; empty where unchanged.
     Where unchanged, `remedy` says what would have it rewritten, if anything, and `trail` how far the trace came: the
     lines of source from the attention back to where it stopped. `hint` says what else would save time, if anything.
     """

@@ -42,6 +42,7 @@ class Mask:
 
     `attends`: bool, True where a query may attend; the scores it rejects become `fill`. `inverted`: True rejects.
     Otherwise a number that is added to the scores, times `factor`. What is less than `lowest` is -inf to the softmax.
+    `word` is what a report calls it, if nothing is known of which keys it hides.
     """
 
     term: Term
@@ -50,6 +51,7 @@ class Mask:
     fill: float = -math.inf
     inverted: bool = False
     lowest: float = -math.inf
+    word: str = "tensor"
 
     def held(self, number: float) -> float:
         """The number that the softmax sees: the lowest of a dtype, multiplied, is -inf, of which alone it makes NaN."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..mla.own_ropes import WORD as OWN_ROPES
 from ..mla.site import Site
 from . import causal, limit, marked, top_k
 from .kind import Kind
@@ -23,7 +24,7 @@ RECOGNISERS: tuple[Callable[[Literal, Site, tuple[Kind, ...]], Kind | None], ...
 """Each gives the kind of a literal that it knows, with the masks that the literal comes from for its origin. The first
 kind is taken."""
 
-WORDS = ("sequences", "causal", "lengths", "window", "padding", "top-k", "tensor")
+WORDS = ("sequences", "causal", "lengths", "window", "padding", "top-k", OWN_ROPES, "tensor")
 """In the order of a report; others come after."""
 
 

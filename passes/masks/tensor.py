@@ -38,4 +38,4 @@ class TensorMask(Kind):
 
 def tensor_mask(mask: Mask) -> TensorMask:
     """A mask of a site's scores as some tensor."""
-    return TensorMask(mask.term.read, mask.attends, mask.factor, mask.held(mask.fill), mask.inverted)
+    return TensorMask(mask.term.read, mask.attends, mask.factor, mask.held(mask.fill), mask.inverted, (mask.word,))

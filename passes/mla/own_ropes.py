@@ -21,6 +21,8 @@ from .site import Piece
 from .why_not import describe
 
 SHARE = "make one rope key a token, [B, T, R], and give it to all heads"
+WORD = "own ropes"
+"""What a report calls what they add to scores, among the masks."""
 
 
 def own_of(pieces: Sequence[Piece], heads: set[Axis]) -> tuple[list[Piece], list[Piece]]:
@@ -42,7 +44,7 @@ def as_biases(attention: Attention, pieces: Sequence[Piece], trace: Trace) -> At
             f"of the values, found {describe(pieces[0].key, trace)}",
             SHARE,
         )
-    added = [Mask(_product(piece), attends=False, factor=piece.scale) for piece in pieces]
+    added = [Mask(_product(piece), attends=False, factor=piece.scale, word=WORD) for piece in pieces]
     return replace(attention, masks=(*added, *attention.masks))
 
 

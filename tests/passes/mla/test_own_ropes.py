@@ -62,6 +62,8 @@ def test_few_queries_attend_to_the_latent(function: Function) -> None:
     before = run(module, *mla.tensors())
     (outcome,) = rewrite(module, "absorbed")
     assert outcome.path == "absorbed"
+    masks = {causal: "causal + own ropes", two_scores: "own ropes + tensor"}
+    assert outcome.mask == masks.get(function, "own ropes")
     check_right(before, run(module, *mla.tensors()))
     assert not [node for node in module.graph.nodes if _is_of(node, [B, N, T, V])], "values of all heads"
 
