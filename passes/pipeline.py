@@ -23,7 +23,6 @@ from .graph.rephrased import rephrase
 from .graph.rewriter import Rewriter
 from .masks.meaning import Meaning, understand
 from .mla.nearest import with_nearest_queries
-from .mla.prove import prove
 from .mla.queries import query_latent
 from .mla.site import Site
 from .mla.values_alone import prove_or_values_alone
@@ -124,7 +123,7 @@ class Pipeline:
         )
 
     def _proved(self, found: Attention, trace: Trace, choose: Chooser) -> Site:
-        site = prove(found, trace) if self.training else prove_or_values_alone(found, trace)
+        site = prove_or_values_alone(found, trace)
         if site.unproved_keys is not None:
             choose.where_values_pay(site)  # before masks are understood: most attention is no MLA
         return site

@@ -3,7 +3,8 @@
     kv = latent @ W_KV;  k = rope(kv[..., :P]);  v = kv[..., P:]         with v:      T L (P + V) multiply-adds a head
     k = rope(latent @ W_KV[:, :P])                                       without:     T L P
 
-Nothing takes a product apart of which a part is not read, so that values would still be made.
+Nothing takes a product apart of which a part is not read, so that values would still be made. What is added to all rows
+of the product, a bias, is added to the columns that are left.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 
 from ..algebra.sizes import product
-from ..algebra.terms import Form, Product, Read, Term, Unread
+from ..algebra.terms import Dim, Form, Product, Read, Sum, Term, Unread
 from ..attention.attention import Attention
 from ..nodes.arguments import is_tensor
 from ..nodes.refusal import Refusal
@@ -29,10 +30,13 @@ _SIZES = torch.SymInt, int
 
 @dataclass(frozen=True)
 class KeptColumns:
-    """A view of a product, `place`, through which alone it is read but for values; `form` is what that is."""
+    """A view of a product, `place`, through which alone it is read but for values: over `dims` the product `parts`, and
+    what is added to that."""
 
     place: fx.Node
-    form: Form
+    dims: tuple[Dim, ...]
+    parts: Product
+    biases: tuple[Read, ...] = ()
 
 
 def kept_columns(values: Term, attention: Attention, trace: Trace, why: Refusal) -> KeptColumns | None:
@@ -54,15 +58,26 @@ def kept_columns(values: Term, attention: Attention, trace: Trace, why: Refusal)
         return None
     place = chain[-1]
     form = trace[place]
-    parts = form.term.parts
-    if not isinstance(parts, Product) or not all(is_held(side.read) for side in (parts.left, parts.right)):
+    kept = _as_kept(place, form)
+    if kept is None:
         raise why
     axes = {axis for dim in form.dims for axis in dim}
     left = sympy.cancel(sympy.sympify(product(shape_of(place))) / product(shape_of(made)))
-    sides = parts.left.axes | parts.right.axes
-    if not (left.is_number and left < 1) or parts.left.axes & parts.right.axes & axes or not axes <= sides:
+    sides = kept.parts.left.axes | kept.parts.right.axes
+    if not (left.is_number and left < 1) or kept.parts.left.axes & kept.parts.right.axes & axes or not axes <= sides:
         raise why
-    return KeptColumns(place, form)
+    return kept
+
+
+def _as_kept(place: fx.Node, form: Form) -> KeptColumns | None:
+    """A view of one product, and of what is added to it, all of which the graph holds; None if it is none."""
+    terms = form.term.parts.terms if isinstance(form.term.parts, Sum) else (form.term,)
+    products = [term.parts for term in terms if isinstance(term.parts, Product)]
+    biases = tuple(term.read for term in terms if not isinstance(term.parts, Product))
+    if len(products) != 1 or form.term.read.then:
+        return None
+    reads = [products[0].left.read, products[0].right.read, *biases]
+    return KeptColumns(place, form.dims, products[0], biases) if all(map(is_held, reads)) else None
 
 
 def _nodes(read: Read) -> list[object]:

@@ -42,6 +42,7 @@ from .path import Path
 from .values import ValuesAlone, pays
 
 _VALUES = ValuesAlone()
+_IN_THE_EXAMPLE = " in the exported example, right for all sizes"
 Ranges = Mapping[sympy.Symbol, ValueRanges]
 
 
@@ -119,25 +120,35 @@ class Chooser:
         """Where the values alone of a site whose keys stay are better up-projected after their sum.
 
         Raises:
-            Refusal: that of its keys, if this is no such place.
+            Refusal: that of its keys, if this is no such place, with what is in the way if it else would be one.
         """
-        assert site.unproved_keys is not None
-        if site.node.meta["val"].device.type != "cpu" or self.training or self.wanted not in (every.AUTO, _VALUES.word):
-            raise site.unproved_keys
-        if self.wanted == _VALUES.word:
-            return ()
-        hints = hints_of(site.sizes.values(), self.environment)
-        conditions = pays(site, self.device, hints)
-        if conditions is None or any(map(unbacked_in, conditions)):
-            raise site.unproved_keys
-        if self.ranges is not None and not all(_holds(condition, self.ranges) for condition in conditions):
-            raise site.unproved_keys
+        why, device = site.unproved_keys, site.node.meta["val"].device.type
+        assert why is not None
+        if self.wanted not in (every.AUTO, _VALUES.word):
+            raise why
+        conditions: tuple[Relational, ...] = ()
+        if self.wanted == every.AUTO:
+            hints = hints_of(site.sizes.values(), self.environment) if self.environment is not None else {}
+            saving = pays(site, self.device, hints)
+            if saving is None or any(map(unbacked_in, saving.conditions)):
+                raise why
+            if self.ranges is not None and not all(_holds(condition, self.ranges) for condition in saving.room):
+                reason = f"{why.reason}; values alone stay, as there are more scores than values at some declared sizes"
+                raise replace(why, reason=reason)
+            conditions = saving.conditions
+        if self.training:
+            raise replace(why, reason=f"{why.reason}; values alone are absorbed without gradients")
+        if device != "cpu":
+            raise replace(why, reason=f"{why.reason}; values alone are absorbed on cpu, not on {device}")
         return conditions
 
     def _of_values_alone(self, site: Site, meaning: Meaning) -> Choice:
-        guards = self._guard(self.where_values_pay(site)) if self.ranges is None else ()
+        conditions = self.where_values_pay(site)
         numbers = ", ".join(f"{name}={site.sizes[name]}" for name in ("Sq", "T"))
         why = f"{_VALUES.why} ({numbers})" if self.wanted == every.AUTO else "asked for by mla.path"
+        if self.ranges is not None and not all(_holds(condition, self.ranges) for condition in conditions):
+            why += _IN_THE_EXAMPLE
+        guards = self._guard(conditions) if self.ranges is None else ()
         return Choice(form_of(_VALUES, site, meaning), f"{why}; keys as they are: {site.unproved_keys}", guards)
 
     def _plan(self, site: Site, meaning: Meaning, trace: Trace, candidates: tuple[Path, ...]) -> _Plan:
@@ -212,7 +223,7 @@ class Chooser:
                 first, second = map(form, candidates)
                 times = times_of(costs[0], self.device), times_of(costs[1], self.device)
                 return Choice(Either(first, second, times), f"the faster one at the sizes of each run ({numbers})")
-            why += " in the exported example, right for all sizes"
+            why += _IN_THE_EXAMPLE
         path.refuse(site, asked=False)
         if self.ranges is not None:
             return Choice(form(path), why)

@@ -10,6 +10,7 @@ A token's values take `L V` multiply-adds a head that has some, and `V` more for
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from mla_compile.cost import Cost, Device, Dims, Size, cost_of, decide, times_of
 
 from ..algebra.sizes import known_at_most, product
-from ..algebra.terms import Axis, Product
+from ..algebra.terms import Axis
 from ..attention.attention import Score
 from ..caches.stored import StoredKeys
 from ..code.reading import Reader, sources_of, wide, write_as
@@ -72,11 +73,23 @@ class ValuesAlone(Path):
         return [*kept, Part(site.node, ValuesCode(site, mask))]
 
 
-def pays(site: Site, device: Device, hints: Mapping[sympy.Symbol, int]) -> tuple[Relational, ...] | None:
-    """Where values are better up-projected after their sum, if that is so at the hints; else None.
+@dataclass(frozen=True)
+class Saving:
+    """Where values are better up-projected after their sum."""
 
-    That is where it takes less time by the roofline, and the scores, which have to exist, no more room than the values.
-    """
+    room: tuple[Relational, ...]
+    """That the scores, which have to exist, take no more than the values."""
+    time: tuple[Relational, ...]
+    """That it takes less by the roofline."""
+
+    @property
+    def conditions(self) -> tuple[Relational, ...]:
+        """All that is not known."""
+        return *self.time, *self.room
+
+
+def pays(site: Site, device: Device, hints: Mapping[sympy.Symbol, int]) -> Saving | None:
+    """Where values are better up-projected after their sum, if that is so at the hints; else None."""
     sizes = site.sizes
     if known_at_most(sizes["T"], sizes["Sq"]):  # no context: there are no fewer sums than tokens
         return None
@@ -87,7 +100,7 @@ def pays(site: Site, device: Device, hints: Mapping[sympy.Symbol, int]) -> tuple
 @lru_cache(maxsize=256)
 def _pays(
     dims: Dims, value_heads: Size, element_size: int, device: Device, known: tuple[tuple[sympy.Symbol, int], ...]
-) -> tuple[Relational, ...] | None:
+) -> Saving | None:
     hints = dict(known)
     room = sympy.Ge(sympy.sympify(value_heads * dims.V), sympy.sympify(dims.N * dims.Sq))
     if room.subs(hints) != sympy.true:
@@ -97,8 +110,9 @@ def _pays(
         ValuesAlone.name: _absorbed(dims, value_heads, element_size),
     }
     decision = decide({name: times_of(cost, device) for name, cost in costs.items()}, hints)
-    conditions = *decision.conditions, room
-    return tuple(c for c in conditions if c != sympy.true) if decision.path == ValuesAlone.name else None
+    if decision.path != ValuesAlone.name:
+        return None
+    return Saving(() if room == sympy.true else (room,), tuple(c for c in decision.conditions if c != sympy.true))
 
 
 def _absorbed(dims: Dims, value_heads: Size, element_size: int) -> Cost:
@@ -122,18 +136,22 @@ class KeptCode:
     said = None
 
     def __init__(self, kept: KeptColumns) -> None:
-        parts = kept.form.term.parts
-        assert isinstance(parts, Product)
-        self.parts, self.dims, self.dtype = parts, kept.form.dims, kept.place.meta["val"].dtype
-        self.sources = sources_of([parts.left.read, parts.right.read], kept.place, kept.form.dims)
+        self.kept, self.dtype = kept, kept.place.meta["val"].dtype
+        reads = [kept.parts.left.read, kept.parts.right.read, *kept.biases]
+        self.sources = sources_of(reads, kept.place, kept.dims)
 
     def __call__(self, *values: Any) -> Tensor:
-        read, parts = Reader(self.sources, values), self.parts
-        axes = [axis for dim in self.dims for axis in dim]
+        read, parts, dims = Reader(self.sources, values), self.kept.parts, self.kept.dims
+        axes = [axis for dim in dims for axis in dim]
         rows, columns = (tuple(a for a in axes if a in side.axes) for side in (parts.left, parts.right))
-        product = read(parts.left.read, rows, parts.summed) @ read(parts.right.read, columns, parts.summed).mT
-        product = product if parts.scale == 1.0 else product * parts.scale
-        return write_as(product, (rows, columns), self.dims, read.realize).to(self.dtype)
+        left, right = read(parts.left.read, rows, parts.summed), read(parts.right.read, columns, parts.summed).mT
+        if self.kept.biases:
+            bias = reduce(torch.add, (read(bias, rows, columns, broadcast=False) for bias in self.kept.biases))
+            dtype = torch.promote_types(left.dtype, bias.dtype)
+            product = torch.addmm(bias.to(dtype), left.to(dtype), right.to(dtype), alpha=parts.scale)
+        else:
+            product = left @ right if parts.scale == 1.0 else (left @ right) * parts.scale
+        return write_as(product, (rows, columns), dims, read.realize).to(self.dtype)
 
 
 class ValuesCode:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from mla_compile.passes.pipeline import Pipeline
 from mla_compile.passes.text.sites import site_text
@@ -61,6 +62,33 @@ OF_KEYS = {
 @pytest.mark.parametrize("function", OF_KEYS.values(), ids=OF_KEYS)
 def test_keys_may_be_anything(function: Function) -> None:
     check(function, mla.tensors())
+
+
+def joint(add: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Function:
+    """One weight for keys and values, with a bias: rows of the latent times it."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        rows = add(torch.arange(w_kv.shape[1]).to(w_kv).sin(), latent.flatten(0, 1), w_kv)
+        k, v = rows.view(*latent.shape[:2], N, P + V).transpose(1, 2).split([P, V], dim=-1)
+        seen = torch.arange(T) < torch.tensor([4, 0])[:B, None, None, None]
+        return mla.sealed(mla.queries(x, w_q)[..., :P], rotated(k), v, seen)
+
+    return attention
+
+
+@pytest.mark.parametrize(
+    "function", [joint(torch.addmm), joint(lambda bias, a, b: a @ b + bias)], ids=["addmm", "a sum"]
+)
+@pytest.mark.parametrize("symbolic", [(), UNKNOWN], ids=["static", "symbolic"])
+def test_a_bias_of_keys_and_values_is_added_to_the_keys_that_are_left(
+    function: Function, symbolic: Sequence[Sequence[int]]
+) -> None:
+    module = capture(function, *mla.tensors(), symbolic=symbolic)
+    before = run(module, *mla.tensors())
+    (outcome,) = rewrite(module, "values")
+    assert outcome.path == "values"
+    check_right(before, run(module, *mla.tensors()))
+    assert symbolic or not values_left(module)
 
 
 OTHERS = ["a mixture of experts", "keys of each query", "one key", *UNSAVED]
@@ -207,9 +235,33 @@ def test_who_asks_for_another_path_does_not_get_it(path: str) -> None:
 
 def test_a_graph_on_another_device_or_that_is_trained_stays() -> None:
     module = capture(of_one_latent, *(t.to("meta") for t in decode(1, 512)))
-    assert [outcome.path for outcome in rewrite(module, "auto")] == ["unchanged"]
+    (outcome,) = rewrite(module, "auto")
+    assert outcome.path == "unchanged"
+    assert "; values alone are absorbed on cpu, not on meta, at " in outcome.reason
     (result,) = Pipeline(DEVICE, training=True)(capture(of_one_latent, *decode(1, 512)))
     assert result.outcome.path == "unchanged"
+    assert "; values alone are absorbed without gradients, at " in result.outcome.reason
+
+
+def test_nothing_is_said_of_values_where_they_would_stay_on_a_cpu_too() -> None:
+    module = capture(of_one_latent, *(t.to("meta") for t in decode(512, 512)))
+    (outcome,) = rewrite(module, "auto")
+    (result,) = Pipeline(DEVICE, training=True)(capture(of_one_latent, *decode(512, 512)))
+    assert not [o for o in (outcome, result.outcome) if "values alone" in o.reason]
+
+
+@pytest.mark.parametrize(("most", "path"), [(32, "values"), (64, "unchanged")])
+def test_a_program_of_any_number_takes_it_where_scores_are_never_more_than_values(most: int, path: str) -> None:
+    """Values of 32 columns a head; the example has 2 queries."""
+    module = capture(of_one_latent, *decode(2, 512), symbolic=[(2,), (1,)])
+    queries, keys = (n.meta["val"].shape[i].node.expr for n, i in zip(module.graph.nodes, (2, 1), strict=False))
+    ranges = {queries: ValueRanges(1, most), keys: ValueRanges(64, 4096)}
+    (result,) = Pipeline(DEVICE, ranges=ranges)(module)
+    assert result.outcome.path == path
+    if path == "values":
+        assert "in the exported example, right for all sizes; keys as they are: " in result.outcome.reason
+    else:
+        assert "; values alone stay, as there are more scores than values" in result.outcome.reason
 
 
 def test_the_report_says_what_would_absorb_keys() -> None:
