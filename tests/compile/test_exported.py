@@ -15,6 +15,7 @@ import mla_compile
 from mla_compile import exported
 from mla_compile.cost import Device
 from mla_compile.kernels.dispatcher import takes
+from mla_compile.passes.paths import by_heads
 from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, Combined, L, N, P, R, Separate, V
 
@@ -312,3 +313,70 @@ def test_a_package_of_both_paths(step, tmp_path, monkeypatch):
     program = mla_compile.lower(mla_compile.rewrite(program, options={"mla.workspace_tokens": 16}))
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "step.pt2"))
     check(torch._inductor.aoti_load_package(package), module)
+
+
+class OwnKeys(nn.Module):
+    """Keys of a `kind` beside values of one latent: they are `normed`, each head has `own ropes`, or there is a
+    `soft cap`."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.q, self.down = nn.Linear(HIDDEN, N * P), nn.Linear(HIDDEN, L)
+        self.up = nn.Linear(L, N * (P + V))
+
+    def forward(self, x, past):
+        latent = torch.cat([past, self.down(x)], 1)
+        k, v = self.up(latent).unflatten(-1, (N, P + V)).transpose(1, 2).split([P, V], -1)
+        q = self.q(x).unflatten(-1, (N, P)).transpose(1, 2)
+        seen = torch.arange(latent.shape[1]) <= torch.arange(past.shape[1], latent.shape[1])[:, None]
+        if self.kind == "soft cap":
+            scores = 3 * torch.tanh(q @ k.mT / 3)
+            return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+        if self.kind == "own ropes":
+            k = torch.cat([k[..., : P // 2], k[..., P // 2 :].sin()], -1)
+        else:
+            k = nn.functional.rms_norm(k, (P,))
+        return nn.functional.scaled_dot_product_attention(q, k, v, seen)
+
+
+OWN_KEYS = {"normed": "values", "own ropes": "absorbed", "soft cap": "chunked"}
+
+
+def program_of_own_keys(kind, monkeypatch):
+    """Its module, rewritten and lowered: any batch, number of queries and length of the cache."""
+    monkeypatch.setattr(by_heads, "SCORES_BYTES", 1)  # a loop over heads
+    module = OwnKeys(kind).eval()
+    batch, queries, tokens = Dim("B", min=1, max=8), Dim("Sq", min=2, max=8), Dim("T", min=1, max=4000)
+    shapes = {0: batch, 1: queries}, {0: batch, 1: tokens}
+    program = torch.export.export(module, given_own_keys(2, 3, 60), dynamic_shapes=shapes)
+    path = "chunked" if kind == "soft cap" else "auto"
+    lowered = mla_compile.lower(mla_compile.rewrite(program, options={"mla.path": path}))
+    assert [site.path for site in mla_compile.last_report().sites] == [OWN_KEYS[kind]]
+    return module, lowered
+
+
+def given_own_keys(batch, queries, tokens):
+    return torch.randn(batch, queries, HIDDEN), torch.randn(batch, tokens, L)
+
+
+def check_own_keys(run, module):
+    exact = copy.deepcopy(module).double()
+    for sizes in ((2, 3, 60), (1, 8, 1), (8, 2, 400)):
+        given = given_own_keys(*sizes)
+        assert_as_close_as_eager(run(*given), module(*given), exact(*(t.double() for t in given)))
+
+
+@pytest.mark.parametrize("kind", OWN_KEYS)
+def test_keys_of_their_own(kind, monkeypatch):
+    module, lowered = program_of_own_keys(kind, monkeypatch)
+    check_own_keys(lowered.module(), module)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OWN_KEYS)
+def test_a_package_of_keys_of_their_own(kind, monkeypatch, tmp_path):
+    """That of a soft cap is a loop, which is handed the length of the cache as a number."""
+    module, lowered = program_of_own_keys(kind, monkeypatch)
+    package = torch._inductor.aoti_compile_and_package(lowered, package_path=str(tmp_path / "step.pt2"))
+    check_own_keys(torch._inductor.aoti_load_package(package), module)
