@@ -81,7 +81,8 @@ def untold_by(tensors: Sequence[Tensor]) -> list[sympy.Symbol]:
 
 def _within(tensors: Sequence[Tensor]) -> list[sympy.Symbol]:
     """The symbols in sizes that are no size themselves."""
-    sizes = [size.node.expr for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
+    all_sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
+    sizes = [size.node.expr for size in all_sizes if isinstance(size, torch.SymInt)]
     return sorted(set[sympy.Symbol]().union(*(size.free_symbols for size in sizes)).difference(sizes), key=str)
 
 

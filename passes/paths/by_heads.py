@@ -113,7 +113,7 @@ class ByHeadsCode:
     def __call__(self, *values: Any) -> Tensor:
         site, read = self.site, Reader(self.sources, values)
         rows, keys = (site.batch, site.heads, site.tokens), site.attention.keys
-        tensors = {
+        tensors: dict[str, Any] = {
             "queries": [self._queries(i, read) for i in range(len(self.dtypes))],
             "latent": read(site.latent.read, site.batch, keys, site.rank),
             "w_uk": [read(w_uk, site.heads, site.nope.summed, site.rank) for w_uk in (site.w_uk,) if w_uk is not None],
@@ -129,11 +129,8 @@ class ByHeadsCode:
             "sinks": [read(sink.term.read, *rows, sink.keys) for sink in self.function.sinks],
             "biases": [read(bias, *rows, site.attention.columns, broadcast=False) for bias in site.biases],
         }
-        untold = untold_by(pytree.tree_leaves(tensors))
-        # Without elements: a loop is told these sizes by its shape.
-        tensors["sizes"] = [tensors["latent"].new_empty((0, *map(read.realize, untold)), dtype=torch.bool)] * bool(
-            untold
-        )
+        if untold := untold_by(pytree.tree_leaves(tensors)):  # a loop is told by the shape of what has no elements
+            tensors["sizes"] = [tensors["latent"].new_empty((0, *map(read.realize, untold)), dtype=torch.bool)]
         o, columns = padded(self._of_all_heads(tensors), site, read.realize)
         return write_as(o, (*rows, columns), site.attention.dims, read.realize)
 
