@@ -119,6 +119,11 @@ def test_layers_that_keep_no_latents(config, without_transformers):
 def test_kinds_of_layers_that_transformers_knows(config):
     kimi = read_sizes(config(**V3 | {"model_type": "kimi_linear", "num_hidden_layers": 9, "linear_head_dim": 8}))
     assert (kimi.count, kimi.others) == (2, 7)
+
+
+def test_layers_of_other_sizes_that_transformers_knows(config):
+    if "dots3_note_text" not in pytest.importorskip("transformers").CONFIG_MAPPING:
+        pytest.skip("this transformers does not know the family")
     dots = V3 | {"model_type": "dots3_note_text", "num_hidden_layers": 3, "sliding_window": 8, "swa_kv_lora_rank": 64}
     small = Sizes(N=64, L=64, P=192, R=64, V=128, window=8)
     assert read_sizes(config(**dots)).layers == {HEADS: 2, small: 1}
@@ -181,6 +186,7 @@ def test_the_published_figure_counts_as_the_note_says():
 
 
 def test_plot(config, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     file = tmp_path / "memory.svg"
     assert cli.main(["memory", str(config(**V3)), "--plot", str(file)]) == 0
     assert "<svg" in file.read_text()

@@ -113,6 +113,8 @@ def _completed(config: dict[str, Any], missing: list[str], file: Path) -> dict[s
         raise ConfigError(f"{lacking}; transformers does not know this model: {error}") from error
     found: dict[str, Any] = known.to_dict()
     found |= {key: getattr(known, key, None) for key in NEEDED if found.get(key) is None}  # some are properties
+    if "num_hidden_layers" in missing and known.model_type == "longcat_flash":
+        found["num_hidden_layers"] = 2 * known.num_layers  # of transformers 5.17 the model says so, not its config
     if unknown := [key for key in NEEDED if found[key] is None]:
         raise ConfigError(
             f"expected {', '.join(unknown)} in {file}, found none there and none in transformers' defaults"
