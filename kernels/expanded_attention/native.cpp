@@ -9,9 +9,12 @@
 // NUMBER is the type of q. Keys and values are floats, but bf16 for queries in bf16 where the CPU multiplies pairs of them:
 // `bytes_of_a_key` tells.
 //
-// Query i sees keys up to i + offset. A task is a panel of queries of a head: it goes through the keys that one of the
-// panel sees, BLOCK at a time, and keeps everything of its own in a first-level cache. Rows of a panel lie in vector
-// lanes: of the scores [keys, PANEL], of the weights, and of the output [V, PANEL].
+// Query i sees keys up to i + offset. A task is a few panels of queries of a head: it goes through the keys that one of
+// them sees, BLOCK at a time, and each panel attends to a block in turn, so that keys and values come once for all of them
+// from beyond a core's own caches. Rows of a panel lie in vector lanes: of the scores [keys, PANEL], of the weights, and of
+// the output [V, PANEL].
+
+#include <deque>
 
 namespace {
 
@@ -29,6 +32,7 @@ constexpr int64_t ROWS_OF_A_TILE = 6;   // 12 of 16
 #endif
 constexpr int64_t VECTORS = 2, PANEL = VECTORS * WIDTH;
 constexpr int64_t BLOCK = 96;  // keys: 12 KiB of scores; a multiple of ROWS_OF_A_TILE
+constexpr int64_t TOGETHER = 4, TASKS_OF_A_THREAD = 8;  // panels of a task at most, and tasks at least
 
 #if defined(__AVX512BF16__)
 // A tile of rows in bfloat16 and a panel of pairs.
@@ -127,15 +131,26 @@ struct Problem {
   int64_t panels() const { return (queries + PANEL - 1) / PANEL; }
 };
 
-struct Workspace {
-  Buffer query, scores, weights, o, m, total, decay;
+// A panel of queries, and what they have summed up.
+struct Rows {
+  Buffer query, o, m, total;
+  int64_t first = 0, count = 0, seen = 0;  // the first query, how many there are, and keys that one of them sees
 
-  explicit Workspace(const Problem& p)
-      : query((Panel::lines(p.nope) + Panel::lines(p.rope)) * PANEL), scores(BLOCK * PANEL),
-        weights(Panel::lines(BLOCK) * PANEL), o(round_up(p.value, ROWS_OF_A_TILE) * PANEL), m(PANEL), total(PANEL),
-        decay(PANEL) {}
+  explicit Rows(const Problem& p)
+      : query((Panel::lines(p.nope) + Panel::lines(p.rope)) * PANEL), o(round_up(p.value, ROWS_OF_A_TILE) * PANEL),
+        m(PANEL), total(PANEL) {}
 
   Lane* packed() const { return reinterpret_cast<Lane*>(query.data()); }
+};
+
+struct Workspace {
+  std::deque<Rows> panels;
+  Buffer scores, weights, decay;
+
+  Workspace(const Problem& p, int64_t together)
+      : scores(BLOCK * PANEL), weights(Panel::lines(BLOCK) * PANEL), decay(PANEL) {
+    for (int64_t i = 0; i < together; ++i) panels.emplace_back(p);
+  }
 };
 
 // Rows of keys or of values, and the panel that each is multiplied with.
@@ -168,33 +183,37 @@ inline void multiply(std::initializer_list<Factors> parts, int64_t count, Take t
   else if (count > first) multiply_tile<THIRD>(parts, first, count, take);
 }
 
-// The queries and the state of `rows` rows from `first` on; rows that fill the panel up are 0.
-void load_panel(const Problem& p, int64_t head, int64_t first, int64_t rows, const Workspace& w) {
+// The queries from `first` on and their state; rows that fill the panel up are 0.
+void load_panel(const Problem& p, int64_t head, int64_t first, Rows& to) {
+  to.first = first;
+  to.count = std::max(std::min(PANEL, p.queries - first), int64_t{0});
+  to.seen = to.count ? std::max(std::min(p.keys, first + to.count + p.offset), int64_t{0}) : 0;
+  if (!to.seen) return;
   const int64_t nope = Panel::lines(p.nope) * PANEL;
-  std::memset(w.packed(), 0, (nope + Panel::lines(p.rope) * PANEL) * sizeof(Lane));
-  std::fill_n(w.o.data(), round_up(p.value, ROWS_OF_A_TILE) * PANEL, 0.0f);
-  std::fill_n(w.m.data(), PANEL, -FLT_MAX);  // and not -inf: a row whose scores are all -inf gets exp(-inf), no NaN
-  std::fill_n(w.total.data(), PANEL, 0.0f);
-  for (int64_t row = 0; row < rows; ++row) {
+  std::memset(to.packed(), 0, (nope + Panel::lines(p.rope) * PANEL) * sizeof(Lane));
+  std::fill_n(to.o.data(), round_up(p.value, ROWS_OF_A_TILE) * PANEL, 0.0f);
+  std::fill_n(to.m.data(), PANEL, -FLT_MAX);  // and not -inf: a row whose scores are all -inf gets exp(-inf), no NaN
+  std::fill_n(to.total.data(), PANEL, 0.0f);
+  for (int64_t row = 0; row < to.count; ++row) {
     const Number* q = p.q + head * p.q_head + (first + row) * p.q_row;
-    Panel::put(q, p.nope, w.packed() + row);
-    Panel::put(q + p.nope, p.rope, w.packed() + nope + row);
+    Panel::put(q, p.nope, to.packed() + row);
+    Panel::put(q + p.nope, p.rope, to.packed() + nope + row);
     const float lse = p.lse[head * p.lse_head + (first + row) * p.lse_row];
     if (lse == -INFINITY) continue;
     const float* o = p.o + head * p.o_head + (first + row) * p.o_row;
-    for (int64_t c = 0; c < p.value; ++c) w.o.data()[c * PANEL + row] = o[c];
-    w.m.data()[row] = lse;
-    w.total.data()[row] = 1.0f;
+    for (int64_t c = 0; c < p.value; ++c) to.o.data()[c * PANEL + row] = o[c];
+    to.m.data()[row] = lse;
+    to.total.data()[row] = 1.0f;
   }
 }
 
-void store_panel(const Problem& p, int64_t head, int64_t first, int64_t rows, const Workspace& w) {
-  for (int64_t row = 0; row < rows; ++row) {
-    const float total = w.total.data()[row];
-    float* o = p.o + head * p.o_head + (first + row) * p.o_row;
+void store_panel(const Problem& p, int64_t head, const Rows& of) {
+  for (int64_t row = 0; row < of.count; ++row) {
+    const float total = of.total.data()[row];
+    float* o = p.o + head * p.o_head + (of.first + row) * p.o_row;
     const float divisor = total == 0.0f ? 1.0f : total;  // nothing seen
-    for (int64_t c = 0; c < p.value; ++c) o[c] = w.o.data()[c * PANEL + row] / divisor;
-    p.lse[head * p.lse_head + (first + row) * p.lse_row] = w.m.data()[row] + std::log(total);
+    for (int64_t c = 0; c < p.value; ++c) o[c] = of.o.data()[c * PANEL + row] / divisor;
+    p.lse[head * p.lse_head + (of.first + row) * p.lse_row] = of.m.data()[row] + std::log(total);
   }
 }
 
@@ -210,28 +229,35 @@ void hide_later_keys(const Problem& p, int64_t row, int64_t key, int64_t count, 
     std::fill_n(scores + k * PANEL, std::min(std::max(key + k - p.offset - row, int64_t{0}), PANEL), -INFINITY);
 }
 
-void attend(const Problem& p, int64_t head, int64_t first, const Workspace& w) {
-  const int64_t rows = std::min(PANEL, p.queries - first);
-  const int64_t seen = std::min(p.keys, first + rows + p.offset);
-  if (seen <= 0) return;
-  load_panel(p, head, first, rows, w);
-  const Lane *nope = w.packed(), *rope = nope + Panel::lines(p.nope) * PANEL;
-  float *scores = w.scores.data(), *o = w.o.data();
-  for (int64_t key = 0; key < seen; key += BLOCK) {
-    const int64_t count = std::min(BLOCK, seen - key);
-    multiply({{p.k + head * p.k_head + key * p.k_key, p.k_key, p.nope, nope},
-              {p.k_rope + key * p.rope_key, p.rope_key, p.rope, rope}},
-             count, [&](int64_t at, vec sum) { store(scores + at, sum * p.scale); });
-    if (p.bias) add_bias(p, head, first, rows, key, count, scores);
-    if (key + count - 1 > first + p.offset) hide_later_keys(p, first, key, count, scores);
-    soften(scores, PANEL, PANEL, count, w.m.data(), w.total.data(), w.decay.data());
-    const Lane* weights = Panel::weights(scores, count, reinterpret_cast<Lane*>(w.weights.data()));
-    const float* decay = w.decay.data();
-    multiply({{p.v + head * p.v_head + key, p.v_column, count, weights}}, p.value, [&](int64_t at, vec sum) {
-      store(o + at, load(o + at) * load(decay + at % PANEL) + sum);
-    });
+// A panel attends to a block of keys.
+void attend_block(const Problem& p, int64_t head, int64_t key, const Rows& of, const Workspace& w) {
+  const int64_t count = std::min(BLOCK, of.seen - key);
+  const Lane *nope = of.packed(), *rope = nope + Panel::lines(p.nope) * PANEL;
+  float *scores = w.scores.data(), *o = of.o.data();
+  multiply({{p.k + head * p.k_head + key * p.k_key, p.k_key, p.nope, nope},
+            {p.k_rope + key * p.rope_key, p.rope_key, p.rope, rope}},
+           count, [&](int64_t at, vec sum) { store(scores + at, sum * p.scale); });
+  if (p.bias) add_bias(p, head, of.first, of.count, key, count, scores);
+  if (key + count - 1 > of.first + p.offset) hide_later_keys(p, of.first, key, count, scores);
+  soften(scores, PANEL, PANEL, count, of.m.data(), of.total.data(), w.decay.data());
+  const Lane* weights = Panel::weights(scores, count, reinterpret_cast<Lane*>(w.weights.data()));
+  const float* decay = w.decay.data();
+  multiply({{p.v + head * p.v_head + key, p.v_column, count, weights}}, p.value,
+           [&](int64_t at, vec sum) { store(o + at, load(o + at) * load(decay + at % PANEL) + sum); });
+}
+
+void attend(const Problem& p, int64_t head, int64_t first, Workspace& w) {
+  int64_t seen = 0;
+  for (Rows& panel : w.panels) {
+    load_panel(p, head, first, panel);
+    seen = std::max(seen, panel.seen);
+    first += PANEL;
   }
-  store_panel(p, head, first, rows, w);
+  for (int64_t key = 0; key < seen; key += BLOCK)
+    for (const Rows& panel : w.panels)
+      if (key < panel.seen) attend_block(p, head, key, panel, w);
+  for (const Rows& panel : w.panels)
+    if (panel.seen) store_panel(p, head, panel);
 }
 
 }  // namespace
@@ -249,14 +275,16 @@ extern "C" void kernel(const void* q, const void* k, const void* k_rope, const v
                   heads, queries, keys, nope, rope, value,
                   q_head, q_row, k_head, k_key, rope_key, v_head, v_column, bias_head, bias_row, bias_key,
                   o_head, o_row, lse_head, lse_row, offset, scale};
-  const int64_t panels = p.panels();
+  // As many as leave each thread some tasks.
+  const int64_t together = std::min(std::max(heads * p.panels() / (threads * TASKS_OF_A_THREAD), int64_t{1}), TOGETHER);
+  const int64_t groups = (p.panels() + together - 1) / together;
 #pragma omp parallel num_threads(threads)
   {
-    const Workspace workspace(p);
-    // The last panels of a head see the most keys: they go first, so that no thread is left with one.
+    Workspace workspace(p, together);
+    // The last panels of a head see the most keys: they go first, so that no thread is left with them.
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < heads * panels; ++task)
-      attend(p, task / panels, (panels - 1 - task % panels) * PANEL, workspace);
+    for (int64_t task = 0; task < heads * groups; ++task)
+      attend(p, task / groups, (groups - 1 - task % groups) * together * PANEL, workspace);
   }
 }
 
