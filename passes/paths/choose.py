@@ -128,7 +128,7 @@ class Chooser:
             raise why
         conditions: tuple[Relational, ...] = ()
         if self.wanted == every.AUTO:
-            hints = hints_of(site.sizes.values(), self.environment) if self.environment is not None else {}
+            hints = hints_of(site.sizes.values(), self.environment)
             saving = pays(site, self.device, hints)
             if saving is None or any(map(unbacked_in, saving.conditions)):
                 raise why
