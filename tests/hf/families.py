@@ -15,16 +15,14 @@ from unittest import mock
 import pytest
 import torch
 import transformers as hf
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from transformers import configuration_utils
 
-from mla_compile import backend
 from mla_compile import device as device_rates
 from mla_compile.backend import mla
 from mla_compile.cost import Device
 from mla_compile.report import Report, last_report, merged
+from tests.without_codegen import without_codegen
 
 DEVICE = Device("table", flops_per_s=2e11, bytes_per_s=7e10)
 """The rates of the CPU that the README measures on: the paths are the same on every machine."""
@@ -330,21 +328,10 @@ def table() -> list[str]:
 
 @contextlib.contextmanager
 def interpreted(family: Family) -> Iterator[None]:
-    """Run what the passes and the retrace made as it is, decided for one device, on any machine."""
-
-    def interpret(module: torch.fx.GraphModule, inputs: object, **kwargs: object) -> object:
-        return make_boxed_func(module.forward)
-
-    compile_fx = backend._compile_fx
-
-    def compile_rewritten(module: torch.fx.GraphModule, inputs: object, **kwargs: object) -> object:
-        return compile_fx(module, inputs, **kwargs) if kwargs else module.forward
-
+    """Generate no code, and decide for one device, on any machine."""
     with (
-        mock.patch.object(backend, "compile_fx_inner", interpret),
-        mock.patch.object(backend, "_compile_fx", compile_rewritten),
+        without_codegen(),
         mock.patch.object(device_rates, "measured", return_value=DEVICE),
-        functorch_config.patch(enable_autograd_cache=False),
         torch._dynamo.config.patch(capture_dynamic_output_shape_ops=family.counts),
     ):
         yield
