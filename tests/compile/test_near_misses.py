@@ -13,6 +13,8 @@ import mla_compile
 from tests.errors import assert_as_close_as_eager
 
 B, T, N, L, P, R = 2, 40, 4, 16, 8, 4
+FACTOR = 4.0
+"""Absorbed scores add up L products of sums, eager's the P that are up-projected: twice as many, in another order."""
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -70,7 +72,7 @@ def test_what_else_happens_still_happens(function: Callable[..., tuple[Tensor, .
     (site,) = mla_compile.last_report().sites
     assert site.path == "absorbed"
     for results in zip(compiled, eager, exact, strict=True):
-        assert_as_close_as_eager(*results)
+        assert_as_close_as_eager(*results, factor=FACTOR)
     for mine, theirs in zip(own, given["eager"], strict=True):
         assert torch.equal(mine, theirs)
 
@@ -105,7 +107,7 @@ def test_asserts_on_values_stay(function: Callable[..., Tensor]) -> None:
     compiled = torch.compile(function, backend="mla", options={"mla.path": "absorbed"}, fullgraph=True)
     own = inputs(torch.float32)
     exact = function(*inputs(torch.float64))
-    assert_as_close_as_eager(compiled(*own), function(*own), exact)
+    assert_as_close_as_eager(compiled(*own), function(*own), exact, factor=FACTOR)
     (site,) = mla_compile.last_report().sites
     assert site.path == "absorbed"
     own[1][0, 0] = torch.nan
