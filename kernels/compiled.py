@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ..coded import CODED
+from ..cpu_products import has_products
 from ..fp8 import FP8
 from ..int8 import INT8
 from . import dispatcher
@@ -14,6 +15,7 @@ from .expanded_attention import native as expanded_attention
 from .latent_attention import cached
 from .native import TYPES
 from .per_head_matmul import native as per_head_matmul
+from .widened_matmul import native as widened_matmul
 
 _MAY_BE = {FP8: (FP8, torch.uint8), INT8: (INT8,)}
 """Dtypes of a graph's inputs that are a cache in FP8, or its bytes; or one in INT8."""
@@ -28,6 +30,8 @@ def begin(dtypes: Iterable[torch.dtype]) -> None:
     for dtype in of_numbers(dtypes):
         expanded_attention.KERNELS.begin(dtype)
         per_head_matmul.KERNELS.begin(dtype)
+        if not has_products(dtype):
+            widened_matmul.KERNELS.begin(dtype)
 
 
 def make_ready(dtypes: Iterable[torch.dtype]) -> None:
@@ -37,6 +41,8 @@ def make_ready(dtypes: Iterable[torch.dtype]) -> None:
         dispatcher.provide("latent_attention", triple, cached.KERNELS.of(*triple))
     for dtype in of_numbers(dtypes):
         dispatcher.provide("per_head_matmul", (dtype,), per_head_matmul.KERNELS.of(dtype))
+        if not has_products(dtype):
+            dispatcher.provide("widened_matmul", (dtype,), widened_matmul.KERNELS.of(dtype))
         of_chunks = expanded_attention.KERNELS.of(dtype)
         if of_chunks is not None:
             keys = expanded_attention.dtype_of_keys(of_chunks, dtype)

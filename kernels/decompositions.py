@@ -22,6 +22,7 @@ from .paged_expanded_attention.decomposition import paged_expanded_attention_dec
 from .paged_latent_attention.decomposition import paged_latent_attention_decomposition
 from .per_head_matmul.reference import per_head_matmul_reference
 from .sparse_latent_attention.reference import sparse_latent_attention_reference
+from .widened_matmul.reference import widened_matmul_reference
 
 
 def decompositions(kernels: bool = False) -> dict[Any, Callable[..., Any]]:
@@ -39,6 +40,7 @@ def decompositions(kernels: bool = False) -> dict[Any, Callable[..., Any]]:
         mla.paged_expanded_attention.default: paged_expanded_attention_decomposition,
         mla.merge_states.default: _as_the_op(merge_states_reference),
         mla.per_head_matmul.default: per_head_matmul_decomposition,
+        mla.widened_matmul.default: widened_matmul_reference,
     }
     return {op: _unless_taken(op, decomposition) for op, decomposition in table.items()} if kernels else table
 

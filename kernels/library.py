@@ -23,6 +23,7 @@ from .compiled import of_attention, of_numbers
 from .expanded_attention import native as expanded_attention
 from .latent_attention import cached
 from .per_head_matmul import native as per_head_matmul
+from .widened_matmul import native as widened_matmul
 
 OPS = tuple(op for op in ops.__all__ if op != "sealed_attention" and not op.endswith("_backward"))
 """What `dispatcher.cpp` registers."""
@@ -96,6 +97,7 @@ def _kernels(dtypes: list[torch.dtype]) -> Iterator[Kernel]:
     for dtype in of_numbers(dtypes):
         yield Kernel("expanded_attention", (dtype,), expanded_attention.KERNELS.recipe(dtype))
         yield Kernel("per_head_matmul", (dtype,), per_head_matmul.KERNELS.recipe(dtype))
+        yield Kernel("widened_matmul", (dtype,), widened_matmul.KERNELS.recipe(dtype))
 
 
 def _registering(kernels: list[Kernel]) -> str:

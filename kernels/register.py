@@ -12,6 +12,7 @@ from mla_compile.kernels import (
     paged_latent_attention,
     per_head_matmul,
     sparse_latent_attention,
+    widened_matmul,
 )
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "paged_latent_attention",
     "per_head_matmul",
     "sparse_latent_attention",
+    "widened_matmul",
 ]

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mla_compile import cache_files
 from mla_compile.cost import Device
+from mla_compile.cpu_products import has_products
 
 COPY_BYTES = 128 * 2**20
 """Size of each of the two buffers of the copy: several times a large last-level cache."""
@@ -93,7 +94,12 @@ def _two_digits(rate: float) -> float:
 
 
 def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the best square product: on a busy CPU small ones are slow, without matrix units large ones long."""
+    """FLOP/s of the best square product: on a busy CPU small ones are slow, without matrix units large ones long.
+
+    A CPU whose libraries have no products in half precision has those of what is widened.
+    """
+    if device.type == "cpu" and not has_products(dtype):
+        dtype = torch.float32
     generator = torch.Generator(device).manual_seed(0)
     best = 0.0
     for size in GEMM_SIZES:

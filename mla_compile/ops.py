@@ -42,6 +42,7 @@ __all__ = [
     "per_head_matmul",
     "sealed_attention",
     "sparse_latent_attention",
+    "widened_matmul",
 ]
 
 _LIBRARY = torch.library.Library("mla", "DEF")
@@ -102,6 +103,7 @@ _define(
     "append_latents(Tensor latent, Tensor k_rope, Tensor slots, Tensor(a!) rows, Tensor? scale=None) -> ()",
 )
 _define("per_head_matmul(Tensor x, Tensor weight) -> Tensor")
+_define("widened_matmul(Tensor x, Tensor weight, Tensor? ends=None) -> Tensor")
 
 sealed_attention = torch.ops.mla.sealed_attention
 """`torch.nn.functional.scaled_dot_product_attention`, opaque to decomposition.
@@ -262,6 +264,18 @@ Returns: `[B, Sq, N, O]`, contiguous.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
+widened_matmul = torch.ops.mla.widened_matmul
+"""A product of numbers in half precision in float32, for CPUs that have none of their own.
+
+    out[s, m] = sum_k x[s, k] weight[k, m]
+    out[s, m] = sum_k x[s, k] weight[e, k, m] with ends, where e is the first group with s < ends[e]
+
+Args: x `[S, K]` and weight `[K, M]`, or with ends `[E, K, M]`, of one floating dtype; ends None, or `[E]`, int32 or
+int64, ascending: where each group of rows ends. Rows behind the last end are of no group, and get any number.
+Returns: `[S, M]`, contiguous, float32 (of float64 operands float64), not rounded to the dtype of the operands.
+Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
+"""
+
 
 def _sealed_attention(
     query: Tensor,
@@ -338,6 +352,10 @@ def _per_head_matmul_fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:3], weight.shape[2]))
 
 
+def _widened_matmul_fake(x: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[-1]), dtype=torch.promote_types(x.dtype, torch.float32))
+
+
 _LIBRARY.impl("sealed_attention", _sealed_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("mla::sealed_attention", _sealed_attention, lib=_LIBRARY)
 torch.library.register_fake("mla::latent_attention", _latent_attention_fake, lib=_LIBRARY)
@@ -348,6 +366,7 @@ torch.library.register_fake("mla::paged_expanded_attention", _paged_expanded_att
 torch.library.register_fake("mla::merge_states", _merge_states_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::append_latents", _append_latents_fake, lib=_LIBRARY)
 torch.library.register_fake("mla::per_head_matmul", _per_head_matmul_fake, lib=_LIBRARY)
+torch.library.register_fake("mla::widened_matmul", _widened_matmul_fake, lib=_LIBRARY)
 differentiate_by_op(_LIBRARY, "latent_attention", 5)
 differentiate_by_op(_LIBRARY, "expanded_attention", 6)
 differentiate_per_head_matmul(_LIBRARY)

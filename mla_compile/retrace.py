@@ -17,6 +17,7 @@ from .ops import SEALED
 from .same_numbers import merge_same_numbers
 from .seal import unseal
 from .streamed_products import grouped_mm_of_few_rows, mm_of_one_row
+from .widened_products import widened_addmm, widened_grouped_mm, widened_mm
 
 _OF_TORCH = {"aten", "prims", "higher_order", "inductor", "mkldnn", "sparse", "_test"}
 _OF_TORCH |= {"c10d_functional", "quantized", "_quantized", "quantized_decomposed"}
@@ -32,14 +33,17 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
     """Trace a rewritten graph again with Inductor's decompositions."""
     placeholders = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     inductors = select_decomp_table()
+    aten = torch.ops.aten
+    grouped_mm = _first_that_can(grouped_mm_of_few_rows, widened_grouped_mm)
     table: dict[Any, Callable[..., Any]] = {
         **inductors,
         SEALED: unseal,
-        torch.ops.aten.mm.default: _first_that_can(mm_of_one_row, inductors[torch.ops.aten.mm.default]),
-        torch.ops.aten._grouped_mm.default: grouped_mm_of_few_rows,
+        aten.mm.default: _first_that_can(mm_of_one_row, widened_mm, inductors[aten.mm.default]),
+        aten.addmm.default: _first_that_can(widened_addmm, inductors[aten.addmm.default]),
+        aten._grouped_mm.default: grouped_mm,
     }
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # where it was imported: the same in other dtypes
-        table[torch.ops.transformers.grouped_mm_fallback.default] = grouped_mm_of_few_rows
+        table[torch.ops.transformers.grouped_mm_fallback.default] = grouped_mm
     mode = detect_fake_mode(placeholders)
     with torch._C._DisableAutocast(), torch.fx.traceback.preserve_node_meta(), mode or contextlib.nullcontext():
         interpreter = _WithTheirOrigins(module)

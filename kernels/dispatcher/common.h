@@ -52,6 +52,17 @@ c10::TypedOperatorHandle<Signature> general(const char* name) {
   return found->typed<Signature>();
 }
 
+// Whether a library of torch's multiplies matrices of a dtype on this CPU: `mla_compile/cpu_products.py`.
+bool has_products(at::ScalarType dtype) {
+  const auto ask = [](const char* name) {
+    const auto found = c10::Dispatcher::singleton().findSchema({name, ""});
+    return !found || found->typed<bool()>().call();
+  };
+  static const bool of_bf16 = ask("mkldnn::_is_mkldnn_bf16_supported");
+  static const bool of_fp16 = ask("mkldnn::_is_mkldnn_fp16_supported");
+  return dtype == at::kBFloat16 ? of_bf16 : dtype == at::kHalf ? of_fp16 : true;
+}
+
 // Whether there are no general implementations: then a kernel takes all that it can.
 bool alone() {
   static const bool found = c10::Dispatcher::singleton().findSchema({"mla::latent_attention_general", ""}).has_value();

@@ -16,6 +16,10 @@ extern "C" void provide_per_head_matmul(int64_t number, void* kernel) {
   per_head_matmul_kernels[number] = reinterpret_cast<PerHeadMatmulKernel*>(kernel);
 }
 
+extern "C" void provide_widened_matmul(int64_t number, void* kernel) {
+  widened_matmul_kernels[number] = reinterpret_cast<WidenedMatmulKernel*>(kernel);
+}
+
 namespace {
 
 // Whether another library like this one was here first.
@@ -36,12 +40,14 @@ TORCH_LIBRARY_IMPL(mla, CPU, m) {
   m.impl("per_head_matmul", per_head_matmul);
   m.impl("merge_states", merge_states);
   m.impl("append_latents", append_latents);
+  m.impl("widened_matmul", widened_matmul);
 }
 
 // What is registered here comes before a formula of `mla_compile.ops`. What mutates has none.
 TORCH_LIBRARY_IMPL(mla, AutogradCPU, m) {
   if (taken(c10::DispatchKey::AutogradCPU)) return;
   for (const char* op : {"latent_attention", "paged_latent_attention", "sparse_latent_attention", "expanded_attention",
-                         "paged_expanded_attention", "per_head_matmul", "merge_states"})
+                         "paged_expanded_attention", "per_head_matmul", "merge_states",
+                         "widened_matmul"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<differentiate_if_asked>());
 }

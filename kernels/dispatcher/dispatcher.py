@@ -23,9 +23,11 @@ SOURCES = (
     _HERE.parent / "latent_attention" / "call.h",
     _HERE.parent / "expanded_attention" / "call.h",
     _HERE.parent / "per_head_matmul" / "call.h",
+    _HERE.parent / "widened_matmul" / "call.h",
     *(_HERE / f"{name}.h" for name in ("common", "cached", "latent_attention", "paged_latent_attention")),
     *(_HERE / f"{name}.h" for name in ("sparse_latent_attention", "expanded_attention", "paged_expanded_attention")),
-    *(_HERE / f"{name}.h" for name in ("per_head_matmul", "merge_states", "append_latents", "gradients")),
+    *(_HERE / f"{name}.h" for name in ("per_head_matmul", "merge_states", "append_latents")),
+    *(_HERE / f"{name}.h" for name in ("widened_matmul", "gradients")),
     _HERE / "dispatcher.cpp",
 )
 PLACES = list(TYPES)

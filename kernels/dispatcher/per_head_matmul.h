@@ -2,7 +2,7 @@
 
 namespace {
 
-constexpr int64_t MOST_ROWS_OF_MATMUL = 4;
+constexpr int64_t MOST_ROWS_OF_MATMUL = 4, MOST_ROWS_ALONE = 32;
 
 std::array<std::atomic<PerHeadMatmulKernel*>, DTYPES> per_head_matmul_kernels;
 
@@ -11,9 +11,12 @@ Tensor per_head_matmul(const Tensor& x, const Tensor& weight) {
                     x.size(3) == weight.size(1);
   const int64_t rows = fits ? x.size(0) * x.size(1) : 0, dtype = place(x.scalar_type());
   PerHeadMatmulKernel* kernel = dtype < 0 ? nullptr : per_head_matmul_kernels[dtype].load();
-  const bool suits = 0 < rows && rows <= MOST_ROWS_OF_MATMUL && weight.numel() > 0 &&
+  const int64_t most = has_products(x.scalar_type()) ? MOST_ROWS_OF_MATMUL : MOST_ROWS_ALONE;
+  const bool suits = 0 < rows && rows <= most && weight.numel() > 0 &&
                      (weight.stride(1) == 1 || weight.stride(2) == 1);
   if (fits && alone() && !(kernel && suits)) {
+    if (!has_products(x.scalar_type()))
+      return per_head_matmul(x.to(at::kFloat), weight.to(at::kFloat)).to(x.scalar_type());
     const Tensor by_head = x.reshape({rows, x.size(2), x.size(3)}).transpose(0, 1);
     return at::bmm(by_head, weight).transpose(0, 1).contiguous().view({x.size(0), x.size(1), x.size(2), -1});
   }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...cpu_products import has_products
 from ..bundles import checked, implement
 from .arguments import PerHeadMatmul
 
@@ -17,6 +18,8 @@ def multiply(operands: PerHeadMatmul) -> Tensor:
     """`[B, Sq, N, O]`."""
     x, weight = operands.x, operands.weight
     B, Sq, N, width = x.shape
+    if x.is_cpu and not has_products(x.dtype):
+        return multiply(PerHeadMatmul(x.float(), weight.float())).to(x.dtype)
     out = x.new_empty((B, Sq, N, weight.shape[2]))
     rows = x.reshape(B * Sq, N, width).transpose(0, 1)
     torch.bmm(rows, weight, out=out.flatten(0, 1).transpose(0, 1))  # in place: a library takes its strides

@@ -1,12 +1,12 @@
-// A matrix a head for one to four rows: the weight is streamed from memory once, by all cores. Sums are float32.
+// A matrix a head for a few rows: the weight is streamed from memory once, by all cores. Sums are float32.
 //
 //     x      [rows, heads, inner]     any strides of rows and heads, 1 of the last dim
 //     weight [heads, inner, outer]    any strides, but 1 of the inner or of the outer dim
 //     out    [rows, heads, outer]     contiguous
 //
-// NUMBER is the type of all three. A task is a head's slice of outer columns. Where those are contiguous, STREAMS lines
-// of the weight are added to the output at a time; where the inner dim is contiguous, each output is a dot product with
-// one line.
+// NUMBER is the type of all three. A task is a head's slice of outer columns, for up to ROWS rows: those after them find
+// the weight in the core's own cache. Where outer columns are contiguous, STREAMS lines of the weight are added to the
+// output at a time; where the inner dim is contiguous, each output is a dot product with one line.
 
 namespace {
 
@@ -14,6 +14,7 @@ typedef NUMBER Number;
 
 // Of the weight: waking a thread takes as long as reading 256 KiB.
 constexpr int64_t NUMBERS_OF_A_THREAD = (1 << 18) / sizeof(Number);
+constexpr int64_t ROWS = 4;
 constexpr int64_t STREAMS = 4;  // lines read side by side: outputs are loaded and stored once for so many products
 
 // One head and `columns` of its outputs: x [rows, inner] and out [rows, columns] contiguous.
@@ -22,50 +23,52 @@ struct Task {
   const Number* weight;
   float* out;
   int64_t line, inner, columns;  // line: the stride of the weight's dim that is not contiguous
+
+  Task from(int64_t row) const { return {x + row * inner, weight, out + row * columns, line, inner, columns}; }
 };
 
-// out [ROWS, columns] += x [ROWS, S] weight [S, columns]
-template <int64_t ROWS, int64_t S>
+// out [R, columns] += x [R, S] weight [S, columns]
+template <int64_t R, int64_t S>
 inline void add_lines(const Task& t, int64_t i) {
   const Number* weight = t.weight + i * t.line;
   int64_t c = 0;
   for (; c + WIDTH <= t.columns; c += WIDTH) {
     vec lines[S];
     for (int64_t s = 0; s < S; ++s) lines[s] = widened(weight + s * t.line + c);
-    for (int64_t row = 0; row < ROWS; ++row) {
+    for (int64_t row = 0; row < R; ++row) {
       vec sum = load(t.out + row * t.columns + c);
       for (int64_t s = 0; s < S; ++s) sum += t.x[row * t.inner + i + s] * lines[s];
       store(t.out + row * t.columns + c, sum);
     }
   }
   for (; c < t.columns; ++c)
-    for (int64_t row = 0; row < ROWS; ++row)
+    for (int64_t row = 0; row < R; ++row)
       for (int64_t s = 0; s < S; ++s)
         t.out[row * t.columns + c] += t.x[row * t.inner + i + s] * widened_one(weight[s * t.line + c]);
 }
 
-template <int64_t ROWS>
+template <int64_t R>
 void sum_lines(const Task& t) {
-  for (int64_t row = 0; row < ROWS; ++row) std::fill_n(t.out + row * t.columns, t.columns, 0.0f);
+  for (int64_t row = 0; row < R; ++row) std::fill_n(t.out + row * t.columns, t.columns, 0.0f);
   int64_t i = 0;
-  for (; i + STREAMS <= t.inner; i += STREAMS) add_lines<ROWS, STREAMS>(t, i);
-  for (; i < t.inner; ++i) add_lines<ROWS, 1>(t, i);
+  for (; i + STREAMS <= t.inner; i += STREAMS) add_lines<R, STREAMS>(t, i);
+  for (; i < t.inner; ++i) add_lines<R, 1>(t, i);
 }
 
-template <int64_t ROWS>
+template <int64_t R>
 void dot_lines(const Task& t) {
   constexpr int64_t CHAINS = 2;  // of additions that don't wait for each other, a row
   for (int64_t c = 0; c < t.columns; ++c) {
     const Number* weight = t.weight + c * t.line;
-    vec sums[ROWS][CHAINS] = {};
+    vec sums[R][CHAINS] = {};
     int64_t i = 0;
     for (; i + CHAINS * WIDTH <= t.inner; i += CHAINS * WIDTH)
       for (int64_t chain = 0; chain < CHAINS; ++chain) {
         const vec line = widened(weight + i + chain * WIDTH);
-        for (int64_t row = 0; row < ROWS; ++row)
+        for (int64_t row = 0; row < R; ++row)
           sums[row][chain] += load(t.x + row * t.inner + i + chain * WIDTH) * line;
       }
-    for (int64_t row = 0; row < ROWS; ++row) {
+    for (int64_t row = 0; row < R; ++row) {
       const vec sum = sums[row][0] + sums[row][1];
       float dot = 0.0f;
       for (int64_t lane = 0; lane < WIDTH; ++lane) dot += sum[lane];
@@ -75,9 +78,19 @@ void dot_lines(const Task& t) {
   }
 }
 
-template <int64_t ROWS>
+template <int64_t R>
 void run_task(const Task& task, bool inner_is_contiguous) {
-  inner_is_contiguous ? dot_lines<ROWS>(task) : sum_lines<ROWS>(task);
+  inner_is_contiguous ? dot_lines<R>(task) : sum_lines<R>(task);
+}
+
+void run_rows(const Task& task, int64_t rows, bool inner_is_contiguous) {
+  static_assert(ROWS == 4);
+  switch (rows) {
+    case 1: return run_task<1>(task, inner_is_contiguous);
+    case 2: return run_task<2>(task, inner_is_contiguous);
+    case 3: return run_task<3>(task, inner_is_contiguous);
+    case 4: return run_task<4>(task, inner_is_contiguous);
+  }
 }
 
 }  // namespace
@@ -104,12 +117,8 @@ extern "C" void kernel(const void* x, const void* weight, void* out, int64_t row
       for (int64_t row = 0; row < rows; ++row)
         convert(static_cast<const Number*>(x) + row * x_row + head * x_head, inner, 1.0f,
                 x_of_head.data() + row * inner);
-      switch (rows) {
-        case 1: run_task<1>(task, inner_is_contiguous); break;
-        case 2: run_task<2>(task, inner_is_contiguous); break;
-        case 3: run_task<3>(task, inner_is_contiguous); break;
-        case 4: run_task<4>(task, inner_is_contiguous); break;
-      }
+      for (int64_t row = 0; row < rows; row += ROWS)
+        run_rows(task.from(row), std::min(rows - row, ROWS), inner_is_contiguous);
       for (int64_t row = 0; row < rows; ++row)
         convert(sums.data() + row * task.columns, task.columns, 1.0f,
                 static_cast<Number*>(out) + (row * heads + head) * outer + begin);

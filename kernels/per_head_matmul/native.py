@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...cpu_products import has_products
 from ..bundles import checked
 from ..dispatcher import general
 from ..native import NUMBER, TYPES, VECTOR, Kernels
@@ -18,8 +19,9 @@ from .arguments import PerHeadMatmul
 from .aten import multiply
 
 _MOST_ROWS = 4
-"""Queries of all sequences up to which the weight's bytes and not the arithmetic take the time; `native.cpp` has one
-instance for each number."""
+"""Queries of all sequences up to which the weight's bytes and not the arithmetic take the time."""
+_MOST_ROWS_ALONE = 32
+"""The same where no library multiplies in the dtype, and the next best is its product in float32."""
 KERNELS = Kernels(
     (VECTOR, NUMBER, *(Path(__file__).with_name(name) for name in ("call.h", "native.cpp"))),
     ("const void*",) * 2 + ("void*",) + ("int64_t",) * 10,
@@ -43,7 +45,7 @@ def multiply_on_cpu(operands: PerHeadMatmul) -> Tensor:
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
-    few = 0 < x.shape[0] * x.shape[1] <= _MOST_ROWS
+    few = 0 < x.shape[0] * x.shape[1] <= (_MOST_ROWS if has_products(x.dtype) else _MOST_ROWS_ALONE)
     return few and x.dtype in TYPES and 1 in weight.stride()[1:] and weight.numel() > 0
 
 

@@ -13,16 +13,26 @@ pytest.importorskip("transformers")
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 
-from mla_compile import backend
+from mla_compile import backend, widened_products
 from tests.errors import assert_as_close_as_eager
 from tests.hf.families import FAMILIES, build, decoded, exact, interpreted, some_ids
 
 
 @pytest.mark.parametrize(
-    ("dtype", "product"), [(torch.float32, "grouped_mm_fallback"), (torch.bfloat16, "_grouped_mm")], ids=str
+    ("dtype", "product", "library"),
+    [
+        (torch.float32, "grouped_mm_fallback", True),
+        (torch.bfloat16, "_grouped_mm", True),
+        (torch.bfloat16, "widened_matmul", False),
+    ],
+    ids=str,
 )
 @torch.no_grad()
-def test_a_step_has_no_product_by_groups(dtype: torch.dtype, product: str) -> None:
+def test_a_step_has_no_product_by_groups(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, product: str, library: bool
+) -> None:
+    """Of a CPU whose library multiplies in this dtype, or not: there other products are widened."""
+    monkeypatch.setattr(widened_products, "has_products", lambda _: library)
     family, ids = FAMILIES["deepseek_v3"], some_ids()
     model = build(family, "sdpa").to(dtype)
     expected = decoded(exact(model), "dynamic", ids)
@@ -30,7 +40,7 @@ def test_a_step_has_no_product_by_groups(dtype: torch.dtype, product: str) -> No
     seen: list[set[str]] = []
 
     def interpret(module: torch.fx.GraphModule, inputs: object, **kwargs: object) -> Any:
-        seen.append({str(node.target) for node in module.graph.nodes if node.op == "call_function"})
+        seen.append({str(node.target) for node in module.graph.nodes if len(node.args) > 2})  # with what groups it
         return make_boxed_func(module.forward)
 
     with interpreted(family), mock.patch.object(backend, "compile_fx_inner", interpret):

@@ -8,6 +8,7 @@ from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpanded
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 from mla_compile.kernels.per_head_matmul.arguments import PerHeadMatmul
 from mla_compile.kernels.sparse_latent_attention.arguments import SparseLatentAttention
+from mla_compile.kernels.widened_matmul.arguments import WidenedMatmul
 
 BUNDLES = {
     "append_latents": AppendLatents,
@@ -20,4 +21,5 @@ BUNDLES = {
     "paged_latent_attention": PagedLatentAttention,
     "per_head_matmul": PerHeadMatmul,
     "sparse_latent_attention": SparseLatentAttention,
+    "widened_matmul": WidenedMatmul,
 }

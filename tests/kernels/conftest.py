@@ -50,6 +50,7 @@ def withdraw():
         for keys in ((dtype, dtype), *((coded, rope) for coded in CODED for rope in (dtype, coded))):
             dispatcher.provide("latent_attention", (dtype, *keys), None)
         dispatcher.provide("per_head_matmul", (dtype,), None)
+        dispatcher.provide("widened_matmul", (dtype,), None)
         for keys in {dtype, torch.float32}:
             dispatcher.provide("expanded_attention", (dtype, keys), None)
 

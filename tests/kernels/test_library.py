@@ -19,6 +19,7 @@ from mla_compile.kernels.library import OPS
 from mla_compile.kernels.paged_expanded_attention import paged_expanded_attention_reference
 from mla_compile.kernels.paged_latent_attention import paged_latent_attention_reference
 from mla_compile.kernels.per_head_matmul import per_head_matmul_reference
+from mla_compile.kernels.widened_matmul import widened_matmul_reference
 from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_reference
 
 from .errors import assert_as_close_as
@@ -111,6 +112,7 @@ def test_every_op_runs_without_python(library, tmp_path):
         "expanded_attention": expanded_attention_reference,
         "paged_expanded_attention": paged_expanded_attention_reference,
         "per_head_matmul": per_head_matmul_reference,
+        "widened_matmul": widened_matmul_reference,
     }
     calls = [
         ("latent_attention", (*few, None, 37, 0.2)),
@@ -123,6 +125,9 @@ def test_every_op_runs_without_python(library, tmp_path):
         ("paged_expanded_attention", (*of_heads.arguments, True, of_heads.scale, 20)),
         ("per_head_matmul", (x.q[..., :8], x.w_uk)),
         ("per_head_matmul", (x.q[:, :2, :, :8], x.w_uk.transpose(1, 2).contiguous().transpose(1, 2))),
+        ("widened_matmul", (x.latent[0, :5], x.w_uk[0].t())),
+        ("widened_matmul", (x.latent[0], x.w_uk.mT, torch.tensor([1, 1, 3, 40]))),
+        ("widened_matmul", (x.q[0, 0, :, :8], x.w_uk[0])),
     ]
     o, lse = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4)
     rows = torch.zeros(2, 3, RowLayout(8, 4, torch.float32).row_bytes, dtype=torch.uint8)

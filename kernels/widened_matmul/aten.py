@@ -1,0 +1,41 @@
+"""A panel of the weight in float32 at a time, and the library's product with it.
+
+A panel that has just been written is read from the processor's caches, and no second weight is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..bundles import checked, implement
+from .arguments import WidenedMatmul
+
+PANEL_BYTES = 2 << 20
+"""Of a panel in float32: within a last-level cache, and enough columns for the library's product."""
+_FEWEST_COLUMNS = 64
+"""Of a panel, however many rows the weight has."""
+
+
+def multiply(operands: WidenedMatmul) -> Tensor:
+    """`[S, M]`."""
+    x = operands.x.to(operands.dtype)
+    out = x.new_empty((x.shape[0], operands.weight.shape[-1]))
+    for rows, weight in operands.groups():
+        multiply_by_panels(x[rows], weight, out[rows])
+    return out
+
+
+def multiply_by_panels(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out `[S, M]`, of x's dtype, becomes x `[S, K]` times weight `[K, M]`, of any."""
+    inner, outer = weight.shape
+    most = max(PANEL_BYTES // max(inner * x.itemsize, 1), _FEWEST_COLUMNS)
+    panel = x.new_empty((min(most, outer), inner)).t()
+    for start in range(0, outer, most):
+        columns = slice(start, start + most)
+        widened = panel[:, : min(most, outer - start)].copy_(weight[:, columns])
+        torch.mm(x, widened, out=out[:, columns])
+
+
+widened_matmul_aten = checked(WidenedMatmul, multiply)
+implement("widened_matmul", "CompositeExplicitAutograd", widened_matmul_aten)

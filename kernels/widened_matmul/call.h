@@ -1,0 +1,6 @@
+// How `native.cpp` is called, by whoever calls it.
+
+#include <cstdint>
+
+typedef void WidenedMatmulKernel(const float* x, const void* weight, float* out, int64_t rows, int64_t inner,
+                                 int64_t outer, int64_t x_row, int64_t weight_outer, int64_t out_row, int64_t threads);
