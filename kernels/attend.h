@@ -40,9 +40,11 @@ struct Tile {
   vec sum[KEYS][VECTORS] = {};
 
   // Adds the products of KEYS keys [width] and a panel of rows [width, PANEL], TERMS of them in one sum. Meanwhile
-  // loads KEYS other keys, if any, into the second-level cache.
+  // loads KEYS other keys, if any, into the second-level cache. Not inlined: among what callers keep, pointers to keys
+  // would be loaded from the stack for each of their numbers, which takes a third of the time.
   template <int64_t TERMS>
-  void add(const float* const (&keys)[KEYS], const float* panel, int64_t width, const float* const* ahead) {
+  __attribute__((noinline)) void add(const float* const (&keys)[KEYS], const float* panel, int64_t width,
+                                     const float* const* ahead) {
     for (int64_t begin = 0; begin < width; begin += TERMS) {
       const int64_t end = std::min(begin + TERMS, width);
       if (ahead)

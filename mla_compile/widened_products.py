@@ -16,7 +16,10 @@ from .ops import widened_matmul
 
 
 def widened_mm(rows: Tensor, matrix: Tensor) -> Any:
-    """`rows [S, K] @ matrix [K, M] -> [S, M]`; a decomposition for `make_fx`. NotImplemented where a library does it."""
+    """`rows [S, K] @ matrix [K, M] -> [S, M]`; a decomposition for `make_fx`.
+
+    NotImplemented where a library has such products.
+    """
     if not _are_to_be_widened(rows, matrix):
         return NotImplemented
     return widened_matmul(rows, matrix).to(rows.dtype)

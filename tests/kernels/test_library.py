@@ -19,8 +19,8 @@ from mla_compile.kernels.library import OPS
 from mla_compile.kernels.paged_expanded_attention import paged_expanded_attention_reference
 from mla_compile.kernels.paged_latent_attention import paged_latent_attention_reference
 from mla_compile.kernels.per_head_matmul import per_head_matmul_reference
-from mla_compile.kernels.widened_matmul import widened_matmul_reference
 from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_reference
+from mla_compile.kernels.widened_matmul import widened_matmul_reference
 
 from .errors import assert_as_close_as
 from .naive import make_inputs
