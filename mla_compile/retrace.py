@@ -17,7 +17,7 @@ from .ops import SEALED
 from .same_numbers import merge_same_numbers
 from .seal import unseal
 from .streamed_products import grouped_mm_of_few_rows, mm_of_one_row
-from .widened_products import widened_addmm, widened_grouped_mm, widened_mm
+from .widened_products import widened_addmm, widened_bmm, widened_grouped_mm, widened_mm
 
 _OF_TORCH = {"aten", "prims", "higher_order", "inductor", "mkldnn", "sparse", "_test"}
 _OF_TORCH |= {"c10d_functional", "quantized", "_quantized", "quantized_decomposed"}
@@ -40,6 +40,7 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
         SEALED: unseal,
         aten.mm.default: _first_that_can(mm_of_one_row, widened_mm, inductors[aten.mm.default]),
         aten.addmm.default: _first_that_can(widened_addmm, inductors[aten.addmm.default]),
+        aten.bmm.default: _first_that_can(inductors[aten.bmm.default], widened_bmm),
         aten._grouped_mm.default: grouped_mm,
     }
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # where it was imported: the same in other dtypes

@@ -1,7 +1,8 @@
-"""Products in half precision by way of float32, on CPUs whose libraries have none: `mla::widened_matmul`.
+"""Products in half precision by way of float32, on CPUs whose libraries have none.
 
-There a prompt in bfloat16 would spend nine tenths of its time in them. What a product gives is rounded once, as a
-library does it, by the code around it that Inductor generates.
+There a prompt in bfloat16 would spend nine tenths of its time in them. `mla::widened_matmul` widens weights as it
+multiplies; what is computed anyway (`bmm`) is widened by the code that computes it. What a product gives is rounded
+once, as a library does it, by the code around it that Inductor generates.
 """
 
 from __future__ import annotations
@@ -34,6 +35,13 @@ def widened_addmm(bias: Tensor, rows: Tensor, matrix: Tensor, *, beta: float = 1
     # A bias that counts for nothing may hold anything.
     sum_of_both = alpha * product if beta == 0 else beta * added + alpha * product
     return sum_of_both.to(rows.dtype)
+
+
+def widened_bmm(rows: Tensor, matrices: Tensor) -> Any:
+    """`rows [B, S, K] @ matrices [B, K, M] -> [B, S, M]`; as `widened_mm`."""
+    if not _are_to_be_widened(rows, matrices):
+        return NotImplemented
+    return torch.bmm(rows.to(torch.float32), matrices.to(torch.float32)).to(rows.dtype)
 
 
 def widened_grouped_mm(

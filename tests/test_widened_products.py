@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mla_compile
 from mla_compile import backend, widened_products
 from mla_compile.cpu_products import has_products
-from mla_compile.widened_products import widened_addmm, widened_grouped_mm, widened_mm
+from mla_compile.widened_products import widened_addmm, widened_bmm, widened_grouped_mm, widened_mm
 from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, Combined, N, V
 
@@ -51,6 +51,12 @@ def test_a_product_with_a_bias(no_library, dtype, beta, alpha):
 
 
 @HALF
+def test_products_of_a_batch(no_library, dtype):
+    x, y = torch.randn(3, 5, 64, dtype=dtype), torch.randn(3, 40, 64, dtype=dtype).mT
+    assert_rounded_once(widened_bmm(x, y), x.double() @ y.double(), dtype)
+
+
+@HALF
 def test_a_product_by_groups(no_library, dtype):
     x, weights = torch.randn(6, 64, dtype=dtype), torch.randn(3, 40, 64, dtype=dtype)
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)
@@ -82,6 +88,7 @@ def test_a_library_with_products_keeps_them(monkeypatch, dtype):
     monkeypatch.setattr(widened_products, "has_products", lambda _: True)
     x, weight = torch.ones(4, 8, dtype=dtype), torch.ones(5, 8, dtype=dtype)
     assert widened_mm(x, weight.t()) is NotImplemented
+    assert widened_bmm(x[None], weight.t()[None]) is NotImplemented
 
 
 def test_wide_dtypes_have_products():
