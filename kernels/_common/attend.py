@@ -30,11 +30,14 @@ def aligned(stride, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def rows_at(base, first, second, stride_0, stride_1, RUN: tl.constexpr, ROWS: tl.constexpr):
-    """A pointer and offsets of ROWS rows `[first, second]`. With RUN both indices are of the first row, and scalars."""
+def rows_at(base, first, second, stride_0, stride_1, nothing, RUN: tl.constexpr, ROWS: tl.constexpr):
+    """A pointer and offsets of ROWS rows `[first, second]`. With RUN both indices are of the first row, and scalars.
+
+    `nothing` is 0, of the loop in which offsets are to be computed.
+    """
     if RUN:
         base += first * stride_0 + second.to(tl.int64) * stride_1
-        offsets = tl.arange(0, ROWS).to(tl.int64) * stride_1
+        offsets = (tl.arange(0, ROWS) + nothing).to(tl.int64) * stride_1
     else:
         offsets = first * stride_0 + second.to(tl.int64) * stride_1
     return base, offsets

@@ -32,6 +32,9 @@ import triton.language as tl
 from .attend import LOWEST, add_keys, aligned, load_latents, load_mask, load_rows, rows_at
 from .pieces import CHUNK, cut_in_pieces, key_count, measured, part_size, passed_by
 
+EARLIER_TRITON = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
+"""Triton before 3.9 moves more out of a loop, and has more in registers while it runs."""
+
 
 @triton.jit
 def look_up(
@@ -163,6 +166,7 @@ def attend_latents(
             group -= 1
         else:
             on_line = following
+        on_line -= piece  # from the piece's own beginning on
         turns = behind - group
     else:
         count = key_count(
@@ -182,8 +186,10 @@ def attend_latents(
             end = tl.minimum(end, (tile * ROWS + ROWS - 1) // heads + causal_offset + 1)
 
     # What each sequence needs before and after its keys is computed again for each: it would take registers in between.
-    for _ in tl.range(0, turns, disable_licm=True):
-        row = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    for turn in tl.range(0, turns, disable_licm=True):
+        # Always 0, which LLVM knows and Triton does not: before 3.9 it moves what depends on no turn out of the loop.
+        nothing = tl.minimum(turn, 0)
+        row = (tile + nothing) * ROWS + tl.arange(0, ROWS)  # [ROWS]
         exists = row < rows
         if WHOLE:  # no tile has rows to spare, and none is masked
             exists = row >= 0
@@ -198,8 +204,8 @@ def attend_latents(
         if WORK == "shared":
             start_of = tl.load(starts + group) if CAUSAL and STARTS else 0
             count = key_count(tl.load(lengths + group), start_of, queries, tokens, 0, SOURCE, CAUSAL, STARTS)
-            begin = tl.maximum(piece - on_line, 0) * KEYS
-            end = tl.minimum((piece + payload - on_line) * KEYS, count)
+            begin = tl.maximum(-on_line, 0) * KEYS
+            end = tl.minimum((payload - on_line) * KEYS, count)
         last = query * 0 + (cached if SOURCE == "named" else count) - 1  # the last key that a row sees
         if CAUSAL:
             if SOURCE != "pages":
@@ -246,9 +252,11 @@ def attend_latents(
         of_sequence = mask + b * mask_stride_b
         upcoming_bias = load_mask(of_sequence, mask_stride_t, begin, end, KEYS) if AHEAD else upcoming
 
+        # With 64 rows on Hopper there are not as many registers, and what was moved would be on the stack.
+        STAYS: tl.constexpr = EARLIER_TRITON and WORK == "shared" and ROWS >= 64
         # One tile at least, if nothing in it is seen: around a loop that may not run, the compiler waits for each
         # product.
-        for i in tl.range(0, tl.maximum(tl.cdiv(end - begin, KEYS), 1), num_stages=STAGES):
+        for i in tl.range(0, tl.maximum(tl.cdiv(end - begin, KEYS), 1), num_stages=STAGES, disable_licm=STAYS):
             start = begin + i * KEYS
             place = start + tl.arange(0, KEYS)  # [KEYS]
             start_64 = start + tl.full([], 0, tl.int64)
@@ -289,10 +297,12 @@ def attend_latents(
                     # What no row sees may hold anything, and 0 times NaN is NaN.
                     seen = tl.max(allowed.to(tl.int32), 0) > 0
 
-            latents, offsets = rows_at(latent, first, second, latent_stride_0, latent_stride_1, RUN, KEYS)
+            latents, offsets = rows_at(latent, first, second, latent_stride_0, latent_stride_1, nothing, RUN, KEYS)
             key_scales, scale_offsets = latents, offsets
             if CODED or CODED_ROPE:
-                key_scales, scale_offsets = rows_at(scales, first, second, scale_stride_0, scale_stride_1, RUN, KEYS)
+                key_scales, scale_offsets = rows_at(
+                    scales, first, second, scale_stride_0, scale_stride_1, nothing, RUN, KEYS
+                )
             latent_a = load_latents(
                 *(latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
                 *(dtype, 0, L, A, CODED, NATIVE, GROUP, SAME_A),
@@ -306,7 +316,7 @@ def attend_latents(
                 )  # [KEYS, B]
                 scores += tl.dot(q_b, tl.trans(latent_b), input_precision="ieee") * scale
             if R:
-                ropes, rope_offsets = rows_at(rope, first, second, rope_stride_0, rope_stride_1, RUN, KEYS)
+                ropes, rope_offsets = rows_at(rope, first, second, rope_stride_0, rope_stride_1, nothing, RUN, KEYS)
                 k_rope = load_latents(
                     *(ropes, rope_offsets, seen, key_scales, scale_offsets, scale_stride_2),
                     *(dtype, 0, R, ROPE, CODED_ROPE, NATIVE, R, ROPE),
