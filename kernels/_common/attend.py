@@ -54,10 +54,14 @@ def load_rows(base, offsets, seen, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLO
 
 
 @triton.jit
-def load_mask(of_sequence, stride, start, end, KEYS: tl.constexpr):
-    """What a mask that says the same to each row says of a tile of keys. Nothing from `end` on."""
+def load_mask(of_sequence, stride, names, start, end, SOURCE: tl.constexpr, KEYS: tl.constexpr):
+    """What a mask that says the same to each row says of a tile of keys. Nothing from `end` on, and of no name."""
     place = start + tl.arange(0, KEYS)
-    return tl.load(of_sequence + place.to(tl.int64) * stride, mask=place < end, other=0)
+    there = place < end
+    if SOURCE == "named":
+        place = names
+        there = names >= 0
+    return tl.load(of_sequence + place.to(tl.int64) * stride, mask=there, other=0)
 
 
 @triton.jit

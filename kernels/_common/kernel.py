@@ -245,12 +245,22 @@ def attend_latents(
         if SOURCE == "named":
             entries += (group % queries).to(tl.int64) * table_stride_1
             stride = table_stride_2
+        limit = cached  # of names
+        if CAUSAL and SOURCE == "named":
+            limit = tl.minimum(cached, group % queries + causal_offset + 1)
         # Looked up a tile ahead, so that keys can be loaded without waiting for where they are.
         upcoming = look_up(entries, stride, begin, end, SOURCE, RUN, PAGE, KEYS)
         # So are the bytes of a mask of bool, which no copy to shared memory takes: keys are loaded where it lets them.
-        AHEAD: tl.constexpr = MASK == "bool" and not BY_ROW and SOURCE != "named"
+        # Names two tiles ahead then, as they say where the mask is read.
+        AHEAD: tl.constexpr = MASK == "bool" and not BY_ROW
         of_sequence = mask + b * mask_stride_b
-        upcoming_bias = load_mask(of_sequence, mask_stride_t, begin, end, KEYS) if AHEAD else upcoming
+        upcoming_bias = upcoming
+        further = upcoming
+        if AHEAD:
+            if SOURCE == "named":
+                upcoming = tl.where(upcoming < limit, upcoming, -1)
+                further = look_up(entries, stride, begin + KEYS, end, SOURCE, RUN, PAGE, KEYS)
+            upcoming_bias = load_mask(of_sequence, mask_stride_t, upcoming, begin, end, SOURCE, KEYS)
 
         # With 64 rows on Hopper there are not as many registers, and what was moved would be on the stack.
         STAYS: tl.constexpr = EARLIER_TRITON and WORK == "shared" and ROWS >= 64
@@ -262,7 +272,16 @@ def attend_latents(
             start_64 = start + tl.full([], 0, tl.int64)
             seen = place < end
             found = upcoming.to(tl.int64)
-            upcoming = look_up(entries, stride, start + KEYS, end, SOURCE, RUN, PAGE, KEYS)
+            bias = upcoming_bias
+            if AHEAD and SOURCE == "named":
+                # Compared here: keys are loaded ahead only where no value is handed on for two tiles as it is.
+                upcoming = tl.where(further < limit, further, -1)
+                further = look_up(entries, stride, start + 2 * KEYS, end, SOURCE, RUN, PAGE, KEYS)
+            else:
+                upcoming = look_up(entries, stride, start + KEYS, end, SOURCE, RUN, PAGE, KEYS)
+            if AHEAD:
+                upcoming_bias = load_mask(of_sequence, mask_stride_t, upcoming, start + KEYS, end, SOURCE, KEYS)
+                seen = bias != 0
             # Where the keys are: first and second index of the cache.
             position = place
             if SOURCE == "pages":
@@ -272,22 +291,15 @@ def attend_latents(
                 first = b
                 second = start_64
             else:
-                seen = (found >= 0) & (found < cached)
-                if CAUSAL:
-                    seen = seen & (found <= group % queries + causal_offset)
-                position = tl.where(seen, found, 0).to(tl.int32)
+                if not AHEAD:
+                    seen = (found >= 0) & (found < limit)
+                # Triton 3.6 fails where `seen` is what the mask said of a tile ago.
+                position = (tl.maximum(found, 0) if AHEAD else tl.where(seen, found, 0)).to(tl.int32)
                 first = b
                 second = position
             of_keys = of_sequence + position.to(tl.int64) * mask_stride_t
-            if MASK != "none" and not BY_ROW:
-                if AHEAD:
-                    bias = upcoming_bias
-                    upcoming_bias = load_mask(of_sequence, mask_stride_t, start + KEYS, end, KEYS)
-                else:
-                    bias = tl.load(of_keys, mask=seen, other=0)  # [KEYS]
-                if MASK == "bool":
-                    seen = seen & (bias != 0)
-                bias = bias[None, :]
+            if MASK == "bias" and not BY_ROW:
+                bias = tl.load(of_keys, mask=seen, other=0)[None, :]
             allowed = seen[None, :] & (position[None, :] <= last[:, None])
             if MASK != "none" and BY_ROW:
                 of_rows = head.to(tl.int64) * mask_stride_n + query.to(tl.int64) * mask_stride_s
