@@ -16,6 +16,8 @@ from mla_compile.kernels.latent_attention import cached, latent_attention_refere
 from mla_compile.kernels.latent_attention import native as latent_native
 from mla_compile.kernels.paged_latent_attention import native as paged_native
 from mla_compile.kernels.paged_latent_attention import paged_latent_attention_reference
+from mla_compile.kernels.widened_matmul import native as widened_native
+from mla_compile.kernels.widened_matmul import widened_matmul_reference
 
 from .errors import assert_as_close_as
 from .naive import case_of, make_inputs, masks
@@ -164,6 +166,15 @@ def test_scaled_pages(dtype, scaled, sizes, page_size, coded):
     measure = paged_latent_attention_reference(*arguments, True, x.scale, scales)
     assert_as_close_as(measure[0], o, exact[0])
     assert_as_close_as(measure[1].float(), lse, exact[1])
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@of([(name, t) for name, t in ALL if t in HALF and name not in (TILES, NATIVE)])
+def test_widened_products(monkeypatch, dtype, rows):
+    monkeypatch.setattr(widened_native, "multiply_by_panels", None)
+    x, weight = torch.randn(rows, 77, dtype=dtype), torch.randn(13, 77, dtype=dtype).t()
+    exact = widened_matmul_reference(x.double(), weight.double())
+    assert_as_close_as(widened_matmul_reference(x, weight), torch.ops.mla.widened_matmul(x, weight), exact)
 
 
 @of([(name, t) for name, t in ALL if t in HALF])

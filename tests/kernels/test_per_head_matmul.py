@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mla_compile.errors import KernelError
-from mla_compile.kernels.per_head_matmul import native, per_head_matmul_reference
+from mla_compile.kernels.per_head_matmul import aten, native, per_head_matmul_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -28,10 +28,11 @@ SIZES = [(1, 1, 1), (2, 3, 5), (1, 37, 67), (9, 66, 33), (3, 128, 64)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("inner_is_contiguous", [True, False])
 @pytest.mark.parametrize("threads", [1, 2, 7])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 11])
 @pytest.mark.parametrize(("heads", "inner", "outer"), SIZES)
 def test_the_native_kernel(monkeypatch, heads, inner, outer, rows, threads, inner_is_contiguous, dtype):
     monkeypatch.setattr(native, "multiply", None)
+    monkeypatch.setattr(native, "has_products", lambda _: False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x = torch.randn(1, rows, heads, inner + 3, dtype=dtype)[..., 3:]
     weight = torch.randn(heads, inner + 2, outer + 1, dtype=dtype)[:, 2:, 1:]
@@ -45,6 +46,17 @@ def test_the_native_kernel(monkeypatch, heads, inner, outer, rows, threads, inne
     rounded = torch.finfo(dtype).eps / 2 * exact.abs() + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     allowed = inner * torch.finfo(torch.float32).eps / 2 * sizes + (0 if dtype == torch.float32 else rounded)
     assert ((out.double() - exact).abs() <= allowed * (1 + torch.finfo(dtype).eps)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_without_a_librarys_products(monkeypatch, dtype):
+    """More rows than the kernel takes: a product in float32, rounded once."""
+    monkeypatch.setattr(aten, "has_products", lambda dtype: dtype.itemsize > 2)
+    x, weight = torch.randn(3, 40, 2, 20, dtype=dtype), torch.randn(2, 20, 7, dtype=dtype)
+    exact = per_head_matmul_reference(x.double(), weight.double())
+    out = aten.per_head_matmul_aten(x, weight)
+    assert (out.dtype, out.is_contiguous()) == (dtype, True)
+    assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps / 2 * exact.abs() + 1e-5).all()
 
 
 @pytest.mark.parametrize(("batch", "queries"), [(0, 2), (2, 0)])
