@@ -6,18 +6,20 @@ constexpr int64_t MOST_ROWS_TO_STREAM = 32, PANEL_BYTES = 2 << 20, FEWEST_COLUMN
 
 std::array<std::atomic<WidenedMatmulKernel*>, DTYPES> widened_matmul_kernels;
 
-// out `[S, M]` becomes x `[S, K]` times weight `[K, M]`, a panel of the weight in float32 at a time.
+// out `[S, M]` becomes x `[S, K]` times weight `[K, M]`, a panel of the weight in float32 at a time. Panels lie as the
+// weight does.
 void multiply_by_panels(const Tensor& x, const Tensor& weight, const Tensor& out) {
   const int64_t inner = weight.size(0), outer = weight.size(1);
   const int64_t bytes = std::max(inner * static_cast<int64_t>(x.element_size()), int64_t{1});
   const int64_t most = std::max(PANEL_BYTES / bytes, FEWEST_COLUMNS);
-  const Tensor panel = at::empty({std::min(most, outer), inner}, x.options()).t();
+  const Tensor memory = at::empty({std::min(most, outer) * inner}, x.options());
   for (int64_t start = 0; start < outer; start += most) {
     const int64_t columns = std::min(most, outer - start);
-    const Tensor widened = panel.narrow(1, 0, columns);
-    widened.copy_(weight.narrow(1, start, columns));
+    const Tensor flat = memory.narrow(0, 0, columns * inner);
+    const Tensor panel = weight.stride(1) == 1 ? flat.view({inner, columns}) : flat.view({columns, inner}).t();
+    panel.copy_(weight.narrow(1, start, columns));
     Tensor of_panel = out.narrow(1, start, columns);
-    at::mm_out(of_panel, x, widened);
+    at::mm_out(of_panel, x, panel);
   }
 }
 

@@ -27,14 +27,15 @@ def multiply(operands: WidenedMatmul) -> Tensor:
 
 
 def multiply_by_panels(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out `[S, M]`, of x's dtype, becomes x `[S, K]` times weight `[K, M]`, of any."""
+    """out `[S, M]`, of x's dtype, becomes x `[S, K]` times weight `[K, M]`, of any. Panels lie as the weight does."""
     inner, outer = weight.shape
     most = max(PANEL_BYTES // max(inner * x.itemsize, 1), _FEWEST_COLUMNS)
-    panel = x.new_empty((min(most, outer), inner)).t()
+    memory = x.new_empty((min(most, outer) * inner,))
     for start in range(0, outer, most):
-        columns = slice(start, start + most)
-        widened = panel[:, : min(most, outer - start)].copy_(weight[:, columns])
-        torch.mm(x, widened, out=out[:, columns])
+        part = weight[:, start : start + most]
+        panel = memory[: part.numel()]
+        panel = panel.view(part.shape) if weight.stride(1) == 1 else panel.view(part.shape[::-1]).t()
+        torch.mm(x, panel.copy_(part), out=out[:, start : start + most])
 
 
 widened_matmul_aten = checked(WidenedMatmul, multiply)
