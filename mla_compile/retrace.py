@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import traceback
@@ -40,7 +41,9 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
         SEALED: unseal,
         aten.mm.default: _first_that_can(mm_of_one_row, widened_mm, inductors[aten.mm.default]),
         aten.addmm.default: _first_that_can(widened_addmm, inductors[aten.addmm.default]),
-        aten.bmm.default: _first_that_can(inductors[aten.bmm.default], widened_bmm),
+        aten.bmm.default: _first_that_can(
+            inductors[aten.bmm.default], functools.partial(widened_bmm, are_given=_views_of(placeholders))
+        ),
         aten._grouped_mm.default: grouped_mm,
     }
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # where it was imported: the same in other dtypes
@@ -72,6 +75,16 @@ class _WithTheirOrigins(fx.Interpreter):
             yield
         finally:
             traceback.current_meta = before
+
+
+def _views_of(values: Iterable[Any]) -> Callable[[Tensor], bool]:
+    """Whether a tensor is one of some, or a view of one."""
+    storages = {_storage(value) for value in values if isinstance(value, Tensor)}
+    return lambda tensor: _storage(tensor) in storages
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _first_that_can(*decompositions: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,12 +1,14 @@
 """Products in half precision by way of float32, on CPUs whose libraries have none.
 
 There a prompt in bfloat16 would spend nine tenths of its time in them. `mla::widened_matmul` widens weights as it
-multiplies; what is computed anyway (`bmm`) is widened by the code that computes it. What a product gives is rounded
-once, as a library does it, by the code around it that Inductor generates.
+multiplies, and so it does the matrices of a batch where they are given; those that are computed anyway are widened by
+the code that computes them. What a product gives is rounded once, as a library does it, by the code around it that
+Inductor generates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,10 +39,19 @@ def widened_addmm(bias: Tensor, rows: Tensor, matrix: Tensor, *, beta: float = 1
     return sum_of_both.to(rows.dtype)
 
 
-def widened_bmm(rows: Tensor, matrices: Tensor) -> Any:
-    """`rows [B, S, K] @ matrices [B, K, M] -> [B, S, M]`; as `widened_mm`."""
+def widened_bmm(rows: Tensor, matrices: Tensor, *, are_given: Callable[[Tensor], bool] = lambda _: False) -> Any:
+    """`rows [B, S, K] @ matrices [B, K, M] -> [B, S, M]`; as `widened_mm`.
+
+    Matrices that `are_given` are in memory whatever the graph computes: a second one of them, twice as large, is not
+    written.
+    """
     if not _are_to_be_widened(rows, matrices):
         return NotImplemented
+    if are_given(matrices):
+        batch, count, _ = rows.shape
+        ends = (torch.arange(batch, device=rows.device) + 1) * count
+        product = widened_matmul(rows.flatten(0, 1), matrices, ends)
+        return product.view(batch, count, matrices.shape[2]).to(rows.dtype)
     return torch.bmm(rows.to(torch.float32), matrices.to(torch.float32)).to(rows.dtype)
 
 

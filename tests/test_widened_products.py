@@ -9,10 +9,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_compile
 from mla_compile import backend, widened_products
 from mla_compile.cpu_products import has_products
+from mla_compile.retrace import retrace
 from mla_compile.widened_products import widened_addmm, widened_bmm, widened_grouped_mm, widened_mm
 from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, Combined, N, V
@@ -54,6 +57,30 @@ def test_a_product_with_a_bias(no_library, dtype, beta, alpha):
 def test_products_of_a_batch(no_library, dtype):
     x, y = torch.randn(3, 5, 64, dtype=dtype), torch.randn(3, 40, 64, dtype=dtype).mT
     assert_rounded_once(widened_bmm(x, y), x.double() @ y.double(), dtype)
+
+
+@HALF
+def test_products_of_a_batch_with_given_matrices(no_library, dtype):
+    """As by groups: the matrices are widened as they are multiplied."""
+    x, y = torch.randn(5, 3, 64, dtype=dtype).transpose(0, 1), torch.randn(3, 40, 64, dtype=dtype).mT
+    out = widened_bmm(x, y, are_given=lambda matrices: matrices is y)
+    assert_rounded_once(out, x.double() @ y.double(), dtype)
+
+
+@HALF
+def test_no_given_matrix_is_written_a_second_time(no_library, dtype):
+    """A batch of weights in a graph: no tensor as large as they are, in float32, is made."""
+
+    def products(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.bmm(x, weights.mT), torch.bmm(x, weights.mT * 2)
+
+    x, weights = torch.empty(3, 5, 64, dtype=dtype), torch.empty(3, 40, 64, dtype=dtype)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in (x, weights)]
+        graph = retrace(make_fx(products)(*fakes)).graph
+    assert len(graph.find_nodes(op="call_function", target=WIDENED)) == 1
+    (bmm,) = graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
+    assert bmm.meta["val"].dtype == torch.float32
 
 
 @HALF
