@@ -42,7 +42,7 @@ def measured(device: torch.device, dtype: torch.dtype) -> Device:
     """
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise ValueError(f"expected a floating dtype of at least two bytes to measure the device with, got {dtype}")
-    name = _name(device)
+    name, dtype = _name(device), _multiplied(device, dtype)
     path = _path(name, dtype)
     with FileLock(f"{path}.lock"):
         stored = cache_files.read(path, _rates)
@@ -63,8 +63,14 @@ def rates_of(inputs: Sequence[Any]) -> Device:
 
 def measure(device: torch.device, dtype: torch.dtype) -> Device:
     """What `measured` stores, measured now and not stored."""
+    dtype = _multiplied(device, dtype)
     with _disable_current_modes(), torch.no_grad():
         return Device(_name(device), _two_digits(_gemm_rate(device, dtype)), _two_digits(_copy_rate(device)))
+
+
+def _multiplied(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of products of `dtype`: a CPU whose libraries have none in half precision widens what it multiplies."""
+    return torch.float32 if device.type == "cpu" and not has_products(dtype) else dtype
 
 
 def _name(device: torch.device) -> str:
@@ -94,12 +100,7 @@ def _two_digits(rate: float) -> float:
 
 
 def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the best square product: on a busy CPU small ones are slow, without matrix units large ones long.
-
-    A CPU whose libraries have no products in half precision has those of what is widened.
-    """
-    if device.type == "cpu" and not has_products(dtype):
-        dtype = torch.float32
+    """FLOP/s of the best square product: on a busy CPU small ones are slow, without matrix units large ones long."""
     generator = torch.Generator(device).manual_seed(0)
     best = 0.0
     for size in GEMM_SIZES:

@@ -34,15 +34,17 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
     """Trace a rewritten graph again with Inductor's decompositions."""
     placeholders = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     inductors = select_decomp_table()
-    aten = torch.ops.aten
+    aten, are_given = torch.ops.aten, _views_of(placeholders)
     grouped_mm = _first_that_can(grouped_mm_of_few_rows, widened_grouped_mm)
     table: dict[Any, Callable[..., Any]] = {
         **inductors,
         SEALED: unseal,
-        aten.mm.default: _first_that_can(mm_of_one_row, widened_mm, inductors[aten.mm.default]),
+        aten.mm.default: _first_that_can(
+            mm_of_one_row, functools.partial(widened_mm, are_given=are_given), inductors[aten.mm.default]
+        ),
         aten.addmm.default: _first_that_can(widened_addmm, inductors[aten.addmm.default]),
         aten.bmm.default: _first_that_can(
-            inductors[aten.bmm.default], functools.partial(widened_bmm, are_given=_views_of(placeholders))
+            inductors[aten.bmm.default], functools.partial(widened_bmm, are_given=are_given)
         ),
         aten._grouped_mm.default: grouped_mm,
     }

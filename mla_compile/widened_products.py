@@ -13,17 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor import config
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .cpu_products import has_products
 from .ops import widened_matmul
 
+AreGiven = Callable[[Tensor], bool]
+"""Whether matrices are in memory whatever a graph computes."""
 
-def widened_mm(rows: Tensor, matrix: Tensor) -> Any:
+
+def widened_mm(rows: Tensor, matrix: Tensor, *, are_given: AreGiven = lambda _: True) -> Any:
     """`rows [S, K] @ matrix [K, M] -> [S, M]`; a decomposition for `make_fx`.
 
-    NotImplemented where a library has such products.
+    NotImplemented where a library has such products, and under Inductor's `freezing` where the matrix is computed: that
+    has products of its own with weights in int8, which it finds by the product.
     """
-    if not _are_to_be_widened(rows, matrix):
+    if not _are_to_be_widened(rows, matrix) or (config.freezing and not are_given(matrix)):
         return NotImplemented
     return widened_matmul(rows, matrix).to(rows.dtype)
 
@@ -39,13 +45,15 @@ def widened_addmm(bias: Tensor, rows: Tensor, matrix: Tensor, *, beta: float = 1
     return sum_of_both.to(rows.dtype)
 
 
-def widened_bmm(rows: Tensor, matrices: Tensor, *, are_given: Callable[[Tensor], bool] = lambda _: False) -> Any:
+def widened_bmm(rows: Tensor, matrices: Tensor, *, are_given: AreGiven = lambda _: False) -> Any:
     """`rows [B, S, K] @ matrices [B, K, M] -> [B, S, M]`; as `widened_mm`.
 
-    Matrices that `are_given` are in memory whatever the graph computes: a second one of them, twice as large, is not
-    written.
+    Of matrices that are given a second one, twice as large, is not written. NotImplemented too of one row or column,
+    which become sums that Inductor generates.
     """
-    if not _are_to_be_widened(rows, matrices):
+    if not _are_to_be_widened(rows, matrices) or (config.freezing and not are_given(matrices)):
+        return NotImplemented
+    if statically_known_true(rows.shape[1] == 1) or statically_known_true(matrices.shape[2] == 1):
         return NotImplemented
     if are_given(matrices):
         batch, count, _ = rows.shape

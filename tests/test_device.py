@@ -80,7 +80,7 @@ def test_an_impossible_rate_is_measured_again(own_cache, rates, rate):
 
 def test_dtype_and_threads_have_files_of_their_own(own_cache, rates):
     measured(CPU, torch.float32)
-    measured(CPU, torch.bfloat16)
+    measured(CPU, torch.float64)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
@@ -88,6 +88,13 @@ def test_dtype_and_threads_have_files_of_their_own(own_cache, rates):
     finally:
         torch.set_num_threads(threads)
     assert len(list((own_cache / "mla_compile").glob("*.json"))) == 3
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_products_that_are_widened_have_the_rate_of_float32(own_cache, rates, monkeypatch, library):
+    monkeypatch.setattr(device_module, "has_products", lambda dtype: library or dtype.itemsize > 2)
+    assert measured(CPU, torch.bfloat16) == measured(CPU, torch.float32)
+    assert rates.count("gemm") == len(list((own_cache / "mla_compile").glob("*.json"))) == (2 if library else 1)
 
 
 def test_measures_real_tensors_while_a_graph_is_traced(own_cache, monkeypatch):
