@@ -12,7 +12,13 @@ struct Floats {
   static constexpr int64_t KEYS = 4;   // 16 of 32
 #endif
   static constexpr int64_t PANEL = 16;         // rows of a panel of the packed query
-  static constexpr int64_t TERMS = 32;  // of a score in one sum: errors grow with sqrt(TERMS + L / TERMS), not sqrt(L)
+  // Of a score in one sum: errors grow with sqrt(TERMS + L / TERMS), not sqrt(L), for L = 512 the same of both. With 16
+  // registers sums leave them at the end of each.
+#if defined(__AVX__) && !defined(__AVX512F__)
+  static constexpr int64_t TERMS = 32;
+#else
+  static constexpr int64_t TERMS = 16;
+#endif
   static constexpr int64_t BLOCK = 64 / KEYS * KEYS;  // 64 keys of 576 floats are 144 KiB: within a second-level cache
 
   static bool takes_scales(int64_t, int64_t) { return false; }

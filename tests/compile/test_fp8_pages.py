@@ -66,7 +66,8 @@ def test_a_step_quantises_in_place_and_reads_the_pages() -> None:
     (site,) = mla_compile.last_report().sites
     assert site.reason.endswith("reads the pages")
     assert f"({PAGES}, {PAGE_SIZE}" not in "".join(line for line in code.splitlines() if "empty_strided" in line)
-    assert_as_close_as_eager(output, eager, exact)
+    # Absorbed scores add up L = 32 products of sums, eager's the P = 16 that are up-projected.
+    assert_as_close_as_eager(output, eager, exact, factor=4.0)
     assert_alike(own, plain)
 
 
