@@ -46,7 +46,7 @@ class WidenedMatmul:
         return torch.promote_types(self.x.dtype, torch.float32)
 
     def groups(self) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of x that are not none, and their weight `[K, M]`. Reads the ends.
+        """Rows of x group by group, those of empty ones left out, and their weight `[K, M]`. Reads the ends.
 
         Raises: KernelError, where they do not ascend within the rows.
         """

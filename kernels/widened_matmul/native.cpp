@@ -14,7 +14,7 @@ typedef NUMBER Number;
 
 // Of the weight: waking a thread takes as long as reading 256 KiB.
 constexpr int64_t NUMBERS_OF_A_THREAD = (1 << 18) / sizeof(Number);
-constexpr int64_t LINES = 3, ROWS = 4;  // of a tile: 12 of 16 registers accumulate, and 7 hold what is multiplied
+constexpr int64_t LINES = 3, ROWS = 4;  // of a tile: 12 of 16 registers accumulate, 3 hold lines, 1 a row
 constexpr int64_t TERMS = 2048;         // of a line at a time: 64 KiB of 8 rows stay in a second-level cache
 
 struct Problem {
