@@ -31,6 +31,7 @@ import triton.language as tl
 
 from .attend import LOWEST, add_keys, aligned, load_latents, load_mask, load_rows, rows_at
 from .pieces import CHUNK, cut_in_pieces, key_count, measured, part_size, passed_by
+from .store import store_part, store_result
 
 EARLIER_TRITON = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 """Triton before 3.9 moves more out of a loop, and has more in registers while it runs."""
@@ -359,61 +360,3 @@ def attend_latents(
         if WORK == "shared":
             on_line += tl.where(width > 0, width, tl.cdiv(count, KEYS)) + own
             group += 1
-
-
-@triton.jit
-def store_part(
-    acc,
-    m_out,
-    total_out,
-    first_row,
-    row,
-    acc_a,
-    acc_b,
-    m,
-    total,
-    exists,
-    L: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
-):
-    """The sums of a part as they are, for `combine`."""
-    tl.store(m_out + first_row + row, m, mask=exists)
-    tl.store(total_out + first_row + row, total, mask=exists)
-    store_columns(acc + first_row * L, row, acc_a, exists, 0, L, A)
-    if B:
-        store_columns(acc + first_row * L, row, acc_b, exists, A, L, B)
-
-
-@triton.jit
-def store_result(
-    o,
-    lse,
-    first_row,
-    row,
-    acc_a,
-    acc_b,
-    m,
-    total,
-    exists,
-    L: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
-):
-    """What the sums of all keys come to."""
-    # The greatest score adds exp(0) = 1 to total, so only a row that saw no key is below 1.
-    share = 1.0 / tl.maximum(total, 1.0)
-    tl.store(lse + first_row + row, m + tl.log(total), mask=exists)
-    store_columns(o + first_row * L, row, acc_a * share[:, None], exists, 0, L, A)
-    if B:
-        store_columns(o + first_row * L, row, acc_b * share[:, None], exists, A, L, B)
-
-
-@triton.jit
-def store_columns(base, row, values, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns FIRST to WIDTH of contiguous rows of WIDTH."""
-    columns = FIRST + tl.arange(0, BLOCK)
-    mask = exists[:, None]
-    if FIRST + BLOCK > WIDTH:
-        mask = mask & (columns < WIDTH)[None, :]
-    tl.store(base + (row[:, None] * WIDTH + columns[None, :]), values.to(base.dtype.element_ty), mask=mask)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from .._common.attend import LOWEST, add_keys, load_rows
+from .._common.store import store_columns
 
 _ANY_VALUE = ("scale", "queries", "heads", "keys", "causal_offset", "begin", "first", "last")
 
@@ -198,13 +199,3 @@ def attend_chunk(
             store_columns(acc, rows * V, acc_a, exists, 0, V, V_A)
             if V_B:
                 store_columns(acc, rows * V, acc_b, exists, V_A, V, V_B)
-
-
-@triton.jit
-def store_columns(base, offsets, values, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns FIRST to WIDTH of the rows at these offsets."""
-    columns = FIRST + tl.arange(0, BLOCK)
-    mask = exists[:, None]
-    if FIRST + BLOCK > WIDTH:
-        mask = mask & (columns < WIDTH)[None, :]
-    tl.store(base + (offsets[:, None] + columns[None, :]), values.to(base.dtype.element_ty), mask=mask)

@@ -11,7 +11,7 @@ import mla_compile
 import mla_compile.kernels.register  # what `append_latents` does
 from mla_compile.device import rates_of
 from mla_compile.fp8 import RowLayout
-from tests.errors import assert_as_close_as_eager
+from tests.errors import DRAWS, assert_as_close_as_eager, assert_as_close_as_eager_on_average
 
 FP8 = torch.float8_e4m3fn
 B, N, L, P, R, V, G, PAGES, PAGE_SIZE = 2, 4, 32, 16, 8, 16, 2, 900, 16
@@ -51,24 +51,26 @@ def test_a_step_quantises_in_place_and_reads_the_pages() -> None:
     table = torch.randperm(PAGES)[: B * 8].view(B, 8)
     lengths = torch.tensor([100, 128])
 
-    def inputs() -> list[Tensor]:
-        torch.manual_seed(1)
+    def inputs(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
         q, weight = torch.randn(B, N, 1, P + R), torch.randn(N * (P + V), L) / L**0.5
         pages, scales = torch.randn(PAGES, PAGE_SIZE, L).to(FP8), torch.rand(PAGES, PAGE_SIZE, G)
         return [q, weight, pages, scales, torch.randn(PAGES, PAGE_SIZE, R), table, lengths, torch.randn(B, L + R)]
 
-    own, plain = inputs(), inputs()
-    eager = step(*plain)
-    q, weight, *cache = plain
-    exact = attend(q.double(), *(keys.double() for keys in read(*cache[:4])), weight.double(), lengths)
     compiled = torch.compile(step, backend="mla", fullgraph=True)
-    output, (code,) = run_and_get_code(compiled, *own)
+    _, (code,) = run_and_get_code(compiled, *inputs(0))
     (site,) = mla_compile.last_report().sites
     assert site.reason.endswith("reads the pages")
     assert f"({PAGES}, {PAGE_SIZE}" not in "".join(line for line in code.splitlines() if "empty_strided" in line)
-    # Absorbed scores add up L = 32 products of sums, eager's the P = 16 that are up-projected.
-    assert_as_close_as_eager(output, eager, exact, factor=4.0)
-    assert_alike(own, plain)
+    draws = []
+    for seed in range(DRAWS):
+        own, plain = inputs(seed), inputs(seed)
+        results = compiled(*own), step(*plain)
+        q, weight, *cache = plain
+        keys = (each.double() for each in read(*cache[:4]))
+        draws.append((*results, attend(q.double(), *keys, weight.double(), lengths)))
+        assert_alike(own, plain)
+    assert_as_close_as_eager_on_average(*zip(*draws, strict=True))
 
 
 def assert_alike(own: list[Tensor], plain: list[Tensor]) -> None:

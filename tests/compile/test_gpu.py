@@ -10,7 +10,7 @@ import torch
 import mla_compile
 from tests.compile import test_fp8_pages as fp8
 from tests.compile import test_pool_size as layers
-from tests.errors import assert_as_close_as_eager
+from tests.errors import DRAWS, assert_as_close_as_eager, assert_as_close_as_eager_on_average
 
 pytestmark = pytest.mark.gpu
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -76,15 +76,15 @@ def check_pages_in_fp8(mode, device):
     for tensor in given[2:5]:
         torch._dynamo.mark_static_address(tensor)  # else no CUDA graph may write to it
     compiled = torch.compile(fp8.step, backend="mla", mode=mode, fullgraph=True)
-    for lengths in ([301, 46], [302, 47], [5, 320]):  # the same graph for all
-        lengths = torch.tensor(lengths)
+    draws = []
+    for first in range(DRAWS):  # the same graph for all
+        lengths = torch.tensor([301 + first, 46 - 2 * first] if first % 2 else [5 + first, 320])
         eager = fp8.step(q, weight, numbers, scales, rope, table, lengths, new)  # not every device indexes FP8
         keys = (t.double() for t in fp8.read(numbers, scales, rope, table))
         exact = fp8.attend(q.double(), *keys, weight.double(), lengths)
-        result = compiled(*given, lengths.to(device), new.to(device)).cpu()
-        # Absorbed scores add up L = 32 products of sums, eager's the P = 16 that are up-projected.
-        assert_as_close_as_eager(result, eager, exact, factor=4.0)
+        draws.append((compiled(*given, lengths.to(device), new.to(device)).cpu(), eager, exact))
         assert torch.equal(given[2].view(torch.uint8).cpu(), numbers.view(torch.uint8))
+    assert_as_close_as_eager_on_average(*zip(*draws, strict=True))
     (site,) = mla_compile.last_report().sites
     assert site.reason.endswith("reads the pages")
 
