@@ -1,8 +1,8 @@
 """Ops of a graph on a GPU as launches of their Triton kernels, so that the compiler makes them and not Python.
 
 A launch is planned while the graph is compiled: its tiles and parts are numbers in the graph, its grid is one or what
-symbols make of it. Symbols may say how many sequences there are, how many keys, and how far apart they lie. An op stays
-one, which plans at each call, where a symbol says how many queries there are, by which tiles are chosen, and where
+symbols make of it. Symbols may say how many sequences, queries and keys there are, and how far apart they lie. An op
+stays one, which plans at each call, where a symbol says how large a page is, as kernels are made for that, and where
 another project's kernel computes it.
 """
 
@@ -108,8 +108,8 @@ def _numbers(arguments: Sequence[Any]) -> Iterator[Any]:
 
 
 def _planned_by(q: Tensor, caches: Sequence[Tensor], page_size: bool) -> Iterator[Any]:
-    """What tiles are chosen by, and what kernels are made for: rows of a sequence, widths, keys of a page."""
-    yield from q.shape[1:]
+    """What kernels are made for: heads, widths, keys of a page."""
+    yield from q.shape[2:]
     yield q.stride(-1)
     for rows in caches:
         yield from (rows.shape[-1], *rows.stride()[-2:], rows.shape[1] if page_size else 1)

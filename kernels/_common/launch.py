@@ -76,7 +76,7 @@ def attend(
     plan = _plan(machine, q_latent, q_rope, source, scale, split_tokens, tiles)
     unread = q_latent  # nothing that is written to, which torch would keep apart
     partial = [lse] * 3
-    if plan.work.parts > 1:
+    if plan.work.combines:
         partial = [lse.new_empty(size) for size in plan.sizes]
     lengths, starts = (unread if t is None else t for t in (source.lengths, source.starts))
     launched(attend_latents)[plan.grid](
@@ -95,7 +95,7 @@ def attend(
         *plan.numbers,
         **plan.constants,
     )
-    if plan.work.parts > 1:
+    if plan.work.combines:
         launched(combine)[plan.combining_grid](
             *partial, lengths, starts, o, lse, *plan.combining_numbers, **plan.combining_constants
         )
@@ -231,7 +231,7 @@ def _work(
     tokens = expected(source.tokens)
     if is_symbol(source.tokens):
         tokens = max(tokens, MANY_TOKENS)
-    parts = number_of_parts(expected(groups * row_tiles), tokens, least, machine.processors, row_keys)
+    parts = number_of_parts(groups * row_tiles, tokens, least, machine.processors, row_keys)
     return in_parts(groups, rows, row_tiles, parts)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .sizes import expected
+from .sizes import expected, is_symbol
 from .tiles import power_of_two
 
 _LAUNCH_KEYS = 71
@@ -50,32 +50,44 @@ class Work:
     own: int = 0
     """What a program does for a sequence besides its keys, in tiles of them."""
 
+    @property
+    def combines(self) -> bool:
+        """Whether sums of parts are written and combined: where a symbol says in how many, even if it is one."""
+        return is_symbol(self.parts) or self.parts > 1
+
 
 def in_parts(groups: int, rows: int, tiles: int, parts: int) -> Work:
     """Each group's keys in as many parts, by each of its tiles of rows."""
-    if parts == 1:
+    if not is_symbol(parts) and parts == 1:
         return Work("whole", groups * tiles, 1)
     return Work("parts", groups * tiles * parts, parts, parts * groups * rows, groups)
 
 
 def shared_out(batch: int, rows: int, tiles: int, processors: int, own: float) -> Work:
     """The keys of all sequences together, by each tile of a sequence's rows."""
-    pieces = number_of_pieces(expected(tiles), processors)
-    slots = 2 * pieces * rows if pieces > 1 else 0
+    pieces = number_of_pieces(tiles, processors)
+    slots = 2 * pieces * rows if is_symbol(pieces) or pieces > 1 else 0
     return Work("shared", pieces * tiles, pieces, slots, torch.sym_min(batch, pieces - 1), batch, max(round(own), 1))
 
 
-@functools.cache
 def number_of_pieces(tiles: int, processors: int) -> int:
     """In how many pieces all keys are cut, if each takes `tiles` programs.
 
     The machine is full once, or as many times as leave few processors without a program.
     """
+    if is_symbol(tiles):
+        return torch.sym_max(_waves(expected(tiles), processors) * processors // torch.sym_max(tiles, 1), 1)
+    return max(_waves(tiles, processors) * processors // tiles, 1)
+
+
+@functools.cache
+def _waves(tiles: int, processors: int) -> int:
+    """How many times the machine is full."""
     waves = range(1, _MOST_WAVES + 1)
     pieces = [max(wave * processors // tiles, 1) for wave in waves]
     idle = [-(-piece * tiles // processors) * processors / (piece * tiles) for piece in pieces]
-    full = (piece for piece, share in zip(pieces, idle, strict=True) if share <= _IDLE)
-    return next(full, pieces[idle.index(min(idle))])
+    full = (wave for wave, share in zip(waves, idle, strict=True) if share <= _IDLE)
+    return next(full, waves[idle.index(min(idle))])
 
 
 def combination(groups: int, rows: int, rank: int, processors: int) -> dict[str, int]:
@@ -88,14 +100,22 @@ def combination(groups: int, rows: int, rank: int, processors: int) -> dict[str,
     return {"ROWS": at_once, "COLUMNS": columns, "SPREAD": spread}
 
 
-@functools.cache
 def number_of_parts(programs: int, keys: int, least: int, processors: int, row_keys: float) -> int:
-    """The number of parts with the least time.
+    """The number of parts with the least time; where `programs` is a symbol, as many as fill the machine once.
 
     Args: programs, tiles of rows of all groups; keys of a group at most; least, keys of a part at least; processors;
     row_keys, what the partial result of a tile of rows costs, in keys.
     """
     most = max(-(-keys // least), 1)
+    if most == 1:
+        return 1
+    if is_symbol(programs):
+        return torch.sym_max(torch.sym_min(processors // torch.sym_max(programs, 1), most), 1)
+    return _fastest(programs, keys, most, processors, row_keys)
+
+
+@functools.cache
+def _fastest(programs: int, keys: int, most: int, processors: int, row_keys: float) -> int:
     best, best_time = 1, float("inf")
     for parts in range(1, most + 1):
         time = _time(programs, parts, keys, processors, row_keys)

@@ -40,7 +40,7 @@ def paged_fp8(q: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, scales: T
 
 
 def rows(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Any:
-    return mla.latent_attention(q_latent, q_rope, latent, k_rope, None, latent.shape[1] - 1, SCALE)
+    return mla.latent_attention(q_latent, q_rope, latent, k_rope, None, latent.shape[1] - q_latent.shape[1], SCALE)
 
 
 def masked(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor) -> Any:
@@ -86,18 +86,18 @@ class _Module(nn.Module):
         return paged(*arguments)
 
 
-def cases() -> dict[Callable[..., Any], list[Tensor]]:
-    """Functions and what they are called with."""
+def cases(queries: int = 1) -> dict[Callable[..., Any], list[Tensor]]:
+    """Functions and what they are called with; as many queries a sequence where it may have several."""
     made = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=made)
 
-    q = [random(B, 1, N, L), random(B, 1, N, R)]
+    q = [random(B, queries, N, L), random(B, queries, N, R)]
     table = torch.randperm(PAGES, generator=made).view(B, PAGES // B)
     pages = [table, torch.tensor([48, 0, 17])]
     cache = [random(B, T, L), random(B, T, R)]
-    indices = torch.randint(-1, T, (B, 1, 24), generator=made)
+    indices = torch.randint(-1, T, (B, queries, 24), generator=made)
     parts = [random(B, 5, L), random(B, 5)]
     row, grown = random(B, 1, L + R), [table, torch.tensor([48, 1, 17])]
     scales = torch.rand(PAGES, PAGE_SIZE, G, generator=made) + 0.5
@@ -114,12 +114,12 @@ def cases() -> dict[Callable[..., Any], list[Tensor]]:
 
 
 SYMBOLS: dict[Callable[..., Any], list[str]] = {
-    paged: ["b", "b", "p", "bw", "b"],
-    paged_fp8: ["b", "b", "p", "p", "p", "bw", "b"],
-    rows: ["b", "b", "bt", "bt"],
-    masked: ["b", "b", "bt", "bt", "bt"],
-    named: ["b", "b", "bt", "bt", "b"],
-    merged: ["b"] * 4,
+    paged: ["bs", "bs", "p", "bw", "b"],
+    paged_fp8: ["bs", "bs", "p", "p", "p", "bw", "b"],
+    rows: ["bs", "bs", "bt", "bt"],
+    masked: ["bs", "bs", "bt", "bt", "bt"],
+    named: ["bs", "bs", "bt", "bt", "bs"],
+    merged: ["bs"] * 4,
 }
 """Functions that are compiled for any size too: letters of the first dims of each argument."""
 
@@ -131,12 +131,12 @@ def larger() -> dict[Callable[..., Any], list[Tensor]]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=made)
 
-    batch, tokens, width, count = 5, 330, 20, 110
-    q = [random(batch, 1, N, L), random(batch, 1, N, R)]
+    batch, queries, tokens, width, count = 5, 7, 330, 20, 110
+    q = [random(batch, queries, N, L), random(batch, queries, N, R)]
     table = torch.randperm(count, generator=made)[: batch * width].view(batch, width)
-    pages = [table, torch.tensor([width * PAGE_SIZE, 1, 177, 0, 48])]
+    pages = [table, torch.tensor([width * PAGE_SIZE, 8, 177, 0, 48])]
     cache = [random(batch, tokens, L), random(batch, tokens, R)]
-    parts = [random(batch, 5, L), random(batch, 5)]
+    parts = [random(batch, queries, L), random(batch, queries)]
     return {
         paged: [*q, random(count, PAGE_SIZE, L + R), *pages],
         paged_fp8: [
@@ -145,8 +145,8 @@ def larger() -> dict[Callable[..., Any], list[Tensor]]:
         ],
         rows: [*q, *cache],
         masked: [*q, *cache, torch.rand(batch, tokens, generator=made) > 0.3],
-        named: [*q, *cache, torch.randint(-1, tokens, (batch, 1, 24), generator=made)],
-        merged: [*parts, random(batch, 5, L), random(batch, 5)],
+        named: [*q, *cache, torch.randint(-1, tokens, (batch, queries, 24), generator=made)],
+        merged: [*parts, random(batch, queries, L), random(batch, queries)],
     }
 
 
@@ -194,14 +194,15 @@ def write(folder: Path) -> None:
         code, _ = graph.codegen()
         raise Written(code.value)
 
-    given = cases()
+    given, several = cases(), cases(queries=2)
     # The kernels of one case are those of others: what they read and write is asked once for all, not for each graph.
     remembered = accesses_remembered()
     with present("h100"), remembered, mock.patch.object(GraphLowering, "compile_to_module", stop), torch.no_grad():
         for function, any_size in [*((function, False) for function in given), *((each, True) for each in SYMBOLS)]:
             symbols: dict[str, Any] = {}
             letters = SYMBOLS[function] if any_size else [""] * len(given[function])
-            fakes = [_fake(*each, symbols) for each in zip(given[function], letters, strict=True)]
+            traced_with = (several if any_size else given)[function]
+            fakes = [_fake(*each, symbols) for each in zip(traced_with, letters, strict=True)]
             name = _name(function, any_size)
             traced = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
             put_launches(traced.graph, "triton")

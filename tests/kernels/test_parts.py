@@ -1,9 +1,11 @@
 """In how many parts keys are attended to, and in which tiles."""
 
 import pytest
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from mla_compile.kernels._common.machine import Machine
-from mla_compile.kernels._common.parts import number_of_parts
+from mla_compile.kernels._common.parts import number_of_parts, number_of_pieces
 from mla_compile.kernels._common.tiles import choose, columns, family
 
 H200 = Machine("sm_90", 132)
@@ -33,6 +35,19 @@ def test_parts_grow_with_the_keys_and_shrink_with_the_batch():
     by_batch = [parts(programs, 16384) for programs in (1, 4, 16, 64, 256)]
     assert by_keys == sorted(by_keys)
     assert by_batch == sorted(by_batch, reverse=True)
+
+
+@pytest.mark.parametrize("hint", [2, 64, 900])
+@pytest.mark.parametrize("count", [parts, lambda programs, _: number_of_pieces(programs, 132)])
+def test_a_symbol_of_programs_fills_the_machine_whatever_it_turns_out_to_be(count, hint):
+    env, source = ShapeEnv(), ConstantSource("programs")
+    symbol = env.create_symbol(hint, source, DimDynamic.DYNAMIC, None)
+    counted = count(env.create_symintnode(symbol, hint=hint, source=source), 16384)
+    for programs in (2, 5, 64, 131, 132, 200, 5000):
+        number = int(counted.node.expr.subs({symbol: programs}))
+        assert number >= 1
+        assert number == 1 or number * programs <= 4 * 132
+        assert (number + 1) * programs > 132
 
 
 def test_few_keys_are_one_part():
