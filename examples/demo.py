@@ -1,4 +1,4 @@
-"""A trained DeepSeek-V3 that nobody changed writes Python: eager, under stock Inductor, and under `backend="mla"`.
+"""Have an unmodified trained DeepSeek-V3 write Python: eager, under stock Inductor, and under `backend="mla"`.
 
 Run: make demo
 """
@@ -42,7 +42,7 @@ class Bar(BaseStreamer):
 
 @dataclass(frozen=True)
 class Run:
-    """One way to generate: its text, and what it took."""
+    """One way to generate: its text, its times, and what the sites became."""
 
     compiler: str
     cache: str
@@ -53,7 +53,7 @@ class Run:
 
 
 def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: str, label: str) -> tuple[str, float]:
-    """Greedily write `TOKENS` tokens after `PROMPT`: the text, and the seconds."""
+    """Greedily write `TOKENS` tokens after `PROMPT`. Returns the text and the seconds."""
     inputs = tokenizer(PROMPT, return_tensors="pt")
     start = time.perf_counter()
     output = model.generate(
@@ -69,7 +69,7 @@ def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: 
 
 
 def measure(compiler: str | None, cache: str, tokenizer: PreTrainedTokenizerBase) -> Run:
-    """Load the checkpoint, compile it in place, generate once to compile and five times to time."""
+    """Load the checkpoint, compile it in place, and generate once to compile and five times for timing."""
     torch.compiler.reset()
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     before = len(mla_compile.reports())
@@ -107,7 +107,7 @@ def print_cache(model: PreTrainedModel) -> None:
 
 def main() -> None:
     warnings.filterwarnings("ignore", module="torch")
-    logging.disable_progress_bar()  # of loading 4 MB
+    logging.disable_progress_bar()  # for loading 4 MB
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     runs = [measure(compiler, cache, tokenizer) for cache in CACHES for compiler in COMPILERS]
     print(runs[0].text)

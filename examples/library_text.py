@@ -1,4 +1,4 @@
-"""The Python standard library as a text to train on: what is left out, what is cut, and its tokens."""
+"""The Python standard library as training text: select its files, condense them, and encode them as tokens."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def condense(source: str) -> str:
 
 
 def load_documents(root: Path) -> list[str]:
-    """Condensed text of every module that is UTF-8 and parses, before and after."""
+    """The condensed text of every module that is UTF-8, and that parses both before and after it is condensed."""
     documents = []
     for path in library_files(root):
         try:
@@ -111,7 +111,7 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int) -> PreTrainedToke
 
 
 def cut(text: str, mean_length: int, rng: random.Random) -> Iterator[str]:
-    """`text` in pieces, half of which end with a line and half anywhere, inside words too."""
+    """Cut `text` into pieces, half of which end with a line and half anywhere, even inside words."""
     start = 0
     while start < len(text):
         stop = start + 1 + int(rng.expovariate(1 / mean_length))

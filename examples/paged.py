@@ -1,4 +1,4 @@
-"""A latent cache in pages in plain torch: sequences of unequal lengths, written in place and read with `pages[table]`.
+"""A paged latent cache in plain torch: sequences of unequal lengths, written in place and read with `pages[table]`.
 
 Compiled, nothing is gathered or up-projected: attention reads the pool.
 
@@ -40,7 +40,7 @@ class PagedMLA(nn.Module):
 
 
 def sequences(pool: PagePool, lengths: list[int]) -> list[BlockTable]:
-    """Sequences with something in their pages."""
+    """Sequences of these lengths, with random numbers in their pages."""
     tables = []
     for length in lengths:
         table = BlockTable(pool, batch=1)

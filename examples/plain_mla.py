@@ -13,7 +13,7 @@ import mla_compile
 
 
 class NaiveMLA(nn.Module):
-    """Caches one latent and one rope key a token, and expands all of them at every step."""
+    """Caches one latent and one rope key per token, and expands all of them at every step."""
 
     def __init__(self, hidden: int = 1024, N: int = 16, L: int = 256, P: int = 64, R: int = 32, V: int = 64) -> None:
         super().__init__()

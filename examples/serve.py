@@ -1,7 +1,7 @@
-"""An OpenAI-compatible server of a model with MLA: continuous batching over latents in pages, compiled decoding.
+"""An OpenAI-compatible server for a model with MLA: continuous batching over paged latents, compiled decoding.
 
-Requests wait where the pool is too small; who disconnects is cancelled. Sampling is greedy. Under torchrun the ranks
-share out the model's heads, and its experts; the first of them answers requests.
+Requests wait while the pool is full. If a client disconnects, its request is cancelled. Sampling is greedy. Under
+torchrun the ranks share out the model's heads and experts, and the first rank answers requests.
 
 Run: python examples/serve.py examples/tiny-deepseek-v3 --port 8000
      torchrun --nproc-per-node 2 examples/serve.py examples/tiny-deepseek-v3 --port 8000
@@ -42,11 +42,11 @@ from transformers.distributed import DistributedConfig
 from mla_compile import ContinuousModel, tp_plan
 
 DEFAULTS = {"temperature": 0, "n": 1, "best_of": 1, "echo": False, "logprobs": None, "stop": None, "suffix": None}
-"""What a request may say but not change."""
+"""Fields that a request may contain, but only with these values."""
 
 
 class Engine:
-    """Token ids in, tokens out, of many requests at a time."""
+    """Token ids in, token ids out, for many requests at a time."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Engine:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
         ranks = _shared_out(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=ranks)
-        if ranks is None:  # a rank's part is on its device already
+        if ranks is None:  # a rank's part is already on its device
             model = model.to(device)
         self.model = ContinuousModel(model, pages, page_size)
         self.most = min(pages * page_size, self.model.config.max_position_embeddings)
@@ -72,7 +72,7 @@ class Engine:
         )
 
     def check(self, prompt: Any, count: Any) -> None:
-        """Refuse what could never run: it would end the engine, not only the request."""
+        """Refuse what could never run, as it would stop the engine and not only the request."""
         vocabulary = range(self.model.config.vocab_size)
         if not (isinstance(prompt, list) and prompt and all(type(t) is int and t in vocabulary for t in prompt)):
             raise HTTPException(400, f"expected a prompt: a text, or tokens from 0 to {vocabulary[-1]}")
@@ -82,7 +82,7 @@ class Engine:
             raise HTTPException(400, f"expected at most {self.most} tokens, found {len(prompt)} and {count} to write")
 
     async def write(self, prompt: list[int], count: int) -> AsyncGenerator[list[int]]:
-        """All tokens written so far, each time there is one more; leaving it cancels the request."""
+        """Yield all tokens written so far, each time there is one more. Closing the generator cancels the request."""
         name, outputs = uuid.uuid4().hex, asyncio.Queue[Any]()
         self.manager.register_result_handler(name, outputs.put_nowait)
         finished = False
@@ -101,8 +101,8 @@ class Engine:
                 self.manager.output_router.result_handlers.pop(name, None)
 
     def follow(self) -> None:
-        """Run what the first rank is asked for, until it stops."""
-        for number in (signal.SIGINT, signal.SIGTERM):  # which the first rank gets too, and ends what all run
+        """Run the requests of the first rank, until it stops."""
+        for number in (signal.SIGINT, signal.SIGTERM):  # the first rank gets these too, and stops all ranks
             signal.signal(number, signal.SIG_IGN)
         self.manager.start()
         while self.manager.is_running():
@@ -110,7 +110,7 @@ class Engine:
 
 
 def _shared_out(folder: str) -> DistributedConfig | None:
-    """Heads over all ranks, and whole experts where there are any."""
+    """How ranks share the model out: heads over all of them, and whole experts if it has any. None for one process."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks == 1:
         return None
@@ -120,7 +120,7 @@ def _shared_out(folder: str) -> DistributedConfig | None:
 
 
 class Writing:
-    """One completion: the tokens of one request, as what the API says of them."""
+    """One completion: the tokens of one request, and the API's answers about them."""
 
     def __init__(self, engine: Engine, name: str, chat: bool, prompt: list[int], count: int) -> None:
         self.engine, self.prompt, self.count, self.chat = engine, prompt, count, chat
@@ -145,7 +145,7 @@ class Writing:
         return {**self.head, "object": kind, "choices": [choice | message]}
 
     async def whole(self, request: Request) -> Response:
-        """All at once, unless the client leaves."""
+        """Answer once with the whole text, unless the client disconnects first."""
 
         async def collect() -> None:
             async for tokens in self.engine.write(self.prompt, self.count):
@@ -164,7 +164,7 @@ class Writing:
         return JSONResponse(self.answer(self.text, self.reason) | {"usage": usage})
 
     async def stream(self) -> AsyncIterator[str]:
-        """Server-sent events; a character whose bytes are not all there waits for the rest."""
+        """Yield server-sent events. A character whose bytes are incomplete waits for the rest."""
         sent = 0
         async with contextlib.aclosing(self.engine.write(self.prompt, self.count)) as written:
             async for tokens in written:

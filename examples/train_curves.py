@@ -3,8 +3,8 @@
     python examples/train_curves.py --steps 300 --plot out/train-curves.svg
 
 Both start from the same weights and see the same batches of the standard library's text. Their losses differ by
-roundings, which training makes larger as it goes on: it is said by how much, beside what each kept for the backward.
-`--recompute queries` is `mla.recompute`. Needs what `train_tiny.py` needs, and matplotlib for `--plot`.
+rounding, which grows as training goes on. The script prints the largest difference, and what each run kept for the
+backward. `--recompute` sets `mla.recompute`. Needs what `train_tiny.py` needs, and matplotlib for `--plot`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mla_compile.bench.memory import kept_for_backward
 from train_tiny import batches, schedule
 
 CHECKPOINT = Path(__file__).parent / "tiny-deepseek-v3"
-DOCUMENTS = 150  # Files of text: more than a few hundred steps read.
-WARMUP = 0.1  # Of all steps; few steps need more of them than many.
+DOCUMENTS = 150  # Files of text: more than a few hundred steps use.
+WARMUP = 0.1  # Share of all steps; a short run needs a larger share than a long one.
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Run:
     saved_bytes: int = 0
 
     def train(self, ids: Tensor, rate: float) -> None:
-        """One step on a batch `[B, S]`, at some learning rate."""
+        """Take one step on a batch `[B, S]` at a learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         start = time.perf_counter()
@@ -55,7 +55,7 @@ class Run:
         self.losses.append(loss.item())
 
     def measure_saved(self, ids: Tensor) -> None:
-        """Note how many bytes a forward of a batch keeps for its backward, besides the weights."""
+        """Record how many bytes the forward of a batch keeps for its backward, besides the weights."""
         self.saved_bytes = kept_for_backward(
             lambda: self.step(input_ids=ids, labels=ids, use_cache=False).loss, self.step.parameters()
         )
@@ -69,7 +69,7 @@ def compiled(model: DeepseekV3ForCausalLM, backend: str, lr: float, options: dic
 
 
 def plot(runs: list[Run], path: Path) -> None:
-    """Write both curves into one figure, whose format is that of the name."""
+    """Draw both curves in one figure. The suffix of `path` decides its format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

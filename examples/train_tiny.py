@@ -7,12 +7,12 @@ left out, comments are dropped and docstrings are cut to their first line, so th
 
     python examples/train_tiny.py --bf16 --out examples/tiny-deepseek-v3
 
-A first stage models the text; a second, short one teaches the model to leave loops, so that greedy decoding, which
-is what one compares backends with, writes more than one line again and again. The checkpoint in `tiny-deepseek-v3`
-had 1,645 steps of the first and about 240 of the second (in two parts of 90 and 150 seconds), on Python 3.11.
+The first stage models the text. The second, short one teaches the model to leave loops, so that greedy decoding,
+which backends are compared with, does not write the same line forever. The checkpoint in `tiny-deepseek-v3` had
+1,645 steps of the first and about 240 of the second (in two parts of 90 and 150 seconds), on Python 3.11.
 
 Needs `transformers`, `tokenizers`, `safetensors` and `tqdm`; no network, no GPU. `--steps` counts steps instead of
-seconds, so that a slower machine trains as long.
+seconds, so that a slower machine takes as many steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BAR = "{l_bar}{bar}| {n:.0f}/{total:.0f}{unit} [{elapsed}<{remaining}{postfix}]"
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerFast) -> DeepseekV3Config:
-    """DeepSeek-V3 in small: as there, keys and values of all heads (8 x 48 numbers) come from a far smaller latent."""
+    """A small DeepSeek-V3: as there, keys and values of all heads (8 x 48 numbers) come from a far smaller latent."""
     return DeepseekV3Config(
         vocab_size=len(tokenizer),
         hidden_size=192,
@@ -81,7 +81,7 @@ def routers(model: DeepseekV3ForCausalLM) -> list[torch.nn.Module]:
 
 @torch.no_grad()
 def balance_experts(model: DeepseekV3ForCausalLM, router_logits: Sequence[Tensor], rate: float) -> None:
-    """Raise the choice bias of experts that got too few tokens and lower the others' (DeepSeek-V3, section 2.1.2)."""
+    """Raise the selection bias of experts that got too few tokens, lower the others' (DeepSeek-V3, section 2.1.2)."""
     for router, logits in zip(routers(model), router_logits, strict=True):
         chosen = (logits.sigmoid() + router.e_score_correction_bias).topk(router.top_k).indices
         load = torch.bincount(chosen.flatten(), minlength=router.num_experts).float()
@@ -93,7 +93,7 @@ def balance_experts(model: DeepseekV3ForCausalLM, router_logits: Sequence[Tensor
 
 @dataclass
 class Clock:
-    """How much of the training is done, counted in steps where their number is given and in seconds otherwise."""
+    """How much of the training is done, counted in steps if their number is given and in seconds otherwise."""
 
     seconds: float
     steps: int | None
@@ -117,7 +117,7 @@ class Clock:
 
 
 def schedule(done: float, warmup: float = 0.02) -> float:
-    """What to multiply the learning rate with: a linear warm-up from a twentieth, then half a cosine to zero."""
+    """The factor of the learning rate: a linear warm-up from a twentieth, then half a cosine to zero."""
     if done < warmup:
         return 0.05 + 0.95 * done / warmup
     return 0.5 + 0.5 * math.cos(math.pi * (done - warmup) / (1 - warmup))
@@ -135,8 +135,8 @@ def batches(tokens: Tensor, batch: int, context: int, seed: int) -> Iterator[Ten
 def make_optimizers(model: DeepseekV3ForCausalLM) -> list[torch.optim.Optimizer]:
     """Muon for the projection matrices, AdamW for the rest: embeddings, routers, norms and the stacks of experts.
 
-    With its update scaled to AdamW's, Muon takes the same learning rate. After 120 steps of this model its training
-    loss was 3.9 where AdamW alone had 4.5.
+    With its update scaled to AdamW's, Muon takes the same learning rate. After 120 steps of this model the training
+    loss was 3.9, and 4.5 with AdamW alone.
     """
     projections, others, norms = [], [], []
     for name, parameter in model.named_parameters():
@@ -213,7 +213,7 @@ def repetitions(
     def draw(low: int, high: int, rows: int) -> Tensor:
         return torch.randint(low, high, (rows, 1), generator=generator)
 
-    # No loop starts in the first 64 tokens, which may be needed for what comes before it.
+    # No loop starts in the first 64 tokens, which may be needed for the text before it.
     line = draw(64, len(lines) - 3, half)
     begin = torch.cat([lines[line], draw(64, len(tokens) - 64, batch - half)])
     period = torch.cat([lines[line + draw(1, 4, half)] - lines[line], draw(1, 9, batch - half)]).clamp(max=64)
@@ -226,7 +226,7 @@ def repetitions(
 def repetition_loss(logits: Tensor, ids: Tensor, first: Tensor, period: Tensor, decay: float = 0.5) -> Tensor:
     """Each round of a loop should find its tokens half as likely as the round before (DITTO, Xu et al. 2022, eq. 3).
 
-    Small models decoded greedily repeat themselves without end, for every repetition makes the next one more likely.
+    A small model that is decoded greedily repeats itself forever, as every repetition makes the next one more likely.
     """
     likely = logits[:, :-1].float().softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     position = torch.arange(1, ids.shape[1]).expand(len(ids), -1)
@@ -239,8 +239,8 @@ def repetition_loss(logits: Tensor, ids: Tensor, first: Tensor, period: Tensor, 
 def polish(model: DeepseekV3ForCausalLM, tokens: Tensor, breaks: Tensor, args: argparse.Namespace) -> None:
     """Second, short stage: half of each batch teaches the model to leave loops, half not to forget the rest.
 
-    `breaks` tells which token ids begin with a line break. The weights end between those before and those after,
-    which gives back half of what the second stage costs in held-out loss.
+    `breaks` tells which token ids begin with a line break. The final weights lie between those before and those after
+    this stage, which recovers half of what it costs in held-out loss.
     """
     before = copy.deepcopy(model.state_dict())
     half = args.batch // 2

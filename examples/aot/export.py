@@ -1,4 +1,4 @@
-"""The trained DeepSeek-V3 of `examples/` as a file that runs without Python: for any prompt and any length of cache.
+"""Export the trained DeepSeek-V3 of `examples/` to a file that runs without Python, for any prompt and cache length.
 
 Run: python examples/aot/export.py out/aot      writes model.pt2, libmla.so and pieces.txt, which generate.cpp reads
 """
@@ -17,7 +17,7 @@ CHECKPOINT = Path(__file__).parent.parent / "tiny-deepseek-v3"
 
 
 class Step(nn.Module):
-    """A model as a function of tokens and the cache before them: what `torch.export` can take."""
+    """A model as a function of tokens and the cache before them, a form that `torch.export` accepts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Step(nn.Module):
 
 
 def export(model: PreTrainedModel) -> torch.export.ExportedProgram:
-    """The program, for 1 to 512 tokens after a cache of 0 to 512, its attention rewritten."""
+    """The exported program, for 1 to 512 tokens after a cache of 0 to 512."""
     config = model.config
     tokens, context = Dim("Sq", min=1, max=512), Dim("T", min=0, max=512)
     cache = (
@@ -47,7 +47,7 @@ def export(model: PreTrainedModel) -> torch.export.ExportedProgram:
 
 
 def write_pieces(path: Path) -> None:
-    """The bytes of each token, in hexadecimal, a line each: all of a tokenizer that writing text takes."""
+    """Write the bytes of each token in hexadecimal, one per line: all that generating text needs of a tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     lines = [tokenizer.decode([token]).encode().hex() for token in range(len(tokenizer))]
     path.write_text("\n".join(lines) + "\n")
@@ -56,7 +56,7 @@ def write_pieces(path: Path) -> None:
 @torch.no_grad()
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    # Experts as products: the default on CPU is an op of transformers in Python, which C++ does not have.
+    # Experts as products: the default on CPU is a Python op of transformers, which C++ cannot call.
     model = AutoModelForCausalLM.from_pretrained(
         CHECKPOINT, dtype=torch.float32, experts_implementation="batched_mm"
     ).eval()

@@ -1,4 +1,4 @@
-// Writes Python with the package of export.py: no Python, no mla_compile, only libtorch and the kernels in libmla.so.
+// Generates text with the package of export.py, without Python or mla_compile: only libtorch, and kernels in libmla.so.
 //
 // Build: cmake -S examples/aot -B out/aot/build -DCMAKE_PREFIX_PATH=$(python -c "import torch; print(torch.utils.cmake_prefix_path)")
 //        cmake --build out/aot/build
@@ -47,7 +47,7 @@ int main(int argc, char** argv) {
   std::vector<int64_t> prompt;
   for (int i = 5; i < argc; ++i) prompt.push_back(std::stoll(argv[i]));
 
-  // Layers and widths of the shipped checkpoint: 5 layers, a latent of 48 and a rope key of 16 a token.
+  // Layers and widths of the shipped checkpoint: 5 layers, a latent of 48 and a rope key of 16 per token.
   at::Tensor latents = at::zeros({5, 1, 0, 48}), k_ropes = at::zeros({5, 1, 0, 16});
   at::Tensor ids = at::tensor(prompt, at::kLong).unsqueeze(0);
   for (const auto id : prompt) std::cout << pieces.at(id);
