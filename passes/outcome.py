@@ -1,4 +1,4 @@
-"""What became of one attention of a graph."""
+"""The outcome of one attention of a graph: its path, and why."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from .nodes.source import Frame, common_frame, trail
 class Outcome:
     """One attention: where it stands in the user's source, its path, and why.
 
-    `path` is `absorbed`, `chunked`, `sparse`, `values` or `unchanged`, and in an exported program, where the sizes of a
-    run may decide, `absorbed or chunked`. `shapes` maps the words `B, Sq, T, N, L, P, R, V` to sizes
-    as text (symbolic ones as expressions), empty where the attention is no MLA site. `guards` are the inequalities
-    between symbolic sizes under which the path was chosen. `mask` says what hides keys from queries: `none`, or
-    `sequences`, `causal`, `lengths`, `window`, `padding`, `top-k`, `tensor` (some tensor) and `own ropes` (which hide
-    nothing: they are added to scores) joined by ` + `; empty where unchanged.
-    Where unchanged, `remedy` says what would have it rewritten, if anything, and `trail` how far the trace came: the
-    lines of source from the attention back to where it stopped. `hint` says what else would save time, if anything.
+    `path` is `absorbed`, `chunked`, `sparse`, `values` or `unchanged`; in an exported program, where the sizes of a
+    run may decide, it may also be `absorbed or chunked`. `shapes` maps the words `B, Sq, T, N, L, P, R, V` to sizes
+    as text (symbolic sizes as expressions). `guards` are the inequalities between symbolic sizes under which the path
+    was chosen. `mask` says what hides keys from queries: `none`, or `sequences`, `causal`, `lengths`, `window`,
+    `padding`, `top-k`, `tensor` (an arbitrary tensor) and `own ropes` (which hide nothing: they are added to scores),
+    joined by ` + `.
+
+    An unchanged attention has no `shapes` and no `mask`. Its `remedy` says what would get it rewritten, if anything
+    would, and its `trail` lists the lines of source from the attention back to where the trace stopped. `hint` says
+    what else would save time, if anything would.
     """
 
     node: str
@@ -56,7 +58,7 @@ def rewritten(
 
 
 def unchanged(node: fx.Node, refusal: Refusal) -> Outcome:
-    """The outcome of the attention at `node` that was refused."""
+    """The outcome of the attention at `node`, which was refused."""
     way = trail(node, refusal.stopped) if refusal.stopped is not None else ()
     place = _place(common_frame(node, ()))
     return Outcome(node.name, *place, "unchanged", str(refusal), remedy=refusal.remedy, trail=way)

@@ -1,4 +1,4 @@
-"""The passes in order, the `STEPS`. Graph in, graph out, and what became of each attention."""
+"""The pipeline: take each attention of a graph through the `STEPS`, and rewrite the graph in place."""
 
 from __future__ import annotations
 
@@ -36,22 +36,23 @@ from .paths.choose import Choice, Chooser, Ranges
 from .trace.trace import Trace
 
 STEPS = ("find", "prove", "understand", "choose", "rewrite")
-"""What an attention goes through: the products and the softmax, the latent, the masks, the path, and its code."""
+"""The steps of one attention: find its products and its softmax, prove its latent, understand its masks, choose
+its path, and put in the code of that path."""
 
 
 @dataclass
 class Result:
-    """What became of one attention, and what was proved of it, as far as that came."""
+    """The outcome of one attention, and what was proved about it before a step refused it, if one did."""
 
     node: fx.Node
-    """Of the graph as it was."""
+    """Its node in the graph as it was before the rewrite."""
     found: Attention | None = None
     site: Site | None = None
     meaning: Meaning | None = None
     choice: Choice | None = None
     outcome: Outcome = field(init=False)
     environment: ShapeEnv | None = None
-    """Of the symbols of its sizes."""
+    """The shape environment of the symbols in its sizes."""
 
     @property
     def stopped(self) -> str | None:
@@ -67,22 +68,23 @@ class Pipeline:
     """The passes with their settings."""
 
     device: Device
-    """Whose rates the cost model uses."""
+    """The device whose rates the cost model uses."""
 
     path: str = AUTO
-    """`auto` asks the cost model; the word of a path takes that one at every site that it is a path of."""
+    """`auto` asks the cost model; the word of a path takes that path at every site to which it applies."""
 
     workspace_tokens: int = 1024
     """Keys that the chunked path up-projects at a time."""
 
     ranges: Ranges | None = None
-    """Of an exported program: the sizes it is declared for, all of which its one graph has to serve without guards."""
+    """For an exported program, the sizes it is declared for: its one graph has to serve all of them without guards."""
 
     training: bool = False
-    """Whether the graph needs gradients. It is then read for what to rewrite, and not itself run."""
+    """Whether the graph needs gradients. Its rewritten code is then put into another graph, which torch
+    differentiates; this graph itself is not run."""
 
     agreement: Agreement = NO_AGREEMENT
-    """What the ranks of a group that shares out keys agree on."""
+    """What the ranks agree on where a group of them shares out the keys."""
 
     def __call__(self, module: fx.GraphModule) -> list[Result]:
         """Rewrite the MLA sites of a functional ATen graph in place. Every node has its fake value in `meta["val"]`."""
@@ -106,7 +108,8 @@ class Pipeline:
         return results
 
     def rephrase(self, module: fx.GraphModule) -> None:
-        """Put what is no attention as it is written as attention, in place, where that would be rewritten."""
+        """Rephrase as attention, in place, computations that are not written as attention and could then be
+        rewritten (see `graph/rephrased`)."""
         if not self.training and self.ranges is None:
             rephrase(module, self._chooser(module))
 
@@ -125,7 +128,7 @@ class Pipeline:
     def _proved(self, found: Attention, trace: Trace, choose: Chooser) -> Site:
         site = prove_or_values_alone(found, trace)
         if site.unproved_keys is not None:
-            choose.where_values_pay(site)  # before masks are understood: most attention is no MLA
+            choose.where_values_pay(site)  # before masks are understood, since most attentions are not MLA
         return site
 
     def _treat(self, found: Attention | Refusal, trace: Trace, choose: Chooser, rewriter: Rewriter) -> Result:
@@ -155,9 +158,9 @@ class Pipeline:
 
 
 def _ends_of_up_projections(site: Site) -> tuple[str | None, list[str]]:
-    """The name of the latent, and those of the products of queries and keys: what lies between them is up-projected."""
+    """The names of the latent and of the query-key products: what lies between them is up-projected."""
     opaque, latent = site.attention.opaque, site.latent.read.source
-    while isinstance(latent, Scaled):  # what keys and values were multiplied by is made again with them
+    while isinstance(latent, Scaled):  # the scaling is computed again together with the keys and values
         latent = latent.of.source
     nodes = [latent, *(product.source for product in (opaque.products if opaque is not None else ()))]
     names = [node.name if isinstance(node, fx.Node) else None for node in nodes]
@@ -187,13 +190,13 @@ def _refusal(node: fx.Node, error: Exception) -> Refusal:
 
 
 def _sources(site: Site) -> list[fx.Node]:
-    """The nodes of a site that stand in the user's module rather than in what it calls."""
+    """The nodes that hold a site's latent and rope keys: the user's module makes them, not a function that it calls."""
     reads = [site.latent.read, *(rope.key.read for rope in site.ropes)]
     return [read.source for read in reads if isinstance(read.source, fx.Node)]
 
 
 def _relax_views(graph: fx.Graph) -> None:
-    """A view of a rewritten output may need a copy where one of the original did not: its strides can differ."""
+    """Turn views into reshapes: the strides of a rewritten output can differ, so that viewing it may take a copy."""
     for node in graph.nodes:
         if node.target is aten.view.default:
             node.target = aten.reshape.default

@@ -1,6 +1,6 @@
-"""What functions of each element and sums make of several broadcast forms.
+"""The forms of elementwise functions of broadcast operands, and of sums of them.
 
-Pure Python. Both raise `Unaligned` when sizes do not factor over one another.
+Pure Python. Both functions raise `Unaligned` when sizes do not factor over one another.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from .terms import Axis, Dim, Form, Join, Lost, Segment, Sum, Term, Undefined, Z
 
 
 def pointwise(source: Hashable, operands: Sequence[Form], shape: Sequence[Size]) -> Form:
-    """An elementwise function `source` of broadcast operands.
+    """The form of `source`, an elementwise function of broadcast operands.
 
-    The result is a plain read. It repeats along every axis along which all its operands repeat.
+    The result is a plain read. It repeats along every axis along which all operands repeat.
     """
     known = [(operand.dims, operand.term.axes) for operand in operands]
     result, depends = list[Dim](), set[Axis]()
     for i, size in zip(range(-len(shape), 0), shape, strict=True):
         parts = _divided_alike([[(a.size, a in own) for a in dims[i]] for dims, own in known if i >= -len(dims)])
-        if parts and all(differ for _, differ in parts):  # the division is of no further use, and in a view's way
+        if parts and all(differ for _, differ in parts):  # the division says nothing more, and would obstruct a view
             parts = [(product(extent for extent, _ in parts), True)]
         axes = [Axis(extent) for extent, _ in parts or ([] if same(size, 1) else [(size, False)])]
         depends.update(axis for axis, (_, differ) in zip(axes, parts, strict=False) if differ)
@@ -36,9 +36,9 @@ _Part = tuple[Size, bool]
 
 
 def _divided_alike(dims: Sequence[Sequence[_Part]]) -> list[_Part]:
-    """The coarsest division of a dimension, slowest first, that divides it wherever one of the tensors does.
+    """The coarsest division of a dimension, slowest factor first, that divides it wherever one of the tensors does.
 
-    Tensors without factors are broadcast along it. Raises Unaligned where factors do not divide one another.
+    Tensors without factors are broadcast along the dimension. Raises Unaligned if factors do not divide one another.
     """
     pending = [list(parts)[::-1] for parts in dims if parts]
     found: list[_Part] = []
@@ -59,9 +59,10 @@ def _divided_alike(dims: Sequence[Sequence[_Part]]) -> list[_Part]:
 
 
 def add(source: Hashable, operands: Sequence[Form], shape: Sequence[Size]) -> Form:
-    """The sum `source` of broadcast operands, of which it keeps the terms.
+    """The form of `source`, a sum of broadcast operands, with the operands as its terms.
 
-    Where one is a join the sum is one, of sums: zeros that pad two tensors to one width leave a join of the two.
+    If an operand is a join, the result is a join of sums. Two tensors that are padded with zeros to one width thus
+    add up to a join of the two.
     """
     plain = pointwise(source, operands, shape)
     own = range(len(shape))
@@ -71,11 +72,11 @@ def add(source: Hashable, operands: Sequence[Form], shape: Sequence[Size]) -> Fo
 
 
 MOST_TERMS = 4
-"""Terms of a sum up to which they are kept: a bias or two, not what a residual stream adds up to."""
+"""The most terms that a sum keeps: enough for a bias or two, too few for a residual stream."""
 
 
 def _sum(whole: Term, terms: Sequence[Term]) -> Term:
-    """`whole`, which is the sum of the terms, with what is known of it."""
+    """`whole`, the sum of the terms, refined by what is known about it."""
     flat = [t for term in terms for t in (term.parts.terms if isinstance(term.parts, Sum) else (term,))]
     if any(isinstance(term.parts, Undefined) for term in flat):
         return replace(whole, parts=Undefined())
@@ -87,9 +88,9 @@ def _sum(whole: Term, terms: Sequence[Term]) -> Term:
         start: Size = 0
         segments: list[Segment] = []
         for segment in joined.segments:
-            axes = tuple(Axis(axis.size) for axis in segment.axes)  # two operands may be joins over the same ones
+            axes = tuple(Axis(axis.size) for axis in segment.axes)  # new ones: two operands may be joins over the same
             own, *others = (
-                # the piece's own read, which knows better than the join's along which axes it repeats
+                # the piece's own read says more precisely along which axes it repeats
                 change_term(segment.term, dict(zip(segment.axes, axes, strict=True)))
                 if term.parts is joined
                 else piece_of(term, joined.axis, start, axes)

@@ -1,4 +1,4 @@
-"""Products that lie one behind the other, of which one factor is one tensor: its product with the others in a row.
+"""Turn a join of products into one product, if the factors on one side are consecutive parts of a single tensor.
 
     cat(w[0] @ v_0, w[1] @ v_1)      =      w @ stack(v_0, v_1)
 
@@ -16,7 +16,7 @@ from .terms import Form, Join, Product, Term, Unread
 
 
 def factored(term: Term) -> Term:
-    """A join of products as a product with a join, the term itself if it is none."""
+    """A join of products as a product with a join; the term itself if it is not such a join."""
     join = term.parts
     if not isinstance(join, Join):
         return term
@@ -39,7 +39,8 @@ def factored(term: Term) -> Term:
 
 
 def _in_one(join: Join, pieces: list[Term]) -> Term | None:
-    """Pieces along the axis of a join as a part of one tensor that differs along it, None if they are not."""
+    """The pieces of a join as a read of one tensor that differs along the join's axis; None if
+    there is no such tensor."""
     first, *rest = (Form((s.axes,), Term(piece.read)) for s, piece in zip(join.segments, pieces, strict=True))
     run: Form | None = first
     for piece in rest:

@@ -1,9 +1,9 @@
-"""Reads through a table: `pages[block_table]` in its spellings, and the same with pages laid one behind the other.
+"""Reads through a table: `pages[block_table]` in its spellings, and the same with pages and rows flattened.
 
     node[b, n, r, w] = pages[table[b, n], r, w]                              a lookup
     node[b, t, w]    = pages[table[b, t // page_size], t % page_size, w]     its flat form
 
-The form of such a node is a leaf whose term says so: it is `stored` as a `Lookup`.
+The form of such a node is a leaf. Its term records the lookup: `stored` is a `Lookup`.
 
 Pure Python, like `operations`.
 """
@@ -20,9 +20,9 @@ from .terms import Axis, Dim, Flat, Form, Lookup, Read, Term
 
 
 def look_up(node: Hashable, source: Form, dim: int, index: Form, wraps: bool) -> Form:
-    """The tensor `node`: `source` with its dimension `dim` replaced by those of `index`.
+    """The form of `node`: `source` with its dimension `dim` replaced by the dimensions of `index`.
 
-    Raises: Unaligned, if that dimension is not one axis.
+    Raises: Unaligned, if that dimension is not one axis, or if either tensor was already multiplied or cast.
     """
     source, index = fresh(source), fresh(index)
     dims = (*source.dims[:dim], *index.dims, *source.dims[dim + 1 :])
@@ -30,9 +30,10 @@ def look_up(node: Hashable, source: Form, dim: int, index: Form, wraps: bool) ->
 
 
 def gather(node: Hashable, source: Form, dim: int, index: Form) -> Form:
-    """The tensor `node`: the element of `source` at its own index, but with that of `index` in place of the `dim`-th.
+    """The form of `node`: elements of `source` at their own indices, except in `dim`, where `index` gives the index.
 
-    Raises: Unaligned, if that dimension is not one axis, or of another dimension not all is taken.
+    Raises: Unaligned, if that dimension is not one axis, if another dimension is taken only in part, or if either
+    tensor was already multiplied or cast.
     """
     labels = [[i if i != dim else "entry" for i in range(len(source.dims))], range(len(index.dims))]
     if any(not same(a, b) for i, (a, b) in enumerate(zip(source.shape, index.shape, strict=True)) if i != dim):
@@ -44,11 +45,12 @@ def gather(node: Hashable, source: Form, dim: int, index: Form) -> Form:
 
 
 def by_position(node: Hashable, source: Form, page: Form, lookup: Lookup) -> Form:
-    """The tensor `node`: the token at each position of pages `source`, whose first dimensions are pages and rows.
+    """The form of `node`: the token at each position in `source`, whose first two dimensions are pages and rows.
 
-    `page` is, for each position, the entry of a table `lookup.pages` at the position divided by the rows of a page.
+    `page` gives the page of each position: the entry of the table `lookup.pages` at the position divided by the
+    number of rows of a page.
 
-    Raises: Unaligned, if the dimensions are not one axis each.
+    Raises: Unaligned, if pages, rows or positions are not one axis each, or if `source` was already multiplied or cast.
     """
     source = fresh(source)
     if len(source.dims[0]) != 1 or len(source.dims[1]) != 1 or len(page.dims[-1]) != 1 or source.term.read.then:
@@ -72,15 +74,15 @@ def _leaf(node: Hashable, dims: Sequence[Dim], lookup: Lookup) -> Form:
 
 
 def lookup_of(term: Term) -> Lookup | None:
-    """What is looked up, with all that was done to it after; None if a term is no such element."""
+    """The lookup that a term is, including what was done to its element since; None if the term is not a lookup."""
     stored = term.stored
     return replace(stored, then=(*stored.then, *term.read.then)) if isinstance(stored, Lookup) else None
 
 
 def scaled(lookup: Lookup, by: Lookup | Read) -> Lookup:
-    """A lookup multiplied with another one, or with a tensor that every token shares, over common axes.
+    """A lookup multiplied by another lookup, or by a tensor that all tokens share; both are over common axes.
 
-    Raises: Unaligned, if the other one is not in the same rows of the same entries of the same table.
+    Raises: Unaligned, if either has scales already, or if the other lookup reads other rows or through other entries.
     """
     if lookup.scales is not None:
         raise Unaligned("a lookup that is multiplied twice")
@@ -93,7 +95,10 @@ def scaled(lookup: Lookup, by: Lookup | Read) -> Lookup:
 
 
 def together(one: Lookup, other: Lookup) -> dict[Axis, Axis] | None:
-    """The axes of `one` for those of `other`, both over common axes, if both are in the same entries of one table."""
+    """The bound axes of `one` for those of `other`, if both read the same entries of one table; else None.
+
+    The two lookups are over common axes.
+    """
     pairs = [(one.entry, other.entry)]
     if one.flat is not None and other.flat is not None:
         pairs += [(one.flat.page, other.flat.page), (one.flat.row, other.flat.row)]
@@ -105,10 +110,11 @@ def together(one: Lookup, other: Lookup) -> dict[Axis, Axis] | None:
 
 
 def flatten(node: Hashable, form: Form) -> Form | None:
-    """The leaf `node` of a flat lookup, if its form lays the pages of a lookup one behind the other, else None."""
+    """`node` as the leaf of a flat lookup, if `form` flattens the pages and rows of a lookup
+    into one axis; else None."""
     if not isinstance(form.term.stored, Lookup) or form.term.stored.flat is not None:
         return None
-    form = fresh(form)  # its pages and rows are bound in the leaf
+    form = fresh(form)  # the leaf binds the axes of pages and rows: they must not be another form's
     lookup = lookup_of(form.term)
     assert lookup is not None
     merged = [dim for dim in form.dims if len(dim) == 2 and dim[0] in lookup.table.axes]

@@ -1,4 +1,4 @@
-"""Tensors laid one behind the other, and what their elements are: pieces, one tensor again, or a product with a stack.
+"""Concatenate tensors. The elements of the result are pieces, one tensor again, or a product with a stack.
 
 Pure Python, like `operations`.
 """
@@ -17,11 +17,11 @@ from .terms import Axis, Form, Join, Product, Segment, Stacked, Unread, Zero
 
 
 def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
-    """Pieces laid one behind the other along `dim` in the tensor `source`.
+    """Concatenate `pieces` along `dim`, into the tensor `source`.
 
-    Pieces that are one behind the other in what they are made of are one (see `runs`). Where every piece is a plain
-    read over the same axes the result is a plain read of `source`: a cache that grew is one tensor. The pieces are
-    `parts` where they tell more than that, else what it is `joined` of.
+    Consecutive parts of one tensor or product become one piece again (see `runs`). If every piece is a plain read
+    over the same axes, the result is a plain read of `source`: a cache that grew is one tensor. It is then `joined`
+    of the pieces, if they are few. Pieces that say more than that become its `parts`.
     """
     pieces = [part for piece in pieces for part in _opened(piece, dim)]
     pieces = [piece for piece in pieces if not same(piece.shape[dim], 0)] or pieces[:1]
@@ -35,7 +35,7 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
         return whole
     along = Axis(total(piece.shape[dim] for piece in aligned))
     dims = tuple((along,) if i == dim else axes for i, axes in enumerate(aligned[0].dims))
-    segments = tuple(Segment(p.dims[dim], prune(p.term, 4)) for p in aligned)  # as scores of joined keys have them
+    segments = tuple(Segment(p.dims[dim], prune(p.term, 4)) for p in aligned)  # what scores of joined keys need
     depends = [s.term.axes - set(s.axes) for s in segments]
     together = frozenset[Axis]().union(*depends)
     term = read_of(source, dims, together | {along})
@@ -46,7 +46,7 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
 
 
 def _opened(piece: Form, dim: int) -> Sequence[Form]:
-    """The pieces of a piece that is a join along the same dimension."""
+    """The pieces of `piece`, if it is itself a join along the same dimension; else `piece` alone."""
     parts = piece.term.parts
     if not isinstance(parts, Join) or piece.dims[dim] != (parts.axis,):
         return (piece,)
@@ -54,10 +54,10 @@ def _opened(piece: Form, dim: int) -> Sequence[Form]:
 
 
 def _in_one_run(source: Hashable, pieces: Sequence[Form], dim: int) -> Form | None:
-    """Pieces as one, None if they are not.
+    """The pieces as one run; None if they are not one.
 
-    The axis of their own indices may come before their own axes: so ranks are gathered one behind the other. Runs may
-    themselves be pieces of a run: so heads are looped over, of which groups have a latent each.
+    The axis that counts the pieces may come before the axes of each piece, as when ranks are gathered one behind
+    another. Runs may themselves be pieces of a longer run, as in a loop over heads whose groups have a latent each.
     """
     runs = list(pieces)
     while len(runs) > 1:
@@ -75,7 +75,7 @@ def _in_one_run(source: Hashable, pieces: Sequence[Form], dim: int) -> Form | No
 
 
 def _in_one_product(source: Hashable, pieces: Sequence[Form], dim: int) -> Form | None:
-    """Pieces that are products with one tensor as the product of that with the others in a row, None if they are not.
+    """Products with one common factor, as its product with the other factors joined; None if there is no such factor.
 
     cat(latent_0 @ w, latent_1 @ w)   =   cat(latent_0, latent_1) @ w
     """
@@ -91,7 +91,8 @@ def _in_one_product(source: Hashable, pieces: Sequence[Form], dim: int) -> Form 
 
 
 def _in_runs(source: Hashable, segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Segments, as few as they are, over one axis each: what was written to a buffer so far."""
+    """The segments, with neighbours merged if they are one run over one axis: all that was written to
+    a buffer so far, perhaps."""
     runs = [segments[0]]
     for segment in segments[1:]:
         last, own = (Form((part.axes,), part.term) for part in (runs[-1], segment))
@@ -104,9 +105,10 @@ def _in_runs(source: Hashable, segments: Sequence[Segment]) -> tuple[Segment, ..
 
 
 def _stacked(along: Axis, segments: Sequence[Segment]) -> Product | None:
-    """Products of one term with a matrix each, stacked: its product with the stack of matrices. None if they are not.
+    """Stacked products of one term with a matrix each, as its product with the stacked matrices;
+    None if they are not that.
 
-    This is how heads come that have a projection each.
+    Heads that have a projection each look like this.
     """
     products = [s.term.parts for s in segments if isinstance(s.term.parts, Product) and not s.axes]
     first = products[0] if len(products) == len(segments) else None
@@ -132,7 +134,7 @@ def _stacked(along: Axis, segments: Sequence[Segment]) -> Product | None:
 
 
 def pad(source: Hashable, form: Form, dim: int, before: Size, after: Size) -> Form:
-    """Zeros before and after the indices of one dimension, in the tensor `source`."""
+    """Pad one dimension with zeros before and after its indices; the result is the tensor `source`."""
     pieces = []
     for size in (before, after):
         zeros = leaf(Unread(source), (*form.shape[:dim], size, *form.shape[dim + 1 :]))

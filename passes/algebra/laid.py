@@ -1,6 +1,7 @@
-"""Axes laid one behind the other, of which a part is taken that cuts through them: `x.flatten(1, 2)[:, :n]`.
+"""Slices of flattened axes that cut through one of the axes: `x.flatten(1, 2)[:, :n]`.
 
-No axes say which indices those are, so that what is laid becomes a source of its own, one axis in place of several.
+Such a range of indices is no product of axes. The flattened tensor therefore becomes a source of its own (`Laid`), in
+which one axis takes the place of several.
 
 Pure Python, like `operations`.
 """
@@ -16,7 +17,7 @@ from .terms import Axis, Digit, Dim, Form, Join, Laid, Product, Read, Sum, Term
 
 
 def lay(form: Form, dim: int) -> Form:
-    """The same tensor with one axis in one of its dimensions.
+    """The same tensor, with dimension `dim` as a single axis.
 
     Raises: Unaligned, if a join divides the dimension.
     """
@@ -26,9 +27,9 @@ def lay(form: Form, dim: int) -> Form:
 
 
 def taken_apart(read: Read, parts: Dim) -> Read:
-    """All of what a read of something laid takes a part of, over `parts` in place of the axis of that part.
+    """Undo `lay`: the whole tensor of which `read` takes a part, over the axes `parts` in place of that part's axis.
 
-    Raises: Unaligned, if of other dimensions not all is read.
+    Raises: Unaligned, if another dimension is not read in full.
     """
     assert isinstance(read.source, Laid)
     others = [digits[0] if len(digits) == 1 else None for digits in read.dims[1:]]
@@ -42,7 +43,7 @@ def taken_apart(read: Read, parts: Dim) -> Read:
 
 
 def _lay_term(term: Term, parts: Dim, whole: Axis) -> Term:
-    """What is known of how it is stored is forgotten."""
+    """Apply `lay` to a term. If it runs over `parts`, how its element is stored is forgotten."""
     if term.axes.isdisjoint(parts) and term.read.axes.isdisjoint(parts):
         return term
     read = _lay_read(term.read, parts, whole)
@@ -61,7 +62,7 @@ def _lay_term(term: Term, parts: Dim, whole: Axis) -> Term:
 
 def _lay_read(read: Read, parts: Dim, whole: Axis) -> Read:
     if (merged := merge(read, parts, whole)).axes.isdisjoint(parts):
-        return merged  # they lie so in what is read, or are not read at all
+        return merged  # adjacent in the source, or not read at all
     digits = [digit.axis for digit in read.digits if digit.axis is not None]
     others = tuple(axis for axis in dict.fromkeys(digits) if axis not in parts)
     own = {axis: bound_axis(place, axis.size) for place, axis in enumerate((*parts, *others))}
@@ -72,5 +73,6 @@ def _lay_read(read: Read, parts: Dim, whole: Axis) -> Read:
 
 @lru_cache(maxsize=4096)
 def bound_axis(place: int, size: Size) -> Axis:
-    """An axis of a source's own, the same in every source, so that two that are alike are equal."""
+    """The bound axis of a source at `place`. Sources share these axes, so that two sources that
+    are alike compare equal."""
     return Axis(size)

@@ -1,6 +1,6 @@
-"""Reads of tensors that no graph has: what is made of other reads, over their axes, and what it is made of.
+"""Reads of tensors that are not in the graph: make them from other reads, over their axes, and take them apart.
 
-Pure Python, like `operations`. Whoever reads one computes it, or multiplies with what it is made of.
+Pure Python, like `operations`. Code that reads such a tensor computes it, or works with what it is made of.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def multiplied(of: Read, by: Read, *, divides: bool = False) -> Read:
 
 
 def added(pieces: Sequence[Read]) -> Read:
-    """The sum of the pieces, over the axes of all."""
+    """The sum of the pieces, over the axes of all of them."""
     own = _own(pieces)
     return _read(Added(tuple(change_read(piece, own) for piece in pieces), tuple(own.values())), own)
 
 
 def contracted(left: Read, right: Read, summed: Dim) -> Read:
-    """`sum over summed of left * right`, over the other axes of both."""
+    """`sum over summed of left * right`, over the remaining axes of both."""
     own = _own((left, right))
     bound = {axis: own.pop(axis, Axis(axis.size)) for axis in summed}
     left, right = (change_read(read, own | bound) for read in (left, right))
@@ -35,10 +35,10 @@ def contracted(left: Read, right: Read, summed: Dim) -> Read:
 
 
 def joined(first: Read, second: Read, along: tuple[Dim, Dim], axis: Axis) -> Read | None:
-    """Two reads one behind the other along `axis`, where the axes `along` of each count its own indices; None if
-    their other axes are not the same, or if none of the two differs along it.
+    """Two reads concatenated along `axis`; `along` gives the axes that count each read's own indices there.
 
-    Axes of the source are the same in every one, so that two that are alike are equal.
+    None if their other axes differ, if neither read differs along the join, or if one repeats along an axis in its
+    `along`. The axes of the source are the same in every source, so that two sources that are alike compare equal.
     """
     pieces = *_pieces(first, along[0]), *_pieces(second, along[1])
     others = [d.axis for d in first.digits if d.axis is not None and d.axis not in along[0]]
@@ -57,7 +57,7 @@ def joined(first: Read, second: Read, along: tuple[Dim, Dim], axis: Axis) -> Rea
 
 
 def _pieces(read: Read, own: Dim) -> list[tuple[Read, Dim]]:
-    """The pieces of a read that is joined along `own`, all of which is read; else itself."""
+    """The pieces of a read of all of a source that is joined along `own`, with their axes; else the read alone."""
     source = read.source
     if not isinstance(source, Joined) or read.then or any(len(d) != 1 or not d[0].whole for d in read.dims):
         return [(read, own)]
@@ -72,7 +72,7 @@ def _pieces(read: Read, own: Dim) -> list[tuple[Read, Dim]]:
 
 
 def _own(reads: Sequence[Read]) -> dict[Axis, Axis]:
-    """An axis of the source's own for each of the reads', in order."""
+    """A new axis for each axis of the reads, in order: the axes of the source to be made."""
     return {d.axis: Axis(d.axis.size) for read in reads for d in read.digits if d.axis is not None}
 
 
@@ -81,7 +81,7 @@ def _read(source: Hashable, own: dict[Axis, Axis]) -> Read:
 
 
 def addends(read: Read) -> list[Read]:
-    """What a read is the sum of; of one that is none, or of which only a part is read, the read itself."""
+    """The reads that a read is the sum of; the read itself if it is not a sum, or reads only part of one."""
     names = _names(read)
     if not isinstance(read.source, Added) or names is None:
         return [read]
@@ -90,7 +90,7 @@ def addends(read: Read) -> list[Read]:
 
 
 def matrices(read: Read) -> tuple[Read, Read, Dim] | None:
-    """`left, right, summed` of a read that is a product of two, in the order of what it was made of."""
+    """`left, right, summed` of a read of all of a product, in the order in which it was made; None for other reads."""
     names = _names(read)
     if not isinstance(read.source, Contracted) or names is None:
         return None
@@ -99,7 +99,7 @@ def matrices(read: Read) -> tuple[Read, Read, Dim] | None:
 
 
 def _names(read: Read) -> dict[Axis, Axis] | None:
-    """What the axes of a source that is made are called in a read of all of it; None if that reads it otherwise."""
+    """For each axis of a made source, the axis of `read` in its place; None unless all of the source is read."""
     names: dict[Axis, Axis] = {}
     for digits, own in zip(read.dims, getattr(read.source, "axes", ()), strict=False):
         if len(digits) != 1 or digits[0].axis is None or not digits[0].whole:

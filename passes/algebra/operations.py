@@ -1,7 +1,7 @@
-"""What layout operations, contractions and sums do to a `Form` (see `terms`).
+"""What layout operations, contractions, scaling and casts do to a `Form` (see `terms`).
 
-Pure Python; joins are in `joins`. Each raises `Unaligned` when sizes do not factor over one another; the caller then
-knows no more of the result than its shape.
+Pure Python; joins are in `joins`, sums in `elementwise`. Each function raises `Unaligned` when sizes do not factor
+over one another; the caller then knows only the shape of the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def leaf(source: Hashable, shape: Sequence[Size]) -> Form:
 
 
 def read_of(source: Hashable, dims: Sequence[Dim], depends: frozenset[Axis] | None = None) -> Term:
-    """The term of a tensor with these axes. Axes that are not in `depends` are pinned at 0: it repeats along them."""
+    """The term of a tensor with these axes. Axes not in `depends` are pinned at 0: the tensor repeats along them."""
 
     def digit(axis: Axis) -> Digit:
         return Digit(axis if depends is None or axis in depends else None, axis.size)
@@ -77,7 +77,7 @@ def view(form: Form, shape: Sequence[Size]) -> Form:
 
 
 def fresh(form: Form) -> Form:
-    """The same tensor over axes of its own: two uses of one tensor do not run together."""
+    """The same tensor over new axes, so that two uses of one tensor do not share axes."""
     return change(form, {axis: Axis(axis.size) for dim in form.dims for axis in dim})
 
 
@@ -97,7 +97,7 @@ def take(form: Form, dim: int, start: Size, size: Size, step: int = 1) -> Form:
     parts = form.term.parts
     if isinstance(parts, Join) and axes == (parts.axis,) and step == 1:
         pieces = overlapping(parts.segments, start, size)
-        if len(pieces) == 1:  # a piece whole: its axes, however many, take the place of the joined one
+        if len(pieces) == 1:  # a single piece: its axes, however many, take the place of the joined axis
             return Form((*form.dims[:dim], pieces[0].axes, *form.dims[dim + 1 :]), pieces[0].term)
     slowest, faster = axes[0], product(axis.size for axis in axes[1:])
     count, begin = quotient(size, faster), quotient(start, faster)
@@ -115,7 +115,7 @@ def take(form: Form, dim: int, start: Size, size: Size, step: int = 1) -> Form:
 
 
 def select(form: Form, dim: int, index: Size) -> Form:
-    """Index `index` of dimension `dim`, which goes away."""
+    """Index `index` of dimension `dim`, which is removed."""
     taken = take(form, dim, index, 1)
     return replace(taken, dims=taken.dims[:dim] + taken.dims[dim + 1 :])
 
@@ -139,7 +139,7 @@ def repeat(form: Form, counts: Sequence[Size]) -> Form:
 
 
 def _renamed(left: Form, right: Form, pairs: Sequence[tuple[int, int]]) -> dict[Axis, Axis]:
-    """What `unify` calls the axes of the dimensions of `right` that are divided as those of `left` are."""
+    """For each axis of `right` that `unify` renames, that of `left`: in pairs of dimensions that are divided alike."""
     names: dict[Axis, Axis] = {}
     for i, j in pairs:
         if alike(left.dims[i], right.dims[j]):
@@ -149,9 +149,9 @@ def _renamed(left: Form, right: Form, pairs: Sequence[tuple[int, int]]) -> dict[
 
 
 def unify(left: Form, right: Form, pairs: Sequence[tuple[int, int]]) -> tuple[Form, Form]:
-    """Give dimensions that run together the same axes: dimension i of `left` and j of `right` for each pair.
+    """Give paired dimensions the same axes: dimension i of `left` and j of `right` for each pair.
 
-    A dimension of size 1 runs with any other: it is a broadcast. Raises Unaligned if sizes do not factor alike.
+    A dimension of size 1 pairs with any other: it is a broadcast. Raises Unaligned if sizes do not factor alike.
     """
     right = change(right, _renamed(left, right, pairs))
     for i, j in pairs:
@@ -186,8 +186,8 @@ def contract(
     scale: float = 1.0,
     depth: int = 3,
 ) -> Form:
-    """A matrix product `source`, `scale * left @ right`: dims are the batch pairs, then what is left of each side."""
-    left, right = unify(fresh(left), fresh(right), [*batch, summed])  # summed axes: free in no other form
+    """The matrix product `source`, `scale * left @ right`: dims are the batch pairs, then what is left of each side."""
+    left, right = unify(fresh(left), fresh(right), [*batch, summed])  # fresh: no other form may have the summed axes
     together = left.dims[summed[0]] or right.dims[summed[1]]
     batched = tuple(left.dims[i] or right.dims[j] for i, j in batch)
     rows = tuple(dim for i, dim in enumerate(left.dims) if i != summed[0] and i not in {i for i, _ in batch})
@@ -198,10 +198,10 @@ def contract(
 
 
 def align(forms: Sequence[Form], labels: Sequence[Sequence[Hashable]]) -> tuple[list[Form], dict[Hashable, Dim]]:
-    """Give dimensions of one label the same axes in all forms, and all others axes of their own.
+    """Give dimensions with the same label the same axes in all forms, and all others axes of their own.
 
     `labels[k][i]` names dimension i of form k. Returns the forms and the axes of each label. A dimension of size 1
-    keeps no axes: it is a broadcast along its label.
+    keeps no axes: it is broadcast along its label.
     """
     names = list(dict.fromkeys(label for form_labels in labels for label in form_labels))
     place = {label: i for i, label in enumerate(names)}
@@ -219,7 +219,7 @@ def align(forms: Sequence[Form], labels: Sequence[Sequence[Hashable]]) -> tuple[
 
 
 def piece_of(term: Term, axis: Axis, start: Size, axes: Dim) -> Term:
-    """The part of a term from `start` of `axis` on, that axis replaced by the product of `axes`."""
+    """The part of a term that starts at `start` of `axis`, with that axis replaced by the product of `axes`."""
     whole = Axis(product(a.size for a in axes))
     part = change_term(term, {axis: Slice(whole, start)})
     for k, slow in enumerate(axes[:-1]):
@@ -230,7 +230,7 @@ def piece_of(term: Term, axis: Axis, start: Size, axes: Dim) -> Term:
 
 
 def term_of(form: Form, read: Read) -> Term:
-    """The element that a read of a tensor means, of which `form` says what it is.
+    """The element that a read of a tensor names, where `form` describes that tensor.
 
     Raises: Unaligned, if the read divides the tensor's dimensions otherwise.
     """
@@ -256,7 +256,7 @@ def term_of(form: Form, read: Read) -> Term:
 
 
 def _divided(term: Term, axes: Dim, extents: Sequence[Size]) -> tuple[Term, Dim]:
-    """A term over axes of these extents in place of its own, of which each is the product of some of them."""
+    """The term over axes with these extents in place of `axes`, each of which is the product of some new ones."""
     found: list[Axis] = []
     rest = list(extents)
     for axis in axes:

@@ -1,6 +1,6 @@
-"""Sizes with their symbols renamed in the order in which they come: the layers of a model say the same then.
+"""Rename the symbols of sizes in the order in which they appear, so that the sizes of a model's layers read the same.
 
-A cache of 27 layers has 27 lengths for torch, which happen to be equal.
+To torch, a cache of 27 layers has 27 lengths, which happen to be equal.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .sizes import Size
 
 
 class Renaming:
-    """One symbol of our own for each of torch's: `n0`, `n1`, ..., positive integers."""
+    """Gives each of torch's symbols one of our own: `n0`, `n1`, ..., positive integers."""
 
     def __init__(self) -> None:
         self.renamed: dict[sympy.Symbol, sympy.Symbol] = {}
@@ -25,5 +25,5 @@ class Renaming:
         return size.xreplace(self.renamed)
 
     def undo(self, expression: sympy.Basic) -> sympy.Basic:
-        """An expression in our symbols in torch's."""
+        """An expression in our symbols, rewritten in torch's."""
         return expression.xreplace({ours: theirs for theirs, ours in self.renamed.items()})

@@ -1,9 +1,9 @@
-"""Pieces that are a tensor's elements at indices one behind the other: what a loop over sequences or heads leaves.
+"""Merge pieces that are consecutive elements of one tensor or product, as a loop over sequences or heads leaves them.
 
     o[0] = w[0] @ v[0]; o[1] = w[1] @ v[1]; ...      o = w @ v, over the axis that was looped over
     cat(x[:3], x[3:])                                x
 
-What is the same in two pieces, a weight that all have, repeats along the axis.
+What two pieces have in common, such as a shared weight, repeats along the axis.
 
 Pure Python, like `joins`.
 """
@@ -22,12 +22,11 @@ from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Sum, Term, Undef
 
 
 def as_one(source: Hashable, first: Form, second: Form, dim: int, *, joins: bool = False) -> Form | None:
-    """Two pieces along `dim` of the tensor `source` as one, None if they are not one behind the other in what they are
-    made of.
+    """Two pieces, adjacent along `dim` of the tensor `source`, as one; None if what they are made of is not adjacent.
 
-    Their other dimensions have the same axes. Of a product that only the two together are there is no tensor. If it
-    `joins`, tensors that are not one behind the other are joined where a product with one more, that both have, is made
-    of them.
+    Their other dimensions have the same axes. A product of which each piece is only a part is no tensor of the graph:
+    it is `Unread`. With `joins`, tensors that are not adjacent are joined if they are factors of products whose other
+    factor is the same, or stand beside products in a join.
     """
     for a, own, b, others in _seams(first.dims[dim], second.dims[dim]):
         axis = Axis(total([1 if a is None else a.size, 1 if b is None else b.size]))
@@ -39,8 +38,8 @@ def as_one(source: Hashable, first: Form, second: Form, dim: int, *, joins: bool
 
 
 def _seams(first: Dim, second: Dim) -> Iterator[tuple[Axis | None, Dim, Axis | None, Dim]]:
-    """How two pieces may meet: the axis of each that counts on where the other ends, None of one index, and the faster
-    axes, which they have alike."""
+    """How two pieces may meet: for each, the axis that counts across the seam (None for a single index) and its
+    faster axes, which are alike in both."""
     for a, own in ((None, first), *((axis, first[1:]) for axis in first[:1])):
         for b, others in ((None, second), *((axis, second[1:]) for axis in second[:1])):
             if alike(own, others):
@@ -52,7 +51,7 @@ Digits: TypeAlias = tuple[Digit, ...]
 
 @dataclass(frozen=True)
 class _Seam:
-    """Pieces of which one counts along `first` and the other along `second` as one that counts along `axis`."""
+    """Merges a piece that counts along `first` with one that counts along `second`: as one they count along `axis`."""
 
     first: Axis | None
     second: Axis | None
@@ -61,8 +60,11 @@ class _Seam:
     joins: bool = False
 
     def term(self, a: Term, b: Term, *, is_factor: bool = False, is_piece: bool = False) -> Term | None:
-        """The element of both pieces, or of the factors of products that have the other one in common, or of pieces
-        beside products."""
+        """The element of both pieces as one; None if they are not adjacent.
+
+        `is_factor`: they are factors of products whose other factor is the same. `is_piece`: they are pieces of joins
+        that have products among their pieces.
+        """
         if a == b and self.first not in a.axes:
             return a
         read = self.read(a.read, b.read)
@@ -77,7 +79,7 @@ class _Seam:
         return Term(read, joined=self._join(a.joined, b.joined) if a.joined and b.joined else None)
 
     def _laid(self, a: Term, b: Term) -> Term | None:
-        """Two tensors that are to be joined."""
+        """A read of the two tensors joined; None if they cannot be."""
         if a.read.source == b.read.source:
             return None
         if any(isinstance(t.read.source, Unread) or isinstance(t.parts, Undefined | Zero) for t in (a, b)):
@@ -87,7 +89,7 @@ class _Seam:
         return None if both is None else Term(both)
 
     def read(self, a: Read, b: Read) -> Read | None:
-        """The read of both pieces."""
+        """The read of both pieces as one; None if they are not adjacent in one source."""
         if a == b and self.first not in a.axes:
             return a
         if a.source != b.source or a.then != b.then or len(a.dims) != len(b.dims):
@@ -98,8 +100,8 @@ class _Seam:
         return replace(a, dims=known) if len(changed) == 1 and len(known) == len(dims) else None
 
     def _digits(self, a: Digits, b: Digits) -> Digits | None:
-        """The digits of one dimension, of which the two pieces have others."""
-        whole = len(b) - 1  # digits that do not count the parts
+        """The digits of one dimension in which the two pieces differ; None if these are not adjacent."""
+        whole = len(b) - 1  # the digits that do not count parts
         if len(b) <= len(a) and a[len(a) - whole :] == b[1:]:
             parts = self._parts_of(a[: len(a) - whole], b[0], product(digit.extent for digit in b[1:]))
             if parts is not None:
@@ -113,9 +115,11 @@ class _Seam:
         return None if digit is None else (*a[:i], digit, *a[i + 1 :])
 
     def _parts_of(self, a: Digits, part: Digit, each: Size) -> Digits | None:
-        """Those of parts of a dimension, of one size and one behind the other, where it is no number of such parts.
+        """The digits of adjacent parts, all of one size, of a dimension whose extent, or their
+        start, is no multiple of that.
 
-        Each of what they count has `each` indices of the dimension.
+        `a` are the digits of the parts so far and `part` is that of the next. One step of these digits spans `each`
+        indices of the dimension.
         """
         if part.axis is None or part.axis in (self.first, self.second) or self.second is not None or part.step != 1:
             return None
@@ -140,7 +144,7 @@ class _Seam:
         return Digit(self.axis, self.axis.size, before=before, after=rests[0]), Digit(part.axis, size)
 
     def _divided(self, digits: Digits) -> Digits:
-        """Digits of which each that takes a part of several says which part that is."""
+        """The digits, with each that takes one of several equal parts split: a pinned digit then says which part."""
 
         def divided(digit: Digit) -> Digits:
             if digit.axis in (None, self.first, self.second) or digit.step != 1 or digit.whole:

@@ -22,14 +22,14 @@ def same(a: Size, b: Size) -> bool:
 
 
 def known_at_most(a: Size, b: Size) -> bool:
-    """Whether `a <= b` for every value of their symbols, as far as can be told: the one way to ask for a sign."""
+    """Whether `a <= b` provably holds for every value of their symbols. All tests of a sign go through this."""
     if isinstance(a, int) and isinstance(b, int):
         return a <= b
     return bool(sympy.expand(sympy.sympify(b) - sympy.sympify(a)).is_nonnegative)
 
 
 def symbols_in(*sizes: Size) -> set[sympy.Symbol]:
-    """The symbols of sizes."""
+    """The symbols that occur in the sizes."""
     return set[sympy.Symbol]().union(*(sympy.sympify(size).free_symbols for size in sizes))
 
 

@@ -1,6 +1,7 @@
 """Changes of axes: what becomes of a term when an axis is split, sliced, pinned or renamed.
 
-Pure Python. Each raises `Unaligned` where a change cannot be expressed; refinements that do not follow are forgotten.
+Pure Python. Each function raises `Unaligned` if a change cannot be expressed; a refinement that cannot express it is
+forgotten.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ Changes = Mapping[Axis, Change]
 
 
 def _change_digit(digit: Digit, change: Change, alone: bool) -> tuple[Digit, ...]:
-    """What becomes of a digit; `alone` says whether it is all of its dimension."""
+    """The digits that a change makes of one; `alone` says whether it is the only digit of its dimension."""
     match change:
         case Axis():
             return (Digit(change, digit.extent, digit.start, digit.step, digit.before, digit.after),)
@@ -93,7 +94,7 @@ def change_read(read: Read, changes: Changes) -> Read:
 
 
 def merge(read: Read, axes: Dim, whole: Axis) -> Read:
-    """A read over one axis in place of several, where those run through one dimension, one behind the other."""
+    """A read over the axis `whole` in place of `axes`, if these follow one another in one dimension, each in full."""
 
     def merged(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
         for i in range(len(digits) - len(axes) + 1):
@@ -121,7 +122,7 @@ def _change_axes(axes: Iterable[Axis], changes: Changes) -> Dim:
 
 
 def _change_join(join: Join, changes: Changes) -> Term | Join:
-    """Apply changes to a join: a slice may leave one piece (a Term), a split has to fall on the pieces' borders."""
+    """Apply changes to a join. A slice may leave one piece (a Term); a split has to fall on the borders of pieces."""
     own = changes.get(join.axis)
     rest = {axis: change for axis, change in changes.items() if axis is not join.axis}
     segments = tuple(replace(s, term=change_term(s.term, rest)) for s in join.segments) if rest else join.segments
@@ -173,7 +174,7 @@ def _slice_join(segments: Sequence[Segment], axis: Axis, begin: Size, step: int)
 
 
 def overlapping(segments: Sequence[Segment], begin: Size, size: Size) -> tuple[Segment, ...]:
-    """The pieces that `size` indices from `begin` reach, cut to what they reach of them."""
+    """The pieces that overlap with the `size` indices from `begin`, cut to the overlap."""
     end, start = begin + size, 0
     kept: list[Segment] = []
     for segment in segments:
@@ -214,7 +215,7 @@ def _unordered(a: Size, b: Size) -> Size:
 
 
 def change_term(term: Term, changes: Changes) -> Term:
-    """Apply changes of axes to a term. Parts that do not follow are forgotten: the read still holds.
+    """Apply changes of axes to a term. Parts that cannot express them are forgotten: the read still holds.
 
     Raises:
         Unaligned: if not even the read can express them.
@@ -240,7 +241,7 @@ def change_term(term: Term, changes: Changes) -> Term:
 
 
 def _still_joined(join: Join | None, changes: Changes) -> Join | None:
-    """What a plain read is joined of after changes; None where that is one piece, or not known any more."""
+    """What a plain read is joined of after changes; None if one piece is left, or the changes cannot be expressed."""
     try:
         changed = None if join is None else _change_join(join, changes)
     except Unaligned:
@@ -249,7 +250,7 @@ def _still_joined(join: Join | None, changes: Changes) -> Join | None:
 
 
 def _change_stored(stored: Lookup | Numbers | None, changes: Changes) -> Lookup | Numbers | None:
-    """How an element is stored after changes; None, that is not known, where they cannot be expressed."""
+    """How an element is stored after changes; None (not known) if they cannot be expressed."""
     try:
         match stored:
             case Lookup(pages, _, table, _, flat, scales):
@@ -283,9 +284,10 @@ def change(form: Form, changes: Changes) -> Form:
 
 
 def prune(term: Term, depth: int) -> Term:
-    """Forget what lies more than `depth` refinements down, so that forms stay small in a deep graph.
+    """Forget refinements that lie more than `depth` levels down, so that forms stay small in a deep graph.
 
-    A sum is none: its terms are few. Nor is a buffer that is not written whole yet: its pieces may be one in the end.
+    A sum is not a level: its terms are few. Nor is a buffer that is still written in part: its pieces may be one in
+    the end.
     """
     match term.parts:
         case Product(left, right, summed, scale) if depth > 0:

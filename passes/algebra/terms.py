@@ -4,12 +4,12 @@ A tensor is described by a `Form`: every dimension is an ordered product of atom
 dimension `[B*T]` is the two axes `B, T`), and a `Term` says what the element at these axes is:
 
 - a `Read` of a source tensor, each dimension of which is a product of digits: `start + step * axis`, or pinned;
-- refined, where that is known, to a `Product` (a contraction of two terms), a `Sum` of terms, or a `Join` (pieces
-  along one axis).
+- refined, if more is known, to a `Product` (a contraction of two terms), a `Sum` of terms, or a `Join` (pieces along
+  one axis).
 
-Layout operations only rename, split, restrict or reorder axes, so two spellings of one computation get equal terms.
-Beside that a term says, where that is known, how its element is stored: found through a table of pages (`Lookup`), or
-in few bits with a scale (`Numbers`).
+Layout operations only rename, split, restrict or reorder axes, so two spellings of one computation get equal terms. A
+term also says, if it is known, how its element is stored: found through a table of pages (`Lookup`), or in few bits
+with a scale (`Numbers`).
 
 An axis that no term mentions is a broadcast. Axes of size 1 do not exist: their index is always 0.
 
@@ -42,8 +42,8 @@ Dim = tuple[Axis, ...]
 class Digit:
     """One factor of a source dimension, of `extent` values: `start + step * axis`, or `start` where `axis` is None.
 
-    The slowest digit of a dimension also says how many of its indices lie `before` and `after` those that its digits
-    count.
+    The slowest digit of a dimension also says how many indices of the dimension lie `before` and `after` those that
+    its digits count.
     """
 
     axis: Axis | None
@@ -63,7 +63,7 @@ class Digit:
 
 @dataclass(frozen=True)
 class Bits:
-    """What a tensor's bits are taken for: a dtype of the same width."""
+    """A reinterpretation of a tensor's bits as `dtype`, which has the same width."""
 
     dtype: Hashable
 
@@ -72,7 +72,8 @@ class Bits:
 class Read:
     """Elements of `source`; `dims[i]` are the digits of its dimension i, slowest first.
 
-    `then` is what was done to them after, in order: multiplied by a float, taken as `Bits`, or cast to what is neither.
+    `then` is what was done to them afterwards, in order: a float multiplies, `Bits` reinterprets, and anything else
+    is the dtype of a cast.
     """
 
     source: Hashable
@@ -81,7 +82,7 @@ class Read:
 
     @property
     def digits(self) -> tuple[Digit, ...]:
-        """Those of all dimensions, in order."""
+        """The digits of all dimensions, in order."""
         return tuple(digit for dim in self.dims for digit in dim)
 
     @property
@@ -95,12 +96,12 @@ class Read:
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """What the elements were multiplied by, in order."""
+        """The numbers that the elements were multiplied by, in order."""
         return factors_in(self.then)
 
 
 def factors_in(then: Iterable[Hashable]) -> tuple[float, ...]:
-    """The numbers among what was done to elements."""
+    """The multipliers among the steps of a `then`."""
     return tuple(step for step in then if isinstance(step, float))
 
 
@@ -135,7 +136,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Join:
-    """Pieces laid one behind the other along `axis`."""
+    """Pieces concatenated along `axis`."""
 
     axis: Axis
     segments: tuple[Segment, ...]
@@ -143,7 +144,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Undefined:
-    """Memory that nobody has written."""
+    """Memory that has not been written."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,9 @@ class Zero:
 
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """A source that no graph has as a tensor: something that `node` is made of, a term of its sum or its padding.
+    """A source that is not a tensor of the graph: what `node` is made of, such as a term of its sum, or its padding.
 
-    Two are the same only if they are one object: a node is made of several such.
+    Two are equal only if they are the same object, since a node may be made of several.
     """
 
     node: Hashable
@@ -163,8 +164,8 @@ class Unread:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A source that no graph has as a tensor: `of * by`, or `of / by` if it `divides`, with a dimension for each of
-    `axes`."""
+    """A source that is not a tensor of the graph: `of * by`, or `of / by` if it `divides`, with a
+    dimension for each of `axes`."""
 
     of: Read
     by: Read
@@ -174,7 +175,8 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Stacked:
-    """A source that no graph has as a tensor: `pieces` along its first dimension, the others one for each of `axes`."""
+    """A source that is not a tensor of the graph: `pieces` along its first dimension, then a
+    dimension for each of `axes`."""
 
     pieces: tuple[Read, ...]
     axes: Dim
@@ -182,8 +184,8 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Joined:
-    """A source that no graph has as a tensor: `pieces` one behind the other along its first dimension, each over its
-    own of the axes `along` there, the others one for each of `axes`."""
+    """A source that is not a tensor of the graph: `pieces` concatenated along its first dimension, where each has
+    its own axes `along`; then a dimension for each of `axes`."""
 
     pieces: tuple[Read, ...]
     along: tuple[Dim, ...]
@@ -192,7 +194,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Added:
-    """A source that no graph has as a tensor: `pieces` added up, with a dimension for each of `axes`."""
+    """A source that is not a tensor of the graph: `pieces` added up, with a dimension for each of `axes`."""
 
     pieces: tuple[Read, ...]
     axes: Dim
@@ -200,7 +202,8 @@ class Added:
 
 @dataclass(frozen=True)
 class Contracted:
-    """A source that no graph has as a tensor: `sum over summed of left * right`; a dimension for each of `axes`."""
+    """A source that is not a tensor of the graph: `sum over summed of left * right`, with a
+    dimension for each of `axes`."""
 
     left: Read
     right: Read
@@ -210,8 +213,8 @@ class Contracted:
 
 @dataclass(frozen=True)
 class Laid:
-    """A source that no graph has as a tensor: `of` with `parts` laid one behind the other along its first dimension,
-    the others one for each of `others`."""
+    """A source that is not a tensor of the graph: `of` with its axes `parts` flattened into the first dimension;
+    then a dimension for each of `others`."""
 
     of: Read
     parts: Dim
@@ -219,7 +222,7 @@ class Laid:
 
 
 def made_of(source: Hashable) -> tuple[Read, ...]:
-    """What a source is computed from that no graph has as a tensor; nothing of one that a graph has."""
+    """The reads that a source is computed from if it is not a tensor of the graph; none if it is one."""
     match source:
         case Scaled(of, by):
             return of, by
@@ -234,7 +237,8 @@ def made_of(source: Hashable) -> tuple[Read, ...]:
 
 @dataclass(frozen=True)
 class Flat:
-    """Axis `keys` is `key // row.size` on `page`, the table's axis, and `key % row.size` on `row`, the pages' own."""
+    """Flattened pages: index k of axis `keys` is `k // row.size` on `page`, the table's axis, and `k % row.size` on
+    `row`, the pages' own."""
 
     keys: Axis
     page: Axis
@@ -245,9 +249,9 @@ class Flat:
 class Lookup:
     """The element of `pages` whose index on axis `entry` is the element of `table`.
 
-    `entry`, and the axes `page` and `row` of what is `flat`, are bound: no form has them. `wraps`: a negative number in
-    the table counts from the end. `scales`, if there are some, are looked up likewise and multiplied with it; `then` is
-    what was done to it after, as in a `Read`.
+    `entry`, and the axes `page` and `row` of `flat`, are bound: no form has them. `wraps`: a negative number in the
+    table counts from the end. `scales`, if given, multiply the element; if they run over `entry`, they are looked up
+    likewise. `then` is what was done to the element afterwards, as in a `Read`.
     """
 
     pages: Read
@@ -269,13 +273,13 @@ class Numbers:
 
     @property
     def factor(self) -> float:
-        """What the elements were multiplied with besides."""
+        """The product of all numbers that the elements were also multiplied by."""
         return math.prod(factors_in(self.then))
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Why it is no longer known what an element is made of: `reason`, and the node that made it so, where one did."""
+    """Why it is no longer known what an element is made of: `reason`, and the node that is responsible, if one is."""
 
     reason: str
     node: Hashable = None
@@ -283,11 +287,11 @@ class Lost:
 
 @dataclass(frozen=True)
 class Term:
-    """An element: how to read it from a tensor that exists, and, if known, what it is made of.
+    """An element: how to read it from a tensor, and, if known, what it is made of.
 
-    `stored` is how the tensor that is read holds it, and `joined` what a plain read was put together from, both before
-    what was done `then`. `lost` is why no more is known of what it is made of. Two terms that differ in the last two
-    alone are equal.
+    `stored` is how that tensor holds the element, and `joined` is what a plain read was put together from; both
+    describe it before the steps of the read's `then`. `lost` is why no more is known of what it is made of.
+    Comparisons ignore `lost` and `joined`.
     """
 
     read: Read
@@ -298,7 +302,7 @@ class Term:
 
     @property
     def axes(self) -> frozenset[Axis]:
-        """The axes that the element depends on. A dimension's other axes are broadcast."""
+        """The axes that the element depends on. All other axes of a form are broadcast."""
         match self.parts:
             case Product(left, right, summed):
                 return (left.axes | right.axes) - frozenset(summed)

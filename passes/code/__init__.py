@@ -1,1 +1,1 @@
-"""Torch code of proved reads, traced and put into a graph."""
+"""Torch code for proved reads: written, traced, and put into a graph."""

@@ -1,9 +1,9 @@
-"""The loop over groups of heads as one operator of a graph, which torch differentiates.
+"""The loop over groups of heads as one operator of a graph, which torch can differentiate.
 
 Kept for backward   the tensors that the loop takes
-Backward            a loop too: what a group's result is made of is computed again, and differentiated at once
+Backward            a loop too: each group's result is computed again, and differentiated at once
 
-The operator stands in graphs that are still to be differentiated. AOTAutograd puts both loops in its place.
+The operator stands in graphs that are yet to be differentiated. AOTAutograd puts both loops in its place.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .loops import Attend, HeadDims, apart, loop, over_groups
 class OverGroups(HigherOrderOperator):
     """`over_groups` with a backward.
 
-    `forward(*parts)` is the attention of a group, and `backward(grad, *parts)` the gradients of those of `parts` that
-    are floating, of the attention's times `grad`.
+    `forward(*parts)` is the attention of a group of heads. `backward(grad, *parts)` gives the gradients of those of
+    `parts` that are floating, given the gradient `grad` of that attention.
     """
 
     def __init__(self) -> None:
@@ -60,14 +60,14 @@ OVER_GROUPS: Any = OverGroups()
 def over_groups_with_gradients(
     attend: Attend, tensors: Sequence[Tensor], dims: HeadDims, group: int, out: Tensor
 ) -> Tensor:
-    """`over_groups`, of fake tensors, as one operator that has a backward."""
+    """`over_groups` of fake tensors, as one operator that has a backward."""
     tensors = apart(tensors)
     with (
         disable_proxy_modes_tracing(),
         torch.enable_grad(),
         enable_python_dispatcher(),
-        torch._C._DisableAutocast(),  # what is read has been cast
-        torch.autograd.graph.saved_tensors_hooks(_same, _same),  # whoever has hooks wants none of these tensors
+        torch._C._DisableAutocast(),  # the tensors have been cast already
+        torch.autograd.graph.saved_tensors_hooks(_same, _same),  # hooks of the caller are not meant for these tensors
     ):
         parts = [_part(tensor, dim, group) for tensor, dim in zip(tensors, dims, strict=True)]
 
@@ -92,7 +92,8 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _part(tensor: Tensor, dim: int | None, group: int) -> Tensor:
-    """A tensor like the part of a group of heads, of a tensor of all heads with its strides: it may be a slice."""
+    """An empty tensor like the part of a group of heads; if there is no dimension of heads, the
+    whole, with its strides."""
     if dim is None:
         return tensor.new_empty_strided(tensor.shape, tensor.stride())
     return tensor.new_empty([group if i == dim else size for i, size in enumerate(tensor.shape)])
@@ -124,7 +125,8 @@ def _gradients(
     dims: HeadDims,
     group: int,
 ) -> list[Tensor]:
-    """Those of the tensors that want one, summed over groups in float32 at least."""
+    """The gradients of the tensors that want one. Those of tensors without heads are summed over
+    groups, in float32 at least."""
     floating = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
     asked = [i for i, want in enumerate(wanted) if want]
 
@@ -138,7 +140,7 @@ def _gradients(
 
 
 def _added(total: Tensor, found: Tensor, dim: int | None, here: Tensor) -> Tensor:
-    """A gradient with that of a group of heads `here`."""
+    """The gradient `total` with `found`: added to it, or put in the place of the heads `here`."""
     return total + found.to(total.dtype).contiguous() if dim is None else total.index_copy(dim, here, found)
 
 
@@ -188,7 +190,8 @@ OVER_GROUPS.py_impl(ProxyTorchDispatchMode)(_traced)
 
 
 def _in_a_checkpoint(mode: Any, *arguments: Any) -> Any:
-    """Checkpoints ask of every operation whether to keep its result, and have no rule for loops: it is not kept."""
+    """Checkpoints ask for each operation whether to keep its result, and have no rule for loops:
+    these results are not kept."""
     return while_loop_op(*arguments)
 
 

@@ -15,13 +15,13 @@ from .reading import realizer
 _torch_c: Any = torch._C  # `_is_alias_of` is not in its stubs
 
 Attend = Callable[[Sequence[Tensor]], Tensor]
-"""Attention of a group of heads, `[B, H, Sq, V]`, out of their part of each tensor."""
+"""The attention of a group of heads, `[B, H, Sq, V]`, from the group's part of each tensor."""
 HeadDims = Sequence[int | None]
-"""The dimension of heads of each tensor, None where it has none."""
+"""The dimension of heads of each tensor; None if it has none."""
 
 
 def over_groups(attend: Attend, tensors: Sequence[Tensor], dims: HeadDims, group: int, out: Tensor) -> Tensor:
-    """`out` `[B, N, Sq, V]`, filled by `attend`, which gets `group` of the heads at a time; N is a multiple of that."""
+    """`out` `[B, N, Sq, V]`, filled by `attend` for `group` of the heads at a time; N is a multiple of `group`."""
 
     def turn(here: Tensor, parts: Sequence[Tensor], out: Tensor) -> tuple[Tensor, ...]:
         return (out.index_copy(1, here, attend(parts)),)
@@ -38,9 +38,9 @@ def loop(
     group: int,
     heads: int,
 ) -> Sequence[Tensor]:
-    """What `turn(here, parts, *carried)` makes of `carried`, one group of heads after the other.
+    """What `carried` becomes when `turn(here, parts, *carried)` is applied to one group of heads after the other.
 
-    `here` is which heads, int64 `[group]`, and `parts` are theirs of `tensors`.
+    `here` are the heads of the group, int64 `[group]`, and `parts` are their parts of `tensors`.
     """
     count = len(carried)
 
@@ -61,14 +61,15 @@ def loop(
 
 
 def _counts(tensors: Sequence[Tensor]) -> list[torch.SymInt]:
-    """The symbols that sizes are made of, but those that are a size: graphs of a loop have to be handed them all."""
+    """The symbols within sizes that are no size themselves: the graphs of a loop have to be given all of these."""
     realize = realizer(tensors)
     counts = [realize(symbol) for symbol in _within(tensors)]
     return [count for count in counts if isinstance(count, torch.SymInt)]
 
 
 def untold_by(tensors: Sequence[Tensor]) -> list[sympy.Symbol]:
-    """The symbols in sizes that the sizes do not tell: a loop over these tensors has to take another that does."""
+    """The symbols within sizes that the sizes do not determine: a loop over these tensors needs
+    another tensor that does."""
     realize = realizer(tensors)
     untold: list[sympy.Symbol] = []
     for symbol in _within(tensors):
@@ -80,14 +81,14 @@ def untold_by(tensors: Sequence[Tensor]) -> list[sympy.Symbol]:
 
 
 def _within(tensors: Sequence[Tensor]) -> list[sympy.Symbol]:
-    """The symbols in sizes that are no size themselves."""
+    """The symbols within sizes that are no size themselves."""
     all_sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
     sizes = [size.node.expr for size in all_sizes if isinstance(size, torch.SymInt)]
     return sorted(set[sympy.Symbol]().union(*(size.free_symbols for size in sizes)).difference(sizes), key=str)
 
 
 def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of those that share memory with an earlier one: a loop takes none such."""
+    """The tensors, with a copy of each that shares memory with an earlier one: loops do not take aliases."""
     kept: list[Tensor] = []
     for tensor in tensors:
         shared = any(_torch_c._is_alias_of(tensor, other) for other in kept)

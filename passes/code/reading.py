@@ -1,6 +1,6 @@
-"""Turn reads back into torch code: the views, slices and casts that give a source tensor the axes one wants.
+"""Turn reads back into torch code: the views, slices and casts that give a source tensor the axes that are wanted.
 
-These functions run on fake tensors while `rewrite` traces them, so symbolic sizes are handled by torch.
+These functions run on fake tensors while their code is traced (`splicing`), so that torch handles symbolic sizes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from ..nodes.shapes import size_of
 T = TypeVar("T")
 
 Realize = Callable[[Size], "int | torch.SymInt"]
-"""An int or SymInt for a size."""
+"""Gives the int or SymInt for a size."""
 
 
 def realizer(values: Sequence[Any]) -> Realize:
-    """Sizes as ints or, where they are symbolic, computed from the tensors' sizes and SymInts at hand."""
+    """A function that gives sizes as ints or, if they are symbolic, computes them from the sizes
+    and SymInts in `values`."""
     known: dict[sympy.Expr, torch.SymInt] = {}
     for value in values:
         for size in value.shape if isinstance(value, Tensor) else (value,):
@@ -41,7 +42,7 @@ def realizer(values: Sequence[Any]) -> Realize:
         return _evaluate(sympy.expand(size), {symbol: solve(symbol, ()) for symbol in size.free_symbols})
 
     def solve(symbol: sympy.Symbol, solving: tuple[sympy.Symbol, ...]) -> int | torch.SymInt:
-        """The value of a symbol from a known size that is linear in it, the rest of that size solved first."""
+        """The value of a symbol, from a known size that is linear in it; the symbols in its rest are solved first."""
         if symbol in known:
             return known[symbol]
         for expression, value in sorted(known.items(), key=lambda item: len(item[0].free_symbols)):
@@ -75,7 +76,7 @@ def _sizes(digit: Digit) -> tuple[Size, ...]:
 def sources_of(
     reads: Iterable[Read | None], node: fx.Node, dims: Sequence[Dim], more: Iterable[sympy.Symbol] = ()
 ) -> list[fx.Node]:
-    """The nodes that code in the place of `node`, whose dimensions are `dims`, takes to read what it does.
+    """The nodes that code in the place of `node`, whose dimensions are `dims`, needs for its reads.
 
     `more` are symbols that it needs besides those of its reads.
 
@@ -96,7 +97,10 @@ def nodes_of(read: Read) -> list[fx.Node]:
 
 
 class Reader:
-    """`read(what, *layout)`: what a read names, among the values of the nodes `sources`, as `read_as` has it."""
+    """`read(what, *layout)`: the tensor that the read `what` names, as `read_as` lays it out.
+
+    `values` are those of the nodes `sources`.
+    """
 
     def __init__(self, sources: Sequence[fx.Node], values: Sequence[Any]) -> None:
         self.realize = realizer(values)
@@ -106,7 +110,7 @@ class Reader:
         return read_as(self._source(what), what, layout, self.realize, broadcast=broadcast)
 
     def _source(self, read: Read) -> Tensor:
-        """The tensor that is read, made where no graph has it."""
+        """The tensor that is read; computed if it is not a tensor of the graph."""
         source = read.source
         if isinstance(source, fx.Node):
             tensor: Tensor = self._place[source]
@@ -138,12 +142,12 @@ class Reader:
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Their sum, rounded by nobody below float32: what is added to a weight is small beside it."""
+    """Their sum, not rounded below float32 on the way: what is added to a weight is small beside it."""
     return functools.reduce(torch.add, map(wide, tensors))
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In float32 at least."""
+    """The tensor, in float32 at least."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -166,7 +170,7 @@ def tellers(node: fx.Node, symbols: set[sympy.Symbol]) -> list[fx.Node]:
                 if not others and symbol not in found and _linear(expression, symbol) is not None:
                     found[symbol] = [earlier]
     told = True
-    while told and not symbols <= found.keys():  # a symbol may stand in a size beside others that are known
+    while told and not symbols <= found.keys():  # a symbol may be in a size together with others that are known
         told = False
         for earlier, expression in sizes:
             for symbol in expression.free_symbols - found.keys():
@@ -181,7 +185,7 @@ def tellers(node: fx.Node, symbols: set[sympy.Symbol]) -> list[fx.Node]:
 
 
 def _settled(symbol: sympy.Symbol, values: Sequence[Any]) -> int | None:
-    """The value of a symbol to which guards have left no other: torch then writes the number in its place."""
+    """The value of a symbol if guards leave only one, which torch then writes in place of the symbol; else None."""
     mode = torch._guards.detect_fake_mode(values)
     if mode is None or mode.shape_env is None:
         return None
@@ -190,7 +194,7 @@ def _settled(symbol: sympy.Symbol, values: Sequence[Any]) -> int | None:
 
 
 def _told_by(size: Any) -> Iterator[sympy.Expr]:
-    """What a size is, as torch writes it and as the guards make it, if it is symbolic."""
+    """What a size is if it is symbolic: the expression that torch has for it, and what guards make of that."""
     if isinstance(size, torch.SymInt):
         for expression in (size.node.expr, sympy.sympify(size_of(size))):
             if expression.free_symbols:
@@ -205,17 +209,18 @@ def _linear(expression: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, sympy.Ex
 
 
 def _evaluate(size: sympy.Expr, values: dict[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:
-    """An integer expression at the symbols' values."""
+    """An integer expression at these values of its symbols."""
     value: int | torch.SymInt = sympy_interp(PythonReferenceAnalysis, values, size)
     return value
 
 
 def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize, *, broadcast: bool) -> Tensor:
-    """What `read` says of `source`, with one dimension for each entry of `layout`: the product of its axes.
+    """The elements of `source` that `read` names, with a dimension for each entry of `layout`: the product of its axes.
 
-    Axes that the read does not have are expanded if `broadcast`; else a dimension that misses them all has size 1.
+    Axes that the read lacks are expanded if `broadcast`. Otherwise, a dimension has size 1 if the
+    read has none of its axes.
     """
-    units = _units(read.dims, layout) if broadcast else []  # else size 1 says on what it does not depend
+    units = _units(read.dims, layout) if broadcast else []  # else size 1 marks what it does not depend on
     dims, layout = _filled(read.dims, [Digit(unit, 1) for unit in units]), _filled(layout, units)
     digits = [digit for dim in dims for digit in dim]
     tensor = source
@@ -243,18 +248,18 @@ def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize,
 
 
 def _units(has: Sequence[tuple[T, ...]], wanted: Sequence[Dim]) -> list[Axis]:
-    """Axes for the dimensions of size 1 that both have: nothing takes one away and puts another in."""
+    """Axes for the dimensions of size 1 that both sides have, so that none is squeezed away and then put in again."""
     return [Axis(1) for _ in range(min(sum(not dim for dim in dims) for dims in (has, wanted)))]
 
 
 def _filled(dims: Sequence[tuple[T, ...]], units: Sequence[T]) -> list[tuple[T, ...]]:
-    """The same, the first dimensions of size 1 having `units`."""
+    """The dimensions, with `units` in the first of those that are empty."""
     supply = iter(units)
     return [dim or tuple(itertools.islice(supply, 1)) for dim in dims]
 
 
 def done(tensor: Tensor, then: Sequence[Hashable]) -> Tensor:
-    """A tensor after what a read says was done to it."""
+    """A tensor, after the steps `then` of a read."""
     for step in then:
         if isinstance(step, float):
             tensor = tensor * step
@@ -289,7 +294,7 @@ def _arrange(tensor: Tensor, axes: list[Axis], layout: Sequence[Dim], realize: R
 
 
 def write_as(tensor: Tensor, layout: Sequence[Dim], dims: Sequence[Dim], realize: Realize) -> Tensor:
-    """A tensor whose dimensions are `layout` as one whose dimensions are `dims`, over the same axes."""
+    """A tensor whose dimensions are `layout`, arranged so that they are `dims`, over the same axes."""
     units = _units(layout, dims)
     layout, dims = _filled(layout, units), _filled(dims, units)
     axes = [axis for dim in layout for axis in dim]

@@ -1,4 +1,4 @@
-"""Torch code in a graph: traced by itself, and its nodes copied to a place."""
+"""Put torch code into a graph: trace the code by itself, and copy its nodes to their place."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node"
 def graph_of(
     emit: Callable[..., Any], values: Sequence[Any], decompositions: Mapping[Any, Callable[..., Any]] | None = None
 ) -> fx.Graph:
-    """The graph of torch code, as a function of fake tensors and sizes."""
+    """The graph of torch code, traced as a function of fake tensors and sizes."""
     mode = torch._guards.detect_fake_mode(values)
     assert mode is not None
-    # As in a compilation: Python's matmul, where torch 2.11's in C++ asks tensors of symbolic size for their elements.
+    # As a compilation does, take matmul from Python: torch 2.11's in C++ asks symbolic sizes for element counts.
     with mode, enable_python_dispatcher():
         return make_fx(emit, decompositions, tracing_mode="real")(*values).graph
 
@@ -31,12 +31,13 @@ def emit(
     origin: fx.Node,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Any:
-    """Put torch code of what `sources` hold at the insertion point of `graph`; returns the node of its result."""
+    """Trace torch code as a function of `sources` and put it at the insertion point of `graph`;
+    returns the result's node."""
     return inline(graph, graph_of(code, [source.meta["val"] for source in sources], decompositions), sources, origin)
 
 
 def inline(graph: fx.Graph, inner: fx.Graph, arguments: Sequence[fx.Node], origin: fx.Node) -> Any:
-    """Copy the nodes of `inner` to the insertion point of `graph`; returns the node of its output, or nodes."""
+    """Copy the nodes of `inner` to the insertion point of `graph`; returns the node, or the nodes, of its output."""
     mapped: dict[fx.Node, fx.Node] = {}
     result: Any = None
     supply = iter(arguments)
@@ -55,7 +56,7 @@ def inline(graph: fx.Graph, inner: fx.Graph, arguments: Sequence[fx.Node], origi
 
 
 def adopted(graph: fx.Graph, code: Any) -> str:
-    """The name of `code`, a graph that an op takes, in the module of `graph`, which gets it if it has it not."""
+    """The name of `code`, a graph that an op takes, in the module of `graph`, to which it is added if need be."""
     owner = graph.owning_module
     assert owner is not None
     known = {child: own for own, child in owner.named_children()}

@@ -1,1 +1,1 @@
-"""Changes of a graph: sites replaced, the same code once, guards, writes in place."""
+"""Changes to a graph: sums of weights distributed, sites replaced, equal code traced once, guards, writes in place."""

@@ -1,7 +1,7 @@
-"""Graphs that take no guards: those of exported programs, whose code serves every size that they are declared for.
+"""Refuse guards in graphs that take none: those of exported programs, whose code serves every size declared for them.
 
-torch freezes the shape environment of such a program and from then on ignores new guards: code that was traced with
-one would be wrong for other sizes, and nobody would know.
+torch freezes the shape environment of such a program and ignores new guards from then on. Code that was traced with
+one would be silently wrong for other sizes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 class GuardNeeded(Exception):
-    """What would have to hold of the sizes."""
+    """A guard was needed. Its text says what would have to hold of the sizes."""
 
 
 @contextmanager

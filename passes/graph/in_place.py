@@ -3,9 +3,9 @@
 Before   a = slice_scatter(view(input), x, 0, i, j);  b = slice_scatter(a, y, 0, k, l);  copy_(input, view(b))
 After    a = index_put(input, positions of i to j, x);  b = index_put(a, positions of k to l, y);  copy_(input, b)
 
-Inductor writes in place: one slice of an input, and anything by index. Of several slices, and of several writes into a
-view of the input, it makes a copy, or a loop over all elements of the input, each of them new or as it was: a step of
-decoding would read and write the whole cache.
+Inductor writes a single slice of an input in place, and anything that is written by index. For several slices, and
+for several writes into a view of the input, it makes a copy, or a loop that writes every element of the input, new or
+as it was: a step of decoding would read and write the whole cache.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _WRITES = (*_PARTS, aten.index_put.default, aten.index_copy.default)
 
 
 def write_in_place(graph: fx.Graph) -> None:
-    """Write by index, and into the input itself, what chains of writes that end in a copy into an input write.
+    """Replace chains of writes that end in a copy into an input by writes by index, into that input itself.
 
-    What Inductor writes in place already stays as it is, and what cannot be proved to be the same.
+    A chain stays as it is if Inductor writes it in place already, or if the replacement is not proved to be the same.
     """
     for copy in [node for node in graph.nodes if node.target is aten.copy_.default]:
         target = arguments(copy)[0]
@@ -39,7 +39,7 @@ def write_in_place(graph: fx.Graph) -> None:
         writes = [write for node in chain if (write := _Write.of(node, target)) is not None]
         if not chain or len(writes) < len(chain):
             continue
-        with contextlib.suppress(GuardOnDataDependentSymNode):  # what is changed by then is right by itself
+        with contextlib.suppress(GuardOnDataDependentSymNode):  # changes made before it are right by themselves
             now = target
             for node, write in zip(chain, writes, strict=True):
                 with graph.inserting_before(node):
@@ -55,7 +55,8 @@ def _viewed(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _chain(copy: fx.Node) -> list[fx.Node]:
-    """The writes one after the other between an input and the copy into it; none if Inductor does them in place."""
+    """The writes between an input and the copy into it, in order; none if there is anything else, or if
+    Inductor does them in place."""
     target, node = arguments(copy)[:2]
     writes, views = list[fx.Node](), False
     while isinstance(node, fx.Node) and node is not target:
@@ -75,24 +76,26 @@ def _chain(copy: fx.Node) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class _Write:
-    """`values` at positions of the first dimensions of a tensor: called with the tensor and the values of its sources.
+    """A write of `values` at positions in the first dimensions of a tensor.
 
-    Seen through parts that are written into parts: `tensor[a, b:c] = values` and `tensor[a, indices] = values`.
+    It is called with the tensor and the values of its sources. Parts that are written into parts are one write:
+    `tensor[a, b:c] = values` and `tensor[a, indices] = values`.
     """
 
     values: fx.Node
     merged: int
-    """The tensor is written through a view that has so many of its first dimensions in one."""
+    """How many of the tensor's first dimensions are one dimension in the view that is written."""
     selected: tuple[Any, ...]
-    """A position in each of the first dimensions, ints or nodes."""
+    """The position in each of the first dimensions that are selected, ints or nodes."""
     dim: int = 0
     start: Any = None
-    """Of what is left a slice: from where on in which dimension; None if that is written whole, or by index."""
+    """Where the written slice of dimension `dim`, in what is left, starts; None if that is
+    written whole, or by index."""
     indices: tuple[fx.Node, ...] = ()
 
     @classmethod
     def of(cls, write: fx.Node, target: fx.Node) -> _Write | None:
-        """What a node writes into a view of `target`; None if that is anything else."""
+        """What a node writes into a view of `target`; None if it does anything else."""
         now, selected = arguments(write)[0], list[Any]()
         merged = _merged(now, target)
         if merged is None or write.meta["val"].dtype != target.meta["val"].dtype:
@@ -138,7 +141,7 @@ class _Write:
         return written
 
     def _apart(self, first: Tensor, tensor: Tensor) -> list[Tensor]:
-        """Positions in the dimensions that the view has in one."""
+        """Positions in the dimensions that the view merges, given those in the merged dimension."""
         if self.merged > 1:
             count: Any = 1  # int or SymInt
             for size in tensor.shape[: self.merged]:
@@ -152,7 +155,7 @@ class _Write:
 
 
 def _merged(base: fx.Node, target: fx.Node) -> int | None:
-    """How many of the first dimensions of `target` its view `base` has in one, all others being the same."""
+    """How many of the first dimensions of `target` are one dimension in its view `base`, with all others the same."""
     view, whole = shape_of(base), shape_of(target)
     count = len(whole) - len(view) + 1
     if count < 1 or not view:

@@ -1,9 +1,9 @@
-"""Sums of attention weights that meet values as sums of attentions, where each of these is proved to be MLA.
+"""Distribute products over sums of attention weights, if each of the resulting attentions is proved to be MLA.
 
 Before   o = (softmax(a) - s * softmax(b)) @ v                    differential attention: one product
 After    o = softmax(a) @ v - s * (softmax(b) @ v)                two, each an attention
 
-Where one is none, nothing is gained by a second product: the graph stays as it was.
+If one of them is not MLA, a second product gains nothing, and the graph stays as it was.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SOFTMAXES = {aten._softmax.default, aten._safe_softmax.default}
 
 @dataclass(frozen=True)
 class _Addend:
-    """`number * weights`, times tensors that no key has one of its own of."""
+    """`number * weights`, times the tensors `factors`, each of which is the same for all keys."""
 
     weights: fx.Node
     number: float = 1.0
@@ -46,7 +46,7 @@ class _Addend:
 
 @dataclass(frozen=True)
 class _Distributed:
-    """A product `place` of a sum of weights, as a sum of products; called with the values of its `sources`."""
+    """The product `place` of a sum of weights, as a sum of products; called with the values of its `sources`."""
 
     place: fx.Node
     addends: tuple[_Addend, ...]
@@ -70,13 +70,13 @@ class _Distributed:
 
 
 def _merged(tensor: Tensor, dims: int) -> Tensor:
-    """A tensor of so many dimensions, the first of which are one."""
+    """A tensor with its first dimensions merged into one, so that `dims` are left, if it has more than these."""
     return tensor.flatten(0, -dims) if tensor.dim() > dims else tensor
 
 
 def rephrase(module: fx.GraphModule, choose: Callable[[Site, Meaning, Trace], object]) -> None:
-    """Distribute products over the sums of attention weights of a graph, where all of them are MLA then, for which
-    `choose` finds a path."""
+    """Distribute products over sums of attention weights in a graph, if all attentions that result are MLA and
+    `choose` finds paths for them."""
     if not any(map(_may_be_sum, module.graph.nodes)):
         return
     found = list(_distributed(module.graph, Trace(module.graph)))
@@ -97,7 +97,7 @@ def rephrase(module: fx.GraphModule, choose: Callable[[Site, Meaning, Trace], ob
 
 
 def _may_be_sum(node: fx.Node) -> bool:
-    """Whether a node may be a sum of softmaxes, each after a few steps."""
+    """Whether a node may be a sum of softmaxes, each of which lies at most a few steps back."""
 
     def leads(operand: Any, steps: int) -> bool:
         if not isinstance(operand, fx.Node) or steps == 0:
@@ -121,7 +121,7 @@ def _distributed(graph: fx.Graph, trace: Trace) -> Iterator[_Distributed]:
 
 
 def _in_order(operand: Form, source: Form) -> bool:
-    """Whether a tensor has all elements of another in their order, its last dimensions too."""
+    """Whether a tensor has all elements of another in order, and the same sizes in all its dimensions but the first."""
     read = operand.term.read
     if read.factors or not read.whole:
         return False
@@ -132,7 +132,7 @@ def _in_order(operand: Form, source: Form) -> bool:
 
 
 def _addends(node: fx.Node, so_far: _Addend, trace: Trace) -> list[_Addend] | None:
-    """What a tensor is the sum of, if that is attention weights of its own shape; None if it is not."""
+    """The attention weights, all of the tensor's shape, that a tensor is a sum of; None if it is not such a sum."""
     original = original_of(node, trace)
     if original is None or original.factors:
         return None
@@ -162,7 +162,7 @@ def _addends(node: fx.Node, so_far: _Addend, trace: Trace) -> list[_Addend] | No
 
 
 def _together(addends: Sequence[_Addend]) -> list[_Addend]:
-    """Addends, as few as they are."""
+    """The addends, with those of the same weights and factors added up."""
     numbers: dict[tuple[fx.Node, tuple[fx.Node, ...]], float] = {}
     for addend in addends:
         key = addend.weights, addend.factors
@@ -171,7 +171,7 @@ def _together(addends: Sequence[_Addend]) -> list[_Addend]:
 
 
 def _is_of_rows(factor: Form) -> bool:
-    """Whether a tensor is the same for all keys, the last dimension."""
+    """Whether a tensor is the same for all keys, which are the last dimension."""
     return not factor.dims or not factor.dims[-1]
 
 
@@ -191,7 +191,7 @@ def _put(graph: fx.Graph, distributed: _Distributed) -> set[fx.Node]:
     place.replace_all_uses_with(output)
     _tell_sizes_from_before(graph, before)
     unused = [place]
-    while unused:  # who still read the weights would need them as tensors
+    while unused:  # what still reads the weights would need them as tensors
         node = unused.pop()
         if node.op == "call_function" and not node.users and not node.is_impure():
             unused = list(dict.fromkeys([*unused, *node.all_input_nodes]))
@@ -200,7 +200,7 @@ def _put(graph: fx.Graph, distributed: _Distributed) -> set[fx.Node]:
 
 
 def _tell_sizes_from_before(graph: fx.Graph, before: set[fx.Node]) -> None:
-    """Take sizes of weights from nodes that had them `before`: who asks weights for theirs keeps them."""
+    """Take sizes from nodes that gave them `before`: to ask the weights for a size would keep the weights alive."""
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         value = node.meta.get("val")

@@ -1,4 +1,4 @@
-"""Rewrite a proved site in the graph: trace what it becomes, put that in, and let what it replaced die."""
+"""Rewrite a proved site in the graph: trace its new code and put it in. What it replaces is dead code from then on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .signature import signature
 
 
 class Rewriter:
-    """Rewrites the sites of one graph, after it was traced."""
+    """Rewrites the sites of one graph, once the graph is traced."""
 
     def __init__(self, graph: fx.Graph, workspace_tokens: int, environment: ShapeEnv | None) -> None:
         self.graph, self.workspace_tokens, self.environment = graph, workspace_tokens, environment
@@ -28,18 +28,18 @@ class Rewriter:
         """Replace a site by what it becomes; returns the node that holds the output.
 
         Raises:
-            Unaligned: if the graph does not tell the sizes that this takes; the graph is as it was.
+            Unaligned: if the graph does not tell the sizes that this takes. The graph is then unchanged.
         """
         output = site.node
         for part in form.parts(site, self.workspace_tokens):
-            if part.place in self._replaced:  # scores that serve two attentions
+            if part.place in self._replaced:  # scores that two attentions share
                 output = self._replaced[part.place]
                 continue
             output = self._put(part.place, self._graph_of(site, part.code), part.code.sources)
         return output
 
     def _graph_of(self, site: Site, code: Code) -> fx.Graph:
-        """The graph of code, that of a site before if it is the same."""
+        """The graph of code; that of an earlier site if their code is the same."""
         if code.said is None:
             return graph_of(code, self._values(code.sources))
         key = (
@@ -50,7 +50,7 @@ class Rewriter:
         if traced is None:
             guards = self._guards()
             traced = graph_of(code, self._values(code.sources))
-            if self._guards() == guards:  # a new guard speaks of this site's symbols alone
+            if self._guards() == guards:  # a new guard is about this site's symbols alone
                 self._traced[key] = traced
         return traced
 
@@ -62,7 +62,7 @@ class Rewriter:
         with self.graph.inserting_before(place):
             output = inline(self.graph, traced, [self._replaced.get(node, node) for node in sources], place)
         place.replace_all_uses_with(output)
-        self.graph.erase_node(place)  # a sealed attention is impure to fx, so that no pass would remove it
+        self.graph.erase_node(place)  # fx takes a sealed attention to be impure, so no pass would remove it
         self._replaced[place] = output
         return output
 

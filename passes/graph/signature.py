@@ -1,4 +1,4 @@
-"""When two sites become the same code: the layers of a model are traced once."""
+"""Tell when two sites become the same code, so that the layers of a model are traced once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..nodes.shapes import hint_of, size_of
 
 
 def signature(site: Site, code_said: object, sources: Sequence[fx.Node], environment: ShapeEnv | None) -> Hashable:
-    """Equal for two sites whose reads, layouts, scales and masks differ in nothing but what they name.
+    """A key that two sites share if their reads, layouts, scales and masks differ only in what they name.
 
-    They name nodes, axes, and symbols of sizes of the same hint and range. `code_said` is all that the code of the site
-    depends on besides it, its keys and masks for instance; `sources` are the nodes that it reads, in the order in which
-    it takes them.
+    They name nodes, axes, and symbols of sizes; these symbols have to have the same hint and range. `code_said` is
+    all that the code of the site depends on besides the site, such as its keys and masks. `sources` are the nodes
+    that it reads, in the order in which it takes them.
     """
     attention = site.attention
     sinks = [(s.term.read, s.keys, s.factor) for s in attention.sinks]
@@ -38,12 +38,12 @@ def signature(site: Site, code_said: object, sources: Sequence[fx.Node], environ
     )
     canonical = _Canonical({source: i for i, source in enumerate(sources)})
     values = canonical(said)
-    output = str(attention.node.meta["val"].shape)  # what comes later is traced with it: in these very symbols
+    output = str(attention.node.meta["val"].shape)  # later code is traced with these very symbols
     return values, output, canonical.symbols(environment)
 
 
 class _Canonical:
-    """Nodes as their places among the sources, axes and symbols numbered as they come, everything else as it is."""
+    """Replaces nodes by their places among the sources, and numbers axes and symbols as they appear; all else stays."""
 
     def __init__(self, sources: dict[fx.Node, int]) -> None:
         self.sources, self.axes, self.rename = sources, dict[Axis, int](), Renaming()
@@ -67,7 +67,7 @@ class _Canonical:
         return what
 
     def symbols(self, environment: ShapeEnv | None) -> Hashable:
-        """What torch knows of the symbols: they are interchangeable only if that is the same."""
+        """What torch knows of the symbols: they are interchangeable only if this is the same."""
         if environment is None:
             return ()
         return tuple((hint_of(s, environment), str(environment.var_to_range.get(s))) for s in self.rename.renamed)

@@ -1,8 +1,8 @@
-"""A mask as two numbers a sequence: how many keys it has, and where its queries stand among them.
+"""A mask as two numbers for each sequence: how many keys it has, and where its queries stand among them.
 
     key j < length[b]  and  key j <= position[b] + query i
 
-What attention over pages takes in place of a mask, where that is all that the mask says.
+Attention over pages takes these in place of a mask, where the mask says no more than that.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from .positions import Affine
 
 @dataclass(frozen=True)
 class Bounds:
-    """The least of `lengths` is the number of a sequence's keys, the least of `positions` that of its first query.
+    """A sequence has as many keys as the least of `lengths`; its first query stands at the least of `positions`.
 
-    No number of either kind: no such limit. All are made of elements that a sequence has, and constants.
+    Where one of these is empty, there is no such limit. All are made of constants and of tensor elements that
+    depend on the sequence alone.
     """
 
     lengths: tuple[Affine, ...]
@@ -36,7 +37,7 @@ class Bounds:
 
     @classmethod
     def of(cls, site: Site, meaning: Meaning) -> Bounds | None:
-        """What a meaning says as bounds; None if any of it is none, or what hides keys is no infinity."""
+        """A meaning as bounds; None if a part of it is not a bound, or if hidden scores become a finite number."""
         found = [kind.bound(site) for kind in meaning.kinds]
         bounds = [bound for bound in found if bound is not None]
         if meaning.uniform_when_empty or len(bounds) < len(found):
@@ -46,12 +47,12 @@ class Bounds:
 
     @property
     def reads(self) -> list[Read]:
-        """What the numbers are made of."""
+        """The reads that the numbers are made of."""
         return [what for value in (*self.lengths, *self.positions) for what, _ in value.terms if isinstance(what, Read)]
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        """The symbols in sizes that are no tensor's."""
+        """The symbols in sizes that are not sizes of a tensor."""
         return symbols_in(*(value.const for value in (*self.lengths, *self.positions)))
 
     @property
@@ -61,11 +62,12 @@ class Bounds:
         return any(value.terms or not known_at_most(0, value.const) for value in first)
 
     def in_pages(self, read: Reader, like: Tensor) -> tuple[Tensor | None, bool, Tensor, Tensor | None]:
-        """No mask; whether there is a causal limit; lengths and, if those are not the last keys, positions of the first
-        queries: `[B]`, int64, on the device of `like`.
+        """What attention over pages takes: no mask, whether there is a causal limit, lengths, and
+        positions of the first queries.
 
-        Lengths are from 0 to T, and at most what the last query sees; positions from -Sq to T, which says as much as
-        any.
+        Lengths and positions are int64 `[B]`, on the device of `like`. Positions are None if there is no causal
+        limit, or if the queries provably are the last keys of each sequence. Lengths are from 0 to T, and at most
+        what the last query sees; positions are clamped to -Sq to T, which changes nothing.
         """
         keys, queries = self.site.sizes["T"], self.site.sizes["Sq"]
         count: Any = read.realize(keys)  # int or SymInt, as all sizes here
@@ -91,6 +93,6 @@ class Bounds:
 
 
 def _within(position: Affine, queries: Size, keys: Size) -> bool:
-    """Whether the queries provably are the last of keys that are there."""
+    """Whether the position after the last query is provably from 0 to T, and so a number of keys that exist."""
     last = total([position.const, queries])
     return not position.terms and known_at_most(0, last) and known_at_most(last, keys)

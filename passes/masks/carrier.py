@@ -1,4 +1,4 @@
-"""What the ways have in common in which an op can be told what a query sees: `Dense`, `Bounds` and `NamedKeys`."""
+"""What carriers of masks have in common. A carrier tells an op what a query sees: `Dense`, `Bounds` or `NamedKeys`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ..algebra.terms import Read
 
 
 class Carrier(Protocol):
-    """The keys that each query of a site attends to, as some op takes them.
+    """The keys that each query of a site attends to, in the form that some op takes.
 
-    Each is made of all kinds of a meaning; where it cannot say one of them, there is none. All that its code depends on
-    compares.
+    A carrier is made of all kinds of a meaning; there is none if it cannot express one of them. Everything that its
+    code depends on takes part in comparisons.
     """
 
     @property
     def reads(self) -> Sequence[Read]:
-        """What its tensors are made of."""
+        """The reads that its tensors are made of."""
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        """The symbols in sizes that are no tensor's."""
+        """The symbols in sizes that are not sizes of a tensor."""
 
     @property
     def may_be_empty(self) -> bool:

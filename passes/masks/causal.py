@@ -47,14 +47,14 @@ class Causal(Kind):
 
 
 def after_query(site: Site) -> Affine:
-    """How far a key is behind its query, both counted from 0."""
+    """How far a key is beyond its query, both counted from 0."""
     query = query_of(site)
     here = Affine(0, ((query, 1),)) if query is not None else Affine()
     return Affine(0, ((site.attention.keys[0], 1),)) - here
 
 
 def recognise(literal: Literal, site: Site, origin: tuple[Kind, ...]) -> Kind | None:
-    """Such a limit, if that is what a literal says."""
+    """The causal limit that a literal states, if it states one."""
     if not isinstance(literal, AtMost):
         return None
     rest = literal.what - after_query(site)

@@ -1,4 +1,4 @@
-"""A mask over all keys, and a causal offset: what attention over any keys takes."""
+"""A mask over all keys and a causal offset: the carrier for attention over any keys."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from .positions import Affine
 
 @dataclass(frozen=True)
 class Dense:
-    """What a site's masks mean as a mask of `parts`, each of which hides some keys, and an offset.
+    """The meaning of a site's masks as a mask of several `parts`, and an offset. Each part hides
+    keys, or adds to scores.
 
-    `fill` is what becomes of hidden scores where a part has no number of its own.
+    Hidden scores become `fill`, unless the part that hides them has a number of its own.
     """
 
     parts: tuple[Kind, ...]
@@ -35,10 +36,10 @@ class Dense:
 
     @classmethod
     def of(cls, site: Site, meaning: Meaning) -> Dense:
-        """Any meaning, as every kind has a tensor.
+        """Takes any meaning, since every kind has a tensor.
 
-        In place of one that would have to be made, the masks that it comes from, which are in the graph once for all
-        layers; they stand for all else that comes from them, too.
+        A kind whose tensor would have to be computed is replaced by the masks that it comes from, which the graph has
+        once for all layers. These also stand for all other kinds that come from them.
         """
         uniform = meaning.uniform_when_empty
         offset, kinds = (None, meaning.kinds) if uniform else without_causal(meaning.kinds)
@@ -48,12 +49,12 @@ class Dense:
 
     @property
     def reads(self) -> list[Read]:
-        """What the mask is made of."""
+        """The reads that the mask is made of."""
         return [read for part in self.parts for read in part.reads]
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        """The symbols in sizes that are no tensor's."""
+        """The symbols in sizes that are not sizes of a tensor."""
         return symbols_in(self.offset or 0).union(*(part.symbols for part in self.parts))
 
     @property
@@ -62,12 +63,15 @@ class Dense:
         return bool(self.parts) or (self.offset is not None and not known_at_most(0, self.offset))
 
     def mask(self, read: Reader) -> tuple[Tensor | None, int | torch.SymInt | None]:
-        """A mask `[B|1, N|1, Sq|1, T|1]`, bool if all just reject, else a number to add; and a causal offset."""
+        """A mask `[B|1, N|1, Sq|1, T|1]` and a causal offset.
+
+        The mask is bool if all parts only reject keys; else it is a number to add.
+        """
         offset = None if self.offset is None else read.realize(self.offset)
         masks = self._told(read)
         if all(tensor.dtype == torch.bool and math.isinf(fill) for tensor, fill in masks):
             return (reduce(torch.logical_and, (tensor for tensor, _ in masks)) if masks else None), offset
-        # In the order in which the user applied them: a number that takes a score's place also takes an earlier bias's.
+        # In the user's order: a number that replaces a score also replaces the biases that were added before.
         dtype = torch.promote_types(self.site.node.meta["val"].dtype, torch.float32)
         added = masks[0][0].new_zeros((1, 1, 1, 1), dtype=dtype)
         for tensor, fill in masks:
@@ -75,20 +79,21 @@ class Dense:
         return added, offset
 
     def sees(self, read: Reader) -> Tensor | None:
-        """`[B|1, N|1, Sq|1]`: whether a query sees a key, where a number may take the place of all of its scores."""
+        """`[B|1, N|1, Sq|1]`: whether a query sees any key. None, unless a finite number may
+        replace all scores of a query."""
         masks = self._told(read)
         if all(math.isinf(fill) for _, fill in masks):
             return None
         return reduce(torch.logical_and, (tensor for tensor, _ in masks)).any(-1)
 
     def _told(self, read: Reader) -> list[tuple[Tensor, float]]:
-        """The tensor of each part, and what becomes of the scores that it hides if it is bool."""
+        """The tensor of each part, and the number that the scores it hides become, if it is bool."""
         pairs = AllPairs(self.site, read)
         told = [part.tensor(pairs) for part in self.parts]
         return [(what.attends, what.fill) if isinstance(what, Filled) else (what, self.fill) for what in told]
 
     def in_pages(self, read: Reader, like: Tensor) -> tuple[Tensor | None, bool, Tensor, Tensor | None]:
-        """The same for attention over pages: the mask; then as `Bounds` has it."""
+        """What attention over pages takes: the mask, then what `Bounds.in_pages` gives."""
         mask, _ = self.mask(read)
         bounds = Bounds((), () if self.offset is None else (Affine(self.offset),), self.site)
         return mask, *bounds.in_pages(read, like)[1:]

@@ -1,9 +1,9 @@
-"""Masks of keys that are parts laid one behind the other, each with a mask of its own, one of which names keys.
+"""Masks of keys that are concatenated parts, where each part has a mask of its own, and at least one names keys.
 
     key < T1        a window, say, of the latest tokens      all of its keys are named, or those of the window
     key >= T1       indices, T1 added to each                those that an indexer chose of what is compressed
 
-A query sees what its parts let it see: together they name its keys.
+A query sees what each part lets it see: together, the parts name its keys.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .tensor import TensorMask, tensor_mask
 
 @dataclass(frozen=True)
 class Part:
-    """Keys from `start` on, one for each index of `key`: those that `naming` names, but for those that `kinds` hide."""
+    """Keys from `start` on, one for each index of `key`: those that `naming` names and none of `kinds` hides."""
 
     key: Axis
     start: Size
     naming: Naming
     kinds: tuple[Kind, ...]
     site: Site = field(compare=False, repr=False)
-    """The site whose keys are these alone."""
+    """The site with these keys alone."""
 
     def indices(self, read: Reader) -> Tensor:
-        """`[B, Sq, count]`, among the keys of all parts, -1 for none."""
+        """Indices `[B, Sq, count]` among the keys of all parts, -1 for none."""
         indices = not_hidden(self.naming.indices(self.site, read), self.kinds, self.site, read)
         start: Any = read.realize(self.start)  # int or SymInt
         return torch.where(indices < 0, -1, indices + start)
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True)
 class OfParts(Naming):
-    """The keys that each of the parts names."""
+    """The keys that any of the parts names."""
 
     parts: tuple[Part, ...]
 
@@ -77,7 +77,7 @@ class OfParts(Naming):
 
 @dataclass(frozen=True)
 class Joined(Kind):
-    """A mask of the graph that is such a join, and its tensor where no keys are named."""
+    """A mask of the graph that is such a join, and its tensor for ops that do not take named keys."""
 
     parts: tuple[Part, ...]
     mask: TensorMask
@@ -100,12 +100,13 @@ class Joined(Kind):
 
 
 def part_of(site: Site, key: Axis) -> Site:
-    """A site of the keys alone that `key` counts."""
+    """The site with only the keys that `key` counts."""
     return replace(site, attention=replace(site.attention, keys=(key,)))
 
 
 def joined(mask: Mask, segments: Sequence[tuple[Site, Sequence[Kind]]]) -> Joined | None:
-    """A mask of the keys of sites one behind the other, each of which has kinds; None if these do not name keys."""
+    """A mask of the concatenated keys of sites, each with its kinds; None if none names keys, or
+    one is not pair by pair."""
     parts: list[Part] = []
     start: Size = 0
     for site, kinds in segments:
@@ -124,7 +125,8 @@ def joined(mask: Mask, segments: Sequence[tuple[Site, Sequence[Kind]]]) -> Joine
 
 
 def _nearest(kinds: Sequence[Kind], site: Site) -> Naming:
-    """The keys between two limits that move with the query, or all."""
+    """The keys between two limits that move with the query. All keys, if there is no first
+    limit, or none is left out."""
     (key,), query = site.attention.keys, query_of(site)
     here = Affine(0, () if query is None else ((query, 1),)) - Affine(0, ((key, 1),))
     behind = [kind.what - here for kind in kinds if isinstance(kind, Limit)]

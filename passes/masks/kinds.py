@@ -1,4 +1,4 @@
-"""What is recognised of masks: what operations say of positions, and the kinds of what they say."""
+"""All that is recognised in masks: what operations say about positions, and the kinds of what they say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .rules import arithmetic, choices, constants, logic
 from .rules.rule import Rules
 
 RULES = Rules(constants.RULES | arithmetic.RULES | logic.RULES | choices.RULES)
-"""All of them: no op is in two tables."""
+"""All rules. No op is in two tables."""
 
 RECOGNISERS: tuple[Callable[[Literal, Site, tuple[Kind, ...]], Kind | None], ...] = (
     causal.recognise,
@@ -21,14 +21,14 @@ RECOGNISERS: tuple[Callable[[Literal, Site, tuple[Kind, ...]], Kind | None], ...
     marked.recognise,
     top_k.recognise,
 )
-"""Each gives the kind of a literal that it knows, with the masks that the literal comes from for its origin. The first
-kind is taken."""
+"""Each gives the kind of a literal that it recognises, with the masks that the literal comes from as its origin.
+The first kind is taken."""
 
 WORDS = ("sequences", "causal", "lengths", "window", "padding", "top-k", OWN_ROPES, "tensor")
-"""In the order of a report; others come after."""
+"""The order of words in a report; all others come after these."""
 
 
 def recognise(literal: Literal, site: Site, origin: tuple[Kind, ...]) -> Kind | None:
-    """The kind of a literal of masks `origin`; None if nothing knows it."""
+    """The kind of a literal that comes from the masks `origin`; None if nothing recognises it."""
     found = (recogniser(literal, site, origin) for recogniser in RECOGNISERS)
     return next((kind for kind in found if kind is not None), None)

@@ -36,7 +36,8 @@ class Limit(Kind):
         return pairs.value(self.what) <= 0
 
     def bound(self, site: Site) -> Bound | None:
-        """One that leaves each sequence its first keys, as many as the sequence and a query's index say."""
+        """The bound, if the limit leaves each sequence its first keys, as many as the sequence and a
+        query's index determine."""
         query = query_of(site)
         last = Affine(0, ((site.attention.keys[0], 1),)) - self.what  # the last key that is seen
         of_sequence = last if query is None else last - Affine(0, ((query, last.factor(query)),))
@@ -51,7 +52,7 @@ class Limit(Kind):
 
 
 def recognise(literal: Literal, site: Site, origin: tuple[Kind, ...]) -> Kind | None:
-    """Such a limit, if a literal is one that speaks of no more than keys, queries and what tensors say."""
+    """The limit that a literal states, if it is about keys, queries and elements of tensors alone."""
     if not isinstance(literal, AtMost):
         return None
     key, query = site.attention.keys[0], query_of(site)

@@ -1,4 +1,4 @@
-"""Keys that a bool tensor marks: padding, where it has one mark a key of each sequence."""
+"""Keys that a bool tensor marks: padding, if it has one mark for each key of each sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .positions import Element, Literal
 
 @dataclass(frozen=True)
 class Marked(Kind):
-    """A query attends to the keys whose element holds."""
+    """A query attends to the keys for which `element` holds."""
 
     element: Element
     words: tuple[str, ...] = field(default=("tensor",), compare=False)
@@ -33,7 +33,7 @@ class Marked(Kind):
 
 
 def recognise(literal: Literal, site: Site, origin: tuple[Kind, ...]) -> Kind | None:
-    """Such marks, if that is what a literal says."""
+    """The marks that a literal states, if it states any."""
     if not isinstance(literal, Element):
         return None
     key, axes = site.attention.keys[0], literal.read.axes

@@ -1,4 +1,4 @@
-"""What masks mean: which pairs of a query and a key they let meet, as a list of kinds.
+"""What masks mean: which pairs of a query and a key they allow, as a list of kinds.
 
     k <= q + s                  causal with an offset     comparisons of arange and cumsum, triu, tril
     k < length[b]               lengths
@@ -7,8 +7,8 @@
     k in indices[b, q, :]       top-k                     scatter of a constant into a constant
     one of these up to T1, another from there on          cat of masks, one of which is top-k
 
-A mask that is a conjunction of these is known. One that is added is, where it adds 0 to the pairs that it lets meet
-and a number that leaves nothing of a score to all others. Whatever is in doubt stays some tensor.
+A mask that is a conjunction of these is known. A mask that is added is known if it adds 0 to the pairs that it
+allows, and to all others a number that leaves nothing of a score. Whatever is in doubt stays an arbitrary tensor.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Meaning:
     """Which keys each query of a site attends to: those that no kind hides."""
 
     kinds: tuple[Kind, ...] = ()
-    """Of those that add to scores, or put a number in their place, first the one that applies first."""
+    """Kinds that add to scores, or replace them by a number, are in the order in which they apply."""
     fill: float = -math.inf
-    """What becomes of the scores that are hidden."""
+    """What hidden scores become."""
 
     @property
     def uniform_when_empty(self) -> bool:
-        """Whether a query that sees no key attends to all of them alike: what hides the keys is one finite number."""
+        """Whether a query that sees no key attends to all keys alike, since what hides them is one finite number."""
         return not math.isinf(self.fill)
 
     @property
@@ -82,7 +82,7 @@ def understand(site: Site, trace: Trace) -> Meaning:
     meaning = Meaning((*map(tensor_mask, tensors), *_without_implied([*kinds, *flag])))
     replacing = all(mask.attends for mask in attention.masks)
     if tensors:
-        # A finite number that takes a score's place takes also that of one that was hidden before.
+        # A finite number that replaces a score also replaces one that was hidden before.
         lasting = all(not mask.attends or math.isinf(mask.fill) for mask in tensors)
         return meaning if lasting and all(map(math.isinf, fills)) else unknown
     limits = [*literals, AtMost(after_query(site))] if attention.causal else literals
@@ -96,7 +96,8 @@ def understand(site: Site, trace: Trace) -> Meaning:
 
 
 def _attends(mask: Mask, valuation: Valuation, highest: float) -> tuple[Truth, float] | None:
-    """Where a mask lets a query attend, and what it makes of scores or adds to them elsewhere."""
+    """Where a mask lets a query attend, and the number that replaces scores elsewhere, or is added
+    to them; None if unknown."""
     value = valuation.of_read(mask.term.read)
     if mask.attends:
         if not isinstance(value, Truth):
@@ -113,7 +114,8 @@ def _attends(mask: Mask, valuation: Valuation, highest: float) -> tuple[Truth, f
 
 
 def _joined(site: Site, valuation: Valuation) -> Joined | None:
-    """The one mask of a site as masks of parts of its keys, if one names keys and nothing is left of what they hide."""
+    """The only mask of a site as masks of parts of its keys, if one of these names keys and nothing
+    is left of hidden scores."""
     attention = site.attention
     if len(attention.masks) != 1 or attention.causal:
         return None
@@ -141,7 +143,7 @@ def _joined(site: Site, valuation: Valuation) -> Joined | None:
 
 
 def _without_implied(kinds: Sequence[Kind]) -> list[Kind]:
-    """The kinds but for those that another one implies."""
+    """The kinds, without those that another one implies."""
     kept: list[Kind] = []
     for kind in kinds:
         if not any(other.implies(kind) for other in kept):
@@ -150,7 +152,7 @@ def _without_implied(kinds: Sequence[Kind]) -> list[Kind]:
 
 
 def _all_see_some(literals: Sequence[Literal], site: Site) -> bool:
-    """Whether every query provably sees the first key, the last, or the last one that a causal limit leaves it."""
+    """Whether every query provably sees the first key, the last, or the last one that an upper limit leaves it."""
     axis = site.attention.keys[0]
     key = Affine(0, ((axis, 1),))
     inequalities = [literal.what for literal in literals if isinstance(literal, AtMost)]

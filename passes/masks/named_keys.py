@@ -1,4 +1,4 @@
-"""The keys that each query attends to, by their indices: what sparse attention takes."""
+"""The keys that each query attends to, by their indices: the carrier for sparse attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .naming import Naming
 
 @dataclass(frozen=True)
 class NamedKeys:
-    """Every query attends to the keys that `naming` names, but for those that `hiding` hides, up to a causal offset."""
+    """Every query attends to the keys that `naming` names and none of `hiding` hides, up to a causal offset."""
 
     naming: Naming
     hiding: tuple[Kind, ...]
@@ -30,7 +30,8 @@ class NamedKeys:
 
     @classmethod
     def of(cls, site: Site, meaning: Meaning) -> NamedKeys | None:
-        """What a meaning says so; None if no kind names keys, or another cannot be asked for single keys of a query."""
+        """A meaning as named keys; None if no kind names keys, another is not `pair_by_pair`, or
+        any depends on the head."""
         naming = next((kind for kind in meaning.kinds if kind.names is not None), None)
         if naming is None or naming.names is None:
             return None
@@ -46,12 +47,12 @@ class NamedKeys:
 
     @property
     def reads(self) -> list[Read]:
-        """What the indices are made of."""
+        """The reads that the indices are made of."""
         return [*(read for kind in self.hiding for read in kind.reads), *self.naming.reads]
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        """The symbols in sizes that are no tensor's."""
+        """The symbols in sizes that are not sizes of a tensor."""
         return symbols_in(self.offset or 0).union(self.naming.symbols, *(kind.symbols for kind in self.hiding))
 
     @property
@@ -60,14 +61,14 @@ class NamedKeys:
         return not self.uniform_when_empty
 
     def indices(self, read: Reader) -> tuple[Tensor, int | torch.SymInt | None]:
-        """The keys that each query attends to, `[B, Sq, topk]`, -1 for none; and a causal offset that holds besides."""
+        """The keys that each query attends to, `[B, Sq, topk]`, -1 for none; and a causal offset that also applies."""
         indices = not_hidden(self.naming.indices(self.site, read), self.hiding, self.site, read)
         return indices, None if self.offset is None else read.realize(self.offset)
 
     def slots(self, read: Reader, table: Tensor, rows: Any) -> Tensor:
         """The rows of a pool that each query attends to, `[B, Sq, topk]`, -1 for none.
 
-        `table` `[B, pages]` names the pages of a sequence, of `rows` rows each.
+        `table` `[B, pages]` gives the pages of each sequence, which have `rows` rows each.
         """
         indices, offset = self.indices(read)
         if offset is not None:

@@ -1,4 +1,4 @@
-"""Ways in which the keys of every query are named by their indices."""
+"""Ways to name the keys of every query by their indices."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from .positions import Named
 
 
 class Naming(ABC):
-    """What names as many keys of each query. A frozen dataclass: what its code depends on are fields that compare."""
+    """Names equally many keys for each query.
+
+    A frozen dataclass. All fields that its code depends on take part in comparisons.
+    """
 
     @property
     @abstractmethod
     def count(self) -> Size:
-        """How many keys a query names."""
+        """How many keys are named for a query."""
 
     @property
     @abstractmethod
     def reads(self) -> tuple[Read, ...]:
-        """What the indices are made of."""
+        """The reads that the indices are made of."""
 
     @property
     @abstractmethod
@@ -37,7 +40,7 @@ class Naming(ABC):
 
     @abstractmethod
     def indices(self, site: Site, read: Reader) -> Tensor:
-        """`[B, Sq, count]`: keys of a site, -1 for none, no key twice."""
+        """Indices `[B, Sq, count]` of a site's keys, -1 for none; no key is named twice."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Listed(Naming):
 
 @dataclass(frozen=True)
 class Window(Naming):
-    """The keys from `first` on, counted from the query's own index, as many as `length`; those that are there."""
+    """The `length` keys from `first` on, counted from the query's own index, so far as they exist."""
 
     first: Size
     length: Size
@@ -102,7 +105,7 @@ class Window(Naming):
 
 @dataclass(frozen=True)
 class Every(Naming):
-    """All keys, as many as there are."""
+    """All keys, of which there are `keys`."""
 
     keys: Size
 
@@ -125,5 +128,5 @@ class Every(Naming):
 
 
 def _realized(read: Reader, *sizes: Size) -> list[Any]:
-    """Ints or SymInts."""
+    """The sizes as ints or SymInts."""
     return [read.realize(size) for size in sizes]

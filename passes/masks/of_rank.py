@@ -1,4 +1,4 @@
-"""The masks of all keys as one rank needs them that has a part of the keys: see `caches/ranks`."""
+"""The masks of all keys, as one rank needs them that has a part of the keys (see `caches/ranks`)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from .meaning import Meaning, understand
 
 
 def over_one_axis(site: Site, trace: Trace) -> tuple[Site, Meaning] | None:
-    """A site whose keys are one axis to its masks, though several to its latent, and what the masks mean; None where a
-    mask tells the axes of the keys apart."""
+    """A site whose keys are one axis to its masks, though several to its latent, and what the masks then mean.
+
+    None if a mask tells the axes of the keys apart.
+    """
     keys = site.attention.keys
     whole = Axis(product(axis.size for axis in keys))
     masks = [
@@ -38,9 +40,10 @@ def over_one_axis(site: Site, trace: Trace) -> tuple[Site, Meaning] | None:
 
 @dataclass(frozen=True)
 class OfRank:
-    """What masks of all keys say of those of one rank; `keys` are the axes of all, `ranks` that of the ranks.
+    """What the masks of all keys say about those of one rank.
 
-    The axes may count further than the keys of `site`: there are none behind these.
+    `keys` are the axes of all keys, and `ranks` is the one that counts ranks. The axes may count further than the
+    keys of `site`: then there are no keys at the last indices.
     """
 
     told: Bounds | Dense
@@ -48,16 +51,16 @@ class OfRank:
     ranks: Axis
     rank: int
     site: Site = field(compare=False, repr=False)
-    """Whose keys are one axis."""
+    """The site, whose keys are one axis."""
 
     @property
     def reads(self) -> Sequence[Read]:
-        """What the masks are made of."""
+        """The reads that the masks are made of."""
         return self.told.reads
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        """The symbols in sizes that are no tensor's."""
+        """The symbols in sizes that are not sizes of a tensor."""
         return self.told.symbols | symbols_in(self.site.sizes["Sq"], *(axis.size for axis in self.keys))
 
     @property
@@ -66,7 +69,7 @@ class OfRank:
         return self.told.may_be_empty
 
     def mask(self, read: Reader) -> tuple[Tensor | None, None]:
-        """A mask over this rank's keys; no causal offset, which would not count these."""
+        """A mask over this rank's keys; no causal offset, which would not count these keys."""
         assert isinstance(self.told, Dense)
         mask, offset = self.told.mask(read)
         positions = self._positions(read)
@@ -79,7 +82,7 @@ class OfRank:
         return mask, None
 
     def in_pages(self, read: Reader, like: Tensor) -> tuple[Tensor | None, bool, Tensor, Tensor | None]:
-        """A mask for what lengths do not say, no causal limit, and how many of this rank's keys each sequence has."""
+        """A mask for what lengths do not say; no causal limit; and how many of this rank's keys each sequence has."""
         mask, causal, lengths, first = self.told.in_pages(read, like)
         count: Any = read.realize(self.site.sizes["Sq"])
         positions = self._positions(read)
@@ -91,18 +94,18 @@ class OfRank:
 
     @property
     def _cut(self) -> bool:
-        """Whether the axes count further than the keys, as far as can be told."""
+        """Whether the axes may count further than the keys."""
         return not same(product(axis.size for axis in self.keys), self.site.sizes["T"])
 
     def _at(self, read: Reader, mask: Tensor | None, positions: Tensor) -> Tensor | None:
-        """A mask of all keys at those of this rank; behind the last key, as it is there."""
+        """A mask of all keys, at the keys of this rank; positions beyond the last key get that key's value."""
         if mask is None or mask.shape[3] == 1:
             return mask
         last: Any = read.realize(self.site.sizes["T"])
         return mask.index_select(3, positions.clamp_max(last - 1) if self._cut else positions)
 
     def _positions(self, read: Reader) -> Tensor:
-        """Where this rank's keys are among all, `[T / k]`."""
+        """The positions of this rank's keys among all keys, `[T / k]`."""
         device = self.site.node.meta["val"].device
         positions = torch.zeros((), dtype=torch.int64, device=device)
         for i, axis in enumerate(self.keys):
@@ -115,12 +118,12 @@ class OfRank:
         return positions.flatten()
 
     def _seen(self, read: Reader, positions: Tensor, first: Any) -> Tensor:
-        """Bool `[1 or B, 1, Sq, T / k]`: keys up to a query's own position."""
+        """Bool `[1 or B, 1, Sq, T / k]`: the keys up to a query's own position."""
         count: Any = read.realize(self.site.sizes["Sq"])
         return positions <= torch.arange(count, device=positions.device)[None, None, :, None] + first
 
     def _own(self, read: Reader, lengths: Tensor) -> Tensor:
-        """How many of the first `lengths` keys this rank has: turn by turn, each rank has a run of them."""
+        """How many of the first `lengths` keys this rank has. The ranks take turns, each with a run of keys."""
         place = self.keys.index(self.ranks)
         run: Any = read.realize(product(axis.size for axis in self.keys[place + 1 :]))
         ranks: Any = read.realize(self.ranks.size)
@@ -129,7 +132,7 @@ class OfRank:
 
 
 def _limited(mask: Tensor | None, seen: Tensor) -> Tensor:
-    """A mask, and what else hides keys."""
+    """A mask that also hides what is not `seen`."""
     if mask is None:
         return seen
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)

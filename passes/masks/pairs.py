@@ -1,4 +1,4 @@
-"""The pairs of a query and a key at which a mask is asked for, as tensors while code is traced."""
+"""The pairs of a query and a key at which a mask is wanted, as tensors while code is traced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .positions import Affine
 
 
 class Pairs(ABC):
-    """Pairs of a query and a key of a site. Tensors at them broadcast to one another."""
+    """Pairs of a query and a key of a site. All tensors at these pairs broadcast to one another."""
 
     def __init__(self, site: Site, read: Reader) -> None:
         self.site, self.read = site, read
@@ -34,10 +34,10 @@ class Pairs(ABC):
 
     @abstractmethod
     def __call__(self, what: Read) -> Tensor:
-        """What is read over some of the axes of the scores."""
+        """The tensor that is read, over some of the axes of the scores."""
 
     def value(self, what: Affine) -> Tensor:
-        """A position, int64."""
+        """The value of an affine expression in positions, int64."""
         const: Any = self.read.realize(what.const)
         position = torch.zeros_like(self.key, dtype=torch.int64) + const
         for term, factor in what.terms:
@@ -50,7 +50,7 @@ class Pairs(ABC):
 
 
 class AllPairs(Pairs):
-    """All of them: `[B|1, N|1, Sq|1, T|1]`."""
+    """All pairs: `[B|1, N|1, Sq|1, T|1]`."""
 
     @cached_property
     def key(self) -> Tensor:
@@ -64,7 +64,8 @@ class AllPairs(Pairs):
 
 
 class NamedPairs(Pairs):
-    """Those of every query with some keys of its own: `[B|1, Sq|1, topk|1]`. No tensor of the heads is read."""
+    """The pairs of each query with some keys of its own: `[B|1, Sq|1, topk|1]`. Tensors that depend
+    on the head are not read."""
 
     def __init__(self, site: Site, read: Reader, key: Tensor) -> None:
         super().__init__(site, read)

@@ -1,7 +1,9 @@
-"""Booleans and integers of a graph as algebra on positions: what is compared, selected and scattered into a mask.
+"""An algebra on positions for the booleans and integers of a graph, which are compared, selected
+and scattered into masks.
 
-A tensor's element is valued at an index whose entries are `Affine` in the axes of an attention: an integer is `Affine`
-too, a bool a `Truth`, a float a `Conditional` of two constants. What follows no rule is an element of its tensor.
+The value of a tensor's element is taken at an index whose entries are `Affine` in the axes of an attention. That of
+an integer is `Affine` too, that of a bool a `Truth`, and that of a float a `Conditional` of two constants. A bool or
+an integer that no rule covers is an element of its tensor.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ class Affine:
 
 
 class Literal(ABC):
-    """Something that holds or does not."""
+    """A condition that holds or does not."""
 
     @abstractmethod
     def opposite(self) -> Literal:
-        """What holds where this does not."""
+        """The condition that holds exactly where this one does not."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +82,15 @@ class Element(Literal):
 
 @dataclass(frozen=True)
 class Named(Literal):
-    """The index along `key` is among the elements of a tensor of indices along its axis `named`, or is not."""
+    """The index along `key` is, or is not, among a tensor of indices, over which the tensor's axis `named` runs."""
 
     indices: Read
     named: Axis
     key: Axis
     extent: Size
-    """More than any of the indices; those that are no index of `key` name nothing."""
+    """Greater than any of the indices. Indices beyond the end of `key` name nothing."""
     distinct: bool
-    """Whether provably no index is there twice."""
+    """Whether provably no index occurs twice."""
     inverted: bool = False
 
     def opposite(self) -> Named:
@@ -97,7 +99,7 @@ class Named(Literal):
 
 @dataclass(frozen=True)
 class Truth:
-    """All of the literals hold; `negated`: not all of them."""
+    """All of the literals hold, or, if `negated`, not all of them do."""
 
     literals: tuple[Literal, ...] = ()
     negated: bool = False
@@ -108,14 +110,14 @@ def negation(truth: Truth) -> Truth:
 
 
 def _positive(truth: Truth) -> Truth | None:
-    """The same without a negation; None where that would take a disjunction, or nothing can hold."""
+    """The same without a negation; None if that would take a disjunction, or if it never holds."""
     if not truth.negated:
         return truth
     return Truth((truth.literals[0].opposite(),)) if len(truth.literals) == 1 else None
 
 
 def conjunction(truths: Iterable[Truth]) -> Truth | None:
-    """All of them hold; None where that is no conjunction of literals."""
+    """That all of them hold; None if that is not a conjunction of literals."""
     literals: list[Literal] = []
     for truth in truths:
         if truth == NEVER:
@@ -147,7 +149,7 @@ class Conditional:
         return replace(self, then=function(self.then), otherwise=function(self.otherwise))
 
     def where(self, test: Callable[[float], bool]) -> Truth:
-        """Where a test of the chosen number holds."""
+        """Where the chosen number passes a test."""
         then, otherwise = test(self.then), test(self.otherwise)
         if then == otherwise:
             return ALWAYS if then else NEVER
@@ -163,7 +165,11 @@ def constant(value: float) -> Conditional:
 
 
 def at(source: Hashable, shape: Sequence[Size], index: Sequence[Affine]) -> Read | None:
-    """The element of a tensor at an index; None where an entry is not one axis, in steps, or a number from 0 on."""
+    """The element of a tensor at an index, as a read.
+
+    None unless each entry is a number that is not negative, or one axis in steps of at least 1, starting at such a
+    number; no axis may be in two entries.
+    """
     dims: list[tuple[Digit, ...]] = []
     seen: set[Axis] = set()
     for size, entry in zip(shape, index, strict=True):

@@ -1,4 +1,4 @@
-"""Sequences packed one behind the other: a query attends to keys of its own sequence, up to its place there."""
+"""Packed sequences: a query attends to keys of its own sequence, perhaps limited by its place there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .pairs import Pairs
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of each sequence `[B]`, int64, where its queries and keys begin and how many there are."""
+    """For each sequence, where its queries and keys begin and how many there are: `[B]`, int64."""
 
     query: Tensor
     queries: Tensor
@@ -28,20 +28,21 @@ class Lengths:
 
     @property
     def lead(self) -> Tensor:
-        """How far behind its own number among the queries a query stands among the keys."""
+        """How far a query's position among the keys exceeds its number among the queries."""
         return self.keys - self.queries
 
     def of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Which sequence queries at `positions` are of, and whether they are of one; it is some number if not."""
+        """The sequence of the query at each of `positions`, and whether the query belongs to it;
+        if not, it is arbitrary."""
         ends = self.query + self.queries
-        sequence = torch.searchsorted(ends, positions, right=True)  # the first that ends behind it
+        sequence = torch.searchsorted(ends, positions, right=True)  # the first that ends after it
         sequence = sequence.clamp_max(ends.shape[0] - 1)
         return sequence, (positions >= self.query[sequence]) & (positions < ends[sequence])
 
 
 @dataclass(frozen=True)
 class Sequences(Kind):
-    """The sequences of packed queries and keys, and how far a query sees in its own."""
+    """The sequences of packed queries and keys, and how far a query sees in its own sequence."""
 
     packed: Packed
     may_be_empty = True
@@ -63,7 +64,7 @@ class Sequences(Kind):
         return symbols_in(self.packed.most_queries, self.packed.most_keys)
 
     def lengths(self, read: Reader) -> Lengths:
-        """Where the sequences are."""
+        """Where the sequences begin and how long they are."""
 
         def numbers(what: Numbers) -> Tensor:
             return read(what.read, what.dim).long()
@@ -74,7 +75,7 @@ class Sequences(Kind):
         return Lengths(queries[:-1], queries.diff(), keys[:-1], used)
 
     def tensor(self, pairs: Pairs) -> Tensor:
-        """Whether they meet, all of them asked for: as many pairs as all queries have with all keys."""
+        """Whether a query attends to a key, for all pairs of them: the tensor is all queries by all keys."""
         lengths = self.lengths(pairs.read)
         sequence, real = lengths.of(pairs.query)
         place = pairs.key - lengths.key[sequence]

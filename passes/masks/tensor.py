@@ -1,4 +1,4 @@
-"""Some tensor: a mask of the graph of which no more is known."""
+"""An arbitrary tensor: a mask of the graph of which no more is known."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ class TensorMask(Kind):
 
 
 def tensor_mask(mask: Mask) -> TensorMask:
-    """A mask of a site's scores as some tensor."""
+    """A mask of a site's scores as an arbitrary tensor."""
     return TensorMask(mask.term.read, mask.attends, mask.factor, mask.held(mask.fill), mask.inverted, (mask.word,))

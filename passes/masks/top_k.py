@@ -20,7 +20,7 @@ from .positions import Literal, Named
 
 @dataclass(frozen=True)
 class TopK(Kind):
-    """A query attends to the keys that are named, or, inverted, to the others."""
+    """A query attends to the keys that are named or, if inverted, to all others."""
 
     named: Named
     origin: tuple[Kind, ...] = field(default=(), compare=False)
@@ -52,5 +52,5 @@ class TopK(Kind):
 
 
 def recognise(literal: Literal, site: Site, origin: tuple[Kind, ...]) -> Kind | None:
-    """Such keys, if that is what a literal says."""
+    """The named keys that a literal states, if it states any."""
     return TopK(literal, origin) if isinstance(literal, Named) else None

@@ -1,4 +1,4 @@
-"""Value the elements of a graph's tensors as algebra on positions (see `positions`), from the masks backwards."""
+"""Value the elements of a graph's tensors in the algebra on positions (see `positions`), from the masks backwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .positions import ALWAYS, NEVER, Affine, Conditional, Element, Index, Truth
 from .rules.rule import INTEGERS, Rules, number_of, rounded
 
 _DEPTH = 100
-"""Operations one behind the other that a mask is followed through; what is further up is some tensor."""
+"""The longest chain of operations that a mask is followed through; what is further up is an arbitrary tensor."""
 
 
 class Valuation:
@@ -88,12 +88,13 @@ class Valuation:
 
 
 def _bindings(form: Form, index: Index) -> dict[Axis, Affine]:
-    """What each axis of a form is at an index. Axes of a merged dimension are not told apart."""
+    """What each axis of a form is at an index. Axes of merged dimensions are left out: an index
+    does not tell them apart."""
     return {dim[0]: entry for dim, entry in zip(form.dims, index, strict=True) if len(dim) == 1}
 
 
 def _index_of(read: Read, bindings: dict[Axis, Affine] | None) -> Index | None:
-    """The index that a read takes where its axes are bound so, or, without bindings, are themselves."""
+    """The index that a read takes if its axes are bound like this or, without bindings, stand for themselves."""
     index = []
     for digits in read.dims:
         entry = Affine()
@@ -112,7 +113,7 @@ def _index_of(read: Read, bindings: dict[Axis, Affine] | None) -> Index | None:
 
 
 def _after(value: Value | None, then: Sequence[Any]) -> Value | None:
-    """A value multiplied and cast in turn."""
+    """A value after multiplications and casts, in order."""
     for step in then:
         if not isinstance(value, Conditional):
             return None
@@ -121,7 +122,7 @@ def _after(value: Value | None, then: Sequence[Any]) -> Value | None:
 
 
 def _scalar(node: fx.Node) -> Value | None:
-    """The value of a tensor of one number that the graph says."""
+    """The value of a tensor of one number that is a constant of the graph."""
     number, dtype = constant_of(node), node.meta["val"].dtype
     if number is None:
         return None

@@ -1,1 +1,1 @@
-"""fx nodes in the words of the passes: sizes, arguments, lines of source, refusals."""
+"""fx nodes in the terms of the passes: sizes, arguments, lines of source, refusals."""

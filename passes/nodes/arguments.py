@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:
-    """A node's positional arguments, which fx types as anything that a graph may hold."""
+    """A node's positional arguments as `Any`: fx types them as anything that a graph may hold."""
     return node.args
 
 
@@ -27,12 +27,12 @@ def takes_tensors(node: fx.Node) -> bool:
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Whether a node is a function of each element of its broadcast operands by itself, casts included."""
+    """Whether a node is an elementwise function of broadcast operands, casts included."""
     return is_pointwise(node.target) or node.target is aten._to_copy.default
 
 
 def is_repeatable(op: torch._ops.OpOverload) -> bool:
-    """Whether an op gives the same for the same operands each time, and writes to none of them."""
+    """Whether an op always gives the same result for the same operands, and writes to none of them."""
     return not op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
 
 
@@ -43,7 +43,7 @@ def is_pointwise(target: Any) -> bool:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """An argument by its name in the op's schema, given by position or keyword; its default where it is not given."""
+    """An argument by its name in the op's schema, given by position or keyword; its default if it is not given."""
     place, default = _parameters(node.target)[name]
     if place < len(node.args):
         return node.args[place]
@@ -51,7 +51,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def all_arguments(node: fx.Node, op: torch._ops.OpOverload) -> dict[str, Any]:
-    """Every argument by its name in the schema of `op`, whose parameters the function that a node calls has too."""
+    """All arguments of a node by their names in the schema of `op`, whose parameters the function it calls shares."""
     parameters = _parameters(op)
     return {name: default for name, (_, default) in parameters.items()} | (
         dict(zip(parameters, node.args, strict=False)) | node.kwargs
@@ -60,11 +60,12 @@ def all_arguments(node: fx.Node, op: torch._ops.OpOverload) -> dict[str, Any]:
 
 @cache
 def _parameters(op: Any) -> dict[str, tuple[int, Any]]:
-    """Place and default of each; torch's own `normalize_function` binds all of them at each call."""
+    """Place and default of each parameter. Cached: torch's `normalize_function` binds all of them at each call."""
     return {p.name: (i, p.default_value) for i, p in enumerate(op._schema.arguments)}
 
 
 def factor_of(node: fx.Node, name: str = "alpha") -> float | None:
-    """The number that an op multiplies an operand by on the side, None if the graph does not say it."""
+    """The number, argument `name`, by which an op scales one of its operands; None if it is not
+    a constant of the graph."""
     factor = argument(node, name)
     return float(factor) if isinstance(factor, int | float) else None

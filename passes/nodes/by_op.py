@@ -9,7 +9,7 @@ F = TypeVar("F")
 
 
 class ByOp(dict[Any, F]):
-    """Functions by the ops that they are for: `@TABLE.of(op, ...)` adds one."""
+    """Functions by the ops that they handle: `@TABLE.of(op, ...)` adds one."""
 
     def of(self, *targets: Any) -> Callable[[F], F]:
         def register(function: F) -> F:

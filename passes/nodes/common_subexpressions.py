@@ -1,4 +1,4 @@
-"""Common subexpressions: two nodes of a graph that compute the same have one form, whatever each is spelled for."""
+"""Common subexpressions: nodes of a graph that compute the same thing share one form, however they are spelled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .arguments import is_repeatable
 
 
 class CommonSubexpressions:
-    """Nodes that compute the same: one op on the same arguments. Ask for the nodes of a graph in order."""
+    """Finds nodes that compute the same thing: one op on the same arguments. Ask for the nodes of a graph in order."""
 
     def __init__(self) -> None:
         self._first: dict[fx.Node, fx.Node] = {}
@@ -22,15 +22,15 @@ class CommonSubexpressions:
         self._writes = 0
 
     def first(self, node: fx.Node) -> fx.Node:
-        """The first node that computes what `node` does."""
+        """The first node that computes what `node` computes."""
         first = node
         if node.op == "call_function":
             if _is_pure(node.target):
-                with contextlib.suppress(TypeError):  # an argument that has no hash
+                with contextlib.suppress(TypeError):  # an argument that is not hashable
                     key = node.target, self._key(node.args), self._key(tuple(node.kwargs.items())), self._writes
                     first = self._known.setdefault(key, node)
             else:
-                self._writes += 1  # what is read after may not be what was read before
+                self._writes += 1  # what is read from here on may differ from what was read before
         self._first[node] = first
         return first
 

@@ -1,4 +1,4 @@
-"""Numbers that a graph says, as tensors of one value."""
+"""Numbers that are constants of a graph, as tensors of one value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .arguments import arguments, aten
 
 
 def constant_of(value: Any) -> float | None:
-    """The number that a tensor of one value holds, if the graph says it."""
+    """The number that a tensor of one value holds, if it is a constant of the graph; else None."""
     if isinstance(value, int | float):
         return float(value)
     if isinstance(value, fx.Node) and value.op == "call_function":
@@ -32,6 +32,6 @@ def constant_of(value: Any) -> float | None:
     if isinstance(value, fx.Node) and value.op == "get_attr":
         tensor = getattr(value.graph.owning_module, str(value.target), None)
         if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and not isinstance(tensor, FakeTensor):
-            with unset_fake_temporarily():  # the compiler's, under which no tensor has a value
+            with unset_fake_temporarily():  # the compiler's fake mode, in which no tensor has a value
                 return float(tensor.item())
     return None

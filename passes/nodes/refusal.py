@@ -13,8 +13,8 @@ from .source import where
 class Refusal(Exception):
     """Why an attention stays as it is.
 
-    `reason` is a sentence that speaks of `node`; `remedy`, if there is one, what would have the attention rewritten;
-    `stopped` the node of its operands at which the trace went no further.
+    `reason` is a sentence about `node`. `remedy`, if there is one, says what would get the attention rewritten.
+    `stopped` is the node, among those that `node` is computed from, at which the trace stopped.
     """
 
     node: fx.Node

@@ -1,4 +1,4 @@
-"""Sizes as torch has them, ints and SymInts, as those that the axis algebra has."""
+"""Convert torch's sizes, ints and SymInts, to sizes of the axis algebra."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..algebra.sizes import Size, quotient, symbols_in
 
 
 def size_of(value: Any) -> Size:
-    """An int, SymInt, or the graph node of one as a size."""
+    """An int, a SymInt, or the graph node of one, as a size of the axis algebra."""
     if isinstance(value, fx.Node):
         value = value.meta["val"]
     if isinstance(value, torch.SymInt):
@@ -31,7 +31,7 @@ def size_of(value: Any) -> Size:
 
 @lru_cache(maxsize=1024)
 def _divided(expression: sympy.Expr) -> sympy.Expr:
-    """Without the floors of quotients that have no rest: `a**2 * b // a`, where one symbol is two sizes."""
+    """The expression without floors of exact quotients, such as `a**2 * b // a`, where one symbol is two sizes."""
 
     def exact(numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr:
         ratio = quotient(numerator, denominator)
@@ -45,14 +45,14 @@ _EQUAL: WeakKeyDictionary[ShapeEnv, tuple[tuple[int, int], _Equal]] = WeakKeyDic
 
 
 def _equal_symbols(environment: ShapeEnv) -> _Equal:
-    """Symbols that the guards so far, and what a run asserts, equate with an expression, which torch does not always
-    put in their place."""
+    """Symbols that the guards so far or runtime asserts equate with an expression, which torch
+    does not always substitute."""
     asserts = [check for checks in environment.deferred_runtime_asserts.values() for check in checks]
     count = len(environment.guards), len(asserts)
     known, found = _EQUAL.get(environment, ((0, 0), {}))
     if count == known:
         return found
-    # Asserts are kept by the last of their symbols: the new ones may be anywhere.
+    # Torch keeps asserts by the last of their symbols: the new ones may be anywhere.
     for expression in (*(guard.expr for guard in environment.guards[known[0] :]), *(check.expr for check in asserts)):
         if isinstance(expression, sympy.Eq):
             found = _with_equation(expression, environment, found)
@@ -61,7 +61,7 @@ def _equal_symbols(environment: ShapeEnv) -> _Equal:
 
 
 def _with_equation(equation: sympy.Eq, environment: ShapeEnv, found: _Equal) -> _Equal:
-    """What is known with one equation more, solved for its last symbol that has no factor."""
+    """What is known with one more equation, solved for its last symbol whose factor is 1 or -1."""
     difference = sympy.expand(environment.replace(equation.lhs - equation.rhs).xreplace(found))
     for symbol in sorted(difference.free_symbols, key=str, reverse=True):
         factor = difference.coeff(symbol)
@@ -77,7 +77,7 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
 
 
 def unbacked_in(expression: Size | sympy.Basic) -> set[sympy.Symbol]:
-    """The symbols that only a run knows: what an element of a tensor says (`.item()`), or how many were counted."""
+    """The symbols that only a run knows: an element of a tensor (`.item()`), or how many elements were counted."""
     unbacked = SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT
     return {symbol for symbol in symbols_in(expression) if symbol_is_type(symbol, unbacked)}
 
@@ -85,7 +85,7 @@ def unbacked_in(expression: Size | sympy.Basic) -> set[sympy.Symbol]:
 def hint_of(symbol: sympy.Symbol, environment: ShapeEnv) -> int:
     """The present value of a symbol of a shape environment.
 
-    What only a run knows is taken for Inductor's `unbacked_symint_fallback`, or what of its range is nearest to that.
+    A symbol that only a run knows counts as Inductor's `unbacked_symint_fallback`, clamped to the symbol's range.
     """
     if unbacked_in(symbol):
         bounds = environment.var_to_range[symbol]
@@ -96,9 +96,10 @@ def hint_of(symbol: sympy.Symbol, environment: ShapeEnv) -> int:
 
 
 def hints_of(sizes: Iterable[Size], environment: ShapeEnv | None) -> dict[sympy.Symbol, int]:
-    """The present values of all symbols of the sizes; none without an environment, which then have no symbols.
+    """The present values of all symbols of the sizes; empty without an environment: the sizes then have no symbols.
 
-    What only a run knows is as small as it may be where a size would not be positive otherwise: `T - u0`.
+    If a size would not be positive (`T - u0`), the symbols that only a run knows are taken to be
+    as small as they may be.
     """
     if environment is None:
         return {}

@@ -1,4 +1,4 @@
-"""Where a node comes from in the user's source, and refusals that name it."""
+"""Where a node comes from in the user's source, and what a message calls it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def frames(node: fx.Node) -> list[Frame]:
 
 
 def common_frame(node: fx.Node, others: Iterable[fx.Node]) -> Frame | None:
-    """The line at which the innermost function that made all the nodes made `node`: the attention's line in the model,
-    not in the library function that the model calls for it."""
+    """The line of source, in the innermost function that made all of the nodes, at which `node` was made.
+
+    This is the attention's line in the model, rather than one in a library function that the model calls for it.
+    """
     own = frames(node)
     depth = len(own)
     for other in others:
@@ -51,16 +53,16 @@ def common_frame(node: fx.Node, others: Iterable[fx.Node]) -> Frame | None:
 
 
 def where(node: fx.Node) -> str:
-    """A node in words: its op, its name and its source line."""
+    """A node in words: its name, its op and its source line."""
     op = getattr(node.target, "__name__", str(node.target)) if node.op == "call_function" else node.op
     stack = frames(node)
     return f"`{node.name}` ({op}{f', {stack[-1]}' if stack else ''})"
 
 
 def trail(node: fx.Node, end: fx.Node) -> tuple[str, ...]:
-    """The lines of source on the shortest way from a node back to one that it is computed from, itself first.
+    """The lines of source from `node` back to `end`, which it is computed from, on the shortest way.
 
-    Where the graph does not say the line, the op stands for it. Empty if there is no such way.
+    If the graph does not say a line, the op stands for it. Empty if there is no such way.
     """
     towards: dict[fx.Node, fx.Node] = {}
     pending = deque([node])

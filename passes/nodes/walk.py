@@ -1,4 +1,4 @@
-"""Ways through a graph."""
+"""Walks through a graph."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import fx
 
 
 def walk(starts: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
-    """Nodes and all that is reached from them, the nearest first."""
+    """The start nodes and all nodes that are reached from them, the nearest first."""
     pending = list(dict.fromkeys(starts))
     seen = set(pending)
     for node in pending:
@@ -20,10 +20,10 @@ def walk(starts: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node
 
 
 def makers(node: fx.Node) -> list[fx.Node]:
-    """What a node is made of at once."""
+    """The operands of a node."""
     return node.all_input_nodes
 
 
 def users(node: fx.Node) -> Iterable[fx.Node]:
-    """What is made of it at once."""
+    """The nodes of which a node is an operand."""
     return node.users

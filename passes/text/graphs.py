@@ -1,8 +1,8 @@
-"""A graph as text: one line a node, its dtype and shape, its op and what that takes.
+"""A graph as text: one line for each node, with its dtype and shape, its op and the op's arguments.
 
     bmm_1: float32[2, 3, 8] = bmm(view_4, permute_2)
 
-The same for the same graph on every machine: what is in it is a test's to compare and a person's to read.
+A graph has the same text on every machine, for tests to compare and people to read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .names import short
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """A graph, one line a node; code that an op takes is indented behind it."""
+    """A graph, one line for each node; a graph that an op takes is indented below that op."""
     return "\n".join(_lines(graph)) + "\n"
 
 

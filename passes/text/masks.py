@@ -1,4 +1,4 @@
-"""What masks mean as text, one line a kind: which keys `t` a query `s` of a sequence `b` attends to.
+"""What masks mean as text, one line for each kind: which keys `t` a query `s` of a sequence `b` attends to.
 
 causal: t <= s + 12
 lengths: t < seq_lens[b]
@@ -22,7 +22,7 @@ from .terms import read_text
 
 
 def mask_text(site: Site, meaning: Meaning) -> str:
-    """A meaning, one line a kind, and what becomes of hidden scores where that is a finite number."""
+    """A meaning, one line for each kind, and what hidden scores become if that is a finite number."""
     names = names_of(site)
     lines = [f"{' + '.join(kind.words)}: {' and '.join(_conditions(kind, site, names))}" for kind in meaning.kinds]
     if meaning.uniform_when_empty:

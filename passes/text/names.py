@@ -1,4 +1,4 @@
-"""One letter for each axis: `b s n t l p r v` where a site says which they are, `i j k ...` for all others."""
+"""One letter for each axis: `b s n t l p r v` for those whose role a site tells, `i j k ...` for all others."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..algebra.terms import Axis, Dim
 from ..mla.site import Site
 
 _OTHERS = "ijkmuwxyz"
-"""For axes that no word of the algebra stands for."""
+"""For axes without a role."""
 
 
 class Names:
-    """A name for each axis: of a role where there is one, else the next free letter, given when first asked for."""
+    """A name for each axis: that of its role, if it has one, else the next free letter, given when first asked for."""
 
     def __init__(self, roles: Mapping[str, Dim] | None = None) -> None:
         self._names: dict[Axis, str] = {}
@@ -32,7 +32,7 @@ class Names:
         return self._names[axis]
 
     def index(self, axes: Dim) -> str:
-        """The index of a dimension of these axes: what it is counted in, slowest first."""
+        """The index into a dimension of these axes, in terms of their names, slowest first."""
         words = self(axes[0]) if axes else "0"
         for axis in axes[1:]:
             words = f"{factor(words)} * {axis.size} + {self(axis)}"
@@ -43,12 +43,12 @@ class Names:
         return f"[{', '.join(map(self.index, dims))}]"
 
     def sizes(self) -> dict[str, Size]:
-        """The size of each axis that was named, by name."""
+        """The size of each axis that was given a name, by name."""
         return {name: axis.size for axis, name in self._names.items()}
 
 
 def names_of(site: Site) -> Names:
-    """The axes of a site by their words: `b s n t` of the scores, `l` of the rank, `p`, `r` and `v` of a head."""
+    """The axes of a site by their roles: `b s n t` of the scores, `l` of the rank, `p`, `r` and `v` of a head."""
     ropes = tuple(axis for rope in (*site.ropes, *site.own_ropes) for axis in rope.summed)
     attention = site.attention
     return Names(
@@ -71,5 +71,5 @@ def factor(words: str) -> str:
 
 
 def short(value: Any) -> str:
-    """A dtype, or what else is torch's, without saying so."""
+    """A dtype, or another name of torch's, without the prefix `torch.`."""
     return str(value).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""All that was proved of an attention and what was chosen for it, as one text."""
+"""All that was proved about an attention, and what was chosen for it, as one text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .sites import site_text
 
 
 def proof_text(site: Site, meaning: Meaning | None, choice: Choice | None) -> str:
-    """The site, its mask and its path, as far as it came."""
+    """The site, its mask and its path, as far as they are known."""
     text = site_text(site)
     if meaning is not None:
         text += f"mask\n{_indented(mask_text(site, meaning))}"
@@ -18,7 +18,7 @@ def proof_text(site: Site, meaning: Meaning | None, choice: Choice | None) -> st
 
 
 def choice_text(choice: Choice) -> str:
-    """A choice: the path, why, and while what holds."""
+    """A choice: the path, the reason for it, and the guards under which it holds."""
     return "".join([f"{choice.word}: {choice.reason}\n", *(f"    while {guard}\n" for guard in choice.guards)])
 
 

@@ -71,7 +71,7 @@ def _tensors(site: Site, names: Names) -> Iterator[tuple[str, str]]:
 
 
 def _scores_as_they_are(site: Site, line: Callable[..., tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Weights that some function made, or what is multiplied, of keys of which no more is known."""
+    """Lines for keys of which no more is known: the weights, if some function made them; else what is multiplied."""
     rows, keys, opaque = (site.batch, site.tokens, site.heads), site.attention.keys, site.attention.opaque
     if opaque is not None:
         yield line("weights", opaque.weights, *rows, keys)
@@ -100,7 +100,7 @@ def _score(site: Site, names: Names) -> str:
 
 
 def _numbered(items: Sequence[T]) -> Iterator[tuple[str, T]]:
-    """Each with its number, which is left out where there is one alone."""
+    """Each item with its number, which is empty if there is only one item."""
     for number, item in enumerate(items):
         yield "" if len(items) == 1 else str(number), item
 

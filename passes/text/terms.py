@@ -94,7 +94,7 @@ def _matrix(read: Read, names: Names) -> str:
 
 
 def _own(axes: Dim) -> Names:
-    """Names of the axes that a source has of its own."""
+    """Names of the axes that belong to a source alone."""
     return Names({f"w{number}": (axis,) for number, axis in enumerate(axes)})
 
 

@@ -17,7 +17,7 @@ from .handler import Forms, Handlers, pointwise
 from .weights import with_scaled_weight
 
 HANDLERS = Handlers()
-HANDLERS.of(  # of each element by itself, which torch does not say of them
+HANDLERS.of(  # elementwise ops that torch does not tag as pointwise
     aten.complex.default,
     aten.fill.Tensor,
     aten.floor_divide.default,
@@ -70,7 +70,7 @@ def _baddbmm(trace: Forms, node: fx.Node) -> Form:
 
 @HANDLERS.of(aten.addbmm.default)
 def _addbmm(trace: Forms, node: fx.Node) -> Form:
-    """Products that are added up over the batch: one over batch and width."""
+    """Products that are summed over the batch are a single product, summed over batch and width."""
     _, left, right = (trace[operand] for operand in arguments(node))
     (batch, rows, width), columns = left.shape, right.shape[2]
     left = operations.view(operations.permute(left, (1, 0, 2)), (rows, batch * width))
@@ -86,7 +86,7 @@ def _addr(trace: Forms, node: fx.Node) -> Form:
 
 @HANDLERS.of(aten.convolution.default)
 def _convolution(trace: Forms, node: fx.Node) -> Form:
-    """One of a single place: a product over the channels, which are the second dimension of what comes and goes."""
+    """A convolution over a single place is a product over channels, the second dimension of its input and output."""
     x, weight, bias, stride, padding, _, transposed, _, groups = arguments(node)
     if transposed or groups != 1 or any(n != 1 for n in (*shape_of(weight)[2:], *stride)) or any(padding):
         raise Unaligned("a convolution over several places, or of groups of channels")
@@ -110,7 +110,7 @@ def _affine(
     alpha, beta = factor_of(node), factor_of(node, "beta")
     if alpha is None or beta is None:
         raise Unaligned("a product times a number that is not known")
-    if beta == 0:  # an addend times 0 is nothing even if it is NaN
+    if beta == 0:  # torch ignores the addend then, even if it is NaN
         return operations.contract(node, left, right, batch, summed, scale=alpha)
     product = _times(operations.contract(Unread(node), left, right, batch, summed), alpha)
     return elementwise.add(node, [product, _times(trace[arguments(node)[0]], beta)], shape_of(node))

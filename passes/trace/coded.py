@@ -1,9 +1,9 @@
-"""Tensors in FP8 (e4m3fn) or INT8 that a graph makes wider and multiplies with scales.
+"""Tensors in FP8 (e4m3fn) or INT8 that a graph widens and multiplies by scales.
 
     node = lookup.to(dtype) * scales        a lookup, of pages with scales
     node = tensor.to(dtype) * scales        numbers and scales of all keys: a cache that is a buffer, or grows
 
-The form of such a product is a leaf, whose term says that it is stored so.
+The form of such a product is a leaf, whose term records this in `stored`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .handler import Forms
 from .weights import factors
 
 WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes that hold every number of e4m3fn and of int8."""
+"""The dtypes that hold every number of e4m3fn and of int8."""
 
 
 def dequantized_read(trace: Forms, node: fx.Node) -> Form | None:
-    """The form of a product, a leaf, if it is a tensor in FP8 or INT8 times scales."""
+    """The form of a product, a leaf, if it is an FP8 or INT8 tensor times its scales; else None."""
     operands, dtype = node.all_input_nodes, node.meta["val"].dtype
     if not any(is_coded(widened(trace[operand], operand, dtype).term) for operand in operands):
         return None
@@ -47,9 +47,10 @@ def dequantized_read(trace: Forms, node: fx.Node) -> Form | None:
 
 
 def _scaled(term: Term, factor: Term) -> Lookup | Numbers | None:
-    """How `term * factor` is stored, over common axes, if the one is coded and without scales and the other is these.
+    """How `term * factor`, over common axes, is stored, if `term` is coded and has no scales,
+    and `factor` is its scales.
 
-    Raises: Unaligned, as `scaled` does.
+    None if they are not. Raises: Unaligned, as `scaled` does.
     """
     lookup, numbers, by = lookup_of(term), numbers_of(term), lookup_of(factor)
     if lookup is None:
@@ -66,25 +67,25 @@ def is_coded(term: Term) -> bool:
 
 
 def is_coded_lookup(lookup: Lookup) -> bool:
-    """Whether what is looked up are numbers of e4m3fn or int8, perhaps scaled: they were cast to wider dtypes only."""
+    """Whether what is looked up is numbers of e4m3fn or int8 that were cast to wider dtypes only, perhaps scaled."""
     return dtype_of(lookup.pages) in CODED and _only_widened(lookup.then)
 
 
 def widened(form: Form, node: fx.Node, dtype: torch.dtype) -> Form:
-    """The form of a factor, cast to the dtype of the product if it is in int8: torch casts it so by itself."""
+    """The form of a factor. If it is in int8, it is cast to the dtype of the product, as torch does implicitly."""
     return operations.cast(form, dtype) if widens(form, node, dtype) else form
 
 
 def widens(form: Form, node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a cast is of a tensor in int8, all of whose numbers are in that dtype too.
+    """Whether a cast to `dtype` widens a tensor in int8, all of whose numbers that dtype holds.
 
-    Not of what is known to be a sum or product: it was taken in int8.
+    Not if the tensor is known to be a sum or a product: it was computed in int8.
     """
     return node.meta["val"].dtype == INT8 and dtype in WIDE and form.term.parts is None
 
 
 def numbers_of(term: Term) -> Numbers | None:
-    """The numbers that an element is, and their scales, if it is coded and no lookup."""
+    """The numbers that an element is, with their scales, if it is coded and not a lookup; else None."""
     stored, plain = term.stored, replace(term.read, then=())
     if stored is None and dtype_of(plain) in CODED:
         stored = Numbers(plain)
@@ -95,7 +96,7 @@ def numbers_of(term: Term) -> Numbers | None:
 
 
 def dtype_of(read: Read) -> Any:
-    """The dtype of a tensor as it is read, before any cast; None if the graph has no such tensor."""
+    """The dtype in which a tensor is read, before any cast; None if neither the graph nor `Bits` say it."""
     dtypes = [step.dtype for step in read.then if isinstance(step, Bits)]
     if dtypes or not isinstance(read.source, fx.Node):
         return dtypes[-1] if dtypes else None
@@ -103,9 +104,9 @@ def dtype_of(read: Read) -> Any:
 
 
 def without_widening(read: Read) -> Read:
-    """A read without the casts that keep every number as it is: to a dtype that holds all that they can be."""
+    """A read without the casts that change no number: those to a dtype that holds all that the numbers can be."""
     dtype = dtype_of(replace(read, then=()))
-    within = dtype  # the narrowest dtype that the numbers have been in since they were made
+    within = dtype  # the narrowest dtype that the numbers have been in since they were computed
     rounded: list[Any] = []
     for step in read.then:
         if step in WIDE and (within in CODED or (within in WIDE and torch.promote_types(within, step) == step)):
@@ -118,7 +119,8 @@ def without_widening(read: Read) -> Read:
 
 
 def groups_of(scales: Read, columns: Dim, tokens: Sequence[Dim]) -> Dim | None:
-    """The slowest of the columns, over which scales run; None if they run over more than these and whole `tokens`."""
+    """The slowest axes of the columns, over which the scales run; None if they run over more than
+    these and whole `tokens`."""
     everywhere = {axis for dim in tokens for axis in dim}
     groups = columns[: len(scales.axes - everywhere)]
     over = {axis for dim in tokens if scales.axes & set(dim) for axis in dim}
@@ -126,9 +128,10 @@ def groups_of(scales: Read, columns: Dim, tokens: Sequence[Dim]) -> Dim | None:
 
 
 def _may_be_cached(form: Form) -> bool:
-    """Whether a tensor that scales divide so is a cache and no weight, whose rows blocks of scales may not divide.
+    """Whether a tensor that its scales divide like this can be a cache rather than a weight.
 
-    A cache has sequences, tokens and columns, and groups of columns at most.
+    A cache has sequences, tokens and columns, and at most its columns are divided into groups. The scales of a weight
+    may be those of blocks, which divide its rows.
     """
     return len(form.dims) > 2 and all(len(dim) < 2 for dim in form.dims[:-1])
 

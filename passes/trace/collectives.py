@@ -1,4 +1,4 @@
-"""Handlers of collectives: a gathered tensor is one tensor for each rank, along an axis of ranks."""
+"""Handlers of collectives: a gathered tensor has an axis of ranks, along which it holds the tensor of each rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @HANDLERS.of(WAIT)
 def _wait(trace: Forms, node: fx.Node) -> Form:
-    """What a collective gives is there once it was waited for: that is the source, and not the collective.
+    """The result of a collective exists once it was waited for: the source is the wait, not the collective.
 
-    Of a gather's `[k B, ...]` of each rank's `[B, ...]` the first dimension is ranks and B, and no more is known.
+    A gather of `[B, ...]` from k ranks is `[k B, ...]`: its first dimension is the axis of ranks and those of B.
+    Nothing more is known of it.
     """
     (collective,) = arguments(node)
     if collective.target is not ALL_GATHER:
@@ -32,7 +33,7 @@ def _wait(trace: Forms, node: fx.Node) -> Form:
 
 
 def gather_behind(node: object) -> fx.Node | None:
-    """The gather whose result a node holds, if it does."""
+    """The gather whose result a node holds; None if it holds none."""
     if not isinstance(node, fx.Node) or node.target is not WAIT:
         return None
     (collective,) = arguments(node)

@@ -1,4 +1,4 @@
-"""What a handler is: the form of what one kind of op makes of its operands' forms."""
+"""What a handler is: a function that gives the form of one kind of op's result, from the forms of its operands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..nodes.shapes import shape_of
 
 
 class Forms(Protocol):
-    """The forms of the nodes that came before."""
+    """The forms of the nodes before the one that is handled."""
 
     def __getitem__(self, node: fx.Node, /) -> Form: ...
 
@@ -29,7 +29,7 @@ class Handlers(ByOp[Handler]):
 
 
 def pointwise(trace: Forms, node: fx.Node) -> Form:
-    """The handler of ops on each element by itself of broadcast operands."""
+    """The handler of elementwise ops on broadcast operands."""
     operands = [argument for argument in OrderedSet(node.all_input_nodes) if is_tensor(argument)]
     if not operands:
         return operations.leaf(node, shape_of(node))

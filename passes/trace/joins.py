@@ -1,4 +1,4 @@
-"""Handlers of ops that put parts together."""
+"""Handlers of ops that put parts together: they join tensors, make them, or write a part of one."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _scatter(trace: Forms, node: fx.Node) -> Form:
 
 
 def _as_held(trace: Forms, source: fx.Node, target: fx.Node) -> Form:
-    """What is written to `target`, in its dtype."""
+    """The form of what is written to `target`, in the dtype of `target`."""
     before, after = source.meta["val"].dtype, target.meta["val"].dtype
     if source.meta["val"].device != target.meta["val"].device or (
         before != after and not (before.is_floating_point and after.is_floating_point)
@@ -128,9 +128,9 @@ def _unsqueezed(form: Form, dim: int) -> Form:
 
 
 def _first(index: Form, dim: int) -> Size:
-    """The first of the indices of a dimension `dim` that are written, one behind the other.
+    """The first of the places that `index` names along its dimension `dim`, one behind the other.
 
-    Raises: Unaligned, if they are not known to be such.
+    Raises: Unaligned, if they are not known to be one behind the other, or if the first may count from the end.
     """
     read, axes = index.term.read, index.dims[dim]
     first = None if read.then else first_of(read.source)
@@ -148,7 +148,7 @@ def _first(index: Form, dim: int) -> Size:
 
 
 def _written(node: fx.Node, target: Form, source: Form, dim: int, start: Size) -> Form:
-    """`target` with `source` from `start` of dimension `dim` on."""
+    """`target` with `source` written to it, from `start` of dimension `dim` on."""
     whole, size = target.shape[dim], source.shape[dim]
     after = total([whole, -start, -size])
     pieces = [] if same(start, 0) else [operations.take(target, dim, 0, start)]

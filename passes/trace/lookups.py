@@ -21,7 +21,8 @@ HANDLERS = Handlers()
 
 
 def _along(trace: Forms, source: fx.Node, dim: int) -> Form:
-    """The form of what is looked into; a leaf where its dimension is not one axis: slots, that is pages and rows."""
+    """The form of the tensor to look up in; a leaf if dimension `dim` is not one axis: slots,
+    which are pages and rows."""
     form = trace[source]
     return form if len(form.dims[dim]) == 1 else operations.leaf(source, shape_of(source))
 
@@ -41,7 +42,7 @@ def _index_tensor(trace: Forms, node: fx.Node) -> Form:
 
 
 def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.Node, row: fx.Node) -> Form:
-    """`source[table[..., position // rows], position % rows]` for the positions from 0 on."""
+    """`source[table[..., position // rows], position % rows]`, for positions from 0 on."""
     form = operations.fresh(trace[page])
     rows = trace[source].shape[1]
     lookup = lookup_of(form.term)
@@ -57,7 +58,8 @@ def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.No
 
 
 def _positions(node: Any, target: Any, divisor: Size) -> Size | None:
-    """How many positions from 0 on a node divides by `divisor`, if it does."""
+    """How many positions, from 0 on, `node` divides by `divisor` with the op `target`; None if
+    that is not what it does."""
     if not isinstance(node, fx.Node) or node.target is not target or not isinstance(divisor, int):
         return None
     positions, by = arguments(node)[:2]
@@ -68,7 +70,7 @@ def _positions(node: Any, target: Any, divisor: Size) -> Size | None:
 
 @HANDLERS.of(aten.view.dtype, aten.view_copy.dtype)
 def _view_dtype(trace: Forms, node: fx.Node) -> Form:
-    """Bytes that were looked up are the numbers that they encode."""
+    """Bytes that were looked up become the numbers that they encode."""
     source, dtype = arguments(node)
     lookup = lookup_of(trace[source].term)
     if (

@@ -22,7 +22,7 @@ HANDLERS = Handlers()
 def start_of(value: Any, end: Any, whole: Size, size: Size) -> Size:
     """Where a slice of `size` indices begins, as torch clamps it.
 
-    A slice that runs to the end begins `size` before it, whatever was asked for.
+    A slice that runs to the end begins `size` before the end, whatever start was given.
     """
     start = 0 if value is None else size_of(value)
     stop = whole if end is None else size_of(end)
@@ -32,7 +32,7 @@ def start_of(value: Any, end: Any, whole: Size, size: Size) -> Size:
 
 
 def index_of(index: Size, whole: Size, clamp: bool = False) -> Size:
-    """An index that counts from the front, given one that may count from the end."""
+    """An index counted from the front, given one that may count from the end."""
     if known_at_most(0, index):
         return index
     from_end = total([index, whole])
@@ -63,7 +63,7 @@ def _narrow(trace: Forms, node: fx.Node) -> Form:
 
 @HANDLERS.of(aten.unfold.default, aten.unfold_copy.default)
 def _unfold(trace: Forms, node: fx.Node) -> Form:
-    """Windows that do not overlap: the rows of a view, or the first of their columns."""
+    """Windows that do not overlap are the rows of a view, or the first columns of these rows."""
     source, dim, size, step = arguments(node)
     form, count = trace[source], shape_of(node)[dim]
     dim %= len(form.dims)

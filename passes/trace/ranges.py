@@ -12,7 +12,7 @@ from ..nodes.shapes import size_of
 
 
 def first_of(node: Any) -> Size | None:
-    """The first of a tensor's numbers, each of which is one more than the last; None where this is not known."""
+    """The first number of a tensor whose numbers go up by one; None if it is not known to be such a tensor."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     match node.target:

@@ -1,4 +1,4 @@
-"""Handlers of ops that do the same to every slice of a tensor: where its slices repeat, so do those of the result."""
+"""Handlers of ops that do the same to every slice of a tensor: if its slices repeat, so do those of the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HANDLERS = Handlers()
 
 @HANDLERS.of(aten.flip.default, aten.roll.default)
 def _moved(trace: Forms, node: fx.Node) -> Form:
-    """Elements that move to other indices of some dimensions; of all, where `roll` has none."""
+    """Ops that move elements along some dimensions; along all, if `roll` is given none."""
     rank = len(shape_of(node))
     along = argument(node, "dims") or range(rank)
     return _along(trace, node, {dim % rank for dim in along})
@@ -31,12 +31,13 @@ def _moved(trace: Forms, node: fx.Node) -> Form:
     aten.view_as_real_copy.default,
 )
 def _pairs(trace: Forms, node: fx.Node) -> Form:
-    """A last dimension of two numbers that goes into one complex number, or comes out of it."""
+    """Ops that turn a last dimension of two numbers into complex numbers, or back."""
     return _along(trace, node, {max(len(shape_of(node)), len(trace[arguments(node)[0]].dims)) - 1})
 
 
 def _along(trace: Forms, node: fx.Node, along: Collection[int]) -> Form:
-    """What is some function of the dimensions `along` of its operand, by itself at every index of the others."""
+    """The form of a function of the dimensions `along` of its operand, computed separately at
+    every index of the others."""
     source, shape = trace[arguments(node)[0]], shape_of(node)
     dims: list[Dim] = [
         source.dims[i] if i not in along else () if same(size, 1) else (Axis(size),) for i, size in enumerate(shape)

@@ -1,7 +1,8 @@
 """Provenance: the `Form` of every tensor of a functional ATen graph.
 
-One walk over the graph in order, one handler for each kind of op. What no handler knows, or what does not factor
-into axes, is a leaf: nothing but a tensor of its shape. Why it is one is kept, for who says why a site is unchanged.
+The graph is walked once, in order, with one handler for each kind of op. A tensor is a leaf if no handler knows
+its op, or if its sizes do not factor into axes: then only its shape is known. The reason is kept, for reports of
+why a site is unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .unhandled import UNHANDLED
 
 TABLES = tuple(file.HANDLERS for file in (views, parts, slices, joins, arithmetic, lookups, collectives))
 HANDLERS = Handlers({op: handler for table in TABLES for op, handler in table.items()})
-"""All of them: no op is in two tables."""
+"""All handlers. No op is in two tables."""
 
 
 class Trace:
@@ -42,7 +43,7 @@ class Trace:
         return self._forms[node]
 
     def __contains__(self, node: fx.Node) -> bool:
-        """Whether a node was there when the graph was traced, and is a tensor."""
+        """Whether a node is a tensor that was in the graph when it was traced."""
         return node in self._forms
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
@@ -52,13 +53,13 @@ class Trace:
     def lost(self, term: Term) -> Lost | None:
         """Why no more is known of what a term is made of, and the node at which the trace stopped.
 
-        None where nothing was lost: the tensor that is read is an input, or a function of each element of others.
+        None if nothing was lost: if the term reads an input, for example, or an elementwise function of other tensors.
         """
         source = term.read.source
         return term.lost or (self._stopped.get(source) if isinstance(source, fx.Node) else None)
 
     def because(self, term: Term) -> str:
-        """The end of a sentence about a term of which something was lost; empty where nothing was."""
+        """The end of a sentence about a term: where and why the trace stopped. Empty if nothing was lost."""
         lost = self.lost(term)
         if lost is None:
             return ""
@@ -79,7 +80,7 @@ class Trace:
 
 
 def _placed(form: Form, node: fx.Node) -> Form:
-    """A form that a handler made for `node`, to which what was lost in it is put down."""
+    """The form that a handler made for `node`; what was lost in making it is attributed to `node`."""
 
     def place(term: Term) -> Term:
         if term.lost is None or term.lost.node is not None:

@@ -1,7 +1,7 @@
-"""Ops that move elements, join them or write some beside others, and have no handler: why, for who says what stopped.
+"""Ops that move, join or write elements and have no handler, with the reason, for reports of where the trace stopped.
 
-What a form can say of a tensor is in `algebra/terms`: a read has one digit for each axis, counted upward; a join lays
-pieces along one axis.
+What a form can say of a tensor is in `algebra/terms`: a read has one digit for each axis, which counts upward; a join
+concatenates pieces along one axis.
 """
 
 from __future__ import annotations
@@ -59,4 +59,4 @@ UNHANDLED: dict[Any, str] = {
     aten.upsample_nearest2d.vec: _COPIES,
     aten.upsample_nearest3d.default: _COPIES,
 }
-"""By op, what no form can say."""
+"""For each op, what it takes that no form can express."""

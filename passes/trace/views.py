@@ -1,4 +1,4 @@
-"""Handlers of ops that move elements and change none."""
+"""Handlers of ops that move elements and change none of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _same(trace: Forms, node: fx.Node) -> Form:
 
 @HANDLERS.of(aten.lift.default, aten.lift_fresh.default, aten.lift_fresh_copy.default)
 def _lifted(trace: Forms, node: fx.Node) -> Form:
-    """A copy of a constant, which stands for it: under fake tensors no code can be traced that reads the constant."""
+    """A copy of a constant is a source itself: code that reads the constant cannot be traced under fake tensors."""
     (constant,) = node.all_input_nodes
     return operations.leaf(node, shape_of(node)) if constant.op == "get_attr" else trace[constant]
 
@@ -119,5 +119,5 @@ def _pixel_unshuffle(trace: Forms, node: fx.Node) -> Form:
 
 
 def _through(form: Form, divided: Sequence[Size], order: Sequence[int], shape: Sequence[Size]) -> Form:
-    """The elements under a shape that divides dimensions, in another order, under the last shape."""
+    """The elements under the shape `divided`, with the dimensions permuted to `order`, viewed under `shape`."""
     return operations.view(operations.permute(operations.view(form, divided), order), shape)

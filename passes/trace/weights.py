@@ -1,9 +1,9 @@
-"""Weights whose scale comes after the product: see it on the weight.
+"""Weights whose scale is applied after the product: move the scale to the weight.
 
     k = (latent @ w.to(dtype)) * scale  =  latent @ (w.to(dtype) * scale)        scale runs over the weight's columns
 
-Only so are keys an up-projection again. No graph has that weight as a tensor: whoever reads it multiplies the two.
-Weights in few bits have such scales, and those of linear layers whose columns have learned magnitudes (DoRA).
+Only then are keys an up-projection. The scaled weight is not a tensor of the graph: code that reads it multiplies the
+two. Weights in few bits have such scales, and so do linear layers whose columns have learned magnitudes (DoRA).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOVES = {
 
 
 def with_scaled_weight(trace: Forms, node: fx.Node) -> Form | None:
-    """The form of a product times a tensor, if that scales the columns of the weight that the product is made with."""
+    """The form of a product times a tensor, if that tensor scales the columns of the product's weight; else None."""
     operands = [trace[operand] for operand in node.all_input_nodes]
     if len(operands) != 2 or not any(_may_scale(*pair) for pair in (operands, operands[::-1])):
         return None
@@ -54,7 +54,7 @@ def with_scaled_weight(trace: Forms, node: fx.Node) -> Form | None:
 
 
 def _may_scale(product: Form, factor: Form) -> bool:
-    """Whether a factor differs along columns alone of a weight a product is made with, as far as dimensions tell."""
+    """Whether `factor` may differ along nothing but columns of a weight of `product`, judging by its dimensions."""
     parts = product.term.parts
     if not isinstance(parts, Product):
         return False
@@ -69,7 +69,7 @@ def _may_scale(product: Form, factor: Form) -> bool:
 
 
 def factors(trace: Forms, node: fx.Node) -> tuple[Form, list[Form]]:
-    """The form of a product of tensors as a leaf, and those of its operands, over common axes."""
+    """The form of a product of tensors, as a leaf, and the forms of its operands, all over common axes."""
     operands, rank = [trace[operand] for operand in node.all_input_nodes], node.meta["val"].dim()
     whole = elementwise.pointwise(node, operands, [1] * rank)
     labels = [range(rank), *(range(rank - len(operand.dims), rank) for operand in operands)]
@@ -78,8 +78,11 @@ def factors(trace: Forms, node: fx.Node) -> tuple[Form, list[Form]]:
 
 
 def _scales(weight: Term, scale: Term) -> bool:
-    """Whether one is a weight and the other its scale: inputs, the weight in few bits; or the weight a matrix and the
-    scale one of each of its columns, whatever that is computed from."""
+    """Whether one is a weight and the other its scale.
+
+    If the weight has one byte an element, both have to be inputs of the graph. Otherwise the weight has to be a
+    matrix, and the scale of its columns may be computed from anything.
+    """
     matrix = _input(weight.read.source)
     if matrix is None:
         return False
@@ -89,7 +92,7 @@ def _scales(weight: Term, scale: Term) -> bool:
 
 
 def _input(source: Any) -> torch.Tensor | None:
-    """The input of the graph that a tensor is, perhaps moved and cast."""
+    """The value of the graph's input that `source` is, perhaps moved, sliced or cast; None if it is not one."""
     while isinstance(source, fx.Node) and source.target in _MOVES:
         source = source.all_input_nodes[0]
     if not isinstance(source, fx.Node) or source.op not in ("placeholder", "get_attr"):

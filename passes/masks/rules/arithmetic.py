@@ -52,7 +52,7 @@ def _neg(values: Values, node: fx.Node, index: Index) -> Value | None:
 def _combined(
     node: fx.Node, function: Callable[[float, float], float], a: Value | None, b: Value | None
 ) -> Conditional | None:
-    """A function of two numbers that the same condition chooses, or of which one is the same everywhere."""
+    """A function of two numbers that one condition chooses, or one of which is the same everywhere."""
     if not node.meta["val"].dtype.is_floating_point:
         return None
     dtype = node.meta["val"].dtype
@@ -72,7 +72,7 @@ def _combined(
 
 
 def _both_added(function: Callable[[float, float], float], a: Conditional, b: Conditional) -> Conditional | None:
-    """Two numbers that are 0 or -inf each, added: 0 where both are."""
+    """The sum of two numbers each of which is 0 or -inf: it is 0 where both are."""
     hidden = (0.0, float("-inf"))
     a, b = (x if x.then >= x.otherwise else Conditional(negation(x.condition), x.otherwise, x.then) for x in (a, b))
     if (a.then, a.otherwise) != hidden or (b.then, b.otherwise) != hidden or function(0.0, -1.0) != -1.0:

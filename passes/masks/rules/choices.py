@@ -1,4 +1,4 @@
-"""Rules of what chooses between the elements of two tensors, or among those of one."""
+"""Rules of ops that choose between the elements of two tensors, or among those of one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ def _masked_fill(values: Values, node: fx.Node, index: Index) -> Value | None:
 
 
 def _select(condition: Value | None, a: Value | None, b: Value | None) -> Value | None:
-    """`a` where the condition holds, else `b`, of which at most one is a choice itself that agrees with the other."""
+    """`a` where the condition holds, else `b`.
+
+    One of two numbers may be a choice itself, if the other is one of its two values. One of two
+    bools has to be never true.
+    """
     if not isinstance(condition, Truth):
         return None
     if isinstance(a, Truth) and isinstance(b, Truth):
@@ -48,7 +52,7 @@ def _select(condition: Value | None, a: Value | None, b: Value | None) -> Value 
         return None
     if b.then == b.otherwise:
         return Conditional(condition, a.then, b.then)
-    if b.otherwise == a.then:  # the same number from both: what is left is where neither applies
+    if b.otherwise == a.then:  # `b` gives the number of `a` too: its other one is left where neither applies
         kept = conjunction([negation(condition), b.condition])
         return Conditional(kept, b.then, b.otherwise) if kept is not None else None
     if b.then == a.then:
@@ -104,7 +108,7 @@ def _scatter(values: Values, node: fx.Node, index: Index) -> Value | None:
     shape, own = shape_of(node), shape_of(indices)
     others = [i for i in range(len(shape)) if i != dim]
     if not known_at_most(axis.size, shape[dim]) or any(not same(shape[i], own[i]) for i in others):
-        return None  # rows that no index speaks of
+        return None  # rows that no index covers
     named = Axis(own[dim])
     read = at(indices, own, [Affine(0, ((named, 1),)) if i == dim else entry for i, entry in enumerate(index)])
     if read is None or any(axis in index[i].axes for i in others):
@@ -113,7 +117,7 @@ def _scatter(values: Values, node: fx.Node, index: Index) -> Value | None:
 
 
 def _distinct(indices: fx.Node, dim: int) -> bool:
-    """Whether no index is there twice along a dimension: what `topk` and `sort` give."""
+    """Whether provably no index occurs twice along a dimension, as in what `topk` and `sort` give."""
     while indices.target in (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default):
         if indices.meta["val"].dtype not in INTEGERS:
             return False

@@ -1,4 +1,4 @@
-"""Rules of what fills a tensor with one number, or with positions."""
+"""Rules of ops that fill a tensor with one number, or with positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of comparisons, and of what joins and negates them."""
+"""Rules of comparisons, and of ops that combine and negate them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule is: the value of what one kind of op makes of its operands, at an index."""
+"""What a rule is: a function that gives the value of one kind of op's result, at an index."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Values(Protocol):
 
 
 Rule: TypeAlias = Callable[[Values, fx.Node, Index], Value | None]
-"""The value of a node's element at an index, or None where the operation says nothing of it."""
+"""The value of a node's element at an index, or None if the operation says nothing about it."""
 
 
 class Rules(ByOp[Rule]):
@@ -35,12 +35,12 @@ class Rules(ByOp[Rule]):
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
-    """A number as a dtype has it."""
+    """A number, rounded to a dtype."""
     return float(torch.tensor(number, dtype=torch.float64).to(dtype))
 
 
 def number_of(number: Any, dtype: torch.dtype) -> Value | None:
-    """The value of a number in a tensor of a dtype."""
+    """The value of an element that is a number, in a tensor of a dtype."""
     if isinstance(number, fx.Node):
         return Affine(size_of(number)) if dtype in INTEGERS else None
     if dtype == torch.bool:
