@@ -1,4 +1,4 @@
-"""An attention as it was found: what is summed, over which axes, and what hides keys."""
+"""An attention as found in a graph: what is summed, over which axes, and what hides keys."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ class Score:
 
 @dataclass(frozen=True)
 class Opaque:
-    """Weights that are some function of the products in `scores`: `products[i]` is the whole tensor of score i.
+    """Weights that are more than a softmax of summed products and masks, or that something else reads.
 
-    `reader`, if there is one, is what else reads the weights.
+    `products[i]` is the whole tensor of score i. `reader` is what reads the weights besides the product with the
+    values, if anything does.
     """
 
     weights: Read
     products: tuple[Read, ...]
     reader: fx.Node | None = None
     function: Function | str = ""
-    """What is done to the products before the softmax, to each score by itself, or why it is no such function."""
+    """What is done to each score by itself before the softmax, or the reason why it is no such function."""
     added: tuple[tuple[Term, ...], ...] = ()
-    """What each product's tensor holds besides: an op added it that multiplied."""
+    """What each product's tensor holds besides the product, because the op that multiplied also added it."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """`node = softmax(sum of scores + masks) @ value`, over axes; `sinks` are scores of further keys, without value.
+    """`node = softmax(sum of scores + masks) @ value`, over axes; `sinks` are scores of further keys without values.
 
-    `dims` are the axes of the node's dimensions; `rows` every axis of the scores but the keys'; `queries` the rows that
-    are the query dimension where the op has one (SDPA), which is what `causal` speaks of: query i sees keys up to i.
+    `dims` are the axes of the node's dimensions; `rows` all axes of the scores except the keys'. `queries` are the rows
+    that form the query dimension, where the op has one (SDPA). `causal` refers to it: query i sees keys up to i.
     """
 
     node: fx.Node
@@ -58,22 +59,22 @@ class Attention:
     masks: tuple[Mask, ...]
     sinks: tuple[Sink, ...] = ()
     share: float = -math.inf
-    """The log-sum-exp of scores that are numbers, of further keys without value too."""
+    """The log-sum-exp of those scores of keys without values that are plain numbers."""
     queries: Dim | None = None
     causal: bool = False
     strict_rows: bool = False
-    """Whether a row that is masked everywhere is NaN, as a plain softmax has it, and not 0, as SDPA has it. With sinks
-    it is 0 as well, unless they are -inf, too."""
+    """Whether a row that is masked everywhere is NaN, as in a plain softmax, rather than 0, as in SDPA. With sinks it
+    is 0 as well, unless they are -inf too."""
     numbers: bool = False
-    """Whether a row of which some score is NaN or inf is 0, and not NaN."""
+    """Whether a row with a score that is NaN or inf is 0, rather than NaN."""
     opaque: Opaque | None = None
-    """Where more happens to the scores than masks: what stays as it is between the two products."""
+    """Set where the weights are such: what stays as it is between the two products."""
     padding: Padding | None = None
-    """Where values were padded to the width of the keys: `dims` have its columns, all else those that are values."""
+    """Set where values were padded to the width of the keys: `dims` includes the padding, all other fields do not."""
     packed: Packed | None = None
-    """Where queries and keys are those of several sequences, one behind the other."""
+    """Set where queries and keys belong to several sequences, one behind the other."""
 
     @property
     def shared(self) -> bool:
-        """Whether keys without value take part."""
+        """Whether keys without values take part."""
         return bool(self.sinks) or self.share > -math.inf

@@ -1,7 +1,7 @@
-"""Attention whose softmax is written by hand: `softmax(scores) @ value`, in its scores perhaps a sum of products.
+"""Read attention whose softmax is written by hand: `softmax(scores) @ value`, whose scores may be a sum of products.
 
 softmax((q k^T + q2 k2^T) * scale + mask) @ v      its products and masks, over common axes
-softmax(50 * tanh(q k^T / 50)) @ v                 its product, and the function of it that the softmax is of
+softmax(50 * tanh(q k^T / 50)) @ v                 its product, and the function of it whose softmax is taken
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .zeroed import only_seen, set_to_zero
 
 @dataclass(frozen=True)
 class _Sum:
-    """The summands of scores by what they are; of scores that are more than a sum, their products alone."""
+    """The summands of scores, by kind; only the products where scores are more than a sum."""
 
     products: Sequence[Summand]
     masks: Sequence[Summand] = ()
@@ -45,10 +45,10 @@ class _Sum:
         return [factor for summand in self.products for factor in summand.factors]
 
     def aligned(self, exposed: Form, dims: Sequence[Hashable], function: Sequence[Summand]) -> _Aligned:
-        """All of them over axes in common with `exposed`, which has the dimensions `dims`, and with a `function`'s.
+        """All of them, `exposed` (with labels `dims` for its dimensions) and a `function`'s forms, over common axes.
 
         Raises:
-            Unaligned: if there are none.
+            Unaligned: if there are no such axes.
         """
         added = [replace(summand, form=form, added=()) for summand in self.products for form in summand.added]
         of_scores = self.products, self.masks, self.sinks
@@ -63,7 +63,7 @@ class _Sum:
 
 @dataclass(frozen=True)
 class _Aligned:
-    """Forms over common axes: of the product with the values, and of what scores are made of, as in their `_Sum`."""
+    """Forms over common axes: of the product with the values, and of what scores are made of, in `_Sum`'s order."""
 
     axes: dict[Hashable, Dim]
     result: Form
@@ -78,13 +78,15 @@ class _Aligned:
 def from_weights(
     node: fx.Node, output: Form, side: int, weights: Weights, trace: Trace, whole: str | None = None
 ) -> Attention:
-    """Attention that ends in `node`, `output` being its product, perhaps before it is divided.
+    """The attention that ends in `node`.
 
-    `whole`, if given, is why all scores of all heads have to be computed at once where they are more than a sum.
+    `output` is the form of its product with the values, perhaps before a division by the sum; operand `side` of the
+    product holds the weights. `whole`, if given, is why the scores of all heads have to be computed at once if they are
+    more than a sum.
 
     Raises:
         Refusal: if the code is another function of queries, keys and values than attention.
-        Unaligned: if they have no axes in common.
+        Unaligned: if queries, keys and values have no axes in common.
     """
     dim, place = weights.dim, output.term.read.source
     parts = _factors(node, output.term, trace)
@@ -99,7 +101,7 @@ def from_weights(
         if weights.seen is not None and reader is None:
             raise set_to_zero(weights.node)
         scores = _Sum(_products_alone(weights, key_range, node, trace))
-        if place is not node:  # divided after: only the product changes
+        if place is not node:  # the division comes later and stays: the attention ends in the product
             return from_weights(place, trace[place], side, weights, trace, f"weights that {where(node)} divides after")
     reading: Reading | str = whole or ""
     if opaque and weights.shares is not None:
@@ -140,7 +142,7 @@ def from_weights(
 
 
 def _factors(node: fx.Node, output: Term, trace: Trace) -> Product:
-    """The attention weights and the values. Raises Refusal if what comes out is not their product any more."""
+    """The attention weights and the values. Raises Refusal if the output is not known to be their product any more."""
     if not isinstance(output.parts, Product):
         reason = "expected attention weights and values over common axes, found that they do not factor"
         raise Refusal(node, reason + trace.because(output))
@@ -148,7 +150,7 @@ def _factors(node: fx.Node, output: Term, trace: Trace) -> Product:
 
 
 def _keys_of(probabilities: Read, dim: int, node: fx.Node) -> KeyRange:
-    """The keys whose weights meet values. Raises Refusal unless all weights of these keys do."""
+    """The keys whose weights are multiplied with values. Raises Refusal unless all weights of these keys are."""
     part = _part(probabilities.dims[dim])
     others = [digits for i, digits in enumerate(probabilities.dims) if i != dim]
     if part is None or any(not digit.whole for digits in others for digit in digits):
@@ -158,7 +160,7 @@ def _keys_of(probabilities: Read, dim: int, node: fx.Node) -> KeyRange:
 
 
 def _part(digits: Sequence[Digit]) -> tuple[Size, Size] | None:
-    """Start and size of the indices of a dimension that a read takes, None if they are not one run of it."""
+    """Start and size of the part of a dimension that a read takes; None if it is not one contiguous range."""
     if all(digit.whole for digit in digits):
         return 0, product(digit.extent for digit in digits)
     if len(digits) != 1 or digits[0].step != 1:
@@ -167,9 +169,9 @@ def _part(digits: Sequence[Digit]) -> tuple[Size, Size] | None:
 
 
 def _summands(weights: Weights, keys: KeyRange, rank: int, trace: Trace, *, zeros: bool) -> tuple[_Sum, Weights]:
-    """What scores of `rank` dimensions are a sum of, without a product if they are more; and what the weights are.
+    """The summands of scores of `rank` dimensions, with no products if they are more than a sum; and the weights.
 
-    `zeros`: what sets weights to 0 after the softmax is among the masks.
+    `zeros`: what sets weights to 0 after the softmax becomes one of the masks, or merges with the one that it repeats.
     """
     shares = weights.shares
     found = scores_of(weights.scores, keys, trace, weights.factor, shifted=shares is None)
@@ -185,7 +187,7 @@ def _summands(weights: Weights, keys: KeyRange, rank: int, trace: Trace, *, zero
 
 
 def _shared(nodes: Sequence[fx.Node], rank: int, dim: int, factor: float, trace: Trace) -> list[Summand]:
-    """Scores of one key each that are broadcast to those of `rank` dimensions."""
+    """Sinks of one key each, which broadcast to scores of `rank` dimensions."""
     found = []
     for k, node in enumerate(nodes):
         form = trace[node]
@@ -195,14 +197,14 @@ def _shared(nodes: Sequence[fx.Node], rank: int, dim: int, factor: float, trace:
 
 
 def _tangled(scores: _Sum, weights: Weights) -> bool:
-    """Whether a mask, a sink or a factor is made of the products that it is one of."""
+    """Whether a mask, a sink or a factor is itself computed from the products."""
     own = derived(scores.products, weights.node)
     beside = [each.form for each in (*scores.masks, *scores.sinks)] + [factor.form for factor in scores.factors]
     return any(form.term.read.source in own for form in beside)
 
 
 def _products_alone(weights: Weights, keys: KeyRange, node: fx.Node, trace: Trace) -> list[Summand]:
-    """The products that scores are made of, whatever function of them. Raises Refusal if there are none."""
+    """The products of which scores are a function, whatever it is. Raises Refusal if there are none."""
     if products := products_within(weights.scores, keys, trace):
         return products
     reason = f"expected scores that are a sum of products, found {where(weights.scores)}"
@@ -210,7 +212,7 @@ def _products_alone(weights: Weights, keys: KeyRange, node: fx.Node, trace: Trac
 
 
 def _other_reader(weights: Weights, output: fx.Node, trace: Trace) -> fx.Node | None:
-    """What reads the weights besides the product with the values: scores have to exist then."""
+    """What reads the weights besides the product with the values, if anything does: the scores then have to exist."""
     own = {weights.node, *weights.within}
     ends = {output, weights.total, *pieces_of(output, trace)}
     pending, seen = list(own), set(own)

@@ -1,4 +1,4 @@
-"""Whose copy a tensor is: the same elements in the same places, perhaps in another dtype or multiplied by numbers."""
+"""Find what a tensor is a copy of: the same elements in the same places, perhaps in another dtype or scaled."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..trace.trace import Trace
 
 @dataclass(frozen=True)
 class Original:
-    """The tensor that another is a copy of, and the numbers that this was multiplied by, in order."""
+    """The tensor that another is a copy of, and the numbers that the copy was multiplied by, in order."""
 
     node: fx.Node
     factors: tuple[float, ...]
 
 
 def original_of(node: fx.Node, trace: Trace) -> Original | None:
-    """The original of a tensor, itself if nothing else; None if it is put together from several, or from a part."""
+    """The original of a tensor, itself if it is no copy; None if it is put together from several, or reads a part."""
     form = trace[node]
     read = form.term.read
     if not isinstance(read.source, fx.Node) or len(read.dims) != len(form.dims):
@@ -32,6 +32,6 @@ def original_of(node: fx.Node, trace: Trace) -> Original | None:
 
 
 def copied(node: Any, trace: Trace) -> fx.Node | None:
-    """The tensor that `node` is a copy of, perhaps in another dtype; None if it is none, or was multiplied."""
+    """The tensor that `node` is a copy of, perhaps in another dtype; None if there is none or it was multiplied."""
     original = original_of(node, trace) if is_tensor(node) else None
     return None if original is None or original.factors or not is_tensor(original.node) else original.node

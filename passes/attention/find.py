@@ -1,10 +1,11 @@
-"""Find attention: sealed SDPA, and `softmax(scores) @ value` written by hand.
+"""Find attention: sealed SDPA, ops over packed sequences, and `softmax(scores) @ value` written by hand.
 
     q, k, v -> mla.sealed_attention                                    one node
-    q, k    -> bmm -> [scale, add mask, where] -> softmax -> bmm v     a chain, its scores perhaps a sum of products
+    q, k, v -> an op over packed sequences (see `packed`)              one node
+    q, k    -> bmm -> [scale, add mask, where] -> softmax -> bmm v     a chain, whose scores may be a sum of products
 
-Both come out as one `Attention`: which axes are rows, keys and columns of the scores, and the terms of q, k, v and the
-masks over these axes. Nothing here asks whether the attention is MLA.
+Each becomes an `Attention`: which axes are the rows and keys of the scores and the columns of the values, and the terms
+of q, k, v and the masks over these axes. Nothing here asks whether the attention is MLA.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .softmax import Weights, late, weights_of
 
 
 def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
-    """Every attention of the graph in order, or the reason why one could not be read."""
+    """Every attention of the graph in order, or, in its place, the reason why it could not be read."""
     found = list(_all(graph, trace))
     joined = {piece for whole in found if isinstance(whole, Attention) for piece in pieces_of(whole.node, trace)}
     yield from (each for each in found if each.node not in joined)
@@ -78,7 +79,7 @@ def _all(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
 
 
 def _product_of_weights(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
-    """The form of a product `node`, or of products that it joins, which operand are attention weights, and these."""
+    """For a product `node`, or a join of products: its form, which operand holds attention weights, and the weights."""
     if node.target in PRODUCTS:
         form, sources = trace[node], [trace[operand].term.read.source for operand in arguments(node)[:2]]
     elif (joined := joined_product(node, trace)) is not None:
@@ -99,7 +100,7 @@ def _product_of_weights(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights
 
 
 def _unpadded(attention: Attention) -> Attention:
-    """An attention of the values that are not zeros, if those are columns one behind the other."""
+    """The attention without the columns of zeros with which its values were padded."""
     found = without_zeros(attention.value, attention.columns)
     if found is None:
         return attention
@@ -154,7 +155,7 @@ def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
 
 
 def _scale(given: float | None, widths: Sequence[Size], node: fx.Node) -> float:
-    """The number given for the scores' scale; else that of the head width, whichever of `widths` is known."""
+    """The scale given for the scores, or else `1 / sqrt(width)` for the first of `widths` that is known."""
     if given is not None:
         return given
     for width in widths:
@@ -164,7 +165,7 @@ def _scale(given: float | None, widths: Sequence[Size], node: fx.Node) -> float:
 
 
 def _from_packed(call: Call, trace: Trace) -> Attention:
-    """Attention `[Tq, N, D]` of packed sequences, of which only `packed` says who meets whom."""
+    """Attention `[Tq, N, D]` over packed sequences. Only `packed` says which queries attend to which keys."""
     node = call.output
     q, k, v = trace[call.query], trace[call.key], trace[call.value]
     if any(len(form.dims) != 3 for form in (q, k, v)):

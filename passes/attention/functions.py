@@ -1,4 +1,4 @@
-"""What is done to scores before their softmax, as a function of each score by itself, and of tensors beside them.
+"""Read what is done to scores before their softmax as a function of each score by itself and of further tensors.
 
 softmax(where(seen, 50 * tanh(q k^T / 50), -inf))  ->  div, tanh, mul, where; of a product and of `seen`
 """
@@ -23,16 +23,16 @@ from .scores import KeyRange, Sink, Summand, labels_through, whole_source, witho
 from .softmax import Weights
 
 _LIKE = {aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0, aten.full_like.default: None}
-"""Tensors of one number, where it is always the same, that take no more than its sizes from another."""
+"""Ops that fill a tensor of another one's sizes with one number: that number, or None if it is an argument."""
 
 
 class _Unreadable(Exception):
-    """What is done to scores is no function of each by itself; the message says where."""
+    """Raised where what is done to scores is not a function of each score by itself; the message says where."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """One of the products, of the tensors beside them or of the steps' results, and what was done to it `then`."""
+    """One of the products, of the operands or of the steps' results, and what was done to it `then` (see `Read`)."""
 
     kind: Literal["product", "operand", "step"]
     index: int
@@ -41,35 +41,36 @@ class Value:
 
 @dataclass(frozen=True)
 class Step:
-    """An elementwise op; its arguments are values, numbers, and what else ops take."""
+    """An elementwise op. Its arguments are `Value`s, numbers, and whatever else ops take."""
 
     target: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     dtype: torch.dtype
-    """Of its result, also where a number that was a tensor is one with dimensions here."""
+    """Of its result in the graph. What was a tensor without dimensions there may have some here, and promote types
+    differently: results are cast to this dtype."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """`softmax(factor * result)`, beside it the scores of `sinks`.
+    """`softmax(factor * result)`, with the scores of `sinks` beside it.
 
-    `operands` are the tensors beside the products, over the axes of the attention; without any for a number.
+    `operands` are the tensors other than products, over axes of the attention; one that is a number has no axes.
     """
 
     steps: tuple[Step, ...]
     result: Value
     factor: float
     safe: bool
-    """Whether the weights are 0, and not NaN, where no key is seen."""
+    """Whether the weights are 0, rather than NaN, where no key is seen."""
     numbers: bool
-    """Whether they are 0 wherever they are NaN."""
+    """Whether they are 0 wherever they would be NaN."""
     weights_dtype: torch.dtype
     operands: tuple[Term, ...] = ()
     sinks: tuple[Sink, ...] = ()
 
     def __call__(self, products: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
-        """Scores, before their factor, of products `[B, H, Sq, T]` and what is broadcast with them."""
+        """The scores, before `factor`, from products `[B, H, Sq, T]` and operands that broadcast with them."""
         results: list[Tensor] = []
 
         def given(argument: Any) -> Any:
@@ -87,21 +88,21 @@ class Function:
 
 @dataclass(frozen=True)
 class Reading:
-    """A function whose operands, sinks and products are still forms of their own, to be aligned with the scores."""
+    """A function whose operands, sinks and products are still over axes of their own, to be aligned with the scores."""
 
     function: Function
     operands: tuple[Summand, ...]
     sinks: tuple[Summand, ...]
     uses: tuple[tuple[int, Summand], ...]
-    """Where a product is taken, and which."""
+    """Every use of a product: the product's index, and its form there."""
 
     @property
     def forms(self) -> list[Summand]:
-        """All that is to be aligned."""
+        """All forms that are to be aligned."""
         return [*self.operands, *self.sinks, *(use for _, use in self.uses)]
 
     def aligned(self, forms: Sequence[Form], products: Sequence[Read], dim: int) -> Function | str:
-        """The function over common axes, given those of `forms` and the products' reads; or why it is none."""
+        """The function over common axes, or why there is none, given `self.forms` and the products over these axes."""
         count, end = len(self.operands), len(self.operands) + len(self.sinks)
         for form in forms[:end]:
             if isinstance(form.term.read.source, Unread):
@@ -117,7 +118,7 @@ class Reading:
 
 
 def read_function(products: Sequence[Summand], keys: KeyRange, weights: Weights, trace: Trace) -> Reading | str:
-    """What is done to `products` on the way to `weights`, or why it is more than functions of each score by itself."""
+    """What is done to `products` on the way to `weights`, or why it is not a function of each score by itself."""
     try:
         return _read(products, keys, weights, trace)
     except _Unreadable as error:
@@ -145,7 +146,7 @@ def _read(products: Sequence[Summand], keys: KeyRange, weights: Weights, trace: 
 
 
 class _Builder:
-    """Goes from scores back to products."""
+    """Walks from the scores back to the products, and collects steps, operands and uses of products on the way."""
 
     def __init__(self, products: Sequence[Summand], weights: fx.Node, trace: Trace) -> None:
         self.trace = trace
@@ -157,7 +158,7 @@ class _Builder:
         self._known: dict[tuple[fx.Node, tuple[int, ...]], Value] = {}
 
     def value(self, node: fx.Node, labels: tuple[int, ...]) -> Value:
-        """The value of a tensor whose dimensions are those `labels` of the scores."""
+        """The value of a tensor whose dimensions are the dimensions `labels` of the scores."""
         if node not in self._derived:
             return self._operand(node, labels)
         form = self.trace[node]
@@ -199,7 +200,7 @@ class _Builder:
 
 
 def derived(products: Sequence[Summand], weights: fx.Node) -> set[Hashable]:
-    """Everything that is computed from the products, up to the weights."""
+    """The products and everything that is computed from them, up to the weights."""
     sources = [product.form.term.read.source for product in products]
     nodes = [source for source in sources if isinstance(source, fx.Node)]
     return {*sources, *walk(nodes, lambda node: (user for user in node.users if user is not weights))}

@@ -1,8 +1,8 @@
-"""Products with what is nearly attention weights, and why it is none: nobody else would say that there is attention.
+"""Say why a product with what is nearly attention weights is no attention: otherwise no report would mention it.
 
 e / (e.sum() + 1e-6)                     weights that do not add up to 1
-nan_to_num(softmax(s), nan=0.5)          other numbers than a softmax's
-exp(s - maximum(m, s.amax()))            a softmax of blocks of keys, each with the greatest score so far
+nan_to_num(softmax(s), nan=0.5)          numbers that a softmax does not give
+exp(s - maximum(m, s.amax()))            a softmax over blocks of keys, with a running maximum
 softmax(s) - 0.5 * softmax(t)            several softmaxes
 """
 
@@ -46,11 +46,11 @@ def nearly_weights(node: fx.Node, trace: Trace) -> Refusal | None:
 
 
 _DEPTH = 4
-"""Steps to look back from a sum for softmaxes: a residual stream is a sum as deep as the model."""
+"""How many steps to look back from a sum for softmaxes: a residual stream is a sum as deep as the model."""
 
 
 def softmaxes(node: Any, trace: Trace, depth: int = _DEPTH) -> list[fx.Node]:
-    """The attention weights that a sum of such is made of, times whatever; none if it is no such sum."""
+    """The attention weights that a sum is made of, whatever each is multiplied by; empty if it is no such sum."""
     source = _copied_source(node, trace)
     if source is None or depth == 0:
         return []
@@ -65,7 +65,7 @@ def softmaxes(node: Any, trace: Trace, depth: int = _DEPTH) -> list[fx.Node]:
 
 
 def _running(node: fx.Node, trace: Trace) -> fx.Node | None:
-    """The greatest scores so far that are taken from those of a block before the exponential."""
+    """The running maximum that is subtracted from the scores of a block before the exponential, if there is one."""
     exponent = exponent_of(node)
     difference = None if exponent is None else _copied(exponent[0], trace)
     if difference is None or difference.target is not aten.sub.Tensor:
@@ -81,6 +81,6 @@ def _copied(node: Any, trace: Trace) -> fx.Node | None:
 
 
 def _copied_source(node: Any, trace: Trace) -> fx.Node | None:
-    """The tensor of which `node` has the elements."""
+    """The tensor whose elements `node` holds."""
     source = trace[node].term.read.source if is_tensor(node) else None
     return source if isinstance(source, fx.Node) else None

@@ -1,4 +1,4 @@
-"""Products of three tensors of which two were multiplied before anything was summed, as `einsum` of three has them.
+"""Products of three tensors, two of which are multiplied before anything is summed, as `einsum` of three does.
 
 sum_dl (q[s, d] c[t, l]) w[d, l]      =      sum_d q[s, d] (sum_l c[t, l] w[d, l])
 sum_tl (p[s, t] w[v, l]) c[t, l]      =      sum_t p[s, t] (sum_l c[t, l] w[v, l])
@@ -25,7 +25,7 @@ from ..trace.weights import factors
 
 @dataclass(frozen=True)
 class Multiplied:
-    """`number * of * by`, element by element, or `number * of / by` if it `divides`. Roundings are those of `of`."""
+    """`number * of * by`, element by element, or `number * of / by` if it `divides`. Casts of the whole are in `of`."""
 
     of: Term
     by: Term
@@ -34,7 +34,7 @@ class Multiplied:
 
 
 def multiplied(term: Term, trace: Trace) -> Iterator[Multiplied]:
-    """A term as the product of two tensors, perhaps times a number after, if it is one, either way round."""
+    """The ways in which a term is an elementwise product of two tensors, perhaps times a number: either may be `of`."""
     node, then = term.read.source, term.read.then
     if term.parts is not None or not isinstance(node, fx.Node) or any(isinstance(step, Bits) for step in then):
         return
@@ -59,16 +59,19 @@ def multiplied(term: Term, trace: Trace) -> Iterator[Multiplied]:
 
 
 def times(query: Term, by: Read, *, divides: bool) -> Term:
-    """A query, in its own dtype, times what all of its scores are multiplied by, or divided by it."""
+    """A query times, or divided by, what multiplies or divides all of its scores; in its own dtype."""
     source, casts = query.read.source, [step for step in query.read.then if isinstance(step, torch.dtype)]
     own = casts[-1:] or ([source.meta["val"].dtype] if isinstance(source, fx.Node) else [])
     return Term(replace(made.multiplied(query.read, by, divides=divides), then=tuple(own)))
 
 
 def regrouped(parts: Product, is_outer: Callable[[Term], bool], trace: Trace) -> tuple[Product, fx.Node] | None:
-    """A product of which one side was multiplied from two as the outer one of these, its left side then, times a
-    product of the others, and the node that multiplied the two; None if there is none, or all is summed with it or
-    without."""
+    """A product with one side that is itself `outer * inner`, as `outer` times the product of `inner` and the other
+    side; and the node that multiplied the two.
+
+    `outer`, for which `is_outer` holds, becomes the left side. None if there is none, or if one of the two products
+    would sum over nothing.
+    """
     if len(parts.summed) < 2:
         return None
     for side, other in ((parts.left, parts.right), (parts.right, parts.left)):
@@ -85,6 +88,6 @@ def regrouped(parts: Product, is_outer: Callable[[Term], bool], trace: Trace) ->
 
 
 def _contracted(node: fx.Node, left: Term, right: Term, summed: Dim) -> Term:
-    """A product that no graph has as a tensor."""
+    """A product that the graph does not hold as a tensor."""
     axes = (left.axes | right.axes).difference(summed)
     return Term(read_of(Unread(node), [(axis,) for axis in axes]).read, Product(left, right, summed))

@@ -1,9 +1,9 @@
-"""Sequences packed one behind the other, and the ops of attention that take them so: a run of rows for each sequence.
+"""Read attention ops over sequences that are packed one behind the other, each a run of rows.
 
     o = varlen(q [Tq, N, D], k [Tk, N, D], v [Tk, N, D], cu_seqlens_q [B + 1], cu_seqlens_k [B + 1])
 
-Query i and key j of one sequence, of Q queries and K keys, meet where `i + K - Q - left <= j <= i + K - Q + right`: the
-last query stands at the last key. A query that sees no key is 0, and so is one of no sequence.
+In a sequence of Q queries and K keys, query i sees key j where `i + K - Q - left <= j <= i + K - Q + right`: the last
+query stands at the last key. The output is 0 for a query that sees no key, and for one that is in no sequence.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _WORDS = {
     "is_causal": "causal",
     "softmax_scale": "scale",
 }
-"""What the parameters of these ops are called that have several names."""
+"""One word for each parameter of these ops that has several names."""
 _OPS = ("torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward", "aten::_flash_attention_forward")
 _NEEDED = {*_WORDS.values(), "scale"}
-"""What all of them say; an op of the same name that does not is another."""
+"""Parameters that all of these ops have; an op of the same name that lacks one is another op."""
 _INDIFFERENT = ("enable_gqa", "num_splits", "return_softmax", "return_debug_mask", "zero_tensors")
-"""Of how it is computed, and of results that nothing may read."""
+"""Parameters about how attention is computed, and about results that nothing may read."""
 _FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value
-"""Whose kernels may compute it, as torch's op is told from 2.15 on."""
+"""Values of `backend`: whose kernels compute the attention, as torch's op is told from 2.15 on."""
 
 
 @dataclass(frozen=True)
@@ -61,28 +61,29 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Packed:
-    """How the queries and the keys of an attention are those of several sequences."""
+    """Which of the queries and keys of an attention belong to which sequence, and the window that queries see."""
 
     queries: Numbers
-    """`[B + 1]`: where the queries of each sequence begin, and the end."""
+    """`[B + 1]`: where the queries of each sequence begin, and where the last ones end."""
     keys: Numbers
-    """The same of keys."""
+    """The same for keys."""
     used: Numbers | None
-    """`[B]`: how many of its keys each sequence has, if not all up to the next sequence."""
+    """`[B]`: how many of its keys each sequence uses, if not all up to the next sequence."""
     sequences: Size
     """B."""
     most_queries: Size
-    """That a sequence has."""
+    """The most that one sequence has."""
     most_keys: Size
+    """The most that one sequence has."""
     left: int | None
-    """How many keys before its own a query sees; None: all."""
+    """How many keys before its own a query sees; None for all."""
     right: int | None
-    """How many behind its own: 0 or, with None, all."""
+    """How many keys behind its own: 0, or None for all."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What such an op is given."""
+    """What such an op is given, and its output."""
 
     output: fx.Node
     """The first of its results."""
@@ -94,10 +95,10 @@ class Call:
 
 
 def packed_call(node: fx.Node) -> Call | None:
-    """The call of such an op; None if it is none, or of one of ours that is given no sequences.
+    """The call of such an op; None if `node` is another op, is given no sequences, or nothing takes its output.
 
     Raises:
-        Refusal: if it says more than queries, keys, sequences and windows.
+        Refusal: if its arguments say more than queries, keys, values, sequences and windows.
     """
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in _OPS:
         return None
@@ -138,7 +139,7 @@ def packed_call(node: fx.Node) -> Call | None:
 
 
 def _numbers(node: fx.Node) -> Numbers:
-    """A vector as the node that holds it, whatever that is made of."""
+    """A vector as a read of the node that holds it, whatever that is made of."""
     form = operations.leaf(node, shape_of(node))
     return Numbers(form.term.read, form.dims[0])
 
@@ -158,11 +159,11 @@ def _window(node: fx.Node, given: Mapping[str, Any]) -> tuple[int | None, int | 
 
 
 def _refuse_backend(node: fx.Node, given: Mapping[str, Any], window: tuple[int | None, int | None]) -> None:
-    """Refuse kernels that attend to other keys than the arguments say, and those that are not known.
+    """Refuse kernels that attend to other keys than the arguments say, and backends that are not known.
 
-    cuDNN is told of no window but the causal one, and without `seqused_k` that one has the first query at the first
-    key: the same where queries and keys begin at the same places. `varlen_attn` chooses cuDNN only where it is the
-    same.
+    cuDNN is told of no window except the causal one. Without `seqused_k`, that one puts the first query at the first
+    key, which is the same where queries and keys begin at the same places. `varlen_attn` chooses cuDNN only where the
+    two are the same.
     """
     backend = given.get("backend", _FLASH)
     if backend == _FLASH:
@@ -184,7 +185,7 @@ def _found(value: object) -> object:
 
 
 def _refuse_more(node: fx.Node, given: Mapping[str, Any]) -> None:
-    """Refuse what changes the result beside queries, keys, values, sequences and windows."""
+    """Refuse arguments, besides queries, keys, values, sequences and windows, that change the result."""
     known = {*_WORDS.values(), "scale", "seqused_k", "window_size", "window_size_left", "window_size_right", "backend"}
     for name, value in given.items():
         if name in ("query", "key", "value", *_INDIFFERENT) or name in known:

@@ -1,4 +1,4 @@
-"""Values that were padded with zeros to the width of the keys: an attention of those that are not zeros."""
+"""Strip the zeros with which values were padded to the width of the keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..algebra.terms import Axis, Dim, Form, Join, Term, Zero
 
 @dataclass(frozen=True)
 class Padding:
-    """Columns of zeros `before` and `after` those that an attention is of: its output has all of `columns`."""
+    """How many columns of zeros stand `before` and `after` the values' own; the output has all of `columns`."""
 
     columns: Dim
     before: Size
@@ -19,7 +19,7 @@ class Padding:
 
 
 def without_zeros(value: Term, columns: Dim) -> tuple[Form, Padding] | None:
-    """The columns that are not zeros, if those are one behind the other, and what was around them."""
+    """The values without the zeros before and after them, and that padding; None if there is none."""
     if len(columns) != 1:
         return None
     (column,) = columns
@@ -31,7 +31,7 @@ def without_zeros(value: Term, columns: Dim) -> tuple[Form, Padding] | None:
 
 
 def _zeros(value: Term, column: Axis) -> tuple[Size, Size]:
-    """How many of the first and of the last columns are zeros in every piece of the values."""
+    """How many of the first and how many of the last columns are zeros in every piece of the values."""
     join = value.parts
     if not isinstance(join, Join):
         return 0, 0

@@ -23,12 +23,12 @@ WRITES = {
     aten.select_scatter.default,
     aten.slice_scatter.default,
 }
-"""Ops whose result holds what an operand held before and what another brings."""
+"""Ops whose result combines what one operand holds with what another one adds."""
 _JOINS = WRITES | {aten.stack.default}
 
 
 def joined_product(node: fx.Node, trace: Trace) -> Form | None:
-    """A tensor that is joined from pieces of one product as that product; None if it is not."""
+    """The form, as one product, of a tensor that is joined from pieces of it; None if it is not."""
     if node.target not in _JOINS or not is_tensor(node) or trace[node].term.read.source is not node:
         return None
     form = trace[node]
@@ -37,7 +37,7 @@ def joined_product(node: fx.Node, trace: Trace) -> Form | None:
 
 
 def pieces_of(node: fx.Node, trace: Trace) -> set[fx.Node]:
-    """What a product was joined from: the products that nothing else reads, and the tensors between them and it."""
+    """What a product was joined from: products that nothing else reads, and the tensors between these and `node`."""
     if joined_product(node, trace) is None:
         return set()
     products, between, unread = set[fx.Node](), {node}, set[fx.Node]()

@@ -1,4 +1,4 @@
-"""Take scores written by hand apart: products of queries and keys with their scale, masks, and sinks.
+"""Take apart scores written by hand: products of queries and keys with their scales, masks, and sinks.
 
 softmax(where(seen, (q k^T + q2 k2^T) * scale + bias, -inf))  ->  two products, one bias, one bool mask
 softmax(cat(q k^T, sink))[..., :-1]                           ->  one product, one sink
@@ -25,24 +25,25 @@ from ..trace.trace import Trace
 from .copies import original_of
 
 SPACING = 8.0
-"""Scores that are replaced by a number are scores to which it is added, where the spacing of floats at that number is
-at least this much: what is left of any usual score is nothing, also in rows that are masked everywhere."""
+"""Replacing a score by a number is the same as adding the number to it, where the spacing of floats at that number is
+at least this much: nothing is left of any usual score, even in rows that are masked everywhere."""
 HIDES = -1e4
-"""The number that code after BERT puts in the place of scores. In a row with another score, unless that is no usual one
-either, those have no weight; what is left of them counts in a row that has no other (see `_hidden_alike`)."""
+"""The number that code in the manner of BERT puts in the place of scores. Such keys have no weight in a row that has a
+score of usual size; in a row that has none, what is left of their scores counts (see `_hidden_alike`)."""
 _VANISHES = -300.0
-"""And `exp` of it, times a scale that is applied after, is far less than any rounding of the weights."""
+"""Such a number, times a scale that is applied after it, is at most this: its `exp` is far less than any rounding of
+the weights."""
 ALL_ALIKE = -1e30
-"""Added to any score this leaves the number itself: its neighbours are 7e22 apart in float32, 1e14 in float64."""
+"""Added to any score this gives the number itself: its neighbours are 7e22 apart in float32, 1e14 in float64."""
 
 
 @dataclass(frozen=True)
 class Mask:
     """A tensor over some of the scores' axes.
 
-    `attends`: bool, True where a query may attend; the scores it rejects become `fill`. `inverted`: True rejects.
-    Otherwise a number that is added to the scores, times `factor`. What is less than `lowest` is -inf to the softmax.
-    `word` is what a report calls it, if nothing is known of which keys it hides.
+    If it `attends` it is bool, True where a query may attend, or where it may not if `inverted`, and the scores that it
+    rejects become `fill`. Otherwise it is added to the scores, times `factor`. To the softmax, what is less than
+    `lowest` is -inf. `word` is what a report calls the mask if nothing is known about which keys it hides.
     """
 
     term: Term
@@ -54,13 +55,14 @@ class Mask:
     word: str = "tensor"
 
     def held(self, number: float) -> float:
-        """The number that the softmax sees: the lowest of a dtype, multiplied, is -inf, of which alone it makes NaN."""
+        """The number as the softmax sees it: the lowest of a dtype overflows to -inf when multiplied, which gives NaN
+        in a row of nothing else."""
         return -math.inf if number < self.lowest else number
 
 
 @dataclass(frozen=True)
 class Sink:
-    """Scores of keys that have no value and only take their share of the weights: `factor * term`.
+    """Scores, `factor * term`, of keys that have no value and only take their share of the weights.
 
     `keys` are the axes of these keys, which nothing else has.
     """
@@ -79,9 +81,9 @@ class Number:
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor by which a product of the scores is multiplied, or divided if it `divides`; `labels` as a `Summand` has.
+    """A tensor by which a product of the scores is multiplied, or divided if it `divides`; `labels` as in a `Summand`.
 
-    No key has one of its own.
+    It is the same for all keys.
     """
 
     form: Form
@@ -91,24 +93,24 @@ class Factor:
 
 @dataclass(frozen=True)
 class Summand:
-    """A part of the scores: a product, `what` being its scale, a mask or a sink.
+    """A part of the scores: a product, `what` being its scale, or a mask, a sink or a number.
 
-    `labels` are the scores' dims of its own; a sink's keys are a dim that no other summand has. A number has none: its
-    form is that of the scores.
+    `labels` say which dimensions of the scores its dimensions are; a sink's keys are one that no other summand has. A
+    number has no form of its own but that of the scores.
     """
 
     form: Form
     labels: tuple[Hashable, ...]
     what: float | Mask | Sink | Number
     factors: tuple[Factor, ...] = ()
-    """Of a product, besides its scale."""
+    """What multiplies a product besides its scale."""
     added: tuple[Form, ...] = ()
-    """To a product, in the op that multiplies, over dims of the same `labels`."""
+    """What the op that computes a product adds to it, over dimensions of the same `labels`."""
 
 
 @dataclass(frozen=True)
 class KeyRange:
-    """The keys of a score tensor that have values: `size` from `start` of dimension `dim`."""
+    """The keys of a score tensor that have values: `size` of them along dimension `dim`, from `start` on."""
 
     dim: int
     start: Size
@@ -120,10 +122,10 @@ def scores_of(
 ) -> list[Summand]:
     """The summands of a score tensor `times` a number; masks in the order in which they apply.
 
-    What is no product is a mask that is added, whatever it is; what all of a row have less is left out if `shifted`.
+    Whatever is no product is an additive mask. What is subtracted from all scores of a row is left out if `shifted`.
 
     Raises:
-        Refusal: if the scores without values do not stand apart from those with.
+        Refusal: if the scores of keys without values do not stand apart from those of keys with values.
     """
     lowest = times * torch.finfo(node.meta["val"].dtype).min
     found = _scores_of(node, keys, trace, times, shifted=shifted)
@@ -146,9 +148,9 @@ def _scores_of(node: fx.Node, keys: KeyRange, trace: Trace, times: float, *, shi
 
 
 def without_shift(node: fx.Node, dim: int, trace: Trace) -> tuple[fx.Node, float]:
-    """Scores before their greatest was taken from all of a row, which a softmax does not see, and before a factor.
+    """Scores before their maximum was subtracted from each row and before a positive factor, and that factor.
 
-    A row of -inf alone is NaN either way.
+    A softmax does not see the shift: a row of -inf alone is NaN either way.
     """
     factor = 1.0
     while True:
@@ -175,7 +177,7 @@ def whole_source(node: fx.Node, trace: Trace) -> tuple[fx.Node | None, float]:
 
 
 def is_greatest(node: fx.Node, scores: Any, dim: int, trace: Trace) -> bool:
-    """Whether `node` is the greatest of `scores` along `dim`, which it keeps."""
+    """Whether `node` is the maximum of `scores` along `dim`, which it keeps."""
     source, factor = whole_source(node, trace)
     if source is None or factor != 1.0 or not is_tensor(scores):
         return False
@@ -200,7 +202,7 @@ def _joined(node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: floa
 def without_sinks(
     join: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: float, trace: Trace
 ) -> tuple[fx.Node | None, list[Summand]]:
-    """The piece of joined scores that has values, None if there is none, and the others, times a factor."""
+    """The piece of joined scores that has values, None if there is none, and the others as sinks, times `factor`."""
     start: Size = 0
     found: fx.Node | None = None
     sinks: list[Summand] = []
@@ -219,11 +221,11 @@ def without_sinks(
 def _padded(
     node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: float, trace: Trace
 ) -> list[Summand] | None:
-    """The summands of the scores with values in `node`, which has a number beside them; None if it has not."""
+    """The summands of scores that `node` pads with a number, the score of keys without values; None if it does not."""
     if node.target is not aten.constant_pad_nd.default:
         return None
     scores, widths, number = (*arguments(node), 0)[:3]
-    place = 2 * (len(labels) - 1 - keys.dim)  # widths are those of the last dimension first
+    place = 2 * (len(labels) - 1 - keys.dim)  # widths begin with those of the last dimension
     beside, score = widths[place : place + 2], number * factor
     known = len(beside) == 2 and all(isinstance(width, int) for width in widths) and min(beside) >= 0
     if not known or sum(beside) == 0 or sum(map(abs, widths)) != sum(beside) or not math.isfinite(score):
@@ -235,16 +237,16 @@ def _padded(
 
 
 def _whole_summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, trace: Trace) -> list[Summand]:
-    """The summands of all scores with values; one that is no product where it takes more than a sum to say them."""
+    """The summands of scores that all have values; one additive mask where they are more than a sum."""
     found = _hidden_alike(_summands(node, labels, factor, key, trace), highest_fill(node))
     return found or [Summand(trace[node], labels, Mask(trace[node].term, attends=False, factor=factor))]
 
 
 def _hidden_alike(summands: list[Summand], highest: float) -> list[Summand]:
-    """Summands in which all numbers that take the place of scores leave nothing of any; empty where that is not so.
+    """Summands in which every number that replaces scores leaves nothing of them; empty where that cannot be had.
 
-    A number like -10,000 is not low enough to be added instead: in a row that is hidden everywhere all keys would not
-    weigh the same. If it is the only one, and nothing is added to scores, a far lower one does what it does.
+    A number like -10,000 is not low enough to be added to scores instead: in a row that is hidden everywhere, not all
+    keys would weigh the same. If it is the only one and nothing is added to scores, a far lower one does the same.
     """
     masks = [s.what for s in summands if isinstance(s.what, Mask)]
     fills = {mask.fill for mask in masks if mask.attends and not math.isinf(mask.fill)}
@@ -261,7 +263,7 @@ def _hidden_alike(summands: list[Summand], highest: float) -> list[Summand]:
 
 
 def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, trace: Trace) -> list[Summand]:
-    """Those of scores with dims `labels`, of which `key` is that of the keys, times `factor`."""
+    """The summands of scores whose dimensions are `labels`, `key` being that of the keys, times `factor`."""
     form = replace(trace[node], term=factored(trace[node].term))
     if isinstance(form.term.parts, Product):
         return [Summand(form, labels, factor)]
@@ -279,7 +281,7 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, t
         return _summands(node, through[len(through) - len(trace[node].dims) :], factor, key, trace)
 
     def addend(node: fx.Node, factor: float) -> list[Summand]:
-        """An operand of a sum. One without products is one mask: what it rejects it rejects by what is added."""
+        """The summands of an operand of a sum. One without products is one mask: it rejects keys by what it adds."""
         summands = operand(node, factor)
         if _holds_product(summands):
             return summands
@@ -288,7 +290,7 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, t
         return [Summand(form, through[len(through) - len(form.dims) :], mask)]
 
     def times(node: fx.Node, by: fx.Node) -> list[Summand]:
-        """Products times a tensor that no key has one of its own of, whatever numbers were applied to that."""
+        """The products in `node` times a tensor that is the same for all keys; empty if it is not, or there is more."""
         summands, form = operand(node, factor), trace[by]
         own = through[len(through) - len(form.dims) :]
         of_keys = key in own and not form.term.axes.isdisjoint(form.dims[own.index(key)])
@@ -330,7 +332,7 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, t
 
 
 def _filled_by_index(node: fx.Node) -> tuple[fx.Node, float] | None:
-    """The mask and the number of `scores[mask] = number`, the mask being over the first dimensions."""
+    """The mask and the number of `scores[mask] = number`, where the mask is over the first dimensions."""
     _, indices, number, accumulate = (*arguments(node), False)[:4]
     fill = constant_of(number)
     if accumulate or fill is None or len(indices) != 1 or indices[0].meta["val"].dtype != torch.bool:
@@ -339,13 +341,13 @@ def _filled_by_index(node: fx.Node) -> tuple[fx.Node, float] | None:
 
 
 def _term_of_sum(form: Form, labels: tuple[int, ...], factor: float) -> Summand:
-    """A term of scores that one op multiplies and adds, as `baddbmm` does, or that were divided into heads after."""
+    """A term of scores that one op multiplies and adds, as `baddbmm` does, or of a sum later divided into heads."""
     product = isinstance(form.term.parts, Product)
     return Summand(form, labels, factor if product else Mask(form.term, attends=False, factor=factor))
 
 
 def _sum(source: fx.Node, left: list[Summand], right: list[Summand]) -> list[Summand]:
-    """Both operands' summands, first those of the one that holds products: its masks apply before the rest is added."""
+    """Both operands' summands, those of the one with products first: its masks apply before the rest is added."""
     fills = [s.what for s in (*left, *right) if isinstance(s.what, Mask) and s.what.attends]
     if _holds_product(left) and _holds_product(right) and any(not math.isinf(mask.fill) for mask in fills):
         raise Refusal(source, "expected scores to be summed before a finite number takes their place, found it after")
@@ -357,13 +359,13 @@ def _holds_product(summands: list[Summand]) -> bool:
 
 
 def highest_fill(node: fx.Node) -> float:
-    """The greatest number that hides scores of a node's dtype: at most this, nothing is left of a score."""
-    dtype = torch.promote_types(node.meta["val"].dtype, torch.float32)  # that of the ops' arithmetic
+    """The greatest number that leaves nothing of a score of a node's dtype to which it is added (see `SPACING`)."""
+    dtype = torch.promote_types(node.meta["val"].dtype, torch.float32)  # the dtype in which ops compute
     return -SPACING / torch.finfo(dtype).eps
 
 
 def labels_through(form: Form, labels: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The labels of the source that a form reads whole, its dimensions perhaps in another order."""
+    """The labels of the dimensions of a form's source, perhaps reordered; None unless the form reads all of it."""
     read = form.term.read
     if not read.whole:
         return None

@@ -1,9 +1,9 @@
-"""What else shares in attention weights, where their sum is written by hand and more is added to it.
+"""What else takes a share of the attention weights, where their sum is written by hand and more is added to it.
 
-e / (1 + e.sum()),  e = exp(s)                                  a score of 0 that has no value: "softmax one"
-e / (exp(-m) + e.sum()),  e = exp(s - m),  m = s.amax()         the same, after the greatest was taken from all
+e / (1 + e.sum()),  e = exp(s)                                  a key of score 0 without value: "softmax one"
+e / (exp(-m) + e.sum()),  e = exp(s - m),  m = s.amax()         the same, after the maximum was subtracted
 e / (exp(t - m) + e.sum()),  e = exp(s - m),  m = max(s.amax(), t)      a sink `t`
-e / (1e-9 + e.sum()),  e = exp(s - m),  m = s.amax()            nothing: the sum is 1 or more, and rounded again
+e / (1e-9 + e.sum()),  e = exp(s - m),  m = s.amax()            nothing: 1e-9 is rounded away beside 1 or more
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _AT_LEAST = {aten.clamp.default, aten.clamp_min.default}
 
 @dataclass(frozen=True)
 class Shares:
-    """Scores of keys without values: `sinks`, and the logarithms of numbers.
+    """Scores of keys without values: `sinks`, and `numbers`, the logarithms of the numbers that were added.
 
-    `scores` are those of the keys with values, before the same was taken from them and from the sinks. `safe`: that is
-    a number also of a row that sees no key.
+    `scores` are those of the keys with values, before the same shift was subtracted from them and from the sinks.
+    `safe`: that shift is finite even in a row that sees no key, unless sinks there are -inf.
     """
 
     scores: fx.Node
@@ -40,7 +40,7 @@ class Shares:
 
 
 def added_to(total: fx.Node, sum_of: Callable[[Any], bool], trace: Trace) -> tuple[fx.Node, list[Any]] | None:
-    """The sum that a tensor is made of, for which `sum_of` holds, and what was added to it; None if nothing was."""
+    """The addend of `total` for which `sum_of` holds, and the other addends; None if `total` has no such addend."""
     source = copied(total, trace)
     if source is None or source.target not in _ADDS or factor_of(source) != 1:
         return None
@@ -56,8 +56,8 @@ def added_to(total: fx.Node, sum_of: Callable[[Any], bool], trace: Trace) -> tup
 
 
 def reaches_one(exponent: fx.Node, dim: int, trace: Trace) -> bool:
-    """Whether an exponent is scores less the greatest of their row: one of its powers is 1, and no sum of them is less,
-    unless it is no number."""
+    """Whether an exponent is scores minus the maximum of their row: one of its powers is then 1, and their sum at least
+    1, unless it is NaN."""
     difference = copied(exponent, trace)
     if difference is None or difference.target is not aten.sub.Tensor or factor_of(difference) != 1:
         return False
@@ -66,7 +66,8 @@ def reaches_one(exponent: fx.Node, dim: int, trace: Trace) -> bool:
 
 
 def above_least(total: fx.Node, trace: Trace) -> fx.Node | None:
-    """The tensor that a total is, where that is at least 1; None if it is not held above a number up to 1."""
+    """The tensor that `total` clamps from below to a number up to 1, and so equals wherever that tensor is at least 1;
+    None if it is no such clamp."""
     source = copied(total, trace)
     if source is None or source.target not in _AT_LEAST:
         return None
@@ -83,8 +84,11 @@ def shares_of(
     trace: Trace,
     lost: float = 0.0,
 ) -> Shares | None:
-    """What `addends` to a sum of exponentials over dimension `dim` are of further keys, `base` the logarithm of their
-    base; None if one is not known to be one. Numbers less than `lost` are nothing beside a sum that reaches 1."""
+    """The scores of further keys for which `addends` to a sum of exponentials over dimension `dim` stand; None if that
+    is not known of one of them.
+
+    `base` is the logarithm of the exponentials' base. Numbers less than `lost` vanish beside a sum that is 1 or more.
+    """
     difference = copied(exponent, trace)
     shift: fx.Node | None = None
     scores = exponent
@@ -122,7 +126,7 @@ def shares_of(
 
 
 def _parts(addend: Any, trace: Trace) -> list[Any]:
-    """What is added up in a tensor of the same dimensions."""
+    """The operands of an addition, taken apart likewise; anything else by itself."""
     if is_tensor(addend) and addend.target in _ADDS and factor_of(addend) == 1:
         return [part for operand in arguments(addend)[:2] for part in _parts(operand, trace)]
     return [addend]
@@ -131,7 +135,10 @@ def _parts(addend: Any, trace: Trace) -> list[Any]:
 def _logarithm(
     addend: Any, exponent_of: Callable[[Any], Any], trace: Trace
 ) -> tuple[fx.Node | None, float, float] | None:
-    """Of `number * base**power` the power, the logarithm of the base, and that of the number."""
+    """For `number * base**power`: the power, None if there is none, and the logarithms of the base and of the number.
+
+    None if the addend is not of this form.
+    """
     known = constant_of(addend)
     if known is not None:
         return (None, 0.0, math.log(known)) if 0 < known < math.inf else None
@@ -153,7 +160,7 @@ def _logarithm(
 
 
 def _before(power: fx.Node, shift: fx.Node | None, trace: Trace) -> tuple[fx.Node, ...] | None:
-    """A score before `shift` was taken from it, nothing where it was 0; None if the shift was not taken from it."""
+    """A score before `shift` was subtracted from it, empty if it was 0; None if the shift was not subtracted."""
     if shift is None:
         return (power,)
     node = copied(power, trace)
@@ -169,8 +176,8 @@ def _before(power: fx.Node, shift: fx.Node | None, trace: Trace) -> tuple[fx.Nod
 
 
 def _is_number(shift: fx.Node, scores: fx.Node, sinks: list[fx.Node], dim: int, trace: Trace) -> bool | None:
-    """Whether what is taken from scores is a number where all of them are -inf, or less only where sinks are too; None
-    if that is not known."""
+    """Whether the shift of scores is finite where all of them are -inf, or -inf only where sinks are too; None if that
+    is not known."""
     if is_greatest(shift, scores, dim, trace):
         return False
     if shift.target in _AT_LEAST:

@@ -4,10 +4,10 @@
     e = exp(s);  e / e.sum(),  e * (1 / e.sum())               by hand
     e = exp(s);  (e @ v) / e.sum()                             by hand, divided after the product with the values
     e = exp2(s), 2**s                                          of scores times log 2
-    e / (1 + e.sum())                                          with a share for what has no value (see `shares`)
-    nan_to_num(w), where(seen, w, 0)                           with zeros in the place of some (see `zeroed`)
+    e / (1 + e.sum())                                          with a share for keys without values (see `shares`)
+    nan_to_num(w), where(seen, w, 0)                           with some of them set to 0 (see `zeroed`)
 
-What is taken from all scores of a row before the exponential belongs to the scores (see `scores`).
+A shift that is subtracted from all scores of a row before the exponential belongs to the scores (see `scores`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .zeroed import Seen, zeroed
 
 @dataclass(frozen=True)
 class Weights:
-    """`node` holds the softmax of `factor * scores` over dimension `dim`, or its numerator where `total` is still to
-    divide."""
+    """`node` holds the softmax of `factor * scores` over dimension `dim`, or, where there is a `total`, only its
+    numerator, which is divided by that later."""
 
     node: fx.Node
     scores: fx.Node
@@ -41,19 +41,19 @@ class Weights:
     total: fx.Node | None = None
     factor: float = 1.0
     safe: bool = False
-    """Whether they are 0, and not NaN, where no key is seen."""
+    """Whether they are 0, rather than NaN, where no key is seen."""
     numbers: bool = False
-    """Whether those of a row are 0 wherever a softmax has no number, for whatever reason."""
+    """Whether they are 0 wherever the softmax is NaN, for whatever reason."""
     seen: Seen | None = None
-    """Where they were not set to 0 after the softmax."""
+    """Where they were kept, if the others were set to 0 after the softmax."""
     within: tuple[fx.Node, ...] = ()
-    """What they were before, and what was asked of that."""
+    """Nodes that hold earlier stages of the weights, or that are made of them to say which to set to 0."""
     shares: Shares | None = None
-    """What else was added to the sum that divides; `scores` are then not to be shifted."""
+    """What else was added to the sum that divides; no shift may then be taken off `scores`."""
 
 
 def weights_of(node: Any, trace: Trace) -> Weights | None:
-    """The weights that a node holds, if it does."""
+    """The attention weights that a node holds; None if it holds none."""
     if not isinstance(node, fx.Node) or not is_tensor(node):
         return None
     rank = len(trace[node].dims)
@@ -78,7 +78,7 @@ def weights_of(node: Any, trace: Trace) -> Weights | None:
 
 
 def _with_zeros(node: fx.Node, trace: Trace) -> Weights | None:
-    """Weights of which some were set to 0."""
+    """Weights some of which were set to 0."""
     found = zeroed(node, trace)
     weights = weights_of(found.of, trace) if found is not None else None
     if found is None or weights is None or (weights.seen is not None and found.seen is not None):
@@ -122,7 +122,7 @@ def _divided(node: fx.Node, numerator: Any, total: Any, trace: Trace) -> Weights
 
 
 def _shared(node: fx.Node, numerator: fx.Node, source: fx.Node, total: fx.Node, trace: Trace) -> Weights | None:
-    """Weights that are an exponential `source` divided by its sum and more."""
+    """Weights that are an exponential `source` divided by its sum plus something else, or by its sum clamped."""
 
     def sums(addend: Any) -> bool:
         dim = _summed_dim(addend, source, trace)
@@ -149,7 +149,7 @@ def _shared(node: fx.Node, numerator: fx.Node, source: fx.Node, total: fx.Node, 
 
 
 def exponent_of(node: Any) -> tuple[fx.Node, float] | None:
-    """What a power is of, and the logarithm of its base."""
+    """The exponent of a power, and the logarithm of its base; None if `node` is no power."""
     if not isinstance(node, fx.Node):
         return None
     match node.target:
@@ -163,7 +163,7 @@ def exponent_of(node: Any) -> tuple[fx.Node, float] | None:
 
 
 def divided_by_more(node: Any, trace: Trace) -> fx.Node | None:
-    """What powers of scores are divided by, if that is made of their sum and a number, and no sum."""
+    """What powers of scores are divided by, if that is a sum or a norm with a number added, or clamped."""
     if not isinstance(node, fx.Node) or node.target is not aten.div.Tensor:
         return None
     source, divisor = copied(arguments(node)[0], trace), arguments(node)[1]
@@ -190,7 +190,7 @@ _TOTALS = {aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.sum.di
 
 
 def _inverted(node: Any, trace: Trace) -> fx.Node | None:
-    """What a tensor is the reciprocal of, whatever number that was multiplied by 1."""
+    """What a tensor is the reciprocal of, perhaps times 1, which is how torch computes `1 / x`."""
     source = copied(node, trace)
     if source is not None and source.target is aten.mul.Tensor and arguments(source)[1] == 1:
         source = copied(arguments(source)[0], trace)
@@ -201,7 +201,7 @@ def _inverted(node: Any, trace: Trace) -> fx.Node | None:
 
 
 def late(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
-    """Of a division `(e @ v) / e.sum()`: the product's form, which operand of it is `e`, and the weights."""
+    """For a division `(e @ v) / e.sum()`: the product's form, which operand of it is `e`, and the weights."""
     product, total = arguments(node)[:2]
     if not is_tensor(product) or not is_tensor(total) or len(trace[product].dims) != len(trace[node].dims):
         return None
@@ -230,7 +230,7 @@ def late(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
 
 
 def _exponential(node: fx.Node, trace: Trace) -> Weights | None:
-    """`exp` of what already is the logarithm of the weights."""
+    """Weights that are the `exp` of their own logarithm."""
     source = copied(arguments(node)[0], trace)
     if source is None:
         return None
@@ -256,7 +256,7 @@ def _exponential(node: fx.Node, trace: Trace) -> Weights | None:
 
 
 def _before_rows_of_nothing(node: Any, trace: Trace) -> fx.Node | None:
-    """What a tensor is a copy of, with another number in the place of -inf: no weight is left where no key is seen."""
+    """What a tensor is a copy of, with -inf replaced by another number: no weight is left where no key is seen."""
     if not isinstance(node, fx.Node):
         return None
     if node.target is aten.masked_fill.Scalar:
@@ -295,13 +295,14 @@ def _aligned(whole: Form, reduced: Form) -> tuple[Form, Form]:
 
 
 def _spans(reduced: Form, whole: Form, but: int) -> bool:
-    """Whether one tensor is broadcast over another as it is reduced over one dimension of that."""
+    """Whether `reduced` broadcasts over `whole` as a reduction of it over dimension `but` does."""
     whole, reduced = _aligned(whole, reduced)
     return _runs_over(reduced.term.read, whole.dims, but)
 
 
 def _runs_over(read: Read, dims: tuple[Dim, ...], but: int) -> bool:
-    """Whether a read of a reduced tensor, kept dimension or not, runs whole over all of `dims` in order but one."""
+    """Whether a read of a reduced tensor, which may have kept the dimension, runs over all of `dims` except `but`, each
+    of them whole and in order."""
     own = list(read.dims)
     if len(own) == len(dims) and not own[but]:
         del own[but]

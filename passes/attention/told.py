@@ -1,4 +1,4 @@
-"""What the graph knows of a tensor that is read in pieces: those that were joined again may know less than it does."""
+"""What the graph knows about a tensor that is read in pieces: the pieces, joined again, may know less than it does."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..trace.trace import Trace
 
 
 def told(term: Term, keys: Dim, trace: Trace) -> Term:
-    """A term with what the graph knows of the tensor that it reads, if it says nothing of that itself.
+    """A term with what the graph knows about the tensor that it reads, if the term itself does not say.
 
-    Pieces along the keys are those of a cache, which is read as a whole.
+    A tensor that is joined along the keys is a cache, which is read as a whole: its term stays as it is.
     """
     source, then = term.read.source, term.read.then
     if term.parts is not None or not isinstance(source, fx.Node) or any(isinstance(step, Bits) for step in then):

@@ -1,4 +1,4 @@
-"""The products that scores are made of, whatever is done to them on the way to the softmax.
+"""Find the products that scores are made of, whatever is done to them on the way to the softmax.
 
 softmax(50 * tanh(q k^T / 50))              one, `q k^T`
 softmax(baddbmm(mask, q, k^T))              one, and what was added to it in the same op
@@ -19,7 +19,7 @@ from .scores import KeyRange, Summand, labels_through
 
 
 def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand]:
-    """The products of which a score tensor is some elementwise function, whatever it is, sinks aside."""
+    """The products of which a score tensor, apart from sinks, is an elementwise function, whatever function it is."""
     found: dict[fx.Node, Summand] = {}
     pending: list[tuple[fx.Node, tuple[int, ...]]] = [(node, tuple(range(len(trace[node].dims))))]
     seen = set[fx.Node]()
@@ -52,7 +52,7 @@ def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand
 
 
 def _product_and_more(form: Form) -> tuple[Form, tuple[Form, ...]] | None:
-    """A product to which one op adds, as `baddbmm` does, and what it adds; None if it is another sum, or a part."""
+    """A product of an op that also adds, as `baddbmm` does, and what it adds; None for another sum or a part of one."""
     read = form.term.read
     terms = form.term.parts.terms if isinstance(form.term.parts, Sum) else ()
     products = [term for term in terms if isinstance(term.parts, Product)]

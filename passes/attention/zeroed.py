@@ -1,9 +1,9 @@
-"""Attention weights of which some were set to 0, and what that says of their softmax.
+"""Attention weights some of which were set to 0, and what that says about their softmax.
 
 w = softmax(where(seen, s, fill))
 nan_to_num(w),  where(isnan(w), 0, w)       a row that sees no key is 0
-where(seen, w, 0)                           so is it, whatever number took the place of scores
-w * seen / (w * seen).sum(-1)               a softmax of scores that are hidden there, of `exp(s)` too
+where(seen, w, 0)                           the same, whatever number replaced the scores
+w * seen / (w * seen).sum(-1)               a softmax whose scores are hidden there, also for w = exp(s)
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _NOT = {aten.bitwise_not.default, aten.logical_not.default}
 
 @dataclass(frozen=True)
 class Seen:
-    """A bool tensor over the last dimensions of weights: True where they are kept; False there if it is `inverted`.
+    """A bool tensor over the last dimensions of weights: True where they are kept, or False if it is `inverted`.
 
-    `multiplied`: by it, so that what is no number stays none. `renormed`: what is kept was divided by its sum after.
+    `multiplied`: the weights were multiplied by it, so NaN stays NaN. `renormed`: the weights that are kept were then
+    divided by their sum.
     """
 
     form: Form
@@ -44,9 +45,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class Zeroed:
-    """Weights `of` which some were set to 0: those that are not `seen`, None of those that are no number.
+    """The weights `of`, some of which were set to 0: those that are not `seen`, or those that are NaN if that is None.
 
-    `between` are the nodes that say which, and the zeros, as far as they are made of the weights.
+    `between` are the nodes made of the weights that say which ones, and the zeros if they are made of the weights.
     """
 
     of: fx.Node
@@ -55,7 +56,7 @@ class Zeroed:
 
 
 def zeroed(node: fx.Node, trace: Trace) -> Zeroed | None:
-    """What a tensor is but for zeros in the place of some; None if it has none."""
+    """What a tensor is, apart from elements that were set to 0; None if none were."""
     match node.target:
         case aten.nan_to_num.default:
             whole, number = (*arguments(node), None)[:2]
@@ -92,7 +93,7 @@ def _multiplied(node: fx.Node, trace: Trace) -> Zeroed | None:
 
 
 def _bool(node: Any, trace: Trace) -> Form | None:
-    """What a tensor was when it was bool, over its own dimensions."""
+    """The form of a tensor that is bool, or of the bool tensor that it was cast from; None if it is neither."""
     if not is_tensor(node):
         return None
     form = trace[node]
@@ -109,7 +110,7 @@ def _bool(node: Any, trace: Trace) -> Form | None:
 
 
 def _not_a_number(mask: Any, of: fx.Node, trace: Trace) -> tuple[fx.Node, ...]:
-    """The nodes that ask whether `of` is a number, or a row of it has one that is none; empty if they do not."""
+    """The nodes of a mask that is True where `of`, or any element of its row, is NaN; empty if the mask is another."""
     source = copied(mask, trace)
     if source is None:
         return ()
@@ -127,12 +128,12 @@ def _is_zero(value: Any, trace: Trace) -> bool:
 
 
 def only_seen(summands: Sequence[Summand], seen: Seen, node: fx.Node, trace: Trace) -> tuple[list[Summand], bool]:
-    """Summands of scores of which keys that are not `seen` are hidden, and whether a row that sees none is 0.
+    """Summands of scores in which keys that are not `seen` are hidden, and whether a row that sees no key is 0.
 
     `node` holds the weights.
 
     Raises:
-        Refusal: if weights that are set to 0 after the softmax are others than those that were hidden before.
+        Refusal: if the weights set to 0 after the softmax are not those of the keys that were hidden before it.
     """
     form, rank = seen.form, len(trace[node].dims)
     own = Summand(
@@ -140,7 +141,7 @@ def only_seen(summands: Sequence[Summand], seen: Seen, node: fx.Node, trace: Tra
     )
     products = [s for s in summands if isinstance(s.what, float)]
     masks = [s.what for s in summands if isinstance(s.what, Mask)]
-    if len(products) + len(masks) == len(summands):  # no scores without values
+    if len(products) + len(masks) == len(summands):  # no keys without values
         if seen.renormed and all(mask.attends and mask.fill == -math.inf for mask in masks):
             return [*summands, own], False
         hidden = [s for s in summands if isinstance(s.what, Mask) and s.what.attends]
@@ -151,7 +152,7 @@ def only_seen(summands: Sequence[Summand], seen: Seen, node: fx.Node, trace: Tra
 
 
 def set_to_zero(node: fx.Node) -> Refusal:
-    """The refusal of weights that are another function of the scores than a softmax."""
+    """The refusal for weights that are another function of the scores than a softmax."""
     reason = f"expected attention weights as a softmax gives them, found that {where(node)} sets some to 0 after"
     return Refusal(
         node, reason, "hide keys before the softmax alone, or after it by the one mask that hides them before"
@@ -159,12 +160,12 @@ def set_to_zero(node: fx.Node) -> Refusal:
 
 
 def _is_safe(mask: Mask, seen: Seen) -> bool:
-    """Whether rows of nothing are 0: times 0, what is no number stays none."""
+    """Whether rows that see no key are 0. With a fill of -inf they are NaN, which stays NaN when multiplied by 0."""
     return not seen.multiplied or mask.fill > -math.inf
 
 
 def _same(hidden: Summand, kept: Summand, trace: Trace) -> bool:
-    """Whether a mask hides what another sets to 0, or that the rows that see nothing."""
+    """Whether one mask hides exactly what the other sets to 0, or the other sets to 0 the rows that see nothing."""
     (one, hides), (other, hides_too) = (_literal(each, trace) for each in (hidden, kept))
     if (rows := _of_rows(other, hides_too, trace)) is not None:
         other, hides_too = _literal(replace(kept, form=rows, what=Mask(rows.term, True, inverted=hides_too)), trace)
@@ -175,7 +176,7 @@ def _same(hidden: Summand, kept: Summand, trace: Trace) -> bool:
 
 
 def _of_rows(kept: Form, inverted: bool, trace: Trace) -> Form | None:
-    """The mask of which `kept` says for each row whether it sees anything; None if that is not what it says."""
+    """The mask of which `kept` tells, for each row, whether it sees any key; None if `kept` is no such reduction."""
     read = kept.term.read
     if not isinstance(read.source, fx.Node) or read.source.target not in (aten.any.dim, aten.all.dim):
         return None
@@ -190,7 +191,7 @@ def _of_rows(kept: Form, inverted: bool, trace: Trace) -> Form | None:
 
 
 def _literal(mask: Summand, trace: Trace) -> tuple[Form, bool]:
-    """A mask before it was negated, and whether True rejects."""
+    """A mask without its negations, and whether True rejects."""
     assert isinstance(mask.what, Mask)
     form, inverted = mask.form, mask.what.inverted
     while isinstance(source := form.term.read.source, fx.Node) and source.target in _NOT:

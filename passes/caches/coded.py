@@ -1,8 +1,8 @@
-"""See whether a site's latent is kept in FP8 or INT8, in a tensor of all its keys: attention to some can read it there.
+"""Find latents that are kept in FP8 or INT8, in a tensor of all keys: attention to some keys can read them there.
 
     latent[b, j] = numbers[b, j] * scales[b, j]        a buffer, or a cache that grows; scales for groups of columns
 
-Attention to all keys, which reads them all, gets what Inductor's loop dequantises.
+Attention to all keys takes what Inductor dequantises in a loop: it reads them all anyway.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from .scales import read_scales
 
 @dataclass(frozen=True)
 class CodedKeys:
-    """`latent`, in e4m3fn or int8, runs over the site's batch, keys and rank, and `rope`, in that or the queries'
-    dtype, over batch, keys and its columns. `scales` of what is coded run over `groups`, the slowest axes of the
-    rank, and over batch and keys unless these share them; `factor` is a number besides. `layout` is batch and keys.
+    """Keys in e4m3fn or int8, with their scales.
+
+    `latent` runs over the site's batch, keys and rank; `rope`, in the same dtype or the queries', over batch, keys and
+    its columns. `scales` of what is coded run over `groups`, the slowest axes of the rank, and over batch and keys
+    unless these share them; `factor` is one more number to multiply by. `layout` is batch and keys.
     """
 
     otherwise: ClassVar[str] = ""
@@ -48,7 +50,7 @@ class CodedKeys:
 
     @property
     def words(self) -> str:
-        """For a report."""
+        """How attention reads the keys, for a report."""
         return f"reads keys in {'FP8' if self.coded == FP8 else 'INT8'}"
 
     @property
@@ -62,7 +64,7 @@ class CodedKeys:
         return () if self.rope is None else (self.rope,)
 
     def read_scales(self, read: Reader, latent: Tensor) -> Tensor | None:
-        """Those of all keys."""
+        """The scales of all keys."""
         return read_scales(read, latent, self.scales, self.factor, self.layout, self.groups)
 
     def read_table(self, read: Reader, site: Site, latent: Tensor, *, whole: bool) -> Tensor | None:
@@ -71,7 +73,7 @@ class CodedKeys:
 
 
 def find_coded_keys(site: Site) -> CodedKeys | None:
-    """A site's keys in FP8 or INT8; None if they are not provably numbers and scales as one kernel can read them."""
+    """A site's keys in FP8 or INT8; None if they are not provably numbers and scales that one kernel can read."""
     if len(site.ropes) > 1:
         return None
     latent = _keys_of(site, site.latent, site.rank)

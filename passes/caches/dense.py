@@ -1,7 +1,8 @@
 """Keys in tensors of all keys, in the dtype in which attention takes them: as the user's code has them.
 
-Where lengths say how many keys a sequence has, such a cache may be taken for pages, one a sequence: ops of pages know
-lengths and touch no key beyond them. So may the keys of packed sequences, one a token: a sequence is a run of them.
+Where lengths say how many keys a sequence has, such a cache may be treated as pages, one for each sequence: ops over
+pages take lengths and touch no key beyond them. Keys of packed sequences may be treated as pages of one token each, a
+sequence being a run of them.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ class DenseKeys:
 
 @dataclass(frozen=True)
 class DenseKeysUpToLengths(DenseKeys):
-    """The same, each sequence a page of its own."""
+    """Dense keys where each sequence is a page of its own."""
 
     words: ClassVar[str] = "reads the cache up to lengths, a page a sequence"
     in_pages: ClassVar[bool] = True
 
     def read_table(self, read: Reader, site: Site, latent: Tensor, *, whole: bool) -> Tensor | None:
-        """`[B, 1]`"""
+        """`[B, 1]`: sequence i has page i."""
         return torch.arange(latent.shape[0], device=latent.device).unsqueeze(1)
 
 
 @dataclass(frozen=True)
 class DenseKeysInSequences(DenseKeys):
-    """The keys of all sequences one behind the other, each a page; what attends to them makes the tables."""
+    """The keys of all sequences one behind the other, each key a page; what attends to them makes the tables."""
 
     words: ClassVar[str] = "reads each sequence's own keys"
     in_pages: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""A cache that is copied whenever it grows: `cat` of what was kept and what is new, which is kept in turn."""
+"""Find caches that are copied whenever they grow: the `cat` of what was kept and what is new is kept in turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..nodes.shapes import size_of
 
 
 def copying(site: Site) -> str:
-    """What a step copies of the cache, and what does not, for a report; empty if nothing is copied."""
+    """What a step copies of the cache and how to avoid that, for a report; empty if nothing is copied."""
     read = [site.latent.read, *(rope.key.read for rope in site.ropes)]
     copied = dict.fromkeys(node for part in read if (node := _grown(part)) is not None)
     if not copied:
@@ -24,7 +24,7 @@ def copying(site: Site) -> str:
 
 
 def _grown(read: Read) -> fx.Node | None:
-    """What was kept, if it is what is read with new tokens behind it, and that is kept in turn."""
+    """The cache that was kept before, if what is read is its `cat` with new tokens, and this is kept in turn."""
     node = read.source
     if not isinstance(node, fx.Node) or node.target is not aten.cat.default:
         return None

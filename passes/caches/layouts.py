@@ -10,7 +10,7 @@ from .pages import find_pages
 from .stored import StoredKeys
 
 LAYOUTS: tuple[Callable[[Site], StoredKeys | None], ...] = (find_pages, find_coded_keys)
-"""What finds each of them, None where a site's keys are not provably stored so; the first one counts."""
+"""One function for each, which returns None where a site's keys are not provably stored so; the first find counts."""
 
 
 def find_stored_keys(site: Site) -> StoredKeys | None:

@@ -1,11 +1,11 @@
-"""See whether a site's latent and rope key are read from pages, so that attention can read them there.
+"""Find latents and rope keys that are read from pages, so that attention can read them there.
 
     latent[b, j] = pages[table[b, j // page_size], j % page_size, :L]        pages laid one behind the other
     latent[b, j] = pages[table[b, j], :L]                                    slots: pages of one token
     latent[b, j] = pages[...] * scales[...]                                  FP8, INT8: a scale for a group of columns
 
-The keys are the first of those that the table names. The rope key's pages may be other columns of the same pool or a
-pool of their own; the table is one. So may the scales', or there is one scale for all tokens.
+The keys are the first of those that the table names. The pages of the rope key may be other columns of the same pool or
+a pool of their own, but the table is the same. So it is with those of the scales, unless all tokens share one scale.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Pages:
     """Key j of a sequence is in row `j % row.size` of the page that entry `j // row.size` of its table names.
 
     `latent` runs over `entry, row` and the site's rank, `rope` over `entry, row` and the rope's columns; `table` over
-    the site's batch and `page`. `row` is None where a page is one token, `rope` where there is no rope key. `scales` of
-    what is coded run over `groups`, the slowest axes of the rank, and over `entry, row` unless all tokens share them;
-    `factor` is a number besides, None where nothing is in FP8 or INT8.
+    the site's batch and `page`. `row` is None where a page is one token, `rope` where there is no rope key. `wraps`: a
+    negative number in the table counts from the end. `scales` of what is coded run over `groups`, the slowest axes of
+    the rank, and over `entry, row` unless all tokens share them; `factor` is one more number to multiply by, None where
+    nothing is in FP8 or INT8.
     """
 
     words: ClassVar[str] = "reads the pages"
@@ -85,21 +86,21 @@ class Pages:
         )
 
     def read_table(self, read: Reader, site: Site, latent: Tensor, *, whole: bool) -> Tensor | None:
-        """`[B, max_pages]`, or with as many entries as T keys take."""
+        """`[B, max_pages]`, or, if not `whole`, with only as many entries as T keys take."""
         table: Tensor = read(self.table, site.batch, (self.page,))
         if self.wraps:  # a naive read counts negative pages from the end
             table = torch.where(table < 0, table + latent.shape[0], table)
         keys = site.sizes["T"]
         if whole or same(product([self.page.size, 1 if self.row is None else self.row.size]), keys):
             return table
-        # An index and no slice, which would be guarded on its size.
+        # An index rather than a slice, which would put a guard on its size.
         count: Any = read.realize(keys)
         count = (count + latent.shape[1] - 1) // latent.shape[1]
         return table.index_select(1, torch.arange(count, device=table.device))
 
 
 def find_pages(site: Site) -> Pages | None:
-    """The pages of a site; None if its keys are not provably read from pages as one kernel can read them."""
+    """The pages of a site; None if its keys are not provably read from pages in a way that one kernel can."""
     if len(site.ropes) > 1:
         return None
     latent = _pages_of(site, site.latent, site.rank)
@@ -110,7 +111,7 @@ def find_pages(site: Site) -> Pages | None:
 
 
 def _pages_of(site: Site, term: Term, columns: Dim) -> tuple[Lookup, Pages] | None:
-    """A term as a lookup, and the pages in which that is."""
+    """A term as a lookup, and the pages that it looks up; None if it is no lookup of pages by the site's keys."""
     lookup = lookup_of(term)
     if lookup is None:
         return None
@@ -135,13 +136,13 @@ def _pages_of(site: Site, term: Term, columns: Dim) -> tuple[Lookup, Pages] | No
 
 
 def _scaled(pages: Pages, lookup: Lookup, columns: Dim) -> Pages | None:
-    """Coded pages, if the scales run over equal groups of the columns and, where each token has some, are float32."""
+    """Coded pages, if scales run over equal groups of the columns and, where each token has its own, are float32."""
     scales, factor = lookup.scales, math.prod(factors_in(lookup.then))
     if scales is None:
         return replace(pages, factor=factor)
     tokens = (pages.entry,) if pages.row is None else (pages.entry, pages.row)
     groups, each = groups_of(scales, columns, [tokens]), not scales.axes.isdisjoint(tokens)
-    known = (torch.float32,) if each else (torch.float32, torch.bfloat16, torch.float16)  # no cast of the whole pool
+    known = (torch.float32,) if each else (torch.float32, torch.bfloat16, torch.float16)  # never cast the whole pool
     if groups is None or dtype_of(scales) not in known or (each and factor != 1.0):
         return None
     return replace(pages, scales=scales, groups=groups, factor=factor)

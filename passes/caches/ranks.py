@@ -1,11 +1,11 @@
-"""See whether a site's keys are gathered from the ranks of a group, so that attention can read them where they are.
+"""Find keys that are gathered from the ranks of a group, so that attention can read them where they are.
 
     latent[b, r * T / k + j] = latent of rank r [b, j]        shares one behind the other
     latent[b, j * k + r]     = latent of rank r [b, j]        token by token, and likewise page by page
 
-What is gathered is a leaf of the trace with an axis of ranks (`trace/collectives`): keys are gathered if that axis is
-one of theirs, or if they are the first of such keys, cut where a rank's turn is not over (`algebra/laid`). The rope key
-may be gathered with the latent or by itself, but from the same group along the same axis.
+What is gathered is a leaf of the trace with an axis of ranks (`trace/collectives`). Keys are gathered if that axis is
+one of theirs, or if they are the first of such keys, cut off within a rank's turn (`algebra/laid`). The rope key may be
+gathered with the latent or by itself, but from the same group along the same axis.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Share:
-    """A site as one rank of a group has it: its keys are those of that rank alone."""
+    """A site as one rank of a group sees it: its keys are those of that rank alone."""
 
     site: Site
     ranks: Ranks
     keys: Dim
-    """The axes of the keys of all ranks: in this order they count up to what is gathered, which may be some keys more
+    """The axes of the keys of all ranks. In this order they count all that is gathered, which may be a few more keys
     than the site has."""
 
 
@@ -68,8 +68,8 @@ def share_of(site: Site, trace: Trace) -> Share | None:
 
 
 def _opened(reads: list[Read], keys: Dim) -> tuple[list[Read], Dim] | None:
-    """Reads of keys over all that is gathered, and its axes, where a site's keys are the first of those; None where
-    they are others of them."""
+    """Reads of keys over all that is gathered, and the axes of that, where a site's keys are the first of these; None
+    where they are others."""
     laid = [read.source.parts for read in reads if isinstance(read.source, Laid)]
     if not laid:
         return _of_first_rank(reads, keys) or (reads, keys)
@@ -86,7 +86,7 @@ def _opened(reads: list[Read], keys: Dim) -> tuple[list[Read], Dim] | None:
 
 
 def _of_first_rank(reads: list[Read], keys: Dim) -> tuple[list[Read], Dim] | None:
-    """The same where all keys are in the first rank's first turn, of which each rank has one; None otherwise."""
+    """The same where each rank has one turn and all keys are in the first rank's; None otherwise."""
     counts = {_pinned(read) for read in reads}
     digits = [digit for read in reads for digit in read.digits if digit.axis in keys]
     count, turns = counts.pop(), {digit.extent for digit in digits}
@@ -107,7 +107,7 @@ def _of_first_rank(reads: list[Read], keys: Dim) -> tuple[list[Read], Dim] | Non
 
 
 def _pinned(read: Read) -> int | None:
-    """The number of ranks of what is gathered, of which a read takes the first rank's."""
+    """The number of ranks, if a read takes only the first rank's part of what is gathered; else None."""
     gather = gather_behind(read.source)
     if gather is None or not read.dims[0]:
         return None
@@ -128,7 +128,7 @@ def _gathered(read: Read, keys: Dim) -> Ranks | None:
 
 
 def _of_one_rank(read: Read) -> Read:
-    """What a read of gathered tensors says of that of one rank."""
+    """A read of gathered tensors as a read of one rank's tensor."""
     gather = gather_behind(read.source)
     assert gather is not None
     operand, *_ = arguments(gather)
@@ -136,7 +136,7 @@ def _of_one_rank(read: Read) -> Read:
 
 
 def _known(read: Read, trace: Trace) -> Term:
-    """A read of a tensor with all that is known of the tensor: what it is made of, and how it is stored."""
+    """A read of a tensor with all that is known about the tensor: what it is made of, and how it is stored."""
     assert isinstance(read.source, fx.Node)
     try:
         return term_of(trace[read.source], read)

@@ -12,9 +12,9 @@ from ..code.reading import Reader
 def read_scales(
     read: Reader, latent: Tensor, scales: Read | None, factor: float, layout: tuple[Dim, Dim], groups: Dim
 ) -> Tensor:
-    """`[first of layout | 1, second | 1, groups | 1]`, float32: scales times a factor, or that alone.
+    """`[first of layout | 1, second | 1, groups | 1]`, float32: scales times a factor, or the factor alone.
 
-    A dimension of `layout` that shares its scales has size 1.
+    A dimension of `layout` along which scales are shared has size 1.
     """
     if scales is None:
         return latent.new_full((1, 1, 1), factor, dtype=torch.float32)

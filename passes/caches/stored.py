@@ -13,14 +13,14 @@ from ..mla.site import Site
 
 
 class StoredKeys(Protocol):
-    """The keys of a site, where and as they are stored. What differs between two of a kind are fields."""
+    """The keys of a site, where and as they are stored. All that differs between two of a kind is in fields."""
 
     otherwise: ClassVar[str]
-    """What becomes of them under a path that cannot read them so; empty where there is nothing to say."""
+    """For a report, what a path does that cannot read them where they are; empty where there is nothing to say."""
     in_pages: ClassVar[bool]
     """Whether ops find them by a table of pages."""
     may_be_cast: ClassVar[bool]
-    """Whether they may be cast to the dtype of the queries: a pool is much more than the keys of one site."""
+    """Whether they may be cast to the dtype of the queries: not those of a pool, which are many more than a site's."""
 
     @property
     def words(self) -> str:
@@ -40,14 +40,14 @@ class StoredKeys(Protocol):
 
     @property
     def coded(self) -> torch.dtype | None:
-        """The dtype of numbers that ops make wider and multiply with scales; None where they are as they are."""
+        """The dtype of coded numbers, which ops widen and multiply with scales; None where nothing is coded."""
 
     @property
     def reads(self) -> tuple[Read, ...]:
         """All that attention reads for them."""
 
     def read_scales(self, read: Reader, latent: Tensor) -> Tensor | None:
-        """The scales of what is coded, as ops take them: float32, with a size of 1 for what shares them."""
+        """The scales of what is coded, as ops take them: float32, of size 1 where they are shared; None without any."""
 
     def read_table(self, read: Reader, site: Site, latent: Tensor, *, whole: bool) -> Tensor | None:
         """`[B, max_pages]`, or with no more entries than the keys need if not `whole`; None if not in pages."""

@@ -1,11 +1,11 @@
-"""Keys and values that are up-projected from a latent each.
+"""Keys and values that are each up-projected from a latent of their own.
 
     key[b, n, t, p]   = sum_l latent_k[b, t, l] W_UK[n, p, l]
     value[b, n, t, v] = sum_l latent_v[b, t, l] W_UV[n, v, l]
     score[b, s, n, t] = sum_l (sum_p query[b, s, n, p] W_UK[n, p, l]) latent_k[b, t, l]
 
-Beside the values' latent, that of the keys is a rope key: all heads share it, and queries are multiplied into it. Nope
-columns there are none. So it is with keys that heads share as they are, beside values that they do not share.
+Beside the values' latent, that of the keys is a rope key: all heads share it, and W_UK goes to the queries. There are
+no nope columns. The same holds for keys that heads share as they are, beside values that they do not share.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from .site import Piece
 def shared_by_heads(
     attention: Attention, pieces: Sequence[Piece], heads: set[Axis]
 ) -> tuple[list[Piece], list[Piece]] | None:
-    """Pieces of the keys as what all `heads` share, and what is the same for all keys; None if one is no up-projection
-    of that, or there is none."""
+    """Pieces of the keys over what all `heads` share, up-projected ones first; and pieces that all keys have alike.
+
+    None if there are no pieces of the first kind, or if one is neither shared nor an up-projection of what is.
+    """
     keys = {*attention.keys}
     parts = [part for piece in pieces for part in _without_bias(piece, keys)]
     same = [part for part in parts if part.key.axes.isdisjoint(keys)]
     differ = [(part, _over_its_latent(part, attention)) for part in parts if not part.key.axes.isdisjoint(keys)]
-    shared = [own for part, own in sorted(differ, key=lambda pair: pair[0] is pair[1])]  # what is up-projected first
+    shared = [own for part, own in sorted(differ, key=lambda pair: pair[0] is pair[1])]  # up-projected ones first
     if not (heads and shared) or any(not piece.key.axes.isdisjoint(heads) for piece in shared):
         return None
     return shared, same
 
 
 def _without_bias(piece: Piece, keys: set[Axis]) -> list[Piece]:
-    """A sum of an up-projection and of what is the same for all keys, as these; another piece as it is."""
+    """The terms of a sum of an up-projection and of what is the same for all keys; any other piece as it is."""
     if not isinstance(piece.key.parts, Sum):
         return [piece]
     terms = gathered(piece.key.parts.terms, keys)
@@ -47,7 +49,7 @@ def _without_bias(piece: Piece, keys: set[Axis]) -> list[Piece]:
 
 
 def _over_its_latent(piece: Piece, attention: Attention) -> Piece:
-    """A piece whose weight has heads over the latent of that; another as it is."""
+    """An up-projected piece whose weight has heads, over its latent; any other piece as it is."""
     factors = up_projection(piece.key, {*attention.keys})
     if factors is None or factors.weight.axes.isdisjoint(attention.rows):
         return piece

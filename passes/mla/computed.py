@@ -1,4 +1,4 @@
-"""Queries that the graph holds as the factors of a product alone."""
+"""Queries that the graph holds only as the factors of a product."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .site import Piece
 
 
 def computed(piece: Piece) -> Piece:
-    """A piece whose query is read, or computed where it is a product that is held in parts alone."""
+    """A piece with a query to read: one to compute, where the graph holds only factors of the product that it is."""
     query = piece.query
     if not isinstance(query.read.source, Unread) or not isinstance(query.parts, Product):
         return piece

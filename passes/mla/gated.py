@@ -1,10 +1,10 @@
-"""One factor a key on keys and values both: it goes to the latent.
+"""Move a factor that each key has, on keys and values both, to the latent.
 
     key   = (latent W_UK) g        =        (g latent) W_UK
     value = (latent W_UV) g        =        (g latent) W_UV
 
-So does the factor of a norm of the latent that is applied after the up-projection, and a factor a group of heads where
-groups have a latent each. Where keys and values have other factors they have two latents, and are none.
+The same goes for the factor of a norm of the latent that is applied after the up-projection, and for a factor of each
+group of heads where groups have a latent each. Keys and values that have different factors have two latents, not one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _MULTIPLY = {aten.mul.Tensor, aten.mul.Scalar, *_DIVIDE}
 
 
 def ungated(attention: Attention, trace: Trace) -> Attention | None:
-    """An attention whose keys and values were multiplied by tensors, as products of what was; None if they were not."""
+    """An attention with what multiplied its keys and values moved into their products; None if values have no such
+    factor."""
     attention = _divided(attention, trace)
     keys = set(attention.keys)
     value = _without(attention.value, keys, trace)
@@ -43,8 +44,8 @@ def ungated(attention: Attention, trace: Trace) -> Attention | None:
 
 
 def _divided(attention: Attention, trace: Trace) -> Attention:
-    """An attention whose heads are groups of heads where the products that were multiplied have such: a tensor of each
-    element has one axis for both."""
+    """An attention with its heads split into groups where they are in the products that were multiplied: the result of
+    an elementwise op has one axis for both."""
     rows = set(attention.rows).difference(attention.queries or ())
     with contextlib.suppress(Unaligned):
         while attention.opaque is None:
@@ -60,7 +61,7 @@ def _divided(attention: Attention, trace: Trace) -> Attention:
 
 
 def _merged(term: Term, trace: Trace) -> Iterator[tuple[Axis, Dim]]:
-    """Axes of a term that are several of what it, or what that was multiplied, is a product of, and those."""
+    """Axes of a term that are several in the tensors that it was multiplied from, at any depth, each with these."""
     if (join := term.parts or term.joined) is not None:
         for segment in join.segments if isinstance(join, Join) else ():
             yield from _merged(segment.term, trace)
@@ -78,7 +79,7 @@ def _merged(term: Term, trace: Trace) -> Iterator[tuple[Axis, Dim]]:
 
 
 def _without(term: Term, keys: set[Axis], trace: Trace) -> Term | None:
-    """A term as products with what their factors were multiplied by; None if nothing was."""
+    """A term with what multiplied its products moved into their factors; None if nothing did."""
     if isinstance(term.parts, Join):
         terms = [_without(segment.term, keys, trace) for segment in term.parts.segments]
         if not any(terms):
@@ -93,7 +94,7 @@ def _without(term: Term, keys: set[Axis], trace: Trace) -> Term | None:
     then = term.read.then
     if any(isinstance(step, Bits) for step in then):
         return None
-    if then:  # a number that all was multiplied by after, and roundings
+    if then:  # numbers that multiplied the whole of it later, and roundings
         inner = _without(replace(term, read=replace(term.read, then=())), keys, trace)
         number = math.prod(term.read.factors, start=1.0)
         return None if inner is None else operations.scaled(Form((), inner), number).term
@@ -118,12 +119,12 @@ def _without(term: Term, keys: set[Axis], trace: Trace) -> Term | None:
 
 
 def _at(form: Form, term: Term, read: Read) -> Term:
-    """A term over a form's axes as it is where a tensor is read, before what is done to that `then`."""
+    """A term over a form's axes, at the place that `read` reads, before what that does to it `then`."""
     return operations.term_of(replace(form, term=term), replace(read, then=()))
 
 
 def _times(term: Term, by: Read, keys: set[Axis], divides: bool) -> Term | None:
-    """A term times a factor, which the factors of products take; None if none of them has all its axes."""
+    """A term times a factor, which a factor of each product in it takes; None if in one neither has all of its axes."""
     read = multiplied(term.read, by, divides=divides) if not isinstance(term.read.source, Unread) else term.read
     match term.parts:
         case None:

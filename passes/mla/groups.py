@@ -1,8 +1,8 @@
-"""Attention whose groups of heads have a latent each is one attention for each group, beside one another.
+"""Divide attention whose groups of heads have a latent each into one attention for each group.
 
 key[b, g, n, t, p] = sum_l latent[b, t, g, l] W_UK[g, n, p, l]
 
-Latents and weights may be tensors of their own, their values joined over heads:
+Each group may also have its latent and weights in tensors of its own, with keys or values joined over heads:
 
 value[b, n, t, v] = sum_l latent_0[b, t, l] W_0[n, v, l]            n < N / 2
                     sum_l latent_1[b, t, l] W_1[n - N / 2, v, l]    else
@@ -22,14 +22,14 @@ from ..attention.attention import Attention
 from ..nodes.refusal import Refusal
 
 MOST_GROUPS = 8
-"""Groups up to which an op for each is emitted."""
+"""The most groups for which one op each is emitted."""
 
 
 def groups_of(attention: Attention, axes: Dim) -> list[Attention]:
-    """The attention of each group, `axes` being those that latents and up-projections have both.
+    """The attention of each group, where `axes` are the rows that both latents and up-projections have.
 
     Raises:
-        Refusal: if there are too many groups, or as many as only a run knows, or scores that have to exist as a whole.
+        Refusal: if there are too many groups, if only a run knows how many, or if all scores have to exist at once.
     """
     count = product(axis.size for axis in axes)
     if not isinstance(count, int) or count > MOST_GROUPS or attention.opaque is not None:
@@ -45,7 +45,7 @@ def groups_of(attention: Attention, axes: Dim) -> list[Attention]:
 
 
 def in_groups(attention: Attention) -> tuple[Attention, Dim] | None:
-    """An attention whose values or keys are joined over heads, and the axes of the pieces; None where none are."""
+    """An attention whose values or keys are joined over heads, and the axes over the pieces; None where none are."""
     terms = attention.value, *(score.key for score in attention.scores)
     for join in (join for term in terms for join in _joins(term)):
         heads = join.segments[0].size
@@ -60,7 +60,7 @@ def in_groups(attention: Attention) -> tuple[Attention, Dim] | None:
 
 
 def _joins(term: Term) -> Iterator[Join]:
-    """What a term is joined of, and what its pieces are."""
+    """The join that a term is, and those that its pieces are."""
     if isinstance(term.parts, Join):
         yield term.parts
         for segment in term.parts.segments:
@@ -68,7 +68,7 @@ def _joins(term: Term) -> Iterator[Join]:
 
 
 def changed(attention: Attention, changes: Mapping[Axis, Pin | Split]) -> Attention:
-    """An attention some of whose rows are split, or at one index of them."""
+    """An attention with some of its rows split into two axes, or pinned to one index."""
 
     def axes(dim: Dim) -> Dim:
         kept: list[Axis] = []

@@ -1,6 +1,6 @@
-"""Products of latents that were rounded to few bits themselves: of another latent than attention meets elsewhere.
+"""Products of latents that were themselves rounded to few bits, and so are not the latent that is used elsewhere.
 
-key = (int8(latent / s) @ int8 weight) * s * scale          an op of its own, whose integers or floats are scaled after
+key = (int8(latent / s) @ int8 weight) * s * scale          an op of its own, whose integers or floats are then scaled
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PRODUCTS = {
     aten._weight_int8pack_mm.default,
 }
 _STEPS = 12
-"""Steps to look back from keys or values for the product: its scales, zero points and casts are about five."""
+"""How many steps to look back from keys or values for the product: scales, zero points and casts take about five."""
 
 REMEDY = (
     "quantise this weight alone, its latents not (weight-only configurations), or leave it out (torchao: quantize_'s "

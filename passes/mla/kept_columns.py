@@ -1,10 +1,10 @@
-"""Columns of a product that are left when values are no longer read, where one weight makes keys and values.
+"""Find the columns of a product that are left when values are no longer read, where one weight makes keys and values.
 
     kv = latent @ W_KV;  k = rope(kv[..., :P]);  v = kv[..., P:]         with v:      T L (P + V) multiply-adds a head
     k = rope(latent @ W_KV[:, :P])                                       without:     T L P
 
-Nothing takes a product apart of which a part is not read, so that values would still be made. What is added to all rows
-of the product, a bias, is added to the columns that are left.
+Nothing narrows a product of which only a part is read, so values would still be computed. A bias that is added to all
+rows of the product is added to the columns that are left.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _SIZES = torch.SymInt, int
 
 @dataclass(frozen=True)
 class KeptColumns:
-    """A view of a product, `place`, through which alone it is read but for values: over `dims` the product `parts`, and
-    what is added to that."""
+    """`place`, the one view through which a product is read, apart from its values: over `dims` it is the product
+    `parts` plus `biases`."""
 
     place: fx.Node
     dims: tuple[Dim, ...]
@@ -52,7 +52,7 @@ def kept_columns(values: Term, attention: Attention, trace: Trace, why: Refusal)
     if attention.opaque is None and any(made in _nodes(score.key.read) for score in attention.scores):
         raise why  # keys are read from the product, not from a view of it
     if any(n.target is made.target and n is not made and trace.same(n, made) for n in made.graph.nodes):
-        raise why  # computed twice, which Inductor does once
+        raise why  # the graph computes it twice: Inductor would compute it once
     chain = list(_chain(made, attention, trace))
     if not chain:
         return None
@@ -70,7 +70,7 @@ def kept_columns(values: Term, attention: Attention, trace: Trace, why: Refusal)
 
 
 def _as_kept(place: fx.Node, form: Form) -> KeptColumns | None:
-    """A view of one product, and of what is added to it, all of which the graph holds; None if it is none."""
+    """A view as that of one product and of what is added to it, if the graph holds all of that; else None."""
     terms = form.term.parts.terms if isinstance(form.term.parts, Sum) else (form.term,)
     products = [term.parts for term in terms if isinstance(term.parts, Product)]
     biases = tuple(term.read for term in terms if not isinstance(term.parts, Product))
@@ -85,8 +85,8 @@ def _nodes(read: Read) -> list[object]:
 
 
 def _chain(made: fx.Node, attention: Attention, trace: Trace) -> Iterator[fx.Node]:
-    """The tensor and its views, one after the other, up to where more than one view, or another op, reads one; nothing
-    if nobody but the attention reads it."""
+    """The tensor and its views, each of the one before, up to one that several views or another op read; nothing if
+    only the attention reads the tensor."""
     known: dict[fx.Node, bool] = {}
     values = _nodes(attention.value.read)  # the product, or what adds something to it
 
@@ -98,7 +98,7 @@ def _chain(made: fx.Node, attention: Attention, trace: Trace) -> Iterator[fx.Nod
         return any(source is made or source in values for source in sources)
 
     def readers(node: fx.Node) -> list[fx.Node]:
-        """Who reads a view of the product, besides the attention and what only wants its size."""
+        """What reads a view of the product, besides the attention and ops that only take its size."""
         users = (user for user in node.users if not isinstance(user.meta.get("val"), _SIZES))
         return [user for user in users if user is not attention.node and (not is_view(user) or is_read(user))]
 

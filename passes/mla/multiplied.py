@@ -1,10 +1,10 @@
-"""Up-projections that were multiplied by what differs between keys, or normed: what of them to tell.
+"""Describe up-projections that were multiplied by something that differs between keys, or normed.
 
-key[b, n, t] = (latent[b, t] W_UK[n]) * gate[b, t]           a latent times the gate would do
+key[b, n, t] = (latent[b, t] W_UK[n]) * gate[b, t]           MLA, if the gate multiplied the latent instead
 key[b, n, t] = (latent[b, t] W_UK[n]) * r[b, n, t]           r = rsqrt(mean of its squares): a norm of each head
 
-A norm scales the score: q . (W_UK c) r(n, t). But r is of all of W_UK c, P L multiply-adds a head and key, or L L as
-the quadratic form c^T (W_UK^T W_UK) c: the up-projection that absorbing leaves out, at every step.
+A norm scales the score: q . (W_UK c) r(n, t). But r is made of all of W_UK c, which takes P L multiply-adds a head and
+key, or L L as the quadratic form c^T (W_UK^T W_UK) c: the up-projection that absorbing leaves out, at every step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..trace.trace import Trace
 _NORMS = {aten._fused_rms_norm.default, aten.native_layer_norm.default}
 _MULTIPLY = {aten.mul.Tensor, aten.div.Tensor}
 _DEPTH = 12
-"""Steps to look back from a factor for the product that it is made of: a norm takes about five."""
+"""How many steps to look back from a factor for the product that it is made of: a norm takes about five."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Multiplied:
 
     @property
     def remedy(self) -> str:
-        """What would have it rewritten."""
+        """What would let it be rewritten."""
         if self.is_norm:
             return "norm the latent before the up-projection: the norm of a head's key takes all of that key to compute"
         return "multiply keys and values alike, by one number a key: what only one of them has makes two latents of one"
 
 
 def multiplied_product(term: Term, trace: Trace) -> Multiplied | None:
-    """What an up-projection was multiplied by, if a term is one with that alone done to it."""
+    """What an up-projection was multiplied by, if a term is one with nothing else done to it."""
     source = term.read.source
     return _multiplied(source, trace, 0) if isinstance(source, fx.Node) and term.parts is None else None
 
@@ -88,7 +88,7 @@ def _product(node: fx.Node, trace: Trace) -> bool:
 
 
 def _before(node: fx.Node, trace: Trace) -> set[fx.Node]:
-    """What a node is made of, some steps back."""
+    """What a node is made of, up to `_DEPTH` steps back."""
     found, edge = {node}, {node}
     for _ in range(_DEPTH):
         edge = {held_by(operand, trace) for each in edge for operand in each.all_input_nodes} - found

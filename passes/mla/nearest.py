@@ -1,7 +1,7 @@
-"""Rope queries read from what they were joined from.
+"""Read rope queries from the tensors that were joined to make the queries.
 
-transformers joins both parts of a query, of which the absorbed paths take the first from before: what is left of the
-join is read by nobody, if the second part is taken from before too, and need not be made.
+transformers joins both parts of a query, and the absorbed paths read the first part from before the join. If the second
+part is read from before it too, nothing reads the join any more, and it need not be computed.
 
     before  q = cat([q_nope, q_rope], -1), read at P:      after  q_rope
 """
@@ -26,7 +26,7 @@ def with_nearest_queries(site: Site) -> Site:
 
 
 def nearest(read: Read) -> Read:
-    """The same elements, of the one tensor of a join that has them all."""
+    """The same elements, read from the one tensor of a join that has them all, if there is one."""
     while (piece := _in_piece(read)) is not None:
         read = piece
     return read

@@ -2,8 +2,8 @@
 
     score[b, s, n, t] = sum_l q_latent[b, s, n, l] latent[b, t, l] + sum_r q_rope[b, s, n, r] k_rope[b, n, t, r]
 
-What heads do not share cannot stand beside the latent. The second sum is computed as the code has it, whatever its keys
-are made of, and added to the scores as any bias is, before masks put numbers in their place.
+What heads do not share cannot be columns beside the latent. The second sum is computed as in the user's code, whatever
+its keys are made of, and added to the scores like any bias, before masks replace scores by numbers.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def own_of(pieces: Sequence[Piece], heads: set[Axis]) -> tuple[list[Piece], list
 
 
 def as_biases(attention: Attention, pieces: Sequence[Piece], trace: Trace) -> Attention:
-    """An attention whose scores have the products of these pieces added, beside those of all other pieces.
+    """An attention with the products of these pieces among its masks, to be added to its scores.
 
     Raises:
-        Refusal: if it takes no tensor that is added to its scores.
+        Refusal: if no tensor can be added to its scores.
     """
     if pieces and (attention.opaque is not None or attention.packed is not None):
         raise Refusal(

@@ -18,7 +18,7 @@ from ..trace.coded import without_widening
 
 @dataclass(frozen=True)
 class UpProjection:
-    """`scale * sum over rank of latent * weight`, only the latent running over the keys."""
+    """`scale * sum over rank of latent * weight`, where only the latent runs over the keys."""
 
     latent: Term
     weight: Read
@@ -27,7 +27,7 @@ class UpProjection:
 
 
 def up_projection(term: Term, keys: set[Axis]) -> UpProjection | None:
-    """A product of which exactly one factor runs over the keys; None if the term is none."""
+    """A term as a product of which exactly one factor runs over the keys; None if it is no such product."""
     if not isinstance(term.parts, Product):
         return None
     left, right = term.parts.left, term.parts.right
@@ -38,7 +38,7 @@ def up_projection(term: Term, keys: set[Axis]) -> UpProjection | None:
 
 
 def gathered(terms: Sequence[Term], keys: set[Axis]) -> list[Term]:
-    """The terms of a sum, those that are up-projections of one latent as one of them, by the sum of their weights."""
+    """The terms of a sum, those that are up-projections of one latent merged into one, by the sum of their weights."""
     found: list[Term] = []
     for term in terms:
         for i, earlier in enumerate(found):
@@ -52,9 +52,9 @@ def gathered(terms: Sequence[Term], keys: set[Axis]) -> list[Term]:
 
 
 def _together(a: Term, b: Term, keys: set[Axis]) -> Term | None:
-    """`a + b` as one up-projection of the latent that is nearest to `a`; None if they have none in common.
+    """`a + b` as one up-projection, of the common latent that is nearest to `a`; None if they have none in common.
 
-    Scales go to the weights: those of an adapter are its own.
+    Scales go into the weights, as an adapter has its own.
     """
     for first in _up_projections(a, keys):
         for second in _up_projections(b, keys):
@@ -71,7 +71,7 @@ def _together(a: Term, b: Term, keys: set[Axis]) -> Term | None:
 
 
 def _up_projections(term: Term, keys: set[Axis]) -> Iterator[UpProjection]:
-    """A term as the up-projection that it is, and where its latent is one too as that of the latent of that."""
+    """A term as the up-projection that it is and, where its latent is one too, as one of that latent's latent."""
     outer = up_projection(term, keys)
     if outer is None:
         return
@@ -87,19 +87,19 @@ def _times(read: Read, factor: float) -> Read:
 
 
 def same_tensor(a: Read, b: Read) -> bool:
-    """Whether two reads name the same numbers, perhaps in other dtypes: what rounds one must round the other."""
+    """Whether two reads name the same numbers, perhaps in other dtypes: whatever rounds one must round the other."""
     a, b = _plainly(without_widening(a)), _plainly(without_widening(b))
     if not isinstance(a.source, Scaled) or not isinstance(b.source, Scaled) or a == b:
         return a == b
     if replace(a, source=None) != replace(b, source=None) or a.source.divides != b.source.divides:
         return False
-    own = dict(zip(b.source.axes, a.source.axes, strict=True))  # the dimensions, alike as they are read alike
+    own = dict(zip(b.source.axes, a.source.axes, strict=True))  # their dimensions match, as they are read alike
     pairs = (a.source.of, b.source.of), (a.source.by, b.source.by)
     return all(same_tensor(one, change_read(other, own)) for one, other in pairs)
 
 
 def _plainly(read: Read) -> Read:
-    """A read whose indices at one part of a dimension, `x.view(2, 3)[1]`, are a slice of it, `x[3:6]`."""
+    """A read with an index of one part of a dimension, `x.view(2, 3)[1]`, as a slice of the dimension, `x[3:6]`."""
 
     def sliced(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
         if len(digits) < 2 or digits[0].axis is not None:

@@ -42,7 +42,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
     """The MLA site that an attention is.
 
     Raises:
-        Refusal: what was expected, what was found, and where, if it is none or this cannot be proved.
+        Refusal: if it is none, or that cannot be proved. It says what was expected, what was found, and where.
     """
     if not attention.keys:
         raise Refusal(attention.node, "expected several keys, found one: its value is the result")
@@ -87,7 +87,7 @@ def _of_groups(attention: Attention, axes: Dim, trace: Trace) -> Site:
 
 
 def _share_a_tensor(attention: Attention) -> bool:
-    """Whether some columns of the keys may be the values: a latent that is a product itself has two readings."""
+    """Whether some columns of the keys may be the values: a latent that is itself a product has two readings."""
 
     def sources(term: Term) -> set[Hashable]:
         inner = term.parts.segments if isinstance(term.parts, Join) else ()
@@ -97,14 +97,14 @@ def _share_a_tensor(attention: Attention) -> bool:
 
 
 def _width(site: Site) -> Size:
-    """Elements of the latent for each key, and of the rope keys that each head has for itself."""
+    """How many elements a key takes: of the latent, and of the rope keys that each head has for itself."""
     latent = site.latent.read.axes | {*site.rank}
     keys = [latent, *(rope.key.axes for rope in site.own_ropes)]
     return total(product(axis.size for axis in axes.difference(site.attention.keys)) for axes in keys)
 
 
 def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = False) -> Site:
-    """The site that an attention is if its values are these, and `apart` from its keys."""
+    """The site that an attention is if its values are these; if they are `apart`, from another latent than its keys."""
     node, keys, rows = attention.node, set(attention.keys), set(attention.rows)
     if values.scale != 1.0:
         reason = f"expected values without a scale, found {values.scale:g} times a product"
@@ -119,12 +119,12 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
     ropes, own = own_of(ropes, heads)
     batch = {axis for read in (latent.read, *(rope.key.read for rope in ropes)) for axis in read.axes} & rows
     tokens = set(attention.queries) if attention.queries is not None else rows - heads - batch
-    if attention.queries is None and attention.masks and not heads:  # a head is any row: masks are the same for all
+    if attention.queries is None and attention.masks and not heads:  # any row may be a head; heads share their masks
         tokens &= set[Axis]().union(*(mask.term.axes for mask in attention.masks))
     if tokens & (heads | batch):
         reason = "expected keys and values that are the same for every query, found some that differ"
         raise Refusal(node, reason, "attend to the same keys from every query, and tell them apart by a mask")
-    heads = rows - batch - tokens  # also those of the queries alone, which share their keys and values
+    heads = rows - batch - tokens  # including heads of the queries alone, which share keys and values
     for rope in ropes:
         if not rope.key.axes <= batch | keys | set(rope.summed):
             raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", SHARE)
@@ -157,8 +157,10 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
 def _told_apart(
     attention: Attention, values: Values, trace: Trace, *, apart: bool
 ) -> tuple[Values, Read | None, Piece, list[Piece], list[Piece]]:
-    """The pieces of the keys: the nope columns, rope keys, and what is the same for all keys, which adds one number to
-    all scores of a row: a softmax does not see it. Before them the values over the axes of the nope columns, and W_UK.
+    """The values over the axes of the nope columns, W_UK, and the pieces of the keys.
+
+    These are the nope columns, the rope keys, and what is the same for all keys: it adds one number to all scores of a
+    row, which a softmax does not see.
     """
     node, keys = attention.node, set(attention.keys)
     latent, rank, w_uv = values.latent, values.rank, values.w_uv
@@ -220,7 +222,7 @@ def _absorbed(piece: Piece, value: Term, columns: Dim) -> bool:
 
 
 def _around(piece: Piece, latent: Read, rank: Dim) -> Iterator[Piece]:
-    """A piece of the keys, in three parts if some of its columns, one behind the other, are the latent."""
+    """A piece of the keys, in up to three parts if a contiguous range of its columns is the latent."""
     start = _first_column(piece, latent, rank)
     if start is None:
         yield piece
@@ -236,7 +238,7 @@ def _around(piece: Piece, latent: Read, rank: Dim) -> Iterator[Piece]:
 
 
 def _first_column(piece: Piece, latent: Read, rank: Dim) -> Size | None:
-    """Where in a piece of the keys, wider than the latent, the latent's columns are; None if they are not there."""
+    """Where the latent's columns begin in a piece of the keys that is wider than the latent; None if it has none."""
     if len(piece.summed) != 1 or len(rank) != 1 or same(piece.width, rank[0].size):
         return None
     ((column,), (own,)) = piece.summed, rank
@@ -258,9 +260,11 @@ def _first_column(piece: Piece, latent: Read, rank: Dim) -> Size | None:
 def _pieces(
     node: fx.Node, score: Score, keys: set[Axis], heads: set[Axis], values: Values, trace: Trace, inner: bool = False
 ) -> Iterator[Piece]:
-    """The columns of a score's contraction, piece by piece as far as the pieces differ between heads, and what is added
-    up in them term by term, if the graph holds the terms; if values are `opened`, piece by piece also where keys were
-    put together from plain tensors, of which those `inner` to one are no more.
+    """The pieces of a score's contraction.
+
+    A join of columns is yielded piece by piece if some of them differ between heads, a sum term by term if the graph
+    holds the terms. If values are `opened`, keys that were put together from plain tensors come piece by piece too,
+    except those `inner` to a piece.
     """
     whole = Piece(score.query, score.key, score.summed, score.scale)
     if values.w_uv is None and _is_of_latent(whole, keys, values):

@@ -1,4 +1,4 @@
-"""Queries that are an up-projection themselves: of a latent of their own, narrower than they are."""
+"""Queries that are themselves an up-projection, of a latent of their own that is narrower than they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .site import Site
 
 
 def query_latent(site: Site, trace: Trace) -> fx.Node | None:
-    """The tensor of which a site's queries without rope are an up-projection, if it is narrower than all queries."""
+    """The tensor of which a site's queries without rope are an up-projection, if it is narrower than they are."""
     tokens = {*site.batch, *site.tokens}
     term = _what_is_read(site.nope.query, trace)
     if isinstance(term.parts, Sum):
@@ -28,7 +28,7 @@ def query_latent(site: Site, trace: Trace) -> fx.Node | None:
 
 
 def _what_is_read(term: Term, trace: Trace) -> Term:
-    """A term, or what the graph knows of the tensor that it reads."""
+    """A term, or what the graph knows about the tensor that it reads."""
     source = term.read.source
     if term.parts is not None or not isinstance(source, fx.Node):
         return term

@@ -1,4 +1,4 @@
-"""Keys that were multiplied by what no key has one of its own of: that may as well be multiplied with the query.
+"""Move factors of keys to the queries, where a factor is the same for all keys.
 
 sum_d q[s, d] (k[t, d] g[d])          =      sum_d (q[s, d] g[d]) k[t, d]
 """
@@ -16,13 +16,13 @@ from ..trace.trace import Trace
 
 
 def with_scaled_queries(attention: Attention, trace: Trace) -> Attention:
-    """An attention whose whole keys are as they were before such factors."""
+    """An attention with such factors of its whole keys moved to its queries."""
     keys = set(attention.keys)
     return replace(attention, scores=tuple(with_scaled_query(score, keys, trace) for score in attention.scores))
 
 
 def with_scaled_query(score: Score, keys: set[Axis], trace: Trace) -> Score:
-    """A score whose key is as it was before such factors. Scales of numbers in a byte stay theirs: ops take them so."""
+    """A score with such factors of its key moved to its query. Scales of FP8 and INT8 stay: ops take them."""
 
     def factors(key: Term) -> Iterator[Multiplied]:
         return (m for m in multiplied(key, trace) if m.by.axes.isdisjoint(keys) and not is_coded(m.of))

@@ -1,7 +1,7 @@
 """An MLA site: which terms are its latent, rope key, up-projections and queries, over the axes of its attention.
 
-Attention that was absorbed by hand (the keys and the values *are* the latent) is a site too, without up-projections,
-and so is one whose values alone are up-projected.
+Attention that was absorbed by hand (the keys and the values *are* the latent) is a site too, without up-projections. So
+is one where only the values are known to be up-projected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Piece:
     summed: Dim
     scale: float
     of: int = 0
-    """Which of the attention's scores it is a piece of."""
+    """The index of the attention's score that it is a piece of."""
 
     @property
     def width(self) -> Size:
@@ -43,8 +43,8 @@ class Site:
     """An MLA attention, over the axes of `attention`.
 
     `latent` runs over `batch, keys, rank`; `w_uk` over `heads, nope.summed, rank`; `w_uv` over
-    `heads, attention.columns, rank`; both are None where the user absorbed them by hand. `biases` run over
-    `batch, tokens, heads, attention.columns`.
+    `heads, attention.columns, rank`. Each weight is None where the user absorbed it by hand, `w_uk` also where keys are
+    `apart` or unproved. `biases` run over `batch, tokens, heads, attention.columns`.
     """
 
     attention: Attention
@@ -58,20 +58,21 @@ class Site:
     w_uk: Read | None
     w_uv: Read | None
     biases: tuple[Read, ...] = ()
-    """What is added to the values of all keys: to the output then, whose weights add up to 1."""
+    """What is added to the values of all keys alike, and so to the output, as weights add up to 1."""
     shifts: tuple[Piece, ...] = ()
-    """What the biases of the keys add to all scores of a row, where that matters: to sinks, which lack it."""
+    """What the biases of the keys add to all scores of a row. Empty unless it matters: beside sinks, to whose scores it
+    is not added, and under a function of the scores."""
     apart: bool = False
-    """Whether the latent is that of the values alone: the keys are rope keys, and `nope` is the first of them."""
+    """Whether the latent is the values' alone. All keys are then rope keys, and `nope` is the first of them."""
     own_ropes: tuple[Piece, ...] = ()
-    """Rope keys that each head has for itself. The attention has their products among its masks, to be added."""
+    """Rope keys that each head has for itself. Their products are among the masks of the attention, to be added."""
     unproved_keys: Refusal | None = None
-    """Why keys stay what the graph computes: values alone are an up-projection then, and scores, of which `nope` is the
-    first summand, are those of `attention`. None where keys are an up-projection too."""
+    """Why keys stay what the graph computes, while values are an up-projection; the scores are then those of
+    `attention`, and `nope` is the first summand of them. None where keys are an up-projection too."""
     kept: KeptColumns | None = None
-    """What is still read of the product that makes the values of a site without keys; None if nothing is."""
+    """If the keys are unproved, what is still read of the product that makes the values; None if nothing is."""
     groups: Groups | None = None
-    """Of an attention whose groups of heads have a latent each, of which this site is the first."""
+    """Where groups of heads have a latent each: the sites of all groups, of which this is the first."""
 
     @property
     def node(self) -> fx.Node:
@@ -79,12 +80,12 @@ class Site:
 
     @property
     def value_heads(self) -> Dim:
-        """The heads that have values of their own, which groups of query heads may share."""
+        """The heads that have values of their own; groups of query heads may share one."""
         return tuple(axis for axis in self.heads if self.w_uv is not None and axis in self.w_uv.axes)
 
     @property
     def sizes(self) -> dict[str, Size]:
-        """`B, Sq, T, N, L, P, R, V`: the words of the cost model, as sizes."""
+        """The sizes `B, Sq, T, N, L, P, R, V`, in the words of the cost model."""
         dims = {
             "B": self.batch,
             "Sq": self.tokens,
@@ -101,7 +102,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Groups:
-    """The `sites` of an attention at every index of its rows `axes`."""
+    """The `sites` of an attention, one for every index of `axes`, which are some of its rows."""
 
     attention: Attention
     axes: Dim

@@ -12,9 +12,9 @@ from .products import gathered, up_projection
 
 @dataclass(frozen=True)
 class Values:
-    """Values as an up-projection `w_uv` of a latent, or as the latent itself, whose columns are `rank` then.
+    """Values as an up-projection `w_uv` of a latent, or as the latent itself, whose columns are then `rank`.
 
-    `opened`: keys that were put together from several tensors are seen as those.
+    `opened`: keys that were put together from several tensors are read as these tensors.
     """
 
     latent: Term
@@ -24,11 +24,11 @@ class Values:
     biases: tuple[Read, ...] = ()
     opened: bool = False
     made: Term | None = None
-    """The product that an up-projection is."""
+    """The product that the up-projection is, without biases."""
 
 
 def readings(attention: Attention) -> Iterator[Values]:
-    """What the values may be, the best first."""
+    """What the values may be, best first."""
     keys = set(attention.keys)
     varying, biases = _apart(attention.value, keys)
     factors = up_projection(varying, keys)
@@ -42,7 +42,7 @@ def readings(attention: Attention) -> Iterator[Values]:
 
 
 def _apart(value: Term, keys: set[Axis]) -> tuple[Term, tuple[Read, ...]]:
-    """Values as the one term that differs between keys, and what is added to it for all of them."""
+    """Values as the one term that differs between keys, and what is added to it alike for all keys."""
     if isinstance(value.parts, Sum):
         varying = gathered([term for term in value.parts.terms if term.axes & keys], keys)
         if len(varying) == 1:

@@ -1,10 +1,10 @@
-"""Values that are an up-projection of a latent, beside keys of which that is not known.
+"""Values that are an up-projection of a latent, beside keys that are not known to be one.
 
     value[b, n, t, v]          = sum_l latent[b, t, l] W_UV[n, v, l]
     sum_t weight[t] value[t]   = W_UV (sum_t weight[t] latent[t])
 
-Keys are whatever the graph computes: turned or normed after their up-projection, for instance. The weights are theirs,
-and all that values have to be is linear in what is summed over the keys.
+Keys are whatever the graph computes: rotated or normed after their up-projection, for instance. The weights come from
+them; the values only have to be linear in what is summed over the keys.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .values import readings
 
 
 def prove_or_values_alone(attention: Attention, trace: Trace) -> Site:
-    """The site that an attention is, that of its values alone if no more is proved.
+    """The site that an attention is, or that of its values alone if no more can be proved.
 
     Raises:
-        Refusal: as `prove` has it, if it is neither.
+        Refusal: that of `prove`, if it is neither.
     """
     try:
         return prove(attention, trace)
@@ -36,10 +36,10 @@ def prove_or_values_alone(attention: Attention, trace: Trace) -> Site:
 
 
 def values_alone(attention: Attention, trace: Trace, why: Refusal) -> Site:
-    """The site of an attention whose keys stay as they are, which `why` says.
+    """The site of an attention whose keys stay as they are, for the reason `why`.
 
     Raises:
-        Refusal: `why`, if its values have no latent, or nothing is known to be saved without them.
+        Refusal: `why`, if its values have no latent, or if it is not known that anything is saved without values.
     """
     if not attention.keys or attention.packed is not None:
         raise why

@@ -1,4 +1,4 @@
-"""The sentence for an attention that is no MLA site: what came nearest, and what would make it one."""
+"""Say why an attention is no MLA site: what came nearest, and what would make it one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def stored_expanded(attention: Attention, trace: Trace) -> Refusal | None:
 
 
 def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | None, trace: Trace) -> Refusal:
-    """The refusal if nothing in the keys is an up-projection of `latent`, or (None) the values are not one either."""
+    """The refusal if nothing in the keys is an up-projection of `latent`, or (None) if the values are none at all."""
     node = attention.node
     if latent is None:
         stop = _stop(attention.value, trace)
@@ -102,7 +102,7 @@ def _leaves(term: Term, trace: Trace, seen: set[fx.Node]) -> Iterator[Term]:
         term = trace[source].term
     if isinstance(term.parts, Join):
         for segment in term.parts.segments:
-            if segment.term.read.source is source:  # columns of a buffer of which no more is known than that
+            if segment.term.read.source is source:  # columns of a buffer, about which no more is known
                 yield segment.term
             else:
                 yield from _leaves(segment.term, trace, seen)

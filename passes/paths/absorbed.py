@@ -1,7 +1,7 @@
 """Absorbed: queries attend to the latents.
 
 o = latent_attention(q_nope @ W_UK, q_rope, latent, k_rope) @ W_UV
-o = paged_latent_attention(q_nope @ W_UK, q_rope, pages, block_table) @ W_UV, of keys in pages
+o = paged_latent_attention(q_nope @ W_UK, q_rope, pages, block_table) @ W_UV, for keys in pages
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .one_op import OneOp
 from .operands import Operands
 
 _LOOK_AT_MASKS = {"cpu"}
-"""Devices whose kernels see in a mask which keys there are, and touch no others."""
+"""Devices whose kernels look up in a mask which keys are seen, and touch no others."""
 
 
 _ROWS = 128
-"""Heads times queries of a sequence that attend to its keys together: the rows of a tile of a kernel."""
+"""How many heads times queries of a sequence attend to its keys together: the rows of a kernel's tile."""
 
 
 class Absorbed(OneOp):
-    """One attention over the latents for all heads, between two products a head."""
+    """One attention of all heads over the latents, between two products for each head."""
 
     name = "absorbed"
     why = "few queries meet many keys"
@@ -44,7 +44,7 @@ class Absorbed(OneOp):
         return site.attention.opaque is None
 
     def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse keys of a latent of their own where kernels hold the whole of what heads share besides the latent."""
+        """Refuse keys that have a latent of their own, which is a rope key, where kernels hold a whole one at once."""
         device = site.node.meta["val"].device.type
         if site.apart and device != "cpu":
             reason = f"expected keys and values from one latent on {device}, found keys from {name(site.nope.key.read)}"
@@ -52,7 +52,7 @@ class Absorbed(OneOp):
             raise Refusal(site.node, found, "project both from the same tensor")
 
     def as_written(self, site: Site) -> str:
-        """Where the code has no up-projections."""
+        """A sentence where the code lacks an up-projection of the keys, the values, or both."""
         if site.apart:
             return ""
         match site.w_uk is None, site.w_uv is None:
@@ -69,15 +69,16 @@ class Absorbed(OneOp):
         return absorbed_cost(dims, element_size)
 
     def prefers_lengths(self, device: str) -> bool:
-        """A static cache under CUDA graphs: a mask over all that it has room for would be all that is known of it."""
+        """Where kernels do not look at masks: for a static cache under CUDA graphs, a mask over all that it has room
+        for would be all that they know."""
         return device not in _LOOK_AT_MASKS
 
     def exchanges(self, *, of_latents: bool) -> bool:
-        """Always: a head is any row to the latents."""
+        """Always: to the latents, any row may be a head."""
         return True
 
     def op(self, keys: StoredKeys) -> str:
-        """One for each form of keys."""
+        """One op for keys in pages, another for all others."""
         return "paged_latent_attention" if keys.in_pages else "latent_attention"
 
     def attend(self, op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""Weights with adapters beside them, `W + B A`, where they meet latents and queries: each summand for itself.
+"""Multiply latents and queries with weights that have adapters beside them, `W + B A`: with each summand by itself.
 
-Few rows are multiplied with `W`, and with one matrix of the adapter after the other. Where keys and values are
-up-projected the latent is `[latent, latent A]`, and the weight `[W, B]`. Neither writes the sum, whose rounding could
-leave nothing of what the adapter adds.
+Few rows are multiplied with `W`, and with the matrices of the adapter one after the other. Where keys and values are
+up-projected, the latent becomes `[latent, latent A]`, and the weight `[W, B]`. Neither forms the sum, in whose rounding
+what the adapter adds could be lost.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _in_order(piece: Read, inner: Dim) -> tuple[Read, Read, Dim] | None:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is added to both up-projections: `down` from the latent to `rank`, and from there to keys and to values."""
+    """What is added to both up-projections: `down` from the latent to `rank`, from which keys and values are made."""
 
     down: Read
     rank: Dim
@@ -58,7 +58,7 @@ class Adapter:
 
 
 def adapters_of(w_uk: Read, w_uv: Read, latent: Dim) -> tuple[list[Adapter], list[Read], list[Read]]:
-    """The adapters of two weights that are sums, and the other summands of each."""
+    """The adapters that two weights which are sums have in common, and the other summands of each weight."""
     adapters, of_keys, of_values = list[Adapter](), list[Read](), addends(w_uv)
     for piece in addends(w_uk):
         own = _in_order(piece, latent)
@@ -74,7 +74,7 @@ def adapters_of(w_uk: Read, w_uv: Read, latent: Dim) -> tuple[list[Adapter], lis
 
 
 def _start_alike(a: tuple[Read, Read, Dim], b: tuple[Read, Read, Dim]) -> bool:
-    """Whether the first matrices of two products are one."""
+    """Whether the first matrices of two products are the same."""
     return len(a[2]) == len(b[2]) and change_read(b[0], dict(zip(b[2], a[2], strict=True))) == a[0]
 
 

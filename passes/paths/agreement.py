@@ -1,4 +1,4 @@
-"""What ranks that share out keys agree on, so that all exchange the same: nothing that one of them measured."""
+"""What ranks that share out keys agree on, so that all choose the same exchange: nothing that one of them measured."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ..mla.site import Site
 from .exchange import Exchange, OutsideOfWeights
 
 NOTHING, PROGRAM, MASKS, QUERIES = SAME = "nothing", "program", "masks", "queries"
-"""What all ranks of a group have the same of that gathers keys: each says what the one before says, and more."""
+"""What the ranks of a group that gathers keys have in common: each says what the one before says, and more."""
 
 Hints = Mapping[sympy.Symbol, int]
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What is said of all ranks of a group."""
+    """What holds for all ranks of a group."""
 
     same: str = NOTHING
     """One of `SAME`."""
     stay: bool = False
     """Whether keys stay on their ranks wherever they can, however many bytes are exchanged instead."""
     link: Link | None = None
-    """What joins them; None if that is not known."""
+    """The link between them; None if it is not known."""
     device: Device | None = None
-    """The rates of each of their devices; None if these are not known to be the same."""
+    """The rates of the device of each; None if these are not known to be the same."""
 
     def fastest(self, exchanges: Sequence[Exchange], site: Site, hints: Hints) -> Exchange:
-        """That of least time; the first of them where the link is not known, or sizes are not."""
+        """The exchange that takes the least time; the first one where the link or the sizes are not known."""
         sizes = {name: sympy.sympify(size).subs(hints) for name, size in site.sizes.items()}
         if self.link is None or not all(size.is_number for size in sizes.values()):
             return exchanges[0]
@@ -41,7 +41,7 @@ class Agreement:
         return min(times, key=lambda exchange: times[exchange])
 
     def _seconds(self, exchange: Exchange, sizes: Mapping[str, sympy.Expr], element_size: int) -> float:
-        """Of the exchange, and of what its ranks compute for one another and would not otherwise."""
+        """The time of an exchange, and of what ranks compute for one another only because of it."""
         assert self.link is not None
         messages = exchange.calls * (exchange.ranks - 1).bit_length()
         seconds = self.link.time(messages, float(exchange.received(sizes, element_size)))

@@ -20,14 +20,14 @@ PATHS: tuple[Path, ...] = (Absorbed(), Opaque(), Chunked(), ByHeads(), Sparse(),
 """In the order in which the cost model prefers them on a tie."""
 
 TRAINED: tuple[Path, ...] = (Trained(), TrainedAbsorbed(), TrainedWithScores(), TrainedByHeads())
-"""Where gradients are needed; of those that take a site the first is its path."""
+"""Paths where gradients are needed; no two of them take the same site."""
 
 AUTO = "auto"
-"""What leaves the choice to the cost model."""
+"""The word that leaves the choice to the cost model."""
 
 
 def path_named(name: str) -> Path:
-    """The path of a name.
+    """The path that has a name.
 
     Raises:
         ValueError: if there is none.
@@ -39,18 +39,18 @@ def path_named(name: str) -> Path:
 
 
 def paths_of(site: Site, meaning: Meaning, *, training: bool = False) -> tuple[Path, ...]:
-    """Those that come into question for a site, in order; `training` where its graph needs gradients."""
+    """The paths that are candidates for a site, in order; `training` where its graph needs gradients."""
     alone, known = site.unproved_keys is not None, TRAINED if training else PATHS
     return tuple(path for path in known if path.of_values_alone == alone and path.takes(site, meaning))
 
 
 def words() -> tuple[str, ...]:
-    """What reports call them, in order."""
+    """What reports call the paths, in order."""
     return tuple(dict.fromkeys(path.word for path in PATHS))
 
 
 def may_be_asked() -> tuple[str, ...]:
-    """The words of those that `mla.path` may ask for."""
+    """The words of the paths that `mla.path` may ask for."""
     return tuple(dict.fromkeys(path.word for path in PATHS if path.may_be_asked))
 
 

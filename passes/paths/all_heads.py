@@ -1,8 +1,8 @@
-"""The site of all heads, where a rank takes its own of tensors that hold those of all ranks.
+"""Find the site of all heads, where a rank takes its own heads from tensors that hold those of all ranks.
 
     W_UK[n, p, l] = kv_b[rank * N + n, p, l]        of `kv_b` with `ranks * N` heads
 
-Rank after rank: that is what outputs go back by, and what is proved here is this rank's part of it.
+Heads lie rank after rank: outputs are sent back in that order, and this rank's part of it is what is proved here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..mla.site import Piece, Site
 
 
 def with_all_heads(site: Site, ranks: int, rank: int, *, queries: bool) -> Site | None:
-    """A site with the weights of all ranks' heads, and with all their `queries`, if that is asked for.
+    """A site with the weights of all ranks' heads, and with the `queries` of all, if that is asked for.
 
     None where a tensor is not provably the `rank`-th part of one of all heads.
     """

@@ -1,4 +1,4 @@
-"""The naive code, which no path is: what the others are compared with, and where they cross."""
+"""The cost of the naive code, which is no path, and where that of the absorbed path crosses it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def expanded_cost(dims: Dims, element_size: int, *, causal: bool = False) -> Cos
 
 
 def expanded_multiply_adds(dims: Dims, causal: bool) -> sympy.Expr:
-    """Those of every key up-projected, and attention to that."""
+    """The multiply-adds of up-projecting every key and attending to the results."""
     d = dims
     return d.B * d.N * (d.T * d.L * (d.P + d.V) + pairs(d, causal) * (d.P + d.R + d.V))
 
@@ -29,8 +29,8 @@ def expanded_multiply_adds(dims: Dims, causal: bool) -> sympy.Expr:
 def crossover_queries(T: Size, L: Size, P: Size, V: Size) -> sympy.Expr | None:
     """Query tokens at which absorbing and expanding take equally many FLOPs; fewer favour absorbing.
 
-    `T` is the key tokens in all: a number, a symbol, `sympy.oo`, or an expression in `QUERIES` where the context and
-    not the total is given (`QUERIES + 1000`; with no context `QUERIES`). None: they are nowhere equal, for instance
+    `T` is the key tokens in all: a number, a symbol, `sympy.oo`, or an expression in `QUERIES` where the context rather
+    than the total is given (`QUERIES + 1000`; with no context `QUERIES`). None if they are nowhere equal, for instance
     with no context, where expanding always wins. `B`, `N` and `R` cancel.
     """
     total = sympy.Symbol("T", positive=True)

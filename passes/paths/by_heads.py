@@ -1,9 +1,9 @@
 """By heads: keys, values and scores of a group of heads at a time, which sees all of its keys at once.
 
 Before   s = q (latent @ W_UK + k_rope)^T;  o = softmax(f(s)) (latent @ W_UV)      of all heads
-After    for heads in groups:  the same of these heads, f too
+After    for heads in groups:  the same for these heads, f included
 
-For functions of scores, a soft cap for instance, that chunks of keys could not be merged through.
+This is for functions of scores, a soft cap for instance, through which chunks of keys could not be merged.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .padding import padded
 from .path import Part, Path
 
 SCORES_BYTES = 1 << 28
-"""Most bytes of scores in float32 at a time: 16 heads of 2,048 queries and keys. Of one head there may be more.
+"""The most bytes of scores in float32 at a time: 16 heads of 2,048 queries and keys. One head alone may have more.
 
 A turn copies the output so far. With H of N heads at a time and as many queries as keys, that is
-N V 8 / (H T 2 (P + R + V)) bytes for each FLOP: of DeepSeek-V3's dims and 4,096 tokens 0.01, a tenth of what a CPU
-moves meanwhile, and less of more tokens.
+N V 8 / (H T 2 (P + R + V)) bytes for each FLOP: with DeepSeek-V3's dims and 4,096 tokens 0.01, a tenth of what a CPU
+moves meanwhile, and less with more tokens.
 """
 
 
@@ -46,7 +46,7 @@ ByGroups = Callable[[Attend, Sequence[Tensor], HeadDims, Site, Tensor], Tensor]
 
 
 class ByHeads(Path):
-    """What the code does already, a group of heads after the other."""
+    """What the code already does, for one group of heads after the other."""
 
     name = "by heads"
     why = "many queries meet many keys under a function of the scores, a group of heads at a time"
@@ -54,7 +54,7 @@ class ByHeads(Path):
 
     @property
     def word(self) -> str:
-        """It expands a part of the keys and values at a time too."""
+        """That of the chunked path: it, too, expands a part of the keys and values at a time."""
         return Chunked.name
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
@@ -62,7 +62,7 @@ class ByHeads(Path):
         return site.attention.opaque is not None and site.w_uv is not None and (site.w_uk is not None or site.apart)
 
     def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse weights that are read again, which all have to exist, and functions of several scores."""
+        """Refuse weights that something else reads, as they all have to exist, and functions of several scores."""
         opaque = site.attention.opaque
         assert opaque is not None
         refuse_apart(site)
@@ -87,7 +87,7 @@ class ByHeads(Path):
         return [Part(site.node, ByHeadsCode(site, self._by_groups))]
 
     def _by_groups(self, attend: Attend, tensors: Sequence[Tensor], dims: HeadDims, site: Site, out: Tensor) -> Tensor:
-        """`out`, filled by `attend`, as many heads at a time as are not too many."""
+        """The output of all heads, by `attend`, which gets as many at a time as `SCORES_BYTES` allows."""
         group = heads_at_a_time(site, SCORES_BYTES)
         return attend(tensors) if group == site.sizes["N"] else over_groups(attend, tensors, dims, group, out)
 
@@ -129,13 +129,13 @@ class ByHeadsCode:
             "sinks": [read(sink.term.read, *rows, sink.keys) for sink in self.function.sinks],
             "biases": [read(bias, *rows, site.attention.columns, broadcast=False) for bias in site.biases],
         }
-        if untold := untold_by(pytree.tree_leaves(tensors)):  # a loop is told by the shape of what has no elements
+        if untold := untold_by(pytree.tree_leaves(tensors)):  # an empty tensor's shape tells a loop of these sizes
             tensors["sizes"] = [tensors["latent"].new_empty((0, *map(read.realize, untold)), dtype=torch.bool)]
         o, columns = padded(self._of_all_heads(tensors), site, read.realize)
         return write_as(o, (*rows, columns), site.attention.dims, read.realize)
 
     def _queries(self, index: int, read: Reader) -> Tensor:
-        """Those of one of the products, `[B, N, Sq, D]`, side by side as its keys are, and scaled as the first ones."""
+        """The queries of one product, `[B, N, Sq, D]`, side by side as its keys are, and in the scale of the first."""
         site, own = self.site, [piece for piece in self.pieces if piece.of == index]
         queries = [read(piece.query.read, site.batch, site.heads, site.tokens, piece.summed) for piece in own]
         scaled = [
@@ -197,12 +197,13 @@ class ByHeadsCode:
 
 
 def side_by_side(columns: Sequence[Tensor]) -> Tensor:
-    """Joined along the last dimension. A join of one has other strides for who decomposes it than for who traces it."""
+    """Tensors joined along the last dimension. A single one stays as it is: its join would have other strides when
+    decomposed than when traced."""
     return columns[0] if len(columns) == 1 else torch.cat(list(columns), dim=-1)
 
 
 def refuse_reader(site: Site) -> None:
-    """Refuse weights that something else reads: they have to exist."""
+    """Refuse weights that something else reads, as they have to exist."""
     assert site.attention.opaque is not None
     if site.attention.opaque.reader is not None:
         reason = f"expected the attention weights to meet the values only, found {where(site.attention.opaque.reader)}"
@@ -210,14 +211,15 @@ def refuse_reader(site: Site) -> None:
 
 
 def dtype_of(product: Read) -> torch.dtype:
-    """That of a product's tensor."""
+    """The dtype of a product's tensor."""
     assert isinstance(product.source, fx.Node)
     dtype: torch.dtype = product.source.meta["val"].dtype
     return dtype
 
 
 def heads_at_a_time(site: Site, scores_bytes: int) -> int:
-    """The most heads that divide all evenly and whose scores are not too many; of a few queries all."""
+    """The greatest divisor of the number of heads such that the scores of so many take at most `scores_bytes`; at least
+    1."""
     sizes = site.sizes
     heads, mode = int(sizes["N"]), getattr(site.node.meta["val"], "fake_mode", None)
     environment = None if mode is None else mode.shape_env
@@ -229,7 +231,7 @@ def heads_at_a_time(site: Site, scores_bytes: int) -> int:
 
 
 def _up_projected(latent: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """`[B, T, L]` times `[H, D, L]`: `[B, H, T, D]`; of no weight, where it was absorbed by hand, `[B, 1, T, L]`."""
+    """`[B, T, L]` times `[H, D, L]`: `[B, H, T, D]`; with no weight, as it was absorbed by hand, `[B, 1, T, L]`."""
     if not weights:
         return latent[:, None]
     (weight,) = weights
@@ -237,6 +239,6 @@ def _up_projected(latent: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def _head_dims(name: str, value: Any) -> Any:
-    """The dimension of heads of each tensor of a name, -1 where it has none."""
+    """The dimension of heads of each tensor under a name, -1 where it has none."""
     dim = {"w_uk": 0, "w_uv": 0, "latent": -1, "ropes": -1, "sizes": -1}.get(name, 1)
     return pytree.tree_map(lambda _: dim, value)

@@ -1,4 +1,4 @@
-"""Each a way to tell an op which keys a query sees, by how the keys are stored."""
+"""The ways to tell an op which keys a query sees, depending on how the keys are stored."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from ..mla.site import Site
 
 @dataclass(frozen=True)
 class Carrier(ABC):
-    """The masks of a site, told in one way."""
+    """The masks of a site, in one form that ops take."""
 
     told: Told
 
     @classmethod
     @abstractmethod
     def of(cls, site: Site, meaning: Meaning, keys: StoredKeys) -> Self | None:
-        """The masks of a site told so, None if ops do not take it of keys that are stored so, or it cannot be."""
+        """The masks of a site in this form; None if they have none, or ops do not take it for keys stored as these."""
 
     @property
     def reads(self) -> list[Read]:
-        """What it takes of the graph."""
+        """What it reads of the graph."""
         return [*self.told.reads]
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        """The symbols in sizes that are no tensor's."""
+        """The symbols in sizes that no tensor has."""
         return self.told.symbols
 
     @property
@@ -58,7 +58,7 @@ class Carrier(ABC):
 
 @dataclass(frozen=True)
 class MaskAndOffset(Carrier):
-    """A mask over all keys and the offset of a causal limit: of keys that are not in pages."""
+    """A mask over all keys and the offset of a causal limit, for keys that are not in pages."""
 
     told: Dense | OfRank
 
@@ -68,13 +68,13 @@ class MaskAndOffset(Carrier):
         return None if keys.in_pages else cls(Dense.of(site, meaning))
 
     def emit(self, read: Reader) -> tuple[Tensor | None, int | torch.SymInt | None]:
-        """`[B|1, N|1, Sq|1, T|1]`, bool if all just reject, else a number to add; and the offset."""
+        """The mask, `[B|1, N|1, Sq|1, T|1]`, bool if all masks only reject keys, else to be added; and the offset."""
         return self.told.mask(read)
 
 
 @dataclass(frozen=True)
 class Lengths(Carrier):
-    """Lengths and first positions, and a mask if those are not all: of keys in pages."""
+    """Lengths and first positions, and a mask if these do not say all, for keys in pages."""
 
     told: Bounds | Dense | OfRank
 
@@ -84,14 +84,14 @@ class Lengths(Carrier):
         return cls(Bounds.of(site, meaning) or Dense.of(site, meaning)) if keys.in_pages else None
 
     def emit(self, read: Reader, table: Tensor) -> tuple[Tensor | None, bool, Tensor, Tensor | None]:
-        """A mask, if it takes one; whether there is a causal limit; lengths, and positions of the first queries if
-        those are not the last ones: `[B]`, int64, on the device of `table`."""
+        """A mask, if one is needed; whether there is a causal limit; lengths; positions of the first queries, unless
+        queries are the last tokens. Lengths and positions are `[B]`, int64, on the device of `table`."""
         return self.told.in_pages(read, table)
 
 
 @dataclass(frozen=True)
 class InSequences(Carrier):
-    """Packed sequences: of keys that are one behind the other, whose queries all heads have alike."""
+    """Packed sequences, the same for all heads, for keys that lie one behind the other."""
 
     told: Sequences
 
@@ -103,7 +103,7 @@ class InSequences(Carrier):
 
 
 def sequences_of(site: Site, meaning: Meaning) -> Sequences | None:
-    """What a meaning says if that is packed sequences, of whose latents there is one a token."""
+    """The packed sequences of a meaning, if it says nothing else and there is one latent a token; else None."""
     match meaning.kinds:
         case (Sequences() as told,) if not site.batch:
             return told
@@ -112,7 +112,7 @@ def sequences_of(site: Site, meaning: Meaning) -> Sequences | None:
 
 @dataclass(frozen=True)
 class Named(Carrier):
-    """The keys that each query names, and what limits them besides."""
+    """The keys that each query names, and what else limits them."""
 
     told: NamedKeys
 

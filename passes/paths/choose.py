@@ -1,7 +1,7 @@
-"""Choose what a site becomes: its path, by sizes and the cost model, how that reads the keys, and takes the masks.
+"""Choose what a site becomes: its path, by sizes and the cost model, and how that reads the keys and takes the masks.
 
 Sizes may be symbolic: the decision is made at their hints, and the inequalities that it rests on become guards of the
-compiled graph, so that other sizes either take the same path rightly or compile again.
+compiled graph, so that other sizes either rightly take the same path or compile again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The paths to choose from, what a site becomes under each, and where that holds."""
+    """The paths to choose from, what a site becomes under each, and the conditions under which that holds."""
 
     paths: tuple[Path, ...]
     form: Callable[[Path], Form]
@@ -79,7 +79,7 @@ class Chooser:
     """Chooses for the sites of one graph.
 
     Raises:
-        ValueError: if no path is called as wanted.
+        ValueError: if no path is called `wanted`.
     """
 
     wanted: str
@@ -88,8 +88,8 @@ class Chooser:
     workspace_tokens: int
     environment: ShapeEnv | None
     ranges: Ranges | None = None
-    """Those of all symbols: then there are no guards, and a choice that is not the same for all of the sizes is left to
-    the graph."""
+    """The ranges of all symbols, if the graph takes no guards: where no path is the fastest at all sizes, the graph may
+    have to choose."""
     training: bool = False
     """Whether the graph needs gradients."""
     agreement: Agreement = NO_AGREEMENT
@@ -117,10 +117,10 @@ class Chooser:
         return Choice(plan.form(settled), why, self._guard(plan.conditions))
 
     def where_values_pay(self, site: Site) -> tuple[Relational, ...]:
-        """Where the values alone of a site whose keys stay are better up-projected after their sum.
+        """The conditions under which the values of a site whose keys stay are better up-projected after their sum.
 
         Raises:
-            Refusal: that of its keys, if this is no such place, with what is in the way if it else would be one.
+            Refusal: that of its keys, if this does not pay here. If something else is in the way, it says what.
         """
         why, device = site.unproved_keys, site.node.meta["val"].device.type
         assert why is not None
@@ -152,7 +152,7 @@ class Chooser:
         return Choice(form_of(_VALUES, site, meaning), f"{why}; keys as they are: {site.unproved_keys}", guards)
 
     def _plan(self, site: Site, meaning: Meaning, trace: Trace, candidates: tuple[Path, ...]) -> _Plan:
-        """The paths that leave keys on the ranks that have them, if there are some and that pays; else all."""
+        """The paths that leave keys on the ranks that have them, if there are any and that pays; else all."""
 
         def gathered(why: str, *conditions: Relational) -> _Plan:
             def form(path: Path) -> Form:
@@ -177,7 +177,7 @@ class Chooser:
         return _Plan(able, of_ranks.form, (pays,))
 
     def _guard(self, conditions: Iterable[Relational]) -> tuple[str, ...]:
-        """Guards for the conditions that are not settled."""
+        """Add guards for the conditions that depend on symbols, and return them as text."""
         guarded = [condition for condition in conditions if condition.free_symbols]
         for condition in guarded:
             assert self.environment is not None
@@ -235,18 +235,18 @@ class Chooser:
 
 
 def form_of(path: Path, site: Site, meaning: Meaning) -> Form:
-    """A path for a site: with its keys as they are stored, if it reads them so, and its masks in the first form that it
-    takes of such keys."""
+    """A path for a site, with the keys as they are stored, if it can read them so, and the masks in the first form that
+    it takes for such keys."""
     keys, words = _keys(path, site, meaning)
     masks = (carrier.of(site, meaning, keys) for carrier in path.carriers)
     return Form(path, keys, next((mask for mask in masks if mask is not None), None), words)
 
 
 def of_groups(path: Path, groups: Groups, trace: Trace) -> FormOfGroups:
-    """A path for each group of heads, with the keys and the masks of that.
+    """A path for each group of heads, with the keys and the masks of that group.
 
     Raises:
-        Refusal: if it is no path of one of them.
+        Refusal: if one of the groups cannot take the path.
     """
     meanings = [understand(site, trace) for site in groups.sites]
     if not all(path.takes(site, meaning) for site, meaning in zip(groups.sites, meanings, strict=True)):
@@ -287,9 +287,9 @@ def _of_sequences(site: Site) -> Mapping[str, Size]:
 def _least_work_of_a_prompt(
     sizes: Mapping[str, Size], candidates: tuple[Path, ...], element_size: int, workspace_tokens: int
 ) -> tuple[Path, ...]:
-    """For prompts of any length with nothing before them, the path that computes least at any length, if one does.
+    """For prompts of any length with no context, only the path that computes least at every length, if there is one.
 
-    The others win by a few bytes, where prompts are short; a guard would make two variants of it.
+    The others win by a few bytes where prompts are short, for which a guard would compile the graph twice.
     """
     if not symbols_in(sizes["Sq"]) or sympy.expand(sizes["T"] - sizes["Sq"]) != 0:
         return candidates
@@ -314,7 +314,7 @@ def _holds(condition: Relational, ranges: Ranges) -> bool:
 
 
 def _least(topk: Size, hints: dict[sympy.Symbol, int]) -> tuple[Size, tuple[Relational, ...]]:
-    """The number of named keys, and where that holds: of each `min(k, T)` in it the one that it is at the hints."""
+    """The number of named keys, with each `min(k, T)` replaced by what it is at the hints, and where that holds."""
     conditions: tuple[Relational, ...] = ()
     if isinstance(topk, int):
         return topk, conditions

@@ -1,7 +1,7 @@
 """Chunked: keys and values of every head, a workspace at a time.
 
 o = expanded_attention(q, latent, k_rope, W_UK, W_UV)
-o = paged_expanded_attention(q, pages, block_table, W_UK, W_UV), of keys in pages
+o = paged_expanded_attention(q, pages, block_table, W_UK, W_UV), for keys in pages
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .one_op import OneOp
 from .operands import Operands
 
 _QUERIES = 2048
-"""Most queries of a packed sequence that keys are up-projected for at a time. A key's up-projection is then, in
-DeepSeek-V3's dims, a fifth of what attending to it takes, and a short sequence is not padded to a very long one."""
+"""The most queries of a packed sequence for which keys are up-projected at a time. With DeepSeek-V3's dims, a key's
+up-projection is then a fifth of what attending to it takes, and a short sequence is not padded to a very long one."""
 FORCE = "set options={'mla.path': 'absorbed'}"
 
 
 class Chunked(OneOp):
-    """One attention a head over up-projected chunks of the keys."""
+    """One attention for each head, over up-projected chunks of the keys."""
 
     name = "chunked"
     why = "many queries meet many keys"
@@ -57,23 +57,24 @@ class Chunked(OneOp):
         return chunked_cost(dims, element_size, workspace_tokens)
 
     def prefers_lengths(self, device: str) -> bool:
-        """A batch of unequal prompts: no chunk needs a mask, and none is attended to by those that it lies behind.
+        """Always, for batches of unequal prompts: no chunk needs a mask, and sequences that end before a chunk do not
+        attend to it.
 
-        On CPU, where a mask's values are looked at, 1,024 tokens take 13 % less time under lengths, 28 % under lengths
-        and causal.
+        On CPU, where a mask's values are looked at, 1,024 tokens take 13 % less time under lengths, 28 % less under
+        lengths and a causal limit.
         """
         return True
 
     def exchanges(self, *, of_latents: bool) -> bool:
-        """Of values: it has no sums of latents."""
+        """Only outputs after W_UV: it has no sums of latents."""
         return not of_latents
 
     def op(self, keys: StoredKeys) -> str:
-        """One for each form of keys."""
+        """One op for keys in pages, another for all others."""
         return "paged_expanded_attention" if keys.in_pages else "expanded_attention"
 
     def attend(self, op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
-        """Attention to what the op makes of the latents."""
+        """Attention to the keys and values that the op makes of the latents."""
         if isinstance(x.carrier, InSequences):
             w_uk, w_uv = x.weights()
             blocks = Blocks.of(x, x.carrier.told, _QUERIES)
@@ -88,7 +89,7 @@ class Chunked(OneOp):
             o, lse = blocks.joined(*part)
         elif x.keys.in_pages:
             w_uk, w_uv = x.weights()
-            q, table = _queries(x), x.table(whole=False)  # chunks are laid over the whole of it
+            q, table = _queries(x), x.table(whole=False)  # the op lays chunks over all of it
             mask, causal, lengths, positions = x.lengths(table)
             o, lse = op(
                 *(q, x.latent, x.k_rope, table, lengths, w_uk, w_uv, causal, x.scale, workspace_tokens),
@@ -105,7 +106,7 @@ class Chunked(OneOp):
 
 
 def refuse_apart(site: Site) -> None:
-    """Refuse keys and values of a latent each, and keys of which a part is of no latent."""
+    """Refuse keys and values that have a latent each, and rope keys that each head has for itself."""
     if site.apart:
         keys, values = (name(read) for read in (site.nope.key.read, site.latent.read))
         reason = f"expected keys and values from one latent for many queries, found keys from {keys} and values "
@@ -116,7 +117,7 @@ def refuse_apart(site: Site) -> None:
 
 
 def refuse_wide_latent(site: Site) -> None:
-    """Refuse a latent that is as wide as what it expands to: with every key expanded anyway, nothing is saved."""
+    """Refuse a latent at least half as wide as all that it expands to: as every key is expanded, nothing is saved."""
     sizes = site.sizes
     latent, expanded = 2 * sympy.sympify(sizes["L"]), sympy.sympify(sizes["N"] * (sizes["P"] + sizes["V"]))
     if latent.is_number and expanded.is_number and latent >= expanded:
@@ -139,7 +140,7 @@ def chunked_cost(dims: Dims, element_size: int, workspace_tokens: int, *, causal
     The multiply-adds are the naive code's. Each token's `[N, P]` keys and `[N, V]` values pass through the workspace;
     the rope key stays shared. Every chunk but the first reads weights and query again, writes an output of its own and
     merges it (two read, one written). There are `ceil(T / workspace_tokens)` chunks, counted as
-    `1 + (T - 1) / workspace_tokens`: never less, equal at `k workspace_tokens + 1`, and a polynomial.
+    `1 + (T - 1) / workspace_tokens`, which is never less, equal at `k workspace_tokens + 1`, and a polynomial.
     """
     if workspace_tokens < 1:
         raise ValueError(f"workspace_tokens must be at least 1, got {workspace_tokens}")

@@ -1,6 +1,7 @@
-"""Sites whose fastest path depends on sizes that only a run knows: two paths, and the cost model's word on which.
+"""Sites whose fastest path depends on sizes that only a run knows: two paths, between which the cost model decides.
 
-For graphs that take no guards, those of exported programs. `torch.cond` takes one of the two, each right for all sizes.
+This is for graphs that take no guards, those of exported programs. `torch.cond` takes one of the two; either is right
+for all sizes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Either:
 
     @property
     def words(self) -> str:
-        """How each reads the keys, once if they do so alike."""
+        """How each reads the keys, said once if both do so alike."""
         if self.first.words == self.second.words:
             return self.first.words
         return ", ".join(f"{form.word} {form.words}" for form in (self.first, self.second) if form.words)
@@ -56,7 +57,7 @@ class EitherCode:
 
     @property
     def said(self) -> object:
-        """What both say; their times follow from the sizes of the site."""
+        """What the code of both depends on; their times follow from the sizes of the site."""
         return self.first.said, self.second.said
 
     def __call__(self, *values: Any) -> Tensor:
@@ -71,7 +72,7 @@ class EitherCode:
 
 
 def first_is_faster(first: Times, second: Times, realize: Realize) -> Tensor:
-    """A bool scalar on CPU, true on a tie. In float64: products of all sizes may be more than an integer holds."""
+    """A bool scalar on CPU, true on a tie. Computed in float64, as products of all sizes may overflow an integer."""
     known: dict[sympy.Expr, Tensor] = {}
 
     def size(generator: sympy.Expr) -> Tensor:
@@ -85,7 +86,7 @@ def first_is_faster(first: Times, second: Times, realize: Realize) -> Tensor:
 
 
 def _evaluated(polynomial: sympy.Expr, size: Callable[[sympy.Expr], Tensor]) -> Tensor:
-    """A polynomial in symbols, and in functions of them such as a maximum, each of which is a `size`."""
+    """The value of a polynomial in symbols and functions of them, such as a maximum, each of which has a `size`."""
     total = torch.scalar_tensor(0.0, dtype=torch.float64)
     if polynomial.is_number:
         return total + float(polynomial)

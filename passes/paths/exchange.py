@@ -1,17 +1,16 @@
-"""What ranks exchange that each hold some of the keys of a site: queries and outputs, in place of the keys.
+"""What ranks exchange in place of keys, where each holds some of the keys of a site: queries and outputs.
 
 Before   o = attention of q to the latents of all ranks, gathered
 After    o, lse = attention of the queries of all ranks to this rank's latents, exchanged, merged by the log-sum-exp
 
-The merge is linear, so that outputs may be exchanged after W_UV, and queries gathered before W_UK, by ranks that have
-the weights of all heads. One class for each form. For B Sq queries of N heads in e bytes an element, of k ranks each
-receives
+The merge is linear, so ranks that have the weights of all heads may exchange outputs after W_UV, and gather queries
+before W_UK. Each form has a class. For B Sq queries of N heads, with e bytes an element, each of k ranks receives
 
-    queries gathered, latent outputs all to all     (k - 1) B Sq N ((2 L + R) e + 4)
-    the same before W_UK and after W_UV             (k - 1) B Sq N ((P + R + V) e + 4)
-    the same queries of all heads, each its heads   (k - 1) B Sq N (V e + 4)
-    the same queries, outputs gathered              (k - 1) B Sq N (V e + 4)
-    the same queries, merged by heads, gathered     2 (k - 1) B Sq N / k (V e + 4)
+    queries gathered, latent outputs all to all                 (k - 1) B Sq N ((2 L + R) e + 4)
+    queries gathered before W_UK, outputs all to all after W_UV (k - 1) B Sq N ((P + R + V) e + 4)
+    same queries of all heads, outputs all to all               (k - 1) B Sq N (V e + 4)
+    same queries, outputs gathered                              (k - 1) B Sq N (V e + 4)
+    same queries, outputs merged by heads, then gathered        2 (k - 1) B Sq N / k (V e + 4)
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ _LSE_BYTES = 4
 
 @dataclass(frozen=True)
 class Exchange(ABC):
-    """Between the `ranks` of a process group, of which each attends to its own keys."""
+    """An exchange between the `ranks` of a process group, each of which attends to its own keys."""
 
     group: str
     ranks: int
 
     calls: ClassVar[int]
-    """Collectives, one behind the other."""
+    """How many collectives it takes, one after the other."""
     words: ClassVar[str] = ""
-    """How, for a report; empty where there is nothing to say."""
+    """How it is done, for a report; empty where there is nothing to say."""
     of_latents: ClassVar[bool] = False
-    """Whether outputs are exchanged as sums of latents: then only a path that attends to these will do."""
+    """Whether outputs are exchanged as sums of latents, which takes a path that attends to latents."""
 
     @abstractmethod
     def around(self, attend: Attend) -> Attend:
@@ -63,25 +62,25 @@ class Exchange(ABC):
         return site
 
     def received_keys(self, sizes: Mapping[str, Size], element_size: int) -> Size:
-        """Bytes that a rank receives where it gathers latents and rope keys: T is a multiple of the ranks."""
+        """Bytes that a rank receives if it gathers latents and rope keys instead: T is a multiple of the ranks."""
         s = sizes
         keys = sympy.sympify(s["T"]) / self.ranks
         return (self.ranks - 1) * s["B"] * keys * (s["L"] + s["R"]) * element_size
 
     def _gathered(self, own: Tensor) -> Tensor:
-        """`[k, ...]` of each rank's."""
+        """`[k, ...]`: the tensors of all ranks."""
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(own.contiguous(), self.ranks, self.group)
         whole: Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
         return whole.unflatten(0, (self.ranks, -1))
 
     def _of_all_heads(self, *queries: Tensor) -> list[Tensor]:
-        """`[B, Sq, k N, width]` of all ranks' `[B, Sq, N, width]`, by one collective."""
+        """`[B, Sq, k N, width]` from all ranks' `[B, Sq, N, width]`, by one collective."""
         whole = self._gathered(torch.cat(queries, dim=-1))
         heads = whole.permute(1, 2, 0, 3, 4).flatten(2, 3)
         return list(heads.split([each.shape[3] for each in queries], dim=-1))
 
     def _of_own_heads(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Of this rank's keys `o [B, Sq, k N, width]` and `lse [B, Sq, k N]`: of all keys, for this rank's heads."""
+        """From `o [B, Sq, k N, width]`, `lse [B, Sq, k N]` over this rank's keys: those of its heads over all keys."""
         packed = _packed(o, lse).unflatten(2, (self.ranks, -1)).movedim(2, 0).contiguous()
         each = [1] * self.ranks
         received = torch.ops._c10d_functional.all_to_all_single(packed, each, each, self.group)
@@ -96,7 +95,7 @@ class InLatentSpace(Exchange):
     of_latents = True
 
     def around(self, attend: Attend) -> Attend:
-        """The op has the queries of all ranks, and what is around it those of this rank."""
+        """The op takes the queries of all ranks; what is around it takes those of this rank."""
 
         def attend_to_all(op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
             def of_all(q_latent: Tensor, q_rope: Tensor, *keys: object, **named: object) -> tuple[Tensor, Tensor]:
@@ -115,7 +114,7 @@ class InLatentSpace(Exchange):
 
 @dataclass(frozen=True)
 class _WithAllWeights(Exchange):
-    """Each rank has the weights of all heads, of which its own are a range; `whole` is the site with all of them."""
+    """Each rank has the weights of all heads, of which its own are a range; `whole` is the site of all heads."""
 
     whole: Site = field(compare=False, repr=False)
 
@@ -128,7 +127,7 @@ class OutsideOfWeights(_WithAllWeights):
     words = "before W_UK and after W_UV"
 
     def around(self, attend: Attend) -> Attend:
-        """All is of all heads but what is given and what comes out."""
+        """Everything is of all heads, except what is given and what comes out."""
 
         def attend_to_all(op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
             q_nope, q_rope = self._of_all_heads(x.q_nope, x.q_rope)
@@ -146,18 +145,18 @@ class OutsideOfWeights(_WithAllWeights):
 
 @dataclass(frozen=True)
 class ToOwnHeads(_WithAllWeights):
-    """All ranks have the same queries, of which each takes its heads: these are not sent, and outputs go all to all
-    after W_UV."""
+    """All ranks have the same queries of all heads, and each wants the outputs of its own: queries are not sent, and
+    outputs go all to all after W_UV."""
 
     calls = 1
     words = "each those of its heads"
 
     def operands(self, site: Site) -> Site:
-        """Queries, too, of all heads."""
+        """The site with the queries of all heads, too."""
         return self.whole
 
     def around(self, attend: Attend) -> Attend:
-        """All is of all heads but what comes out."""
+        """Everything is of all heads, except what comes out."""
 
         def attend_to_all(op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
             return self._of_own_heads(*attend(op, x, workspace_tokens))
@@ -176,7 +175,7 @@ class Gathered(Exchange):
     calls = 1
 
     def around(self, attend: Attend) -> Attend:
-        """Each rank merges all."""
+        """Each rank merges the outputs of all."""
 
         def attend_to_all(op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
             o, lse = attend(op, x, workspace_tokens)
@@ -191,14 +190,14 @@ class Gathered(Exchange):
 
 @dataclass(frozen=True)
 class ScatteredAndGathered(Exchange):
-    """The same, where each rank merges the outputs of some heads and what it merged is gathered: of more than two ranks
-    fewer bytes, in twice the messages."""
+    """As `Gathered`, but each rank merges the outputs of some heads, and merged outputs are gathered: with more than
+    two ranks fewer bytes, in twice the messages."""
 
     calls = 2
     words = "merged by heads"
 
     def around(self, attend: Attend) -> Attend:
-        """The ranks divide the heads."""
+        """The ranks divide the heads among them."""
 
         def attend_to_all(op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
             o, lse = self._of_own_heads(*attend(op, x, workspace_tokens))
@@ -213,13 +212,13 @@ class ScatteredAndGathered(Exchange):
 
 
 def _values(times: Size, sizes: Mapping[str, Size], element_size: int) -> Size:
-    """Bytes of outputs after W_UV with their log-sum-exps, some times."""
+    """Bytes of outputs after W_UV with their log-sum-exps, times `times`."""
     s = sizes
     return times * s["B"] * s["Sq"] * s["N"] * (s["V"] * element_size + _LSE_BYTES)
 
 
 def _packed(o: Tensor, lse: Tensor) -> Tensor:
-    """o and lse side by side, as bytes: one collective, and no bit of them is a number to whoever copies it."""
+    """o and lse side by side, as bytes: one collective sends both, and whatever copies their bits sees no numbers."""
     return torch.cat([o.contiguous().view(torch.uint8), lse.unsqueeze(-1).contiguous().view(torch.uint8)], dim=-1)
 
 
@@ -229,7 +228,7 @@ def _unpacked(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _merged(parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of `[k, B, Sq, N, width]` and `[k, B, Sq, N]` what attention to all keys gives, rounded once."""
+    """What attention to all keys gives, rounded once, from `[k, B, Sq, N, width]` and `[k, B, Sq, N]`."""
     o, lse = parts
     merge = torch.ops.mla.merge_states
     whole, sums = reduce(lambda a, b: merge(*a, *b), zip(wide(o).unbind(), lse.unbind(), strict=True))

@@ -1,4 +1,4 @@
-"""Which path the cost model takes at sizes, and for which other sizes that holds."""
+"""Which path the cost model takes at given sizes, and for which other sizes that holds."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def fastest(
 
 
 def _in_all(times: Times, sequences: Size) -> Times:
-    """Polynomials that compare as the times of means do."""
+    """Times of all sequences from those of a mean one: polynomials, which compare in the same way."""
     first, second = (sympy.expand(sympy.cancel(time * sequences)) for time in times)
     return first, second

@@ -17,7 +17,7 @@ class Form:
     path: Path
     keys: StoredKeys
     mask: Carrier | None
-    """None where masks stay what they are in the graph."""
+    """None where masks stay as they are in the graph."""
     words: str
     """How it reads the keys; empty where there is nothing to say."""
 
@@ -27,5 +27,5 @@ class Form:
         return self.path.word
 
     def parts(self, site: Site, workspace_tokens: int) -> list[Part]:
-        """Its code, as `Path.parts` has it."""
+        """Its code: see `Path.parts`."""
         return self.path.parts(site, self.keys, self.mask, workspace_tokens)

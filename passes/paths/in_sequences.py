@@ -1,11 +1,11 @@
-"""Attention of packed sequences as that of blocks of queries, each of one sequence, to the pages of its keys.
+"""Divide attention of packed sequences into blocks of queries, each of one sequence, that attend to pages of its keys.
 
     q [1, Tq, N, D], cu_seqlens  ->  [blocks, size, N, D]: the first `counts` queries of a block are of its sequence
     table [blocks, most keys], lengths and positions of the first queries [blocks], for ops of pages of one token
     o [blocks, size, N, V]       ->  [1, Tq, N, V]
 
-However long the sequences are, there are no more blocks than `sum ceil(queries / size)` may be. What is computed grows
-with the pairs that meet, and padding is less than a block a sequence.
+The number of blocks is a bound on `sum ceil(queries / size)`, however long the sequences are. What is computed grows
+with the pairs that meet, and padding is less than a block for each sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..nodes.shapes import hints_of, size_of
 from .operands import Operands
 
 _MANY = 32
-"""Queries of a block of which an empty one a sequence is too much: few are less than the sizes that tell how many."""
+"""Block size from which an empty block for each sequence costs more than the expressions of sizes that avoid it."""
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,24 @@ class Blocks:
 
     size: int
     rows: Tensor
-    """`[blocks, size]`: which of all queries they have; some query behind the last of theirs."""
+    """`[blocks, size]`: which of all queries each block has; behind its last one, any query."""
     counts: Tensor
-    """`[blocks]`: how many they have."""
+    """`[blocks]`: how many queries each block has."""
     table: Tensor
     lengths: Tensor
     causal: bool
     positions: Tensor | None
     mask: Tensor | None
     places: Tensor
-    """`[Tq]`: where a query is among those of all blocks."""
+    """`[Tq]`: where each query is among those of all blocks."""
     outside: Tensor
-    """`[Tq]`: whether it is of no sequence."""
+    """`[Tq]`: whether a query is of no sequence."""
     beyond: Tensor
-    """`[Tq]`: whether its sequence has more keys or queries than were said to be the most, and there is no room."""
+    """`[Tq]`: whether there is no room for a query, as its sequence has more keys or queries than the given maximum."""
 
     @classmethod
     def of(cls, x: Operands, told: Sequences, most: int) -> Blocks:
-        """Blocks of at most `most` queries, for operands whose layout of keys is that of tokens."""
+        """Blocks of at most `most` queries, for operands whose keys are laid out token by token."""
         packed, realize, device = told.packed, x.read.realize, x.latent.device
         own = told.lengths(x.read)
         tokens, keys = x.q_nope.shape[1], x.latent.shape[0]
@@ -64,7 +64,7 @@ class Blocks:
         begins = ends - (own.queries + size - 1) // size
         block, row = torch.arange(blocks, device=device), torch.arange(size, device=device)
         sequence = torch.searchsorted(ends, block, right=True).clamp_max(ends.shape[0] - 1)
-        before = (block - begins[sequence]) * size  # queries of its sequence
+        before = (block - begins[sequence]) * size  # queries of its sequence in the blocks before it
         exists = block < ends[-1]
         counts = (own.queries[sequence] - before).clamp(0, size).where(exists, 0)
         first = own.lead[sequence] + before
@@ -98,9 +98,9 @@ class Blocks:
         return q[0][self.rows]
 
     def joined(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs `[1, Tq, N, V]` and log-sum-exps `[1, Tq, N]` of those of blocks.
+        """Outputs `[1, Tq, N, V]` and log-sum-exps `[1, Tq, N]`, from those of blocks.
 
-        0 of no sequence; NaN, and not some number, where there were more keys than the most.
+        Outputs are 0 for queries of no sequence; NaN, rather than a wrong number, for those that have no room.
         """
         o, lse = (part.flatten(0, 1)[self.places] for part in (o, lse))
         o = o.masked_fill(self.outside[:, None, None], 0.0).masked_fill(self.beyond[:, None, None], math.nan)
@@ -108,17 +108,18 @@ class Blocks:
 
 
 def _at_most(said: int | torch.SymInt, there: Any) -> Any:
-    """The most tokens of a sequence, if a number was said that may be the same for all batches, no more than there are.
+    """The most tokens of a sequence: a fixed number, which may be given for all batches alike, but no more than exist.
 
-    What varies is taken as it is said: expressions of sizes take time to compile.
+    A number that varies is taken as it is given, since expressions of sizes take time to compile.
     """
     return torch.sym_min(said, there) if isinstance(said, int) else said
 
 
 def _size(longest: int | torch.SymInt, most: int) -> int:
-    """Queries of a block: those of the longest sequence, if that is known, or a power of two that has room for it now.
+    """How many queries a block has, at most `most`: those of the longest sequence if known, else a power of two with
+    room for them now.
 
-    Whatever it is, the blocks are right.
+    The blocks are right whatever the size is.
     """
     if isinstance(longest, int):
         return max(min(longest, most), 1)

@@ -1,8 +1,8 @@
-"""What paths share that are an op of their own without gradients too.
+"""What paths share in training that are one op, as they are without gradients.
 
-A number that takes the place of scores, as `masked_fill` puts it there, takes their gradients, too. Ops add it instead:
-in a row in which it took the place of all scores, so that keys weigh the same, the queries are zeros, which no gradient
-goes through and no key gets one of.
+A number that replaces scores, as in `masked_fill`, cuts off their gradients too. Ops add it instead. In a row in which
+it replaces all scores, so that all keys weigh the same, the queries are therefore set to zero: no gradient goes through
+these, and no key gets one from them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .operands import Operands
 
 
 class InTraining(OneOp):
-    """What the backward of an op leaves of a path: keys of one tensor, under a mask and an offset.
+    """What the backward of an op leaves of a path: keys in one tensor, under a mask and an offset.
 
-    The first base of a path, before the one that it trains.
+    It is the first base of a path, before the path that it trains.
     """
 
     carriers: ClassVar[tuple[type[Carrier], ...]] = (MaskAndOffset,)
@@ -34,8 +34,8 @@ class InTraining(OneOp):
     may_be_asked = False
 
     def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse also packed sequences, and scores of which only some may have lost their gradients where all are as
-        low."""
+        """Refuse packed sequences too, and numbers that replace scores beside others that are added: in a row where all
+        scores are as low, only some may have lost their gradients."""
         if site.attention.packed is not None:
             reason = "expected gradients of attention whose keys are those of all queries, found packed sequences"
             raise Refusal(site.node, reason, "call scaled_dot_product_attention with a mask of the pairs that may meet")
@@ -49,11 +49,11 @@ class InTraining(OneOp):
         return not keys.in_pages and keys.coded is None
 
     def prefers_lengths(self, device: str) -> bool:
-        """Never: all keys that there are have gradients."""
+        """Never: every key has a gradient."""
         return False
 
     def prepared(self, x: Operands) -> Operands:
-        """Zeros in place of the queries that have no gradients."""
+        """The operands, with zeros in place of queries that have no gradients."""
         if not _replaces(x.site):
             return x
         assert isinstance(x.carrier, MaskAndOffset)

@@ -1,4 +1,4 @@
-"""What a site becomes whose groups of heads have a latent each: the same path for every group, beside one another."""
+"""What a site becomes whose groups of heads have a latent each: the same path for every group, side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .path import Code, Part
 
 @dataclass(frozen=True)
 class FormOfGroups(Form):
-    """A path for every group; keys and masks are those of the first."""
+    """A path for every group; `keys` and `mask` are those of the first."""
 
     forms: tuple[Form, ...]
 
@@ -31,7 +31,7 @@ class FormOfGroups(Form):
 
 
 class GroupsCode:
-    """The codes of the groups, and their outputs side by side."""
+    """The codes of the groups, with their outputs put side by side."""
 
     said = None
 

@@ -47,15 +47,15 @@ class FormOfRanks(Form):
 
 @dataclass(frozen=True)
 class OfRanks:
-    """A site whose keys are shared out, as one rank has it."""
+    """A site whose keys are shared out over ranks, as one rank has it."""
 
     site: Site
     share: Share
     exchange: Exchange
     whole: Site
-    """Whose keys are one axis."""
+    """The site with keys that are one axis."""
     meaning: Meaning
-    """Of its masks."""
+    """The meaning of its masks."""
     trace: Trace
     stay: bool
     """Whether keys stay, however many bytes the outputs are."""
@@ -64,7 +64,7 @@ class OfRanks:
     def of(
         cls, site: Site, trace: Trace, agreement: Agreement, paths: Sequence[Path], hints: Hints
     ) -> OfRanks | str | None:
-        """None if keys are not provably shared out; if they are and have to be gathered, why."""
+        """None if keys are not provably shared out; if they are but have to be gathered, the reason."""
         share = share_of(site, trace)
         if share is None:
             return None
@@ -88,14 +88,14 @@ class OfRanks:
         return cls(site, share, agreement.fastest(able, site, hints), whole, meaning, trace, agreement.stay)
 
     def takes(self, path: Path) -> bool:
-        """Whether it may be a path of one rank's part."""
+        """Whether a path may be that of one rank's part."""
         return _takes(path, self.exchange)
 
     @property
     def pays(self) -> Relational:
-        """Where a rank receives no more bytes than it would of latents, or keys stay.
+        """The condition that a rank receives no more bytes than if it gathered keys; true if keys are to stay.
 
-        Ranks have to decide alike: of sizes, which they have in common, and of nothing that one measured.
+        Ranks have to decide alike: by sizes, which they have in common, and by nothing that one of them measured.
         """
         if self.stay:
             return sympy.true
@@ -130,7 +130,7 @@ def _takes(path: Path, exchange: Exchange) -> bool:
 
 
 def _exchanges(share: Share, same_on_ranks: str) -> list[Exchange]:
-    """The forms that are right for a site, the first one where nothing is known of the link."""
+    """The exchanges that are right for a site; the first is the one to take where nothing is known about the link."""
     group, count = share.ranks.group, share.ranks.count
     rank, site = _rank(group), share.site
     if same_on_ranks == QUERIES:
@@ -145,6 +145,6 @@ def _exchanges(share: Share, same_on_ranks: str) -> list[Exchange]:
 
 
 def _rank(group: str) -> int:
-    c10d: Any = distributed_c10d  # its stubs know no names of groups
+    c10d: Any = distributed_c10d  # its type stubs do not know names of groups
     rank: int = c10d._resolve_process_group(group).rank()
     return rank

@@ -1,8 +1,8 @@
-"""A path that is one attention op of ours: what such paths have in common.
+"""What paths that are one attention op of ours have in common.
 
 Before   k = cat(latent @ W_UK, k_rope), v = latent @ W_UV, o = softmax(q k^T) v
-After    o, lse = an op of the path, of queries, keys as they are stored, weights and what the masks say
-         o + biases, and of o the share that sinks leave
+After    o, lse = the path's op, of queries, keys as they are stored, weights, and masks in a form that it takes
+         o + biases, times the share that sinks leave
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class OneOp(Path):
         """`o [B, Sq, N, V]` and `lse [B, Sq, N]`, by the op of the keys."""
 
     def prepared(self, x: Operands) -> Operands:
-        """Operands, as the op is to take them."""
+        """The operands as the op is to take them."""
         return x
 
     def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
-        """Pages, and what is not coded."""
+        """Keys in pages, and keys that are not coded."""
         return keys.in_pages or keys.coded is None
 
     def exchanges(self, *, of_latents: bool) -> bool:
-        """Whether the op may be of a part of the keys, and its sums of latents then be those of other ranks' heads."""
+        """Whether ranks may attend to parts of the keys and exchange outputs; `of_latents`: as sums of latents."""
         return False
 
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
@@ -93,9 +93,9 @@ class OneOpCode:
 
 
 def finished(site: Site, carrier: Carrier, read: Reader, o: Tensor, lse: Tensor) -> Tensor:
-    """What takes the place of an attention, of its output `[B, Sq, N, V]` and the log-sum-exp of its scores.
+    """What takes the place of an attention, made of its output `[B, Sq, N, V]` and the log-sum-exp of its scores.
 
-    With what is added to the values of all keys, what sinks leave, and rows that see nothing as the graph has them.
+    Biases of the values are added, sinks take their share, and rows that see nothing become what they are in the graph.
     """
     rows, columns = (site.batch, site.tokens, site.heads), site.attention.columns
     empty = lse.isneginf().unsqueeze(-1) if carrier.may_be_empty else None
@@ -138,7 +138,7 @@ def _taken(site: Site, read: Reader, lse: Tensor) -> Tensor | None:
 
 
 def _are_numbers(site: Site, read: Reader, lse: Tensor) -> Tensor:
-    """Whether a softmax of the scores is one, `[B, Sq, N, 1]`: of none that is NaN or inf, and of more than nothing."""
+    """`[B, Sq, N, 1]`: whether the softmax of the scores is a number: none of them is NaN or inf, and some are seen."""
     taken = _taken(site, read, lse)
     total = lse if taken is None else torch.logaddexp(lse, taken)
     return total.isfinite().unsqueeze(-1)

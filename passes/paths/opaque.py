@@ -1,9 +1,9 @@
-"""Absorbed attention around scores that are more than a sum of products: both products regrouped, the rest kept.
+"""Absorbed attention around scores that are more than a sum of products: both products are regrouped, the rest stays.
 
 Before   s = q (latent @ W_UK + k_rope)^T;    o = f(s) (latent @ W_UV)
 After    s = (q @ W_UK) latent^T + q k_rope^T;  o = (f(s) latent) @ W_UV
 
-Nothing is asked of f, a soft cap for instance: matrix products are associative.
+f may be any function, a soft cap for instance: all that is used is that matrix products are associative.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .per_head import per_head
 
 
 class Opaque(Path):
-    """Two products regrouped in the graph, and what is between them, masks too, as it is."""
+    """Two products, regrouped in the graph; what is between them, masks included, stays as it is."""
 
     name = "opaque"
     why = Absorbed.why
@@ -44,7 +44,7 @@ class Opaque(Path):
         return site.attention.opaque is not None
 
     def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse what is regrouped already."""
+        """Refuse code that is regrouped already."""
         if site.w_uk is None and site.w_uv is None:
             raise Refusal(site.node, "expected an up-projection to take from the keys, found scores absorbed by hand")
 
@@ -53,7 +53,7 @@ class Opaque(Path):
         return absorbed_cost(dims, element_size)
 
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
-        """One in the place of each product that is of what was up-projected."""
+        """One in the place of each product that has an up-projected factor."""
         products: list[int] = []
         if site.apart:
             products = sorted({rope.of for rope in site.ropes})
@@ -65,7 +65,7 @@ class Opaque(Path):
 
 
 class ScoresCode:
-    """The torch code of a product of queries and keys, the one of that `index`, as a function of what it reads."""
+    """The torch code of product `index` of queries and keys, as a function of the tensors that it reads."""
 
     said = None
 
@@ -101,7 +101,7 @@ class ScoresCode:
         return scores.to(self.node.meta["val"].dtype)
 
     def _of_latents(self, read: Reader) -> Tensor:
-        """`[B, Sq, N, T]`, of what is up-projected from the latent of the values."""
+        """`[B, Sq, N, T]`: the part of the product whose keys are up-projected from the latent of the values."""
         site = self.site
         assert site.w_uk is not None
         latent = read(site.latent.read, site.batch, site.attention.keys, site.rank)

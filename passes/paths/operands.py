@@ -1,4 +1,4 @@
-"""What the attention ops of a site take: queries, keys as they are stored, weights, and masks in the form of a path."""
+"""What the attention ops of a site take: queries, keys as they are stored, weights, and masks as a path takes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .per_head import per_head
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands of one site, in one dtype but for what is coded.
+    """The operands of one site, all in one dtype except what is coded.
 
     `q_nope [B, Sq, N, P]`, `q_rope [B, Sq, N, R]`; `latent` and `k_rope` over `keys.layout`, L and R.
     """
@@ -40,7 +40,7 @@ class Operands:
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """The scale of the scores."""
         return self.site.nope.scale
 
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
@@ -53,7 +53,7 @@ class Operands:
         return w_uk, w_uv
 
     def q_latent(self, w_uk: Tensor | None) -> Tensor:
-        """`[B, Sq, N, L]`: the queries where the keys are latents; 0 where they are not those of the values."""
+        """`[B, Sq, N, L]`: the queries in latent space; 0 where the keys have another latent than the values."""
         site = self.site
         if site.apart:
             return self.q_rope.new_zeros([*self.q_rope.shape[:3], self.latent.shape[-1]])
@@ -62,7 +62,7 @@ class Operands:
         return self._times(self.q_nope, w_uk, site.w_uk, site.nope.summed, site.rank)
 
     def up_projected(self, o: Tensor, w_uv: Tensor | None) -> Tensor:
-        """`[B, Sq, N, V]` of sums of latents `[B, Sq, N, L]`."""
+        """`[B, Sq, N, V]` from sums of latents `[B, Sq, N, L]`."""
         site = self.site
         if w_uv is None or site.w_uv is None:
             return o
@@ -83,7 +83,7 @@ class Operands:
         return wider or (self.latent, *self.weights())
 
     def mask(self) -> tuple[Tensor | None, int | torch.SymInt | None]:
-        """A mask and a causal offset, of keys that are not in pages."""
+        """A mask and a causal offset, for keys that are not in pages."""
         assert isinstance(self.carrier, MaskAndOffset)
         return self.carrier.emit(self.read)
 
@@ -131,7 +131,7 @@ def operands_of(site: Site, keys: StoredKeys, carrier: Carrier, read: Reader) ->
 
 
 def _joined(parts: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Side by side; of no part a tensor without columns."""
+    """The parts side by side; a tensor without columns if there are none."""
     if not parts:
         return like.new_empty([*like.shape[:-1], 0], dtype=dtype)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

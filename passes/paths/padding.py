@@ -1,4 +1,4 @@
-"""Zeros beside the output of an attention whose values were padded."""
+"""Put zeros beside the output of an attention whose values were padded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..mla.site import Site
 
 
 def padded(o: Tensor, site: Site, realize: Realize) -> tuple[Tensor, Dim]:
-    """The output `[B, Sq, N, V]` with the columns that the graph's has, and their axes."""
+    """The output `[B, Sq, N, V]` with all columns that the graph's output has, and their axes."""
     padding = site.attention.padding
     if padding is None:
         return o, site.attention.columns
-    # Of symbolic sizes, torch's padding makes numbers where it is traced without Python's dispatcher.
+    # torch's own padding turns symbolic sizes into numbers where it is traced without Python's dispatcher.
     zeros = [o.new_zeros((*o.shape[:3], realize(width))) for width in (padding.before, padding.after)]
     return torch.cat([zeros[0], o, zeros[1]], dim=-1), padding.columns

@@ -23,7 +23,7 @@ class Code(Protocol):
 
     @property
     def said(self) -> object | None:
-        """All that it depends on besides its site and `sources`; None if it is not to be shared with other sites."""
+        """All that it depends on besides its site and `sources`; None if other sites are not to share the code."""
 
     def __call__(self, *values: Any) -> Tensor: ...
 
@@ -37,18 +37,18 @@ class Part:
 
 
 class Path(ABC):
-    """What a site becomes, without the site: one object for all."""
+    """What sites become: one object serves all sites."""
 
     name: ClassVar[str]
-    """One word, its own."""
+    """A name that no other path has."""
     why: ClassVar[str]
     """When the cost model takes it, in a few words for the report."""
     carriers: ClassVar[tuple[type[Carrier], ...]] = ()
-    """The forms of masks that its code takes, the preferred first; none where masks stay what they are in the graph."""
+    """The forms of masks that its code takes, preferred ones first; none where masks stay as they are in the graph."""
     may_be_asked: ClassVar[bool] = True
-    """Whether `mla.path` may ask for it: whether it is a path of any site."""
+    """Whether `mla.path` may ask for it."""
     may_branch: ClassVar[bool] = False
-    """Whether its code may stand in a branch that a run takes or not."""
+    """Whether its code may stand in a branch that is taken only in some runs."""
     of_values_alone: ClassVar[bool] = False
     """Whether it is a path of sites whose keys stay as they are, and of no others."""
     expands: ClassVar[bool] = False
@@ -61,17 +61,17 @@ class Path(ABC):
 
     @abstractmethod
     def takes(self, site: Site, meaning: Meaning) -> bool:
-        """Whether it comes into question for a site."""
+        """Whether it is a candidate for a site."""
 
     def refuse(self, site: Site, *, asked: bool) -> None:  # noqa: B027  most refuse nothing
-        """Refuse a site for which it was chosen, or `asked`.
+        """Check a site for which it was chosen, or `asked` for.
 
         Raises:
-            Refusal: if it cannot be, or would gain nothing and was not asked for.
+            Refusal: if the site cannot take it, or if it would gain nothing and was not asked for.
         """
 
     def as_written(self, site: Site) -> str:
-        """If that is what the code does already, a sentence on it; else empty."""
+        """A sentence, if the user's code already does what the path does; else empty."""
         return ""
 
     @abstractmethod
@@ -87,11 +87,12 @@ class Path(ABC):
         return not keys.in_pages and keys.coded is None
 
     def prefers_lengths(self, device: str) -> bool:
-        """Whether, on a type of device, a dense cache is better read up to lengths than under a mask that says them."""
+        """Whether, on a type of device, a dense cache is better read up to its lengths than under a mask that gives
+        them."""
         return False
 
     def op(self, keys: StoredKeys) -> str | None:
-        """The mla op that attends to keys that are stored so; None where attention stays operations of the graph."""
+        """The mla op that attends to keys that are stored so; None where attention stays ordinary operations."""
         return None
 
     @abstractmethod
@@ -99,5 +100,5 @@ class Path(ABC):
         """The code of a site, the last part in the place of its output.
 
         Raises:
-            Unaligned: if the graph does not tell the sizes that this takes.
+            Unaligned: if the graph does not tell the sizes that the code needs.
         """

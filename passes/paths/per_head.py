@@ -1,4 +1,4 @@
-"""A matrix a head, where it is multiplied: by the op, or by a loop that Inductor generates."""
+"""Multiply with a matrix for each head: by an op, or by a loop that Inductor generates."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from ..algebra.terms import Read
 
 
 def per_head(x: Tensor, weight: Tensor, read: Read | None) -> Tensor:
-    """`x` `[B, Sq, N, I]` times `weight` `[N, I, O]`, of which `read` says where it comes from.
+    """`x` `[B, Sq, N, I]` times `weight` `[N, I, O]`; `read` says where the weight comes from.
 
-    A weight that is no input but made of one, cast or dequantised, would have to be written for the op, and read again.
-    For one row it is multiplied where it is made instead: Inductor's loop reads it in the few bits that it is kept in.
+    A weight that is made from an input, by a cast or by dequantising, would have to be written for the op and read
+    again. For one row it is therefore multiplied where it is made: Inductor's loop reads it in the few bits in which it
+    is kept.
     """
     sizes = x.shape[0], x.shape[1]
     if all(isinstance(size, int) and size == 1 for size in sizes) and read is not None and _is_made(read):

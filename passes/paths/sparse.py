@@ -21,7 +21,7 @@ from .operands import Operands
 
 
 class Sparse(OneOp):
-    """As absorbed, over the keys that an indexer names; in a pool, or in FP8, where they are."""
+    """Absorbed attention over the keys that an indexer names, read where they are: in a pool, or coded."""
 
     name = "sparse"
     why = "each query names few of many keys"
@@ -43,21 +43,21 @@ class Sparse(OneOp):
         return sparse_cost(dims, element_size, topk)
 
     def competes(self, dims: Dims, topk: Size | None) -> bool:
-        """Not where all keys are named, nor where `topk` is no polynomial in the symbols."""
+        """Not where all keys are named, nor where `topk` is not a polynomial in the symbols."""
         return topk is not None and sympy.expand(topk - dims.T) != 0 and sympy.sympify(topk).is_polynomial()
 
     def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
-        """All, but pages only where an index is a place in the table and a query without keys attends to none."""
+        """All keys, but pages only if an index is a place in the table and a query without keys attends to none."""
         return not keys.in_pages or (len(site.attention.keys) == 1 and not meaning.uniform_when_empty)
 
     def op(self, keys: StoredKeys) -> str:
-        """The same for all."""
+        """One op for all keys."""
         return "sparse_latent_attention"
 
     def attend(self, op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
         """Attention between the products with `W_UK` and `W_UV`."""
         named = x.named()
-        if x.keys.in_pages:  # every query for itself, over the rows of the whole pool as one sequence
+        if x.keys.in_pages:  # every query by itself, with the rows of the whole pool as one sequence
             w_uk, w_uv = x.weights()
             q_latent = x.q_latent(w_uk)
             slots = named.slots(x.read, x.table(), x.latent.shape[1])
@@ -78,7 +78,7 @@ class Sparse(OneOp):
 def sparse_cost(dims: Dims, element_size: int, topk: Size) -> Cost:
     """Cost of attending in latent space to the `topk` keys that each query names.
 
-    Every query gathers its own keys, so that several queries read one key several times. An index takes 8 bytes.
+    Every query gathers its own keys, so a key is read once for each query that names it. An index takes 8 bytes.
     Workspace: as for absorbed.
     """
     d = dims

@@ -13,7 +13,7 @@ from .in_training import InTraining
 
 
 class TrainedAbsorbed(InTraining, Absorbed):
-    """Scores are computed again in the backward; keys and values are the latent, or one of them is."""
+    """Scores are computed again in the backward; the keys, the values, or both are the latent."""
 
     name = "trained absorbed"
     why = "scores are computed again for gradients"
@@ -28,6 +28,6 @@ class TrainedAbsorbed(InTraining, Absorbed):
         return super().takes(site, meaning) and (site.w_uk is None or site.w_uv is None) and not site.apart
 
     def as_written(self, site: Site) -> str:
-        """Not what it keeps for the backward."""
+        """The sentence without gradients, and what is computed again for them."""
         words = super().as_written(site)
         return f"{words}; {self.why}"

@@ -3,7 +3,7 @@
 Before   k = cat(latent @ W_UK, k_rope), v = latent @ W_UV, w = f(q k^T), o = w v;  kept for backward: q, k, v, w
 After    the same;  kept for backward: q, latent, k_rope, w
 
-The scores have to exist. Keys and values do not: the backward makes them again, by the code that is there.
+The scores have to exist. Keys and values do not: the backward computes them again, by the code that is there.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class TrainedWithScores(ByHeads):
     may_be_asked = False
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
-        """Sites whose weights are read elsewhere too, or are no function of each score, though it refuses some."""
+        """Sites whose weights something else reads, or are no function of each score, though it refuses some."""
         opaque = site.attention.opaque
         return opaque is not None and (opaque.reader is not None or not isinstance(opaque.function, Function))
 
     def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse what keeps the latent already."""
+        """Refuse code that keeps the latent already."""
         if site.w_uk is None and site.w_uv is None:
             reason = "expected an up-projection to do again for gradients, found scores absorbed by hand"
             raise Refusal(site.node, reason)
         refuse_apart(site)
 
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
-        """None."""
+        """None: the code stays."""
         return []

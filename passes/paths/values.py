@@ -3,8 +3,9 @@
 Before   v = latent @ W_UV;  o = softmax(q k^T) v
 After    o = (softmax(q k^T) latent) @ W_UV
 
-A token's values take `L V` multiply-adds a head that has some, and `V` more for each query and head. Without them it is
-`L` for each, and `L V` once: of few queries much less. The scores have to exist, where SDPA has a tile of them.
+With values, a token takes `L V` multiply-adds for each head that has values, and `V` for each query and head. Without
+them it takes `L` for each query and head, and each of these takes `L V` once: much less if queries are few. But all
+scores have to exist, of which SDPA holds only a tile.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class ValuesAlone(Path):
         return True
 
     def competes(self, dims: Dims, topk: Size | None) -> bool:
-        """Never: sites that it takes have no other path. What it saves, `pays` says."""
+        """Never: the sites that it takes have no other path. `pays` says what it saves."""
         return False
 
     def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
-        """As if keys were up-projected from the latent as they are, for each head."""
+        """The cost if keys were up-projected from the latent, for each head."""
         d = dims
         own, width = _absorbed(d, d.N, element_size), d.P + d.R
         multiply_adds = d.B * d.N * (d.T * d.L * d.P + d.Sq * d.T * width)
@@ -61,11 +62,12 @@ class ValuesAlone(Path):
         return Cost(own.flops + keys.flops, own.bytes + keys.bytes)
 
     def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
-        """One tensor of all latents, which keys are made of anyway."""
+        """Never: it reads one tensor of all latents, which the keys are made of anyway."""
         return False
 
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
-        """All in the place of the attention, or of the product with the values where scores are more than a sum."""
+        """What is kept of a product, and the rest in the place of the attention, or of its product with the values if
+        scores are more than a sum."""
         kept = [] if site.kept is None else [Part(site.kept.place, KeptCode(site.kept))]
         if site.attention.opaque is not None:
             return [*kept, Part(site.node, OutputCode(site))]
@@ -75,21 +77,21 @@ class ValuesAlone(Path):
 
 @dataclass(frozen=True)
 class Saving:
-    """Where values are better up-projected after their sum."""
+    """The conditions under which values are better up-projected after their sum, without those that always hold."""
 
     room: tuple[Relational, ...]
-    """That the scores, which have to exist, take no more than the values."""
+    """That the scores, which have to exist, take no more room than the values."""
     time: tuple[Relational, ...]
-    """That it takes less by the roofline."""
+    """That it takes less time by the roofline."""
 
     @property
     def conditions(self) -> tuple[Relational, ...]:
-        """All that is not known."""
+        """All of them."""
         return *self.time, *self.room
 
 
 def pays(site: Site, device: Device, hints: Mapping[sympy.Symbol, int]) -> Saving | None:
-    """Where values are better up-projected after their sum, if that is so at the hints; else None."""
+    """When values are better up-projected after their sum, if that is so at the hints; else None."""
     sizes = site.sizes
     if known_at_most(sizes["T"], sizes["Sq"]):  # no context: there are no fewer sums than tokens
         return None
@@ -116,7 +118,7 @@ def _pays(
 
 
 def _absorbed(dims: Dims, value_heads: Size, element_size: int) -> Cost:
-    """Of what follows the scores. These, and the weights made of them, are written and read once each."""
+    """The cost of what follows the scores. Scores, and the weights made of them, are written and read once each."""
     d = dims
     scores = 4 * d.B * d.N * d.Sq * d.T
     elements = value_heads * d.L * d.V + d.B * d.T * d.L + 4 * d.B * d.Sq * d.N * d.L + d.output + scores
@@ -124,14 +126,14 @@ def _absorbed(dims: Dims, value_heads: Size, element_size: int) -> Cost:
 
 
 def _as_written(dims: Dims, value_heads: Size, element_size: int) -> Cost:
-    """Of values that are written, and of what SDPA does with them."""
+    """The cost of values that are written, and of what SDPA does with them."""
     d = dims
     elements = value_heads * d.L * d.V + d.B * d.T * d.L + d.output + 2 * d.B * d.T * value_heads * d.V
     return cost_of(d.B * (value_heads * d.T * d.L * d.V + d.N * d.Sq * d.T * d.V), elements, element_size)
 
 
 class KeptCode:
-    """The torch code of those columns of a product that are no values, as a function of its factors."""
+    """The torch code of the columns of a product that are not values, as a function of the product's factors."""
 
     said = None
 
@@ -166,7 +168,7 @@ class ValuesCode:
 
     @property
     def said(self) -> object:
-        """The masks and the scores, which sites of other paths have in pieces."""
+        """The masks, and the scores, which the sites of other paths have as their pieces."""
         scores = [(s.query.read, s.key.read, s.summed, s.scale) for s in self.site.attention.scores]
         return ValuesAlone.name, self.carrier.said, scores
 
@@ -192,7 +194,7 @@ class ValuesCode:
         return finished(site, self.carrier, read, o, lse)
 
     def _product(self, score: Score, read: Reader) -> Tensor:
-        """A summand of the scores, `[B, N, Sq, T]`. Heads that share keys are queries to them."""
+        """A summand of the scores, `[B, N, Sq, T]`. Heads that share keys count as further queries to them."""
         site = self.site
         own, others = self._heads(score.key.axes)
         folded = site.batch, own, (*others, *site.tokens)
@@ -210,7 +212,7 @@ class ValuesCode:
 
 
 def _masked(scores: Tensor, mask: Tensor | None, offset: int | torch.SymInt | None) -> Tensor:
-    """Scores without those that a mask hides, or a causal limit: query i sees keys up to `i + offset`."""
+    """Scores, without those that a mask or a causal limit hides: query i sees keys up to `i + offset`."""
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     if offset is not None:
