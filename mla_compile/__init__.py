@@ -1,4 +1,4 @@
-"""torch.compile(model, backend="mla"): Multi-head Latent Attention written naively, run absorbed or chunked."""
+"""The `torch.compile` backend "mla": naively written Multi-head Latent Attention runs absorbed, chunked or sparse."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PagedLatentCache":  # a transformers Cache: importing that takes seconds, so only for who asks for it
+    if name == "PagedLatentCache":  # a transformers Cache, which takes seconds to import: only when asked for
         from .cache.latent_cache import PagedLatentCache
 
         return PagedLatentCache

@@ -1,4 +1,4 @@
-"""What a compiled artifact in torch's caches depends on besides its graph."""
+"""The key of compiled artifacts in torch's caches: what they depend on besides their graph."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _sources() -> str:
 
 
 def cache_tag(options: Options, rates: Any, packages: tuple[str, ...] = ()) -> str:
-    """What a compiled artifact depends on besides its graph: options, the passes' version, the device's rates, other
-    projects' packages that the report names, and among several processes which one this is: each knows where its keys
-    are among those of all."""
+    """A hash of what a compiled artifact depends on besides its graph: the options, this library's sources, the
+    device's rates, the packages of other projects that the report names, and the rank of this process, as each rank's
+    code contains the place of its keys among those of all ranks."""
     rank = (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     )

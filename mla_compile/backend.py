@@ -1,12 +1,12 @@
 """The `mla` backend of torch.compile.
 
-    Dynamo graph -> seal -> AOTAutograd without decompositions -> passes -> trace again with Inductor's -> Inductor
+    Dynamo graph -> seal -> AOTAutograd without decompositions -> passes -> retrace with Inductor's -> Inductor
 
-Where gradients are needed, the passes come before anything is differentiated:
+If gradients are needed, the passes run before differentiation:
 
-    Dynamo graph -> functional ATen -> passes -> what they rewrote, in the Dynamo graph -> AOTAutograd -> Inductor
+    Dynamo graph -> functional ATen -> passes -> rewritten parts put into the Dynamo graph -> AOTAutograd -> Inductor
 
-A graph with nothing to rewrite goes to stock Inductor as if this backend had not been there.
+A graph with nothing to rewrite goes to stock Inductor as if this backend did not exist.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch._inductor.compile_fx import (
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import FALLBACK_ALLOW_LIST
 
-import mla_compile.kernels.register  # noqa: F401  what the ops compute
+import mla_compile.kernels.register  # noqa: F401  registers the kernels of the ops
 from mla_compile import device as devices
 from mla_compile.cost import Device
 from mla_compile.kernels import compiled as cpp_kernels
@@ -71,28 +71,28 @@ from .uncompiled import warn_of_generate
 from .verify import Verified
 
 if torch.distributed.is_available():
-    # The rules need parts of torch that are its own. Where it has others, our ops are refused on DTensors, no more.
+    # The sharding rules need private parts of torch. If these have changed, our ops fail on DTensors, but nothing else.
     with contextlib.suppress(ImportError, AttributeError):
         from . import sharding
 
         sharding.register()
 
-# Inductor calls our ops as they are, also where `implicit_fallbacks` is off: that is not for want of a lowering.
+# Inductor calls our ops as they are, even if `implicit_fallbacks` is off: that they have no lowering is intended.
 FALLBACK_ALLOW_LIST.update(f"mla::{name}" for name in ops.__all__)
 
 Inputs = Sequence[Any]
 
 
-_compiler_config: Any = torch.compiler.config  # a config module, whose `patch` is not in its stubs
+_compiler_config: Any = torch.compiler.config  # a config module; its stubs lack `patch`
 
 
 _AFTER_THE_SECOND_TRACE = ("use_joint_graph_passes", "freezing")
-"""Settings of Inductor's for what it, and a user's passes, do to a graph with its own decompositions, which ours has
-later."""
+"""Inductor settings for passes, its own and users', that expect a graph with Inductor's decompositions. Our graph has
+these only after the second trace, so the settings are off until then."""
 
 
 class _NothingToRewrite(Exception):
-    """Leaves AOTAutograd when the passes changed nothing."""
+    """Raised to leave AOTAutograd if nothing was rewritten or, where all attention has to be, not everything was."""
 
 
 def mla(
@@ -102,13 +102,13 @@ def mla(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph: rewrite its MLA attention, leave all else to Inductor.
+    """Compile a Dynamo graph: rewrite its MLA attention and leave everything else to Inductor.
 
-    Registered with torch as the backend "mla". `options` and `mode` are those of `torch.compile`; keys of `options`
-    that start with `mla.` are fields of `Options`, all others are Inductor's.
+    Registered with torch as the backend "mla". `options` and `mode` are those of `torch.compile`. Keys of `options`
+    that start with `mla.` are fields of `Options`; all others are Inductor's.
 
     Raises:
-        OptionError: for an unknown option.
+        OptionError: for an unknown option or an invalid value.
         StrictError: with `mla.strict`, if an attention stays unchanged or there is none.
         VerifyError: with `mla.verify`, on the first call, if a rewritten site differs from the original.
     """
@@ -116,7 +116,7 @@ def mla(
 
 
 def examined(module: fx.GraphModule, inputs: Inputs, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """The same for `explain`, which wants no code: what the passes made of a graph runs operation by operation."""
+    """As `mla`, but for `explain`, which needs no generated code: the rewritten graph runs op by op."""
     return _compile(module, inputs, _Examination, options)
 
 
@@ -148,7 +148,7 @@ warn_of_generate(mla)
 
 
 def _within(context: Callable[[], AbstractContextManager[None]], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The same code, whose kernels are chosen as a context says."""
+    """Run `compiled` in a context that decides which kernels its calls use."""
 
     def call(*arguments: Any) -> Any:
         with context():
@@ -161,14 +161,14 @@ class _Compilation:
     """One graph on its way to Inductor."""
 
     has_artifacts = True
-    """Whether what comes out may be kept in torch's caches."""
+    """Whether torch's caches may keep the result."""
 
     def __init__(
         self, module: fx.GraphModule, inputs: Inputs, options: Options, settings: Mapping[str, Any] | None = None
     ) -> None:
         self.module, self.inputs, self.options = module, inputs, options
         self.settings = dict(settings or {})
-        """Inductor's, that are in force now and have to be when a backward is compiled, which may be much later."""
+        """Inductor's settings in force now. They must also hold when a backward is compiled, possibly much later."""
         self.outcomes: tuple[Outcome, ...] = ()
         self.note = ""
         self.kernels: tuple[str, ...] = ()
@@ -194,7 +194,7 @@ class _Compilation:
             return self._stock(self._nothing())
         try:
             compiled = self._compile(sealed, tag, use_cache=True)
-            if not self.seconds and stored is None:  # an artifact from a cache, but not what had been decided for it
+            if not self.seconds and stored is None:  # torch's cache had the artifact, but its report is missing
                 compiled = self._compile(sealed, tag, use_cache=False)
         except _NothingToRewrite:
             store.save(Report(self.outcomes))
@@ -206,22 +206,22 @@ class _Compilation:
         return compiled
 
     def _without_flex(self, written_out: fx.GraphModule, tag: str) -> Callable[..., Any] | None:
-        """A graph with every flex_attention written out, if it has some and nothing of its attention stays so."""
+        """Compile a graph with every flex_attention written out; None if it has none or not all is rewritten."""
         if not write_out(written_out):
             return None
         seal_with_parts(written_out)
         self.all_or_nothing = True
         try:
-            # No text of a graph that torch's caches or reports go by holds the functions of flex_attention.
+            # The text of a graph, by which torch's caches and our reports are keyed, lacks flex_attention's functions.
             return self._compile(written_out, tag, use_cache=False)
         except _NothingToRewrite:
             self.outcomes, self.seconds, self.all_or_nothing = (), {}, False
             return None
 
     def _copy(self) -> fx.GraphModule:
-        """The graph for the passes: in one piece, and as a user's own passes leave it.
+        """A copy of the graph for the passes, with nested regions inlined and the user's own passes applied.
 
-        These look for attention as it is written, and therefore come before it is sealed.
+        The user's passes look for attention as it is written, so they run before it is sealed.
         """
         module = copied(self.module)
         inline_regions(module)
@@ -236,7 +236,7 @@ class _Compilation:
         return [t.dtype for t in tensors if isinstance(t, torch.Tensor) and t.is_cpu]
 
     def _compile(self, sealed: fx.GraphModule, tag: str, use_cache: bool) -> Callable[..., Any]:
-        """Compile a copy of the sealed graph through the passes, which do not run if torch's cache has the artifact."""
+        """Compile a copy of the sealed graph. The passes run unless torch's cache has the artifact."""
         done = {"use_pre_grad_passes": False} if self._has_own_passes() else {}
         own = decompositions_of_others()
         with (
@@ -248,12 +248,12 @@ class _Compilation:
         return compiled
 
     def _is_used_once(self) -> bool:
-        """Whether what comes out checks itself, is to be looked at, or has the model's parameters for constants."""
+        """Whether the result must not be cached: it verifies itself, is observed, or has parameters as constants."""
         return self.options.verify or is_observed() or self.inductor["freezing"]
 
     @contextlib.contextmanager
     def _own_artifacts(self, tag: str, use_cache: bool) -> Iterator[None]:
-        """Keep torch's caches from serving an artifact that was made otherwise, or at all."""
+        """Let torch's caches serve only artifacts made with this `tag`; with `use_cache` off, none at all."""
         with (
             _compiler_config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}{tag}"),
             functorch_config.patch(
@@ -323,13 +323,13 @@ class _Compilation:
             raise_strict(self.outcomes, "")
         cpp_kernels.begin(self._dtypes_on_cpu())
         retraced = self._timed("retrace", retrace, module)
-        if not inductor_config.freezing:  # which runs them itself
+        if not inductor_config.freezing:  # freezing runs these passes itself
             retraced = self._timed("joint_passes", _recursive_joint_graph_passes, retraced)
         log_graph("mla_retraced", retraced)
         self.kernels = kernels_of(retraced.graph, self.options.kernels)
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
-        own = parameters()  # which freezing takes away
+        own = parameters()  # read now: freezing removes them from the arguments
         if inductor_config.freezing:
             compiled = compile_frozen(retraced, inputs, self.module, self._code, kwargs)
         else:
@@ -345,7 +345,7 @@ class _Compilation:
         return after
 
     def _code(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
-        # Tiles and implementations are timed at the first call of an op.
+        # Under max_autotune, tiles and implementations are timed at an op's first call, so ops have to stay ops.
         launched = not inductor_config.max_autotune and put_launches(module.graph, self.options.kernels)
         if launched:
             write_in_parts(module.graph)
@@ -355,7 +355,7 @@ class _Compilation:
             inductor_config.patch(settings_of_loops(module.graph)),
             products_of(module.graph),
             accesses_remembered() if launched else contextlib.nullcontext(),
-            # Unless the user has said whether it is to make one kernel of several.
+            # Leave combo kernels alone if the user has set the option.
             together() if launched and "combo_kernels" not in self.settings else contextlib.nullcontext(),
         ):
             return compile_fx_inner(module, inputs, **kwargs)
@@ -365,7 +365,7 @@ class _Compilation:
 
 
 class _Examination(_Compilation):
-    """One graph on the same way, which ends before Inductor."""
+    """One graph, compiled in the same way but without Inductor's code generation."""
 
     has_artifacts = False
 
@@ -377,7 +377,7 @@ class _Examination(_Compilation):
 
 
 def _checked(compiled: Callable[..., Any], checks: Sequence[Check]) -> Callable[..., Any]:
-    """The same code, whose rewritten sites are compared with the originals on the first call."""
+    """Run `checks`, which compare rewritten sites with their originals, before the first call of `compiled`."""
     pending = list(checks)
 
     def call(*arguments: Any) -> Any:

@@ -1,8 +1,8 @@
-"""JSON files beside Inductor's own: what is worth keeping for later processes.
+"""JSON files in Inductor's cache directory that later processes reuse.
 
-A reader finds the old file or the whole new one. `FileLock(f"{path}.lock")` is for who reads, changes and writes.
-`torch.compiler.save_cache_artifacts` has those that a process read or wrote: without them no artifact is served
-elsewhere.
+A reader finds either the old file or the complete new one. Code that reads, changes and writes a file should hold
+`FileLock(f"{path}.lock")`. `torch.compiler.save_cache_artifacts` includes the files that a process read or wrote:
+without them no artifact would be served elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def path_of(name: str) -> Path:
-    """`<inductor cache>/mla_compile/NAME.json`, in a folder that is there."""
+    """The path `<inductor cache>/mla_compile/NAME.json`; its folder is created if needed."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folder = Path(cache_dir()) / "mla_compile"
@@ -28,7 +28,7 @@ def path_of(name: str) -> Path:
 
 
 def read(path: Path, parse: Callable[[Any], T]) -> T | None:
-    """What `parse` makes of a file's content; None where the file is missing or holds anything else."""
+    """The result of `parse` on a file's content; None if the file is missing or `parse` cannot read it."""
     try:
         content = json.loads(path.read_text())
         parsed = parse(content)
@@ -39,7 +39,7 @@ def read(path: Path, parse: Callable[[Any], T]) -> T | None:
 
 
 def write(path: Path, content: Any) -> None:
-    """Put content in the place of what there is, in one step."""
+    """Replace the content of a file atomically."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         json.dump(content, file, indent=1)
     os.replace(file.name, path)
@@ -47,11 +47,12 @@ def write(path: Path, content: Any) -> None:
 
 
 def _remember(path: Path, content: Any) -> None:
-    """Have a file among the artifacts that torch saves, as one that Inductor tunes by: JSON in its cache directory.
+    """Add a file to the artifacts that torch saves, as an autotuning result: those are JSON files in Inductor's cache.
 
-    A kind of our own would be unknown, and the others lost with it, to who loads them before this package is imported.
+    An artifact type of our own would be unknown to a process that loads artifacts before it imports this package, and
+    the others would be lost with it.
     """
-    with contextlib.suppress(ImportError, AttributeError):  # parts of torch that are its own
+    with contextlib.suppress(ImportError, AttributeError):  # private parts of torch
         from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
         from torch.compiler._cache import CacheArtifactManager
 

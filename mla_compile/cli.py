@@ -1,4 +1,4 @@
-"""`mla-compile`: each subcommand lives with what it runs and registers itself through an `add_parser`."""
+"""`mla-compile`: each subcommand is defined beside the code that it runs and is registered by its `add_parser`."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ COMMANDS = (explain, inspect, memory, layout, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit status; errors that a user can mend become one line and status 2."""
+    """Run a subcommand and return its exit status. Errors that a user can fix print one line, with status 2."""
     parser = argparse.ArgumentParser(
         prog="mla-compile", description="Multi-head Latent Attention under torch.compile, measured and explained."
     )

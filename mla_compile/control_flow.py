@@ -1,9 +1,9 @@
-"""Graphs within a graph: the branches of `torch.cond` and the bodies of `torch.while_loop`.
+"""Handle the graphs within a graph: the branches of `torch.cond` and the bodies of `torch.while_loop`.
 
     cond(predicate, true_graph, false_graph, operands)      each a functional graph of its own
 
-Attention in them is rewritten as that of the graph around them is. Branches have to agree in the layout of their
-results, and a body with what it is given: results keep the layout that they had.
+Attention in them is rewritten like that of the surrounding graph. The branches of a `cond` must agree in the layouts of
+their results, and a loop body's results must have the layouts of its inputs, so results keep their layouts.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mla_compile.passes.nodes.shapes import hints_of, size_of
 from .dynamo_graph import copied
 
 _OPERATORS = {"cond", "while_loop"}
-"""torch's operators whose graphs may be changed, by name. No scans and maps: Inductor traces their bodies once more,
-and fails at ops of ours."""
+"""The names of torch's operators whose graphs may be changed. Not scan and map: Inductor traces their bodies again, and
+fails at our ops."""
 
 
 def is_control_flow(node: fx.Node) -> bool:
-    """Whether a node runs graphs of its module."""
+    """Whether a node runs other graphs of its module."""
     return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in _OPERATORS
 
 
 def parts(module: fx.GraphModule) -> dict[str, fx.GraphModule]:
-    """The graphs that a graph's control flow runs, by name, those within them too: `true_graph_0.while_loop_body_0`."""
+    """The graphs that a graph's control flow runs, by name; nested ones as `true_graph_0.while_loop_body_0`."""
     found = dict[str, fx.GraphModule]()
     for name, part in _own_parts(module):
         found |= {name: part} | {f"{name}.{inner}": within for inner, within in parts(part).items()}
@@ -50,13 +50,13 @@ def _own_parts(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
 
 
 def located(module: fx.GraphModule, name: str) -> tuple[fx.GraphModule, str]:
-    """The graph of a node that a report names, and the name that it has there: `true_graph_0.softmax`."""
+    """The graph that holds a node named as in a report (`true_graph_0.softmax`), and the node's name in that graph."""
     part, _, own = name.rpartition(".")
     return parts(module)[part] if part else module, own
 
 
 def copy_parts(module: fx.GraphModule) -> None:
-    """Put copies, which may be changed, in the place of a graph's parts."""
+    """Replace the parts of a graph by copies that may be changed."""
     for name, part in list(_own_parts(module)):
         new = copied(part)
         copy_parts(new)
@@ -70,18 +70,19 @@ def code_of(module: fx.GraphModule) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the elements of a result lie."""
+    """The memory layout of a result."""
 
     order: tuple[int, ...]
-    """Its dimensions, the one of the largest stride first."""
+    """Its dimensions by decreasing stride."""
     strides: tuple[int, ...] | None
-    """None where they are symbols."""
+    """None if a stride is a symbol."""
     told: bool
-    """Whether that says all: no dimension of one element has a stride that is a symbol out of order."""
+    """Whether `order` and `strides` determine the layout. They do not if strides are symbols, a dimension has one
+    element, and the dimensions are not in order."""
 
 
 Layouts = list[Layout | None]
-"""Of each result; None where it has gaps or repeats."""
+"""The layout of each result; None for a result with gaps or overlaps."""
 
 
 def layouts_of(part: fx.GraphModule) -> Layouts:
@@ -90,7 +91,7 @@ def layouts_of(part: fx.GraphModule) -> Layouts:
 
 
 def lay_out(part: fx.GraphModule, layouts: Layouts) -> None:
-    """Give the results of a part that was changed the layouts that they had, in place."""
+    """Give the results of a part that was changed the layouts that they had before, in place."""
     output = part.graph.output_node()
     laid_out: dict[fx.Node, fx.Node] = {}
     for result, layout in zip(_results(part), layouts, strict=True):
@@ -115,7 +116,7 @@ def _layout(value: Any) -> Layout | None:
     strides = [size_of(stride) for stride in value.stride()]
     symbolic: list[Any] = [stride for stride in value.stride() if isinstance(stride, torch.SymInt)]
     hints = hints_of(strides, symbolic[0].node.shape_env) if symbolic else {}
-    # A dimension of one element has the stride of what lies within it.
+    # Of two dimensions with equal strides, one with a single element counts as the inner one.
     keys = [
         (int(sympy.sympify(stride).subs(hints)), not statically_known_true(size == 1))
         for stride, size in zip(strides, value.shape, strict=True)
@@ -127,7 +128,8 @@ def _layout(value: Any) -> Layout | None:
 
 
 def _laid_out(result: Tensor, order: tuple[int, ...], strides: tuple[int, ...] | None) -> Tensor:
-    """The same numbers. Strides of dimensions of one element count too; Inductor keeps none of them but given ones."""
+    """The same values in a given layout. Strides of dimensions with one element count too, and Inductor keeps them only
+    where they are given explicitly."""
     if strides == result.stride():
         return result
     ordered = result.permute(order)

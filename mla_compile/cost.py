@@ -1,16 +1,16 @@
-"""FLOPs and bytes of an MLA site, the time that a device takes for them, and which of several paths is the fastest.
+"""Model the FLOPs, bytes and time of an MLA site on a device, and find the fastest of several paths.
 
-What a path costs, it says itself: see `mla_compile.passes.paths`. Words and shapes are those of `ops`. Only what
+Each path states its own cost; see `mla_compile.passes.paths`. Symbols and shapes are those of `ops`. Only work that
 differs between the paths is counted: absorb or expand products, scores and values. Projections, rope, norms and the
-cache write are the same for all of them.
+cache write are the same for all paths.
 
 A FLOP is half a multiply-add. A byte is counted once for each time the path cannot avoid moving it through memory:
-weights, latent cache, query, output, and the path's own workspace once written and once read. Scores are not counted;
-no path here has to store them.
+weights, latent cache, query, output, and the path's own workspace once written and once read. Scores are not counted,
+since no path here has to store them.
 
 Masks: with `causal`, only the query-key pairs that a causal mask leaves are counted, `Sq T - Sq (Sq - 1) / 2`.
-Decisions count all pairs, because most CPU attention computes them all and because it hardly moves them: for
-DeepSeek-V3's dims and a context of 1000 the crossover goes from 148.6 to 158.1 queries.
+Decisions count all pairs, because most CPU attention computes them all and because it hardly changes the decision: for
+DeepSeek-V3's dims and a context of 1000 the crossover moves from 148.6 to 158.1 queries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class Dims:
     Sq: Size
     """Query tokens of each sequence."""
     T: Size
-    """Key tokens of each sequence, context and now."""
+    """Key tokens of each sequence: the context and the new tokens."""
     N: Size
     """Query heads."""
     L: Size
@@ -60,18 +60,18 @@ class Dims:
 
     @property
     def query(self) -> Size:
-        """Elements of the queries of all heads."""
+        """Elements of the queries."""
         return self.B * self.Sq * self.N * (self.P + self.R)
 
     @property
     def output(self) -> Size:
-        """Elements of the results of all heads."""
+        """Elements of the output."""
         return self.B * self.Sq * self.N * self.V
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of one path at one site."""
+    """The work of one path at one site."""
 
     flops: sympy.Expr
     """Floating-point operations, two for each multiply-add of a matrix product."""
@@ -99,44 +99,44 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins any two devices."""
+    """The connection between any two devices."""
 
     bandwidth: float
-    """Bytes/s that a device receives."""
+    """The bytes/s that a device receives."""
     latency: float
-    """Seconds until a message without bytes is there."""
+    """The seconds that an empty message takes."""
 
     def __post_init__(self) -> None:
         if not (0 < self.bandwidth < float("inf") and 0 <= self.latency < float("inf")):
             raise ValueError(f"expected a positive bandwidth and a latency, both finite, found {self}")
 
     def time(self, messages: int, received: float) -> float:
-        """Seconds of messages one behind the other, and of bytes."""
+        """The seconds that sequential messages with so many received bytes in all take."""
         return messages * self.latency + received / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The path a site should take, and for which other sizes that holds."""
+    """The path that a site should take, and the sizes for which this holds."""
 
     path: str
-    """Its name."""
+    """The name of the path."""
     conditions: tuple[Relational, ...]
     """Inequalities `a >= b` or `a <= b` between polynomials with integer coefficients in the symbols of the dims.
-    Wherever all of them hold, the path is the roofline's choice. Empty: it always is."""
+    Wherever all of them hold, the roofline chooses this path. If there are none, it always does."""
 
 
 def pairs(dims: Dims, causal: bool) -> sympy.Expr:
-    """Query-key pairs of one head of one sequence; causal queries are the last `Sq` of the `T` tokens."""
+    """The query-key pairs of one head of one sequence. Causal queries are the last `Sq` of the `T` tokens."""
     dense = sympy.sympify(dims.Sq * dims.T)
     return dense - sympy.Rational(1, 2) * dims.Sq * (dims.Sq - 1) if causal else dense
 
 
 def cost_of(multiply_adds: Size, elements: Size, element_size: int) -> Cost:
-    """The work of multiply-adds and of elements of `element_size` bytes.
+    """The cost of `multiply_adds`, and of moving `elements` of `element_size` bytes.
 
     Raises:
-        ValueError: if an element has no byte.
+        ValueError: if `element_size` is less than 1.
     """
     if element_size < 1:
         raise ValueError(f"element_size must be at least 1 byte, got {element_size}")
@@ -144,7 +144,7 @@ def cost_of(multiply_adds: Size, elements: Size, element_size: int) -> Cost:
 
 
 def predicted_seconds(cost: Cost, device: Device) -> float:
-    """Roofline time: the larger of FLOPs over FLOP/s and bytes over bytes/s. The cost must hold no symbols."""
+    """Roofline time: the larger of FLOPs over FLOP/s and bytes over bytes/s. The cost must not contain symbols."""
     return max(float(cost.flops) / device.flops_per_s, float(cost.bytes) / device.bytes_per_s)
 
 
@@ -157,14 +157,14 @@ def times_of(cost: Cost, device: Device) -> Times:
 
 
 def decide(times: Mapping[str, Times], hints: Mapping[sympy.Symbol, int] = MappingProxyType({})) -> Decision:
-    """Path with the smallest roofline time, the first one on a tie, decided where symbols have their `hints`.
+    """Choose the path with the smallest roofline time, the first one on a tie, at the values of symbols in `hints`.
 
-    The conditions of the decision are exact (device rates enter as rationals) and are meant as guards of what was
-    compiled for it. Symbols stand for integers of at least 1. A condition in one symbol comes as bounds on that
-    symbol; one that every such integer fulfils, or that another implies term by term, is left out.
+    The conditions of the decision are exact (device rates enter as rationals) and serve as guards of the code that is
+    compiled for it. Symbols stand for integers of at least 1. If there is a single symbol, the conditions are bounds on
+    it. Conditions that always hold, or that another one implies term by term, are omitted.
 
     Raises:
-        ValueError: where a symbol has no hint.
+        ValueError: if a symbol has no hint.
     """
     path = _fastest(times, hints)
     symbols = set[sympy.Symbol]().union(*(time.free_symbols for pair in times.values() for time in pair))
@@ -187,9 +187,9 @@ def _fastest(times: Mapping[str, Times], hints: Mapping[sympy.Symbol, int]) -> s
 
 
 def _bounds(path: str, times: Mapping[str, Times], symbol: sympy.Symbol, hint: int) -> tuple[Relational, ...]:
-    """The widest range of the one symbol, `hint` in it, in which `path` is the fastest one at every integer.
+    """The widest range of the only symbol that contains `hint` and in which `path` is the fastest at every integer.
 
-    The choice can change only at a root of a difference `a - b`, so the integers next to the roots are all to look at.
+    The choice can change only at a root of a difference `a - b`, so only the integers next to roots need a look.
     """
     next_to_roots: set[int] = set()
     pairs = [(times[p], times[q]) for p, q in combinations(times, 2)]
@@ -205,7 +205,7 @@ def _bounds(path: str, times: Mapping[str, Times], symbol: sympy.Symbol, hint: i
 
 
 def _inequalities(path: str, times: Mapping[str, Times], hints: Mapping[sympy.Symbol, int]) -> tuple[Relational, ...]:
-    """Polynomial inequalities, true at the hints, that together imply that `path` is the fastest one.
+    """Polynomial inequalities, true at the hints, that together imply that `path` is the fastest.
 
     max(a1, a2) <= max(b1, b2) if each a is <= some b; max(a1, a2) > max(b1, b2) if some a is > b1 and > b2.
     """
@@ -214,7 +214,7 @@ def _inequalities(path: str, times: Mapping[str, Times], hints: Mapping[sympy.Sy
     for other in order:
         if other == path:
             continue
-        strict = order.index(other) < order.index(path)  # on a tie it would be the other one
+        strict = order.index(other) < order.index(path)  # on a tie, the earlier path is chosen
         if strict:
             slowest = max(times[other], key=lambda a: _at(a, hints))
             margins = [slowest - b for b in times[path]]
@@ -223,20 +223,20 @@ def _inequalities(path: str, times: Mapping[str, Times], hints: Mapping[sympy.Sy
         needed = [m for m in _without_implied(margins) if m.free_symbols]
         polynomials = [_integer_polynomial(m, strict) for m in needed]
         relations += [_relation(p) for p in polynomials if not _never_negative(p.as_expr())]
-    # Some relations sympy knows from the symbols' assumptions.
+    # sympy evaluates some relations to true by the symbols' assumptions.
     return tuple(dict.fromkeys(r for r in relations if r is not sympy.true))
 
 
 def _margin(time: sympy.Expr, others: Times, hints: Mapping[sympy.Symbol, int]) -> sympy.Expr:
-    """`other - time` for the other that needs no condition, else for the one that leaves most room at the hints."""
+    """The `other - time` that is never negative if there is one, else the largest at the hints."""
     margins = [other - time for other in others]
     return next((m for m in margins if _never_negative(m)), max(margins, key=lambda m: _at(m, hints)))
 
 
 def _never_negative(expression: sympy.Expr) -> bool:
-    """True where the expression is proved non-negative for all values of its symbols from 1 on.
+    """Whether the expression can be proved non-negative for all values of its symbols from 1 on.
 
-    The proof: written in `symbol - 1`, it is a polynomial without negative coefficients.
+    The proof: as a polynomial in `symbol - 1`, it has no negative coefficients.
     """
     symbols = sorted(expression.free_symbols, key=str)
     if not symbols:
@@ -248,7 +248,7 @@ def _never_negative(expression: sympy.Expr) -> bool:
 
 
 def _without_implied(margins: Sequence[sympy.Expr]) -> list[sympy.Expr]:
-    """The margins without those that are at least as large as one that stays."""
+    """The margins without those that are never smaller than another one that is kept."""
     kept: list[sympy.Expr] = []
     for margin in margins:
         if any(_never_negative(margin - other) for other in kept):
@@ -258,12 +258,12 @@ def _without_implied(margins: Sequence[sympy.Expr]) -> list[sympy.Expr]:
 
 
 def _integer_polynomial(margin: sympy.Expr, strict: bool) -> sympy.Poly:
-    """Polynomial with integer coefficients that is >= 0 exactly where `margin` is >= 0 (> 0 if `strict`)."""
+    """A polynomial with integer coefficients that is >= 0 exactly where `margin` is >= 0 (> 0 if `strict`)."""
     polynomial = sympy.Poly(margin)
     _, polynomial = polynomial.clear_denoms(convert=True)
     _, polynomial = polynomial.primitive()
     if all(generator.is_Symbol for generator in polynomial.gens):
-        # Symbols are at least 1, so a common power of one does not change the sign.
+        # Symbols are at least 1, so dividing by a common power of one does not change the sign.
         _, polynomial = polynomial.terms_gcd()
         used = [g for g, degree in zip(polynomial.gens, polynomial.degree_list(), strict=True) if degree > 0]
         polynomial = sympy.Poly(polynomial.as_expr(), *(used or polynomial.gens))

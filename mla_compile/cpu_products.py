@@ -1,4 +1,4 @@
-"""What torch multiplies on this CPU in which dtype."""
+"""Find out in which dtypes torch has a library to multiply matrices on this CPU."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 
 
 def has_products(dtype: torch.dtype) -> bool:
-    """Whether a library of torch's multiplies matrices of this floating dtype on CPU.
+    """Whether torch uses a library to multiply matrices of this floating dtype on this CPU. True if unknown.
 
-    Half precision is oneDNN's, on CPUs with instructions for it (or for widening it: AVX-512 does for bfloat16).
-    Elsewhere torch has loops of its own, of a ninth of float32's rate or, where columns of the second matrix do not lie
-    side by side, of a hundredth. True where that cannot be known.
+    For half precision that is oneDNN, on CPUs with instructions for it (or for widening it: AVX-512 suffices for
+    bfloat16). On other CPUs torch uses loops of its own, with a ninth of float32's rate, or with a hundredth where
+    columns of the second matrix are not adjacent in memory.
     """
     if dtype not in (torch.bfloat16, torch.float16) or not torch.backends.mkldnn.is_available():
         return True

@@ -1,7 +1,7 @@
 """Peak rates of the present device, measured once for all processes that share Inductor's cache directory.
 
-The rates enter decisions of the cost model and with them the key of compiled artifacts, so a second process must have
-the very numbers of the first: they are rounded and stored as JSON, one file for each device, dtype and torch version.
+The rates enter decisions of the cost model, and so the key of compiled artifacts. Hence a second process must use the
+same numbers as the first: they are rounded and stored as JSON, one file for each device, dtype and torch version.
 Delete `<inductor cache>/mla_compile/` to measure again.
 """
 
@@ -23,22 +23,22 @@ from mla_compile.cost import Device
 from mla_compile.cpu_products import has_products
 
 COPY_BYTES = 128 * 2**20
-"""Size of each of the two buffers of the copy: several times a large last-level cache."""
+"""The size of each of the two buffers of the copy: several times a large last-level cache."""
 GEMM_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 GEMM_SECONDS = 0.01
-"""A product that takes this long is large enough: start-up and threads that wait for each other no longer show."""
+"""A product that takes this long is large enough for start-up and thread synchronisation not to show."""
 REPEAT_SECONDS = 0.05
-"""How long each call is repeated, but at least twice: the first starts threads and libraries."""
+"""How long each call is repeated. It runs at least twice, as the first call starts threads and libraries."""
 
 
 def measured(device: torch.device, dtype: torch.dtype) -> Device:
     """Peak FLOP/s of a matrix product in `dtype` and bytes/s of a copy on `device`, two significant digits each.
 
-    Reads the stored numbers; measures (about half a second) and stores them where there are none or where the file is
-    not readable as such. Safe while a graph is being traced, and leaves the random state alone. CPU rates are those of
-    `torch.get_num_threads()` threads. A busy machine measures low: the best of several runs is taken, no more.
+    Reads the stored numbers. If there are none or the file is not valid, it measures (about half a second) and stores
+    them. It may be called while a graph is being traced, and does not change the random state. CPU rates are those of
+    `torch.get_num_threads()` threads. It takes the best of several runs, but on a busy machine rates are still too low.
 
-    Raises ValueError where `dtype` is not a floating dtype of at least two bytes.
+    Raises ValueError if `dtype` is not a floating dtype of at least two bytes.
     """
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise ValueError(f"expected a floating dtype of at least two bytes to measure the device with, got {dtype}")
@@ -62,14 +62,14 @@ def rates_of(inputs: Sequence[Any]) -> Device:
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Device:
-    """What `measured` stores, measured now and not stored."""
+    """Measure now what `measured` would store, and store nothing."""
     dtype = _multiplied(device, dtype)
     with _disable_current_modes(), torch.no_grad():
         return Device(_name(device), _two_digits(_gemm_rate(device, dtype)), _two_digits(_copy_rate(device)))
 
 
 def _multiplied(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of products of `dtype`: a CPU whose libraries have none in half precision widens what it multiplies."""
+    """The dtype in which products of `dtype` run: float32 for half precision on a CPU without a library for it."""
     return torch.float32 if device.type == "cpu" and not has_products(dtype) else dtype
 
 
@@ -100,7 +100,7 @@ def _two_digits(rate: float) -> float:
 
 
 def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the best square product: on a busy CPU small ones are slow, without matrix units large ones long."""
+    """FLOP/s of the fastest square product: small ones are slow on a busy CPU, large ones slow without matrix units."""
     generator = torch.Generator(device).manual_seed(0)
     best = 0.0
     for size in GEMM_SIZES:
@@ -113,9 +113,10 @@ def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    """Ways to multiply: of the two libraries that torch has on CPU, one may not know the CPU's widest vectors.
+    """Ways to multiply. torch has two libraries on CPU, one of which may not use the CPU's widest vectors.
 
-    In float32 alone: oneDNN refuses half precision on a CPU without instructions for it, and `mm` uses it on others.
+    There are two in float32 only: in half precision oneDNN needs CPU instructions for it, and where these exist `mm`
+    uses oneDNN anyway.
     """
     if device.type != "cpu" or dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return [torch.mm]
@@ -123,8 +124,8 @@ def _products(device: torch.device, dtype: torch.dtype) -> list[Callable[[torch.
 
 
 def _copy_rate(device: torch.device) -> float:
-    """Bytes/s, read and written, of a copy between two buffers."""
-    # Both are filled first: pages that were never written to are all one page, which reads impossibly fast.
+    """Bytes/s, reads plus writes, of a copy between two buffers."""
+    # Both are filled first: all pages that were never written map to one page, which is read impossibly fast.
     source = torch.full((COPY_BYTES // 4,), 1.0, dtype=torch.float32, device=device)
     target = torch.full_like(source, 2.0)
     return 2 * COPY_BYTES / _best_seconds(device, lambda: target.copy_(source))

@@ -1,4 +1,4 @@
-"""By whom a Dynamo graph is differentiated: by whoever calls it, by itself, or by nobody."""
+"""Find out whether a Dynamo graph is differentiated by its callers, by itself, or not at all."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, fx
 from .dynamo_graph import EXAMPLE, tensors_of
 
 _OWN = {"_grad_increment_nesting", "_jvp_increment_nesting", "_autograd_grad", "grad"}
-"""Functions with which a graph begins to differentiate, or does: `torch.func`'s and `torch.autograd.grad`, by name."""
+"""Names of functions in a graph that differentiates or begins to: those of `torch.func` and `torch.autograd.grad`."""
 
 
 def by_callers(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether gradients may be asked of a graph's results, as AOTAutograd looks at it: not of those of a `no_grad` or
-    an `inference_mode` within."""
+    """Whether callers may ask for gradients of a graph's results, by AOTAutograd's criteria: results computed under
+    `no_grad` or `inference_mode` within the graph have none."""
     if not torch.is_grad_enabled() or not any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         return False
     *_, output = module.graph.nodes
     if any(EXAMPLE not in node.meta for node in output.all_input_nodes):
-        return True  # nobody knows
+        return True  # unknown
     results = [value for node in output.all_input_nodes for value in tensors_of(node)]
     written = [
         value
@@ -33,7 +33,7 @@ def by_callers(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
 
 
 def by_itself(module: fx.GraphModule) -> bool:
-    """Whether a graph computes gradients of what it computes."""
+    """Whether a graph itself computes gradients."""
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     return any(
         node.op == "call_function" and getattr(node.target, "__name__", "") in _OWN

@@ -1,4 +1,4 @@
-"""Copies of Dynamo's graphs that AOTAutograd takes for graphs of Dynamo, and that are one graph."""
+"""Copy Dynamo's graphs so that AOTAutograd accepts the copies as Dynamo's, and inline nested regions."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 EXAMPLE = "example_value"
-"""Where Dynamo keeps the fake value of a node."""
+"""The key under which Dynamo keeps a node's fake value in its `meta`."""
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
-    """The fake tensors that a node of Dynamo's has."""
+    """The fake tensors among a Dynamo node's example values."""
     return [value for value in pytree.tree_leaves(node.meta.get(EXAMPLE)) if isinstance(value, Tensor)]
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose graph may be changed, with all that Dynamo says of the module and its inputs.
+    """A copy whose graph may be changed, with everything that Dynamo recorded about the module and its inputs.
 
-    What `fx` leaves behind is where each input is from. Without it no parameter and no cache counts as staying where it
-    is: CUDA graphs copy the weights at each replay, and are skipped where a cache is written in place.
+    A copy by `fx` alone lacks the source of each input. Without it no parameter or cache has a static address: CUDA
+    graphs would copy the weights at each replay, and would be skipped where a cache is written in place.
     """
     new: Any = fx.GraphModule(module, copy.deepcopy(module.graph))
     new.meta = dict(module.meta)
@@ -30,7 +30,7 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
         new._param_name_to_source = module._param_name_to_source
     before, after = (graph.find_nodes(op="placeholder") for graph in (module.graph, new.graph))
     for old, input in zip(before, after, strict=True):
-        # Dynamo's own, who drops it when it is done: a tensor that it refers to, though weakly, cannot be swapped.
+        # Dynamo drops this from its own graph at the end: its weak reference would keep a tensor from being swapped.
         input.meta.pop("grapharg", None)
         if hasattr(old, "_dynamo_source"):
             input._dynamo_source = old._dynamo_source
@@ -39,9 +39,9 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def inline_regions(module: fx.GraphModule) -> None:
-    """Put what `torch.compiler.nested_compile_region` keeps in graphs of their own where it is called, in place.
+    """Inline the graphs that `torch.compiler.nested_compile_region` made where they are called, in place.
 
-    Attention in them is then attention of this graph; of a region that is called several times each may become another.
+    Their attention then belongs to this graph, and each call of a region may be rewritten differently.
     """
     graph = module.graph
     while calls := graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
@@ -58,7 +58,7 @@ def inline_regions(module: fx.GraphModule) -> None:
 
 
 def _inlined(region: Any, name: str, operands: list[Any], before: fx.Node) -> Any:
-    """Copy a region's code to before a node; its results there."""
+    """Copy a region's nodes before a node, and return the copied results."""
     given = iter(operands)
     copies: dict[fx.Node, Any] = {}
     for node in region.graph.nodes:

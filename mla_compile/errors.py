@@ -1,20 +1,20 @@
-"""Every error that mla_compile raises on purpose."""
+"""The exceptions that mla_compile raises on purpose."""
 
 
 class MlaCompileError(Exception):
-    """Base of all of them."""
+    """Base class of all exceptions in this module."""
 
 
 class OptionError(MlaCompileError, ValueError):
-    """An option that does not exist, or a value that it cannot have."""
+    """An option does not exist or has an invalid value."""
 
 
 class ConfigError(MlaCompileError, ValueError):
-    """A model's configuration that does not say what is asked of it."""
+    """A model's configuration does not contain what is needed from it."""
 
 
 class StrictError(MlaCompileError):
-    """`mla.strict` is set and an attention was left unchanged, or the model has none."""
+    """`mla.strict` is set, and an attention was left unchanged or the graph has none."""
 
 
 class VerifyError(MlaCompileError):
@@ -22,24 +22,24 @@ class VerifyError(MlaCompileError):
 
 
 class KernelError(MlaCompileError, ValueError):
-    """Tensors that do not fit an mla op: a wrong shape, dtype or device."""
+    """A tensor does not fit an mla op: its shape, dtype or device is wrong."""
 
 
 class CacheError(MlaCompileError):
-    """A page pool, or a cache over one, that cannot do what it is asked; it is as it was before."""
+    """A page pool, or a cache over one, cannot do what is asked of it. Its state is as it was before the call."""
 
 
-class OutOfPagesError(MemoryError, CacheError):  # MemoryError makes its instances itself, so it has to come first
-    """More pages are asked for than are free."""
+class OutOfPagesError(MemoryError, CacheError):  # MemoryError has a `__new__` of its own, so it has to come first
+    """More pages are requested than are free."""
 
 
 class FreedError(CacheError, RuntimeError):
-    """A sequence or a page that was freed is used."""
+    """A sequence or a page is used after it was freed."""
 
 
 class PageIndexError(CacheError, IndexError):
-    """A page number that the pool does not have."""
+    """The pool has no page of this number."""
 
 
 class CacheMismatchError(CacheError, ValueError):
-    """Tokens of another dtype, device or shape than the cache's, or a size that it cannot have."""
+    """Tokens differ from the cache in dtype, device or shape, or a size is invalid for it."""

@@ -1,4 +1,4 @@
-"""`mla-compile explain MODEL_DIR`: what the backend makes of a checkpoint's attention, without running it for long."""
+"""`mla-compile explain MODEL_DIR`: report what becomes of a checkpoint's attention, after a short run."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def explain_model(name: str, tokens: int, cache_kind: Literal["dynamic", "static"]) -> Report:
-    """The reports of a prefill of `tokens` random tokens and of a decode step after it."""
+    """The merged reports of a prefill of `tokens` random tokens and of a decode step after it."""
     sample = load(name, tokens, "explain", cache_kind)
     return merged([explain(sample.model, ids, **sample.arguments) for ids in (sample.prefill, sample.decode)])

@@ -1,4 +1,4 @@
-"""`explain`: a model traced and rewritten afresh, run once, and what became of its attentions."""
+"""`explain`: trace and rewrite a model afresh, run it once, and report what became of its attentions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .report import Report, merged, reports
 
 
 def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
-    """Trace `model` afresh, rewrite it as `backend="mla"` does, run it once on the arguments without gradients, and say
-    what became of its attentions. Inductor generates no code.
+    """Trace `model` afresh, rewrite it as `backend="mla"` does, run it once on the arguments without gradients, and
+    report what became of its attentions. Inductor generates no code.
 
-    What the model or the caches among the arguments keep from a run, they keep from this one too. `options` are those
-    of `torch.compile`.
+    The run has the usual side effects on the model and on caches among the arguments. `options` are those of
+    `torch.compile`.
     """
     from .backend import examined
 

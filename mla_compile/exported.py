@@ -1,7 +1,7 @@
-"""Exported programs: the passes over what `torch.export` made, for AOTInductor and whatever else runs such programs.
+"""Rewrite and lower the programs that `torch.export` makes, for AOTInductor and other runtimes.
 
 torch.export.export -> rewrite: seal, functional ATen, passes -> a program of mla ops
-                    -> lower: mla ops as ATen operations      -> a program that runs without this library
+                    -> lower: mla ops to ATen operations      -> a program that runs without this library
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from .verify import check
 
 NOTE = "exported program"
 _ASSERTIONS = {torch.ops.aten._assert_tensor_metadata.default: lambda *_, **__: None}
-"""What `torch.export` adds at every `.to(dtype)`. The dtypes of a program are those of its inputs and weights, so it
-always holds; but to the passes it would be a second reader of what is cast."""
+"""Assertions that `torch.export` adds at every `.to(dtype)`, to be dropped. They always hold, since a program's dtypes
+follow from its inputs and weights, and the passes would take each for a second reader of the tensor that is cast."""
 
 
 def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = None) -> ExportedProgram:
-    """Rewrite the MLA attention of an exported program; everything else stays what it is.
+    """Rewrite the MLA attention of an exported program; everything else stays as it is.
 
     The result is a new functional program of ATen and mla ops with the same inputs, outputs, weights and dynamic
-    shapes, right for all sizes of its ranges: it needs no guards. Where the faster path is not the same for all of
-    them, the graph has both and `torch.cond` takes one, by the cost model of this machine at the sizes of the run. The
+    shapes. It is correct for all sizes in its ranges and needs no guards: where the faster path depends on the sizes,
+    the graph has both paths, and `torch.cond` takes one by this machine's cost model at the sizes of the run. The
     result runs where `mla_compile` is imported; `lower` makes it run anywhere.
 
-    `options` are the `mla.*` ones of the backend. `mla.verify` runs the program's example inputs. What became of each
-    attention is in `last_report()`.
+    `options` are the `mla.*` options of the backend. `mla.verify` runs the program's example inputs. `last_report()`
+    says what became of each attention.
 
     Raises:
         OptionError: for an option that is not one of ours.
@@ -81,16 +81,16 @@ def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = Non
 
 
 def lower(program: ExportedProgram, *, kernels: bool = False) -> ExportedProgram:
-    """A rewritten program with ATen operations in the place of mla ops: one that runs without this library.
+    """Replace the mla ops of a rewritten program with ATen operations, so that it runs without this library.
 
-    That is what `torch._inductor.aoti_compile_and_package` wants, whose packages run without Python. Dynamic shapes
-    stay; the chunked path is a `torch.while_loop`, whose workspace is what the path says.
+    `torch._inductor.aoti_compile_and_package` needs such a program, as its packages run without Python. Dynamic shapes
+    stay dynamic. The chunked path becomes a `torch.while_loop` with the workspace that the path prescribes.
 
-    With `kernels` the ops stay that C++ takes: attention without a mask tensor on CPU, in float32, bfloat16 or float16,
-    and products of a matrix a head. The result runs where what `build_library` wrote is loaded.
+    With `kernels`, the ops that have C++ kernels stay: attention without a mask tensor on CPU, in float32, bfloat16 or
+    float16, and products with a matrix per head. The result runs where a library written by `build_library` is loaded.
 
-    With a GPU, attention of known sizes on it becomes the launches of its Triton kernels, planned for that GPU, which
-    are compiled into a package.
+    If there is a GPU, attention of known sizes on it becomes launches of its Triton kernels, planned for that GPU, and
+    a package contains these kernels compiled.
     """
 
     def launch(graph: fx.Graph) -> None:
@@ -105,9 +105,9 @@ def lower(program: ExportedProgram, *, kernels: bool = False) -> ExportedProgram
 def _decomposed(
     program: ExportedProgram, table: dict[Any, Callable[..., Any]], prepare: Callable[[fx.Graph], None] | None = None
 ) -> ExportedProgram:
-    """The program with ops decomposed, its graph prepared before; the given one stays as it is."""
+    """A copy of the program with its graph prepared by `prepare` and its ops decomposed by `table`."""
     with warnings.catch_warnings():
-        # torch 2.13 copies its tree specs in a way that it warns of.
+        # torch 2.13 warns about the way in which it copies its own tree specs.
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
         if prepare is not None:
             module = fx.GraphModule(program.graph_module, copy.deepcopy(program.graph))
@@ -121,9 +121,9 @@ def _decomposed(
 
 
 def _composite() -> dict[Any, Callable[..., Any]]:
-    """Decompositions of what ATen defines by other operations (linear, matmul, ...): all but attention, and no others.
+    """Decompositions of all ops that ATen defines by other ops (linear, matmul, ...), except attention.
 
-    What is left is what AOTAutograd hands to the passes without a decomposition table.
+    They leave the ops that AOTAutograd hands to the passes when it is given no decomposition table.
     """
     key = "CompositeImplicitAutograd"
     table = {
@@ -142,7 +142,7 @@ def _example(program: ExportedProgram) -> tuple[Any, Any]:
 
 
 def _name_outputs(graph: fx.Graph, signature: ExportGraphSignature) -> None:
-    """Let the signature name the nodes that are outputs now: an attention may have been one."""
+    """Update the output names in the signature: an attention that was replaced may have been an output."""
     (returned,) = graph.output_node().args
     assert isinstance(returned, list | tuple)
     for spec, node in zip(signature.output_specs, returned, strict=True):

@@ -1,11 +1,11 @@
-"""flex_attention as the tensors that it stands for: its scores and its mask are functions, which no pass can read.
+"""Write flex_attention out as tensor code, as its score and mask are functions that no pass can read.
 
     flex_attention(q, k, v, score_mod, (..., mask_mod), scale)
-    ->  sealed_attention(q, k, v, mask_mod(b, h, i, j))                         where scores are left as they are
+    ->  sealed_attention(q, k, v, mask_mod(b, h, i, j))                         if scores are not modified, else
         softmax(where(mask_mod(b, h, i, j), score_mod(q k, b, h, i, j), -inf)) v
 
-The functions take one score and its four indices. Where all that they do is element by element they take all scores at
-once, with indices that broadcast. What is rewritten from there holds neither scores nor masks of the whole.
+The functions take one score and its four indices. If all their operations are elementwise, they can take all scores at
+once, with indices that broadcast. Once the attention is rewritten, no full matrix of scores or masks is left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .passes.nodes.walk import makers, walk
 
 FLEX = torch.ops.higher_order.flex_attention
 _INDICES = 4
-"""Of the batch, the head, the query and the key."""
+"""The indices of batch, head, query and key."""
 _NAMES = {
     "and": "bitwise_and",
     "or": "bitwise_or",
@@ -34,15 +34,17 @@ _NAMES = {
     "mod": "remainder",
     "masked_fill": "where",
 }
-"""ATen's ops that are as much element by element as those that are called so in Python, or that do not say it."""
+"""Python names that ATen does not have, or does not tag as pointwise, each with an ATen op that is as pointwise as
+it."""
 _CASTS = ("to", "float", "int", "long", "bool")
 Function = Callable[..., Tensor]
 
 
 def write_out(module: fx.GraphModule) -> int:
-    """Write out every flex_attention of a Dynamo graph in place, where it can be; returns how many.
+    """Write out every flex_attention of a Dynamo graph in place, where possible; return how many.
 
-    It cannot where more than the attention is read (log-sum-exp, greatest scores) or a function does more than this.
+    It is not possible if more than the attention's output is read (log-sum-exp, largest scores), or if a function has
+    operations that are not elementwise.
     """
     count, read = 0, set(walk([module.graph.output_node()], makers))
     for node in module.graph.find_nodes(op="call_function", target=FLEX):
@@ -80,7 +82,7 @@ def attention(
 ) -> Tensor:
     """Attention of query `[B, N, S, D]` over key `[B, M, T, D]` and value `[B, M, T, V]`; N is a multiple of M.
 
-    No `score_mod` leaves scores as they are, no `mask_mod` sees all.
+    Without `score_mod` scores are not modified; without `mask_mod` every query sees all keys.
     """
     sizes = *query.shape[:3], key.shape[2]
     indices = [
@@ -103,7 +105,7 @@ def attention(
 
 
 def _erase(node: fx.Node) -> None:
-    """Erase a node of which nothing is read, and all that is made from it."""
+    """Erase a node whose results do not reach the output, and everything that is made from it."""
     for user in list(node.users):
         if user in node.users:
             _erase(user)
@@ -121,13 +123,13 @@ def _is_identity(graph: fx.Graph) -> bool:
 
 
 def _is_always(graph: fx.Graph) -> bool:
-    """Whether it is the mask that flex_attention takes where none is given."""
+    """Whether this is flex_attention's default mask, which hides nothing."""
     given = graph.output_node().args[0]
     return isinstance(given, fx.Node) and given.op == "call_method" and given.target == "new_ones"
 
 
 def _is_element_by_element(graph: fx.Graph, buffers: Sequence[fx.Node]) -> bool:
-    """Whether a function of one score does to tensors of scores what it does to each."""
+    """Whether a function of one score, applied to tensors of scores, gives the same as applied to each element."""
     given = graph.find_nodes(op="placeholder")
     ranks = {node: buffer.meta[EXAMPLE].dim() for node, buffer in zip(given[::-1], buffers[::-1], strict=False)}
     return all(
@@ -139,8 +141,8 @@ def _is_element_by_element(graph: fx.Graph, buffers: Sequence[fx.Node]) -> bool:
 
 
 def _is_pointwise(name: str) -> bool:
-    """Whether ATen's op of this name is."""
-    name = name.removeprefix("__").removesuffix("__")  # a method's, as `__eq__` with torch 2.11
+    """Whether the ATen op of this name is pointwise."""
+    name = name.removeprefix("__").removesuffix("__")  # of a method, such as `__eq__` in torch 2.11
     packet = getattr(torch.ops.aten, _NAMES.get(name, name), None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
@@ -149,13 +151,13 @@ def _is_pointwise(name: str) -> bool:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether it is a new tensor of no dimension."""
+    """Whether a node makes a new tensor without dimensions."""
     size = node.args[1] if len(node.args) > 1 else node.kwargs.get("size")
     return node.target in ("new_ones", "new_zeros", "new_full") and size == ()
 
 
 def _is_lookup(node: fx.Node, ranks: dict[fx.Node, int]) -> bool:
-    """Whether it reads one element of a buffer."""
+    """Whether a node reads one element of a buffer."""
     if node.target is not operator.getitem:
         return False
     table, index = node.args

@@ -1,11 +1,11 @@
-"""How a cached token is kept in FP8 (e4m3fn): the 656 bytes of DeepSeek's caches, for any sizes.
+"""Store cached tokens in FP8 (e4m3fn): the 656-byte layout of DeepSeek's caches, generalised to any sizes.
 
-    latent   L bytes        e4m3fn, to be multiplied with the scale of their group of columns
-    scales   4 G bytes      float32, one a group of 128 columns, or of all where 128 does not divide L
-    rope key R elements     of the model's dtype
+    latent   L bytes        e4m3fn, to be multiplied by the scale of its group of columns
+    scales   4 G bytes      float32, one per group of 128 columns, or one for all if L is no multiple of 128
+    rope key R elements     in the model's dtype
 
-In packed rows (`RowLayout`) each part begins at a multiple of 4 bytes and of its elements' size, and the row is a
-multiple of 16. With L = 512, R = 64 in bfloat16: 512 + 16 + 128.
+In packed rows (`RowLayout`) scales begin at a multiple of 4 bytes, the rope key at a multiple of its element size too,
+and the row is a multiple of 16 bytes. With L = 512 and R = 64 in bfloat16: 512 + 16 + 128.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ import torch
 from torch import Tensor
 
 GROUP = 128
-"""Latent columns that share a scale."""
+"""The number of latent columns that share a scale."""
 FP8 = torch.float8_e4m3fn
 MOST = torch.finfo(FP8).max
-"""The greatest number of e4m3fn, 448: what the greatest of a group becomes."""
+"""The largest e4m3fn number, 448, to which the greatest magnitude of a group is scaled."""
 LEAST = 2.0**-100
-"""A group of smaller numbers is taken for one of these, so that no scale is 0."""
+"""The lower bound for a group's greatest magnitude, so that no scale is 0."""
 
 
 def groups_of(latent_width: int) -> int:
-    """`G`, scales of a token."""
+    """`G`, the number of scales of a token."""
     return latent_width // GROUP if latent_width % GROUP == 0 else 1
 
 
 def quantised(latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Latents `[..., L]` in e4m3fn and their scales `[..., G]`, the greatest magnitude of a group over 448."""
+    """Quantise latents: `[..., L]` in e4m3fn and scales `[..., G]`, each the greatest magnitude of a group over 448."""
     grouped = latent.float().unflatten(-1, (groups_of(latent.shape[-1]), -1))
     scales = grouped.abs().amax(-1).clamp_min(LEAST) / MOST
     return (grouped / scales[..., None]).flatten(-2).to(FP8), scales
 
 
 def quantised_by(tokens: Tensor, scale: Tensor) -> Tensor:
-    """Tokens over a scale for all of them, as numbers of e4m3fn; what is greater than 448 becomes that."""
+    """Quantise tokens by one scale for all of them, as e4m3fn numbers clamped to magnitudes of at most 448."""
     return (tokens.float() / scale).clamp(-MOST, MOST).to(FP8)
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """A row of latent_width L and rope_width R, its rope key in `dtype`."""
+    """The layout of a row with a latent of width L, its scales, and a rope key of width R in `dtype`."""
 
     latent_width: int
     rope_width: int
@@ -51,7 +51,7 @@ class RowLayout:
 
     @property
     def groups(self) -> int:
-        """`G`, scales of a token."""
+        """`G`, the number of scales of a token."""
         return groups_of(self.latent_width)
 
     @property
@@ -70,7 +70,7 @@ class RowLayout:
         return used + -used % 16
 
     def views(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Latents `[..., L]` in e4m3fn, scales `[..., G]` and rope keys `[..., R]` in bytes `[..., row_bytes]`."""
+        """View bytes `[..., row_bytes]` as latents `[..., L]` in e4m3fn, scales `[..., G]`, rope keys `[..., R]`."""
         return (
             _part(rows, 0, self.latent_width, FP8),
             _part(rows, self._scales, self.groups, torch.float32),
@@ -79,6 +79,7 @@ class RowLayout:
 
 
 def _part(rows: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """`count` numbers from a byte on. First whole rows as that dtype: Inductor copies parts of them to view them so."""
+    """`count` numbers from byte `start` on. Whole rows are viewed as `dtype` first, as Inductor would copy a part of a
+    row to view it."""
     first = start // dtype.itemsize
     return rows.view(dtype)[..., first : first + count]

@@ -1,6 +1,6 @@
-"""Inductor's `freezing`: parameters become constants of the graph, packed for the machine, after the passes.
+"""Run Inductor's `freezing`, which turns parameters into constants packed for the machine, after the passes.
 
-Before them a packed weight would hide that keys and values are an up-projection of it.
+Before the passes, a packed weight would hide that keys and values are an up-projection by it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def compile_frozen(
     code: Callable[..., Any],
     options: dict[str, Any],
 ) -> Callable[[list[Any]], Any]:
-    """Freeze a rewritten graph, of parameters and inputs, and have `code` compile what is left of it.
+    """Freeze the parameters of a rewritten graph, and compile what is left of it by `code`.
 
-    `code` is called as Inductor's inner compiler is; `options` are what it was called with for the whole graph. What
-    is returned takes the list of all inputs, in which those that became constants may be None.
+    `code` has the signature of Inductor's inner compiler, and `options` are the arguments that it got for the whole
+    graph. The returned function takes the list of all inputs; those that became constants may be None.
     """
     freeze: Callable[..., Any] = compile_fx.fw_compiler_freezing
     last = options["cudagraphs"], options["graph_id"], options["boxed_forward_device_index"]
     if "compiler_config_extra" in inspect.signature(freeze).parameters:  # torch 2.15
-        not_partitioned = BoxedBool(False)  # of which a backward graph would learn
+        not_partitioned = BoxedBool(False)  # only a backward graph would read it
         return freeze(
             module, inputs, dynamo_module, len(inputs), code, compile_fx.CompilerConfigExtra(*last, not_partitioned)
         )
@@ -38,6 +38,6 @@ def compile_frozen(
 
 
 def parameters() -> list[Tensor | None]:
-    """The values of a graph's first inputs, which freezing takes out of the arguments of a call."""
+    """The values of a graph's first inputs, which freezing removes from the arguments of a call."""
     context = torch._guards.TracingContext.try_get()
     return list((context and context.params_flat_unwrap_subclasses) or ())

@@ -1,7 +1,8 @@
-"""What a Triton kernel reads and writes, asked of the compiler once for kernels that are launched alike.
+"""Remember which arguments a Triton kernel reads and writes, so that equal launches are analysed once.
 
-torch has Triton make a kernel's intermediate code to see which arguments it writes to, several times for each launch in
-a graph. Layers launch the same kernels with arguments of the same kinds, and the answer is by the names of those.
+To see which arguments a kernel writes to, torch makes Triton compile it to its intermediate representation, several
+times for each launch in a graph. Layers launch the same kernels with arguments of the same kinds, and the answer is a
+list of argument names, so it holds for all of them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import ir
 
 _ASK = ("identify_accessed_tensors", "identify_mutated_tensors")
-"""What it is called in torch since 2.13, and what before."""
+"""The names of that analysis in torch since 2.13, and before."""
 _OURS = "mla_compile.kernels"
 
 
 @contextlib.contextmanager
 def accesses_remembered() -> Iterator[None]:
-    """While a graph is compiled, what torch was told of a launch of ours holds for all that are alike."""
+    """While a graph is compiled, reuse torch's analysis of one of our launches for all equal launches."""
     with contextlib.ExitStack() as patches:
         for name in _ASK:
             if hasattr(triton_kernel_wrap, name):
@@ -54,7 +55,7 @@ def _is_ours(kernel: Any) -> bool:
 
 
 def _kind(value: Any) -> Hashable:
-    """All of an argument that reads and writes depend on: a number itself, of a tensor the type of its numbers."""
+    """What reads and writes depend on in an argument: the value of a number, the dtype of a tensor."""
     if isinstance(value, Tensor):
         return "tensor", value.dtype
     if isinstance(value, ir.IRNode):

@@ -1,4 +1,4 @@
-"""What would compute the ops of a graph on a GPU: for reports, before anything has run."""
+"""Say which implementation will compute each op of a graph on a GPU, for reports, before anything has run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _OPS: dict[Any, tuple[Op[Any], Callable[..., Any]]] = {
 
 
 def kernels_of(graph: fx.Graph, kernels: str) -> tuple[str, ...]:
-    """A sentence for each way in which an op that more than its own kernel computes would be computed, under a value of
-    `mla.kernels`; none on CPU."""
+    """Sentences that say which implementation will compute the ops with more than one, given a value of `mla.kernels`.
+    Empty on CPU."""
     return tuple(dict.fromkeys(_sentences(graph, kernels)))
 
 
 def packages_for(inputs: Iterable[Any]) -> tuple[str, ...]:
-    """Names and versions of installed packages that may compute a part of a graph with these inputs."""
+    """The names and versions of the installed packages that may compute ops of a graph with these inputs."""
     if not any(isinstance(t, torch.Tensor) and t.is_cuda for t in inputs):
         return ()
     return versions(tuple(each for op, _ in _OPS.values() for each in op.implementations))

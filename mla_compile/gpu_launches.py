@@ -1,11 +1,11 @@
-"""Put launches of Triton kernels into a graph, in the place of the ops that would make them in Python.
+"""Put launches of Triton kernels into a graph, in place of the ops that would launch them from Python.
 
 Before   o, lse = mla.paged_latent_attention(q_latent, q_rope, pages, ...)
 After    o, lse = empty, empty;  written = triton_kernel_wrapper_functional(attend_latents, grid, {o, lse, ...})
          o, lse = written["o"], written["lse"]
 
-That is how torch holds a Triton kernel that a user wrote. Inductor has the kernel write to the empty tensors
-themselves, and launches it as one of its own. No other tensor of the graph is written to, so that nothing is copied.
+torch represents a user's Triton kernel in the same way. Inductor lets the kernel write directly to the empty tensors
+and launches it like one of its own. The kernel writes to no other tensor of the graph, so nothing has to be copied.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from mla_compile.passes.nodes.arguments import arguments
 
 
 def put_launches(graph: fx.Graph, kernels: str) -> bool:
-    """Replace ops on a GPU by their launches where `launch_of` knows them, under a value of `mla.kernels`; whether
-    there were any.
+    """Replace ops on a GPU by their launches where `launch_of` has one, given a value of `mla.kernels`. Return whether
+    any op was replaced.
 
-    Raises: KernelError, where arguments do not fit an op.
+    Raises: KernelError if arguments do not fit an op.
     """
     traced: dict[Hashable, fx.Graph] = {}
     for node in list(graph.nodes):
@@ -44,7 +44,7 @@ def put_launches(graph: fx.Graph, kernels: str) -> bool:
             traced[key] = _traced(launch, node, sources)
         for source in sources:
             if getattr(source.meta["val"], "dtype", None) in (torch.int32, torch.int64):
-                # All launches of all layers share lengths and tables; Inductor would compute them anew for each.
+                # All launches of all layers share lengths and tables, which Inductor would recompute for each.
                 source.meta["inductor_realize_to_strides"] = True
         _put(graph, node, traced[key], sources)
     return bool(traced)
@@ -55,7 +55,7 @@ def _on_gpu(node: fx.Node) -> bool:
 
 
 def _key(node: fx.Node, sources: Sequence[fx.Node]) -> Hashable:
-    """All that a trace depends on."""
+    """Everything that the trace of a node's launches depends on."""
     places = {source: i for i, source in enumerate(sources)}
     call = fx.node.map_arg((node.args, node.kwargs), lambda n: f"source {places[n]}")
     layouts = tuple(map(_layout, (source.meta["val"] for source in sources)))
@@ -69,7 +69,7 @@ def _layout(value: Any) -> Hashable:
 
 
 def _traced(launch: Callable[..., Any], node: fx.Node, sources: Sequence[fx.Node]) -> fx.Graph:
-    """The launches as a graph of the sources."""
+    """The launches as a graph whose inputs are the sources."""
     from mla_compile.kernels._common.launching import into_a_graph
 
     def code(*tensors: Tensor) -> Any:

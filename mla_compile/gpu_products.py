@@ -1,7 +1,7 @@
-"""`mla::per_head_matmul` on a GPU as the library's product that Inductor calls, without a call of the op.
+"""Lower `mla::per_head_matmul` on a GPU to a library product that Inductor calls, without calling the op.
 
-`aten.bmm` gives `[N, B * Sq, O]` in a row, and `[B, Sq, N, O]` would be a copy of that: a launch more for all but one
-query of one sequence. A library writes to any strides, so what it is given to write to is the transposed result.
+`aten.bmm` returns `[N, B * Sq, O]`, contiguous, and `[B, Sq, N, O]` would be a copy of it: one more launch unless there
+is a single query of a single sequence. But the library writes to any strides, so it writes to the transposed result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OP = per_head_matmul.default
 
 @contextlib.contextmanager
 def products_of(graph: fx.Graph) -> Iterator[None]:
-    """Compile this graph so in this context, if its products are on a GPU."""
+    """A context in which this graph is compiled with that lowering, if all its products are on a GPU."""
     nodes = graph.find_nodes(op="call_function", target=_OP)
     own = {_OP: _lower} if nodes and all(node.meta["val"].is_cuda for node in nodes) else {}
     with mock.patch.dict(lowering.lowerings, own):
@@ -30,7 +30,7 @@ def products_of(graph: fx.Graph) -> Iterator[None]:
 
 
 def _lower(x: Any, weight: Any) -> Any:
-    """x `[B, Sq, N, I]`, weight `[N, I, O]`; `[B, Sq, N, O]`, contiguous."""
+    """Args: x `[B, Sq, N, I]`, weight `[N, I, O]`. Returns: `[B, Sq, N, O]`, contiguous."""
     batch, queries, heads, width = x.get_size()
     columns = weight.get_size()[2]
     rows = lowering.permute(lowering.view(x, [batch * queries, heads, width]), [1, 0, 2])

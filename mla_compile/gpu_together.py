@@ -1,9 +1,9 @@
-"""Small kernels of a decode step that do not wait for each other, as one launch.
+"""Launch small kernels of a decode step that do not depend on each other as one.
 
-A norm of queries and one of latents, or the rotation of queries and a write into the cache, take less time than their
-launches. Inductor can make one kernel of several (`combo_kernels`), and looks for them among those that wait for
-equally many others, one after the other. Which that are is chance: queries are rotated two products after keys. Here
-a kernel joins the last of its kind before it that it does not wait for.
+The norms of queries and latents, or the rotation of queries and a write to the cache, take less time than their
+launches. Inductor can merge several kernels into one (`combo_kernels`), but only considers kernels at the same depth of
+the dependency graph. Whether two match is chance: queries are rotated two products after keys. Here a kernel joins the
+last earlier group of its kind on which it does not depend.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from unittest import mock
 from torch._inductor import config as inductor_config
 from torch._inductor.scheduler import ForeachKernelSchedulerNode
 
-config: Any = inductor_config  # a config module, whose `_config` is not in its stubs
+config: Any = inductor_config  # a config module; its stubs lack `_config`
 
 _FAR = 32
-"""Kernels and products between two that are launched together, at most: a layer has fewer. Buffers live no longer."""
+"""The largest distance, in scheduler nodes, between members of a group: more than a layer has. It bounds how much
+longer buffers live."""
 _MOST = 8
-"""Kernels that become one."""
+"""The largest number of kernels in a group."""
 _MEMORY = ("combo_kernel_peak_memory_increase_gb", "combo_kernel_peak_memory_pct_threshold")
-"""How much more memory these kernels may take. In torch 2.15 Inductor asks for no groups while one of them is set. Here
-`_FAR` bounds it."""
+"""Settings for how much more memory combo kernels may take. While one of them is set, Inductor in torch 2.15 does not
+ask for groups. Here `_FAR` bounds the memory instead."""
 _BY_LEVELS = ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Compile a graph of small kernels in this context. Inductor groups them itself if the user has bounded memory."""
+    """A context in which Inductor merges small kernels: by our groups, or its own if the user bounds their memory."""
     memory = _MEMORY if hasattr(config, "combo_kernel_max_distance") else ()
     if any(getattr(config, name) != config._config[name].default for name in memory):
         with config.patch(combo_kernels=True):
@@ -44,7 +45,7 @@ def together() -> Iterator[None]:
 
 
 def _groups(scheduler: Any) -> list[list[Any]]:
-    """The scheduler's nodes, those that are to become one kernel in a list."""
+    """The scheduler's nodes as groups, each of which becomes one kernel."""
     may = {node for group in _BY_LEVELS(scheduler) for node in ForeachKernelSchedulerNode.combinable_nodes(group)}
     kinds = {node: (node.get_device(), *_context(scheduler, node), node.is_reduction()) for node in may}
     places = {node: place for place, node in enumerate(scheduler.nodes)}
@@ -54,23 +55,23 @@ def _groups(scheduler: Any) -> list[list[Any]]:
 
 
 def _context(scheduler: Any, node: Any) -> tuple[Any, Any]:
-    """The stream and the memory pool of a node, where torch knows of them."""
+    """The stream and the memory pool of a node, in torch versions that have them."""
     streams, pools = (getattr(scheduler, name, {}) for name in ("node_to_stream", "node_to_mempool"))
     return streams.get(node, 0), pools.get(node)
 
 
 def joined(waits: list[list[int]], kinds: list[Any]) -> list[list[int]]:
-    """Nodes `0` to `n - 1` in groups.
+    """Partition nodes `0` to `n - 1` into groups.
 
-    Nodes of a group are of a kind, not None, and no node of one waits for another, even if each group is one node.
+    All nodes of a group have the same kind, and none depends on another, even once each group is merged into one node.
 
-    Args: the nodes that each one waits for, all before it; kinds, None of those that stay alone.
+    Args: waits, for each node the nodes on which it depends, all before it; kinds, None for nodes that stay alone.
     """
     groups: list[list[int]] = []
     of = list[int]()
     """The group of each node."""
     before = list[int]()
-    """The groups that each group waits for, as bits."""
+    """For each group, the groups on which it depends, as a bit mask."""
     for node, kind in enumerate(kinds):
         own = 0
         for other in waits[node]:
@@ -90,7 +91,7 @@ def joined(waits: list[list[int]], kinds: list[Any]) -> list[list[int]]:
 
 
 def _group_for(node: int, groups: list[list[int]], kinds: list[Any], own: int) -> int | None:
-    """The last group of the node's kind that is not among those that it waits for."""
+    """The last group of the node's kind, near enough and not full, on which the node does not depend."""
     for group in range(len(groups) - 1, -1, -1):
         members = groups[group]
         near = node - members[0] <= _FAR

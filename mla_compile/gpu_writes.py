@@ -1,10 +1,11 @@
-"""Write the parts of a row each by itself, so that what computes a part is what writes it.
+"""Write each part of a row by itself, so that the kernel that computes a part also writes it.
 
 Before   index_put(pages, [page, row], cat([latent, k_rope], -1))
 After    index_put(index_put(pages, [page, row, columns of the latent], latent), [page, row, the others], k_rope)
 
-A norm and a rotation become kernels of their own, and neither can be one with a write of both: Inductor would write
-them to memory, and from there to the row. The same of rows that are joined and cut at once, to be coded:
+The norm of the latent and the rotation of the rope key become separate kernels, and neither can be fused with a write
+of both: Inductor would store their results and then copy these to the row. Likewise for rows that are joined and at
+once split again, to be quantised:
 
 Before   split_with_sizes(cat([latent, k_rope], -1), [L, R], -1)
 After    latent, k_rope
@@ -28,7 +29,7 @@ _DROPPED = (aten.select.int, aten.squeeze.dim)
 
 
 def write_in_parts(graph: fx.Graph) -> bool:
-    """Write the parts of joined rows; whether there were any."""
+    """Write the parts of joined rows separately, and return whether there were any."""
     changed = False
     for node in list(graph.nodes):
         if node.target is aten.split_with_sizes.default:
@@ -82,7 +83,7 @@ def _write_apart(graph: fx.Graph, write: fx.Node) -> bool:
 
 
 def _way_from_cat(values: fx.Node) -> list[fx.Node] | None:
-    """A cat of columns and the views that lead from it to `values`, of known sizes; None if none does."""
+    """The `cat` of columns behind `values`, and the views from it to `values`, all of known sizes; else None."""
     way = [values]
     while way[0].target in (*_RESHAPED, *_DROPPED):
         way.insert(0, arguments(way[0])[0])
@@ -95,7 +96,7 @@ def _way_from_cat(values: fx.Node) -> list[fx.Node] | None:
         return None
     if any(part.meta["val"].dtype != cat.meta["val"].dtype or part.meta["val"].dim() <= last for part in parts):
         return None
-    # A view that leaves the number of columns alone leaves the columns alone.
+    # A view that keeps the number of columns keeps the columns.
     return way if all(len(node.users) == 1 and _has_columns(node, count) for node in way) else None
 
 
@@ -111,12 +112,12 @@ def _is_index(place: fx.Node | None) -> bool:
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Whether its sizes are numbers."""
+    """Whether all sizes of a node are numbers."""
     return all(isinstance(size, int) for size in node.meta["val"].shape)
 
 
 def _viewed(part: Tensor, views: Sequence[fx.Node]) -> Tensor:
-    """Some columns in the views that all are in."""
+    """Apply to some of the columns the views that are applied to all of them."""
     for view in views:
         if view.target in _RESHAPED:
             part = part.reshape(*view.meta["val"].shape[:-1], part.shape[-1])

@@ -1,8 +1,8 @@
-"""A log of graphs, and of what the passes make of them.
+"""Log graphs and what the passes did to them.
 
-depyf writes what goes through here into its folder, tlparse finds it in torch's trace (`TORCH_TRACE=folder`),
-`TORCH_LOGS=+mla_compile` prints it, `TORCH_COMPILE_DEBUG=1` writes it beside Inductor's files, and whoever is inside
-`observed` gets it.
+The log reaches depyf, which writes it to its folder, and tlparse, through torch's trace (`TORCH_TRACE=folder`).
+`TORCH_LOGS=+mla_compile` prints it, `TORCH_COMPILE_DEBUG=1` writes it beside Inductor's files, and observers registered
+by `observed` are called with it.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from mla_compile.passes.text.proofs import proof_text
 
 from .control_flow import copy_parts
 
-_dynamo_utils: Any = dynamo_utils  # what is used of these two is not in their stubs
+_dynamo_utils: Any = dynamo_utils  # the stubs of these two lack what is used here
 _logging: Any = torch._logging
 _log = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Who looks on."""
+    """An observer of graphs and results."""
 
     def on_graph(self, name: str, module: fx.GraphModule) -> None:
-        """Told of each graph under a name; the module may change later."""
+        """Called with each graph and its name; the module may change later."""
 
     def on_results(self, results: Sequence[Result]) -> None:
-        """Told what became of the attentions of the graph before the passes, also where nothing did."""
+        """Called with what became of a graph's attentions, even if none was rewritten."""
 
 
 _observers: list[Observer] = []
 
 
 def log_graph(name: str, module: fx.GraphModule) -> None:
-    """Offer a graph under a name to whoever wants to see it."""
+    """Log a graph under a name, and show it to the observers."""
     _log.debug("%s", _dynamo_utils.lazy_format_graph_code(name, module))
     _logging.trace_structured(
         "artifact",
@@ -59,7 +59,7 @@ def log_graph(name: str, module: fx.GraphModule) -> None:
 
 
 def log_results(results: Sequence[Result]) -> None:
-    """Offer what was proved of the attentions, as text, and the results themselves to observers."""
+    """Log what was proved about the attentions, as text, and show the results to the observers."""
     texts = [text for r in results for text in _texts(r)] if _is_read() else []
     if texts:
         _log.debug("What was proved\n%s", "\n".join(texts))
@@ -80,7 +80,7 @@ def _texts(result: Result) -> Iterator[str]:
 
 
 def _is_read() -> bool:
-    """Whether a text would reach anybody."""
+    """Whether the text would be written anywhere."""
     return _log.isEnabledFor(logging.DEBUG) or _logging._internal.trace_log.handlers != []
 
 
@@ -90,7 +90,7 @@ def readable(module: fx.GraphModule) -> str:
 
 
 def snapshot(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph that passes may then change."""
+    """A copy of a graph that is not affected by later changes to it."""
     copied = fx.GraphModule(module, copy.deepcopy(module.graph))
     copy_parts(copied)
     return copied
@@ -98,7 +98,7 @@ def snapshot(module: fx.GraphModule) -> fx.GraphModule:
 
 @contextlib.contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Tell `observer` of every graph and result; no cache keeps the passes from running meanwhile."""
+    """Tell `observer` of every graph and result. Meanwhile caches are not used, so that the passes always run."""
     _observers.append(observer)
     try:
         yield
@@ -107,5 +107,5 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 def is_observed() -> bool:
-    """Whether somebody wants to see the graphs."""
+    """Whether there is an observer."""
     return bool(_observers)

@@ -1,4 +1,4 @@
-"""Latents in INT8, as `INT8PagePool` keeps them: a whole number from -127 to 127 times a float32 scale of its token."""
+"""Latents in INT8, as `INT8PagePool` stores them: integers from -127 to 127 times a float32 scale per token."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from .fp8 import LEAST
 
 INT8 = torch.int8
 MOST = 127
-"""What the greatest magnitude of a token becomes."""
+"""The integer to which the greatest magnitude of a token is scaled."""
 
 
 def quantised(latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Latents `[..., L]` in int8, halves to even, and their scales `[..., 1]`, the greatest magnitude over 127.
+    """Quantise latents: `[..., L]` in int8, rounded half to even, and scales `[..., 1]`, the largest magnitude over
+    127.
 
-    Of a token that is not finite its scale is not either, and so nothing that is read of it.
+    If a token is not finite, its scale is not either, and so neither is anything that is read back.
     """
     wide = latent.float()
     scales = wide.abs().amax(-1, keepdim=True).clamp_min(LEAST) / MOST

@@ -1,4 +1,4 @@
-"""Rewritten graphs without Inductor's code: to see what became of them, and for tests, of which there are many."""
+"""Run rewritten graphs without Inductor's code generation: for `explain`, and for the many tests."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
-_guards: Any = torch._C._dynamo.guards  # what Inductor's code calls too; torch's stubs leave it out
+_guards: Any = torch._C._dynamo.guards  # Inductor's generated code calls it too; it is not in torch's stubs
 
 
 def interpreted(module: torch.fx.GraphModule, inputs: object, **kwargs: object) -> Callable[..., Any]:
-    """In place of `compile_fx_inner`: run what the passes and the retrace made as it is."""
+    """A substitute for `compile_fx_inner` that runs the rewritten and retraced graph as it is."""
 
     def run(*arguments: object) -> tuple[object, ...]:
         return tuple(without_base(output) for output in module.forward(*arguments))
@@ -21,7 +21,7 @@ def interpreted(module: torch.fx.GraphModule, inputs: object, **kwargs: object) 
 
 
 def without_base(output: object) -> object:
-    """A view of a tensor of the graph as Inductor returns it: one that does not know what it is a view of."""
+    """Return a view as Inductor does: as a tensor without a `_base`."""
     if not isinstance(output, torch.Tensor) or output._base is None:
         return output
     return _guards._reinterpret_tensor(output, tuple(output.shape), output.stride())

@@ -1,7 +1,7 @@
-"""`TrainingArguments(torch_compile_backend="mla")`: accelerate's list of compilers, with ours in it.
+"""Make accelerate accept "mla" as a backend, as in `TrainingArguments(torch_compile_backend="mla")`.
 
-accelerate, and with it transformers' `Trainer`, does not ask torch which backends there are: it has an enum of its own.
-An enum asks its `_missing_` for values that it does not know before it refuses them.
+accelerate, and with it transformers' `Trainer`, does not ask torch which backends exist: it has its own enum. Before an
+enum rejects an unknown value, it asks its `_missing_` method, which is what this module replaces.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 _BACKEND = "MLA"
-"""accelerate writes backends in capitals, and hands them to `torch.compile` in small letters."""
+"""accelerate writes backends in upper case, and passes them to `torch.compile` in lower case."""
 
 
 def register_with_accelerate() -> None:
-    """Make `mla` a backend that accelerate takes, in this process.
+    """Make accelerate accept the backend `mla` in this process.
 
-    From then on `transformers.TrainingArguments(torch_compile=True, torch_compile_backend="mla")`,
+    Afterwards `transformers.TrainingArguments(torch_compile=True, torch_compile_backend="mla")`,
     `Accelerator(dynamo_backend="mla")` and `ACCELERATE_DYNAMO_BACKEND=mla` compile with it. A second call does nothing.
 
-    Raises: ModuleNotFoundError, where accelerate is not installed.
+    Raises: ModuleNotFoundError if accelerate is not installed.
     """
     from accelerate.utils import DynamoBackend
 
@@ -29,7 +29,7 @@ def register_with_accelerate() -> None:
 
 
 def _add(backends: Any) -> None:
-    """A member of the enum that only `_missing_` knows, as those of flags are that stand for several."""
+    """Add a member that only `_missing_` returns, as `enum.Flag` does for combinations of flags."""
     ours = str.__new__(backends, _BACKEND)
     ours._name_ = ours._value_ = _BACKEND
     refuse = backends._missing_

@@ -1,10 +1,11 @@
-"""Operands of loops that are tensors themselves where they can be, and no views of another dtype.
+"""Pass tensors rather than views to loops where possible, and never views as another dtype.
 
 Before   b = squeeze(a, 0), c = unsqueeze(b, 0), e = view(d, uint8), while_loop(..., (c, e))
 After    while_loop(..., (a, d)), whose graphs view d as uint8
 
-AOTInductor of torch 2.13 makes one handle before the loop for a view with the layout of what it views, and for one of
-another dtype. Each graph that reads it frees it: the second reads freed memory. Other views get one at each reading.
+For a view with the layout of its base, or as another dtype, AOTInductor of torch 2.13 makes one handle before the loop.
+Each graph that reads the handle frees it, so that the second reads freed memory. For other views, each read gets a
+handle of its own.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
 _COPIES = (aten.clone.default, aten._unsafe_view.default, aten._to_copy.default)
-"""Copies that Inductor leaves out where they change neither dtype nor strides."""
+"""Copies that Inductor omits if they change neither dtype nor strides."""
 _torch_c: Any = torch._C  # `_is_alias_of` is not in its stubs
 
 
 def straighten_loop_operands(module: fx.GraphModule) -> None:
-    """Hand every `while_loop`, at any depth, the tensor that its operand is: same values, sizes and strides.
+    """Replace each operand of every `while_loop`, at any depth, by the tensor that it is a view or no-op copy of, if
+    that has the same sizes and strides.
 
-    An operand that is a tensor viewed as another dtype is viewed so by the graphs of the loop.
+    An operand that views a tensor as another dtype becomes that tensor, which the loop's graphs then view.
     """
     for part in list(module.modules()):
         if not isinstance(part, fx.GraphModule):
@@ -47,7 +49,7 @@ def _straighten(loop: fx.Node) -> None:
 
 
 def _view_inside(module: fx.GraphModule, loop: fx.Node) -> None:
-    """Let the graphs of a loop view as another dtype what it is handed, instead of handing them the view."""
+    """Pass a tensor instead of its view as another dtype, and let the loop's graphs make the view."""
     *graphs, carried, operands = loop.args
     assert isinstance(carried, list | tuple)
     assert isinstance(operands, list | tuple)
@@ -73,7 +75,8 @@ def _view_inside(module: fx.GraphModule, loop: fx.Node) -> None:
 
 
 def _straight(operand: Any, operands: Sequence[Any]) -> Any:
-    """The furthest tensor that the operand is, unless it shares memory with another operand: a loop takes none such."""
+    """The furthest origin of an operand with the same layout that shares no memory with another operand, as a loop
+    accepts no operands that do."""
     if not isinstance(operand, fx.Node) or not isinstance(operand.meta["val"], Tensor):
         return operand
     others = [n.meta["val"] for n in operands if isinstance(n, fx.Node) and n is not operand]
@@ -87,7 +90,7 @@ def _straight(operand: Any, operands: Sequence[Any]) -> Any:
 
 
 def _origins(node: fx.Node) -> Iterator[fx.Node]:
-    """What a node is a view or a copy of, nearest first."""
+    """The nodes of which a node is a view or a copy, nearest first."""
     while isinstance(node.target, torch._ops.OpOverload) and (node.target in _COPIES or _is_view(node.target)):
         (node,) = node.all_input_nodes[:1]
         yield node
@@ -99,7 +102,7 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of the same values are the same to code that was generated for one of them."""
+    """Whether code generated for one of two tensors with equal values also works for the other."""
     if (a.dtype, a.dim()) != (b.dtype, b.dim()) or not statically_known_true(a.storage_offset() == b.storage_offset()):
         return False
     axes = zip(a.shape, a.stride(), b.shape, b.stride(), strict=True)

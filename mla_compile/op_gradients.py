@@ -1,4 +1,4 @@
-"""How the attention ops of the library are differentiated: their backwards are ops too, or there is none."""
+"""Register how the attention ops are differentiated: by an op for the backward, or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def differentiate_by_op(library: torch.library.Library, name: str, count: int) -> None:
-    """Let `mla::<name>_backward` give the gradients of an attention, whose first `count` arguments may have one."""
+    """Use `mla::<name>_backward` for the gradients of an attention whose first `count` arguments are differentiable."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*inputs[:count], *output)
@@ -31,12 +31,12 @@ def differentiate_by_op(library: torch.library.Library, name: str, count: int) -
 
 def _backward_fake(grad_o: Tensor, grad_lse: Tensor | None, *others: Any) -> list[Tensor]:
     *operands_and_settings, wanted = others
-    operands = zip(operands_and_settings, wanted, strict=False)  # the operands come first, one for each that is wanted
+    operands = zip(operands_and_settings, wanted, strict=False)  # operands come first; `wanted` has a flag for each
     return [operand.new_empty(operand.shape) for operand, asked in operands if asked and operand is not None]
 
 
 def differentiate_per_head_matmul(library: torch.library.Library) -> None:
-    """A product's gradients are products."""
+    """Use products for the gradients of `mla::per_head_matmul`."""
 
     def save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
@@ -52,7 +52,7 @@ def differentiate_per_head_matmul(library: torch.library.Library) -> None:
 
 
 def refuse_to_differentiate(library: torch.library.Library, name: str) -> None:
-    """Let a backward through `mla::<name>` raise NotImplementedError."""
+    """Make a backward through `mla::<name>` raise NotImplementedError."""
 
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         raise NotImplementedError(

@@ -1,23 +1,23 @@
 """The attention ops of the library: names, schemas, shapes.
 
-Each is defined in the namespace `mla` with what a compiler needs to trace it, symbolic sizes included. What they
-compute on data is registered by `mla_compile.kernels`, which this module does not import; `sealed_attention`, which is
-torch's own attention under another name, is whole here.
+Each op is defined in the namespace `mla` with what a compiler needs to trace it, symbolic sizes included.
+`mla_compile.kernels`, which this module does not import, registers what the ops compute on data. The exception is
+`sealed_attention`, torch's own attention under another name, which is implemented here.
 
 Sizes are written `B Sq T N Lq L P R V`: sequences, query tokens, key tokens, heads, ranks of query and latent, and
-widths of a head's nope, rope and value part. Inputs may have any strides; none but the rows of `append_latents` is
-mutated, and no output aliases one.
-`lse` is the natural log of the sum of the exponentials of a query's scores, always float32; a query with no key to
+widths of a head's nope, rope and value part. Inputs may have any strides. Only the rows of `append_latents` are
+mutated, and no output aliases an input.
+`lse` is the natural log of the sum of the exponentials of a query's scores, always float32. A query with no key to
 attend to has `o = 0` and `lse = -inf`, so that partial results merge without a special case.
 
 Masks of `latent_attention`, `sparse_latent_attention` and `expanded_attention` are None, bool (True means attend) or
-floating (added to the scaled scores), and broadcast to `[B, N, Sq, T]` (rank 4). With a `causal_offset`, query i
-attends to keys j <= i + causal_offset as well as what the mask says; None means no causal limit. Keys that a bool mask
-or the causal limit hides from every query of a sequence take no part in the arithmetic: a cache's unwritten tail may
-hold anything, NaN included.
+floating (added to the scaled scores), have rank 4, and broadcast to `[B, N, Sq, T]`. A `causal_offset` also limits
+query i to keys j <= i + causal_offset; None means no causal limit. Keys that a bool mask or the causal limit hides from
+every query of a sequence take no part in the arithmetic, so the unwritten tail of a cache may hold anything, NaN
+included.
 
-`expanded_attention` and `latent_attention` can be differentiated once, their backwards are ops too, and
-`per_head_matmul` as often as one likes. All other backwards raise NotImplementedError.
+`expanded_attention` and `latent_attention` can be differentiated once, by ops of their own; `per_head_matmul` can be
+differentiated any number of times. The backwards of all other ops raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ __all__ = [
 
 _LIBRARY = torch.library.Library("mla", "DEF")
 
-# Inductor may hand these ops whatever strides a buffer has. Its default for custom ops, exact strides, would copy a
-# cache whose layout differs from the traced one.
+# Inductor may pass buffers of any strides to these ops. Its default for custom ops, exact strides, would copy a cache
+# whose layout differs from the traced one.
 _ANY_STRIDES = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
 
 def _define(schema: str, tags: tuple[torch.Tag, ...] = _ANY_STRIDES) -> None:
-    """Define an op, unless a library of `kernels/library.py` was loaded, which has done so by the same text."""
+    """Define an op, unless a library built by `kernels/library.py` was loaded, which defines it by the same schema."""
     if not hasattr(torch.ops.mla, schema.partition("(")[0]):
         _LIBRARY.define(schema, tags=tags)
 
@@ -61,7 +61,7 @@ def _define(schema: str, tags: tuple[torch.Tag, ...] = _ANY_STRIDES) -> None:
 _define(
     "sealed_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
     "float? scale, bool enable_gqa) -> Tensor",
-    # The layout of the result follows the layout of the inputs, so Inductor has to keep both as traced.
+    # The layout of the result follows from that of the inputs, so Inductor has to keep both as traced.
     tags=(torch.Tag.needs_exact_strides, torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag),
 )
 _define(
@@ -108,8 +108,8 @@ _define("widened_matmul(Tensor x, Tensor weight, Tensor? ends=None) -> Tensor")
 sealed_attention = torch.ops.mla.sealed_attention
 """`torch.nn.functional.scaled_dot_product_attention`, opaque to decomposition.
 
-Takes its arguments in its order, all of them; returns what it returns, in the layout in which it returns it. Under
-autocast its floating inputs are cast as torch casts them for the original.
+It takes all arguments of that function, in the same order, and returns the same result in the same layout. Under
+autocast its floating inputs are cast as torch casts those of the original.
 """
 
 latent_attention = torch.ops.mla.latent_attention
@@ -119,118 +119,119 @@ latent_attention = torch.ops.mla.latent_attention
     o[b, i, n] = sum_j softmax_j(score)[b, i, n, j] latent[b, j]
 
 Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent `[B, T, L]`, k_rope `[B, T, R]`, all of one
-floating dtype; mask and causal_offset as the module says; scale.
+floating dtype; mask and causal_offset as described for the module; scale.
 Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
 latent_attention_backward = torch.ops.mla.latent_attention_backward
-"""Gradients of `latent_attention`'s operands from those of its results.
+"""Gradients of `latent_attention`'s operands, given those of its results.
 
-Heads are taken as many at a time as `expanded_attention_backward` takes of a workspace of 1,024 tokens.
+It processes as many heads at a time as `expanded_attention_backward` with a workspace of 1,024 tokens.
 
 Args: grad_o like o; grad_lse like lse, or None for zeros; the operands of the forward; its o and lse; wanted, a flag
-for each of q_latent, q_rope, latent, k_rope and mask. A mask whose gradient is wanted is a floating one.
-Returns: the gradients that are wanted, in that order, each of its operand's shape and dtype, contiguous.
+for each of q_latent, q_rope, latent, k_rope and mask. A mask whose gradient is wanted must be a floating one.
+Returns: the wanted gradients in that order, contiguous, each in the shape and dtype of its operand.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
 paged_latent_attention = torch.ops.mla.paged_latent_attention
-"""`latent_attention` over a cache in pages (vLLM's PagedAttention, arXiv 2309.06180, with one latent a token).
+"""`latent_attention` over a paged cache (vLLM's PagedAttention, arXiv 2309.06180, with one latent per token).
 
-    latent[b, j] = latent_pages[block_table[b, j // page_size], j % page_size];  k_rope likewise, of rope_pages
+    latent[b, j] = latent_pages[block_table[b, j // page_size], j % page_size];  k_rope likewise from rope_pages
     o, lse = latent_attention over the keys j < seq_lens[b], and with causal j <= first_positions[b] + i for query i
 
-Without first_positions it is seq_lens - Sq: the queries are the last Sq tokens of their sequence, which its length
-counts, their own latents in the pages. A query before a sequence's first token has no key. Pages and rows that no query
+first_positions defaults to seq_lens - Sq: the queries are the last Sq tokens of their sequence, the pages hold their
+latents, and seq_lens counts them. A query before a sequence's first token has no key. Pages and rows that no query
 sees may hold anything, and so may the entries of block_table behind a sequence's last page.
 
-latent_pages and rope_pages are most often the columns of one pool: `pages[..., :L]`, `pages[..., L:]`.
+latent_pages and rope_pages are most often column ranges of one pool: `pages[..., :L]` and `pages[..., L:]`.
 
-FP8 and INT8: latent_pages in float8_e4m3fn or int8, each of its G equal groups of columns to be multiplied with its
-latent_scales; rope_pages as q_rope, or in latent_pages' dtype where G is 1, to be multiplied with the same scale.
+FP8 and INT8: latent_pages is float8_e4m3fn or int8, and latent_scales has one factor for each of its G equal groups of
+columns. rope_pages has the dtype of q_rope or, where G is 1, that of latent_pages, with the same factor.
 
 Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent_pages `[pages, page_size, L]`, rope_pages
-`[pages, page_size, R]`, all of one floating dtype (coded ones excepted); block_table `[B, max_pages]` and seq_lens
-`[B]`, int32 or int64; causal; scale; latent_scales None, or `[pages, page_size, G]` float32 with sizes of 1 that
-broadcast; split_tokens None (keys are shared out to suit batch and device), or how many keys of a sequence one program
-sums up: with that, the result of a sequence is the same bits in any batch; mask as the module says, over T keys of
-which no sequence has more, and for seq_lens, causal and mask together to allow; first_positions None or `[B]`, int32
-or int64.
+`[pages, page_size, R]`, all of one floating dtype (except coded pages); block_table `[B, max_pages]` and seq_lens
+`[B]`, int32 or int64; causal; scale; latent_scales None, or `[pages, page_size, G]`, float32, where sizes of 1
+broadcast; split_tokens None (keys are split to suit batch and device), or the number of keys of a sequence that one
+program sums up, which makes a sequence's result bitwise the same in any batch; mask as described for the module, over T
+keys, at least as many as the longest sequence has (a key is seen if seq_lens, causal and mask all allow it);
+first_positions None or `[B]`, int32 or int64.
 Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape, dtype or, on CPU, length or page.
 """
 
 sparse_latent_attention = torch.ops.mla.sparse_latent_attention
-"""`latent_attention` where each query attends to the keys that it names (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
+"""`latent_attention` in which each query names its keys (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
 
     j(e) = indices[b, i, e]
     score[b, i, n, e] = scale * (q_latent[b, i, n] . latent[b, j(e)] + q_rope[b, i, n] . k_rope[b, j(e)])
                         + mask[b, n, i, j(e)]
     o[b, i, n] = sum_e softmax_e(score)[b, i, n, e] latent[b, j(e)]
 
-An index outside 0..T-1 (-1, say) names no key; one that mask or causal limit hides is not attended to; one that is
-named twice counts twice. Only the keys that are named are read, and of the mask only their elements.
+An index outside 0..T-1 (for instance -1) names no key. A key that the mask or the causal limit hides is not attended
+to; a key named twice counts twice. Only named keys are read, and only their elements of the mask.
 
 Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent `[B, T, L]`, k_rope `[B, T, R]`, all of one
-floating dtype; indices `[B, Sq, topk]`, int32 or int64; mask (over all T keys) and causal_offset as the module says;
-scale; uniform_when_empty, whether a query without a key to attend to gets the mean of all T latents instead of 0: what
-is left of it where a mask is a finite number that outweighs every score. Its lse is -inf all the same; latent_scales
-None, or `[B, T, G]` for a cache in FP8 or INT8, as `paged_latent_attention` says of pages.
+floating dtype; indices `[B, Sq, topk]`, int32 or int64; mask (over all T keys) and causal_offset as described for the
+module; scale; uniform_when_empty, whether a query without a key to attend to gets the mean of all T latents instead of
+0 (its lse is -inf either way), which is the result of a mask that hides keys by a finite number that outweighs every
+score; latent_scales None, or `[B, T, G]` for a cache in FP8 or INT8, with the meaning that it has for
+`paged_latent_attention`.
 Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
 expanded_attention = torch.ops.mla.expanded_attention
-"""MLA with keys and values up-projected a chunk of tokens at a time (arXiv 2405.04434, equations 9 to 19).
+"""MLA that up-projects keys and values one chunk of tokens at a time (arXiv 2405.04434, equations 9 to 19).
 
     k[b, j, n] = cat(w_uk[n] latent[b, j], k_rope[b, j]);  v[b, j, n] = w_uv[n] latent[b, j]
     o[b, i, n] = sum_j softmax_j(scale * q[b, i, n] . k[b, j, n] + mask[b, n, i, j]) v[b, j, n]
 
 Args: q `[B, Sq, N, P + R]` with the nope part first, latent `[B, T, L]`, k_rope `[B, T, R]`, w_uk `[N, P, L]`, w_uv
-`[N, V, L]`, all of one floating dtype; mask and causal_offset as the module says; scale; workspace_tokens, the most
-tokens whose keys and values exist at one time (at least 1).
+`[N, V, L]`, all of one floating dtype; mask and causal_offset as described for the module; scale; workspace_tokens, the
+largest number of tokens whose keys and values exist at one time (at least 1).
 Returns: o `[B, Sq, N, V]`, contiguous, of q's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
 expanded_attention_backward = torch.ops.mla.expanded_attention_backward
-"""Gradients of `expanded_attention`'s operands from those of its results, keys and values up-projected again.
+"""Gradients of `expanded_attention`'s operands, given those of its results. Keys and values are up-projected again.
 
-Heads are taken as many at a time as keep the keys of all tokens within a quarter of the forward's workspace, and one at
-least (on CPU one a thread).
+It processes as many heads at a time as keep the keys of all tokens within a quarter of the forward's workspace, and at
+least one (on CPU one per thread).
 
 Args: grad_o like o; grad_lse like lse, or None for zeros; the operands of the forward; its o and lse; wanted, a flag
-for each of q, latent, k_rope, w_uk, w_uv and mask. A mask whose gradient is wanted is a floating one.
-Returns: the gradients that are wanted, in that order, each of its operand's shape and dtype, contiguous.
+for each of q, latent, k_rope, w_uk, w_uv and mask. A mask whose gradient is wanted must be a floating one.
+Returns: the wanted gradients in that order, contiguous, each in the shape and dtype of its operand.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
 paged_expanded_attention = torch.ops.mla.paged_expanded_attention
-"""`expanded_attention` over a cache in pages, of sequences of any lengths with any numbers of new tokens.
+"""`expanded_attention` over a paged cache, for sequences of any lengths, each with its own number of new tokens.
 
-    latent[b, j] = latent_pages[block_table[b, j // page_size], j % page_size];  k_rope likewise, of rope_pages
+    latent[b, j] = latent_pages[block_table[b, j // page_size], j % page_size];  k_rope likewise from rope_pages
     o, lse = expanded_attention over the keys j < seq_lens[b], and with causal j <= first_positions[b] + i for query i
 
-block_table, seq_lens, first_positions, mask and latent_scales mean what they mean to `paged_latent_attention`. Queries
-i >= query_lens[b] are padding, which costs nothing and gets o = 0, lse = -inf; without query_lens none is. Without
-first_positions it is seq_lens - query_lens (- Sq): the queries are the last tokens of their sequence. A query behind
-the last token of its sequence that is no padding attends to all of them.
+block_table, seq_lens, first_positions, mask and latent_scales are those of `paged_latent_attention`. Queries
+i >= query_lens[b] are padding: they cost nothing and get o = 0, lse = -inf. Without query_lens no query is padding.
+first_positions defaults to seq_lens - query_lens (without query_lens: - Sq), so the queries are the last tokens of
+their sequence. A query behind the last token of its sequence, unless it is padding, attends to all tokens.
 
-On a GPU work is skipped by lengths that only the device knows, but chunks are laid over all that block_table has room
-for: what is wider than the longest sequence costs up-projections.
+On a GPU the kernels skip work by lengths that only the device knows, but chunks cover all tokens that block_table has
+room for: a table wider than the longest sequence costs up-projections.
 
 Args: q `[B, Sq, N, P + R]` with the nope part first, latent_pages `[pages, page_size, L]`, rope_pages
-`[pages, page_size, R]`, w_uk `[N, P, L]`, w_uv `[N, V, L]`, all of one floating dtype (pages in FP8 or INT8 excepted);
-block_table `[B, max_pages]`; seq_lens `[B]`; causal; scale; workspace_tokens, the most tokens whose keys and values
-exist at one time (at least 1); latent_scales None or `[pages, page_size, G]`; mask; first_positions None or `[B]`;
-query_lens None or `[B]`, from 0 to Sq, int32 or int64.
+`[pages, page_size, R]`, w_uk `[N, P, L]`, w_uv `[N, V, L]`, all of one floating dtype (except pages in FP8 or INT8);
+block_table `[B, max_pages]`; seq_lens `[B]`; causal; scale; workspace_tokens, the largest number of tokens whose keys
+and values exist at one time (at least 1); latent_scales None or `[pages, page_size, G]`; mask; first_positions None or
+`[B]`; query_lens None or `[B]`, from 0 to Sq, int32 or int64.
 Returns: o `[B, Sq, N, V]`, contiguous, of q's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape, dtype or, on CPU, length or page.
 """
 
 merge_states = torch.ops.mla.merge_states
-"""Attention over two disjoint sets of keys from attention over each (FlashInfer, arXiv 2501.01005, section 2.2).
+"""Merge attention over each of two disjoint sets of keys (FlashInfer, arXiv 2501.01005, section 2.2).
 
     lse = log(exp(lse_a) + exp(lse_b));  o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b
 
@@ -240,22 +241,22 @@ Raises: KernelError (a ValueError) naming the expected and the found shape or dt
 """
 
 append_latents = torch.ops.mla.append_latents
-"""Quantise tokens to FP8 and put them into a cache, in place: what `latent_scales` of the attention ops undoes.
+"""Quantise tokens to FP8 and write them to a cache in place; the attention ops invert this with `latent_scales`.
 
     rows[slots[t] // page_size, slots[t] % page_size] = latent[t], k_rope[t]
 
-Without a scale a row is the bytes that `mla_compile.fp8.RowLayout` says: a scale for each token and group of latent
-columns, the greatest magnitude over 448, the rope key as it is. With one, which is for all tokens, a row is the latent
-and the rope key over that scale, in e4m3fn; what is greater than 448 becomes that.
+Without a scale, a row has the layout of `mla_compile.fp8.RowLayout`: each token and group of latent columns has a
+scale, its greatest magnitude over 448, and the rope key is not quantised. With a scale, which holds for all tokens, a
+row is the latent and the rope key divided by it, in e4m3fn, clamped to magnitudes of at most 448.
 
 Args: latent `[tokens, L]`, k_rope `[tokens, R]` (R may be 0), of one floating dtype; slots `[tokens]`, int32 or int64:
-a token's place, all different, negative for tokens to leave out; rows `[pages, page_size, row_bytes]` in uint8, or with
+each token's place, all different, negative for tokens to skip; rows `[pages, page_size, row_bytes]` in uint8, or with
 a scale `[pages, page_size, L + R]` in float8_e4m3fn, mutated; scale None, or one number in float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape, dtype or, on CPU, slot.
 """
 
 per_head_matmul = torch.ops.mla.per_head_matmul
-"""A matrix a head: how a query is absorbed into latent space, and an output leaves it.
+"""Multiply each head by its own matrix: this takes queries into latent space and outputs out of it.
 
     out[b, s, n, o] = sum_i x[b, s, n, i] weight[n, i, o]
 
@@ -265,14 +266,14 @@ Raises: KernelError (a ValueError) naming the expected and the found shape or dt
 """
 
 widened_matmul = torch.ops.mla.widened_matmul
-"""A product of numbers in half precision in float32, for CPUs that have none of their own.
+"""A matrix product of half-precision operands computed in float32, for CPUs without half-precision products.
 
     out[s, m] = sum_k x[s, k] weight[k, m]
     out[s, m] = sum_k x[s, k] weight[e, k, m] with ends, where e is the first group with s < ends[e]
 
 Args: x `[S, K]` and weight `[K, M]`, or with ends `[E, K, M]`, of one floating dtype; ends None, or `[E]`, int32 or
-int64, ascending: where each group of rows ends. Rows behind the last end are of no group, and get any number.
-Returns: `[S, M]`, contiguous, float32 (of float64 operands float64), not rounded to the dtype of the operands.
+int64, ascending: where each group of rows ends. Rows behind the last end belong to no group; their result is undefined.
+Returns: `[S, M]`, contiguous, float32 (float64 for float64 operands), not rounded to the dtype of the operands.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
@@ -287,9 +288,10 @@ def _sealed_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """Serves as the fake too: on fake tensors torch chooses the kernel, and with it the layout, as it does on data.
+    """The implementation, and also the fake: on fake tensors torch chooses the kernel, and so the layout, as on data.
 
-    There are as many values as keys, which no meta of torch's asks: two caches that are inputs have two symbols for it.
+    torch's meta functions do not require as many values as keys, but two caches that are inputs have separate symbols
+    for these sizes, so the check states that they are equal.
     """
     torch._check(key.shape[-2] == value.shape[-2])
     return F.scaled_dot_product_attention(
@@ -298,7 +300,7 @@ def _sealed_attention(
 
 
 def _register_autocast(device_type: str) -> None:
-    """Cast like torch's autocast rule for attention: floating inputs on this device, float64 ones excepted."""
+    """Cast as torch's autocast rule for attention does: floating inputs on this device, except float64."""
     key = f"Autocast{device_type.upper()}"
 
     def cast(arg: Tensor | None) -> Tensor | None:
@@ -316,7 +318,7 @@ def _register_autocast(device_type: str) -> None:
 
 
 def _latent_attention_fake(q_latent: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    """Of every attention over latents: its results have the shape of the query alone."""
+    """The fake of every attention over latents: the shapes of its results depend on the query alone."""
     return q_latent.new_empty(q_latent.shape), q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32)
 
 
@@ -373,7 +375,7 @@ differentiate_per_head_matmul(_LIBRARY)
 for _device_type in ("cpu", "cuda"):
     _register_autocast(_device_type)
 for _name in __all__:
-    # torch takes no formula for what mutates
+    # torch accepts no autograd formula for an op that mutates its arguments.
     if _name not in ("append_latents", "expanded_attention", "latent_attention", "per_head_matmul"):
         refuse_to_differentiate(_LIBRARY, _name)
 
@@ -381,5 +383,5 @@ SEALED = torch.ops.mla.sealed_attention.default
 
 
 def schema_of(op: str) -> str:
-    """What `mla::<op>` takes and gives, as torch writes it."""
+    """The arguments and results of `mla::<op>` as torch writes them."""
     return str(getattr(torch.ops.mla, op).default._schema).removeprefix(f"mla::{op}")

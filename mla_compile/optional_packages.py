@@ -1,4 +1,4 @@
-"""Packages that only some commands need: there, or an error in one line that says what to install."""
+"""Require packages that only some commands need; if one is missing, a one-line error says what to install."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import importlib
 
 
 def require(module: str, extra: str, user: str) -> None:
-    """Import a module of one of our extras.
+    """Import a module that belongs to one of our extras.
 
-    Raises: ImportError, naming the extra and the `user`, who needs it.
+    Raises: ImportError, naming the extra and the `user` that needs it.
     """
     try:
         importlib.import_module(module)

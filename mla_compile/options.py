@@ -20,7 +20,7 @@ from .errors import OptionError
 
 PREFIX = "mla."
 OFF = "off"
-"""The value of `mla.path` that leaves all to stock Inductor."""
+"""The value of `mla.path` that leaves everything to stock Inductor."""
 
 
 KEEP_ALL, QUERIES = "nothing", "queries"
@@ -29,53 +29,53 @@ KEEP_ALL, QUERIES = "nothing", "queries"
 
 @dataclass(frozen=True)
 class Options:
-    """What `mla.*` options say. Each field is an option of the same name."""
+    """The `mla.*` options. The field `name` is the option `mla.name`."""
 
     path: str = AUTO
-    """What a site becomes: what the cost model says (`auto`), always one path, of those that
-    may be asked for, or `off`: stock Inductor."""
+    """The path that every site takes: the cost model's choice (`auto`), one of the paths that may be asked for by name,
+    or `off`, which leaves the graph to stock Inductor."""
 
     strict: bool = False
     """Raise `StrictError` if an attention of the graph is left unchanged."""
 
     verify: bool = False
-    """On the first real inputs run each rewritten site and its original, and raise `VerifyError` if they differ."""
+    """Run each rewritten site and its original on the first real inputs, and raise `VerifyError` if they differ."""
 
     kernels: str = AUTO
-    """What computes on a GPU: this project's kernels (`triton`), those with the warp-specialised ones, which no GPU has
-    run yet, where they take a call (`gluon`), or `auto`: `triton`, and other projects' where they are installed, take a
-    call, and are known or, under `max-autotune`, measured to be faster."""
+    """Which kernels run on a GPU: this project's (`triton`); the same plus the warp-specialised ones, which have not
+    run on a GPU yet, for the calls that these take (`gluon`); or `auto`: `triton`, and another project's kernel where
+    it is installed, takes the call, and is known (under `max-autotune`: was measured) to be faster."""
 
     workspace_tokens: int = 1024
-    """Keys that the chunked path up-projects at a time: a bound of its workspace."""
+    """The number of keys that the chunked path up-projects at a time, which bounds its workspace."""
 
     recompute: str = KEEP_ALL
-    """What the backward computes again besides keys and values: `nothing`, or the `queries` that are projected from
-    something narrower, which is kept instead of them."""
+    """What the backward recomputes besides keys and values: `nothing`, or `queries` that are projected from something
+    narrower, which is then saved in their place."""
 
     same_on_ranks: str = NOTHING
-    """What the ranks of a process group from which latents are gathered have the same of, which no graph can tell: the
-    `program`, `masks` too (each has heads of its own), `queries` too (context parallelism alone), or `nothing`."""
+    """What is the same on all ranks of a process group that gathers latents, which no graph can tell: `nothing`; the
+    `program`; also the `masks` (each rank may have its own heads); also the `queries` (context parallelism alone)."""
 
     keys_stay: bool = False
-    """Leave those latents on the ranks that have them wherever they can stay there, also where gathering them would be
-    fewer bytes than exchanging queries and outputs, as it is for a first prompt."""
+    """Leave those latents on their ranks wherever that is possible, even where gathering them would move fewer bytes
+    than exchanging queries and outputs, as is the case for a first prompt."""
 
     link: tuple[float, float] | None = None
-    """Bytes/s that a rank receives, and seconds until a message without bytes is there: ranks then exchange what takes
-    the least time."""
+    """The bytes/s that a rank receives, and the seconds that an empty message takes. With these, ranks choose the
+    exchange that takes the least time."""
 
     rates: tuple[float, float] | None = None
-    """FLOP/s and bytes/s of the device, in place of what is measured: of ranks, that of each."""
+    """FLOP/s and bytes/s of the device (with several ranks: of each rank's device), used instead of measured rates."""
 
     @property
     def device(self) -> Device | None:
-        """The device that the rates are of; None where they are to be measured."""
+        """A device with the given `rates`; None if rates are to be measured."""
         return None if self.rates is None else Device("mla.rates", *self.rates)
 
     @property
     def agreement(self) -> Agreement:
-        """What the ranks of a group agree on."""
+        """What the ranks of a group agree on, from the options about ranks."""
         link = None if self.link is None else Link(*self.link)
         return Agreement(self.same_on_ranks, self.keys_stay, link, self.device)
 
@@ -101,7 +101,7 @@ class Options:
 
 
 def _two_numbers(given: object, *, least: bool) -> bool:
-    """Whether that is a tuple of two positive, finite numbers, the second at `least` 0 if that is set."""
+    """Whether `given` is a tuple of two positive, finite numbers; with `least` the second may also be 0."""
     if not isinstance(given, tuple) or len(given) != 2:
         return False
     if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in given):
@@ -110,10 +110,10 @@ def _two_numbers(given: object, *, least: bool) -> bool:
 
 
 def parse(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Options, dict[str, Any]]:
-    """Our options, and Inductor's: those of `mode` and all keys that do not start with `mla.`.
+    """Split `options` into ours (`mla.*`) and Inductor's: all other keys, added to those that `mode` stands for.
 
     Raises:
-        OptionError: for a key that neither we nor Inductor know, naming the nearest, or a value that cannot be.
+        OptionError: for an unknown key (the message names the nearest known one) or an invalid value.
     """
     given = dict(options or {})
     ours = {key.removeprefix(PREFIX): given.pop(key) for key in list(given) if key.startswith(PREFIX)}

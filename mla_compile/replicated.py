@@ -1,4 +1,4 @@
-"""Sites whose heads are whole on every rank of a group that shares out the weights beside them: the report says so."""
+"""Note in the report which sites have all heads on every rank while other weights are split over the ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mla_compile.passes.outcome import Outcome
 def with_replicated_heads(
     outcomes: tuple[Outcome, ...], module: fx.GraphModule, inputs: Sequence[Any]
 ) -> tuple[Outcome, ...]:
-    """The outcomes of a rewritten ATen graph, those marked whose up-projection is whole while other weights of the
-    graph are shared out over a mesh called `tp` (or not called anything). `inputs` are those of the Dynamo graph.
+    """The outcomes of a rewritten ATen graph, with a remark on each whose up-projection is whole while other weights of
+    the graph are split over a mesh dimension named `tp` (or without a name). `inputs` are those of the Dynamo graph.
     """
     size = max((_ranks(value) for value in inputs), default=1)
     if size == 1:
@@ -38,7 +38,7 @@ def _is_whole(weight: fx.Node, inputs: Sequence[Any]) -> bool:
 
 
 def _made_of(node: fx.Node, inputs: Sequence[Any]) -> Iterator[Any]:
-    """The inputs of the Dynamo graph that a node of the ATen graph is made of, DTensors where it has their parts."""
+    """The inputs of the Dynamo graph from which an ATen node is computed; where it uses local shards, the DTensors."""
     for maker in walk([node], makers):
         origin = maker.meta.get("desc")
         if isinstance(origin, SubclassGetAttrAOTInput):
@@ -48,7 +48,7 @@ def _made_of(node: fx.Node, inputs: Sequence[Any]) -> Iterator[Any]:
 
 
 def _ranks(value: Any) -> int:
-    """Over how many ranks of tensor parallelism a tensor is shared out."""
+    """The number of tensor-parallel ranks over which a tensor is split."""
     mesh = getattr(value, "device_mesh", None)  # only a DTensor has one
     if mesh is None:
         return 1

@@ -1,4 +1,4 @@
-"""What the backend did: reports of compilations."""
+"""Reports of compilations: what the backend did to each attention, and why."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from .text_table import aligned
 T = TypeVar("T", bound=tuple[Any, ...])
 _HISTORY: list[Report] = []
 _log = logging.getLogger(__name__)
-_trace: Any = torch._logging  # what is used of it is not in its stubs
+_trace: Any = torch._logging  # its stubs lack `trace_structured`
 
 
 @dataclass(frozen=True)
 class Report:
-    """One compilation (or, from `explain`, all of one run)."""
+    """The report of one compilation (from `explain`: of all compilations of one run)."""
 
     sites: tuple[Outcome, ...]
     """Every attention of the graph, in order."""
 
     note: str = ""
-    """What holds for the graph as a whole, for instance why stock Inductor compiled it."""
+    """A remark about the whole graph, for instance why stock Inductor compiled it."""
 
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Wall time of the passes (`passes`), of the second trace (`retrace`), of Inductor's joint graph passes, which
-    stock Inductor runs too (`joint_passes`), and of the whole compilation (`compile`)."""
+    """Wall time of the passes (`passes`), the second trace (`retrace`), Inductor's joint graph passes, which stock
+    Inductor runs too (`joint_passes`), and the whole compilation (`compile`)."""
 
     kernels: tuple[str, ...] = ()
-    """On a GPU, of each op that other projects' packages have too: what computes it, as far as sizes tell, and why not
-    the others."""
+    """On a GPU, a sentence for each op that other projects' packages can compute too: which implementation runs, as far
+    as the sizes tell, and why the others do not."""
 
     @property
     def rewritten(self) -> int:
-        """How many attentions became something else."""
+        """The number of attentions that were rewritten."""
         return sum(site.rewritten for site in self.sites)
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Report:
 
     @staticmethod
     def from_json(text: str) -> Report:
-        """The report that `to_json` wrote."""
+        """Read a report that `to_json` wrote."""
         fields = json.loads(text)
         tuples = ("guards", "trail")
         sites = tuple(Outcome(**site | {name: tuple(site[name]) for name in tuples}) for site in fields["sites"])
@@ -82,21 +82,21 @@ def _with_guards(site: Outcome) -> str:
 
 
 def _nearest_misses(sites: Sequence[Outcome]) -> Iterator[str]:
-    """What would have unchanged attentions rewritten, and how far the trace of each came: alike ones, as of many
-    layers, once."""
+    """For unchanged attentions, what would get them rewritten and how far the trace came. Identical texts, as of many
+    layers, appear once."""
     for (trail, remedy), numbers in _alike(sites, lambda site: (site.trail, site.remedy)):
         yield f"\n{numbers}: {'to have this rewritten, ' + remedy if remedy else 'traced this far'}"
         yield from (f"    {'from' if k == 0 else 'back to'} {line}" for k, line in enumerate(trail))
 
 
 def _hints(sites: Sequence[Outcome]) -> Iterator[str]:
-    """What else would save time, of alike attentions once."""
+    """What else would save time. Identical hints appear once."""
     for (hint,), numbers in _alike(sites, lambda site: (site.hint,)):
         yield f"\n{numbers}: {hint}"
 
 
 def _alike(sites: Sequence[Outcome], words: Callable[[Outcome], T]) -> Iterator[tuple[T, str]]:
-    """What is said of attentions, if anything, and the numbers of those of which it is."""
+    """Each distinct non-empty text about attentions, with the numbers of the attentions that it is about."""
     numbers: dict[T, list[str]] = {}
     for i, site in enumerate(sites):
         if any(said := words(site)):
@@ -105,7 +105,7 @@ def _alike(sites: Sequence[Outcome], words: Callable[[Outcome], T]) -> Iterator[
 
 
 def record(report: Report) -> None:
-    """Add a compilation to the history, the log (at level INFO: `TORCH_LOGS=mla_compile`) and torch's trace."""
+    """Add a report to the history, to the log (at level INFO: `TORCH_LOGS=mla_compile`) and to torch's trace."""
     _HISTORY.append(report)
     _log.info("%s", report)
     _trace.trace_structured(
@@ -116,17 +116,17 @@ def record(report: Report) -> None:
 
 
 def reports() -> list[Report]:
-    """The report of every `backend="mla"` compilation and `rewrite` in this process, oldest first."""
+    """Return the reports of all `backend="mla"` compilations and `rewrite` calls in this process, oldest first."""
     return list(_HISTORY)
 
 
 def last_report() -> Report | None:
-    """The report of the latest `backend="mla"` compilation or `rewrite` in this process, None if there was none."""
+    """Return the report of the latest `backend="mla"` compilation or `rewrite` call in this process, or None."""
     return _HISTORY[-1] if _HISTORY else None
 
 
 def merged(parts: Sequence[Report]) -> Report:
-    """One report of several compilations."""
+    """Merge the reports of several compilations into one."""
     seconds: dict[str, float] = {}
     for part in parts:
         for name, value in part.seconds.items():

@@ -1,4 +1,4 @@
-"""The second trace: a rewritten graph with Inductor's decompositions."""
+"""Retrace a rewritten graph with Inductor's decompositions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_TORCH |= {"c10d_functional", "quantized", "_quantized", "quantized_decompose
 
 
 def decompositions_of_others() -> dict[Any, Callable[..., Any]]:
-    """Those in Inductor's table of ops that are not torch's own, whose algebra nothing else tells."""
+    """The decompositions in Inductor's table of ops that are not torch's: nothing else says what these compute."""
     return {op: of for op, of in select_decomp_table().items() if op.namespace not in _OF_TORCH}
 
 
@@ -48,7 +48,7 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
         ),
         aten._grouped_mm.default: grouped_mm,
     }
-    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # where it was imported: the same in other dtypes
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # if imported: the same product for other dtypes
         table[torch.ops.transformers.grouped_mm_fallback.default] = grouped_mm
     mode = detect_fake_mode(placeholders)
     with torch._C._DisableAutocast(), torch.fx.traceback.preserve_node_meta(), mode or contextlib.nullcontext():
@@ -63,16 +63,16 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _WithTheirOrigins(fx.Interpreter):
-    """Traces nodes as having come from what the traced ones came from.
+    """Give new nodes the origins that the interpreted nodes have.
 
-    Comments in generated code then name the nodes of Dynamo's graph, as they do without us, and not those of the first
-    trace. torch's own would also copy the whole history of each node, which took a seventh of the time.
+    Comments in generated code then name nodes of Dynamo's graph, as they do without us, rather than nodes of the first
+    trace. torch's own implementation would also copy each node's whole history, which took a seventh of the time.
     """
 
     @contextlib.contextmanager
     def _set_current_node(self, node: fx.Node) -> Iterator[None]:
         before = traceback.current_meta
-        traceback.current_meta = node.meta.copy()  # which tracing adds to
+        traceback.current_meta = node.meta.copy()  # tracing adds to it
         try:
             yield
         finally:
@@ -80,7 +80,7 @@ class _WithTheirOrigins(fx.Interpreter):
 
 
 def _views_of(values: Iterable[Any]) -> Callable[[Tensor], bool]:
-    """Whether a tensor is one of some, or a view of one."""
+    """A predicate: is a tensor one of `values`, or a view of one?"""
     storages = {_storage(value) for value in values if isinstance(value, Tensor)}
     return lambda tensor: _storage(tensor) in storages
 

@@ -1,4 +1,4 @@
-"""The passes over one graph, as `torch.compile` and exported programs have them: logged, timed, kept to be verified."""
+"""Run the passes over one graph for `torch.compile` or an exported program: logged, timed, with a copy for `verify`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class Rewriting:
     """What the passes did to a graph."""
 
     outcomes: tuple[Outcome, ...]
-    """Of every attention, in order."""
+    """The outcome of every attention, in order."""
     original: fx.GraphModule | None
-    """The graph as it was, but for sums of attention weights that were multiplied apart, with `mla.verify`."""
+    """With `mla.verify`, a copy from before the rewrite, in which sums of attention weights are already split into
+    separate attentions (`Pipeline.rephrase`)."""
     seconds: float
     """Wall time of the passes."""
 
@@ -35,7 +36,7 @@ class Rewriting:
 def rewrite_graph(
     module: fx.GraphModule, device: Device, options: Options, ranges: Ranges | None = None, *, training: bool = False
 ) -> Rewriting:
-    """Rewrite the attentions of a functional ATen graph in place; args as those of `Pipeline`."""
+    """Rewrite the attentions of a functional ATen graph in place; arguments as for `Pipeline`."""
     log_graph(BEFORE, module)
     pipeline = Pipeline(
         device,
@@ -61,7 +62,7 @@ def rewrite_graph(
 
 
 def _rewrite_part(pipeline: Pipeline, name: str, part: fx.GraphModule) -> list[Result]:
-    """Rewrite the attentions of a part of a graph, whose results keep their layouts."""
+    """Rewrite the attentions of one part of a graph; its results keep their layouts."""
     layouts = layouts_of(part)
     if any(layout is not None and not layout.told for layout in layouts):
         return []

@@ -1,7 +1,7 @@
-"""Whole numbers that a graph computes more than once are computed once.
+"""Compute integers that a graph computes more than once only once.
 
-Each rewritten attention brings its own lengths, positions and tables along, the same for all layers of a model: on a
-GPU every one of them is a launch. What is no tensor of whole numbers or truth values is left to Inductor.
+Each rewritten attention has code for lengths, positions and tables, the same in all layers of a model, and on a GPU
+each of these computations is a launch. Tensors that are neither integer nor bool are left to Inductor.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .passes.nodes.arguments import is_repeatable
 
 
 def merge_same_numbers(graph: fx.Graph) -> int:
-    """Let one node stand for all that are the same call with the same arguments; how many it stands in for.
+    """Merge nodes that are the same call with the same arguments, and return how many were removed.
 
-    A result that is returned or written to stays its own: who has two may change one. What was written to is no longer
-    what it was.
+    Results that are returned or written to are not merged, because a change to one must not change another. Neither are
+    calls that read memory which was written to before, as its content has changed.
     """
     own = {_root(node) for node in graph.output_node().all_input_nodes}
     own |= {root for node in graph.nodes for root in _written(node) if root.op == "call_function"}
@@ -40,7 +40,7 @@ def merge_same_numbers(graph: fx.Graph) -> int:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether whole numbers or truth values are all that a call gives, and always the same ones."""
+    """Whether the only result of a call is an integer or bool tensor, and the same each time."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     value = node.meta.get("val")
@@ -50,14 +50,14 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """The memory that a call may write to, each by the node that made it."""
+    """The nodes that made the memory to which a call may write."""
     mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-    if mutable or isinstance(node.target, torch._ops.HigherOrderOperator):  # what that does is in no schema
+    if mutable or isinstance(node.target, torch._ops.HigherOrderOperator):  # these have no schema to tell
         yield from map(_root, node.all_input_nodes)
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The node that made the memory of a node's result: a view is of its first argument."""
+    """The node that made the memory of a node's result; views are followed to their first argument."""
     while isinstance(node.target, torch._ops.OpOverload) and _is_view(node.target) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -68,7 +68,7 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
 
 
 def _call(node: fx.Node) -> Hashable:
-    """What is called with what: 1, 1.0 and True are different."""
+    """A key for the call and its arguments, in which 1, 1.0 and True differ."""
     leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
     return node.target, tuple((type(leaf), _hashable(leaf)) for leaf in leaves), str(structure)
 

@@ -1,4 +1,4 @@
-"""What `explain` and `inspect` run of a checkpoint: a prompt, and one further token."""
+"""The sample run of a checkpoint for `explain` and `inspect`: a prompt, then one more token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .optional_packages import require
 
 @dataclass(frozen=True)
 class SampleRun:
-    """A causal language model with a cache and its two calls."""
+    """A causal language model, a cache, and the tokens of its two calls."""
 
     model: Any
     cache: Any
@@ -24,14 +24,14 @@ class SampleRun:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What both calls get besides their tokens."""
+        """The arguments of both calls besides their tokens."""
         return {"past_key_values": self.cache, "use_cache": True}
 
 
 def load(name: str, tokens: int, user: str, cache_kind: Literal["dynamic", "static"] = "dynamic") -> SampleRun:
-    """A model that AutoModelForCausalLM can load, and a prompt of `tokens` random tokens.
+    """Load a model by AutoModelForCausalLM, and make a prompt of `tokens` random tokens.
 
-    Raises: ImportError, naming the extra and the `user`, without transformers.
+    Raises: ImportError, naming the extra and the `user`, if transformers is not installed.
     """
     require("transformers", "hf", user)
     import transformers

@@ -1,6 +1,7 @@
-"""Seal attention: at Dynamo's level F.scaled_dot_product_attention becomes an op that no device decomposes.
+"""Seal attention: replace F.scaled_dot_product_attention in Dynamo's graph by an op that no device decomposes.
 
-What the passes leave unchanged is unsealed when the graph is traced again: to exactly what Inductor would have had.
+When the graph is traced again, attention that the passes left unchanged is unsealed, so that Inductor gets exactly what
+it would have had without this library.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ def _sealed(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropou
 
 
 def _with_sealed_attention(function: Any) -> Callable[..., Any]:
-    """torch's own code of a function, which finds `_sealed` where it looks for SDPA."""
+    """A copy of a torch function that finds `_sealed` where the original finds SDPA."""
     names = {**function.__globals__, "scaled_dot_product_attention": _sealed}
     copy = FunctionType(function.__code__, names, "multi_head", function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
-    names[function.__name__] = copy  # what it gives to modes of torch functions, to be called by them
-    # The text of a graph, and torch's caches, call it by its name here.
+    names[function.__name__] = copy  # the function passes itself to torch function modes, which call it
+    # The text of a graph and torch's caches refer to it by its name in this module.
     copy.__module__, copy.__qualname__ = __name__, copy.__name__
     return copy
 
@@ -40,11 +41,11 @@ def _with_sealed_attention(function: Any) -> Callable[..., Any]:
 multi_head = _with_sealed_attention(F.multi_head_attention_forward)
 
 CACHEABLE = {f"{__name__}.{multi_head.__name__}": torch.__version__}
-"""For `unsafe_marked_cacheable_functions`: torch's caches have to be told of a function that is not torch's by name."""
+"""For `unsafe_marked_cacheable_functions`: torch's caches must be told by name of a function that is not torch's."""
 
 
 def seal(module: fx.GraphModule) -> int:
-    """Seal every SDPA call of a Dynamo graph in place, those of `nn.MultiheadAttention` too; returns how many."""
+    """Seal every SDPA call of a Dynamo graph in place, including those of `nn.MultiheadAttention`; return how many."""
     count = _seal(module.graph, F.scaled_dot_product_attention)
     for node in module.graph.find_nodes(op="call_function", target=F.multi_head_attention_forward):
         node.target = multi_head
@@ -55,7 +56,7 @@ def seal(module: fx.GraphModule) -> int:
 
 
 def seal_with_parts(module: fx.GraphModule) -> None:
-    """The same of a graph and all that its control flow runs."""
+    """Seal a graph and all graphs that its control flow runs."""
     for graph in (module, *parts(module).values()):
         seal(graph)
 
@@ -80,13 +81,13 @@ def _seal(graph: fx.Graph, attention: Callable[..., Any]) -> int:
 
 
 def unseal(*args: Any) -> torch.Tensor:
-    """A sealed attention as the SDPA call that it was."""
+    """The SDPA call that a sealed attention replaced."""
     query, key, value, mask, dropout, causal, scale, grouped = args
     return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
 
 
 def unseal_exported(graph: fx.Graph) -> None:
-    """Make the sealed attentions of an exported program's graph the SDPA ops that they were, in place."""
+    """Turn the sealed attentions of an exported program's graph back into SDPA ops, in place."""
     for node in graph.nodes:
         if node.target is SEALED:
             *positional, scale, grouped = node.args
@@ -97,9 +98,9 @@ def unseal_exported(graph: fx.Graph) -> None:
 def _batched(
     info: Any, in_dims: Sequence[int | None], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
 ) -> tuple[Tensor, int]:
-    """What `torch.vmap` makes of a sealed attention: one, of tensors with one dimension more, in front.
+    """The `torch.vmap` rule: one sealed attention over tensors with the mapped dimension in front.
 
-    Those that are not mapped over are repeated along it.
+    Tensors that are not mapped over are expanded along it.
     """
 
     def mapped(tensor: Tensor, dim: int | None) -> Tensor:
@@ -111,7 +112,7 @@ def _batched(
         mask = mask.reshape(mask.shape[0], *(1,) * (query.dim() - mask.dim()), *mask.shape[1:])
     if query.dim() <= 4:
         return SEALED(query, key, value, mask, *rest), 0
-    # A batch of batches is one batch.
+    # Merge the mapped dimension and the batch into one batch.
     batches = query.shape[:2]
     if mask is not None:
         mask = mask.expand(*batches, *mask.shape[2:]).flatten(0, 1)

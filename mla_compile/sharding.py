@@ -1,7 +1,7 @@
-"""The ops on DTensors: what each rank has to have of the operands, and then has of the results.
+"""Sharding rules of the ops on DTensors: which placements of the operands an op accepts, and those of its results.
 
-An op takes a batch or its heads in shares, or everything on every rank; what is placed otherwise, torch redistributes
-first. Gradients of what all ranks have alike are sums over ranks, not taken yet (`Partial`).
+An op accepts operands sharded by sequences or by heads, or replicated; torch first redistributes operands with other
+placements. Gradients of replicated operands are sums over ranks that have yet to be taken (`Partial`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from torch.distributed.tensor.experimental import register_sharding
 from . import ops
 
 Placements = tuple[list[Placement], list[Placement | None]]
-"""Of the results, and of the arguments, None for one that is no tensor."""
+"""The placements of the results, and of the arguments (None for one that is not a tensor)."""
 
 
 @dataclass(frozen=True)
 class Axes:
-    """A letter for each dimension of an op's tensors: B sequences, N heads, others any that ranks do not share out.
+    """The dimensions of an op's tensors as letters: B for sequences, N for heads. Equal letters are sharded together.
 
-    After a `*` come those of a tensor that broadcasts: it has the last of them, and where one is 1 it stands for all.
+    A leading `*` marks a tensor that broadcasts: it may have only the last of these dimensions, and is replicated
+    along those of size 1.
     """
 
     arguments: Mapping[str, str]
     results: tuple[str, ...]
     shared: str = "BN"
-    """Those that ranks may share out."""
+    """The dimensions that may be sharded."""
 
     def rules(self, arguments: Mapping[str, Any]) -> Iterator[Placements]:
-        """Of one dimension of a mesh; arguments by name, tensors of which the shapes are asked."""
+        """The accepted placements along one mesh dimension; `arguments` by name, of which tensors have a shape."""
         for axis in ("", *self.shared):
             yield (
                 [_placed(axes, axis) for axes in self.results],
@@ -46,7 +47,7 @@ class Axes:
 
 
 def _placed(axes: str, axis: str, shape: tuple[int, ...] | None = None) -> Placement:
-    """Of a tensor, of which an argument has a shape."""
+    """The placement of a tensor; `shape` is given for arguments only."""
     dim = axes.find(axis) if axis else -1
     if axes.startswith("*") and shape is not None:
         dim -= len(axes) - len(shape)
@@ -88,7 +89,7 @@ BACKWARDS: Mapping[str, tuple[Axes, tuple[str, ...]]] = {
         ("q", *_KEYS, *_WEIGHTS, "mask"),
     ),
 }
-"""With what has a gradient, in the order of `wanted`."""
+"""The dimensions of each backward's arguments, and its differentiable operands in the order of `wanted`."""
 
 
 def _named(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,13 +107,13 @@ def _register(name: str, axes: Axes) -> None:
 
 
 def _merged(o_a: Any, *others: Any) -> list[Placements]:
-    """Rows are apart from each other: any dimension but the last."""
+    """Any dimension but the last may be sharded, as rows do not depend on each other."""
     dims = [Replicate(), *map(Shard, range(len(o_a.shape) - 1))]
     return [([placed, placed], [placed] * 4) for placed in dims]
 
 
 def _sealed(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, *others: Any) -> list[Placements]:
-    """As the attention that it stands for; one with dropout draws its numbers on every rank alike."""
+    """The rules of the attention itself. With dropout everything is replicated: every rank draws the same numbers."""
     axes = Axes(_HEADS, ("BNSV",), "BN" if len(query.shape) == 4 and not dropout_p else "")
     named = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
     found = [(results, [*placed, *[None] * (1 + len(others))]) for results, placed in axes.rules(named)]
@@ -120,12 +121,12 @@ def _sealed(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, 
 
 
 def _each_rank_has_its_keys(query: Any, key: Any) -> bool:
-    """Whether groups of query heads that have a key head in common stay on one rank."""
+    """Whether query heads that share a key head stay on the same rank as it."""
     return query.shape[1] == key.shape[1] or key.shape[1] % key.mesh.size() == 0
 
 
 def _gradients(schema: OpSchema) -> OpStrategy:
-    """Of a list of results: as many as are wanted."""
+    """The strategy of a backward, whose result is a list of the wanted gradients."""
     axes, differentiable = BACKWARDS[schema.op._schema.name.removeprefix("mla::")]
     given = _named(schema.op, schema.args_schema, schema.kwargs_schema)
     named: dict[str, Any] = {
@@ -138,13 +139,13 @@ def _gradients(schema: OpSchema) -> OpStrategy:
         results = [Partial() if axis and of[name] == Replicate() else of[name] for name in asked]
         rules.append([*results, *placed])
     strategy = expand_to_full_mesh_op_strategy(schema.get_mesh_from_args(), schema, rules, input_index=len(asked))
-    for one in strategy.strategies:  # of one result too a list
+    for one in strategy.strategies:  # the result is a list even if it has one element
         one.output_specs = one.output_specs if isinstance(one.output_specs, tuple) else (one.output_specs,)
     return strategy
 
 
 def register() -> None:
-    """Tell torch the rules of every op."""
+    """Register the sharding rules of every op with torch."""
     for name, axes in RULES.items():
         _register(name, axes)
     register_sharding(ops.merge_states.default)(_merged)

@@ -1,7 +1,8 @@
-"""Reports beside the artifacts: on a warm cache the passes do not run, so what they had decided is kept on disk.
+"""Store reports beside torch's artifacts: with a warm cache the passes do not run, so their decisions are kept on disk.
 
-A file a graph, named by a hash of the Dynamo graph and of all that the passes depend on. It holds one report for each
-set of guards; the first whose guards hold for the present sizes is the one whose artifact torch serves.
+There is one file per graph, named by a hash of the Dynamo graph and of all that the passes depend on. It holds one
+report for each set of guards. The first report whose guards hold for the present sizes belongs to the artifact that
+torch serves.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ReportStore:
         self._hints = _hints(inputs)
 
     def load(self) -> Report | None:
-        """The stored report whose guards hold, None if there is none."""
+        """The stored report whose guards hold, or None."""
         return next((r for r in self._read() if self._holds(r)), None)
 
     def save(self, report: Report) -> None:
@@ -52,7 +53,7 @@ class ReportStore:
 
 
 def _described(value: Any) -> object:
-    """An input as the passes depend on it: of a tensor made of others, as quantised weights are, those too."""
+    """The properties of an input on which the passes depend; for a tensor subclass, those of its inner tensors too."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     plain = (tuple(map(str, value.shape)), str(value.dtype), str(value.device), *_shared_out(value))
@@ -63,7 +64,7 @@ def _described(value: Any) -> object:
 
 
 def _shared_out(tensor: torch.Tensor) -> tuple[str, ...]:
-    """Over which ranks a DTensor is shared out, and how: its shape is that of the whole."""
+    """The mesh and placements of a DTensor, which its shape, that of the whole tensor, does not tell."""
     return tuple(str(getattr(tensor, name, "")) for name in ("device_mesh", "placements"))
 
 
@@ -72,7 +73,7 @@ def _guards(report: Report) -> set[str]:
 
 
 _FUNCTIONS = {name: f for name, f in vars(functions).items() if isinstance(f, type) and issubclass(f, sympy.Function)}
-"""What torch makes sizes of besides sympy's own, such as `PythonMod`."""
+"""torch's own sympy functions in sizes, such as `PythonMod`."""
 
 
 def _true(guard: str, hints: Mapping[str, int]) -> bool:
@@ -80,7 +81,7 @@ def _true(guard: str, hints: Mapping[str, int]) -> bool:
 
 
 def _hints(inputs: Sequence[Any]) -> dict[str, int]:
-    """The present values of the symbols that the inputs' sizes are made of."""
+    """The present values of the symbols in the inputs' sizes."""
     hints: dict[str, int] = {}
     sizes = [s for v in inputs for s in (v.shape if isinstance(v, torch.Tensor) else (v,))]
     for size in sizes:

@@ -1,7 +1,7 @@
-"""Products of few rows as sums that Inductor generates: what a decode step on CPU mostly does outside of attention.
+"""Decompose products of few rows, which dominate a decode step on CPU besides attention, into sums for Inductor.
 
-Such a product is as fast as its weights are read. BLAS libraries read them at half the rate of a plain loop where they
-do not know the CPU, and a hundred times slower in half precision on one without matrix units for it.
+Such a product is as fast as its weights are read. BLAS libraries that do not know the CPU read them at half the rate of
+a plain loop, and in half precision, on CPUs without matrix units for it, a hundred times slower.
 """
 
 from typing import Any
@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 FEW_ROWS = 16
-"""Of a product by groups: more are likelier to share an expert, whose weights are read for each of them."""
+"""The limit for grouped products: more rows are likelier to share an expert, whose weights are read for each row."""
 
 
 def mm_of_one_row(row: Tensor, matrix: Tensor) -> Any:
-    """`row [1, K] @ matrix [K, M] -> [1, M]`, summed in float32 or better; a decomposition for `make_fx`.
+    """A decomposition for `make_fx`: `row [1, K] @ matrix [K, M] -> [1, M]`, summed in float32 or better.
 
-    NotImplemented for other devices and dtypes, more rows, and a matrix whose columns (a Linear's weights of one
-    output) are not contiguous: what such a sum would read is not a stream.
+    Returns NotImplemented for other devices and dtypes, for more rows, and for a matrix whose columns (a Linear's
+    weights of one output) are not contiguous, which a sum would not read as a stream.
     """
     one_row = statically_known_true(row.shape[0] == 1)
     if not (one_row and _streams(row, matrix)):
@@ -33,11 +33,12 @@ def grouped_mm_of_few_rows(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """`rows [S, K]` by groups, each times one of `matrices [E, K, M]` -> `[S, M]`: the experts of a token or two.
+    """A decomposition for `make_fx`: groups of `rows [S, K]`, each times one of `matrices [E, K, M]` -> `[S, M]`.
 
-    Group e is the rows from `offsets[e - 1]` to `offsets[e]` (`[E]`, integers, ascending); rows behind the last offset
-    have any number. Each row reads its own expert's matrix, summed in float32 or better; a decomposition for `make_fx`.
-    NotImplemented as `mm_of_one_row`, for more than `FEW_ROWS` rows, and for other ways to group.
+    These are the experts of a token or two. Group e is the rows from `offsets[e - 1]` to `offsets[e]` (`[E]`, integers,
+    ascending); results of rows behind the last offset are undefined. Each row reads its own expert's matrix, summed in
+    float32 or better. Returns NotImplemented as `mm_of_one_row` does, for more than `FEW_ROWS` rows, and for other ways
+    to group.
     """
     if offsets is None or bias is not None or out_dtype not in (None, rows.dtype):
         return NotImplemented
@@ -50,7 +51,7 @@ def grouped_mm_of_few_rows(
 
 
 def _streams(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether each column of the matrices is numbers side by side, of a dtype that Inductor sums on CPU."""
+    """Whether each column of the matrices is contiguous, and of a dtype that Inductor sums on CPU."""
     return rows.is_cpu and rows.is_floating_point() and statically_known_true(matrices.stride()[-2] == 1)
 
 

@@ -1,7 +1,7 @@
-"""`tp_plan`: the rules by which transformers shares the heads of MLA out over processes.
+"""`tp_plan`: the rules by which transformers splits the heads of MLA over ranks.
 
-transformers' own plans (`base_model_tp_plan` of a config) share out the attention of some families with MLA, and of
-others only what stands beside it: each rank then has all heads, and all of their weights.
+transformers' own plans (`base_model_tp_plan` of a config) split the attention of some families with MLA. For the others
+they split only the rest of the model, so that each rank holds all heads and all of their weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _WITHOUT_RULES: dict[str, dict[str, str]] = {
     "axk1": {},
     "deepseek_v3": {},
     "mistral4": {},
-    # A bare parameter has no forward: its owner runs with this rank's part of it.
+    # Bare parameters have no forward, so the module that owns them runs with this rank's part.
     "mistral_large4_text": {
         "softmax_scaling.scale": "colwise",
         "softmax_scaling.bias": "colwise",
@@ -22,18 +22,18 @@ _WITHOUT_RULES: dict[str, dict[str, str]] = {
     },
     "youtu": {},
 }
-"""Families whose attention transformers has no rules for, and what of it has heads besides the projections of all."""
+"""The model families for whose attention transformers has no rules, with rules for parts beside the projections."""
 
 
 def tp_plan(config: Any) -> dict[str, str]:
-    """The `tp_plan` of `transformers.distributed.DistributedConfig` that shares out the heads of a model with MLA.
+    """The `tp_plan` for `transformers.distributed.DistributedConfig` that splits the heads of a model with MLA.
 
-    It is transformers' own plan, and the rules of the attention where that lacks them: the projections to heads are cut
-    by their outputs, that from heads by its inputs, and what has no heads (latents, an indexer) is whole on each rank.
-    Names are those of the model with a head on it (`...ForCausalLM`, `...ForConditionalGeneration`).
+    It is transformers' own plan plus the attention rules where these are missing: projections to heads are split by
+    outputs, the projection from heads by inputs, and parts without heads (latents, an indexer) are whole on each rank.
+    Names are those of the model with its task head (`...ForCausalLM`, `...ForConditionalGeneration`).
 
-    Args: config, of a model whose number of heads the number of ranks divides.
-    Raises: ConfigError, if the config is of no MLA, of a family that is not known, or has layers of linear attention.
+    Args: config, of a model whose number of heads is divisible by the number of ranks.
+    Raises: ConfigError if the config has no MLA, is of an unknown family, or has layers of linear attention.
     """
     text = config.get_text_config(decoder=True)
     if getattr(text, "kv_lora_rank", None) is None:
@@ -55,6 +55,7 @@ def _attention(text: Any) -> dict[str, str]:
         known = ", ".join(sorted(_WITHOUT_RULES))
         raise ConfigError(f"expected a family with rules in transformers or one of {known}, found {text.model_type}")
     query = "q_proj" if getattr(text, "q_lora_rank", None) is None else "q_b_proj"
-    # Of the latent's projection only gradients are shared: of the rope key, each rank has those of its heads.
+    # The latent's projection is whole on each rank; only its gradients are summed: each rank has the rope key's
+    # gradient from its own heads.
     projections = {query: "colwise", "kv_a_proj_with_mqa": "mla_kv_a_proj", "kv_b_proj": "colwise", "o_proj": "rowwise"}
     return projections | _WITHOUT_RULES[text.model_type]

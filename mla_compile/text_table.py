@@ -1,4 +1,4 @@
-"""Tables as text, for people and as CSV."""
+"""Format tables as aligned text and as CSV."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Rows of as many cells as lines, columns two spaces apart.
+    """Format rows, all of the same number of cells, as lines with columns two spaces apart.
 
-    `sides` has `<` for each column whose cells begin at its left, `>` for each whose end at its right; the last is that
-    of all further ones.
+    `sides` has `<` for each left-aligned column and `>` for each right-aligned one; its last character holds for all
+    further columns.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     formats = [f"{side}{width}" for side, width in zip(sides.ljust(len(widths), sides[-1]), widths, strict=True)]
@@ -20,7 +20,7 @@ def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 
 
 def with_header(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as CSV, under the names that the first one has."""
+    """Rows as CSV, with the keys of the first row as the header."""
     text = StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()

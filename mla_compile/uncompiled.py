@@ -1,9 +1,9 @@
-"""A warning from `torch.compile(model, backend="mla").generate(...)`, which runs the uncompiled model.
+"""Warn from `torch.compile(model, backend="mla").generate(...)`, which runs the uncompiled model.
 
-`torch.compile` of a module returns an `OptimizedModule`, whose `forward` is compiled and which takes all else from the
-module: `generate` is the module's, and calls the module's own forward. No backend is asked on that way. But torch tells
-its module registration hooks when the `OptimizedModule` takes the module in, and there its `generate` can become one
-that warns first. No class or function of torch is changed.
+`torch.compile` of a module returns an `OptimizedModule`: its `forward` is compiled, and all other attributes are the
+module's. So `generate` is the module's too and calls the module's own forward, which never reaches a backend. However,
+torch runs its module registration hooks when the `OptimizedModule` registers the module. Our hook gives that object a
+`generate` that warns first. No class or function of torch is changed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MESSAGE = (
 
 
 def warn_of_generate(backend: Callable[..., Any]) -> None:
-    """Have every object that `torch.compile(module, backend=backend)` returns from now on warn in `generate`."""
+    """From now on, make every object that `torch.compile(module, backend=backend)` returns warn in `generate`."""
 
     def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        if torch.compiler.is_compiling():  # compiled autograd has Dynamo trace this, where the object is half made
+        if torch.compiler.is_compiling():  # under compiled autograd Dynamo traces this with the object half made
             return
         if name == "_orig_mod" and isinstance(module, OptimizedModule) and hasattr(submodule, "generate"):
-            # Which backend it has is known only later. The reference is weak, for a cycle would keep the weights alive.
+            # Its backend is known only later. The reference is weak because a cycle would keep the weights alive.
             generate = functools.partial(_generate, backend, weakref.ref(module), submodule)
             object.__setattr__(module, "generate", generate)
 
@@ -52,7 +52,7 @@ def _generate(
 
 
 def _backend_of(optimized: OptimizedModule | None) -> Any:
-    """The function that `torch.compile` found for the `backend` it was given."""
+    """The function to which `torch.compile` resolved its `backend` argument."""
     if optimized is None:
         return None
     callback: Any = optimized.dynamo_ctx.callback

@@ -1,7 +1,7 @@
-"""Variants of one function: torch compiles eight of them, and runs the function uncompiled from then on.
+"""Limit the variants of one function: torch compiles eight, and from then on runs other inputs uncompiled.
 
-A function whose attention was rewritten loses more by that than others. So sizes that vary open the others of their
-tensor, which makes fewer variants, and the last one warns.
+A function whose attention was rewritten loses more by that than others do. So once one size of a tensor varies, all its
+sizes become dynamic, which makes fewer variants, and the last variant warns.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .dynamo_graph import EXAMPLE
 
 _MOST_SHOWN = 4
 Shapes = dict[str, str]
-"""The sizes of each tensor of a variant that is no parameter."""
+"""The sizes of each input tensor of a variant, parameters excluded."""
 
 
 @dataclass
 class _Function:
-    """A function that torch compiles: its code, what `self` is there, and the inputs of its variants so far."""
+    """A function that torch compiles: its code, the class of its `self`, and the inputs of its variants so far."""
 
     code: CodeType
     owner: str
@@ -45,13 +45,13 @@ _functions: dict[int, _Function] = {}
 
 
 def remember(module: fx.GraphModule) -> None:
-    """Take note of a Dynamo graph that is being compiled, with attention that was rewritten.
+    """Record a Dynamo graph with rewritten attention that is being compiled.
 
-    Warns if torch will compile no other variant of its function.
+    Warns if torch will compile no further variant of its function.
     """
     now = CompileContext.current_compile_id()
     if now is None or now.frame_id is None or now.frame_compile_id is None:
-        return  # the backend was called, not torch
+        return  # the backend was called directly, not by torch
     root: Any = InstructionTranslator.current_tx()
     function = _functions.get(now.frame_id)
     if function is None or function.code is not root.f_code:
@@ -79,15 +79,15 @@ def _sizes(node: fx.Node) -> str:
 
 
 def _grows(node: fx.Node) -> bool:
-    """Whether the graph gives back the tensor with something put behind it, as of a cache that is longer next time."""
+    """Whether the graph returns the tensor with something appended: a cache that will be longer next time."""
     return any(user.target is torch.cat and any(after.op == "output" for after in user.users) for user in node.users)
 
 
 def _open_sizes(root: Any, growing: set[str]) -> None:
-    """Let the next variants take any size of a tensor that grows or that had several sizes already.
+    """Make all sizes dynamic, from the next variant on, of each tensor that grows or whose sizes have varied.
 
-    Torch opens the sizes that it saw vary, one after the other, and makes a variant for each. Once sizes vary, so will
-    those of an argument that was not given yet.
+    torch makes sizes dynamic one after the other, as it sees them vary, with a variant for each. Once any size varies,
+    those of arguments that have not been passed yet are expected to vary too.
     """
     if (entries := _sizes_seen(root)) is None:
         return
@@ -104,7 +104,7 @@ def _open_sizes(root: Any, growing: set[str]) -> None:
 
 
 def _sizes_seen(root: Any) -> dict[str, Any] | None:
-    """What torch knows of the sizes of each tensor of a function: what it keeps static, and what not."""
+    """What torch has recorded about the sizes of each tensor of a function: which are static and which dynamic."""
     with_closure = "closure" in inspect.signature(pgo.CodeId.make).parameters  # of torch 2.13
     code = pgo.CodeId.make(root.f_code, root.closure) if with_closure else pgo.CodeId.make(root.f_code)
     state = pgo.get_code_state().get(code)
@@ -112,7 +112,7 @@ def _sizes_seen(root: Any) -> dict[str, Any] | None:
 
 
 def _arguments(root: Any) -> Iterator[str]:
-    """What torch calls the arguments of a function; those of a `forward` that it hands them on to as keywords, too."""
+    """torch's names for the arguments of a function, and of a `forward` to which it passes its keywords on."""
     code = root.f_code
     for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
         yield f"L[{name!r}]"
@@ -134,7 +134,7 @@ def _last_variant(function: _Function, count: int) -> str:
 
 
 def _differences(variants: list[Shapes]) -> list[str]:
-    """A line for inputs that were not the same in all variants, those with the same history together."""
+    """A line for each group of inputs that differed between variants; inputs with the same history share a line."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in dict.fromkeys(name for variant in variants for name in variant):
         history = tuple(dict.fromkeys(variant.get(name, "none") for variant in variants))

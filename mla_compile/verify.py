@@ -1,4 +1,4 @@
-"""`mla.verify`: run the graph before and after the passes on the first real inputs, and compare every site."""
+"""`mla.verify`: run the graphs from before and after the passes on the first real inputs, and compare every site."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .errors import VerifyError
 from .passes.outcome import Outcome
 
 ROUNDINGS = 16
-"""Room over one rounding of the output's dtype and over the random walk of float32 sums, see `tolerance`."""
+"""The factor allowed over one rounding of the output's dtype plus the random walk of float32 sums; see `tolerance`."""
 
 
 def tolerance(original: Tensor, shapes: dict[str, str]) -> float:
-    """The largest difference that rounding explains between two ways to compute one attention output.
+    """The largest difference between two ways to compute an attention output that rounding explains.
 
-    Sums run over the latent width and the keys in float32, whose errors grow like the square root of their number; the
-    operands are rounded to the output's dtype a few times on each way. All of it relative to the largest output.
+    Sums over the latent width and the keys are in float32, and their errors grow with the square root of the number of
+    terms. Each way also rounds operands to the output's dtype a few times. All is relative to the largest output.
     """
     terms = sum(int(shapes[name]) if shapes[name].isdigit() else original.numel() for name in ("L", "T"))
     relative = torch.finfo(original.dtype).eps + torch.finfo(torch.float32).eps * math.sqrt(terms)
@@ -30,9 +30,9 @@ def tolerance(original: Tensor, shapes: dict[str, str]) -> float:
 
 
 class Verified:
-    """A compiled graph that checks itself on its first call. Called with the list of its inputs, like any of them.
+    """A compiled graph that checks itself on its first call. Like any compiled graph, it takes the list of its inputs.
 
-    `parameters` are the values of the first of them, in whose place a call has None where Inductor made them constants.
+    `parameters` are the values of the first inputs: calls pass None for those that Inductor has made constants.
     """
 
     _boxed_call = True
@@ -69,12 +69,12 @@ def check(before: fx.GraphModule, after: fx.GraphModule, outcomes: Sequence[Outc
     original = _outputs(before, inputs, {name: name for name in sites})
     rewritten = _outputs(after, inputs, names)
     for name, site in sites.items():
-        for values in zip(original[name], rewritten[name], strict=False):  # none of a branch that was not taken
+        for values in zip(original[name], rewritten[name], strict=False):  # a branch that was not taken has no values
             compare(*values, site)
 
 
 def compare(original: Tensor, rewritten: Tensor, site: Outcome) -> None:
-    """Raise VerifyError if the outputs of a site differ by more than rounding explains, or in where they are finite."""
+    """Raise VerifyError if two outputs of a site differ by more than rounding explains, or in where they are finite."""
     finite = original.isfinite()
     if not torch.equal(finite, rewritten.isfinite()):
         raise VerifyError(f"mla.verify: {site.location}: the {site.path} path is finite where the original is not")
@@ -88,7 +88,7 @@ def compare(original: Tensor, rewritten: Tensor, site: Outcome) -> None:
 
 
 def _outputs(module: fx.GraphModule, inputs: Sequence[Any], names: dict[str, str]) -> dict[str, list[Tensor]]:
-    """The values of the named nodes at each of their runs, on copies of the inputs: the graph may write to them."""
+    """The values of the named nodes, one per run of each. Inputs are copied, since the graph may write to them."""
     found: dict[str, list[Tensor]] = {name: [] for name in names.values()}
 
     class Recorder(fx.Interpreter):

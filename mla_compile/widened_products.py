@@ -1,8 +1,8 @@
-"""Products in half precision by way of float32, on CPUs whose libraries have none.
+"""Decompose half-precision products into float32 ones on CPUs whose libraries have none.
 
-There a prompt in bfloat16 would spend nine tenths of its time in them. `mla::widened_matmul` widens weights as it
-multiplies, and so it does the matrices of a batch where they are given; those that are computed anyway are widened by
-the code that computes them. What a product gives is rounded once, as a library does it, by the code around it that
+On such CPUs a prompt in bfloat16 would spend nine tenths of its time in these products. `mla::widened_matmul` widens
+weights as it multiplies, and likewise the matrices of a batch if they are given; matrices that the graph computes are
+widened by the code that computes them. As in a library, the result is rounded once, here by the surrounding code that
 Inductor generates.
 """
 
@@ -20,14 +20,14 @@ from .cpu_products import has_products
 from .ops import widened_matmul
 
 AreGiven = Callable[[Tensor], bool]
-"""Whether matrices are in memory whatever a graph computes."""
+"""Whether matrices are in memory anyway: inputs of the graph, or views of them."""
 
 
 def widened_mm(rows: Tensor, matrix: Tensor, *, are_given: AreGiven = lambda _: True) -> Any:
-    """`rows [S, K] @ matrix [K, M] -> [S, M]`; a decomposition for `make_fx`.
+    """A decomposition for `make_fx`: `rows [S, K] @ matrix [K, M] -> [S, M]`.
 
-    NotImplemented where a library has such products, and under Inductor's `freezing` where the matrix is computed: that
-    has products of its own with weights in int8, which it finds by the product.
+    Returns NotImplemented if a library has such products, and under Inductor's `freezing` if the matrix is computed:
+    `freezing` has its own products with int8 weights, which it recognises by the original product.
     """
     if not _are_to_be_widened(rows, matrix) or (config.freezing and not are_given(matrix)):
         return NotImplemented
@@ -35,21 +35,21 @@ def widened_mm(rows: Tensor, matrix: Tensor, *, are_given: AreGiven = lambda _: 
 
 
 def widened_addmm(bias: Tensor, rows: Tensor, matrix: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    """`beta bias + alpha rows [S, K] @ matrix [K, M]`, rounded once; as `widened_mm`."""
+    """Like `widened_mm`, for `beta bias + alpha rows [S, K] @ matrix [K, M]`, rounded once."""
     if not _are_to_be_widened(rows, matrix) or bias.dtype != rows.dtype:
         return NotImplemented
     product = widened_matmul(rows, matrix)
     added = bias.to(product.dtype)
-    # A bias that counts for nothing may hold anything.
+    # With beta 0 the bias is ignored, so it may hold anything, NaN included.
     sum_of_both = alpha * product if beta == 0 else beta * added + alpha * product
     return sum_of_both.to(rows.dtype)
 
 
 def widened_bmm(rows: Tensor, matrices: Tensor, *, are_given: AreGiven = lambda _: False) -> Any:
-    """`rows [B, S, K] @ matrices [B, K, M] -> [B, S, M]`; as `widened_mm`.
+    """Like `widened_mm`, for `rows [B, S, K] @ matrices [B, K, M] -> [B, S, M]`.
 
-    Of matrices that are given a second one, twice as large, is not written. NotImplemented too of one row or column,
-    which become sums that Inductor generates.
+    For matrices that are given, no widened copy, twice as large, is written. Also returns NotImplemented for one row or
+    column, as such products become sums that Inductor generates.
     """
     if not _are_to_be_widened(rows, matrices) or (config.freezing and not are_given(matrices)):
         return NotImplemented
@@ -70,7 +70,7 @@ def widened_grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """`rows [S, K]` by groups, each times one of `matrices [E, K, M]` -> `[S, M]`: experts; as `widened_mm`."""
+    """Like `widened_mm`, for groups of `rows [S, K]`, each times one of `matrices [E, K, M]` -> `[S, M]`: experts."""
     if offsets is None or bias is not None or out_dtype not in (None, rows.dtype):
         return NotImplemented
     if rows.dim() != 2 or matrices.dim() != 3 or not _are_to_be_widened(rows, matrices):

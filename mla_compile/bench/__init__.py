@@ -1,1 +1,1 @@
-"""`mla-compile bench`: one MLA layer of transformers in several modes side by side, against the machine's limit."""
+"""`mla-compile bench`: compare modes of one MLA layer of transformers with each other and the machine's limit."""

@@ -1,4 +1,4 @@
-"""Where the time of the absorbed layer goes: its stages, each timed alone."""
+"""Break down the time of the absorbed layer into its stages, each timed alone."""
 
 import statistics
 import time
@@ -13,11 +13,11 @@ from mla_compile.bench.workloads import CacheKind, Workload, make_inputs
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Stages of the layer absorbed by hand in eager mode, in order."""
+    """The stages of the layer absorbed by hand in eager mode, in order."""
 
     workload: Workload
     stages: dict[str, float]
-    """Median seconds of each stage alone. Alone a stage may find its data in another cache level than in the whole."""
+    """Median seconds of each stage alone; its data may be in another cache level than when the whole layer runs."""
     whole: float
     """Median seconds of the layer, measured in turn with the stages."""
 
@@ -29,7 +29,7 @@ def break_down(built: Built, workload: Workload, cache_kind: CacheKind, repeats:
         attention, inputs.hidden_states, inputs.position_embeddings
     )
     updated = inputs.fresh_cache().update(new_latent, new_rope_key, 0)
-    latent, rope_key = (tensor.clone() for tensor in updated)  # a static cache is about to be written again
+    latent, rope_key = (tensor.clone() for tensor in updated)  # a static cache will be written again
     q_latent = peers.absorb(attention, q_nope)
     o_latent = peers.attend(attention, q_latent, q_rope, latent, rope_key, inputs.attention_mask)
     heads = peers.expand_values(attention, o_latent)

@@ -1,4 +1,4 @@
-"""Is the output of a mode right: its distance from float64, against what rounding explains."""
+"""Check the output of a mode: compare its distance from float64 with what rounding explains."""
 
 import copy
 import math
@@ -13,15 +13,15 @@ from mla_compile.bench.modes import MODES, Step
 from mla_compile.bench.workloads import CacheKind, Workload, make_inputs
 
 ROUNDING_FACTOR = 4
-"""A sum of n terms is off by more than this times `sqrt(n)` roundings with probability below `2 exp(-4^2 / 2)`, 0.07 %
-(Higham & Mary, 2019, doi:10.1137/18M1226312, theorem 2.4). Transformers' eager mode was seen to use a tenth of it."""
+"""The error of a sum of n terms exceeds this times `sqrt(n)` roundings with probability below `2 exp(-4^2 / 2)`, or
+0.07 % (Higham & Mary, 2019, doi:10.1137/18M1226312, theorem 2.4). transformers' eager mode was seen to use a tenth."""
 HALF_FACTOR = 3.0
-"""As in the tests: another order of the same sums gives 1 on average."""
+"""The same factor as in the tests; another order of the same sums gives 1 on average."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the call gives in float64."""
+    """The result of the call in float64."""
 
     output: Tensor
     """`[1, Sq, hidden]`"""
@@ -32,7 +32,7 @@ class Reference:
 
 
 def reference(built: Built, workload: Workload, cache_kind: CacheKind) -> Reference | None:
-    """transformers' own module in float64; where that does not fit, absorbed by hand in float64; else None."""
+    """The float64 result of transformers' own module or, if that does not fit, absorbed by hand; else None."""
     weights = 8 * sum(weight.numel() for weight in built.attention.parameters())
     available, doubled = available_bytes(), replace(built.layer, dtype="float64")
     for mode in ("eager", "by-hand"):
@@ -43,9 +43,9 @@ def reference(built: Built, workload: Workload, cache_kind: CacheKind) -> Refere
 
 
 def error(step: Step, built: Built, workload: Workload, cache_kind: CacheKind, exact: Reference) -> float:
-    """Largest difference from float64 in output and cache, each relative to the largest element there.
+    """The largest difference from float64 in output and cache, each relative to its largest element.
 
-    Infinite where a shape differs or a value is not a number.
+    Infinite if a shape differs or a value is NaN.
     """
     found = _run(step, built, workload, cache_kind, built.layer.torch_dtype)
     return max(
@@ -56,10 +56,10 @@ def error(step: Step, built: Built, workload: Workload, cache_kind: CacheKind, e
 
 
 def tolerance(built: Built, workload: Workload, cache_kind: CacheKind, exact: Reference) -> float:
-    """Relative error that rounding explains: in fp32 `4 sqrt(n) 2^-24`, n the terms of the longest sum in the layer.
+    """The relative error that rounding explains: in fp32 `4 sqrt(n) 2^-24`, with n terms in the layer's longest sum.
 
-    In half precision each stage of the layer rounds what it gives, and transformers as it is says how far that goes, or
-    absorbed by hand where that does not fit: HALF_FACTOR times its own distance, or an eps if that is more.
+    In half precision each stage of the layer rounds its result. There it is HALF_FACTOR times the error of unmodified
+    transformers (if that does not fit, of the layer absorbed by hand), or of one eps if that is more.
     """
     layer = built.layer
     if layer.torch_dtype.itemsize < 4:
@@ -79,7 +79,7 @@ def _run(step: Step, built: Built, workload: Workload, cache_kind: CacheKind, dt
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
-    """Largest difference, relative to the largest element; infinite for another shape and for what is no number."""
+    """The largest difference relative to the largest element; infinite if shapes differ or a value is NaN."""
     if found.shape != exact.shape:
         return math.inf
     relative = ((found.double() - exact).abs().max() / exact.abs().max()).item()

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 KINDS = ("decode", "sparse", "prefill")
 PEERS = ("mla", "sdpa", "flex", "inductor", "by-hand", "flashmla", "flashinfer", "vllm", "sglang")
 UNTRIED = "mla-gluon"
-"""A peer of ours that no GPU has run, and that is only run where it is named."""
+"""One of our own peers, which has not run on a GPU yet and runs only if it is named."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the arguments; the parsed ones carry `run` and `parser`."""
+    """Register the subcommand; parsed arguments carry `run` and `parser`."""
     parser = subparsers.add_parser(
         "bench",
         help="time an MLA layer or a whole model of transformers, or the GPU kernels, against the machine's limit",
@@ -123,7 +123,7 @@ def _describe_kernels(gpu: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, write the files, print the table. 1 if a mode gave a wrong output or failed, else 0."""
+    """Measure, write the files, print the table. Returns 1 if a mode gave a wrong output or failed, else 0."""
     if arguments.device == "cuda":
         return _run_kernels(arguments)
     if arguments.model is not None:
@@ -149,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _workloads(arguments: argparse.Namespace, contexts: list[int], prompts: list[int]) -> "list[Workload]":
-    """What is asked for, or decoding with these contexts and prefilling these prompts."""
+    """The requested workloads; by default, decode with `contexts` and prefill of `prompts`."""
     from mla_compile.bench.workloads import Workload
 
     contexts = contexts if arguments.contexts is None else arguments.contexts
@@ -161,13 +161,13 @@ def _prepare(arguments: argparse.Namespace) -> None:
     import torch
 
     if arguments.plot:
-        require("matplotlib.figure", "plot", "--plot")  # before minutes of measuring
+        require("matplotlib.figure", "plot", "--plot")  # fail before minutes of measuring
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
 
 
 def _written(arguments: argparse.Namespace, measured: Any, table: Any, plot: Callable[[Any, Path], object]) -> int:
-    """Write the files and print the table, by a module `table` and `plot`; what `run` returns."""
+    """Print the table and write the files, by a module `table` and a function `plot`; return what `run` returns."""
     print(table.as_text(measured))
     if arguments.csv:
         arguments.csv.write_text(table.as_csv(measured))
@@ -183,7 +183,7 @@ def _status(results: Sequence[Any]) -> int:
 
 
 def _run_generation(arguments: argparse.Namespace) -> int:
-    """The same for `generate` of a whole model."""
+    """As `run`, for `generate` of a whole model."""
     from mla_compile.bench.generation import table
     from mla_compile.bench.generation.plot import plot
     from mla_compile.bench.generation.run import run as run_ways
@@ -202,7 +202,7 @@ def _run_generation(arguments: argparse.Namespace) -> int:
 
 
 def _run_training(arguments: argparse.Namespace) -> int:
-    """The same for forward and backward."""
+    """As `run`, for forward and backward."""
     import torch
 
     from mla_compile.bench import training
@@ -220,7 +220,7 @@ def _run_training(arguments: argparse.Namespace) -> int:
 
 
 def _run_kernels(arguments: argparse.Namespace) -> int:
-    """The same for the attention kernels on a GPU."""
+    """As `run`, for the attention kernels on a GPU."""
     import torch
 
     if arguments.dtype != "float32":
@@ -228,7 +228,7 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         arguments.parser.error(f"--device cuda: expected a GPU that torch sees, found none (torch {torch.__version__})")
     if arguments.plot:
-        require("matplotlib.figure", "plot", "--plot")  # before minutes of measuring
+        require("matplotlib.figure", "plot", "--plot")  # fail before minutes of measuring
     from mla_compile.bench import kernel_run
     from mla_compile.bench.plot import plot_kernels
     from mla_compile.kernels._common.tuning import tuning
@@ -254,7 +254,7 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
     cases = [replace(case, workspace_tokens=arguments.workspace_tokens) for case in chosen]
 
     def write(limits: "Device", results: list[kernel_run.Result]) -> None:
-        if arguments.csv and results:  # what there is counts even if the run is cut short
+        if arguments.csv and results:  # written as results come, in case the run is cut short
             arguments.csv.write_text(kernel_run.as_csv(limits, results))
 
     with tuning() if arguments.max_autotune else contextlib.nullcontext():

@@ -1,11 +1,11 @@
-"""Compile time: a whole model under stock Inductor and under `mla`, each in a new process with an empty cache.
+"""Measure compile time: a whole model under stock Inductor and under `mla`, each in a new process with an empty cache.
 
     python -m mla_compile.bench.compile_time --model deepseek_v2 --repeats 3
 
-`deepseek_v2`: 27 layers as DeepSeek-V2-Lite has them, a prefill and three decode steps with a DynamicCache. `gpt2`: 12
-layers without MLA, one forward pass. Both of tiny widths: what a compiler takes for depends on the nodes. The share
-that is printed is of what stock Inductor does not do: the passes and the second trace. Inductor's joint graph passes,
-which run after that instead of before, are printed apart.
+`deepseek_v2` has 27 layers like DeepSeek-V2-Lite, and runs a prefill and three decode steps with a DynamicCache. `gpt2`
+has 12 layers without MLA, and runs one forward pass. Both have tiny widths, as compile time depends on the number of
+nodes. The printed share is that of the work that stock Inductor does not do: the passes and the second trace.
+Inductor's joint graph passes, which run after these instead of before, are printed separately.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import torch
 
 BACKENDS = ("inductor", "mla")
 PARTS = ("passes", "retrace", "joint_passes")
-"""Of a compilation under `mla`, as a report has them."""
+"""The parts of a compilation under `mla`, by their names in a report."""
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
         "hidden_size": 64,
@@ -41,11 +41,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_layer": 12, "n_embd": 64, "n_head": 4, "vocab_size": 64},
 }
-"""Fields of the configuration in transformers by its model type."""
+"""The fields of the transformers configuration for each model type."""
 
 
 def compile_once(model_type: str, backend: str) -> dict[str, float]:
-    """Seconds of the calls that compile, and of those each of the `PARTS`'; in this process."""
+    """Seconds of the calls that compile (`total`), and of each of the `PARTS` of these, in this process."""
     from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
     import mla_compile
@@ -70,7 +70,7 @@ def compile_once(model_type: str, backend: str) -> dict[str, float]:
 
 
 def compile_afresh(model_type: str, backend: str) -> dict[str, float]:
-    """`compile_once` in a process of its own with an empty cache directory. Raises CalledProcessError if it fails."""
+    """Run `compile_once` in a new process with an empty cache directory. Raises CalledProcessError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __spec__.name, "--model", model_type, "--once", backend],
@@ -84,7 +84,7 @@ def compile_afresh(model_type: str, backend: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Take the backends in turn and print the medians and their ratio."""
+    """Run the backends in turn, and print the medians and their ratio."""
     parser = argparse.ArgumentParser(description="Compile a whole model under stock Inductor and under mla.")
     parser.add_argument("--model", choices=MODELS, default="deepseek_v2")
     parser.add_argument("--repeats", type=int, default=3)

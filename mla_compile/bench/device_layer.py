@@ -1,9 +1,9 @@
-"""One decode step of an unmodified transformers layer on a GPU: eager, absorbed by hand, stock Inductor and `mla`.
+"""Time one decode step of an unmodified transformers layer on a GPU: eager, absorbed by hand, stock Inductor and `mla`.
 
 `python -m mla_compile.bench.device_layer --layer v3 --contexts 4096 32768`
 
-One sequence in a static cache, bfloat16, compiled with `mode="reduce-overhead"`: a step that Inductor records in a CUDA
-graph. Each output is checked against float64 before it gets a time.
+There is one sequence in a static cache, in bfloat16, compiled with `mode="reduce-overhead"`, so that Inductor records
+the step in a CUDA graph. Each output is checked against float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from mla_compile.bench.modes import MODES, Step, summary
 from mla_compile.bench.workloads import Workload, make_inputs
 
 FACTOR = 3.0
-"""A result may be this many times further from float64 than eager transformers in the same dtype."""
+"""How many times further from float64 a result may be than eager transformers in the same dtype."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A way to run the layer at a context."""
+    """The result of one mode at one context."""
 
     context: int
     mode: str
     seconds: float | None
     error: float | None
-    """Greatest distance from float64, relative to the greatest element."""
+    """The largest distance from float64, relative to the largest element."""
     note: str = ""
 
 
@@ -47,7 +47,7 @@ def run(
     dtype: torch.dtype = torch.bfloat16,
     clock: Callable[[Callable[[], object]], float] | None = None,
 ) -> list[Row]:
-    """Measure; `clock` None is the device's own. Compiled modes are compiled anew for each context."""
+    """Measure; `clock` defaults to the device's own. Compiled modes are recompiled for each context."""
     built = build(layer)
     built = replace(built, attention=built.attention.to(device, dtype), rotary=built.rotary.to(device))
     rows = []
@@ -83,12 +83,13 @@ def _row(
         if not error <= allowed:
             return Row(context, mode, None, error, f"wrong: rounding explains {allowed:.1e}")
         return Row(context, mode, clock(call), error)
-    except Exception as failure:  # whatever a compiler raises is a result of the benchmark, not its end
+    except Exception as failure:  # any error of a compiler is a result of the benchmark and must not end it
         return Row(context, mode, None, None, f"failed: {summary(failure)}")
 
 
 class _Decode(nn.Module):
-    """The layer with the mask that transformers' models make of their cache: compiled, it is known to be a length."""
+    """The layer together with the mask that transformers' models make from their cache. Compiled together, the mask is
+    recognised as a length."""
 
     def __init__(self, built: Built) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ def _compiled(built: Built, backend: str) -> Step:
 
 
 def _call(built: Built, step: Step, context: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """The step at always the same place of a static cache."""
+    """A call of the step that always writes to the same place of a static cache."""
     arguments = make_inputs(built, Workload("decode", context), "static", dtype, device=device).arguments()
     written: Any = arguments["past_key_values"].layers[0].cumulative_length
 
@@ -137,7 +138,7 @@ def _once(built: Built, step: Step, context: int, device: torch.device, dtype: t
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Median by CUDA events, the second-level cache flushed before each call; what the host adds counts."""
+    """The median by CUDA events, with the L2 cache flushed before each call. Host overhead counts."""
     import triton.testing
 
     milliseconds: float = triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")
@@ -145,7 +146,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """A line for each, with the speed-up over stock Inductor."""
+    """A line for each row, with the speed-up over stock Inductor."""
     inductor = {row.context: row.seconds for row in rows if row.mode == "inductor"}
     lines = [f"{'context':>8}  {'mode':<9}{'us':>9}  {'speed-up':>8}  error"]
     for row in rows:

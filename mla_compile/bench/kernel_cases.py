@@ -1,7 +1,7 @@
-"""Problems for the attention ops alone: their tensors, and what a machine cannot avoid for them.
+"""Cases for the attention ops alone: their tensors, and the FLOPs and bytes that no machine can avoid.
 
-Decode reads a cache in pages of 64 tokens, sparse decode names 2,048 keys of it, prefill attends causally to its own
-prompt. Sizes are DeepSeek's: L = 512, R = 64, P = V = 128.
+Decode reads a cache in pages of 64 tokens, sparse decode reads 2,048 named keys of it, and prefill attends causally to
+its own prompt. Sizes are DeepSeek's: L = 512, R = 64, P = V = 128.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCALE = (P + R) ** -0.5
 
 @dataclass(frozen=True)
 class Case:
-    """One problem. Prefill has as many queries as tokens and no FP8."""
+    """One case. Prefill has as many queries as tokens, and no FP8."""
 
     kind: Kind
     B: int
@@ -32,26 +32,26 @@ class Case:
     N: int
     fp8: bool = False
     workspace_tokens: int = 1024
-    """Of our prefill: `mla.workspace_tokens`."""
+    """`mla.workspace_tokens` of our prefill."""
 
     def __str__(self) -> str:
         return f"{self.kind} B={self.B} Sq={self.Sq} T={self.T} N={self.N} {'fp8' if self.fp8 else 'bf16'}"
 
     @property
     def keys(self) -> int:
-        """Keys that a query attends to at most."""
+        """The largest number of keys that a query attends to."""
         return min(TOPK, self.T) if self.kind == "sparse" else self.T
 
     @property
     def flops(self) -> float:
-        """Of the way the op goes: absorbed for decode, up-projection and a causal triangle for prefill."""
+        """The FLOPs of the op: absorbed for decode, up-projection and a causal triangle for prefill."""
         if self.kind == "prefill":
             pairs = self.T * (self.T + 1) / 2
             return 2.0 * self.B * self.N * (self.T * L * (P + V) + pairs * (P + R + V))
         return 2.0 * self.B * self.Sq * self.N * self.keys * (2 * L + R)
 
     def bytes(self, itemsize: int) -> float:
-        """Everything that has to be read or written once: keys, queries, results, and the weights of a prefill."""
+        """The bytes that have to be read or written once: keys, queries, results, and for prefill the weights."""
         if self.kind == "prefill":
             heads = self.B * self.T * self.N * (P + R + V) + self.N * (P + V) * L
             return float(itemsize * (heads + self.B * self.T * (L + R)))
@@ -62,23 +62,23 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of a case. The pages of a sequence lie one behind the other, so that what reads no pages has them too."""
+    """The tensors of a case. A sequence's pages are consecutive, so that peers without paging can read them too."""
 
     case: Case
     q: Tensor
-    """Absorbed, `[B, Sq, N, L + R]`; of a prefill `[B, Sq, N, P + R]`."""
+    """Absorbed queries `[B, Sq, N, L + R]`; for prefill, queries `[B, Sq, N, P + R]`."""
     cache: Tensor
     """`[B, T, L + R]`"""
     rows: Tensor | None
     """The cache in FP8, `[pages, PAGE, row_bytes]`."""
     table: Tensor
-    """`[B, pages of a sequence]`"""
+    """The block table, `[B, pages of a sequence]`."""
     lengths: Tensor
     """`[B]`, all T."""
     indices: Tensor | None
-    """Keys that each query names, `[B, Sq, keys]`."""
+    """The keys that each query names, `[B, Sq, keys]`; for sparse decode only."""
     weight: Tensor | None
-    """Of a prefill, `[N, P + V, L]`."""
+    """The up-projection `[N, P + V, L]`; for prefill only."""
 
     @property
     def pages(self) -> Tensor:
@@ -87,7 +87,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Inputs:
-    """Random tensors of unit variance. Raises ValueError if T is no multiple of the page size."""
+    """Make random tensors of unit variance. Raises ValueError if T is not a multiple of the page size."""
     if case.T % PAGE:
         raise ValueError(f"expected a multiple of {PAGE} tokens, found {case.T}")
     generator = torch.Generator(device).manual_seed(seed)

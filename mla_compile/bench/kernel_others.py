@@ -1,7 +1,7 @@
-"""Kernels of other projects that are compared where they are installed, over the same pages and called as they say.
+"""Other projects' kernels, compared if they are installed, over the same pages and called as their projects prescribe.
 
-Each gives o `[B, Sq, N, L]`. What a call needs once for given lengths is made before it is timed, outputs that the
-caller has to bring too.
+Each returns o `[B, Sq, N, L]`. What a call needs only once for given lengths is prepared before it is timed, and so are
+outputs that the caller has to allocate.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mla_compile.bench.kernel_cases import PAGE, SCALE, Case, Inputs, L, R
 
 Call = Callable[[], Tensor]
 VLLM_SPLITS = 4
-"""What vLLM's Triton backend for MLA takes for any problem."""
+"""The number of splits that vLLM's Triton backend for MLA uses for any problem."""
 SGLANG_SPLITS = 8
-"""What SGLang takes unless a server is told otherwise."""
+"""SGLang's default number of splits."""
 
 
 def _flash_mla(x: Inputs, module: Any) -> Call:
-    """FlashMLA: bfloat16 in pages of 64; with named keys, FP8 rows of 656 bytes."""
+    """FlashMLA: bfloat16 in pages of 64; for sparse decode, FP8 rows of 656 bytes."""
     case, heads = x.case, (x.case.Sq * x.case.N, 1)
     if x.rows is None:
         metadata, pages = module.get_mla_metadata(x.lengths, *heads), x.pages
@@ -35,14 +35,14 @@ def _flash_mla(x: Inputs, module: Any) -> Call:
         assert x.indices is not None
         metadata = module.get_mla_metadata(x.lengths, *heads, case.N, True, case.keys)
         pages = x.rows.view(torch.float8_e4m3fn)
-        first = torch.arange(case.B, device=x.q.device, dtype=torch.int32) * case.T  # row of a sequence in the pages
+        first = torch.arange(case.B, device=x.q.device, dtype=torch.int32) * case.T  # first row of each sequence
         arguments = {"is_fp8_kvcache": True, "indices": x.indices + first[:, None, None]}
     given = x.q, pages[:, :, None], x.table, x.lengths, L, *metadata
     return lambda: module.flash_mla_with_kvcache(*given, softmax_scale=SCALE, **arguments)[0]
 
 
 def _flashinfer(x: Inputs, module: Any) -> Call:
-    """FlashInfer: planned once for the lengths."""
+    """FlashInfer, planned once for the lengths."""
     case, device = x.case, x.q.device
     wrapper = module.BatchMLAPagedAttentionWrapper(torch.empty(128 << 20, dtype=torch.int8, device=device))
     counts = torch.arange(case.B + 1, dtype=torch.int32, device=device)
@@ -66,7 +66,7 @@ def _flashinfer(x: Inputs, module: Any) -> Call:
 
 
 def _vllm(x: Inputs, module: Any) -> Call:
-    """vLLM's Triton kernel: one query."""
+    """vLLM's Triton kernel, for one query."""
     case, q, pages = x.case, x.q[:, 0], x.pages[:, :, None]
     o, lse = q.new_empty((case.B, case.N, L)), q.new_empty((case.B, case.N))
     partial = q.new_empty((case.B, case.N, VLLM_SPLITS, L + 1), dtype=torch.float32)
@@ -81,7 +81,7 @@ def _vllm(x: Inputs, module: Any) -> Call:
 
 
 def _sglang(x: Inputs, module: Any) -> Call:
-    """SGLang's Triton kernel: one query, keys listed one by one."""
+    """SGLang's Triton kernel, for one query, with keys listed one by one."""
     case, q, keys = x.case, x.q[:, 0], x.cache.view(-1, 1, L + R)
     integers: dict[str, Any] = {"dtype": torch.int32, "device": q.device}
     o = q.new_empty((case.B, case.N, L))
@@ -101,7 +101,7 @@ def _sglang(x: Inputs, module: Any) -> Call:
 
 
 def _taken(function: Callable[..., Any], **named: Any) -> dict[str, Any]:
-    """Those of the arguments that an installed version has."""
+    """The arguments among `named` that the installed version accepts."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in named.items() if name in parameters}
 
@@ -112,12 +112,12 @@ class Other:
 
     package: str
     modules: tuple[str, ...]
-    """Where it has been, the newest place first."""
+    """The modules in which its versions have it, the newest first."""
     make: Callable[[Inputs, Any], Call]
     takes: Callable[[Case], bool]
 
     def module(self) -> Any:
-        """The first of the modules that imports, or None. What else than its absence keeps it from that is raised."""
+        """The first of the modules that can be imported, or None. Errors other than a missing module are raised."""
         for name in self.modules:
             try:
                 return importlib.import_module(name)
@@ -151,4 +151,4 @@ OTHERS = {
     ),
     "sglang": Other("sglang", ("sglang.srt.layers.attention.triton_ops.decode_attention",), _sglang, _one_query),
 }
-"""By the name of a peer."""
+"""Other projects' kernels by the name of the peer."""

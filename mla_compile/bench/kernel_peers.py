@@ -1,7 +1,7 @@
-"""Ways to compute a case that are compared: the op, and what one would write without it.
+"""The peers that are compared: the op, and other ways to compute a case.
 
-Each gives o `[B, Sq, N, L]`, of a prefill `[B, Sq, N, V]`. What is written in plain torch reads a cache without pages
-and in bfloat16, which favours it; other projects' kernels read the same pages as the op.
+Each returns o `[B, Sq, N, L]`, for prefill `[B, Sq, N, V]`. Peers in plain torch read a bfloat16 cache without pages,
+which favours them; other projects' kernels read the same pages as the op.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _mla(x: Inputs) -> Call:
 
 
 def _gluon(x: Inputs) -> Call:
-    """The kernel that has to be asked for, alone. Raises: KernelError, where it does not take the case."""
+    """Only the Gluon kernel, which runs only on request. Raises KernelError if it does not take the case."""
     from mla_compile.kernels.paged_latent_attention.gluon import paged_latent_attention_gluon
 
     q = x.q[..., :L], x.q[..., L:]
@@ -66,7 +66,7 @@ def _gluon(x: Inputs) -> Call:
 
 
 def _by_ours(call: Call) -> Call:
-    """Not by another project's kernel that is installed, which is a peer."""
+    """Make a call use our kernels only: installed kernels of other projects are peers of their own."""
 
     def alone() -> Tensor:
         with kept_to(OURS):
@@ -85,7 +85,7 @@ def _seen(x: Inputs) -> Tensor | None:
 
 
 def by_hand(x: Inputs) -> Tensor:
-    """Two plain products and a softmax, in the dtype of the inputs: the measure of what rounding explains."""
+    """Two plain products and a softmax in the dtype of the inputs; its error measures what rounding explains."""
     if x.case.kind == "prefill":
         k, v = _expanded(x)
         scores = x.q.transpose(1, 2) @ k.mT * SCALE
@@ -111,7 +111,7 @@ def _expanded(x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _sdpa(x: Inputs) -> Call:
-    """Absorbed, heads as queries of one head; a prefill expanded."""
+    """SDPA: absorbed, with heads as queries of one head; expanded for prefill."""
     if x.case.kind == "prefill":
 
         def expanded() -> Tensor:
@@ -132,7 +132,7 @@ def _sdpa(x: Inputs) -> Call:
 
 
 def _flex(x: Inputs) -> Call:
-    """Absorbed, the cache as the one key head of all."""
+    """flex_attention: absorbed, with the cache as the only key head."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     behind = x.case.T - x.case.Sq
@@ -153,7 +153,7 @@ def _inductor(x: Inputs) -> Call:
 
 
 def calls(x: Inputs, names: Sequence[str]) -> dict[str, Callable[[], Call]]:
-    """For each of the peers that can take a case what makes the call that it would run."""
+    """For each named peer that can take a case, a function that makes its call."""
     makers: dict[str, Callable[[], Call]] = {"mla": lambda: _by_ours(_mla(x))}
     if not x.case.fp8:
         makers["by-hand"] = lambda: lambda: by_hand(x)
@@ -169,7 +169,7 @@ def calls(x: Inputs, names: Sequence[str]) -> dict[str, Callable[[], Call]]:
             continue
         try:
             module = other.module()
-        except Exception as broken:  # an installed package that does not import is a failure of that peer's
+        except Exception as broken:  # an installed package that fails to import is a failure of that peer
             makers[name] = functools.partial(_raise, broken)
             continue
         if module is not None:
@@ -182,5 +182,5 @@ def _raise(error: Exception) -> Call:
 
 
 def version(peer: str) -> str:
-    """Of what computes it."""
+    """The package and version that compute a peer."""
     return OTHERS[peer].version() if peer in OTHERS else f"torch {torch.__version__}"

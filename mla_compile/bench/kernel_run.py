@@ -1,7 +1,7 @@
-"""Time the attention ops against the machine's limits and what one would write without them.
+"""Time the attention ops, and compare them with the machine's limits and with code that does without them.
 
-Copy bandwidth and matmul rate are measured in the same run, on the same device, by the same clock. A result that is not
-right gets no time.
+Copy bandwidth and matmul rate are measured in the same run, on the same device, by the same clock. Results that are not
+right are not timed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import mla_compile.kernels.register  # noqa: F401  what the ops compute
+import mla_compile.kernels.register  # noqa: F401  registers the kernels of the ops
 from mla_compile.bench.check import distance
 from mla_compile.bench.kernel_cases import Case, Inputs, Kind, L, R, make_inputs
 from mla_compile.bench.kernel_peers import by_hand, calls, version
@@ -27,13 +27,13 @@ from mla_compile.kernels.coded import dequantised
 from mla_compile.text_table import aligned, with_header
 
 Clock = Callable[[Callable[[], object]], float]
-"""Seconds of a call, warm."""
+"""Returns the seconds of a warm call."""
 _CHECKED_KEYS = 1 << 22
-"""Scores of the part of a problem that is checked against float64: 32 MiB."""
+"""The number of scores in the part of a problem that is checked against float64: 32 MiB."""
 _SUM = (L + R) ** 0.5 * torch.finfo(torch.float32).eps
-"""What rounding makes of a score, a sum of L + R products of size 1 in float32."""
+"""The rounding error of a score, a float32 sum of L + R products of magnitude 1."""
 _FACTOR = 3.0
-"""A result may be this many times further from float64 than the plain equation in the same dtype, as in the tests."""
+"""How many times further from float64 a result may be than the plain equation in the same dtype, as in the tests."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Result:
     note: str = ""
     seconds: float | None = None
     error: float | None = None
-    """Greatest distance from float64, of the part that is checked, relative to the greatest value."""
+    """The largest distance from float64 in the part that is checked, relative to the largest value."""
 
 
 def run(
@@ -58,9 +58,10 @@ def run(
     clock: Clock | None = None,
     progress: Callable[[Device, list[Result]], None] = lambda *_: None,
 ) -> tuple[Device, list[Result]]:
-    """Measure: the first of the peers in all cases, then the others, which may have to compile for each.
+    """Measure the first peer in all cases, then the others, which may have to compile for each case.
 
-    What there is after each case goes to `progress`, and its name to standard error. `clock` None is the device's own.
+    After each case the results so far go to `progress`; the names of cases go to standard error. `clock` defaults to
+    the device's own.
     """
     clock = clock or (device_clock if device.type == "cuda" else host_clock)
     results: list[Result] = []
@@ -89,7 +90,7 @@ QUICK = (
     Case("sparse", 64, 1, 32768, 128, fp8=True),
     Case("prefill", 1, 16384, 16384, 16),
 )
-"""Some of each kind, what counts most first."""
+"""Some cases of each kind, the most important first."""
 
 
 def grid(
@@ -101,7 +102,7 @@ def grid(
     queries: Sequence[int],
     fp8: Sequence[bool],
 ) -> Iterator[Case]:
-    """Every combination; prefill of one prompt each."""
+    """All combinations; prefill always has one prompt."""
     for kind in kinds:
         for N in heads:
             if kind == "prefill":
@@ -112,7 +113,7 @@ def grid(
 
 
 def limits_of(device: torch.device, dtype: torch.dtype, clock: Clock) -> Device:
-    """FLOP/s of a matrix product and bytes/s, read and written, of a copy."""
+    """FLOP/s of a matrix product and bytes/s, reads plus writes, of a copy."""
     size, count = (8192, 1 << 29) if device.type == "cuda" else (256, 1 << 22)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     flops = 2 * size**3 / clock(lambda: a @ b)
@@ -123,9 +124,9 @@ def limits_of(device: torch.device, dtype: torch.dtype, clock: Clock) -> Device:
 
 
 def device_clock(call: Callable[[], object]) -> float:
-    """Median of at least 100 ms of calls, by CUDA events, the second-level cache flushed before each.
+    """The median over at least 100 ms of calls by CUDA events, with the L2 cache flushed before each call.
 
-    A call that can be captured in a CUDA graph is replayed, so that the host's time for a launch does not count.
+    A call that can be captured in a CUDA graph is replayed, so that the host's launch time does not count.
     """
     import triton.testing
 
@@ -135,7 +136,7 @@ def device_clock(call: Callable[[], object]) -> float:
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], object] | None:
-    """What replays a call; None where it cannot be captured."""
+    """A function that replays a call; None if the call cannot be captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -152,7 +153,7 @@ def _captured(call: Callable[[], object]) -> Callable[[], object] | None:
 
 
 def host_clock(call: Callable[[], object]) -> float:
-    """Median of three calls after one."""
+    """The median of three calls after a warm-up call."""
     call()
     times = []
     for _ in range(3):
@@ -163,7 +164,7 @@ def host_clock(call: Callable[[], object]) -> float:
 
 
 def _measure(case: Case, peers: Sequence[str], device: torch.device, dtype: torch.dtype, clock: Clock) -> list[Result]:
-    torch.compiler.reset()  # each case is compiled for itself, and torch compiles a function 8 times at most
+    torch.compiler.reset()  # each case is compiled separately, and torch compiles a function at most 8 times
     try:
         inputs = make_inputs(case, device, dtype)
         exact, measure = _truth(inputs)
@@ -186,12 +187,12 @@ def _one(
         return Result(x.case, peer, "ok", "", clock(call), error)
     except torch.OutOfMemoryError:
         return Result(x.case, peer, "skipped", "takes more memory than there is")
-    except Exception as failure:  # whatever a compiler raises is a result of the benchmark, not its end
+    except Exception as failure:  # any error of a compiler is a result of the benchmark and must not end it
         return Result(x.case, peer, "failed", summary(failure))
 
 
 def _slices(case: Case) -> tuple[int, int]:
-    """Queries (the last) and heads (the first) that are checked of the first sequence."""
+    """The number of last queries and of first heads of the first sequence that are checked."""
     heads = min(case.N, 16)
     return max(min(case.Sq, _CHECKED_KEYS // (heads * case.T)), 1), heads
 
@@ -202,7 +203,7 @@ def _part(case: Case, o: Tensor) -> Tensor:
 
 
 def _truth(x: Inputs) -> tuple[Tensor, float]:
-    """What is checked in float64, and the error of the plain equation in the dtype of the inputs."""
+    """The checked part in float64, and the error of the plain equation in the dtype of the inputs."""
     queries, heads = _slices(x.case)
     case = Case(x.case.kind, 1, queries, x.case.T, heads)
 
@@ -225,7 +226,7 @@ def _truth(x: Inputs) -> tuple[Tensor, float]:
 
 
 def _cache(x: Inputs, dtype: torch.dtype) -> Tensor:
-    """The first sequence's latents and rope keys, `[1, T, L + R]`; of FP8 what it holds."""
+    """The first sequence's latents and rope keys, `[1, T, L + R]`; in FP8, the dequantised values."""
     if x.rows is None:
         return x.cache[:1].to(dtype)
     numbers, scales, ropes = RowLayout(L, R, x.q.dtype).views(x.rows[: x.table.shape[1]])
@@ -233,7 +234,7 @@ def _cache(x: Inputs, dtype: torch.dtype) -> Tensor:
 
 
 def rows(device: Device, results: Sequence[Result], itemsize: int = 2) -> list[dict[str, Any]]:
-    """A flat row for each result; None for what was not measured."""
+    """A flat row for each result, with None for what was not measured."""
     table = []
     for result in results:
         case, seconds = result.case, result.seconds
@@ -258,7 +259,7 @@ def rows(device: Device, results: Sequence[Result], itemsize: int = 2) -> list[d
 
 
 def as_text(device: Device, results: Sequence[Result]) -> str:
-    """The table, the limits above it."""
+    """The results as a table, with the limits above it."""
     head = ("case", "peer", "us", "GB/s", "TFLOP/s", "of limit", "bound", "error", "")
     sides = "<" + ">" * (len(head) - 2) + "<"
     cells = [list(head)]
@@ -275,5 +276,5 @@ def as_text(device: Device, results: Sequence[Result]) -> str:
 
 
 def as_csv(device: Device, results: Sequence[Result]) -> str:
-    """The rows with a header."""
+    """The rows as CSV, with a header."""
     return with_header(rows(device, results))

@@ -1,4 +1,4 @@
-"""Attention layers to measure: the unmodified module of transformers with random weights."""
+"""The attention layers that are measured: transformers' unmodified modules with random weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from mla_compile.optional_packages import require
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention layer's name, its model type in transformers and its sizes in the words of `ops`."""
+    """An attention layer: its name, its model type in transformers, and its sizes, named as in `ops`."""
 
     name: str
     model_type: str
@@ -23,11 +23,11 @@ class Layer:
     R: int
     V: int
     dtype: str = "float32"
-    """Of weights, cache and hidden states, as torch calls it."""
+    """The dtype of weights, cache and hidden states, by its name in torch."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The same as torch has it."""
+        """`dtype` as a torch dtype."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
@@ -47,14 +47,14 @@ class Built:
 
     layer: Layer
     config: Any
-    """The transformers config it was built from."""
+    """The transformers config from which it was built."""
     attention: nn.Module
     rotary: nn.Module
-    """Makes the attention's `position_embeddings` from hidden states and positions `[B, Sq]`."""
+    """The module that makes `position_embeddings` from hidden states and positions `[B, Sq]`."""
 
 
 def config_of(layer: Layer, **others: Any) -> Any:
-    """A transformers config whose attention is the layer's, with `others` of its fields."""
+    """A transformers config with the layer's attention, and `others` as further fields."""
     import transformers
 
     return transformers.AutoConfig.for_model(
@@ -73,17 +73,17 @@ def config_of(layer: Layer, **others: Any) -> Any:
 
 
 def build(layer: Layer, seed: int = 0) -> Built:
-    """Attention module of a one-layer transformers model on CPU, no gradients.
+    """Build the attention module of a one-layer transformers model on CPU, without gradients.
 
-    Weights are normal with variance `1 / in_features` (activations keep their size), norm weights around 1.
-    Raises ImportError, naming the extra, without transformers.
+    Weights are normal with variance `1 / in_features`, so that activations keep their magnitude; norm weights are
+    around 1. Raises ImportError, naming the extra, if transformers is not installed.
     """
     require("transformers", "hf", "the benchmark")
     import transformers
 
     config = config_of(
         layer,
-        # The rest of the model is not used: as small as it goes, and no experts.
+        # The rest of the model is not used, so it is as small as possible and has no experts.
         num_hidden_layers=1,
         first_k_dense_replace=1,
         intermediate_size=1,

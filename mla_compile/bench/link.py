@@ -1,9 +1,9 @@
-"""Latency and bandwidth between processes, and whether they foretell which mesh exchanges fastest.
+"""Fit latency and bandwidth between processes, and test whether they predict which mesh exchanges fastest.
 
     python -m mla_compile.bench.link MODEL_DIR_OR_CONFIG --ranks 4 --batch 16
 
-Gloo processes of this machine call the collectives of `mla_compile.cluster` with several sizes; latency and bandwidth
-are what explains their times best. Then they call, byte for byte, what a decode step on each of some meshes exchanges.
+Gloo processes on this machine call the collectives of `mla_compile.cluster` with several sizes, and latency and
+bandwidth are fitted to their times. Then, for several meshes, the processes exchange exactly what a decode step does.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from ..cluster.stage import stages
 from ..text_table import aligned
 
 SIZES = (256, 4096, 65536, 2**20)
-"""Bytes of the tensors that latency and bandwidth are fitted to."""
+"""The sizes in bytes of the tensors for the fit of latency and bandwidth."""
 FLOAT = 4
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a mesh exchanges in a step."""
+    """The exchanges of a mesh in a step, and their measured time."""
 
     mesh: Mesh
     exchanges: tuple[Exchange, ...]
     seconds: float
-    """Median of the steps."""
+    """The median over the steps."""
 
 
 def measure(model: Model, meshes: Sequence[Mesh], ranks: int, batch: int, repeats: int) -> tuple[Link, list[Measured]]:
-    """The link that was fitted, and each mesh of `ranks` devices, in as many processes."""
+    """The fitted link, and the result for each mesh of `ranks` devices, measured with one process per device."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.pt"
         arguments = ranks, str(Path(folder) / "store"), result, model, list(meshes), batch, repeats
@@ -54,11 +54,11 @@ def measure(model: Model, meshes: Sequence[Mesh], ranks: int, batch: int, repeat
 
 
 def fit(samples: Sequence[tuple[Exchange, float]]) -> Link:
-    """The link that explains seconds of exchanges with the least relative error, squared."""
+    """The link that minimises the squared relative error of the predicted seconds of exchanges."""
     rows = torch.tensor([[e.calls * e.messages, e.calls * e.received] for e, _ in samples], dtype=torch.float64)
     seconds = torch.tensor([seconds for _, seconds in samples], dtype=torch.float64)
     relative = rows / seconds[:, None]
-    scale = relative.norm(dim=0)  # messages and bytes are of other magnitudes
+    scale = relative.norm(dim=0)  # numbers of messages and of bytes differ in magnitude
     latency, byte = (
         torch.linalg.lstsq(relative / scale, torch.ones(len(samples), 1, dtype=torch.float64)).solution
         / (scale[:, None])
@@ -80,7 +80,7 @@ def _one(rank: int, ranks: int, store: str, result: Path, model: Model, meshes: 
         samples.append((exchange, _median(_call(exchange, groups), n)))
     link = fit(samples)
     settled = [link]
-    dist.broadcast_object_list(settled)  # each rank measured its own: all have to exchange the same
+    dist.broadcast_object_list(settled)  # each rank fitted its own link, but all must choose the same exchanges
     calls = [[_call(e, groups) for e in _of_mesh(model, mesh, batch, settled[0])] for mesh in meshes]
     rounds: list[list[float]] = [[] for _ in meshes]
     for _ in range(n):
@@ -98,7 +98,7 @@ def _of_mesh(model: Model, mesh: Mesh, batch: int, link: Link) -> tuple[Exchange
 
 
 def _call(exchange: Exchange, groups: dict[int, dist.ProcessGroup]) -> Callable[[], None]:
-    """All calls of an exchange, in blocks of ranks side by side."""
+    """A function that makes all calls of an exchange, in each group of consecutive ranks."""
     group, ranks = groups[exchange.ranks], exchange.ranks
     elements = max(ranks, round(exchange.size / FLOAT))
     own, parts = torch.ones(elements), torch.ones(elements // ranks * ranks)
@@ -113,7 +113,7 @@ def _call(exchange: Exchange, groups: dict[int, dist.ProcessGroup]) -> Callable[
     kinds: dict[str, Callable[[], object]] = {
         ALL_REDUCE: lambda: dist.all_reduce(own, group=group),
         ALL_GATHER: lambda: dist.all_gather(list(of_all.unbind()), own, group=group),
-        # gloo's own is an all-reduce, which receives twice the bytes
+        # gloo implements reduce-scatter by an all-reduce, which receives twice the bytes.
         REDUCE_SCATTER: lambda: all_to_all(of_all).sum(0),
         ALL_TO_ALL: lambda: all_to_all(parts),
         SEND: lambda: dist.send(own, second, group) if dist.get_rank() == first else dist.recv(own, first, group),
@@ -142,7 +142,7 @@ def _median(call: Callable[[], None], repeats: int) -> float:
 
 
 def as_text(link: Link, found: Sequence[Measured]) -> str:
-    """The link, and a line for each mesh, the fastest first."""
+    """The link, and a table of the meshes, the fastest first."""
     cells = [["mesh", "calls", "received", "predicted ms", "measured ms"]]
     for one in sorted(found, key=lambda one: one.seconds):
         received = sum(e.calls * e.received for e in one.exchanges)
@@ -155,7 +155,7 @@ def as_text(link: Link, found: Sequence[Measured]) -> str:
 
 
 def meshes_of(ranks: int) -> list[Mesh]:
-    """Four that exchange different things: with TP, heads; with DCP, outputs too; with EP, tokens."""
+    """Four meshes with different exchanges: TP alone, TP with DCP, TP with DP, and EP."""
     half = ranks // 2
     return [
         Mesh(ranks, 1, 1, 1, 1),

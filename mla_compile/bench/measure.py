@@ -1,4 +1,4 @@
-"""Time the modes of one workload, call by call in turn."""
+"""Time the modes of one workload, one call of each in turn."""
 
 import gc
 import statistics
@@ -19,28 +19,28 @@ from mla_compile.bench.workloads import CacheKind, Workload, make_inputs
 
 @dataclass(frozen=True)
 class Result:
-    """One mode at one workload. No time without a right output."""
+    """One mode at one workload. It has times only if the output is right."""
 
     mode: str
     workload: Workload
     status: Literal["ok", "wrong", "skipped", "failed"]
     note: str = ""
-    """Why there is no time; for the mode `mla` what became of the attention."""
+    """Why there is no time; for the mode `mla`, what became of the attention."""
     seconds: tuple[float, ...] = ()
-    """Wall time of each call."""
+    """The wall time of each call."""
     error: float | None = None
-    """Largest distance from float64 relative to the largest element, see `check.error`."""
+    """The largest distance from float64 relative to the largest element; see `check.error`."""
     peak_bytes: int | None = None
-    """See `memory.peak_growth`; None where it was not measured."""
+    """See `memory.peak_growth`; None if it was not measured."""
 
     @property
     def median(self) -> float | None:
-        """Seconds."""
+        """The median time in seconds."""
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
     def quartiles(self) -> tuple[float, float] | None:
-        """First and third, in seconds."""
+        """The first and third quartile in seconds."""
         if len(self.seconds) < 2:
             return None
         first, _, third = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -50,10 +50,10 @@ class Result:
 def measure(
     built: Built, workload: Workload, cache_kind: CacheKind, modes: Sequence[str], repeats: int
 ) -> list[Result]:
-    """A result for each mode. Compilation, warm-up and the making of caches are outside of the times.
+    """A result for each mode. Times exclude compilation, warm-up and the making of caches.
 
-    The modes take turns, so that whatever else the machine does meets all of them. A recompilation during a timed call
-    is an error.
+    The modes take turns, so that other load on the machine affects all of them. A recompilation during a timed call is
+    an error.
     """
     torch.compiler.reset()
     exact = check.reference(built, workload, cache_kind)
@@ -94,13 +94,13 @@ def measure(
 def _prepare(
     built: Built, workload: Workload, cache_kind: CacheKind, mode: str, exact: check.Reference, allowed: float
 ) -> tuple[Step, Result] | Result:
-    """The warmed-up step with a result that still lacks its times, or the result that says why there will be none."""
+    """The warmed-up step and a result that still lacks times, or a result that says why there will be none."""
     if reason := too_much(needed_bytes(built.layer, workload, mode)):
         return Result(mode, workload, "skipped", reason)
     try:
         step = warmed_up(mode, built, workload, cache_kind)
         error = check.error(step, built, workload, cache_kind, exact)
-    except Exception as failure:  # whatever a compiler raises is a result of the benchmark, not its end
+    except Exception as failure:  # any error of a compiler is a result of the benchmark and must not end it
         return Result(mode, workload, "failed", summary(failure))
     if error > allowed:
         return Result(
@@ -110,7 +110,7 @@ def _prepare(
 
 
 def rewritten() -> str:
-    """What the backend made of the attentions of the latest graph, or why it left them."""
+    """What became of the attentions of the latest graph, or why they were left unchanged."""
     from mla_compile.report import last_report
 
     report = last_report()

@@ -1,8 +1,8 @@
-"""Memory: how much there is, how much a mode will need, and how much a call took.
+"""Measure memory: how much is available, how much a mode will need, and how much a call took.
 
-The peak is that of a process of its own for each mode: growth of resident memory during one call after warm-up,
-`VmHWM` after the call, which was reset through `/proc/self/clear_refs` just before it, less `VmRSS` before the call. It
-holds everything the call allocates, its output and the grown cache too.
+The peak is measured in a separate process for each mode. It is the growth of resident memory during one call after
+warm-up: `VmHWM` after the call, which is reset through `/proc/self/clear_refs` just before it, minus `VmRSS` before the
+call. It includes everything that the call allocates, also its output and the grown cache.
 """
 
 import functools
@@ -28,11 +28,11 @@ CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-"""Limit and use of the container: cgroup v2, then v1."""
+"""The files with the container's memory limit and use: cgroup v2, then v1."""
 
 
 def available_bytes() -> int | None:
-    """Memory that can be had without swapping, in this container; None where Linux does not say."""
+    """The memory available without swapping, in this container; None if the system does not tell."""
     try:
         amounts = [_kib("/proc/meminfo", "MemAvailable")]
     except (OSError, ValueError):
@@ -46,7 +46,7 @@ def available_bytes() -> int | None:
 
 
 def too_much(needed: int) -> str:
-    """Why something that needs so many bytes is not tried, or nothing where it fits."""
+    """Why something that needs `needed` bytes is not tried; empty if it fits."""
     available = available_bytes()
     if available is None or needed <= available:
         return ""
@@ -62,12 +62,12 @@ def _kib(path: str, field: str) -> int:
 
 
 def needed_bytes(layer: Layer, workload: Workload, mode: str, at_once: int | None = None) -> int:
-    """Memory that one call in this mode takes at most, to skip what will not fit, or one of so many queries at a time.
+    """An upper bound on the memory of one call in this mode, with at most `at_once` queries, to skip what will not fit.
 
-    transformers as it is: the output of `kv_b_proj`, the keys and a scaled copy of them, and for several queries their
-    copies and two and a half matrices of scores `[N, Sq, T]` (SDPA falls back to plain products where values are not
-    as wide as keys). Measured eager peaks for V2-Lite's dims are 80 % to 100 % of this. Absorbed: the cache once more,
-    and queries and outputs in latent space.
+    Unmodified transformers: the output of `kv_b_proj`, the keys and a scaled copy of them, and for several queries
+    copies of these and two and a half matrices of scores `[N, Sq, T]` (SDPA falls back to plain products if values are
+    not as wide as keys). Measured eager peaks for V2-Lite's dims are 80 % to 100 % of this. Absorbed: another copy of
+    the cache, and queries and outputs in latent space.
     """
     queries, keys = min(workload.queries, at_once or workload.queries), workload.keys
     if mode in ("eager", "inductor"):
@@ -82,10 +82,10 @@ def needed_bytes(layer: Layer, workload: Workload, mode: str, at_once: int | Non
 
 
 def needed_to_train(layer: Layer, mode: str, tokens: int) -> int:
-    """Memory that forward and backward take in this mode of `training`, about, to skip what will not fit.
+    """The approximate memory of forward and backward in this mode of `training`, to skip what will not fit.
 
-    The gradients of the weights, and queries, keys and values as wide as they with their gradients; transformers as
-    it is takes two matrices of scores `[N, T, T]` besides, the weights and their gradients. Measured peaks of V2-Lite's
+    It counts the gradients of the weights, and queries, keys and equally wide values with their gradients. Unmodified
+    transformers also takes two matrices `[N, T, T]`: softmax weights and their gradients. Measured peaks of V2-Lite's
     and V3's layers at 1024 to 8192 tokens are 67 % to 108 % of this.
     """
     query_weights = layer.hidden * layer.N * (layer.P + layer.R)
@@ -98,7 +98,7 @@ def needed_to_train(layer: Layer, mode: str, tokens: int) -> int:
 
 
 def peak_growth(call: Callable[[], object]) -> int | None:
-    """Bytes by which resident memory grew at most during the call; None where the system cannot tell."""
+    """The largest growth of resident memory during the call, in bytes; None if the system cannot tell."""
     gc.collect()
     try:
         Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
@@ -112,9 +112,9 @@ def peak_growth(call: Callable[[], object]) -> int | None:
 
 
 def kept_for_backward(call: Callable[[], object], besides: Iterable[Tensor]) -> int:
-    """Bytes of the tensors that autograd keeps of a call for its backward, besides some that are there anyway.
+    """Bytes of the tensors that autograd keeps for a call's backward, without those of `besides`, which exist anyway.
 
-    A storage counts once and whole, however many tensors share it.
+    A storage counts once and as a whole, however many tensors share it.
     """
     kept: dict[int, int] = {}
 
@@ -134,9 +134,9 @@ def kept_for_backward(call: Callable[[], object], besides: Iterable[Tensor]) -> 
 def peaks(
     layer: Layer, mode: str, workloads: Sequence[Workload], cache_kind: CacheKind, threads: int
 ) -> list[int | None]:
-    """`peak_growth` of each workload in this mode, in a process of its own.
+    """`peak_growth` of each workload in this mode, in a separate process.
 
-    None also where the call or the process failed; why goes to standard error.
+    None if it is unknown, or the call or the process failed; the reason goes to standard error.
     """
     task = {"layer": asdict(layer), "mode": mode, "workloads": [asdict(w) for w in workloads], "cache": cache_kind}
     done = answered("mla_compile.bench.memory", task, threads)
@@ -151,10 +151,11 @@ def peaks(
 
 
 def answered(module: str, task: dict[str, Any], threads: int) -> subprocess.CompletedProcess[str]:
-    """A process of its own, once it has run a module with a task on its standard input."""
-    # One size from which glibc takes memory from the system and gives it back at once: nothing freed stays resident.
+    """Run a module in a new process with a task on its standard input, and return the completed process."""
+    # From a fixed size on, glibc then maps memory directly and returns it at once, so freed memory does not stay
+    # resident.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, "-P", "-m", module]  # -P: the package is not looked for in the directory
+    command = [sys.executable, "-P", "-m", module]  # -P: do not import the package from the working directory
     return subprocess.run(command, input=json.dumps(task), env=environment, capture_output=True, text=True)
 
 
@@ -170,7 +171,7 @@ def _child() -> None:
                 step = warmed_up(task["mode"], built, workload, cache_kind)
                 arguments = make_inputs(built, workload, cache_kind).arguments()
                 answer: int | str | None = peak_growth(functools.partial(step, arguments))
-            except Exception as failure:  # whatever a compiler raises; the next workload may do
+            except Exception as failure:  # any error of a compiler; the next workload may still work
                 answer = summary(failure)
             print(json.dumps(answer), flush=True)
 

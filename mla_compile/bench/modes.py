@@ -1,4 +1,4 @@
-"""Ways to run the layer that are compared."""
+"""The ways to run the layer that are compared."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from mla_compile.bench.peers import absorbed_by_hand
 from mla_compile.bench.workloads import CacheKind, Workload, make_inputs
 
 Step = Callable[[Mapping[str, Any]], Tensor]
-"""Takes the attention's keyword arguments, updates their cache, returns the output `[1, Sq, hidden]`."""
+"""Takes the attention's keyword arguments, updates their cache, and returns the output `[1, Sq, hidden]`."""
 
 
 def _eager(built: Built) -> Step:
@@ -45,15 +45,16 @@ DESCRIPTIONS = {
 
 
 def summary(failure: Exception) -> str:
-    """Type and first two lines: torch names the failing backend in the first and its error in the second."""
+    """The type and first two lines of an error: torch names the failing backend, then the error in the second."""
     return " ".join([f"{type(failure).__name__}:", *str(failure).split("\n")[:2]]).strip(": ")
 
 
 def warmed_up(mode: str, built: Built, workload: Workload, cache_kind: CacheKind) -> Step:
-    """The step, called before: compiled where the mode compiles, as it would be in the middle of a generation.
+    """The step after warm-up, so that modes that compile are in the state that they have in the middle of a
+    generation.
 
-    With a dynamic cache lengths change from call to call, so the first warm-up is one token shorter: torch.compile
-    then makes lengths symbolic at the second, and that is the code that is measured.
+    With a dynamic cache, lengths change from call to call. So the first warm-up call is one token shorter: at the
+    second call torch.compile then makes lengths symbolic, and that code is measured.
     """
     step = MODES[mode](built)
     if cache_kind == "dynamic" and workload.tokens > 1:

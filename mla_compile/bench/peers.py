@@ -1,7 +1,7 @@
-"""MLA absorbed by hand, in plain eager torch: what somebody who knows the layer would write.
+"""MLA absorbed by hand in plain eager torch, as somebody who knows the layer would write it.
 
-It takes the same module, arguments and cache as transformers' forward. Its stages are functions of their own, so that
-each can be measured alone.
+It takes the same module, arguments and cache as transformers' forward. Each stage is a function of its own, so that it
+can be measured alone.
 """
 
 import sys
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def project(attention: Any, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q_nope `[B, N, Sq, P]`, q_rope `[B, N, Sq, R]`, new latent `[B, 1, Sq, L]` and rope key `[B, 1, Sq, R]`."""
+    """Return q_nope `[B, N, Sq, P]`, q_rope `[B, N, Sq, R]`, new latent `[B, 1, Sq, L]`, rope key `[B, 1, Sq, R]`."""
     batch, queries, _ = hidden_states.shape
     if attention.q_lora_rank is None:
         query = attention.q_proj(hidden_states)
@@ -29,7 +29,7 @@ def project(attention: Any, hidden_states: Tensor, position_embeddings: Any) -> 
 
 
 def _rotate(attention: nn.Module, q_rope: Tensor, rope_key: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor]:
-    """The rope of the module's own model: complex factors in DeepSeek-V2, cosines and sines in V3."""
+    """Apply the rope of the module's own model: complex factors in DeepSeek-V2, cosines and sines in V3."""
     model = sys.modules[type(attention).__module__]
     if isinstance(position_embeddings, Tensor):
         rotated = model.apply_rotary_emb(q_rope, rope_key, position_embeddings)
@@ -46,10 +46,11 @@ def absorb(attention: Any, q_nope: Tensor) -> Tensor:
 def attend(
     attention: Any, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope_key: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Attention in latent space, `[B, N, Sq, L]`; causal where several queries come without a mask.
+    """Attention in latent space, `[B, N, Sq, L]`; causal if there are several queries and no mask.
 
-    One query: two plain products, the heads as rows. Several: SDPA, whose scores stay blocks; its fast CPU kernel wants
-    keys and values of one width, so the rope key is kept in the values and cut off the result.
+    One query uses two plain products with heads as rows. Several queries use SDPA, which computes scores block by
+    block. Its fast CPU kernel needs keys and values of equal width, so the rope key stays in the values and is cut off
+    the result.
     """
     queries = q_latent.shape[2]
     if queries == 1:
@@ -61,7 +62,7 @@ def attend(
         return attended.transpose(1, 2)
     keys = torch.cat((latent, rope_key), dim=-1)
     if mask is None:
-        keys = keys[:, :, :queries]  # an empty static cache is longer than what was written to it
+        keys = keys[:, :, :queries]  # a static cache is longer than what was written to it
     keys = keys.expand(-1, attention.num_heads, -1, -1)
     out = F.scaled_dot_product_attention(
         torch.cat((q_latent, q_rope), dim=-1), keys, keys, mask, is_causal=mask is None, scale=attention.scaling

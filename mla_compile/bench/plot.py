@@ -1,4 +1,4 @@
-"""Time against length for each mode, with the machine's limit; for kernels, the share of the limit that is reached."""
+"""Plot time against length for each mode, with the machine's limit; for kernels, the achieved share of the limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ AXIS_LABELS = {"decode": "tokens in the cache", "prefill": "tokens of the prompt
 
 
 def plot(benchmark: Benchmark, path: Path) -> None:
-    """Write the figure; its format is that of the name. Raises ImportError, naming the extra, without matplotlib."""
+    """Write the figure in the format of the file name's suffix.
+
+    Raises ImportError, naming the extra, if matplotlib is not installed.
+    """
     require("matplotlib.figure", "plot", "--plot")
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
@@ -46,9 +49,11 @@ def plot(benchmark: Benchmark, path: Path) -> None:
 
 
 def plot_kernels(device: Device, results: Sequence[Result], path: Path) -> None:
-    """Write the figure: a row for each batch, a column for each kernel, count of heads and dtype, a line for each peer.
+    """Write the figure: a row for each batch, a column for each kernel, number of heads and dtype, a line for each
+    peer.
 
-    Of several counts of queries the least is drawn. Raises ImportError, naming the extra, without matplotlib.
+    If there are several numbers of queries, the smallest is plotted. Raises ImportError, naming the extra, if
+    matplotlib is not installed.
     """
     require("matplotlib.figure", "plot", "--plot")
     from matplotlib.figure import Figure

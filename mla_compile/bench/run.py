@@ -1,4 +1,4 @@
-"""The whole benchmark: workloads one after the other, then the memory of each mode."""
+"""Run the whole benchmark: the workloads one after the other, then the memory of each mode."""
 
 import os
 import sys
@@ -23,11 +23,11 @@ class Benchmark:
     layer: Layer
     cache_kind: CacheKind
     device: Device
-    """The machine's limits in the layer's dtype: the best of what was measured before each workload and at the end."""
+    """The machine's rates in the layer's dtype: the best of those measured before each workload and at the end."""
     load: float
-    """Processes that wanted to run, on average over the minute before the run. They slow every number."""
+    """The load average over the minute before the run. Load slows all results."""
     limits: dict[Workload, float]
-    """Seconds, see `workloads.limit`."""
+    """The lower bound on the seconds of each workload; see `workloads.limit`."""
     results: list[Result]
     breakdowns: list[Breakdown]
 
@@ -35,7 +35,7 @@ class Benchmark:
 def run(
     layer: Layer, workloads: Sequence[Workload], modes: Sequence[str], cache_kind: CacheKind, repeats: int
 ) -> Benchmark:
-    """Measure; progress goes to standard error."""
+    """Measure. Progress goes to standard error."""
     load = os.getloadavg()[0]
     devices: list[Device] = []
     built = build(layer)
@@ -69,5 +69,5 @@ def _with_peaks(layer: Layer, results: Sequence[Result], cache_kind: CacheKind) 
 
 
 def log(line: object) -> None:
-    """Say what is measured now; what was is on standard output."""
+    """Print a line of progress to standard error, as results go to standard output."""
     print(line, file=sys.stderr, flush=True)

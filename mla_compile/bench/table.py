@@ -1,4 +1,4 @@
-"""The benchmark as text, CSV and JSON."""
+"""Format the benchmark as text, CSV and JSON."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ error    largest distance from float64 in output and cache, relative to the larg
 
 
 def rows(benchmark: Benchmark) -> list[dict[str, Any]]:
-    """One flat row for each mode of each workload; times in milliseconds, None for what was not measured."""
+    """A flat row for each mode of each workload; times are in milliseconds, and None if not measured."""
     inductor = {r.workload: r.median for r in benchmark.results if r.mode == "inductor"}
     return [_row(benchmark, result, inductor.get(result.workload)) for result in benchmark.results]
 
@@ -55,12 +55,12 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def as_csv(benchmark: Benchmark) -> str:
-    """The rows with a header."""
+    """The rows as CSV, with a header."""
     return with_header(rows(benchmark))
 
 
 def as_json(benchmark: Benchmark) -> str:
-    """Machine, layer, rows, breakdowns (seconds) and every single time (seconds)."""
+    """The machine, the layer, the rows, the breakdowns and every single time (both in seconds) as JSON."""
     return json.dumps(
         {
             "device": asdict(benchmark.device),
@@ -77,7 +77,7 @@ def as_json(benchmark: Benchmark) -> str:
 
 
 def as_text(benchmark: Benchmark) -> str:
-    """A table for each workload, then where the time goes."""
+    """A table for each workload, then the breakdown of the time."""
     layer, device = benchmark.layer, benchmark.device
     query_rank = "" if layer.Lq is None else f" Lq={layer.Lq}"
     lines = [

@@ -1,7 +1,7 @@
-"""`mla-compile bench --train`: forward and backward of a layer, in time and in memory, against stock Inductor.
+"""`mla-compile bench --train`: time and memory of a layer's forward and backward, compared with stock Inductor.
 
-Gradients are those of the weights and of the hidden states. They are checked against float64 at 512 tokens. Times are
-taken with the modes in turn; memory in a process of its own for each mode, see `memory.peak_growth`.
+Gradients are those of the weights and of the hidden states. They are checked against float64 at 512 tokens. The modes
+are timed in turn. Memory is measured in a separate process for each mode; see `memory.peak_growth`.
 """
 
 import copy
@@ -46,21 +46,21 @@ class TrainingResult:
     mode: str
     tokens: int
     seconds: tuple[float, ...]
-    """Wall time of each forward and backward."""
+    """The wall time of each forward and backward."""
     error: float
     allowed: float
     """The error that rounding explains."""
     peak_bytes: int | None
     saved_bytes: int | None
-    """None where they were not measured."""
+    """This and `peak_bytes` are None if they were not measured."""
     note: str
-    """Why there are no numbers."""
+    """Why there are no numbers; empty if there are."""
     skipped: bool = False
-    """Whether it was not tried, as it does not fit in memory."""
+    """Whether it was skipped because it does not fit into memory."""
 
     @property
     def right(self) -> bool:
-        """Whether it has gradients, and they are what they should be."""
+        """Whether there are gradients, and they are correct."""
         return not self.note and self.error <= self.allowed
 
 
@@ -68,7 +68,7 @@ Step = Callable[[dict[str, Any]], Tensor]
 
 
 def _step(mode: str, built: Built) -> Step:
-    """Takes the attention's keyword arguments and returns its output."""
+    """A compiled function of the attention's keyword arguments that returns its output."""
 
     def plain(arguments: dict[str, Any]) -> Tensor:
         output: Tensor = built.attention(**arguments)[0]
@@ -93,7 +93,7 @@ def _arguments(built: Built, tokens: int, dtype: torch.dtype = torch.float32) ->
 
 
 def _gradients(step: Step, built: Built, arguments: dict[str, Any]) -> list[Tensor]:
-    """Those of the hidden states and the weights, of the sum of the output times a fixed tensor."""
+    """The gradients of the hidden states and the weights, for the sum of the output times a fixed tensor."""
     output = step(arguments)
     direction = torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(2)).to(output.dtype)
     leaves = [arguments["hidden_states"], *built.attention.parameters()]
@@ -107,14 +107,14 @@ def _trainable(layer: Layer) -> Built:
 
 
 def _exact_gradients(built: Built) -> list[Tensor]:
-    """Those of transformers' own module in float64."""
+    """The gradients of transformers' own module in float64."""
     exact = Built(built.layer, built.config, copy.deepcopy(built.attention).double(), built.rotary)
     checked = _arguments(exact, CHECKED_TOKENS, torch.float64)
     return _gradients(lambda arguments: exact.attention(**arguments)[0], exact, checked)
 
 
 def measure(layer: Layer, lengths: Sequence[int], modes: Sequence[str], repeats: int) -> list[TrainingResult]:
-    """A result for each mode at each number of tokens; progress goes to standard error."""
+    """A result for each mode at each number of tokens. Progress goes to standard error."""
     built = _trainable(layer)
     exact = _exact_gradients(built)
     terms = max(layer.hidden, layer.N * layer.V, layer.L, CHECKED_TOKENS)
@@ -131,7 +131,7 @@ def measure(layer: Layer, lengths: Sequence[int], modes: Sequence[str], repeats:
                 errors[mode] = max(distance(a, b) for a, b in zip(found, exact, strict=True))
                 steps[mode], seconds[mode] = _step(mode, built), []
                 _gradients(steps[mode], built, _arguments(built, tokens))
-            except Exception as failure:  # whatever a compiler raises is a result of the benchmark
+            except Exception as failure:  # any error of a compiler is a result of the benchmark
                 steps.pop(mode, None)
                 notes[mode] = summary(failure)
         gc.collect()
@@ -150,7 +150,7 @@ def measure(layer: Layer, lengths: Sequence[int], modes: Sequence[str], repeats:
 
 
 def _memory(layer: Layer, mode: str, tokens: int) -> tuple[int | None, int | None]:
-    """Peak and saved bytes, measured in a process of its own; why it failed goes to standard error."""
+    """Peak and saved bytes, measured in a separate process. If it fails, the reason goes to standard error."""
     task = {"layer": asdict(layer), "mode": mode, "tokens": tokens}
     done = answered("mla_compile.bench.training", task, torch.get_num_threads())
     if done.returncode:
@@ -174,7 +174,7 @@ def _child() -> None:
 
 
 def as_text(layer: Layer, results: Sequence[TrainingResult]) -> str:
-    """The table."""
+    """The results as a table."""
     stock = {r.tokens: r for r in results if r.mode == "inductor"}
     header = ("tokens", "mode", "ms", "speed-up", "peak MiB", "of stock", "saved B/token", "error")
     rows = [header]

@@ -1,4 +1,4 @@
-"""Workloads: the tensors of one call of the layer, and what the machine's limits allow for it."""
+"""Workloads: the tensors of one call of the layer, and the lower bound on its time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Workload:
 
     kind: Literal["decode", "prefill"]
     tokens: int
-    """decode: cached tokens before the one query token; prefill: prompt tokens, nothing cached."""
+    """decode: the cached tokens before the single query token; prefill: the prompt tokens, with an empty cache."""
 
     def __str__(self) -> str:
         return f"decode at context {self.tokens}" if self.kind == "decode" else f"prefill of {self.tokens} tokens"
@@ -33,7 +33,7 @@ class Workload:
 
     @property
     def context(self) -> int:
-        """Tokens in the cache before the call."""
+        """The number of tokens in the cache before the call."""
         return self.tokens if self.kind == "decode" else 0
 
     @property
@@ -47,7 +47,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of the attention module; the cache is made anew for every call, so each sees the same context."""
+    """Arguments of the attention module. Each call gets a new cache, so that all calls see the same context."""
 
     hidden_states: torch.Tensor
     """`[1, Sq, hidden]`"""
@@ -73,10 +73,10 @@ def make_inputs(
     seed: int = 1,
     device: torch.device | None = None,
 ) -> Inputs:
-    """Random hidden states and cached latents of unit variance; mask and rope as transformers' model makes them.
+    """Make random hidden states and cached latents of unit variance, with transformers' own mask and rope.
 
-    A static cache is as long as the workload needs and not longer. The random numbers do not depend on `dtype`,
-    None that of the layer: they are rounded to the layer's first.
+    A static cache is exactly as long as the workload needs. The random numbers do not depend on `dtype` (default: the
+    layer's): they are rounded to the layer's dtype first.
     """
     from transformers import DynamicCache, StaticCache
     from transformers.masking_utils import create_causal_mask
@@ -94,7 +94,7 @@ def make_inputs(
         if workload.context:
             cached: Any = cache.layers[0]
             cached.lazy_initialization(latent, rope_key)
-            cached.keys, cached.values = latent, rope_key  # `update` replaces them, it never writes to them
+            cached.keys, cached.values = latent, rope_key  # `update` replaces these and never writes to them
         return cache
 
     static = StaticCache(config=built.config, max_cache_len=workload.keys)
@@ -120,14 +120,14 @@ def make_inputs(
 
 
 def limit(attention: nn.Module, layer: Layer, workload: Workload, device: Device) -> float:
-    """Seconds below which the call cannot be done at the device's rates.
+    """The lower bound on the call's seconds at the device's rates.
 
     Bytes: every weight, the latent cache, input and output once. FLOPs: all projections, and for attention the cheaper
-    of absorbing and expanding, counting only the pairs that the causal mask leaves.
+    of absorbing and expanding, where only the pairs that the causal mask leaves are counted.
     """
     dims = workload.dims(layer)
     weights = sum(weight.numel() for weight in attention.parameters())
-    up_projection = layer.N * layer.L * (layer.P + layer.V)  # part of what both costs count
+    up_projection = layer.N * layer.L * (layer.P + layer.V)  # already counted by both costs
     matrices = sum(weight.numel() for weight in attention.parameters() if weight.dim() == 2)
     size = layer.torch_dtype.itemsize
     attending = min(cost(dims, size, causal=True).flops for cost in (absorbed_cost, expanded_cost))

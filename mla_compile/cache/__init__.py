@@ -1,6 +1,6 @@
-"""A latent cache in pages: the pool they come from, and the tables that say whose they are.
+"""A paged latent cache: the pools that pages come from, and the tables that say which sequence holds which page.
 
-`latent_cache` holds the transformers `Cache` over both; it alone imports transformers, and only if that is there.
+The transformers `Cache` over both is in `latent_cache`, which imports transformers if it is installed.
 """
 
 from .fp8_pool import FP8PagePool

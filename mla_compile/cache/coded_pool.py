@@ -1,7 +1,7 @@
-"""Pools whose latents are in a byte a number, under scales beside them.
+"""Pools whose latents take one byte per number, with scales beside them.
 
-Plain torch, and three tensors a layer rather than packed rows: each is written in place and read by itself, so that
-compiled code has no views of other dtypes to see through, and attention gets the very tensors that the pool holds.
+They are plain torch, with three tensors per layer rather than packed rows. Each tensor is written in place and read by
+itself, so that the passes need not see through views as other dtypes, and attention gets the pool's tensors themselves.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from .pool import PagePool
 
 
 class CodedPagePool(PagePool, ABC):
-    """A `PagePool` that quantises latents as they are written; what is read is their numbers again, rounded.
+    """A `PagePool` that quantises latents when they are written and dequantises them when they are read.
 
     It holds, for each layer, latents `[pages, page_size, L]` in `coded` (`layers`), their float32 `scales`
-    `[pages, page_size, G]`, and rope keys `[pages, page_size, R]` of the tokens' dtype (`ropes`).
+    `[pages, page_size, G]`, and rope keys `[pages, page_size, R]` in the tokens' dtype (`ropes`).
 
-    Args: as `PagePool`, dtype that of the tokens.
-    Raises: CacheMismatchError (a ValueError) for a size below its least.
+    Args: as for `PagePool`, where dtype is that of the tokens.
+    Raises: CacheMismatchError (a ValueError), as `PagePool`.
     """
 
     coded: ClassVar[torch.dtype]
-    """The dtype of the numbers."""
+    """The dtype of stored latents."""
 
     scales: list[Tensor]
     ropes: list[Tensor]
 
     @abstractmethod
     def groups(self) -> int:
-        """`G`, scales of a token."""
+        """`G`, the number of scales of a token."""
 
     @abstractmethod
     def quantised(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents `[..., L]` in `coded` and their scales `[..., G]`."""
+        """Quantise latents: `[..., L]` in `coded`, and their scales `[..., G]`."""
 
     def _empty(
         self, layers: int, pages: int, width: int, dtype: torch.dtype | None, device: torch.device | str | None

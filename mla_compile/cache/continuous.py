@@ -1,9 +1,10 @@
-"""`ContinuousModel`: a model with MLA in transformers' own continuous batching, its latents in pages.
+"""`ContinuousModel`: run a model with MLA in transformers' continuous batching, with its latents in pages.
 
-The engine has room for keys and values of `config.head_dim`, and gives its cache to the attention function, behind the
-up-projection: no latent gets there, and a DeepSeek model, whose `head_dim` is its rope key's, fails. But who runs, and
-in which blocks, it decides for latents as well. So its own cache is made as narrow as it can be, the model gets a cache
-of ours, and block n of the engine is page n of a pool. `docs/serving.md` has the details.
+transformers' engine allocates keys and values of width `config.head_dim`, and passes its cache to the attention
+function, after the up-projection. So it never sees a latent, and it fails for DeepSeek models, whose `head_dim` is that
+of the rope key. But its scheduling of requests and blocks works for latents as well. So here the engine's own cache is
+made as narrow as possible, the model gets one of our caches, and block n of the engine is page n of a pool. See
+`docs/serving.md` for details.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ _CALL = "call generate_batch or continuous_batching_context_manager, or the mode
 
 
 class ContinuousModel(nn.Module, ContinuousMixin):
-    """A transformers model with MLA that has `generate_batch`, `init_continuous_batching` and the like of transformers.
+    """A transformers model with MLA that has transformers' `generate_batch`, `init_continuous_batching` and so on.
 
-    A step in which every request adds one token runs as a batch that reads the pages, compiled as the
-    `decode_compile_config` of the `ContinuousBatchingConfig` says; any other step as the one row of tokens that the
-    engine makes of it, compiled as `varlen_compile_config` says. `pages` and `page_size` replace `num_blocks` and
-    `page_size` of that config. Where a model is shared out over ranks, each has the latents of all tokens, and all run
-    what the first of them is asked for.
+    A step in which every request adds one token runs as a batch that reads the pages, compiled with the
+    `decode_compile_config` of the `ContinuousBatchingConfig`. Any other step runs as the single row of tokens that the
+    engine makes, compiled with `varlen_compile_config`. `pages` and `page_size` replace `num_blocks` and `page_size` of
+    that config. If the model is split over ranks, each rank has the latents of all tokens, and all ranks run the
+    requests that the first one gets.
 
-    Args: model, under `sdpa` or `eager` attention; pages, page_size, dtype and scale, as of `PagedLatentCache.of`.
-    Raises: CacheMismatchError, if the model's config does not tell its sizes, for layers that keep more than latents
-    (an indexer's keys), for another attention, dtype or scale; CacheError with transformers before 5.19, whose engine
-    cannot be told its page size.
+    Args: model, with `sdpa` or `eager` attention; pages, page_size, dtype and scale, as for `PagedLatentCache.of`.
+    Raises: CacheMismatchError if the model's config does not tell its sizes, for layers that cache more than latents
+    (an indexer's keys), for any other attention, dtype or scale; CacheError for transformers before 5.19, whose engine
+    does not accept a page size.
     """
 
-    _supports_flash_attn = False  # to the engine that is: no flash attention takes latents
+    _supports_flash_attn = False  # read by the engine: flash attention does not take latents
 
     def __init__(
         self,
@@ -69,16 +70,16 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         self.model, self.generation_config = inner, inner.generation_config
         self.device: torch.device = inner.device
         self.dtype: torch.dtype = inner.dtype
-        # Of tensor parallelism: without them each rank would schedule by itself what the group has to run together.
+        # For tensor parallelism: without these each rank would schedule on its own what the group must run together.
         self._device_mesh, self.tp_plan = inner._device_mesh, inner.tp_plan
         self.config = copy.deepcopy(inner.config.get_text_config(decoder=True))
         self.config.num_key_value_heads, self.config.head_dim = 1, 1
-        self.config._attn_implementation = "sdpa"  # has the engine make masks
-        # The engine's first two sectors are for padding; a sector is whole blocks, and a multiple of 128 bytes.
+        self.config._attn_implementation = "sdpa"  # makes the engine build masks
+        # The engine's first two sectors are padding. A sector is a whole number of blocks and a multiple of 128 bytes.
         block = 2 * self.dtype.itemsize * page_size * self.config.num_hidden_layers
         padding = 2 * math.lcm(block, 128) // block
         self.pool = PagedLatentCache.of(model, pages + padding, page_size, dtype, scale).pool
-        self.pool.take(pages + padding)  # which of them are in use, the engine knows
+        self.pool.take(pages + padding)  # the engine tracks which of them are in use
         for tensor in self.pool.tensors:
             torch._dynamo.mark_static(tensor)
         self.pages = pages
@@ -93,8 +94,8 @@ class ContinuousModel(nn.Module, ContinuousMixin):
     ) -> ContinuousBatchingManager:
         """As in transformers.
 
-        Raises: CacheMismatchError for several sequences a request and for blocks that are moved to the CPU, for which
-        the engine would copy blocks of its own cache.
+        Raises: CacheMismatchError for several sequences per request and for offloading of blocks to the CPU: in both
+        cases the engine would copy blocks of its own cache.
         """
         generation = generation_config or self.generation_config
         batching = continuous_batching_config or ContinuousBatchingConfig()
@@ -102,7 +103,8 @@ class ContinuousModel(nn.Module, ContinuousMixin):
             raise CacheMismatchError(f"expected one sequence a request, found {generation.num_return_sequences}")
         if batching.cpu_offload_space:
             raise CacheMismatchError(f"expected no cpu_offload_space, found {batching.cpu_offload_space} GiB")
-        # The engine pads what it compiles to 64 tokens and 16,384 keys, and then says no more which steps only decode.
+        # We compile the steps ourselves: the engine would pad compiled steps to 64 tokens and 16,384 keys, and would no
+        # longer say which steps only decode.
         self._varlen = _compiled(self._varlen_step, batching.varlen_compile_config)
         self._decode = _compiled(self._decode_step, batching.decode_compile_config)
         batching = replace(
@@ -121,16 +123,16 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         return True
 
     def generate(self, *_: Any, **__: Any) -> Any:
-        """None: requests come together here.
+        """Not supported, as requests are run together here.
 
-        Raises: CacheError, which says what to call.
+        Raises: CacheError, which says what to call instead.
         """
         raise CacheError(f"expected a request of many, found generate; {_CALL}")
 
     def forward(self, *args: Any, **step: Any) -> Any:
-        """One step of the engine, see `_step`.
+        """Run one step of the engine; see `_step`.
 
-        Raises: CacheError, if it is not the engine that calls.
+        Raises: CacheError if the caller is not the engine.
         """
         if args or "cache" not in step:
             raise CacheError(f"expected a step of the engine, found a call of the model; {_CALL}")
@@ -150,12 +152,12 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         cache: Any,
         **_: Any,
     ) -> Any:
-        """One step of the engine: `input_ids` `[1, tokens]` of all requests, one behind the other.
+        """Run one step of the engine, with `input_ids` `[1, tokens]` of all requests in sequence.
 
-        Its indices count rows of its cache: `block_physical_stride` of them a block. Nothing to read means that all
-        keys are new.
+        The engine's indices count rows of its cache, `block_physical_stride` per block. An empty read index means that
+        all keys are new.
         """
-        # Compiled code would be guarded on the buffers of the engine that these are views of.
+        # Cloned, as compiled code would otherwise be guarded on the engine's buffers, of which these are views.
         input_ids, position_ids, logits_to_keep = input_ids.clone(), position_ids.clone(), logits_to_keep.clone()
         stride, size = cache.layer_to_allocator[0].block_physical_stride, self.pool.page_size
         read, write = read_index[0], write_index[0]
@@ -181,7 +183,7 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         new: tuple[Tensor, Tensor],
         seen: tuple[Tensor, Tensor],
     ) -> Any:
-        """`[1, tokens]` of any requests; `attention_mask` `[1, 1, tokens, keys]` says whose keys are whose."""
+        """Run `[1, tokens]` of any requests; `attention_mask` `[1, 1, tokens, keys]` keeps requests apart."""
         return self.model(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -193,7 +195,7 @@ class ContinuousModel(nn.Module, ContinuousMixin):
     def _decode_step(
         self, input_ids: Tensor, position_ids: Tensor, lengths: Tensor, new: tuple[Tensor, Tensor], table: Tensor
     ) -> Any:
-        """One token of each request, `[B, 1]`; its keys are the first `lengths` `[B]` in pages `table` `[B, n]`."""
+        """Run one token of each request, `[B, 1]`; its keys are the first `lengths` `[B]` in pages `table` `[B, n]`."""
         keys = torch.arange(table.shape[1] * self.pool.page_size, device=table.device)
         mask = torch.zeros((len(table), len(keys)), dtype=self.dtype, device=table.device)
         mask = mask.masked_fill(keys >= lengths[:, None], torch.finfo(self.dtype).min)
@@ -211,7 +213,7 @@ def _compiled(function: Callable[..., Any], config: CompileConfig | None) -> Cal
 
 
 class _Step:
-    """The cache in one step: the pages and rows of new tokens, and those of all keys, or the table of their pages."""
+    """The model's cache for one step: the places of new tokens, and those of all keys or the table of their pages."""
 
     is_compileable = False
 
@@ -225,7 +227,7 @@ class _Step:
         self.pool, self.new, self.seen, self.table = pool, new, seen, table
 
     def update(self, latent: Tensor, k_rope: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Put latents `[B, 1, S, L]` and rope keys `[B, 1, S, R]` in their places; both of all keys."""
+        """Write latents `[B, 1, S, L]` and rope keys `[B, 1, S, R]` to their places, and return both for all keys."""
         tokens = torch.cat([latent, k_rope], dim=-1)
         self.pool.write(layer, *self.new, tokens.view(*self.new[0].shape, -1))
         if self.seen is not None:
@@ -236,5 +238,5 @@ class _Step:
         return all_latents, all_ropes
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Nobody needs it: positions are given."""
+        """Always 0; not used, as positions are passed explicitly."""
         return 0

@@ -1,7 +1,7 @@
-"""The table of sequences that have all their pages from the beginning, and whose length is a number on the device.
+"""The block table of sequences that have all their pages from the start, and whose length is a number on the device.
 
-A compiled step is the same graph whatever the length is: it takes no page, reads all that there are, and leaves what is
-behind the last token to the mask, as a static cache does.
+A compiled step is the same graph for any length: it takes no pages, reads all pages, and leaves it to the mask to hide
+what is behind the last token, as with a static cache.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class FixedTable(BlockTable):
-    """A `BlockTable` of `max_pages` pages a sequence, which it takes at once.
+    """A `BlockTable` that takes `max_pages` pages for each sequence at construction.
 
-    Pages from that of the next token on have no other holder, so that a token is written without asking.
+    The page of the next token and those behind it never have another holder, so that writes need no check.
 
     Raises: OutOfPagesError.
     """
@@ -30,13 +30,13 @@ class FixedTable(BlockTable):
     def __init__(self, pool: PagePool, batch: int, max_pages: int, pages: Tensor | None = None) -> None:
         super().__init__(pool, batch, max_pages)
         self.tokens = torch.zeros((), dtype=torch.int64, device=pool.device)
-        """How many each sequence has: it stays where it is."""
+        """The number of tokens of each sequence, in a tensor with a static address."""
         stays(self.tokens)
         self.pages.copy_(pool.take(batch * max_pages).view(batch, max_pages) if pages is None else pages)
 
     @property
     def room(self) -> int:
-        """Tokens that each sequence has pages for."""
+        """The number of tokens for which each sequence has pages."""
         return self.max_pages * self.page_tokens
 
     @property
@@ -44,9 +44,9 @@ class FixedTable(BlockTable):
         return self.max_pages
 
     def extend(self, count: int) -> None:
-        """Count `count` more tokens of each sequence.
+        """Add `count` to the length of each sequence.
 
-        Raises: FreedError; CacheMismatchError without room for them (not checked on a GPU and in compiled code).
+        Raises: FreedError; CacheMismatchError if there is no room (not checked on a GPU and in compiled code).
         """
         if values_at_hand(self.pages) and int(self.tokens) + count > self.room:
             raise CacheMismatchError(f"expected room for {count} tokens more, found {self.room - int(self.tokens)}")
@@ -63,7 +63,7 @@ class FixedTable(BlockTable):
         return torch.cat(self.keys(layer), dim=-1)[:, : int(self.tokens)]
 
     def keys(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Latents `[batch, room, L]` and rope keys `[batch, room, R]`: what is behind the last token means nothing."""
+        """Latents `[batch, room, L]` and rope keys `[batch, room, R]`; values behind the last token are undefined."""
         latent, k_rope = self.pool.keys(layer, self.pages)
         return latent.flatten(1, 2), k_rope.flatten(1, 2)
 
@@ -78,7 +78,7 @@ class FixedTable(BlockTable):
         return other
 
     def select(self, rows: Tensor) -> FixedTable:
-        """As a table's; where there are as many rows as sequences, in place."""
+        """As for a `BlockTable`, but in place if there are as many rows as sequences."""
         if len(rows) != self.batch:
             other = self.fork(rows)
             self.free()
@@ -105,10 +105,10 @@ class FixedTable(BlockTable):
         self._pages = None
 
     def own(self) -> None:
-        """Nothing: what will be written has no other holder."""
+        """Do nothing: pages that will be written have no other holder."""
 
     def _copy_begun(self, pages: Tensor) -> None:
-        """The contents of a page that is not full, the first of `pages` `[batch, n]`, to this table's in its place."""
+        """Copy a page that is not full, the first of `pages` `[batch, n]`, to this table's page in its place."""
         length = int(self.tokens)
         if length % self.page_tokens:
             self.pool.overwrite(self.pages[:, length // self.page_tokens], pages[:, 0])

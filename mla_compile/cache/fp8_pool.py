@@ -1,4 +1,4 @@
-"""A pool whose latents are in FP8 (e4m3fn): 656 bytes a token and layer of DeepSeek, 1,152 in bfloat16."""
+"""A pool of FP8 (e4m3fn) latents: 656 bytes per token and layer for DeepSeek, against 1,152 in bfloat16."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from .pool import PagePool
 
 
 class FP8PagePool(CodedPagePool):
-    """A `PagePool` that quantises tokens as they are written; what is read is their numbers again, rounded to e4m3fn.
+    """A `PagePool` that quantises tokens when they are written and dequantises them when they are read.
 
     Without `scale` it holds, for each layer, latents `[pages, page_size, L]` in e4m3fn (`layers`), their float32
-    `scales` `[pages, page_size, G]`, one a token and group of 128 columns as `mla_compile.fp8` says, and rope keys
-    `[pages, page_size, R]` of the tokens' dtype (`ropes`). With one, `layers` are `[pages, page_size, L + R]`, latents
-    and rope keys over that scale, and what is greater than 448 times the scale becomes that.
+    `scales` `[pages, page_size, G]`, one per token and group of 128 columns (see `mla_compile.fp8`), and rope keys
+    `[pages, page_size, R]` in the tokens' dtype (`ropes`). With a scale, `layers` are `[pages, page_size, L + R]`:
+    latents and rope keys divided by it, clamped to magnitudes of at most 448.
 
-    Args: as `PagePool`, dtype that of the tokens; scale, a number above 0, or a tensor of one for each layer.
-    Raises: CacheMismatchError (a ValueError) for a size below its least, or another scale.
+    Args: as for `PagePool`, where dtype is that of the tokens; scale, a positive number, or a tensor with one per
+    layer.
+    Raises: CacheMismatchError (a ValueError), as `PagePool`, and for any other scale.
     """
 
     coded: ClassVar[torch.dtype] = FP8
@@ -40,17 +41,17 @@ class FP8PagePool(CodedPagePool):
         scale: float | Tensor | None = None,
     ) -> None:
         self.packed = scale is not None
-        """Whether latents and rope keys are in one tensor, under one scale for all tokens."""
+        """Whether latents and rope keys are in one tensor, with one scale for all tokens."""
         super().__init__(layers, latent_width, rope_width, pages, page_size, dtype, device)
         if scale is not None:
             self.scales, self.ropes = _one_a_layer(scale, layers, self.device), []
 
     def groups(self) -> int:
-        """One a group of 128 columns."""
+        """One per group of 128 columns (see `groups_of`)."""
         return groups_of(self.latent_width)
 
     def quantised(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """As `mla_compile.fp8` says."""
+        """Quantise latents by `mla_compile.fp8`."""
         return quantised(latent)
 
     def _empty(
@@ -71,7 +72,8 @@ class FP8PagePool(CodedPagePool):
             super()._put(layer, place, tokens)
 
     def _numbers(self, layer: int, place: tuple[Tensor, ...]) -> Tensor:
-        return self.layers[layer].view(torch.uint8)[place].view(FP8)  # not every device indexes FP8: bytes do
+        # Not every device can index FP8, but all can index bytes.
+        return self.layers[layer].view(torch.uint8)[place].view(FP8)
 
     def _get(self, layer: int, place: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         if not self.packed:
@@ -82,7 +84,7 @@ class FP8PagePool(CodedPagePool):
 
 
 def _one_a_layer(scale: float | Tensor, layers: int, device: torch.device) -> list[Tensor]:
-    """A scale `[1]` in float32 for each layer."""
+    """A float32 scale `[1]` for each layer."""
     known = torch.as_tensor(scale, dtype=torch.float32, device=device)
     if known.dim() > 1 or known.numel() not in (1, layers) or not bool((known.isfinite() & (known > 0)).all()):
         raise CacheMismatchError(f"expected a scale above 0, or {layers}, one a layer, found {scale}")

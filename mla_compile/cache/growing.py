@@ -1,7 +1,7 @@
-"""`LatentCache`: what transformers' `DynamicCache` holds, written in place.
+"""`LatentCache`: a replacement for transformers' `DynamicCache` that is written in place.
 
-A `DynamicCache` copies all of itself at each step. Here each layer has room for more tokens than it holds, a step
-writes behind them, and only a cache that is full is copied, to twice the room.
+A `DynamicCache` copies its whole content at each step. Here each layer has room for more tokens than it holds, and a
+step appends to them in place. Only a full cache is copied, to twice the room.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .room import Room
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values of one layer, in buffers. Whoever sets them gives the layer other ones, of as many tokens."""
+    """The keys and values of one layer, in buffers. Setting them replaces the buffers by others of as many tokens."""
 
     def __init__(self, room: Room, index: int) -> None:
         self._room, self._index = room, index
@@ -45,16 +45,16 @@ class GrowingLayer(DynamicLayer):
 
     @property
     def batch_size(self) -> int:
-        """Of the tokens that it holds; -1 before the first."""
+        """The number of sequences; -1 before the first token."""
         return -1 if self._keys is None else self._keys.shape[0]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """What transformers asks of a layer: there is nothing to do before the first token is written."""
+        """Required by transformers; buffers are allocated only when the first token is written."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write keys `[B, H, S, L]` and values `[B, H, S, R]` behind the others; returns those of all T tokens."""
+        """Append keys `[B, H, S, L]` and values `[B, H, S, R]`, and return those of all T tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._room.extend(self._index, key_states.shape[-2])
@@ -65,11 +65,11 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Tokens of each sequence."""
+        """The number of tokens of each sequence."""
         return self._room.length if self.is_initialized else 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens (transformers counts them below zero), in place."""
+        """Forget the last `-tokens_to_remove` tokens (in transformers the number is negative), in place."""
         if tokens_to_remove > 0:
             raise CacheMismatchError(f"expected tokens to remove as a number below zero, found {tokens_to_remove}")
         self._room.crop(self._index, -tokens_to_remove)
@@ -81,7 +81,7 @@ class GrowingLayer(DynamicLayer):
 
 
 class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):
-    """The same of a layer with an indexer, whose keys grow likewise."""
+    """A `GrowingLayer` with an indexer, whose keys grow in the same way."""
 
     def __init__(self, room: Room, index: int, indexer_room: Room) -> None:
         super().__init__(room, index)
@@ -100,7 +100,7 @@ class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):
         self._indexer_keys = tensor
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write keys `[B, S, I]` of the indexer behind the others; returns those of all T tokens."""
+        """Append keys `[B, S, I]` of the indexer, and return those of all T tokens."""
         self.is_indexer_initialized = True
         self._indexer_room.extend(self._index, indexer_key_states.shape[-2])
         self._indexer_keys = self._indexer_room.put(self._indexer_keys, indexer_key_states)
@@ -108,7 +108,7 @@ class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):
         return self.indexer_keys
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As its base, with the indexer's keys and positions."""
+        """As in the base class, and for the indexer's keys and positions."""
         super().crop(tokens_to_remove)
         self._indexer_room.crop(self._index, -tokens_to_remove)
         if tokens_to_remove and self.indexer_position_ids is not None:
@@ -123,10 +123,10 @@ class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):
 class LatentCache(DynamicCache):
     """A `DynamicCache` that is written in place: `model.generate(**inputs, past_key_values=LatentCache.of(model))`.
 
-    It does what that one does, eager and compiled, and a step costs what is read and no copy. Layers that hold
-    something else than all tokens (sliding windows, states of linear attention) stay as transformers has them.
+    It behaves like a `DynamicCache`, eager and compiled, but a step reads the cache without copying it. Layers that do
+    not hold all tokens (sliding windows, states of linear attention) stay transformers' own.
 
-    Args: config, a transformers model's; tokens, for how many a sequence there shall be room at once.
+    Args: config, of a transformers model; tokens, the number per sequence for which there is room from the start.
     """
 
     def __init__(self, config: Any, tokens: int = 0) -> None:
@@ -140,9 +140,9 @@ class LatentCache(DynamicCache):
 
     @classmethod
     def of(cls, model: nn.Module, tokens: int = 0) -> LatentCache:
-        """An empty cache for a transformers model, with room for `tokens` tokens a sequence at once.
+        """An empty cache for a transformers model, with room for `tokens` tokens per sequence from the start.
 
-        Raises: CacheMismatchError, if the model has no configuration that says what its layers are.
+        Raises: CacheMismatchError if the model has no configuration that says what its layers are.
         """
         config: Any = getattr(model, "config", None)
         if not hasattr(config, "get_text_config"):
@@ -153,5 +153,5 @@ class LatentCache(DynamicCache):
         return f"{type(self).__name__}({self.get_seq_length()} tokens in {len(self.layers)} layers)"
 
     def fork(self) -> LatentCache:
-        """A second cache that continues the same sequences, with buffers of its own."""
+        """A copy of the cache, with its own buffers, that continues the same sequences independently."""
         return copy.deepcopy(self)

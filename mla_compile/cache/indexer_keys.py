@@ -1,4 +1,4 @@
-"""What layers with an indexer keep beside latents: its keys, small and dense, in buffers that grow."""
+"""Indexer keys, which layers with an indexer cache beside latents: small, and kept in dense buffers that grow."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from .room import Room
 
 
 class IndexerKeys:
-    """Keys `[B, T, I]` of each layer that has an indexer of its own."""
+    """The keys `[B, T, I]` of each layer that has its own indexer."""
 
     def __init__(self) -> None:
         self._room = Room(0)
         self._buffers: dict[int, Tensor] = {}
 
     def update(self, keys: Tensor, layer: int) -> Tensor:
-        """Write keys `[B, S, I]` of a layer behind the others; returns those of all T tokens."""
+        """Append keys `[B, S, I]` of a layer, and return those of all T tokens."""
         self._room.extend(layer, keys.shape[-2])
         buffer = self._room.put(self._buffers.get(layer), keys)
         self._buffers[layer] = buffer
@@ -27,7 +27,7 @@ class IndexerKeys:
             self._room.crop(layer, count)
 
     def select(self, rows: Tensor) -> IndexerKeys:
-        """Those of sequences `rows`, in buffers of their own."""
+        """A copy that holds the keys of sequences `rows`."""
         other = type(self)()
         for layer, buffer in self._buffers.items():
             other.update(buffer.narrow(-2, 0, self._room.length).index_select(0, rows.to(buffer.device)), layer)

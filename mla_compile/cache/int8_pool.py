@@ -1,4 +1,4 @@
-"""A pool whose latents are in INT8: 644 bytes a token and layer of DeepSeek, 1,152 in bfloat16."""
+"""A pool of INT8 latents: 644 bytes per token and layer for DeepSeek, against 1,152 in bfloat16."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .coded_pool import CodedPagePool
 
 
 class INT8PagePool(CodedPagePool):
-    """A `PagePool` whose latents are `[pages, page_size, L]` in int8, each token's under a float32 scale of its own.
+    """A `PagePool` whose latents are `[pages, page_size, L]` in int8, with a float32 scale for each token.
 
-    `layers`, `scales` `[pages, page_size, 1]` and `ropes` are as `CodedPagePool` says.
+    `layers`, `scales` `[pages, page_size, 1]` and `ropes` are as described for `CodedPagePool`.
 
-    Args: as `PagePool`, dtype that of the tokens.
-    Raises: CacheMismatchError (a ValueError) for a size below its least.
+    Args: as for `PagePool`, where dtype is that of the tokens.
+    Raises: CacheMismatchError (a ValueError), as `PagePool`.
     """
 
     coded: ClassVar[torch.dtype] = INT8
 
     def groups(self) -> int:
-        """1: the whole latent has one scale."""
+        """1, as the whole latent has one scale."""
         return 1
 
     def quantised(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """As `mla_compile.int8` says."""
+        """Quantise latents by `mla_compile.int8`."""
         return quantised(latent)

@@ -1,4 +1,4 @@
-"""`PagedLatentCache`: pool and block table as the `Cache` of transformers' generate, or of a model of one's own."""
+"""`PagedLatentCache`: a page pool and block table as the `Cache` of transformers' `generate`, or of a custom model."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ if TYPE_CHECKING:
 else:
     try:
         from transformers.cache_utils import Cache as Base
-    except ImportError:  # the cache serves any model that calls `update`
+    except ImportError:  # the cache also serves models of other libraries that call `update`
         Base = object
 
 
 class PagedLatentCache(Base):
-    """A batch of sequences in a page pool, for models that cache one latent and one rope key a token.
+    """A batch of sequences in a page pool, for models that cache one latent and one rope key per token.
 
-    `model.generate(**inputs, past_key_values=cache)` takes it as it takes a `DynamicCache`, eager and compiled, and so
-    does `model(ids, past_key_values=cache)`. Sequences of a batch have one length, padding tokens counted: what padding
-    may be seen is the attention mask's to say, as ever with transformers.
+    It can be passed to `model.generate(**inputs, past_key_values=cache)` and `model(ids, past_key_values=cache)` like a
+    `DynamicCache`, eager and compiled. All sequences of a batch have the same length, including padding tokens, which
+    the attention mask hides, as usual in transformers.
 
-    Args: pool, with as many layers as the model has that keep latents; max_pages, the most that one sequence may have
-    (all); shares, if the tokens are dealt out to ranks, of which each has a pool of as many pages; batch, if that many
-    sequences are to have max_pages at once, and their length is to be a number on the device; layers, transformers' own
-    of the model's layers that keep something else (states, a window), and None in the place of each other.
-    Raises: CacheMismatchError for a batch without max_pages or with shares, and for layers with either or beside a pool
-    of another number; OutOfPagesError.
+    Args: pool, with one layer for each layer of the model that caches latents; max_pages, the largest number per
+    sequence (default: all); shares, if tokens are split over ranks, each with a pool of as many pages; batch, if that
+    many sequences get max_pages each at construction and keep their length as a number on the device; layers,
+    transformers' own cache layers for those of the model that cache something else (states, a window), and None for
+    each other layer.
+    Raises: CacheMismatchError for a batch without max_pages or with shares, and for `layers` together with a batch or
+    shares, or with another number of latent layers than the pool has; OutOfPagesError.
     """
 
     def __init__(
@@ -85,18 +86,18 @@ class PagedLatentCache(Base):
         batch: int | None = None,
         tokens: int | None = None,
     ) -> PagedLatentCache:
-        """An empty cache over a pool of its own, made to a transformers model with MLA: its layers, widths and dtype.
+        """An empty cache over a pool of its own that fits a transformers model with MLA: its layers, widths and dtype.
 
-        Args: model; pages and page_size; dtype, the model's, torch.float8_e4m3fn or torch.int8, in which an
-        `FP8PagePool` (with its `scale`) or an `INT8PagePool` keeps the latents; mesh, of one dimension, whose ranks
-        share the tokens out, `interleave` at a time (a page), each in as many pages; batch and tokens, if so many
-        sequences are to have pages for so many tokens at once. Their length is a number on the device then, and a
-        compiled step one graph for all lengths.
-        Layers that keep a window of latents, or the state of linear attention, keep it as transformers has it.
-        Raises: CacheMismatchError, if the model's configuration does not tell its sizes, for layers that keep
-        something else (over a mesh or with a batch: than latents), for another dtype or scale, for another mesh or an
-        interleave that does not divide page_size, and for a batch without tokens or with a mesh; OutOfPagesError, if
-        pages do not hold the batch.
+        Args: model; pages and page_size; dtype, the model's (default), torch.float8_e4m3fn for an `FP8PagePool` (with
+        `scale`) or torch.int8 for an `INT8PagePool`; mesh, of one dimension, over whose ranks tokens are split,
+        `interleave` at a time (default: a page), with that many pages on each; batch and tokens, to give that many
+        sequences pages for that many tokens at construction. Their length is then a number on the device, and a
+        compiled step is one graph for all lengths.
+        Layers that keep a window of latents, or the state of linear attention, use transformers' own cache layers.
+        Raises: CacheMismatchError if the model's configuration does not tell its sizes, for layers that cache something
+        else (with a mesh or a batch: anything but latents), for any other dtype or scale, for a mesh of several
+        dimensions or an interleave that does not divide page_size, and for a batch without tokens or with a mesh;
+        OutOfPagesError if there are too few pages for the batch.
         """
         if (batch is None) != (tokens is None) or (batch is not None and mesh is not None):
             raise CacheMismatchError("expected batch and tokens together, and no mesh with them")
@@ -134,14 +135,14 @@ class PagedLatentCache(Base):
         else:
             pool = (INT8PagePool if dtype == INT8 else PagePool)(*arguments)
         if shares is not None:
-            pool.take(1)  # the last page, which is taken first
+            pool.take(1)  # the spare page: the last page is the first to be taken
         max_pages = None if tokens is None else (tokens + page_size - 1) // page_size
         kept = [None if i in latents else layer for i, layer in enumerate(layers)]
         return cls(pool, max_pages, shares, batch, kept if any(kept) else ())
 
     @property
     def is_compileable(self) -> bool:
-        """To transformers: it makes a mask for one token too, and before the forward, which it may compile itself."""
+        """Tells transformers to make a mask even for one token, before the forward, which it may compile itself."""
         return self.shares is not None or self.batch is not None
 
     def __len__(self) -> int:
@@ -152,19 +153,19 @@ class PagedLatentCache(Base):
 
     @property
     def table(self) -> BlockTable | None:
-        """The sequences; None before the first token."""
+        """The block table; None before the first token, unless the batch was given at construction."""
         return self._table
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append latents `[B, 1, S, L]` and rope keys `[B, 1, S, R]` of one layer; returns both of all T tokens.
+        """Append latents `[B, 1, S, L]` and rope keys `[B, 1, S, R]` of one layer, and return both for all T tokens.
 
-        Where ranks share tokens out, those of all of them are gathered, whole pages of each: keys behind the last token
-        are for the mask to hide, as with a static cache, and as where a batch has all its pages from the beginning.
+        If tokens are split over ranks, whole pages of all ranks are gathered. Then, and for a batch that has all its
+        pages from the start, the mask must hide keys behind the last token, as with a static cache.
 
-        The first layer's call makes room for the tokens; each other layer's puts its own in the same places. What is
-        returned is a naive read of the pages, which `backend="mla"` replaces by attention that reads the pages itself.
+        The call of the first layer makes room for the tokens; the other layers write to the same places. The result is
+        a naive read of the pages, which `backend="mla"` replaces by attention that reads the pages itself.
 
         Raises: OutOfPagesError, FreedError, with nothing changed; CacheMismatchError for other widths, another dtype,
         device or batch.
@@ -193,11 +194,11 @@ class PagedLatentCache(Base):
         return latent[:, None], k_rope[:, None]
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """Append an indexer's keys `[B, S, I]` of one layer; returns those of all T tokens, which are no pages."""
+        """Append an indexer's keys `[B, S, I]` of one layer, and return those of all T tokens; they are not paged."""
         return self._indexer_keys.update(indexer_key_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
-        """Tokens of each sequence: of a batch that has all its pages from the beginning a tensor `[]`, int64."""
+        """The tokens of each sequence; a tensor `[]`, int64, for a batch that has all its pages from the start."""
         if isinstance(self._table, FixedTable):
             return self._table.tokens
         if self._slides(layer_idx):
@@ -206,13 +207,13 @@ class PagedLatentCache(Base):
         return self._length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The most tokens that a sequence may have."""
+        """The largest number of tokens that a sequence may have."""
         if self.shares is None:
             return self.pool.page_size * (self.pool.pages if self.max_pages is None else self.max_pages)
         return self.shares.page_tokens * (self.shares.spare if self.max_pages is None else self.max_pages)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many keys attention over `query_length` more tokens has, and the position of the first."""
+        """The number of keys that `query_length` more tokens attend to, and the position of the first key."""
         if self.batch is not None:
             return self.get_max_length(), 0
         if self._slides(layer_idx):
@@ -226,9 +227,9 @@ class PagedLatentCache(Base):
         return self.get_seq_length()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of each sequence (transformers counts them below zero).
+        """Forget the last `-tokens_to_remove` tokens of each sequence (in transformers the number is negative).
 
-        Raises: CacheMismatchError for a number above zero, or for more tokens than there are.
+        Raises: CacheMismatchError for a positive number, or for more tokens than there are.
         """
         if tokens_to_remove > 0:
             raise CacheMismatchError(f"expected tokens to remove as a number below zero, found {tokens_to_remove}")
@@ -240,7 +241,7 @@ class PagedLatentCache(Base):
             self._own()
 
     def fork(self, rows: Tensor | None = None) -> PagedLatentCache:
-        """A second cache that continues sequences `rows` (all), with which it shares the pages that neither writes."""
+        """A second cache that continues sequences `rows` (default: all) and shares pages that neither will write."""
         other = type(self)(self.pool, self.max_pages, self.shares, layers=self._unused)
         other.batch = self.batch if rows is None or self.batch is None else len(rows)
         if self._table is not None:
@@ -260,20 +261,20 @@ class PagedLatentCache(Base):
         self.layers = copy.deepcopy(self._unused)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i becomes what sequence `beam_idx[i]` was."""
+        """Replace each sequence i by sequence `beam_idx[i]`."""
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence `repeats` times."""
+        """Repeat each sequence `repeats` times."""
         self._select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences that `indices` names or, as a mask, marks."""
+        """Keep the sequences that `indices`, a list of numbers or a bool mask, selects."""
         self._select(torch.arange(self.batch_size)[indices.cpu()])
 
     @property
     def _length(self) -> int:
-        """Tokens that the host counts."""
+        """The number of tokens as counted on the host."""
         return 0 if self._table is None else self._table.length
 
     def _new_table(self, batch: int) -> BlockTable:
@@ -294,21 +295,21 @@ class PagedLatentCache(Base):
         self._own()
 
     def _keeps(self, layer_idx: int) -> bool:
-        """Whether a layer's cache is transformers' own."""
+        """Whether a layer uses a transformers cache layer."""
         return bool(self.layers) and self.layers[layer_idx] is not None
 
     def _slides(self, layer_idx: int) -> bool:
-        """Whether a layer keeps a window."""
+        """Whether a layer keeps a sliding window."""
         return self._keeps(layer_idx) and bool(getattr(self.layers[layer_idx], "is_sliding", False))
 
     def _kept(self) -> list[Any]:
-        """The layers whose cache is transformers' own."""
+        """The transformers cache layers in use."""
         return [layer for layer in self.layers if layer is not None]
 
     def _own(self) -> None:
-        """Copy now what the next token would be written beside: in compiled code it would break the graph."""
+        """Copy now the shared pages to which the next token will be written: in compiled code that breaks the graph."""
         assert self._table is not None
-        with contextlib.suppress(OutOfPagesError):  # for the next token to raise
+        with contextlib.suppress(OutOfPagesError):  # the next token will raise it
             self._table.own()
 
     @property
@@ -336,17 +337,17 @@ class PagedLatentCache(Base):
         return [False] * len(self)
 
     def activate_past_recording(self) -> None:
-        """No page is forgotten before it is cropped; windows and states are to be kept whole until then."""
+        """Make windows and states keep their past until they are cropped; pages are never dropped before that."""
         for layer in self._kept():
             layer.activate_past_recording()
 
 
 KEPT = {"DynamicSlidingWindowLayer", "LinearAttentionLayer"}
-"""The layers of transformers' caches, by their class, that may be beside those of latents."""
+"""The classes of transformers' cache layers that may stand beside latent layers."""
 
 
 def own_layers(config: Any) -> list[Any]:
-    """The layers that transformers' own cache for a model has; none of what is no configuration of transformers."""
+    """The layers that transformers' own cache for a model has; none if `config` is not a transformers config."""
     if Base is object:
         return []
     from transformers import DynamicCache, PreTrainedConfig
@@ -355,19 +356,21 @@ def own_layers(config: Any) -> list[Any]:
 
 
 def is_latents(layer: Any, *, indexers: bool) -> bool:
-    """Whether a layer of transformers' keeps all tokens; with `indexers` also if it keeps an indexer's keys beside."""
+    """Whether a transformers cache layer keeps all tokens; with `indexers`, it may keep an indexer's keys as well."""
     return type(layer).__name__ in ("DynamicLayer", *(("DynamicIndexedLayer",) if indexers else ()))
 
 
 def other_layers(layers: Sequence[Any], *, indexers: bool) -> list[str]:
-    """The layers, by their class in transformers, that keep something else than all tokens (and an indexer's keys)."""
+    """The classes of cache layers that keep anything but all tokens (and, with `indexers`, an indexer's keys)."""
     return sorted({type(layer).__name__ for layer in layers if not is_latents(layer, indexers=indexers)})
 
 
 def others_than_kept(layers: Sequence[Any], *, alone: bool) -> list[str]:
-    """The layers, by their class, that no `PagedLatentCache` keeps; on one device and without a batch it keeps some.
+    """The classes of cache layers that a `PagedLatentCache` does not support. On one device and without a batch
+    (`alone`), it supports more.
 
-    A model with states beside an indexer's keys (GLM-5-Next) looks into the layers of its cache, which are no pages.
+    States beside an indexer's keys (GLM-5-Next) are not supported, as such a model accesses its cache layers directly,
+    and here latents have none.
     """
     if not alone:
         return other_layers(layers, indexers=False)
@@ -377,9 +380,9 @@ def others_than_kept(layers: Sequence[Any], *, alone: bool) -> list[str]:
 
 
 def sizes_of(config: Any, latents: Sequence[int]) -> tuple[int, int, int] | None:
-    """How many layers keep latents, `latents` where that is told, and the widths of a latent and a rope key.
+    """The number of layers that keep latents (those in `latents`, if known), and the widths of a latent and a rope key.
 
-    None if a configuration does not tell them, or layers have other ones.
+    None if the configuration does not tell them, or they differ between layers.
     """
     count = len(latents) or getattr(config, "num_hidden_layers", None)
     each = getattr(config, "per_layer_config", None)

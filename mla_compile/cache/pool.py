@@ -1,8 +1,8 @@
-"""A pool of pages for latents and rope keys, and who holds which page.
+"""A pool of pages for latents and rope keys that counts the holders of each page.
 
-One page number stands for one page in every layer. A page may have several holders (sequences with a common beginning);
-it is free again when the last one releases it. Plain torch: what runs in a model's forward (`take`, `write`, `read`)
-reads no tensor's values on the host, so that it compiles without a break.
+A page number stands for one page in every layer. A page may have several holders (sequences with a common prefix) and
+is free again when the last one releases it. All is plain torch. The methods that run in a model's forward (`take`,
+`write`, `read`) read no tensor values on the host, so that they compile without a graph break.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..errors import CacheMismatchError, FreedError, OutOfPagesError, PageIndexE
 
 
 def check_count(name: str, count: Any) -> None:
-    """Check that a count is one.
+    """Check that `count` is an integer of at least 1.
 
-    Raises: CacheMismatchError, if it is no whole number or less than 1.
+    Raises: CacheMismatchError if it is not.
     """
     if not isinstance(count, int) or isinstance(count, bool):
         raise CacheMismatchError(f"expected {name} to be a whole number, found {count!r}")
@@ -28,16 +28,16 @@ def check_count(name: str, count: Any) -> None:
 
 
 def stays(*tensors: Tensor) -> None:
-    """Say of tensors that they stay where they are, so that CUDA graphs may write to them; nothing in compiled code."""
+    """Mark the addresses of tensors as static, so that CUDA graphs may write to them; does nothing in compiled code."""
     if not torch.compiler.is_compiling():
         for tensor in tensors:
             torch._dynamo.mark_static_address(tensor)
 
 
 def _check_room(pages: int, elements: int, device: torch.device) -> None:
-    """Check that so many pages of so many elements may fit into a device's memory, each element in a byte.
+    """Check that `pages` of `elements` each, at one byte per element, could fit into a device's memory.
 
-    A system may promise memory that it has not, and end the process that uses it.
+    Without the check, a system that overcommits memory may grant it, and kill the process when it uses the memory.
     """
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -45,7 +45,7 @@ def _check_room(pages: int, elements: int, device: torch.device) -> None:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         return
-    if pages * (elements + 16) > memory:  # two numbers in int64 for each page besides
+    if pages * (elements + 16) > memory:  # each page also has two int64 numbers
         found = f"{pages} of at least {elements} bytes"
         raise CacheMismatchError(
             f"expected pages that fit into the {memory / 2**30:.1f} GiB of {device}, found {found}"
@@ -53,10 +53,10 @@ def _check_room(pages: int, elements: int, device: torch.device) -> None:
 
 
 class PagePool:
-    """`layers` tensors `[pages, page_size, L + R]`: a token's latent, then its rope key.
+    """A page pool: for each layer a tensor `[pages, page_size, L + R]`, a token's latent followed by its rope key.
 
     Args: layers; latent_width L; rope_width R (may be 0); pages and page_size, at least 1; dtype and device.
-    Raises: CacheMismatchError (a ValueError) for a size below its least.
+    Raises: CacheMismatchError (a ValueError) for a size below its minimum, or pages that exceed the device's memory.
     """
 
     def __init__(
@@ -77,29 +77,29 @@ class PagePool:
         _check_room(pages, layers * page_size * (latent_width + rope_width), torch.empty(0, device=device).device)
         self.latent_width, self.rope_width, self.page_size = latent_width, rope_width, page_size
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        """Of the tokens that come and go."""
+        """The dtype of tokens that are written and read."""
         self.layers = self._empty(layers, pages, latent_width + rope_width, dtype, device)
         self.references = torch.zeros(pages, dtype=torch.int64, device=device)
-        """How many holders each page has, `[pages]`."""
+        """The number of holders of each page, `[pages]`."""
         self._free = torch.arange(pages, device=device)
         self.available = pages
-        """How many pages are free: those that `_free` names before this place, the last one to be taken first."""
+        """The number of free pages: the first ones in `_free`, of which the last is taken first."""
         stays(*self.tensors, self.references, self._free)
 
     def _empty(
         self, layers: int, pages: int, width: int, dtype: torch.dtype | None, device: torch.device | str | None
     ) -> list[Tensor]:
-        """Pages for each layer. Zeros, as a naive reader multiplies what it masked by weights of zero."""
+        """Pages for each layer. They are zero because a naive reader multiplies masked values by zero weights."""
         return [torch.zeros(pages, self.page_size, width, dtype=dtype, device=device) for _ in range(layers)]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that holds tokens, each `[pages, page_size, ...]`."""
+        """All tensors that hold tokens, each `[pages, page_size, ...]`."""
         return self.layers
 
     @property
     def pages(self) -> int:
-        """Pages in all."""
+        """The number of pages in the pool."""
         return self.references.shape[0]
 
     @property
@@ -107,7 +107,7 @@ class PagePool:
         return self.layers[0].device
 
     def require(self, count: int) -> None:
-        """Raises OutOfPagesError unless `count` pages are free."""
+        """Raise OutOfPagesError unless `count` pages are free."""
         if count > self.available:
             raise OutOfPagesError(
                 f"expected {count} free pages, found {self.available} of {self.pages} "
@@ -115,7 +115,7 @@ class PagePool:
             )
 
     def take(self, count: int) -> Tensor:
-        """`count` free pages, `[count]`, each of which now has one holder.
+        """Take `count` free pages, `[count]`, each of which then has one holder.
 
         Raises: OutOfPagesError, with nothing taken.
         """
@@ -126,10 +126,10 @@ class PagePool:
         return taken
 
     def take_where(self, new: Tensor, place: Tensor, pages: Tensor, count: int) -> Tensor:
-        """`pages`, and where `new` is True the page that is `place`-th to be taken, for `count` new ones in all.
+        """Take `count` pages; return `pages` with the `place`-th of these wherever `new` is True.
 
-        The same page may be new more than once. `place` is at least -1, and 0 to count - 1 where `new`. No size depends
-        on how many are new.
+        The same page may appear several times. `place` is at least -1, and from 0 to count - 1 where `new` is True. No
+        size depends on the number of new pages.
 
         Raises: OutOfPagesError, with nothing taken.
         """
@@ -140,7 +140,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Tensor) -> None:
-        """One more holder for each of `pages`, as often as it is named.
+        """Add a holder to each of `pages`, once for each time that it is named.
 
         Raises: PageIndexError or FreedError, with nothing changed.
         """
@@ -148,7 +148,7 @@ class PagePool:
         self.references += torch.bincount(pages, minlength=self.pages)
 
     def release(self, pages: Tensor) -> None:
-        """One holder less for each of `pages`, as often as it is named; pages without one are free.
+        """Remove a holder from each of `pages`, once for each time that it is named; pages without holders become free.
 
         Raises: PageIndexError or FreedError, with nothing changed.
         """
@@ -163,22 +163,22 @@ class PagePool:
         self.available += len(freed)
 
     def copy(self, pages: Tensor) -> Tensor:
-        """New pages with the contents of `pages`, in every layer."""
+        """Take new pages, and copy the contents of `pages` to them in every layer."""
         taken = self.take(len(pages))
         self.overwrite(taken, pages)
         return taken
 
     def overwrite(self, targets: Tensor, pages: Tensor) -> None:
-        """Give pages `targets` the contents that `pages` have, in every layer."""
+        """Copy the contents of `pages` to pages `targets` in every layer."""
         for tensor in self.tensors:
-            rows = tensor.view(torch.uint8)  # not every device indexes FP8: bytes do
+            rows = tensor.view(torch.uint8)  # not every device can index FP8, but all can index bytes
             rows[targets] = rows[pages]
 
     def write(self, layer: int, pages: Tensor, rows: Tensor, tokens: Tensor) -> None:
-        """Put `tokens` `[..., L + R]` into rows `rows` of pages `pages`, both `[...]`, of one layer, in place.
+        """Write `tokens` `[..., L + R]` to rows `rows` of pages `pages`, both `[...]`, of one layer, in place.
 
-        Raises: CacheMismatchError for another width, dtype or device; PageIndexError or FreedError for pages that are
-        not there or not held (not checked on a GPU and in compiled code), with nothing written.
+        Raises: CacheMismatchError for another width, dtype or device; PageIndexError or FreedError for pages that do
+        not exist or have no holder (not checked on a GPU and in compiled code), with nothing written.
         """
         if values_at_hand(pages):
             self._held(pages)
@@ -192,21 +192,21 @@ class PagePool:
         self.layers[layer][place] = tokens
 
     def check(self, tokens: Tensor) -> None:
-        """Raises CacheMismatchError unless tokens are of the pool's dtype and on its device."""
+        """Raise CacheMismatchError unless tokens are of the pool's dtype and on its device."""
         if tokens.dtype != self.dtype:
             raise CacheMismatchError(f"expected tokens of the pool's dtype {self.dtype}, found {tokens.dtype}")
         if tokens.device != self.device:
             raise CacheMismatchError(f"expected tokens on the pool's device {self.device}, found {tokens.device}")
 
     def read(self, layer: int, pages: Tensor, rows: Tensor) -> Tensor:
-        """The tokens `[..., L + R]` in rows `rows` of pages `pages`, both `[...]`, of one layer.
+        """Read the tokens `[..., L + R]` in rows `rows` of pages `pages`, both `[...]`, of one layer.
 
-        Raises: PageIndexError for a page that is not there (not checked on a GPU and in compiled code).
+        Raises: PageIndexError for a page that does not exist (not checked on a GPU and in compiled code).
         """
         return torch.cat(self.keys(layer, pages, rows), dim=-1)
 
     def keys(self, layer: int, pages: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`read` as latents `[..., L]` and rope keys `[..., R]`; without rows, all `[..., page_size]` of the pages."""
+        """Like `read`, but latents `[..., L]` and rope keys `[..., R]`; without rows, all rows `[..., page_size]`."""
         if values_at_hand(pages):
             self._in_pool(pages)
         return self._get(layer, (pages,) if rows is None else (pages, rows))
@@ -216,7 +216,7 @@ class PagePool:
         return latent, k_rope
 
     def _in_pool(self, pages: Tensor) -> Tensor:
-        """`pages` as one dimension, each of which the pool has."""
+        """Flatten `pages`, and check that they exist in the pool."""
         pages = pages.flatten()
         outside = (pages < 0) | (pages >= self.pages)
         if bool(outside.any()):
@@ -224,7 +224,7 @@ class PagePool:
         return pages
 
     def _held(self, pages: Tensor) -> Tensor:
-        """`pages` as one dimension, each of which the pool has and somebody holds."""
+        """Flatten `pages`, and check that they exist in the pool and have holders."""
         pages = self._in_pool(pages)
         free = self.references[pages] == 0
         if bool(free.any()):
@@ -233,5 +233,5 @@ class PagePool:
 
 
 def values_at_hand(tensor: Tensor) -> bool:
-    """Whether looking at values costs no wait for a device and no break of a graph."""
+    """Whether values can be read without waiting for a device and without a graph break."""
     return not torch.compiler.is_compiling() and tensor.device.type == "cpu"

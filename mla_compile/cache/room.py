@@ -1,4 +1,4 @@
-"""Room for tokens in buffers that are written in place, and copied only when they are full."""
+"""Manage buffers for tokens that are written in place and copied only when they are full."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 class Room:
-    """How many tokens layers hold, `length`, and for how many each has room, `rows`.
+    """The number of tokens that each layer holds, `length`, and has room for, `rows`.
 
-    Layers share one, so that a compiled step knows one length: the first that asked for room `leads`, and what it says
-    counts; the others write to the same rows.
+    All layers share one `Room`, so that a compiled step has a single length. The first layer that asked for room leads:
+    only its calls change the length, and the others write to the same rows.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -17,12 +17,12 @@ class Room:
         self._leads: int | None = None
 
     def extend(self, layer: int, count: int) -> None:
-        """For `count` more tokens of a layer."""
+        """Make room for `count` more tokens of a layer."""
         if self._leads is None:
             self._leads = layer
         if layer == self._leads:
             self.length += count
-            if self.length >= self.rows:  # never full: a buffer's tokens are then part of it in all compiled code
+            if self.length >= self.rows:  # never full, so that in all compiled code the tokens are a part of the buffer
                 self.rows = 2 * self.length
 
     def crop(self, layer: int, count: int) -> None:
@@ -31,7 +31,8 @@ class Room:
             self.length = max(0, self.length - count)
 
     def put(self, buffer: Tensor | None, new: Tensor) -> Tensor:
-        """`buffer` `[..., rows, W]`, or a larger one in its place, with `new` `[..., S, W]` as the last tokens."""
+        """Write `new` `[..., S, W]` as the last tokens to `buffer` `[..., rows, W]`, or to a larger copy if that is too
+        small; return the buffer."""
         count = new.shape[-2]
         start = self.length - count
         if buffer is None or buffer.shape[-2] < self.rows:

@@ -1,4 +1,4 @@
-"""The table of sequences of which each rank of a mesh has some tokens: it is the same on all of them."""
+"""The block table of sequences whose tokens are split over the ranks of a mesh. It is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 
 class SharedTable(BlockTable):
-    """A `BlockTable` of which a page holds this rank's share of `ranks * page_size` tokens."""
+    """A `BlockTable` whose pages each hold this rank's share of `ranks * page_size` tokens."""
 
     def __init__(self, pool: PagePool, batch: int, max_pages: int | None, shares: Shares) -> None:
         super().__init__(pool, batch, shares.spare if max_pages is None else max_pages)
         self.shares, self.page_tokens = shares, shares.page_tokens
-        # A last column for the tokens of other ranks. (Of a page that is chosen instead, Inductor knows no bounds.)
+        # The last column holds the spare page, to which tokens of other ranks go. (If the page were selected by a
+        # `where` instead, Inductor would not know its bounds.)
         self._pages = F.pad(self.pages, (0, 1), value=shares.spare)
 
     @property
@@ -29,8 +30,8 @@ class SharedTable(BlockTable):
         return self.pages.shape[1] - 1
 
     def keys(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All ranks' latents `[batch, T, L]` and rope keys `[batch, T, R]` of one layer, of all tokens that their pages
-        have room for: what is behind the last token means nothing."""
+        """All ranks' latents `[batch, T, L]` and rope keys `[batch, T, R]` of one layer, for all tokens that the pages
+        have room for. Values behind the last token are undefined."""
         own = self.pool.keys(layer, self.pages[:, : self.used])
         latent, k_rope = (self.shares.gathered(tensor.flatten(1, 2)) for tensor in own)
         return latent, k_rope
@@ -39,7 +40,7 @@ class SharedTable(BlockTable):
         return torch.cat(self.keys(layer), dim=-1)[:, : self.length]
 
     def _places(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Page and row, those of the spare page for tokens of other ranks."""
+        """The page and row of each token; for tokens of other ranks, those of the spare page."""
         position = torch.arange(start, start + count, device=self.pool.device)
         own, row = self.shares.places(position)
         column = torch.where(own, position, self.max_pages * self.page_tokens) // self.page_tokens

@@ -1,8 +1,9 @@
-"""How the tokens of a sequence are dealt out to the ranks of a mesh, so that each keeps its share in pages of its own.
+"""Split the tokens of a sequence over the ranks of a mesh; each rank keeps its share in its own pages.
 
-    token j is of rank  (j // interleave) % ranks,  its  j // (interleave * ranks) * interleave + j % interleave -th
+    token j belongs to rank  (j // interleave) % ranks,  as number  j // (interleave * ranks) * interleave + j %
+    interleave
 
-A page of every rank together is a page of `ranks * page_size` tokens, so that all ranks have the same block table.
+One page of each rank together form a page of `ranks * page_size` tokens, so that all ranks have the same block table.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shares:
-    """What a rank needs to know to keep its share."""
+    """How tokens are split over ranks, as seen by one rank."""
 
     ranks: int
     rank: int
-    """Its own place among them."""
+    """This process's rank in the group."""
     group: str
     interleave: int
-    """Tokens that a rank has before it is another's turn."""
+    """The number of consecutive tokens that a rank gets before it is the next rank's turn."""
     page_size: int
     spare: int
-    """A page for the tokens of other ranks: each rank writes all tokens, to where they are its own or to there."""
+    """A page for the tokens of other ranks: each rank writes all tokens, its own to their places and others to it."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh, interleave: int | None, page_size: int, spare: int) -> Shares:
-        """Of a mesh of one dimension; interleave None for page by page.
+        """The shares of a one-dimensional mesh; interleave None splits page by page.
 
-        Raises: CacheMismatchError for another mesh, or if interleave does not divide page_size.
+        Raises: CacheMismatchError if the mesh has several dimensions, or interleave does not divide page_size.
         """
         if mesh.ndim != 1:
             raise CacheMismatchError(f"expected a mesh of one dimension, found {mesh.ndim}: name one, as in mesh['cp']")
@@ -48,21 +49,21 @@ class Shares:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a page of every rank."""
+        """The number of tokens in one page of each rank together."""
         return self.ranks * self.page_size
 
     def room(self, tokens: int) -> int:
-        """Tokens that the pages of so many have room for."""
+        """The number of tokens that the pages needed for `tokens` have room for."""
         return (tokens + self.page_tokens - 1) // self.page_tokens * self.page_tokens
 
     def places(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tokens at `[S]`, whether they are this rank's, and in which row of a page."""
+        """For tokens at positions `[S]`: whether each belongs to this rank, and its row in a page."""
         of_rank = position // self.interleave % self.ranks == self.rank
         own = position // (self.interleave * self.ranks) * self.interleave + position % self.interleave
         return of_rank, own % self.page_size
 
     def gathered(self, own: Tensor) -> Tensor:
-        """`[B, k T, width]` of each rank's `[B, T, width]`, tokens in their order; T is whole pages."""
+        """Gather each rank's `[B, T, width]` as `[B, k T, width]` with tokens in their order; T must be whole pages."""
         collectives = torch.ops._c10d_functional
         whole = collectives.all_gather_into_tensor(own.contiguous(), self.ranks, self.group)
         of_ranks = collectives.wait_tensor(whole).unflatten(0, (self.ranks, -1))  # [k, B, T, width]

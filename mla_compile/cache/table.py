@@ -1,9 +1,9 @@
-"""Which pages hold the tokens of a batch of sequences of one length.
+"""The block table of a batch of sequences of equal length: which pages hold their tokens.
 
-    token j of sequence b lies in page  pages[b, j // page_size],  row  j % page_size
+    token j of sequence b is in page  pages[b, j // page_size],  row  j % page_size
 
-Sequences of several lengths are several tables (of one sequence each, if need be) over one pool; `stack` makes one
-block table and lengths of them.
+Sequences of different lengths need several tables (if necessary, of one sequence each) over one pool. `stack` combines
+these into one block table with lengths.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from .pool import PagePool, stays
 
 
 class BlockTable:
-    """`batch` sequences of `length` tokens each, empty at first, of at most `max_pages` pages each (all of the pool's).
+    """`batch` sequences of `length` tokens each, empty at first, of at most `max_pages` pages each (default: as many as
+    the pool has).
 
-    `extend`, `write` and `read` are what a model's forward does; `extend` takes pages as they are needed. `fork` shares
-    pages: a full one is never written again, and the last one, if it is not full, is copied before it is.
+    A model's forward calls `extend`, which takes pages as they are needed, `write` and `read`. `fork` shares pages: a
+    full page is never written again, and a last page that is not full is copied before it is written.
     """
 
     def __init__(self, pool: PagePool, batch: int, max_pages: int | None = None) -> None:
         self.pool, self.length = pool, 0
         self.page_tokens = pool.page_size
-        """Tokens of a sequence in a page."""
+        """The number of tokens of a sequence in a page."""
         width = pool.pages if max_pages is None else max_pages
         pages = torch.zeros(batch, width, dtype=torch.int64, device=pool.device)
         stays(pages)
         self._pages: Tensor | None = pages
         self._shares_tail = False
-        """Whether a page that the next token goes to may have another holder."""
+        """Whether a page to which the next token goes may have another holder."""
 
     @property
     def pages(self) -> Tensor:
-        """The block table `[batch, max_pages]`; what is behind a sequence's last page means nothing.
+        """The block table `[batch, max_pages]`; entries behind a sequence's last page are undefined.
 
-        Raises: FreedError, if the sequences were freed.
+        Raises: FreedError if the sequences were freed.
         """
         if self._pages is None:
             raise FreedError("expected sequences that are in the pool, found some that were freed")
@@ -52,18 +53,18 @@ class BlockTable:
 
     @property
     def max_pages(self) -> int:
-        """The most pages that each sequence may have."""
+        """The largest number of pages that a sequence may have."""
         return self.pages.shape[1]
 
     @property
     def used(self) -> int:
-        """Pages of each sequence."""
+        """The number of pages of each sequence."""
         return self._pages_for(self.length)
 
     def extend(self, count: int) -> None:
         """Make room for `count` more tokens of each sequence.
 
-        Raises: OutOfPagesError or FreedError, with nothing changed; CacheMismatchError, if max_pages are too few.
+        Raises: OutOfPagesError or FreedError, with nothing changed; CacheMismatchError if that exceeds max_pages.
         """
         page_size, before = self.page_tokens, self.used
         after = self._pages_for(self.length + count)
@@ -82,9 +83,9 @@ class BlockTable:
         self.length += count
 
     def write(self, layer: int, tokens: Tensor) -> None:
-        """Put `tokens` `[batch, S, L + R]` in the place of the last S tokens of one layer.
+        """Write `tokens` `[batch, S, L + R]` to the places of the last S tokens of one layer.
 
-        Raises: FreedError; CacheMismatchError for another batch, width, dtype or device.
+        Raises: FreedError; CacheMismatchError for another batch, width, dtype or device, or more than `length` tokens.
         """
         batch, count, _ = tokens.shape
         if batch != self.batch:
@@ -94,22 +95,23 @@ class BlockTable:
         self.pool.write(layer, *self._places(self.length - count, count), tokens)
 
     def read(self, layer: int) -> Tensor:
-        """All tokens of one layer, `[batch, length, L + R]`: a copy."""
+        """A copy of all tokens of one layer, `[batch, length, L + R]`."""
         return self.pool.read(layer, *self._places(0, self.length))
 
     def keys(self, layer: int) -> tuple[Tensor, Tensor]:
-        """`read` as latents `[batch, length, L]` and rope keys `[batch, length, R]`."""
+        """Like `read`, but latents `[batch, length, L]` and rope keys `[batch, length, R]`."""
         return self.pool.keys(layer, *self._places(0, self.length))
 
     def _places(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Page `[batch, count]` and row `[count]` of the tokens from `start` on."""
+        """The pages `[batch, count]` and rows `[count]` of `count` tokens from `start` on."""
         position = torch.arange(start, start + count, device=self.pool.device)
         return self.pages[:, position // self.page_tokens], position % self.page_tokens
 
     def fork(self, rows: Tensor | None = None) -> BlockTable:
-        """Sequences `rows` `[n]` (all) once more, as often as named, in the same pages until one of them grows.
+        """A table that continues sequences `rows` `[n]` (default: all), each as often as named, and shares their pages
+        until one of them grows.
 
-        Raises: FreedError; IndexError for a row that there is none of.
+        Raises: FreedError; IndexError for a row that does not exist.
         """
         chosen = self.pages if rows is None else self.pages[rows.to(self.pool.device)]
         other = self._empty(len(chosen))
@@ -120,13 +122,13 @@ class BlockTable:
         return other
 
     def select(self, rows: Tensor) -> BlockTable:
-        """A table of sequences `rows` `[n]`, as often as named, in the place of this one, which is freed."""
+        """A table of sequences `rows` `[n]`, each as often as named, that replaces this one, which is freed."""
         other = self.fork(rows)
         self.free()
         return other
 
     def crop(self, length: int) -> None:
-        """Forget all tokens from `length` on; pages that hold none then are released.
+        """Forget all tokens from `length` on, and release the pages that then hold none.
 
         Raises: FreedError; CacheMismatchError for a length that is negative or larger than the present one.
         """
@@ -141,25 +143,25 @@ class BlockTable:
         self._shares_tail = partial and bool((self.pool.references[self.pages[:, kept - 1]] > 1).any())
 
     def free(self) -> None:
-        """Release every page. The table cannot be used again.
+        """Release all pages. The table cannot be used again.
 
-        Raises: FreedError, if it was freed before.
+        Raises: FreedError if it was freed before.
         """
         self.pool.release(self.pages[:, : self.used])
         self._pages, self.length, self._shares_tail = None, 0, False
 
     def own(self) -> None:
-        """Copy now, and not before the next write, what will be written and has other holders.
+        """Copy pages that will be written and have other holders now, rather than at the next write.
 
         Raises: OutOfPagesError or FreedError, with nothing changed.
         """
         if self._shares_tail:
             self._copy_tail(0)
 
-    # torch has no types for `disable`.
+    # torch has no type stubs for `disable`.
     @torch.compiler.disable(reason="which pages have other holders is read on the host")  # type: ignore[untyped-decorator]
     def _copy_tail(self, further: int) -> None:
-        """Give each sequence a last page of its own, if `further` pages are free besides."""
+        """Give each sequence its own last page. Raises OutOfPagesError unless `further` pages are free in addition."""
         tail = self.pages[:, self.used - 1].clone()
         shared = self._to_copy(tail)
         self.pool.require(len(shared) + further)
@@ -168,8 +170,8 @@ class BlockTable:
         self._shares_tail = False
 
     def _to_copy(self, tail: Tensor) -> Tensor:
-        """The sequences whose last page `tail` has other holders; of sequences that share one with each other only, the
-        first keeps it."""
+        """The sequences that need a copy of their last page `tail`, as it has other holders. If a page is shared by
+        these sequences only, the first of them keeps it."""
         rest = self.pool.references[tail].tolist()
         own = tail.tolist()
         left = dict(zip(own, rest, strict=True))
@@ -184,14 +186,14 @@ class BlockTable:
         return (length + self.page_tokens - 1) // self.page_tokens
 
     def _empty(self, batch: int) -> BlockTable:
-        """One like this, without tokens."""
+        """An empty table like this one."""
         return BlockTable(self.pool, batch, self.max_pages)
 
 
 def stack(tables: Sequence[BlockTable]) -> tuple[Tensor, Tensor]:
-    """One block table `[B, n]` and lengths `[B]`, int64, of tables over one pool: sequences of unequal lengths.
+    """Combine tables over one pool into one block table `[B, n]` and lengths `[B]`, int64, which may differ.
 
-    What is behind a sequence's last page is 0, a page that any reader may load and none may use.
+    Entries behind a sequence's last page are 0, a page that readers may load but do not use.
     """
     if len({id(table.pool) for table in tables}) != 1:
         raise CacheMismatchError("expected tables over one pool, found several")

@@ -1,4 +1,4 @@
-"""`mla-compile layout MODEL_DIR_OR_CONFIG`: how to share a model out over devices."""
+"""`mla-compile layout MODEL_DIR_OR_CONFIG`: how to split a model over devices."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan and draw it if asked to; 1 if nothing fits."""
+    """Print the plan, and plot it if requested. The exit status is 1 if no mesh fits."""
     if arguments.plot:
         require("matplotlib.figure", "plot", "--plot")
     model = read_model(arguments.model, None if arguments.weights is None else arguments.weights == "fp8")

@@ -1,8 +1,8 @@
-"""What the engines can do of a mesh, and how they are asked for it.
+"""Which meshes vLLM and transformers support, and how to ask them for one.
 
-vLLM: its heads have to be shared out evenly by TP, widths of MLPs too (in FP8, by whole blocks of scales), DCP takes
-ranks of TP, and experts are shared out by all ranks of an engine or by none. transformers: no DCP, no pipeline beside
-expert parallelism, experts of one group, and stages of as many layers each (it gives the last one what is over).
+vLLM: TP must divide heads and MLP widths evenly (in FP8 into whole blocks of scales), DCP uses ranks of TP, and experts
+are split over all ranks of an engine or not at all. transformers: no DCP, no pipeline together with expert parallelism,
+experts within one group, and pipeline stages with equal numbers of layers (it would give the rest to the last stage).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ VLLM, TRANSFORMERS = ENGINES = "vLLM", "transformers"
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why neither engine can have a mesh."""
+    """Why neither engine supports a mesh."""
 
     what: str
-    """Which of its sizes."""
+    """The dimension of the mesh that is refused."""
     size: int
     why: str
 
@@ -32,7 +32,7 @@ class Refusal:
 
 
 def refused(model: Model, mesh: Mesh, batch: int) -> Refusal | None:
-    """Why neither engine can have it, None if one can."""
+    """Why neither engine supports the mesh; None if one does."""
     if model.sizes.N % mesh.tp:
         return Refusal("TP", mesh.tp, f"does not divide {model.sizes.N} heads")
     if mesh.ep > 1 and not model.experts:
@@ -52,14 +52,14 @@ def refused(model: Model, mesh: Mesh, batch: int) -> Refusal | None:
 
 
 def engines(model: Model, mesh: Mesh) -> tuple[str, ...]:
-    """Those that take a mesh that is not refused."""
+    """The engines that support a mesh, given that it is not refused."""
     even = mesh.pp == 1 or (mesh.ep == 1 and len(model.layers) % mesh.pp == 0)
     takes = mesh.dcp == 1 and mesh.groups == 1 and even
     return ENGINES if takes else (VLLM,)
 
 
 def vllm(step: Step, name: str) -> str:
-    """The command of each engine of a mesh."""
+    """The vLLM command for each engine of a mesh."""
     mesh = step.mesh
     words = [f"vllm serve {name}", f"--tensor-parallel-size {mesh.tp}"]
     if mesh.dcp > 1:
@@ -80,7 +80,7 @@ def vllm(step: Step, name: str) -> str:
 
 
 def transformers(step: Step, name: str) -> str:
-    """A program for each engine of a mesh."""
+    """A transformers program for each engine of a mesh."""
     mesh = step.mesh
     more = "".join(f", {name}_size={size}" for name, size in (("ep", mesh.ep), ("pp", mesh.pp)) if size > 1)
     return f"""# torchrun --nproc-per-node {mesh.tp * mesh.pp} this.py

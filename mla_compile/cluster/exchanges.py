@@ -1,9 +1,9 @@
-"""What the devices of a mesh exchange in a decode step.
+"""The exchanges between the devices of a mesh in a decode step.
 
-Attention and MLP end in an all-reduce over tensor parallelism. Under DCP queries are gathered and outputs with their
-log-sum-exps go all to all (`mla_compile.passes.paths.exchange` has the same bytes). Experts of several groups get their
-tokens, one part of a group's from each of its ranks, by whichever is faster: all tokens gathered and outputs
-reduce-scattered, or each token sent to its experts and back.
+Attention and MLP end in an all-reduce over the tensor-parallel ranks. Under DCP, queries are all-gathered, and outputs
+and their log-sum-exps go through an all-to-all (`mla_compile.passes.paths.exchange` counts the same bytes). Where
+experts are split over several groups, each rank contributes a part of its group's tokens, by the faster of two ways:
+all-gather all tokens and reduce-scatter the outputs, or send each token to its experts and back.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .model import Model
 from .stage import Stage
 
 ACTIVATION, LSE = 2, 4
-"""Bytes of an element of activations, and of a log-sum-exp."""
+"""Bytes per element of activations, and per log-sum-exp."""
 
 
 def exchanges(model: Model, mesh: Mesh, stage: Stage, sequences: int, link: Link) -> Iterator[Exchange]:
-    """Of so many sequences in the layers of a stage; a mesh of one device has none."""
+    """The exchanges for `sequences` in the layers of a stage; none on a mesh of one device."""
     state = sequences * model.hidden * ACTIVATION
     layers = stage.layers
     summed = 2 * layers + stage.first  # attention and MLP of each layer, and the embedding
@@ -36,12 +36,12 @@ def exchanges(model: Model, mesh: Mesh, stage: Stage, sequences: int, link: Link
         yield Exchange(ALL_REDUCE, mesh.tp, state, summed)
         if stage.last:
             yield Exchange(ALL_GATHER, mesh.tp, sequences * model.vocabulary * ACTIVATION / mesh.tp, 1)
-    if mesh.pp > 1:  # states and residual from the stage before, of which each rank sends its part
+    if mesh.pp > 1:  # states and residual from the previous stage, a part from each of its ranks
         yield Exchange(SEND, 2, 2 * state / mesh.tp, 1)
 
 
 def experts(model: Model, mesh: Mesh, layers: int, sequences: int, link: Link) -> list[Exchange]:
-    """Of layers whose experts several groups share out."""
+    """The exchanges of `layers` whose experts are split over several groups."""
     part = sequences * model.hidden * ACTIVATION / mesh.tp
     gathered = [Exchange(kind, mesh.ep, part, layers) for kind in (ALL_GATHER, REDUCE_SCATTER)]
     sent = [Exchange(ALL_TO_ALL, mesh.ep, part * model.experts_of_token, 2 * layers)]

@@ -1,4 +1,4 @@
-"""The time of an exchange between devices: messages one behind the other, and bytes."""
+"""Model the time of an exchange between devices: sequential messages, and bytes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND = (
 
 
 class Link(cost.Link):
-    """What joins any two devices, for exchanges."""
+    """The connection between any two devices, with the time of exchanges over it."""
 
     def seconds(self, exchange: Exchange) -> float:
-        """Of all calls of an exchange, which nothing else goes on beside."""
+        """The time of all calls of an exchange, with no overlap with anything else."""
         return exchange.calls * self.time(exchange.messages, exchange.received)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective that is called some times in a step."""
+    """A collective that is called `calls` times in a step."""
 
     kind: str
     ranks: int
     size: float
-    """Bytes: of the tensor of a rank, before an all-gather and otherwise; of a rank's result after a reduce-scatter."""
+    """Bytes of one rank's input tensor (of the collective, before it); for a reduce-scatter, of one rank's result."""
     calls: int
 
     @property
     def received(self) -> float:
-        """Bytes that each rank receives in a call: an all-reduce is a reduce-scatter and an all-gather."""
+        """Bytes that each rank receives per call. An all-reduce counts as a reduce-scatter and an all-gather."""
         others = self.ranks - 1
         if self.kind == ALL_REDUCE:
             return 2 * others / self.ranks * self.size
@@ -42,6 +42,6 @@ class Exchange:
 
     @property
     def messages(self) -> int:
-        """Messages one behind the other in a call: log2 of the ranks, to reach all of them."""
+        """The number of sequential messages per call: log2 of the ranks, rounded up, to reach all of them."""
         depth = (self.ranks - 1).bit_length()
         return 2 * depth if self.kind == ALL_REDUCE else depth

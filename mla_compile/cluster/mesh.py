@@ -1,4 +1,4 @@
-"""`Mesh`: how many devices share what out, and all of them that there are for a number of devices."""
+"""`Mesh`: the sizes of each kind of parallelism, and all meshes of a number of devices."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mesh:
-    """A way to share a model and its sequences out: over `tp * dp * pp` devices."""
+    """A way to split a model and its sequences over `tp * dp * pp` devices."""
 
     tp: int
-    """Tensor parallelism: devices that share out heads and widths."""
+    """Tensor parallelism: the number of devices over which heads and widths are split."""
     dcp: int
-    """Decode context parallelism: of these, devices that share out the tokens of a cache."""
+    """Decode context parallelism: the number of these devices over which the tokens of a cache are split."""
     dp: int
-    """Data parallelism: groups of devices that share out sequences."""
+    """Data parallelism: the number of groups over which sequences are split."""
     ep: int
-    """Expert parallelism: devices, of one group or several, that share out whole experts; 1 where each has a part of
-    every expert."""
+    """Expert parallelism: the number of devices, of one or several groups, over which whole experts are split; 1 if
+    each device has a part of every expert."""
     pp: int
-    """Pipeline parallelism: groups that share out layers."""
+    """Pipeline parallelism: the number of groups over which layers are split."""
 
     @property
     def devices(self) -> int:
@@ -28,12 +28,12 @@ class Mesh:
 
     @property
     def groups(self) -> int:
-        """Groups of tensor parallelism that share experts, and with them one engine."""
+        """The number of tensor-parallel groups that share experts, and so belong to one engine."""
         return max(1, self.ep // self.tp)
 
     @property
     def engines(self) -> int:
-        """Engines that have nothing in common but who sends them requests."""
+        """The number of independent engines."""
         return self.dp // self.groups
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Mesh:
 
 
 def meshes(devices: int) -> Iterator[Mesh]:
-    """Every mesh of so many devices: DCP divides TP, and experts are shared out by all devices of whole groups."""
+    """All meshes of `devices`: DCP divides TP, and experts are split over all devices of whole groups or not."""
     for tp in _divisors(devices):
         for pp in _divisors(devices // tp):
             dp = devices // tp // pp

@@ -1,4 +1,4 @@
-"""The weights of a model, read from its config.json: what has heads, what is in experts, what is whole."""
+"""Read the sizes of a model's weights from its config.json: those with heads, those in experts, and the rest."""
 
 from __future__ import annotations
 
@@ -12,65 +12,65 @@ from ..plan.sizes import ModelSizes, Sizes, read_config, read_sizes
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 FP8_BLOCK = 128
-"""Rows and columns of a weight that have one float32 scale, where a checkpoint in FP8 does not say."""
+"""The default block size of FP8 checkpoints: the rows and columns of a weight that share a float32 scale."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Elements of the weights of one layer."""
+    """The numbers of weight elements of one layer."""
 
     whole: int
-    """Without heads: what makes latents, norms, the router."""
+    """Weights without heads: projections to latents, norms, the router."""
     heads: int
-    """Of attention, with heads."""
+    """Attention weights with heads."""
     dense: int
-    """Of the MLP that every token takes: a dense layer's, or the shared experts."""
+    """The MLP that every token takes: that of a dense layer, or the shared experts."""
     expert: int
-    """Of each routed expert, 0 in a dense layer."""
+    """Each routed expert; 0 in a dense layer."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a plan asks of a model."""
+    """The properties of a model that a plan needs."""
 
     caches: ModelSizes
     sizes: Sizes
-    """Of attention, in every layer."""
+    """The attention sizes of every layer."""
     layers: tuple[Layer, ...]
     hidden: int
     vocabulary: int
     tied: bool
-    """Whether embedding and head are one weight."""
+    """Whether embedding and head share one weight."""
     experts: int
-    """Routed experts of a layer, 0 without any."""
+    """The number of routed experts in a layer; 0 if there are none."""
     experts_of_token: int
     widths: Mapping[str, int]
-    """By name, the widths of MLPs that tensor parallelism cuts."""
+    """The widths of MLPs that tensor parallelism splits, by name."""
     fp8: bool
     """Whether layers are in FP8; embedding and head never are."""
     block: int
-    """What a cut of a width has to be a multiple of: in FP8, the rows of a scale."""
+    """The parts of a split width must be multiples of this: in FP8, the rows that share a scale."""
 
     @property
     def elements(self) -> int:
-        """Of all weights."""
+        """The number of elements of all weights."""
         ends = self.hidden * self.vocabulary * (1 if self.tied else 2) + self.hidden
         routed = sum(layer.expert for layer in self.layers) * self.experts
         return ends + routed + sum(layer.whole + layer.heads + layer.dense for layer in self.layers)
 
     @property
     def element_size(self) -> float:
-        """Bytes of an element of a layer, with its part of a scale."""
+        """Bytes per element of a layer's weights, including its part of a scale."""
         return 1 + 4 / self.block**2 if self.fp8 else 2
 
 
 def read_model(path: Path, fp8: bool | None = None) -> Model:
-    """The model of a directory with a config.json, or of that file.
+    """Read a model from a config.json, or from the directory that contains it.
 
-    Args: fp8, whether layers are in FP8; None for what the file says (`quantization_config`), else bfloat16.
+    Args: fp8, whether layers are in FP8 rather than bfloat16; None to follow the file's `quantization_config`.
     Raises:
-        ConfigError: no MLA in every layer, an indexer, or a size that the file does not say.
-        OSError: no such file.
+        ConfigError: if not all layers have MLA, there is an indexer, or the file lacks a size.
+        OSError: if there is no such file.
     """
     caches = read_sizes(path)
     file, config, text = read_config(path)

@@ -1,4 +1,4 @@
-"""The meshes of a cluster in the order of their steps' times, why each is not the first, and what more devices give."""
+"""Rank the meshes of a cluster by step time, say why each is not the first, and compare numbers of devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .step import Device, Step, Task
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked: a model, what it decodes, and the devices that there are."""
+    """A request: a model, what it decodes, and the available devices."""
 
     model: Model
     task: Task
@@ -26,28 +26,28 @@ class Plan:
 
     @cached_property
     def steps(self) -> list[Step]:
-        """Of meshes that an engine takes and that fit, the fastest first; of equals the smallest."""
+        """The steps on supported meshes that fit, the fastest first; ties are ordered by memory."""
         fitting = [step for step in self._taken if step.fits]
         return sorted(fitting, key=lambda step: (step.time, step.memory))
 
     @cached_property
     def too_large(self) -> list[Step]:
-        """Of meshes that an engine takes and that do not fit, the smallest first."""
+        """The steps on supported meshes that do not fit, the smallest first."""
         return sorted((step for step in self._taken if not step.fits), key=lambda step: step.memory)
 
     @cached_property
     def refused(self) -> dict[Mesh, Refusal]:
-        """The others, and why."""
+        """The meshes that no engine supports, and why."""
         asked = {mesh: refused(self.model, mesh, self.task.batch) for mesh in meshes(self.devices)}
         return {mesh: reason for mesh, reason in asked.items() if reason}
 
     @property
     def for_transformers(self) -> Step | None:
-        """The fastest that transformers takes."""
+        """The fastest step on a mesh that transformers supports."""
         return next((step for step in self.steps if TRANSFORMERS in engines(self.model, step.mesh)), None)
 
     def why_not(self, step: Step) -> str:
-        """What it loses by to the first one, in words; of the first one nothing."""
+        """Why a step is not the first, in words; empty for the first."""
         if not step.fits:
             parts = f"{in_units(int(step.weights))} of weights, {in_units(step.cache)} of latents"
             return f"takes {in_units(int(step.memory))} of {in_units(self.device.memory)}: {parts}"
@@ -62,7 +62,7 @@ class Plan:
         return f"{worst} +{1000 * more[worst]:.3g} ms"
 
     def scaled(self) -> list[Plan]:
-        """The same with fewer devices: powers of two, and all."""
+        """The same plan with fewer devices (powers of two), then with all."""
         counts = [2**i for i in range(self.devices.bit_length()) if 2**i < self.devices]
         return [replace(self, devices=count) for count in counts] + [self]
 
@@ -77,7 +77,7 @@ class Plan:
 
 
 def where_it_pays(plans: list[Plan]) -> str:
-    """Of plans of ever more devices, with how many a token is cheapest and with how many a step is fastest."""
+    """Say with how many devices a token is cheapest and a step fastest; `plans` are in order of their devices."""
     found = [plan for plan in plans if plan.steps]
     if not found:
         return "No number of devices up to this one holds it."
@@ -91,5 +91,5 @@ def where_it_pays(plans: list[Plan]) -> str:
 
 
 def _rate(plan: Plan) -> str:
-    """Tokens a second on each device."""
+    """Tokens per second and device."""
     return f"{plan.task.batch / plan.steps[0].time / plan.devices:,.1f}"

@@ -1,4 +1,4 @@
-"""What a step's time goes by on the fastest meshes, and the step's time against the number of devices."""
+"""Plot what bounds the step time on the fastest meshes, and the step time against the number of devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .step import BOUNDS
 
 
 def plot(plan: Plan, path: Path, rows: int) -> None:
-    """Write the figure; its format is that of the name."""
+    """Write the figure in the format that the file name's suffix says."""
     require("matplotlib.figure", "plot", "--plot")
     from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter

@@ -1,4 +1,4 @@
-"""Rates in the arguments of a command: `3.35TB/s`, `989T`, `450GB/s,3us`."""
+"""Parse rates in command-line arguments: `3.35TB/s`, `989T`, `450GB/s,3us`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
 
 
 def bytes_per_second(text: str) -> float:
-    """`3.35TB/s`, `900 GiB/s`."""
+    """Parse `3.35TB/s`, `900 GiB/s`."""
     try:
         return float(in_bytes(text.lower().removesuffix("/s")))
     except argparse.ArgumentTypeError:
@@ -21,12 +21,12 @@ def bytes_per_second(text: str) -> float:
 
 
 def flops_per_second(text: str) -> float:
-    """`989T`, `1.98 PFLOP/s`."""
+    """Parse `989T`, `1.98 PFLOP/s`."""
     return _number(text, FLOPS, r"\s*(?:flop/?s)?", "FLOP a second, such as 989T")
 
 
 def link(text: str) -> Link:
-    """Bandwidth and latency: `450GB/s,3us`."""
+    """Parse bandwidth and latency: `450GB/s,3us`."""
     bandwidth, comma, latency = text.partition(",")
     if not comma:
         raise argparse.ArgumentTypeError(f"expected bandwidth and latency, such as 450GB/s,3us, found {text!r}")

@@ -1,4 +1,4 @@
-"""The layers that a group of devices has under pipeline parallelism."""
+"""The layers of each group of devices under pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .model import Layer, Model
 
 @dataclass(frozen=True)
 class Stage:
-    """Some layers one behind the other."""
+    """Consecutive layers."""
 
     kinds: tuple[tuple[Layer, int], ...]
-    """Layers that are alike, and how many of them."""
+    """The distinct layers, and how many there are of each."""
     first: bool
-    """Whether the embedding is before them."""
+    """Whether the stage has the embedding."""
     last: bool
-    """Whether the head is after them."""
+    """Whether the stage has the head."""
 
     @property
     def layers(self) -> int:
@@ -26,12 +26,12 @@ class Stage:
 
     @property
     def routed(self) -> int:
-        """Layers with routed experts."""
+        """The number of layers with routed experts."""
         return sum(count for layer, count in self.kinds if layer.expert)
 
 
 def stages(model: Model, count: int) -> Iterator[Stage]:
-    """As vLLM shares layers out: what is over goes to stages before the last, one each."""
+    """The stages as vLLM makes them: remaining layers go to the stages just before the last, one each."""
     least, over = divmod(len(model.layers), count)
     begin = 0
     for i in range(count):

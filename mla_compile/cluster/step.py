@@ -1,8 +1,8 @@
-"""Memory and time of a decode step on each device of a mesh, and what the time goes by.
+"""Model the memory and time of a decode step on each device of a mesh, and what bounds the time.
 
-Each part of a layer takes the larger of its bytes over the device's bytes/s and its FLOPs over FLOP/s; parts, layers
-and exchanges come one after the other. Tokens go to all experts alike; each expert that one goes to is read once. A
-pipeline is full: as many micro-batches as stages, each waiting for the slowest of these.
+Each part of a layer takes the larger of its bytes over the device's bytes/s and its FLOPs over FLOP/s. Parts, layers
+and exchanges run one after the other. Tokens are spread evenly over experts, and each expert in use is read once. The
+pipeline is full: there are as many micro-batches as stages, and each waits for the slowest stage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WEIGHTS, CACHE, FLOPS, LINK = BOUNDS = "weights", "cache", "flops", "link"
 
 @dataclass(frozen=True)
 class Device:
-    """Each of the devices of a cluster."""
+    """One device of a cluster."""
 
     memory: int
     """Bytes for weights and caches."""
@@ -38,16 +38,16 @@ class Task:
     """What is decoded."""
 
     batch: int
-    """Sequences."""
+    """The number of sequences."""
     context: int
-    """Tokens of each."""
+    """The number of tokens of each sequence."""
     dtype: CacheDtype = "bf16"
-    """Of the cache."""
+    """The dtype of the cache."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A token for each sequence of a task, on a mesh."""
+    """One token for each sequence of a task, on a mesh."""
 
     model: Model
     task: Task
@@ -57,7 +57,7 @@ class Step:
 
     @property
     def sequences(self) -> int:
-        """Of a device's group at a time."""
+        """The number of sequences that a group processes at a time."""
         return -(-self.task.batch // (self.mesh.dp * self.mesh.pp))
 
     @cached_property
@@ -72,7 +72,7 @@ class Step:
 
     @cached_property
     def memory(self) -> float:
-        """Bytes of both on the fullest device."""
+        """Bytes of weights and latents on the fullest device."""
         return max(self._weights(stage) + self._cache(stage) for stage in self._stages)
 
     @property
@@ -81,34 +81,34 @@ class Step:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """By what bounds it, the time of the step."""
+        """The time of the step, split by what bounds it."""
         slowest = max(map(self._seconds, self._stages), key=lambda spent: sum(spent.values()))
         return {bound: self.mesh.pp * seconds for bound, seconds in slowest.items()}
 
     @property
     def time(self) -> float:
-        """Seconds of the step."""
+        """The seconds of the step."""
         return sum(self.seconds.values())
 
     @property
     def bound(self) -> str:
-        """What the most of the time goes by."""
+        """What bounds the largest part of the time."""
         return max(self.seconds, key=self.seconds.__getitem__)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a cached token in a layer."""
+        """Bytes per cached token in a layer."""
         s = self.model.sizes
         return fp8_bytes(s) if self.task.dtype == "fp8" else (s.L + s.R) * ELEMENT_SIZE[self.task.dtype]
 
     @property
     def tokens(self) -> int:
-        """Tokens of a sequence on a device, at most."""
+        """The largest number of tokens of a sequence on a device."""
         return -(-self.task.context // self.mesh.dcp)
 
     @cached_property
     def _stages(self) -> list[Stage]:
-        """Those that differ."""
+        """The distinct stages."""
         return list(dict.fromkeys(stages(self.model, self.mesh.pp)))
 
     def _weights(self, stage: Stage) -> float:
@@ -124,16 +124,17 @@ class Step:
         return sequences * self.tokens * self.token_bytes * stage.layers
 
     def _held(self, layer: Layer) -> float:
-        """Elements of a layer on a device."""
+        """Weight elements of a layer on a device."""
         routed = layer.expert * self.model.experts / max(self.mesh.ep, self.mesh.tp)
         return layer.whole + layer.heads / self.mesh.tp + layer.dense / self._cut(layer) + routed
 
     def _cut(self, layer: Layer) -> int:
-        """Ranks that share out the MLP of every token; beside experts of several groups they share out tokens."""
+        """The number of ranks over which the MLP of every token is split. If several groups share experts, it is whole
+        on each rank, and tokens are split instead."""
         return 1 if layer.expert and self.mesh.groups > 1 else self.mesh.tp
 
     def _seconds(self, stage: Stage) -> dict[str, float]:
-        """By what bounds it, the time of one micro-batch."""
+        """The time of one micro-batch, split by what bounds it."""
         spent = dict.fromkeys(BOUNDS, 0.0)
         for bound, seconds in self._parts(stage):
             spent[bound] += seconds
@@ -141,7 +142,7 @@ class Step:
         return spent
 
     def _parts(self, stage: Stage) -> Iterator[tuple[str, float]]:
-        """What bounds each part, and its seconds, in all layers and the head."""
+        """For each part of the layers, and for the head: what bounds it, and its seconds in all layers."""
         s, mesh, model = self.model.sizes, self.mesh, self.model
         n = self.sequences
         for layer, count in stage.kinds:
@@ -161,7 +162,7 @@ class Step:
             yield self._of(WEIGHTS, 2 * head, 2 * n * head, 1)
 
     def _distinct(self, tokens: int) -> float:
-        """Experts of a layer that some tokens go to, on average."""
+        """The expected number of experts in a layer that `tokens` use."""
         missed = (1 - self.model.experts_of_token / self.model.experts) ** tokens
         return self.model.experts * (1 - missed)
 

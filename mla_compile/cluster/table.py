@@ -1,4 +1,4 @@
-"""The plan of a cluster as text and as JSON."""
+"""Print the plan of a cluster as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .plan import Plan, where_it_pays
 from .step import Step
 
 MOST_NAMED = 8
-"""Sizes of one kind that are refused for the same reason."""
+"""The largest number of sizes that are listed per reason for a refusal."""
 MESH = ("tp", "dcp", "dp", "ep", "pp")
 
 
 def as_json(plan: Plan) -> str:
-    """Everything: each mesh with its memory and time, or why there is none."""
+    """Everything as JSON: each mesh with its memory and time, or why it is refused."""
     return json.dumps(
         {
             "model": {"model_type": plan.model.caches.name, "weights": plan.model.elements, "fp8": plan.model.fp8},
@@ -37,7 +37,7 @@ def as_json(plan: Plan) -> str:
 
 
 def row(plan: Plan, step: Step) -> dict[str, Any]:
-    """A mesh: bytes on the fullest device, seconds of a step, by what, and why it is not the first."""
+    """A mesh: bytes on the fullest device, seconds of a step, what bounds these, and why it is not the first."""
     return {
         **asdict(step.mesh),
         "weights": step.weights,
@@ -55,7 +55,7 @@ def row(plan: Plan, step: Step) -> dict[str, Any]:
 
 
 def as_text(plan: Plan, name: str, rows: int) -> str:
-    """Tables of so many meshes, the commands of the first, and the same model on fewer devices."""
+    """A table of the first `rows` meshes, the commands for the first, and a table for fewer devices."""
     parts = [_heading(plan), _meshes(plan, rows), _others(plan, rows)]
     if plan.steps:
         parts.append(_commands(plan, name))
@@ -91,7 +91,7 @@ def _meshes(plan: Plan, rows: int) -> str:
 
 
 def _others(plan: Plan, rows: int) -> str:
-    """How many are not in the table, and what they are refused for."""
+    """How many meshes are not in the table, and why."""
     lines = []
     if len(plan.steps) > rows:
         lines.append(f"{len(plan.steps) - rows:,} more are slower.")

@@ -1,1 +1,1 @@
-"""Look inside a compilation: graphs before and after the passes, generated code, and a page that shows both."""
+"""Inspect a compilation: graphs before and after the passes, generated code, and a page that shows them."""

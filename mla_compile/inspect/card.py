@@ -1,4 +1,4 @@
-"""What the page says of one attention, or of several that are alike."""
+"""The page's card about one attention, or about several that came out alike."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = {
     "mask": "mask",
 }
 SHORTENED = re.compile(r"/\S*/(?=[^/\s]+/[^/\s]+:\d+)")
-"""All of a source's path but its file and folder."""
+"""A source path up to, and without, its last folder."""
 ASSIGNED = re.compile(r"^\s*(\w+)(?::| =)")
 
 
@@ -39,34 +39,34 @@ class Group:
     """Attentions of one compilation that came out alike."""
 
     outcome: Outcome
-    """Of the first."""
+    """The outcome of the first of them."""
     proved: Proved | None
     compilation: Compilation
     numbers: list[int]
-    """Theirs in the report."""
+    """Their numbers in the report."""
 
     @property
     def anchor(self) -> str:
-        """The id of its card."""
+        """The HTML id of the card."""
         return f"attention-{self.numbers[0]}"
 
     @property
     def title(self) -> str:
-        """Which they are."""
+        """The card's title, with the numbers of the attentions."""
         return f"Attention{'s' if len(self.numbers) > 1 else ''} {span(self.numbers)}"
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where a path that expands them keeps keys and values."""
+    """The memory in which an expanding path keeps keys and values."""
 
     bytes: int
     whole: bool
-    """Whether all of them fit."""
+    """Whether all keys and values fit at once."""
 
     @staticmethod
     def of(model: Model) -> Workspace:
-        """That of an attention."""
+        """The workspace of an attention."""
         d = {name: int(getattr(model.dims, name)) for name in ("B", "T", "N", "P", "V")}
         tokens = min(d["T"], model.workspace_tokens)
         size = d["B"] * tokens * d["N"] * (d["P"] + d["V"]) * model.element_size
@@ -74,7 +74,7 @@ class Workspace:
 
 
 def card(group: Group, device: Device, workspace_tokens: int) -> str:
-    """An article of HTML."""
+    """The card as an HTML article."""
     outcome = group.outcome
     chips = "".join(f"<li><b>{escape(word)}</b> {escape(size)}</li>" for word, size in outcome.shapes.items())
     chips += f"<li><b>mask</b> {escape(outcome.mask)}</li>" if outcome.mask else ""
@@ -105,7 +105,7 @@ def card(group: Group, device: Device, workspace_tokens: int) -> str:
 
 
 def sketches(group: Group) -> tuple[Sketch | None, Sketch | None]:
-    """The part of the graph that the first of the group is, before and after the passes."""
+    """Sketches of the graph around the group's first attention, before and after the passes."""
     assert group.proved is not None
     inputs = entrances(group.proved)
     graphs = group.compilation.graphs
@@ -161,7 +161,7 @@ def _costs(costs: list[PathCost]) -> str:
 
 
 def _crossings(model: Model) -> str:
-    """Nothing where there is only one path."""
+    """The crossover plots; empty if there is only one path to draw."""
     paths = model.drawn
     if len(paths) <= 1:
         return ""
@@ -180,7 +180,7 @@ def _details(title: str, content: str) -> str:
 
 
 def proof(proved: Proved) -> list[tuple[str, str]]:
-    """What each part of the attention is in the graph, in words."""
+    """Each part of the attention, with its tensor in the graph in words."""
     site = proved.site
     without = "none: absorbed by hand" if site.unproved_keys is None else "none: keys stay what the graph computes"
     lines = [
@@ -215,7 +215,7 @@ def _code(group: Group, before: Sketch | None, after: Sketch | None) -> str:
 
 
 def lines_of(module: fx.GraphModule, names: Iterable[str]) -> list[str]:
-    """The lines of a graph's code that make the named nodes."""
+    """The lines of a graph's code that define the named nodes."""
     wanted = set(names)
     lines = module.print_readable(print_output=False).splitlines()
     found = [(match[1], line) for line in lines if (match := ASSIGNED.match(line))]

@@ -1,4 +1,4 @@
-"""Compile a model while watching: every graph on its way, the generated code, and what was proved of each attention."""
+"""Compile a model and collect every intermediate graph, the generated code, and the proof about each attention."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ STAGES = {
     "mla_retraced": "traced again with Inductor's decompositions: what Inductor is given",
     "mla_launches": "on a GPU, with the launches of attention in it: what Inductor is given then",
 }
-"""The graphs of a compilation in order, and what each is."""
+"""The graphs of a compilation in order, with a description of each."""
 
 
 @dataclass(frozen=True)
 class Proved:
-    """What the passes know of an attention that they rewrite, of the graph before them."""
+    """What the passes know about an attention, in terms of the graph before them."""
 
     site: Site
     meaning: Meaning
     sizes: Mapping[str, int]
-    """`B, Sq, T, N, L, P, R, V` as they are now, also where the graph holds them as symbols."""
+    """`B, Sq, T, N, L, P, R, V` as numbers; symbols of the graph have their present values."""
     topk: int | None
-    """Keys that each query names, where the path may be sparse."""
+    """The number of keys that each query names, if the path may be sparse."""
     text: str
-    """The proof and the choice, as the algebra has them."""
+    """The proof and the choice in the notation of the algebra."""
 
     @property
     def dims(self) -> Dims:
@@ -57,27 +57,27 @@ class Proved:
 
 @dataclass
 class Compilation:
-    """One graph on its way to code."""
+    """The compilation of one graph."""
 
     step: str
-    """What the model was called with."""
+    """A description of the call of the model."""
     part: str = ""
-    """Which graph of the step it is, where that took several."""
+    """Which graph of the step this is, if there are several."""
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
-    """By stage, see `STAGES`; without the later ones where nothing was rewritten."""
+    """The graphs by stage (see `STAGES`); later stages are missing if nothing was rewritten."""
     code: list[str] = field(default_factory=list)
-    """What Inductor generated."""
+    """The code that Inductor generated."""
     report: Report = field(default_factory=lambda: Report(()))
     proved: dict[str, Proved] = field(default_factory=dict)
-    """By the name of the attention's node, which its `Outcome` has too."""
+    """The proofs by the name of the attention's node, which is also in its `Outcome`."""
 
     @property
     def title(self) -> str:
-        """Step and part."""
+        """The step and, if there are several graphs, the part."""
         return f"{self.step}, {self.part}" if self.part else self.step
 
     def on_graph(self, name: str, module: fx.GraphModule) -> None:
-        """Keep a copy: the passes change their graph in place."""
+        """Keep a copy of the graph, as the passes change it in place."""
         self.graphs[name] = snapshot(module)
 
     def on_results(self, results: Sequence[Result]) -> None:
@@ -89,12 +89,12 @@ class Compilation:
         }
 
     def of(self, outcome: Outcome) -> Proved | None:
-        """What was proved of an attention, None if it stays unchanged."""
+        """What was proved about an attention; None if it stays unchanged."""
         return self.proved.get(outcome.node) if outcome.rewritten else None
 
 
 def compilations(model: Callable[..., Any], step: str, *args: Any, **kwargs: Any) -> list[Compilation]:
-    """Compile `model` afresh, run it once without gradients, and return every graph that this took."""
+    """Compile `model` afresh, run it once without gradients, and return the compilation of every graph."""
     found: list[Compilation] = []
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -115,8 +115,8 @@ def compilations(model: Callable[..., Any], step: str, *args: Any, **kwargs: Any
 
 
 def _numbered(result: Result, site: Site, meaning: Meaning) -> Proved:
-    """With sizes as numbers."""
-    environment: Any = result.environment  # there where sizes are symbols
+    """What was proved about a site, with sizes as numbers."""
+    environment: Any = result.environment  # not None if sizes are symbols
 
     def now(size: Any) -> int:
         expression = sympy.sympify(size)

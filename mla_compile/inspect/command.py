@@ -1,4 +1,4 @@
-"""`mla-compile inspect MODEL_DIR --out DIR`: graphs, code and a page of what the backend makes of a checkpoint."""
+"""`mla-compile inspect MODEL_DIR --out DIR`: write the graphs, code and a page about a checkpoint's compilation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the folder and say what is in it; the exit status is 1 if an attention stays unchanged."""
+    """Write the folder, and print the report. The exit status is 1 if an attention stays unchanged."""
     from .folder import write
     from .page import Inspection
 
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compile(name: str, tokens: int) -> tuple[Any, list[Any]]:
-    """The model, and the compilations of a prefill of `tokens` random tokens and of a decode step after it."""
+    """The model, and the compilations of a prefill of `tokens` random tokens and of the following decode step."""
     from .collect import compilations
 
     sample = load(name, tokens, "inspect")

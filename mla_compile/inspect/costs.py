@@ -1,4 +1,4 @@
-"""What the cost model says of an attention: each path's work and time, and where the paths cross."""
+"""The cost model's predictions for an attention: each path's work and time, and where the paths cross."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..cost import Cost, Device, Dims, predicted_seconds
 from .collect import Proved
 
 CONTEXTS = (1024, 8192, 65536)
-"""Tokens before the queries, besides those that the attention has."""
+"""The contexts (tokens before the queries) to plot besides the attention's own."""
 MOST_QUERIES = 8192
 AS_WRITTEN = "as written"
 
 
 @dataclass(frozen=True)
 class PathCost:
-    """One way to do an attention. FLOPs and bytes are those of `mla_compile.cost`, seconds its roofline."""
+    """The cost of an attention on one path: FLOPs and bytes as in `mla_compile.cost`, seconds by its roofline."""
 
     path: str
     flops: int
@@ -33,15 +33,15 @@ class PathCost:
 
 @dataclass(frozen=True)
 class Point:
-    """Predicted times where `queries` tokens meet the context and themselves."""
+    """The predicted times for `queries` tokens that attend to the context and to themselves."""
 
     queries: int
     seconds: dict[str, float]
-    """By the word of a path, in the order in which the cost model prefers them on a tie."""
+    """The time of each path, by its word, in the order in which the cost model prefers paths on a tie."""
 
     @property
     def faster(self) -> str:
-        """The path that the cost model takes."""
+        """The path that the cost model chooses."""
         return min(self.seconds, key=lambda word: self.seconds[word])
 
 
@@ -52,9 +52,10 @@ class Curve:
     context: int
     points: tuple[Point, ...]
     crossing: int | None
-    """The fewest queries for which another path than the first is faster, None if it is for none up to the last."""
+    """The smallest number of queries for which a path other than the first is faster; None if there is none up to the
+    last point."""
     here: Point | None
-    """Where the attention itself stands, if this is its context."""
+    """The point of the attention itself, if this is its context."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Model:
     element_size: int
     workspace_tokens: int
     candidates: tuple[Path, ...]
-    """The paths that come into question for it."""
+    """The paths that are possible for it."""
 
     @staticmethod
     def of(proved: Proved, device: Device, workspace_tokens: int) -> Model:
@@ -76,7 +77,7 @@ class Model:
         return Model(proved.dims, device, value.element_size(), workspace_tokens, candidates)
 
     def paths(self, outcome: Outcome, topk: int | None) -> list[PathCost]:
-        """Each path's cost, that of the code as it is written first, then the slowest."""
+        """The cost of the code as written, then that of each path, the slowest first."""
         costs = {path.word: self._cost(path, self.dims, topk) for path in self.candidates}
         found = [
             PathCost(word, int(cost.flops), int(cost.bytes), self._seconds(cost), word == outcome.path)
@@ -86,11 +87,11 @@ class Model:
 
     @property
     def drawn(self) -> tuple[Path, ...]:
-        """The paths whose times depend on no more than the sizes."""
+        """The paths whose times depend on the sizes alone."""
         return tuple(path for path in self.candidates if path.competes(self.dims, None))
 
     def curves(self) -> list[Curve]:
-        """Times at the attention's own context, and at others."""
+        """The curves for the attention's own context and for `CONTEXTS`."""
         queries, keys = int(self.dims.Sq), int(self.dims.T)
         own = max(keys - queries, 0)
         return [self._curve(context, self._at(context, queries) if context == own else None) for context in
@@ -127,10 +128,10 @@ class Model:
 
 
 def expands(word: str) -> bool:
-    """Whether a path makes keys and values of every head, by its word in a report."""
+    """Whether a path, given by its word in a report, makes keys and values of every head."""
     return any(path.expands for path in every.PATHS if path.word == word)
 
 
 def style(word: str) -> str:
-    """The style sheet's class for a path, by its word in a report."""
+    """The CSS class for a path, given by its word in a report."""
     return "expands" if expands(word) else "absorbs" if any(path.word == word for path in every.PATHS) else ""

@@ -1,4 +1,4 @@
-"""A sketch as SVG. Colours, fonts and dark mode are the page's: classes here, no style."""
+"""Draw a sketch as SVG. It has only CSS classes: colours, fonts and dark mode come from the page's style sheet."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Frame = tuple[float, float, float, float]
 MARGIN = 14.0
 THINNEST, THICKEST = 1.4, 9.0
 LETTER, LINE = 6.1, 15.0
-"""Width of a letter and height of a line of a label, in pixels."""
+"""The width of a letter and the height of a line of a label, in pixels."""
 
 
 @dataclass
 class Room:
-    """What labels should not hide."""
+    """The areas that labels should not hide."""
 
     boxes: list[Frame]
     arrows: dict[Arrow, list[Frame]]
     labels: list[Frame] = field(default_factory=list)
 
     def hidden(self, frame: Frame) -> int:
-        """How bad a label's place is: other labels are worst, then boxes, then pieces of arrows."""
+        """How bad a label's place is: overlapping labels count most, then boxes, then pieces of arrows."""
         arrows = sum(_overlap(frame, sample) for samples in self.arrows.values() for sample in samples)
         return (
             arrows
@@ -39,9 +39,9 @@ class Room:
 
 
 def draw(sketch: Sketch, largest: int, label: str) -> str:
-    """The SVG of a sketch; an arrow is the thicker the more bytes its tensor has, `largest` being the most.
+    """The SVG of a sketch. Arrows are thicker the more bytes their tensors have, up to `largest`.
 
-    `label` says in words what is drawn, for those who cannot see it.
+    `label` describes the drawing in words, for screen readers.
     """
     layout = arrange(sketch)
     paths, labels, room = _arrows(sketch, layout, largest)
@@ -72,7 +72,7 @@ def _box(box: Box, place: Place) -> str:
 
 
 def _arrows(sketch: Sketch, layout: Layout, largest: int) -> tuple[list[str], list[str], Room]:
-    """Paths, widest first so that none hides another, and labels where there is room."""
+    """The paths, thickest first so that none hides another, and labels where there is room."""
     ends = _ports(sketch, layout)
     points = {arrow: _points(arrow, layout, ends) for arrow in sketch.arrows}
     thickness = {arrow: _thickness(arrow, largest) for arrow in sketch.arrows}
@@ -104,7 +104,7 @@ def _path(arrow: Arrow, points: Points, thickness: float) -> str:
 
 
 def _ports(sketch: Sketch, layout: Layout) -> dict[tuple[Arrow, str], float]:
-    """Where on a box's edge each arrow begins and ends: side by side, in the order of where they come from."""
+    """Where on a box's edge each arrow begins or ends: side by side, ordered by the place to which it leads next."""
     found: dict[tuple[Arrow, str], float] = {}
     for key, place in layout.places.items():
         for side in ("start", "end"):
@@ -117,7 +117,7 @@ def _ports(sketch: Sketch, layout: Layout) -> dict[tuple[Arrow, str], float]:
 
 
 def _next(arrow: Arrow, side: str, layout: Layout) -> Place:
-    """What an arrow meets first on its way from one of its ends."""
+    """The first place that an arrow meets on its way from one of its ends."""
     passing = layout.passing[arrow]
     if passing:
         return passing[0 if side == "start" else -1]
@@ -133,7 +133,7 @@ def _points(arrow: Arrow, layout: Layout, ends: dict[tuple[Arrow, str], float]) 
 
 
 def _label(arrow: Arrow, points: Points, thickness: float, room: Room) -> str:
-    """The shape beside its arrow, or on it, where it hides least."""
+    """A label with the tensor's shape, beside its arrow or on it, where it hides least."""
     width = LETTER * len(arrow.shape) + 8
     beside = (width + thickness) / 2 + 1
     places = [
@@ -159,7 +159,7 @@ def _samples(points: Points, thickness: float) -> list[Frame]:
 
 
 def _along(a: tuple[float, float], b: tuple[float, float], part: float) -> tuple[float, float]:
-    """A point of the curve between two points that leaves and arrives straight down."""
+    """A point on the curve between two points that leaves and arrives vertically."""
     blend = part * part * (3 - 2 * part)
     down = 3 * (1 - part) ** 2 * part * 0.5 + 3 * (1 - part) * part**2 * 0.5 + part**3
     return a[0] + (b[0] - a[0]) * blend, a[1] + (b[1] - a[1]) * down

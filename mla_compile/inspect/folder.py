@@ -1,4 +1,4 @@
-"""The folder that `mla-compile inspect` writes."""
+"""Write the folder of `mla-compile inspect`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .page import Inspection, page
 
 
 def write(inspection: Inspection, folder: Path) -> list[Path]:
-    """Write everything; returns the paths of the files, the page first."""
+    """Write all files, and return their paths, the page first."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [_write_compilation(c, folder, n) for n, c in enumerate(inspection.compilations)]
     report = inspection.report
@@ -45,7 +45,7 @@ def _write_compilation(compilation: Compilation, folder: Path, number: int) -> l
 
 
 def _proofs(compilation: Compilation) -> str:
-    """What the passes proved of each attention, between the graph before and the graph after them."""
+    """What the passes proved about each attention, as text."""
     lines: list[str] = []
     for number, outcome in enumerate(compilation.report.sites):
         lines.append(f"{number}  {outcome.path}: {outcome.reason}")

@@ -1,4 +1,4 @@
-"""Places for the boxes of a sketch: in layers from top to bottom, few crossings, each box near what it is joined to."""
+"""Lay out the boxes of a sketch: in layers from top to bottom, with few crossings, and each box near its neighbours."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from .sketch import Arrow, Sketch
 
 GAP_ACROSS, GAP_DOWN, HEIGHT = 30.0, 72.0, 42.0
 PASSING = 16.0
-"""Width that is kept free where an arrow passes a layer."""
+"""The width that is kept free where an arrow passes a layer."""
 SWEEPS = 12
 TITLE_WIDTH, DETAIL_WIDTH, PADDING, NARROWEST = 8.0, 6.3, 26.0, 96.0
-"""Width of a letter of a box's title and of its second line, what is around them, and the narrowest box, in pixels."""
+"""The widths of a letter of a box's title and second line, the padding, and the least width of a box, in pixels."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a box is, or where an arrow passes: the middle of its upper edge, its width and height."""
+    """The place of a box, or of an arrow that passes a layer: the middle of its upper edge, its width and height."""
 
     x: float
     y: float
@@ -27,7 +27,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of boxes by key, the points that each arrow passes, and the size of all."""
+    """The places of boxes by key, the places that each arrow passes, and the total size."""
 
     places: dict[str, Place]
     passing: dict[Arrow, list[Place]]
@@ -36,7 +36,7 @@ class Layout:
 
 
 def arrange(sketch: Sketch) -> Layout:
-    """Lay a sketch out."""
+    """Lay out a sketch."""
     layer = _layers(sketch)
     rows: list[list[str]] = [[] for _ in range(max(layer.values()) + 1)]
     widths: dict[str, float] = {}
@@ -69,7 +69,7 @@ def arrange(sketch: Sketch) -> Layout:
 
 
 def _layers(sketch: Sketch) -> dict[str, int]:
-    """Each box below all that it takes something from; what comes in, just above its first use."""
+    """Put each box below all boxes from which it takes tensors, and each entrance just above its first use."""
     layer = dict.fromkeys(sketch.boxes, 0)
     for _ in sketch.boxes:  # as many rounds as the longest path can have
         moved = {a.end: max(layer[a.end], layer[a.start] + 1) for a in sketch.arrows}
@@ -86,7 +86,7 @@ def _layers(sketch: Sketch) -> dict[str, int]:
 
 
 def _middles(rows: list[list[str]], widths: dict[str, float], neighbours: dict[str, list[str]]) -> dict[str, float]:
-    """Sort the rows and place their members, in sweeps down and up, near those that they are joined to."""
+    """Sort the rows and place their members near their neighbours, in sweeps down and up."""
     middles: dict[str, float] = {}
     for row in rows:
         _spread(row, dict.fromkeys(row, 0.0), widths, middles)
@@ -106,7 +106,7 @@ def _middles(rows: list[list[str]], widths: dict[str, float], neighbours: dict[s
 
 
 def _spread(row: list[str], wanted: dict[str, float], widths: dict[str, float], middles: dict[str, float]) -> None:
-    """Place a row's members in order without overlap, together as near as may be to where each wants to be."""
+    """Place a row's members in order and without overlap, as close as possible to their wanted places."""
     blocks: list[tuple[list[str], float]] = []  # members that touch, and the middle of the first
     for key in row:
         blocks.append(([key], wanted[key]))
@@ -125,7 +125,7 @@ def _end(block: tuple[list[str], float], widths: dict[str, float]) -> float:
 
 
 def _offsets(members: list[str], widths: dict[str, float]) -> list[float]:
-    """Distances of members that touch from the middle of the first to the middle of each."""
+    """The distances from the middle of the first of touching members to the middle of each."""
     offsets = [0.0]
     for a, b in pairwise(members):
         offsets.append(offsets[-1] + (widths[a] + widths[b]) / 2 + GAP_ACROSS)

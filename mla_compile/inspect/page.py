@@ -1,4 +1,4 @@
-"""index.html: one file, nothing loaded from elsewhere."""
+"""Write index.html, a single file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from .collect import STAGES, Compilation
 from .words import in_seconds, span
 
 LONGEST = 400_000
-"""Characters of a text that the page still holds."""
+"""The largest number of characters of a text that the page includes."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a page shows."""
+    """The content of a page."""
 
     name: str
-    """Of the model."""
+    """The name of the model."""
     compilations: Sequence[Compilation]
     device: Device
-    """Whose rates decided."""
+    """The device whose rates the cost model used."""
     workspace_tokens: int
 
     @property
     def report(self) -> Report:
-        """Of all compilations together."""
+        """The merged report of all compilations."""
         return merged([compilation.report for compilation in self.compilations])
 
 
 def page(inspection: Inspection, written: Sequence[Sequence[str]]) -> str:
-    """The page; `written` are the paths of each compilation's files, relative to it."""
+    """The page as HTML; `written` are the paths of each compilation's files, relative to the page."""
     here = files(__package__)
     report, device = inspection.report, inspection.device
     shown = [(number, c) for number, c in enumerate(inspection.compilations) if c.report.sites]
@@ -70,7 +70,7 @@ def page(inspection: Inspection, written: Sequence[Sequence[str]]) -> str:
 
 
 def groups_of(compilation: Compilation, first: int) -> list[Group]:
-    """The attentions that came out alike, together; the report numbers them from `first`."""
+    """Group the attentions that came out alike; the report numbers them from `first`."""
     found: dict[tuple[object, ...], Group] = {}
     for number, site in enumerate(compilation.report.sites, first):
         key: tuple[object, ...] = (
@@ -82,7 +82,7 @@ def groups_of(compilation: Compilation, first: int) -> list[Group]:
             site.guards,
         )
         if not site.rewritten:
-            key += (site.node,)  # each has a reason of its own
+            key += (site.node,)  # unchanged ones are not grouped
         group = found.setdefault(key, Group(site, compilation.of(site), compilation, []))
         group.numbers.append(number)
     return list(found.values())
@@ -140,7 +140,7 @@ def _step(
 
 
 def _whole(compilation: Compilation) -> str:
-    """Whole graphs and generated code, to unfold; what is too long is in the files alone."""
+    """Whole graphs and generated code, folded. Texts that are too long are only in the files."""
     texts = {f"The whole graph: {STAGES[stage]}": readable(graph) for stage, graph in compilation.graphs.items()}
     texts |= {
         f"The code that Inductor generated{f', {n}' if n else ''}": code for n, code in enumerate(compilation.code)

@@ -1,4 +1,4 @@
-"""The crossover plot as SVG: times of the paths over the number of queries, a panel for each context."""
+"""Draw the crossover plot as SVG: times of the paths over the number of queries, with a panel for each context."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 26.0, 34.0
 
 
 def draw_curves(curves: Sequence[Curve]) -> str:
-    """A panel for each curve, on the same scales."""
+    """A panel for each curve, all with the same scales."""
     times = [t for curve in curves for point in curve.points for t in point.seconds.values()]
     low, high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
     last = max(curve.points[-1].queries for curve in curves)

@@ -1,7 +1,7 @@
-"""The part of a graph that an attention is: few boxes and arrows, views and copies left out.
+"""Sketch the part of a graph that makes up an attention as a few boxes and arrows, without views and copies.
 
-An arrow carries a tensor. What it is follows from where it comes from: a tensor that descends from the latent and from
-a weight, but not from the queries, is expanded: it has what each head makes of each key.
+An arrow stands for a tensor, and its kind follows from its origins. A tensor computed from the latent and a weight, but
+not from queries, is expanded: it holds each head's projection of each key.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ TITLES = {
     **dict.fromkeys(JOINS, "join"),
 }
 WIDEST = 40
-"""Most boxes that are drawn; of a larger part of a graph the code says more."""
+"""The largest number of boxes that are drawn; for larger parts of a graph, the code is clearer."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A tensor that comes in, or an operation."""
+    """An input tensor, or an operation."""
 
     key: str
     title: str
@@ -74,35 +74,35 @@ class Arrow:
 
 @dataclass
 class Sketch:
-    """Boxes by key, each after those that it takes something from."""
+    """Boxes by key, each after those from which it takes tensors."""
 
     boxes: dict[str, Box] = field(default_factory=dict)
     arrows: list[Arrow] = field(default_factory=list)
     nodes: set[str] = field(default_factory=set)
-    """Names of all nodes of the graph that it stands for."""
+    """The names of all graph nodes that the sketch stands for."""
 
     @property
     def largest_shown(self) -> int:
-        """Bytes of the largest tensor that is no weight: weights are drawn alike."""
+        """Bytes of the largest tensor that is not a weight, as all weights are drawn with the same thickness."""
         return max((arrow.bytes for arrow in self.arrows if arrow.kind != "weight"), default=0)
 
     @property
     def expanded_bytes(self) -> int:
-        """Bytes of the keys and values that queries and weights of attention meet."""
+        """Bytes of the expanded keys and values that enter the attention itself."""
         return sum(a.bytes for a in self.arrows if a.kind == "expanded" and self.boxes[a.end].kind != "expanded")
 
 
 def entrances(proved: Proved) -> dict[str, tuple[str, Kind]]:
-    """Title and kind of each tensor that an attention is made of, by the name of its node."""
+    """The title and kind of each tensor from which an attention is computed, by the name of its node."""
     site = proved.site
     found: dict[str, tuple[list[str], Kind]] = {}
 
     def add(read: Read | None, title: str, kind: Kind) -> None:
         source = None if read is None else read.source.node if isinstance(read.source, Unread) else read.source
-        if isinstance(source, Scaled):  # a weight that is kept in few bits
+        if isinstance(source, Scaled):  # a quantised weight
             add(source.of, title, kind)
             add(source.by, f"scales of {title}", kind)
-        else:  # a weight of each head, or one and what an adapter adds to it
+        else:  # several tensors: a weight for each head, or a weight and an adapter's
             for part in made_of(source):
                 add(part, title, kind)
         if isinstance(source, fx.Node):
@@ -125,11 +125,11 @@ def entrances(proved: Proved) -> dict[str, tuple[str, Kind]]:
 
 
 def sketch(module: fx.GraphModule, output: str, inputs: Mapping[str, tuple[str, Kind]]) -> Sketch | None:
-    """What leads from `inputs` to the node named `output`; None if that is too much to draw, or not there."""
+    """Sketch what leads from `inputs` to the node named `output`; None if it is too much to draw or missing."""
     node = next((n for n in module.graph.nodes if n.name == output), None)
     if node is None:
         return None
-    common = CommonSubexpressions()  # what is computed twice is one entrance
+    common = CommonSubexpressions()  # an input that is computed twice is one entrance
     drawer = _Drawer({n: inputs[first] for n in module.graph.nodes if (first := common.first(n).name) in inputs})
     end = drawer.box(node)
     if end is None or len(drawer.sketch.boxes) > WIDEST:
@@ -139,7 +139,7 @@ def sketch(module: fx.GraphModule, output: str, inputs: Mapping[str, tuple[str, 
 
 
 def rewritten_output(module: fx.GraphModule, site: str) -> str | None:
-    """The name of the node that holds what the attention `site` became."""
+    """The name of the node with the output of the code that replaced the attention `site`."""
     return next((n.name for n in module.graph.nodes if n.meta.get("mla_site") == site), None)
 
 
@@ -147,13 +147,13 @@ class _Drawer:
     def __init__(self, inputs: Mapping[fx.Node, tuple[str, Kind]]) -> None:
         self.inputs, self.sketch = inputs, Sketch()
         self._origins: dict[str, frozenset[Kind]] = {}
-        """Kinds of the entrances that a box descends from."""
+        """The kinds of the entrances from which each box is computed."""
         self._done: dict[fx.Node, Box | None] = {}
 
     def box(self, node: fx.Node) -> Box | None:
-        """The box that makes a tensor; None for blanks, which hold nothing."""
+        """The box that makes a tensor; None for blanks, which have no content."""
         stack = [node]
-        while stack:  # not recursive: a part of a graph may be deep
+        while stack:  # not recursive, as the graph may be deep
             current = stack[-1]
             pending = [] if self._ends(current) else [n for n in _taken(current) if n not in self._done]
             if pending and len(self._done) <= 50 * WIDEST:
@@ -165,7 +165,7 @@ class _Drawer:
         return self._done[node]
 
     def finish(self, end: Box, node: fx.Node) -> None:
-        """Add where the result goes."""
+        """Add the output box."""
         out = Box("output", "output", "", "output", entrance=True)
         self.sketch.boxes[out.key] = out
         self._arrow(end, out, node, "output")
@@ -199,7 +199,7 @@ class _Drawer:
         return self._add(box)
 
     def _weight_of(self, box: Box, weight: Box, others: frozenset[Kind]) -> Box:
-        """A box of its own for each use of a weight: of one that holds both, queries meet W_UK and results W_UV."""
+        """Give each use of a weight its own box. Of a weight that holds both, queries use W_UK and results use W_UV."""
         title = weight.title
         if box.title == TITLES["per_head_matmul"] and title == "W_UK, W_UV":
             title = "W_UV" if "latent" in others else "W_UK"
@@ -209,7 +209,7 @@ class _Drawer:
         return self._add(own)
 
     def _absorb(self, inner: Box, outer: Box) -> None:
-        """A join of joins is one join."""
+        """Merge a join into the join that uses it."""
         self.sketch.boxes.pop(inner.key, None)
         self.sketch.arrows = [
             Arrow(a.start, outer.key, a.shape, a.dtype, a.bytes, a.kind) if a.end == inner.key else a
@@ -240,14 +240,14 @@ def _kind(origins: frozenset[Kind]) -> Kind:
 
 
 def _taken(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values a node uses: of a copy not the target, which only says the shape."""
+    """The nodes whose values a node uses. The target of a copy is left out, as it only gives the shape."""
     given = pytree.arg_tree_leaves(*node.args, **node.kwargs)
     operands = [value for value in given if isinstance(value, fx.Node) and not _holds_nothing(value)]
     return operands[1:2] if _name(node) == "copy" else operands
 
 
 def _holds_nothing(node: fx.Node) -> bool:
-    """Whether a node is a size, or a tensor without elements, as a rope key of width 0."""
+    """Whether a node is a size, or a tensor without elements, such as a rope key of width 0."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return any(isinstance(size, int) and size == 0 for size in value.shape)
@@ -255,7 +255,7 @@ def _holds_nothing(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    """An operation's name without namespace and overload."""
+    """The name of an operation without namespace and overload."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return str(target._schema.name).partition("::")[2]

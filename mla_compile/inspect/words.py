@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them."""
+"""Format numbers for readers."""
 
 from ..plan.table import in_units
 
@@ -6,22 +6,22 @@ __all__ = ["in_flops", "in_seconds", "in_tokens", "in_units", "span"]
 
 
 def in_flops(number: float) -> str:
-    """FLOPs with three digits and a decimal unit."""
+    """Format FLOPs with three digits and a decimal unit."""
     return _decimal(number, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
 
 
 def in_seconds(seconds: float) -> str:
-    """A time with three digits."""
+    """Format a time with three digits."""
     return _decimal(seconds * 1e9, ("ns", "µs", "ms", "s"))
 
 
 def in_tokens(number: int) -> str:
-    """`64k` for 65,536; others as they are."""
+    """Format multiples of 1,024 like `64k` for 65,536, and other numbers in full."""
     return f"{number // 1024}k" if number and number % 1024 == 0 else f"{number:,}"
 
 
 def span(numbers: list[int]) -> str:
-    """`0 to 4` for consecutive numbers, else all of them."""
+    """Format more than two consecutive numbers as `0 to 4`, otherwise list all of them."""
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]} to {numbers[-1]}"
     return ", ".join(map(str, numbers))

@@ -1,1 +1,1 @@
-"""Plan memory: what a cache of each layout takes, from a model's config alone."""
+"""Plan memory: the bytes that a cache of each layout takes, computed from a model's config alone."""

@@ -1,4 +1,4 @@
-"""`mla-compile memory MODEL_DIR_OR_CONFIG`: what the cache of a model takes, for each way to store it."""
+"""`mla-compile memory MODEL_DIR_OR_CONFIG`: the memory that a model's cache takes, for each way to store it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan and draw it if asked to."""
+    """Print the plan, and plot it if requested."""
     if arguments.plot:
         require("matplotlib.figure", "plot", "--plot")
     model = read_sizes(arguments.model)
@@ -53,12 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def tokens(text: str) -> int:
-    """A number of tokens: `4096`, `128k` for 128 * 1024, `1m`."""
+    """Parse a number of tokens: `4096`, `128k` for 128 * 1024, `1m`."""
     return _number(text, TOKEN_UNITS, "tokens, such as 4096 or 128k")
 
 
 def in_bytes(text: str) -> int:
-    """A number of bytes: `1000`, `80GiB` of 1024 ** 3 or `80GB` of 1000 ** 3."""
+    """Parse a number of bytes: `1000`, `80GiB` for 80 * 1024 ** 3, `80GB` for 80 * 1000 ** 3."""
     return _number(text, BYTE_UNITS, "bytes, such as 80GiB or 16GB")
 
 
@@ -71,7 +71,7 @@ def _number(text: str, units: dict[str, int], expected: str) -> int:
 
 
 def positive(text: str) -> int:
-    """A number from 1 on."""
+    """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
     return int(text)

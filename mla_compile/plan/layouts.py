@@ -1,4 +1,4 @@
-"""Bytes that each way to cache keys and values takes for a token.
+"""The bytes that each way to cache keys and values takes per token.
 
 The FP8 latent is the layout of `mla::paged_latent_attention` with `latent_scales`: `L` elements of one byte (e4m3), a
 float32 scale for each group of 128 of them (`mla_compile.fp8`), and the rope key in bfloat16. For L=512 and R=64 that
@@ -25,16 +25,16 @@ class Layout:
 
     name: str
     holds: Callable[[Sizes], str]
-    """What is kept of a token in a layer, in words."""
+    """What is stored per token in a layer, in words."""
     layer_bytes: Callable[[Sizes], int]
-    """Bytes of a token in a layer."""
+    """Bytes per token in a layer."""
 
     def token_bytes(self, model: ModelSizes) -> int:
-        """Bytes of a token in all layers."""
+        """Bytes per token in all layers."""
         return sum(count * self.layer_bytes(sizes) for sizes, count in model.layers.items())
 
     def sequence_bytes(self, model: ModelSizes, context: int) -> int:
-        """Bytes of a sequence of `context` tokens in all layers; one with a window keeps no more than that."""
+        """Bytes of a sequence of `context` tokens in all layers; layers with a window keep only that many tokens."""
         return sum(
             count * self.layer_bytes(sizes) * min(context, sizes.window or context)
             for sizes, count in model.layers.items()
@@ -42,7 +42,8 @@ class Layout:
 
 
 def layouts(dtype: CacheDtype, kv_heads: int) -> list[Layout]:
-    """Expanded as naive code has it, MHA and GQA of `kv_heads` with heads of V, and the latent; `dtype` for all."""
+    """The layouts: expanded as in naive code, MHA, GQA with `kv_heads` heads (both with heads of width V), and latents,
+    all in `dtype`; then FP8 latents."""
     size = ELEMENT_SIZE[dtype]
     heads = [
         Layout("expanded", lambda s: f"{s.N} x ({s.P + s.R} + {s.V})", lambda s: size * s.N * (s.P + s.R + s.V)),
@@ -60,7 +61,7 @@ def layouts(dtype: CacheDtype, kv_heads: int) -> list[Layout]:
 
 
 def fp8_bytes(sizes: Sizes) -> int:
-    """Bytes of a token's FP8 latent with its scales, and of its rope key."""
+    """Bytes per token of an FP8 latent with its scales, and of the rope key."""
     return sizes.L + 4 * groups_of(sizes.L) + 2 * sizes.R
 
 

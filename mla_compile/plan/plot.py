@@ -1,4 +1,4 @@
-"""Memory against context, a line for each layout."""
+"""Plot memory against context length, with a line for each layout."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..optional_packages import require
 from .table import Plan, in_units
 
 FEWEST_TOKENS = 1024
-"""Where the axis of contexts begins, unless the plan's own is shorter."""
+"""The start of the context axis, unless the plan's own context is shorter."""
 
 
 def plot(plan: Plan, path: Path) -> None:
-    """Write the figure; its format is that of the name."""
+    """Write the figure in the format that the file name's suffix says."""
     require("matplotlib.figure", "plot", "--plot")
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator

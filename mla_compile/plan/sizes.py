@@ -1,7 +1,6 @@
-"""The sizes of a model's caches, read from its config.json.
+"""Read the sizes of a model's caches from its config.json.
 
-The file is read as it is; transformers, if installed, completes one that leaves sizes or the kinds of layers to
-defaults.
+The file is read directly. transformers, if installed, completes it if it leaves sizes or kinds of layers to defaults.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ WIDTHS = {
 }
 NEEDED = ("num_hidden_layers", *WIDTHS)
 LEFT_TO_DEFAULTS = ("linear_", "layer_group_size", "swa_", "kv_source_layers")
-"""Keys that, without `layer_types`, tell of layers of several kinds without saying which is which."""
+"""Prefixes of keys which, without `layer_types`, show that there are several kinds of layers but not which is which."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one layer caches of a token: sizes in design words, all positive but `R`, which may be 0."""
+    """The sizes that determine what one layer caches per token. All are positive, except `R`, which may be 0."""
 
     N: int
     L: int
@@ -37,7 +36,7 @@ class Sizes:
     R: int
     V: int
     window: int | None = None
-    """Tokens after which the layer forgets, None if it keeps all."""
+    """The number of tokens that the layer keeps; None if it keeps all."""
 
     def __str__(self) -> str:
         named = " ".join(f"{name}={getattr(self, name)}" for name in WIDTHS.values())
@@ -50,26 +49,26 @@ class ModelSizes:
 
     name: str
     layers: Mapping[Sizes, int]
-    """How many layers of each sizes, the most frequent first."""
+    """The number of layers of each kind, the most frequent first."""
     others: int = 0
-    """Layers without a cache that grows: linear attention, or the keys of an earlier layer."""
+    """The number of layers without a growing cache: linear attention, or layers that use an earlier layer's keys."""
     index_width: int = 0
-    """Width of an indexer's key of one token, 0 without one."""
+    """The width of an indexer's key per token; 0 without an indexer."""
     indexers: int = 0
-    """Layers that keep such keys."""
+    """The number of layers that keep such keys."""
 
     @property
     def count(self) -> int:
-        """Layers that keep latents."""
+        """The number of layers that keep latents."""
         return sum(self.layers.values())
 
 
 def read_sizes(path: Path) -> ModelSizes:
-    """The sizes of the model in a directory with a config.json, or of that file.
+    """Read the sizes of a model from a config.json, or from the directory that contains it.
 
     Raises:
-        ConfigError: no JSON, no MLA model, or a size that neither the file nor transformers says.
-        OSError: no such file.
+        ConfigError: if the file is no JSON or not of an MLA model, or neither it nor transformers gives a size.
+        OSError: if there is no such file.
     """
     file, config, text = read_config(path)
     name = str(config.get("model_type") or "model")
@@ -81,11 +80,11 @@ def read_sizes(path: Path) -> ModelSizes:
 
 
 def read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """The config.json in a directory, or the file that `path` is, what is in it, and what that says of the text model.
+    """Read a config: the path of the file (`path`, or the config.json in it), its content, and the text model's part.
 
     Raises:
-        ConfigError: no JSON object.
-        OSError: no such file.
+        ConfigError: if the file is no JSON object.
+        OSError: if there is no such file.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -98,7 +97,7 @@ def read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
 
 
 def _completed(config: dict[str, Any], missing: list[str], file: Path) -> dict[str, Any]:
-    """The fields that transformers' config class has for this file."""
+    """The fields of this file as completed by transformers' config class."""
     lacking = f"expected {', '.join(missing)} in {file}, found none"
     try:
         from transformers import AutoConfig
@@ -114,7 +113,7 @@ def _completed(config: dict[str, Any], missing: list[str], file: Path) -> dict[s
     found: dict[str, Any] = known.to_dict()
     found |= {key: getattr(known, key, None) for key in NEEDED if found.get(key) is None}  # some are properties
     if "num_hidden_layers" in missing and known.model_type == "longcat_flash":
-        found["num_hidden_layers"] = 2 * known.num_layers  # of transformers 5.17 the model says so, not its config
+        found["num_hidden_layers"] = 2 * known.num_layers  # in transformers 5.17 only the model says so, not its config
     if unknown := [key for key in NEEDED if found[key] is None]:
         raise ConfigError(
             f"expected {', '.join(unknown)} in {file}, found none there and none in transformers' defaults"

@@ -1,4 +1,4 @@
-"""The plan as text and as JSON."""
+"""Print a plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be cached, and the memory that there is for it."""
+    """What is to be cached, and the memory available for it."""
 
     model: ModelSizes
     context: int
@@ -26,7 +26,7 @@ class Plan:
     kv_heads: int
     """Key and value heads of the GQA to compare with."""
     memory: int | None = None
-    """Bytes for caches, beside weights and activations."""
+    """Bytes available for caches, without weights and activations."""
 
     @property
     def sequences(self) -> str:
@@ -38,8 +38,8 @@ class Plan:
         return layouts(self.dtype, self.kv_heads)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each layout: bytes of a token in the first kind of layer and in all, of the whole batch, how many
-        times the latent's, and the most sequences in the memory."""
+        """A row for each layout: bytes per token in a layer of the first kind and in all layers, bytes of the whole
+        batch, the ratio to the latent layout, and the largest number of sequences that fit into the memory."""
         first = next(iter(self.model.layers))
         chosen = self.layouts
         latent = next(layout for layout in chosen if layout.name.startswith("latent"))
@@ -60,7 +60,7 @@ class Plan:
 
 
 def as_json(plan: Plan) -> str:
-    """The plan and its rows."""
+    """The plan and its rows as JSON."""
     model = plan.model
     described = {
         "model_type": model.name,
@@ -71,7 +71,7 @@ def as_json(plan: Plan) -> str:
 
 
 def as_text(plan: Plan) -> str:
-    """A table, and what its numbers count."""
+    """The plan as a table, with notes on what its numbers count."""
     model = plan.model
     kinds = ", ".join(f"{count} layers of {sizes}" for sizes, count in model.layers.items())
     others = f"; {model.others} others keep none" if model.others else ""
@@ -92,7 +92,7 @@ def as_text(plan: Plan) -> str:
 
 
 def _notes(plan: Plan) -> list[str]:
-    """What a reader who compares with another figure must know."""
+    """Notes for readers who compare these numbers with others."""
     model = plan.model
     first = next(iter(model.layers))
     rows = {row["layout"]: row for row in plan.rows()}
@@ -122,7 +122,7 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def in_units(number: int) -> str:
-    """Bytes with three digits and a binary unit."""
+    """Format bytes with three digits and a binary unit."""
     value, unit = float(number), 0
     while value >= 999.5 and unit < len(UNITS) - 1:
         value, unit = value / 1024, unit + 1

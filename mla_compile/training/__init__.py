@@ -1,1 +1,1 @@
-"""Graphs that need gradients: attention is rewritten in the Dynamo graph, before anything is differentiated."""
+"""Rewrite attention in graphs that need gradients: in the Dynamo graph, before differentiation."""

@@ -1,6 +1,6 @@
-"""A Dynamo graph as the functional ATen graph that the passes read, and which of its nodes are which of Dynamo's.
+"""Trace a Dynamo graph to the functional ATen graph that the passes read, and map the nodes of one to the other.
 
-The ATen graph is there to be read and to take code from: what is differentiated is the Dynamo graph.
+The ATen graph serves only for analysis and as a source of code: the graph that is differentiated is Dynamo's.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from mla_compile.passes.nodes.common_subexpressions import CommonSubexpressions
 from mla_compile.seal import seal
 
 _WRITING = ("triton_kernel_wrapper_mutation", "auto_functionalized", "with_effects")
-"""Operators of higher order that write to what they are given."""
+"""Prefixes of the names of higher-order operators that write to their inputs."""
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class NotCaptured(Exception):
-    """Why a graph cannot be read: what was expected, and what was found."""
+    """A graph cannot be captured; the message says what was expected and what was found."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A Dynamo graph, and the same as a functional ATen graph."""
+    """A Dynamo graph and the corresponding functional ATen graph."""
 
     dynamo: fx.Graph
     module: fx.GraphModule
     origins: dict[fx.Node, list[fx.Node]]
-    """For nodes of the ATen graph those of the Dynamo graph with the same value at the end of a run, in order."""
+    """For nodes of the ATen graph, the nodes of the Dynamo graph with the same value at the end of a run, in order."""
     autocast: dict[fx.Node, tuple[str, ...]]
-    """For nodes of the Dynamo graph the types of device for which autocast is on."""
+    """For nodes of the Dynamo graph, the device types for which autocast is on."""
 
     def share_origins(self) -> None:
-        """Let nodes that compute the same have the same origins."""
+        """Give nodes that compute the same value the same origins."""
         same, origins = CommonSubexpressions(), dict[fx.Node, list[fx.Node]]()
         firsts: dict[fx.Node, fx.Node] = {}
         for node in self.module.graph.nodes:
@@ -61,12 +61,12 @@ class Captured:
 
 
 def capture(module: fx.GraphModule) -> Captured:
-    """The ATen graph of a Dynamo graph, traced without gradients; the Dynamo graph stays as it is.
+    """Trace a Dynamo graph to an ATen graph, without gradients. The Dynamo graph stays as it is.
 
-    What an operator of higher order gives, and sizes that only a run knows, are inputs of it.
+    Results of higher-order operators, and sizes that are known only at run time, are inputs of the ATen graph.
 
     Raises:
-        NotCaptured: if it cannot be had.
+        NotCaptured: if that is not possible.
     """
     sealed = fx.GraphModule(module, copy.deepcopy(module.graph))
     seal(sealed)
@@ -103,7 +103,7 @@ def capture(module: fx.GraphModule) -> Captured:
     try:
         with mode, torch.no_grad(), enable_python_dispatcher(), torch.fx.traceback.preserve_node_meta():
             traced = make_fx(functional, tracing_mode="real")(*values)
-    except Exception as error:  # torch runs this graph otherwise, which is then left to it
+    except Exception as error:  # torch may compile this graph in other ways, so it is left to stock Inductor
         found = f"{type(error).__name__}: {error}".splitlines()[0]
         raise NotCaptured(f"expected a graph that can be traced without gradients, found {found}") from error
     _refuse_shared_memory(examples, written)
@@ -115,7 +115,7 @@ def capture(module: fx.GraphModule) -> Captured:
 
 
 def _alike(value: Any, mode: FakeTensorMode) -> Any:
-    """A fake tensor like one of another mode: Dynamo lays its own aside before it asks a backend."""
+    """A copy of a fake tensor in another fake mode, as Dynamo deactivates its own before it calls a backend."""
     if not isinstance(value, Tensor):
         return value
     with mode:
@@ -123,7 +123,7 @@ def _alike(value: Any, mode: FakeTensorMode) -> Any:
 
 
 def _refuse_shared_memory(examples: Sequence[Any], written: Sequence[bool]) -> None:
-    """Raises: NotCaptured, if what the graph writes to is also another input of it."""
+    """Raise NotCaptured if an input to which the graph writes shares memory with another input."""
     storages = [value.untyped_storage()._cdata if isinstance(value, Tensor) else None for value in examples]
     if any(storages.count(storage) > 1 for storage, wrote in zip(storages, written, strict=True) if wrote):
         raise NotCaptured(
@@ -134,7 +134,7 @@ def _refuse_shared_memory(examples: Sequence[Any], written: Sequence[bool]) -> N
 def _origins(
     traced: fx.GraphModule, returned: Sequence[fx.Node], inputs: Sequence[fx.Node]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """Which node is which, of a graph that returns the values of the Dynamo nodes `returned`."""
+    """Map nodes of `traced`, which returns the values of the Dynamo nodes `returned`, to Dynamo nodes."""
     (values,) = traced.graph.output_node().args
     assert isinstance(values, list | tuple)
     origins: dict[fx.Node, list[fx.Node]] = {}
@@ -148,7 +148,7 @@ def _origins(
 
 
 def _return(traced: fx.GraphModule, dynamo: fx.Graph, origins: dict[fx.Node, list[fx.Node]]) -> None:
-    """Let the ATen graph return no more than the Dynamo graph does: what is returned has a reader."""
+    """Let the ATen graph return only what the Dynamo graph returns, as the passes count an output as a reader."""
     wanted = set(dynamo.output_node().all_input_nodes)
     traced.graph.output_node().args = ([node for node, own in origins.items() if wanted.intersection(own)],)
     traced.recompile()
@@ -181,9 +181,9 @@ def _leaves(node: fx.Node) -> list[Any]:
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a Dynamo graph, and keeps what its nodes are.
+    """Run a Dynamo graph, and record the values of its nodes.
 
-    Gradients stay off, whatever the graph says of them: `gradients` asks for what it says.
+    Gradients stay off even where the graph enables them; `gradients` reads these settings from the graph.
     """
 
     def __init__(self, module: fx.GraphModule, given: dict[str, list[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Whether gradients flow through a part of a Dynamo graph as through the functions that it is made of."""
+"""Check that nothing in a part of a Dynamo graph stops gradients or changes them on their way."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
 
 _WRITE = {"setitem", *(name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator))}
-"""Functions that write to their first argument, by name."""
+"""The names of functions that write to their first argument."""
 _OF_SIZES = {f"{value}_like" for value in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")} | {
     f"new_{value}" for value in ("empty", "full", "ones", "tensor", "zeros")
 }
-"""Functions that take no more than sizes, dtype and device from their first argument, by name."""
+"""The names of functions that take only sizes, dtype and device from their first argument."""
 
 
 def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
-    """Check that whatever `end` is made of between it and `sources` hands gradients on.
+    """Check that all nodes from `sources` to `end` pass gradients on.
 
-    A detached tensor does not, unless it is what is greatest of the scores and taken from them, nor what was computed
-    without gradients, nor is it known of operators of higher order, among which are autograd functions, and where
-    somebody looks on.
+    A detached tensor does not pass gradients on, unless it is the maximum of scores that is subtracted from these;
+    neither does a tensor computed without gradients. Higher-order operators, which include autograd functions, and
+    tensors with hooks are refused too, since nothing is known about their gradients.
 
     Raises:
-        Refusal: if something is found that does not.
+        Refusal: if such a node is found.
     """
     if not _records(end):
         return
@@ -48,7 +48,7 @@ def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
 
 
 def trained_inputs(end: fx.Node, sources: Collection[fx.Node]) -> list[fx.Node]:
-    """The inputs of its graph to which gradients of `end` go on ways that lead through none of `sources`."""
+    """The inputs of the graph that gradients of `end` reach on paths that avoid all of `sources`."""
     nodes = list(between(end, sources))
     written = {s for node in nodes if _writes(node) for operand in node.all_input_nodes for s in _storages(operand)}
     closed = {
@@ -61,8 +61,8 @@ def trained_inputs(end: fx.Node, sources: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _is_taken_from_its_own(node: fx.Node) -> bool:
-    """Whether a tensor is what is greatest of another along a dimension, and nothing is done with that but to take it
-    from the other: what a softmax does not see has no gradients either."""
+    """Whether a tensor is the maximum of another along a dimension and is only subtracted from that: the softmax of the
+    difference does not depend on the maximum, so that needs no gradient."""
     greatest = node
     while _hands_on(greatest):
         greatest = greatest.all_input_nodes[0]
@@ -80,14 +80,14 @@ def _is_taken_from_its_own(node: fx.Node) -> bool:
 
 
 def _hands_on(node: fx.Node) -> bool:
-    """Whether a node is what it is given, or the values of what is greatest."""
+    """Whether a node is a detached copy of its input, or the values of a `max`."""
     if _name(node) == "getitem":
         return bool(node.args[1] == 0) and _name(node.all_input_nodes[0]) == "max"
     return _name(node) == "detach"
 
 
 def _records(end: fx.Node) -> bool:
-    """Whether a node is where gradients are recorded."""
+    """Whether gradients are enabled at a node."""
     records = True
     for node in end.graph.nodes:
         if node is end:
@@ -98,7 +98,7 @@ def _records(end: fx.Node) -> bool:
 
 
 def between(end: fx.Node, sources: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """`end` and all that it is made of up to `sources`, what writes to tensors on the way too."""
+    """`end` and all nodes from which it is computed, back to `sources`, including writes to tensors on the way."""
     writes: dict[Any, list[fx.Node]] = {}
     for node in end.graph.nodes:
         if node is end:
@@ -117,7 +117,7 @@ def between(end: fx.Node, sources: Collection[fx.Node]) -> Iterator[fx.Node]:
 
 
 def writes_to(place: fx.Node) -> list[fx.Node]:
-    """Later nodes that write to the memory of a node, in order."""
+    """The later nodes that write to the memory of a node, in order."""
     own, later = set(_storages(place)), list(place.graph.nodes)
     return [
         node
@@ -127,7 +127,7 @@ def writes_to(place: fx.Node) -> list[fx.Node]:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a node may write to what it is given."""
+    """Whether a node may write to its inputs."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
     name = _name(node)

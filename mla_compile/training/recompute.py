@@ -1,13 +1,13 @@
-"""What the backward computes again besides keys and values.
+"""Mark what the backward recomputes.
 
-Of attention whose scores have to exist: keys and values, by the code that is there.
-Always: what is put together for the op alone, a weight and the columns of an adapter beside it for instance.
-If asked for: queries, from the latent that they are an up-projection of.
+If the attention's scores must exist: keys and values, by the user's own code.
+Always: operands that are assembled for the op alone, for instance a weight with the columns of an adapter beside it.
+If asked for: queries, from the latent of which they are an up-projection.
 
 Kept for backward   q `[B, Sq, N, P + R]`: 49,152 bytes a token of DeepSeek-V3 in bf16
 With this           q_latent `[B, Sq, Lq]`, 3,072 bytes, which the gradient of the up-projection needs anyway
 
-What lies between is marked as code of a checkpoint is, and AOTAutograd's partitioner puts it into the backward.
+Nodes to recompute are marked like those of a checkpoint, and AOTAutograd's partitioner moves them to the backward.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _SAME = (
     aten.view.default,
 )
 _QUERIES = {torch.ops.mla.expanded_attention.default: 1, torch.ops.mla.latent_attention.default: 2, OVER_GROUPS: 1}
-"""How many of the tensors of an op are queries, the first ones."""
+"""How many of an op's first tensors are queries."""
 _ATTENTIONS = tuple(_QUERIES)
 
 
 def recompute_operands(code: Collection[fx.Node]) -> None:
-    """Mark what makes the latent, the rope key and the weights of a site, of the code that was put in for it."""
+    """In the code that replaced a site, mark the nodes that make its latent, rope key and weights."""
     own = set(code)
     operands = [operand for node in own if node.target in _ATTENTIONS for operand in _operands(node)[_queries(node) :]]
     for node in walk(operands, lambda node: node.all_input_nodes if node in own else ()):
@@ -51,10 +51,11 @@ def recompute_operands(code: Collection[fx.Node]) -> None:
 
 
 def recompute_keys_and_values(captured: Captured, output: fx.Node) -> None:
-    """Mark what makes keys and values of the latent, of the site that ends in `output`, of the ATen graph.
+    """Mark the Dynamo nodes that make keys and values from the latent, for the site that ends in the ATen node
+    `output`.
 
     Raises:
-        Refusal: if the Dynamo graph does not have the latent, or they are not the same when computed again.
+        Refusal: if the Dynamo graph does not have the latent, or recomputed keys and values would differ.
     """
     latent_name, product_names = output.meta["mla_up_projections"]
     named = {node.name: node for node in captured.module.graph.nodes}
@@ -71,7 +72,7 @@ def recompute_keys_and_values(captured: Captured, output: fx.Node) -> None:
         place = captured.origins[end][-1]
         made = _made(starts, of_keys, place)
         for values in [node for node in place.all_input_nodes if node in made]:
-            with captured.dynamo.inserting_after(values):  # a copy that a product makes for itself would be kept
+            with captured.dynamo.inserting_after(values):  # a copy made inside the product would be kept for backward
                 whole = captured.dynamo.call_method("contiguous", (values,))
             whole.meta = dict(values.meta)
             place.replace_input_with(values, whole)
@@ -81,7 +82,8 @@ def recompute_keys_and_values(captured: Captured, output: fx.Node) -> None:
 
 
 def _made(latents: list[fx.Node], products: list[fx.Node], output: fx.Node) -> list[fx.Node]:
-    """What is made of latents, without these, that products and the output are made of, and of no product."""
+    """The nodes computed from `latents` and not from a product, from which the products and the output are computed;
+    without `latents`, `products` and `output` themselves."""
     of_latents, of_products = (set(walk(nodes, users)) for nodes in (latents, products))
     known = {*latents, *products}
     before = {node for end in (*products, output) for node in between(end, known - {end})}
@@ -89,10 +91,10 @@ def _made(latents: list[fx.Node], products: list[fx.Node], output: fx.Node) -> l
 
 
 def recompute_queries(captured: Captured, output: fx.Node, code: Collection[fx.Node]) -> None:
-    """Mark the queries of the site that ends in `output`, of the ATen graph, given its code in Dynamo's.
+    """Mark the queries of the site that ends in the ATen node `output`, in its new Dynamo nodes `code`.
 
     Raises:
-        Refusal: if they are no up-projection of a latent of their own, or not the same when computed again.
+        Refusal: if they are not an up-projection of a latent of their own, or recomputed queries would differ.
     """
     name = output.meta.get("mla_query_latent")
     latent = next((node for node in captured.module.graph.nodes if node.name == name), None)
@@ -108,7 +110,7 @@ def recompute_queries(captured: Captured, output: fx.Node, code: Collection[fx.N
 
 
 def _first_known(captured: Captured, latent: fx.Node | None) -> Iterable[fx.Node]:
-    """The latent, or what it is once it was cast and viewed, where the Dynamo graph has it."""
+    """The latent, or casts and views of it, as far as the Dynamo graph has them."""
     if latent is None:
         return ()
     own = walk([latent], lambda node: () if node in captured.origins else (u for u in node.users if u.target in _SAME))
@@ -116,7 +118,7 @@ def _first_known(captured: Captured, latent: fx.Node | None) -> Iterable[fx.Node
 
 
 def attention_of(end: fx.Node) -> fx.Node:
-    """The op that `end` is made of, and no other site's."""
+    """The attention op from which `end` is computed."""
     return next(node for node in walk([end], makers) if node.target in _ATTENTIONS)
 
 
@@ -132,7 +134,7 @@ def _queries(attention: fx.Node) -> int:
 
 
 def _between(starts: Iterable[fx.Node], attention: fx.Node) -> list[fx.Node]:
-    """What the queries of an op are made of from `starts` on, without these."""
+    """The nodes on the way from `starts` to the queries of an op, without `starts`."""
     made_of = set(walk(_operands(attention)[: _queries(attention)], makers))
     return [node for node in walk(starts, users) if node in made_of and node not in starts]
 

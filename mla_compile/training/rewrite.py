@@ -1,9 +1,9 @@
-"""The passes over a Dynamo graph that needs gradients: its attention becomes ops that torch differentiates.
+"""Run the passes on a Dynamo graph that needs gradients: its attention becomes ops that torch can differentiate.
 
-    Dynamo graph -> functional ATen graph, without gradients -> passes -> code of what they rewrote, in the Dynamo graph
+    Dynamo graph -> functional ATen graph, without gradients -> passes -> rewritten code, put into the Dynamo graph
 
-All else of the Dynamo graph stays what it is, and so do its inputs: AOTAutograd differentiates it, as ever. The body of
-an activation checkpoint is a graph of its own, and treated like one.
+The rest of the Dynamo graph and its inputs stay as they are, and AOTAutograd differentiates the graph as usual. The
+body of an activation checkpoint is a graph of its own and is treated like one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .recompute import recompute_keys_and_values, recompute_operands, recompute_
 from .splice import splice
 
 Check = Callable[[tuple[Any, ...]], None]
-"""Compares rewritten sites with the originals on real inputs of the graph. Raises: VerifyError."""
+"""Compares rewritten sites with the originals on real inputs of the graph. Raises VerifyError if they differ."""
 _CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 
 
@@ -38,13 +38,13 @@ class Trained:
 
     module: fx.GraphModule
     outcomes: tuple[Outcome, ...]
-    """Of every attention, in order: of the graph, then of its checkpoints."""
+    """The outcome of every attention, in order: those of the graph, then those of its checkpoints."""
     notes: tuple[str, ...]
-    """Why what could not be read could not."""
+    """Why graphs could not be captured."""
     seconds: float
-    """Wall time of the passes, without that of tracing."""
+    """Wall time of the passes, without tracing."""
     checks: tuple[Check, ...]
-    """With `mla.verify`."""
+    """The checks for `mla.verify`; empty without it."""
 
 
 def rewrite_for_training(
@@ -52,7 +52,7 @@ def rewrite_for_training(
 ) -> Trained:
     """A copy of a Dynamo graph whose MLA sites are differentiable ops; the graph itself stays as it is.
 
-    `checkpointed` where it is the body of a checkpoint, which computes all of it again.
+    `checkpointed` says that it is the body of a checkpoint, which is recomputed as a whole.
     """
     new = copied(module)
     try:
@@ -92,14 +92,14 @@ def _output(captured: Captured, outcome: Outcome) -> fx.Node:
 
 
 def _move_origins(captured: Captured, outcome: Outcome, sites: dict[str, fx.Node]) -> None:
-    """Let the new output of a site have the origins of the node that was replaced."""
+    """Give the new output of a site the origins of the node that it replaces."""
     place = sites.get(outcome.node)
     if outcome.rewritten and place is not None:
         captured.origins[_output(captured, outcome)] = captured.origins.pop(place)
 
 
 def _spliced(captured: Captured, outcome: Outcome, recompute: str, checkpointed: bool) -> Outcome:
-    """What became of a site after its code was put into the Dynamo graph, or was not."""
+    """Put the code of a site into the Dynamo graph, and return the outcome; unchanged if that is refused."""
     if not outcome.rewritten:
         return outcome
     output = _output(captured, outcome)
@@ -123,7 +123,7 @@ def _spliced(captured: Captured, outcome: Outcome, recompute: str, checkpointed:
 
 
 def _checkpoints(module: fx.GraphModule) -> list[str]:
-    """The names of the graphs whose activations are computed again."""
+    """The names of the graphs whose activations are recomputed."""
     nodes = [node for node in module.graph.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]
     bodies = [node.args[0] for node in nodes if node.target.name() in _CHECKPOINTS]
     return list(dict.fromkeys(str(body.target) for body in bodies if isinstance(body, fx.Node)))

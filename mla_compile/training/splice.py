@@ -1,10 +1,11 @@
-"""Put the code of a rewritten site where the Dynamo graph has the attention.
+"""Replace the attention in the Dynamo graph by the code of a rewritten site.
 
 Before   k = cat(linear(latent), k_rope), ...;  o = scaled_dot_product_attention(q, k, v)
-After    o = code of the ATen graph, of the nearest values that the Dynamo graph has too
+After    o = code of the ATen graph, on the nearest values that the Dynamo graph has too
 
-What the code does without, though the attention is made of it, is what a softmax does not see, a bias of all keys for
-instance. Its gradient is zero, and not missing: optimizers decay what has one, and ranks wait for it.
+The code may omit inputs of the original attention that a softmax cancels, for instance a bias of all keys. The gradient
+of such an input must be zero rather than missing: optimizers apply weight decay to parameters that have a gradient, and
+other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from .capture import Captured
 from .gradients import between, check_gradients, trained_inputs, writes_to
 
 _REARRANGE = {"transpose", "permute", "swapaxes", "contiguous", "reshape", "flatten"}
-"""Methods that ask for no strides, and keep or copy elements."""
+"""Methods that rearrange or copy elements and accept any strides."""
 
 
 def splice(captured: Captured, output: fx.Node) -> list[fx.Node]:
-    """Let the Dynamo graph compute the value of `output`, of the ATen graph, as that does; returns its new nodes.
+    """Let the Dynamo graph compute the ATen node `output` by the code of the ATen graph, and return the new nodes.
 
     Raises:
-        Refusal: if it cannot; the Dynamo graph is as it was.
+        Refusal: if that is not possible; the Dynamo graph is then unchanged.
     """
     nodes = list(ends(captured, output))
     parts = {part.place: part for part in (_Part(captured, node) for node in nodes)}.values()
@@ -44,7 +45,7 @@ def splice(captured: Captured, output: fx.Node) -> list[fx.Node]:
 
 
 def ends(captured: Captured, output: fx.Node) -> Iterable[fx.Node]:
-    """The first nodes from `output` on that the Dynamo graph has too."""
+    """The first nodes from `output` downwards whose values the Dynamo graph has too."""
     for node in walk([output], lambda node: () if node in captured.origins else node.users):
         if node in captured.origins:
             yield node
@@ -53,19 +54,19 @@ def ends(captured: Captured, output: fx.Node) -> Iterable[fx.Node]:
 
 
 class _Part:
-    """A value of both graphs, and the code that is to compute it."""
+    """A value that both graphs have, and the code that will compute it."""
 
     def __init__(self, captured: Captured, end: fx.Node) -> None:
         self.captured, self.end, self.place = captured, end, captured.origins[end][0]
         self.writes = writes_to(self.place)
-        """What makes the value at `place` that of the end of a run."""
+        """The later writes to the memory of `place`, which complete its value."""
         self.last = self.writes[-1] if self.writes else self.place
         self.code: list[fx.Node] = []
-        """Nodes of the ATen graph, in order."""
+        """The nodes of the ATen graph to copy, in order."""
         self.sources: dict[fx.Node, fx.Node] = {}
-        """Nodes of the ATen graph that the code reads, and those of the Dynamo graph that are the same."""
+        """The ATen nodes that the code reads, each with the Dynamo node that has its value."""
         self.known: set[fx.Node] = set()
-        """Those, and others of the same values."""
+        """All Dynamo nodes with these values."""
         self._collect()
 
     def _collect(self) -> None:
@@ -78,7 +79,7 @@ class _Part:
                     wanted.add(operand)
                     pending.append(operand)
         self.code = [node for node in self.end.graph.nodes if node in wanted]
-        # Of several nodes of one value, a detached one for instance, the one that the attention is made of.
+        # If several nodes have one value (one may be detached), prefer the one from which the attention is computed.
         self.known = {node for nodes in known.values() for node in nodes}
         nearest = self.known.intersection(o for node in between(self.last, self.known) for o in node.all_input_nodes)
         for operand, nodes in known.items():
@@ -86,14 +87,14 @@ class _Part:
             self.sources[operand] = near[0] if len(near) == 1 else nodes[0]
 
     def _replaced(self) -> list[fx.Node]:
-        """Nodes of the Dynamo graph with that value: of what is written to, what writes may return it too."""
+        """The Dynamo nodes with that value; writes may return it too."""
         return [self.place, *(node for node in self.writes if node in self.captured.origins[self.end])]
 
     def check(self) -> None:
-        """Raises: Refusal, if the code cannot stand in the Dynamo graph, or would have other gradients."""
+        """Raise Refusal if the code cannot be put into the Dynamo graph, or would have other gradients."""
         for node in self.code:
             inner = getattr(self.captured.module, str(node.target), None) if node.op == "get_attr" else None
-            if isinstance(inner, fx.GraphModule):  # what an op of the code runs
+            if isinstance(inner, fx.GraphModule):  # a graph that an op of the code runs
                 calls = [own for own in inner.graph.nodes if own.op not in ("placeholder", "output")]
             else:
                 calls = [node]
@@ -110,12 +111,12 @@ class _Part:
         check_gradients(self.last, set(self.sources.values()))
 
     def put(self) -> list[fx.Node]:
-        """Replace the node of the Dynamo graph by others, after all that writes to it."""
+        """Replace the Dynamo node by the code, inserted after all writes to it, and return the new nodes."""
         graph, known = self.captured.dynamo, dict[fx.Node, Any](self.sources)
         unseen = trained_inputs(self.last, self.known)
         devices = self.captured.autocast[self.place]
         with graph.inserting_before(self.last.next if self.writes else self.place):
-            # What is traced has been cast already.
+            # The traced code contains autocast's casts already.
             entered = [self._call(torch.amp.autocast_mode._enter_autocast, d, None, False, None) for d in devices]
             for node in self.code:
                 if node.op == "get_attr":
@@ -140,7 +141,7 @@ class _Part:
         return [known[node] for node in self.code if node.op != "get_attr"]
 
     def _with_zero_gradient(self, new: fx.Node, unseen: fx.Node) -> fx.Node:
-        """The same value, of which the gradient of `unseen` is zero."""
+        """The same value, with a zero gradient for `unseen`."""
         graph, nothing = self.captured.dynamo, unseen
         for method, *arguments in ("unsqueeze", 0), ("narrow", 0, 0, 0), ("sum",), ("to", new.meta[EXAMPLE].dtype):
             value = getattr(nothing.meta[EXAMPLE], method)(*arguments)
@@ -151,7 +152,7 @@ class _Part:
         return same
 
     def _replace_by(self, new: fx.Node) -> None:
-        """Let whoever reads the value at the end of a run have `new`; what else is written is left to die."""
+        """Let the readers of the completed value use `new`; writes without readers become dead code."""
         replaced, order = self._replaced(), {node: i for i, node in enumerate(new.graph.nodes)}
         for old in replaced:
             old.replace_all_uses_with(new, lambda user: order[user] > order[new])
@@ -165,12 +166,12 @@ class _Part:
 
 
 def _is_function(node: fx.Node) -> bool:
-    """Whether a node computes the same each time, and writes to nothing."""
+    """Whether a node always computes the same, and writes to nothing."""
     return is_repeatable(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.op == "call_function"
 
 
 def _with_gradient(value: Any, place: fx.Node) -> Any:
-    """Fake values that require gradients if the attention does, as they would where that is made of them."""
+    """The fake values with `requires_grad` set as for the attention's result."""
 
     def require(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(tensor.is_floating_point() and place.meta[EXAMPLE].requires_grad)
@@ -179,7 +180,7 @@ def _with_gradient(value: Any, place: fx.Node) -> Any:
 
 
 def _laid_out_alike(node: fx.Node, value: Tensor) -> bool:
-    """Whether nobody who reads a node would see that its value has the strides of `value`."""
+    """Whether no reader of a node would notice if it had the strides of `value`."""
     if _strides(node.meta[EXAMPLE]) == _strides(value):
         return True
     for user in node.users:
@@ -195,12 +196,12 @@ def _laid_out_alike(node: fx.Node, value: Tensor) -> bool:
 
 
 def _strides(value: Tensor) -> list[Any]:
-    """The strides that say where elements are: not of a dimension that has one."""
+    """The strides that matter; None for dimensions with one element."""
     pairs = zip(value.stride(), value.shape, strict=True)
     return [None if isinstance(size, int) and size == 1 else stride for stride, size in pairs]
 
 
 def _order(value: Tensor) -> list[int]:
-    """The dimensions of a tensor, the one of the longest stride first."""
+    """The dimensions of a tensor by decreasing stride."""
     strides = value.stride()
     return sorted(range(value.dim()), key=lambda i: -strides[i])

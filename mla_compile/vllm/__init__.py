@@ -1,6 +1,6 @@
-"""vLLM's MLA layers on the kernels of this package, over vLLM's own pages.
+"""Run vLLM's MLA layers on this package's kernels, over vLLM's own pages.
 
-vLLM calls `register` in each of its processes when it starts: an entry point of `vllm.general_plugins`.
+vLLM calls `register`, an entry point of `vllm.general_plugins`, in each of its processes at start-up.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import logging
 
 VERSION = "0.32"
-"""Of vLLM, whose layers and registry others have in other forms."""
+"""The supported version of vLLM: in other versions its layers and registry differ."""
 NAME = "MLA_COMPILE"
-"""What `--attention-backend` calls it."""
+"""The backend's name for `--attention-backend`."""
 _PATH = "mla_compile.vllm.backend.MLACompileBackend"
 
 
 def register() -> None:
-    """Tell vLLM of the backend; on CPUs, whose platform knows no other name for MLA, in place of `CPU_MLA`.
+    """Register the backend with vLLM. On CPUs it also replaces `CPU_MLA`, the only MLA backend that vLLM knows there.
 
-    That is vLLM's reference, which it takes where there is no AMX. `VLLM_PLUGINS`, vLLM's list of the plugins it shall
-    load, leaves it as it is where `mla_compile` is not on it. Beside another version of vLLM nothing is done but a line
-    logged.
+    `CPU_MLA` is vLLM's reference implementation, which it uses on CPUs without AMX. It stays in place if
+    `VLLM_PLUGINS`, vLLM's list of plugins to load, lacks `mla_compile`. With another version of vLLM, this only logs
+    a line.
     """
     from vllm import __version__
 

@@ -1,4 +1,4 @@
-"""The backend as vLLM knows it. Importing this module imports vLLM."""
+"""The backend with vLLM's interface. Importing this module imports vLLM."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from .pages import attend, write
 
 
 class MLACompileBackend(MLACommonBackend):
-    """What vLLM may ask of it: caches of the model's dtype, any page of 16 tokens or a multiple."""
+    """What the backend supports: caches in the model's dtype, with pages of any multiple of 16 tokens."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
 
     @staticmethod
     def get_name() -> str:
-        """Its name in vLLM's messages."""
+        """The backend's name in vLLM's messages."""
         return NAME
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """L + R: any."""
+        """Empty, so any head size (L + R) is supported."""
         return []
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Tokens a page."""
+        """The supported numbers of tokens per page."""
         return [MultipleOf(16)]
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Whether pages may have so many tokens."""
+        """Whether pages may have this number of tokens."""
         return block_size is None or block_size % 16 == 0
 
     @staticmethod
     def get_impl_cls() -> type[MLACompileImpl]:
-        """What runs a layer."""
+        """The class that runs a layer."""
         return MLACompileImpl
 
 
 class MLACompileImpl(MLACommonImpl[MLACommonMetadata]):
-    """Decoding, and the writing of the cache, of one layer; prefill is vLLM's own."""
+    """Decode attention and cache writes of one layer. Prefill is vLLM's own."""
 
     can_return_lse_for_decode: bool = True
 
@@ -89,7 +89,7 @@ class MLACompileImpl(MLACommonImpl[MLACommonMetadata]):
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[Tensor, Tensor]:
-        """Absorbed queries `[B, N, L + R]`, or their two parts, over the cache: o `[B, N, L]` and lse `[B, N]`."""
+        """Attend by absorbed queries `[B, N, L + R]`, or their two parts, to the cache: o `[B, N, L]`, lse `[B, N]`."""
         decode = attn_metadata.decode
         joined = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         return attend(joined, kv_c_and_k_pe_cache, decode.block_table, decode.seq_lens, self.kv_lora_rank, self.scale)

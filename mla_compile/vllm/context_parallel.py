@@ -1,7 +1,7 @@
-"""Tokens of a sequence shared out over ranks, on CPUs: what vLLM does there in Triton kernels alone, in plain torch.
+"""Decode context parallelism on CPUs: vLLM's two steps that exist only as Triton kernels, in plain torch.
 
-With `decode_context_parallel_size` ranks, `interleave` tokens one after another go to a rank, then as many to the next.
-Each rank attends to its own; their outputs are added up, each weighed by its share of all weights.
+With `decode_context_parallel_size` ranks, each rank in turn gets `interleave` consecutive tokens of a sequence and
+attends to its own tokens. The outputs are added up, each weighted by its share of the sum of exponentials.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _SLOTS = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
 
 @functools.cache
 def install() -> None:
-    """Give vLLM both functions in this process, where it has no Triton for CPUs and so refuses, or none to call.
+    """Install both functions in vLLM in this process, on CPUs without Triton, where vLLM would refuse or fail.
 
-    Raises: NotImplementedError where ranks shall exchange outputs by `dcp_comm_backend="a2a"`.
+    Raises: NotImplementedError for `dcp_comm_backend="a2a"`, another way to exchange outputs.
     """
     from vllm.config import get_current_vllm_config
     from vllm.platforms import current_platform
@@ -42,10 +42,11 @@ def install() -> None:
 def slots(
     starts: Tensor, positions: Tensor, block_table: Tensor, page_size: int, ranks: int, rank: int, interleave: int
 ) -> Tensor:
-    """Where this rank keeps each token: its slot, or -1 where another rank keeps it.
+    """The slot at which this rank keeps each token, or -1 if another rank keeps it.
 
-    Args: starts `[B + 1]`, the first token of every sequence and their end; positions `[tokens]`, of each in its
-    sequence; block_table `[B, blocks]`, of pages that hold `page_size` tokens on every rank; integers all.
+    Args: starts `[B + 1]`, the index of each sequence's first token, and the number of tokens; positions `[tokens]`,
+    of each token in its sequence; block_table `[B, blocks]`, whose pages hold `page_size` tokens on each rank; all
+    integer.
     Returns: `[tokens]`, int64.
     """
     sequence = torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff())
@@ -56,10 +57,10 @@ def slots(
 
 
 def weigh(o: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """A rank's share of the output, which only has to be added to the others'.
+    """Weight a rank's output so that the sum over ranks is the attention to all tokens.
 
     Args: o `[B, N, L]`, over this rank's tokens; lses `[ranks, B, N]`, natural, -inf where a rank has no token.
-    Returns: the share, of o's dtype, and the lse of all tokens `[B, N]`.
+    Returns: the weighted output, in o's dtype, and the lse of all tokens `[B, N]`.
     """
     lse = lses.logsumexp(0)
     share = (lses[rank] - lse).exp().masked_fill(lses[rank] == -torch.inf, 0)
@@ -81,13 +82,13 @@ def _write_slots(
     none: int,
     _threads: int,
 ) -> None:
-    """What vLLM calls, its kernel's arguments in their order."""
+    """`slots` with the signature of vLLM's kernel."""
     slot_mapping[:tokens] = slots(starts, positions[:tokens], block_table, page_size, ranks, rank, interleave)
     slot_mapping[tokens:] = none
 
 
 def _weigh(o: Tensor, lses: Tensor, rank: int, _launcher: Any, is_lse_base_on_e: bool = True) -> tuple[Tensor, Tensor]:
-    """What vLLM calls before it adds up."""
+    """`weigh` with the signature of the vLLM function that runs before the sum over ranks."""
     if not is_lse_base_on_e:
         raise NotImplementedError(f"{NAME}: on CPUs, expected a natural lse of every backend, found one of base 2")
     return weigh(o, lses, rank)

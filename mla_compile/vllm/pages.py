@@ -1,18 +1,18 @@
-"""What the backend computes, on vLLM's pages: `[block_size, L + R]`, a latent and its rope key side by side."""
+"""The backend's computations on vLLM's pages: `[block_size, L + R]`, a latent and its rope key side by side."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-import mla_compile.kernels.register  # noqa: F401  what the op computes
+import mla_compile.kernels.register  # noqa: F401  registers the kernels of the op
 from mla_compile.ops import paged_latent_attention
 
 
 def attend(
     q: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor, rank: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """One query a sequence over the keys of its pages.
+    """Attend by one query per sequence to the keys in its pages.
 
     Args: q `[B, N, L + R]`, absorbed; pages `[blocks, block_size, L + R]` of its dtype; block_table `[B, max_blocks]`
     and seq_lens `[B]`, integers; rank, L.
@@ -32,7 +32,7 @@ def attend(
 
 
 def write(latent: Tensor, k_rope: Tensor, pages: Tensor, slots: Tensor) -> None:
-    """Put tokens into their places: latent `[tokens, L]`, k_rope `[tokens, R]`, slots `[tokens]`, below 0 for none."""
+    """Write latent `[tokens, L]` and k_rope `[tokens, R]` to slots `[tokens]`; negative slots are skipped."""
     rows = pages.view(-1, pages.shape[2])
     kept = slots >= 0
     rows[slots[kept]] = torch.cat([latent, k_rope], dim=1)[kept].to(rows.dtype)

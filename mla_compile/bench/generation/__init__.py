@@ -1,1 +1,1 @@
-"""`mla-compile bench --model`: `generate` of a whole model, each way to compile it with each cache."""
+"""`mla-compile bench --model`: time `generate` of a whole model, for each way to compile it and each cache."""

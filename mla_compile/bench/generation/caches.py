@@ -1,4 +1,4 @@
-"""Caches of a whole model, empty."""
+"""Make empty caches for a whole model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,4 +50,4 @@ CACHES: dict[str, Callable[[Any, int, int], Any]] = {
     "fp8-pages": _coded_pages(torch.float8_e4m3fn),
     "int8-pages": _coded_pages(torch.int8),
 }
-"""An empty cache for a model, with room for so many sequences of so many tokens."""
+"""Functions of a model, a number of sequences and a number of tokens that make an empty cache with that much room."""

@@ -1,7 +1,7 @@
-"""vLLM's engine with the same weights, in a process of its own: what serves, beside what `generate` does.
+"""Time vLLM's engine with the same weights, in a process of its own, to compare a serving engine with `generate`.
 
-It reads its prompts itself: a workload that begins with a cache of so many tokens takes their prefill first. Timed are
-the engine's steps. Its log-probabilities after a prompt of `CHECK_TOKENS` are compared with float64.
+The engine reads its prompts itself, so a workload that begins with a filled cache starts with a prefill. The engine's
+steps are timed. Its log-probabilities after a prompt of `CHECK_TOKENS` are compared with float64.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mla_compile.bench.memory import too_much
 
 CHECK_TOKENS = 128
 ALONE = "vllm"
-"""The way in which it has its own attention for CPUs, and not this package as its plugin."""
+"""The way in which vLLM uses its own attention for CPUs, without this package as its plugin."""
 REQUEST, ANSWER = "request.json", "answer.json"
 
 
@@ -45,7 +45,7 @@ def measure(
 ) -> list[Result]:
     """A result for each workload; `exact` are the log-probabilities `[1, vocabulary]` after the prompt of the check.
 
-    `allowed` is how far from them those of the engine may be, relative to the largest.
+    `allowed` is the largest accepted distance of the engine's log-probabilities, relative to the largest of `exact`.
     """
     if find_spec("vllm") is None:
         return [Result(way, batch, "skipped", "vLLM is not installed") for batch in batches]
@@ -56,7 +56,7 @@ def measure(
 
 
 def _scores_bytes(whole: WholeModel, batch: Batch) -> int:
-    """Of scores and weights of a prompt: those of MLA are read in one piece on CPUs, and attended to by plain torch."""
+    """Bytes of a prompt's scores and softmax weights: on CPUs vLLM prefills MLA in one piece, in plain torch."""
     return 8 * whole.layer.N * batch.workload.keys**2
 
 
@@ -82,7 +82,7 @@ def _results(
 
 
 def _why(ended: subprocess.CompletedProcess[str]) -> str:
-    """Why a process failed: the last error that it names, else by what it ended."""
+    """Why a process failed: the last error in its output, else the signal or status with which it ended."""
     if ended.returncode < 0:
         return f"the process was ended by {signal.Signals(-ended.returncode).name}"
     lines = [line for line in ended.stderr.splitlines() if re.match(r"(\(.*\) |\[.*\]: )?\w*(Error|Exception)\b", line)]
@@ -90,7 +90,7 @@ def _why(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def _request(whole: WholeModel, batches: Sequence[Batch], repeats: int) -> dict[str, Any]:
-    """What the process is asked: the prompt of the check, and one for each sequence, no two alike."""
+    """The request to the process: the prompt of the check, and a different prompt for each sequence."""
     runs: list[dict[str, Any]] = [{"prompts": prompt(whole, CHECK_TOKENS).tolist(), "tokens": 1, "logprobs": True}]
     for batch in batches:
         prompts = [prompt(whole, batch.workload.keys, seed=2 + i)[0].tolist() for i in range(batch.size)]
@@ -105,21 +105,21 @@ def _request(whole: WholeModel, batches: Sequence[Batch], repeats: int) -> dict[
 
 
 def _settings(whole: WholeModel, batches: Sequence[Batch], way: Way) -> dict[str, str]:
-    """Its environment."""
+    """Environment variables for the process."""
     tokens = max(batch.size * (batch.workload.keys + PAGE_SIZE) for batch in batches)
     size = tokens * whole.layers * (whole.layer.L + whole.layer.R) * whole.layer.torch_dtype.itemsize
     settings = {
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
         "VLLM_CPU_KVCACHE_SPACE": str(1 + math.ceil(size / 2**30)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process that is timed is the one that computes
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # compute in the process that takes the times
         "VLLM_NO_USAGE_STATS": "1",
     }
     return settings | ({"VLLM_PLUGINS": ""} if way.compiler == ALONE else {})
 
 
 def main() -> None:
-    """Serve what the request in a folder asks for, and write the answer beside it."""
+    """Serve the request in a folder, and write the answer beside it."""
     from vllm import LLM, SamplingParams
 
     folder = Path(sys.argv[1])
@@ -150,7 +150,7 @@ def main() -> None:
 
 
 def _served(engine: Any, count: int) -> dict[str, Any]:
-    """Seconds until every sequence has a token, those of each step after, and the log-probabilities of the first."""
+    """Seconds until every sequence has a token, seconds of each later step, and the first token's log-probabilities."""
     begun, prefill = set[str](), 0.0
     steps, logprobs = list[float](), list[float]()
     while engine.has_unfinished_requests():
@@ -169,7 +169,7 @@ def _served(engine: Any, count: int) -> dict[str, Any]:
 
 
 def _attention(worker: Any) -> list[str]:
-    """What the layers of a worker's model attend by, in vLLM's words."""
+    """The names of the attention backends that the layers of a worker's model use."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
     modules: list[nn.Module] = list(worker.model_runner.model.modules())
@@ -177,5 +177,5 @@ def _attention(worker: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function of ours is sent to the workers
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # workers are sent one of our functions
     main()

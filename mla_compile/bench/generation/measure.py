@@ -1,7 +1,7 @@
-"""Time `generate` of a whole model of transformers, each way to compile it with each cache.
+"""Time `generate` of a whole transformers model, for each way to compile it and each cache.
 
-A workload begins with a cache of so many tokens (random latents of unit variance, written by the cache's own `update`)
-or with none; what is timed are the steps of `generate` itself, from one choice of a token to the next.
+A workload begins with a cache that is empty or holds a number of tokens (random latents of unit variance, written by
+the cache's own `update`). The steps of `generate` itself are timed, from one choice of a token to the next.
 """
 
 import copy
@@ -27,14 +27,14 @@ from mla_compile.bench.run import log
 from mla_compile.bench.workloads import Workload
 
 SLOW_SECONDS = 120.0
-"""A way that takes longer than this for one workload ends its timed steps early, after two at least."""
+"""A way that takes longer than this for one workload stops its timed steps early, but not before the second."""
 EXACT_TOKENS = 1024
-"""Of a prompt, that are read at a time in float64: the scores of all of them would not fit."""
+"""The number of prompt tokens that are read at a time in float64, as the scores of all tokens would not fit."""
 
 
 @dataclass
 class _Clock:
-    """The times at which `generate` had chosen a token, as one of its stopping criteria."""
+    """A stopping criterion of `generate` that records the times at which tokens were chosen."""
 
     most: int
     times: list[float] = field(default_factory=list)
@@ -51,19 +51,20 @@ class _Run:
     """One call of `generate`."""
 
     logits: Tensor
-    """Of the first step, `[B, vocabulary]`, float32."""
+    """The logits of the first step, `[B, vocabulary]`, float32."""
     first: float
     """Seconds to the first token."""
     steps: tuple[float, ...]
-    """Seconds of each further one."""
+    """Seconds of each further token."""
 
 
 def measure(
     model: nn.Module, whole: WholeModel, batches: Sequence[Batch], ways: Sequence[Way], repeats: int
 ) -> list[Result]:
-    """A result for each way and workload, a way at a time: what it compiled for one workload serves the next.
+    """A result for each way and workload. Ways run one after the other, so that code compiled for one workload is
+    reused.
 
-    Compilation, warm-up and the filling of caches are outside of the times. Every way begins from the same latents.
+    Times exclude compilation, warm-up and the filling of caches. Every way begins with the same latents.
     """
     log(f"logits in float64 of {len(batches)} workloads")
     references = {batch: _reference(model, whole, batch) for batch in batches}
@@ -84,7 +85,7 @@ def measure(
                 results.append(Result(way, batch, "skipped", exact))
                 continue
             key = way.cache, batch
-            if key not in allowed:  # how far transformers as it is goes with the same cache, of one sequence
+            if key not in allowed:  # the error of unmodified transformers with the same cache, for one sequence
                 plain = _generate(model, whole, Batch(1, batch.workload), way.cache, 1)
                 allowed[key] = HALF_FACTOR * max(
                     distance(plain.logits, exact), torch.finfo(whole.layer.torch_dtype).eps
@@ -94,7 +95,7 @@ def measure(
 
 
 def _served(model: nn.Module, whole: WholeModel, batches: Sequence[Batch], way: Way, repeats: int) -> list[Result]:
-    """By vLLM, whose log-probabilities may be off float64 as transformers' own are."""
+    """The results for vLLM, whose log-probabilities may have an error like that of transformers' own."""
     log(f"{way}: {', '.join(map(str, batches))}")
     check = Batch(1, Workload("prefill", engine.CHECK_TOKENS))
     exact = _reference(model, whole, check)
@@ -122,14 +123,14 @@ def _measure(
             return Result(way, batch, "wrong", f"{error:.1e} off float64, rounding explains {allowed:.1e}", (), error)
         while not decodes and len(runs) < repeats and sum(run.first for run in runs) < SLOW_SECONDS:
             runs.append(_generate(model, whole, batch, way.cache, 1))
-    except Exception as failure:  # whatever a compiler raises is a result of the benchmark, not its end
+    except Exception as failure:  # any error of a compiler is a result of the benchmark and must not end it
         return Result(way, batch, "failed", summary(failure))
     seconds = runs[0].steps[1:] if decodes else tuple(run.first for run in runs)
     return Result(way, batch, "ok", note, seconds, error)
 
 
 def _warm_up(model: nn.Module, whole: WholeModel, batch: Batch, way: Way) -> None:
-    """Compile what the timed calls run: sizes that change from call to call become symbolic at the second."""
+    """Compile what the timed calls run. Sizes that change from call to call become symbolic at the second call."""
     shorter = Batch(batch.size, Workload(batch.workload.kind, max(batch.workload.tokens - 1, 1)))
     _generate(model, whole, shorter, way.cache, 3 if batch.workload.kind == "decode" else 1)
     for _ in range(3):
@@ -146,9 +147,9 @@ def _graphs() -> int:
 def _generate(
     model: Any, whole: WholeModel, batch: Batch, cache_kind: str, tokens: int, at_once: int | None = None
 ) -> _Run:
-    """Write so many tokens, or fewer where that is slow, with a cache of this kind.
+    """Generate `tokens` tokens, or fewer if that is slow, with a cache of the given kind.
 
-    Of a prompt longer than `at_once` the tokens before the last so many are read in such parts, outside of the times.
+    If the prompt is longer than `at_once`, all but its last `at_once` tokens are read in parts of that size, untimed.
     """
     workload, dtype = batch.workload, next(model.parameters()).dtype
     room = workload.keys + tokens
@@ -172,14 +173,14 @@ def _generate(
         stopping_criteria=[clock],
         output_logits=True,
         return_dict_in_generate=True,
-        disable_compile=True,  # transformers' own compilation of a static cache's steps: ways say how they compile
+        disable_compile=True,  # no compilation by transformers itself (static cache): the way says how to compile
     )
     steps = tuple(after - before for before, after in zip(clock.times, clock.times[1:], strict=False))
     return _Run(output.logits[0].float(), clock.times[0] - start, steps)
 
 
 def _latents(layer: Layer, workload: Workload) -> tuple[Tensor, Tensor]:
-    """Those of one sequence, `[1, 1, T, L]` and `[1, 1, T, R]` in bfloat16: what each dtype holds."""
+    """Latents `[1, 1, T, L]` and rope keys `[1, 1, T, R]` of one sequence, in bfloat16, which each dtype represents."""
     generator = torch.Generator().manual_seed(1)
     shapes = (1, 1, workload.context, layer.L), (1, 1, workload.context, layer.R)
     latent, rope = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
@@ -193,7 +194,7 @@ def _reference(model: nn.Module, whole: WholeModel, batch: Batch) -> Tensor | st
     if too_much(weights + needed_bytes(doubled, batch.workload, "eager", EXACT_TOKENS)):
         return "there is not enough memory to check the logits against float64"
     exact: Any = copy.deepcopy(model).double()
-    exact.set_experts_implementation("eager")  # the grouped product does not take float64
+    exact.set_experts_implementation("eager")  # the grouped product does not support float64
     return _generate(exact, whole, Batch(1, batch.workload), "dynamic", 1, EXACT_TOKENS).logits.double()
 
 

@@ -1,4 +1,4 @@
-"""Whole models to generate with: those of transformers with random weights, fewer layers and fewer experts."""
+"""Whole models to generate with: transformers models with random weights, fewer layers and fewer experts."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,27 +23,28 @@ ROPE = {
     "mscale": 0.707,
     "mscale_all_dim": 0.707,
 }
-"""As DeepSeek-V2's are stretched. With plain rope vLLM 0.32 on CPUs gives other logits than transformers."""
+"""The rope scaling of DeepSeek-V2. With plain rope, vLLM 0.32 on CPUs gives other logits than transformers."""
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model's sizes, per layer as published."""
+    """The sizes of a model, per layer as published."""
 
     layer: Layer
-    """Its attention."""
+    """The attention of each layer."""
     layers: int
-    """The first of them is dense."""
+    """The number of layers, of which the first is dense."""
     intermediate: int
-    """Of the dense layer."""
+    """The MLP width of the dense layer."""
     expert_intermediate: int
     experts: int
-    """Routed experts that a token takes."""
+    """The number of routed experts that a token takes."""
     shared_experts: int
     vocabulary: int
 
     def cut_to(self, layers: int) -> "WholeModel":
-        """With so many layers, and a vocabulary cut alike: a product with all of it would hide what layers take."""
+        """The model with fewer layers and a proportionally smaller vocabulary: with the full vocabulary, the output
+        head would hide the time of the layers."""
         share = self.vocabulary * layers // self.layers
         return replace(self, layers=layers, vocabulary=max(share // 64, 1) * 64)
 
@@ -62,10 +63,10 @@ MODELS = {
 
 
 def build(whole: WholeModel, seed: int = 0) -> nn.Module:
-    """The causal language model of transformers on CPU, no gradients, transformers' own initialisation.
+    """Build transformers' causal language model on CPU, without gradients, with transformers' own initialisation.
 
-    It has no more routed experts than a token takes: which of several are taken hangs on the last bit, and two right
-    runs could not be compared. Raises ImportError, naming the extra, without transformers.
+    It has only as many routed experts as a token takes: otherwise the last bit could decide which experts are taken,
+    and two correct runs could not be compared. Raises ImportError, naming the extra, if transformers is not installed.
     """
     require("transformers", "hf", "the benchmark")
     import transformers
@@ -96,17 +97,18 @@ def build(whole: WholeModel, seed: int = 0) -> nn.Module:
 
 
 def limit(model: nn.Module, whole: WholeModel, workload: Workload, batch: int, device: Device) -> float:
-    """Seconds below which a step cannot be done at the device's rates.
+    """The lower bound on a step's seconds at the device's rates.
 
-    Bytes: every weight and the latent cache once; of the embedding the rows that are read. FLOPs: every matrix with
-    each token, the output head with the last one alone, and the cheaper of absorbing and expanding in each attention.
+    Bytes: every weight and the latent cache once; of the embedding only the rows that are read. FLOPs: every matrix
+    with each token, the output head with the last token alone, and for each attention the cheaper of absorbing and
+    expanding.
     """
     layer, tokens = whole.layer, batch * workload.queries
     size = layer.torch_dtype.itemsize
     dims = Dims(batch, workload.queries, workload.keys, layer.N, layer.L, layer.P, layer.R, layer.V)
-    table = whole.vocabulary * layer.hidden  # of the embedding, and of the output head
+    table = whole.vocabulary * layer.hidden  # elements of the embedding, and of the output head
     weights = sum(weight.numel() for weight in model.parameters()) - table
-    up_projections = whole.layers * layer.N * layer.L * (layer.P + layer.V)  # part of what both costs count
+    up_projections = whole.layers * layer.N * layer.L * (layer.P + layer.V)  # already counted by both costs
     attending = whole.layers * min(cost(dims, size, causal=True).flops for cost in (absorbed_cost, expanded_cost))
     flops = attending + 2 * tokens * (weights - table - up_projections) + 2 * batch * table
     elements = weights + tokens * layer.hidden + batch * workload.keys * whole.layers * (layer.L + layer.R)

@@ -1,4 +1,4 @@
-"""Tokens a second against length, with the machine's limit."""
+"""Plot tokens per second against length, with the machine's limit."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from mla_compile.optional_packages import require
 
 
 def plot(generation: Generation, path: Path) -> None:
-    """Write the figure: tokens/s against length, a panel for each kind and batch, a line for each way.
+    """Write the figure: tokens/s against length, with a panel for each kind and batch, and a line for each way.
 
-    Its format is that of the name. Raises ImportError, naming the extra, without matplotlib.
+    The file name's suffix gives the format. Raises ImportError, naming the extra, if matplotlib is not installed.
     """
     require("matplotlib.figure", "plot", "--plot")
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The whole comparison: the model, the machine, and every way at every workload."""
+"""Run the whole comparison: build the model, measure the machine, and every way at every workload."""
 
 import os
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ class Generation:
     whole: WholeModel
     parameters: int
     device: Device
-    """The machine's limits in the model's dtype, the better of those before and after the run."""
+    """The machine's rates in the model's dtype, the better of those measured before and after the run."""
     load: float
-    """Processes that wanted to run, on average over the minute before the run. They slow every number."""
+    """The load average over the minute before the run. Load slows all results."""
     limits: dict[Batch, float]
-    """Seconds a step, see `models.limit`."""
+    """The lower bound on the seconds per step; see `models.limit`."""
     results: list[Result]
 
 
 def run(whole: WholeModel, batches: Sequence[Batch], ways: Sequence[Way], repeats: int) -> Generation:
-    """Build the model and measure; progress goes to standard error."""
+    """Build the model and measure. Progress goes to standard error."""
     load, cpu = os.getloadavg()[0], torch.device("cpu")
     before = measure_device(cpu, whole.layer.torch_dtype)
     model = build(whole)

@@ -1,4 +1,4 @@
-"""What was measured as text, CSV and JSON."""
+"""Format the results as text, CSV and JSON."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Ways run one after the other, not in turn: what else the machine does meets some
 
 
 def rows(generation: Generation) -> list[dict[str, Any]]:
-    """One flat row for each way at each workload; None for what was not measured."""
+    """A flat row for each way at each workload, with None for what was not measured."""
     stock = {
         result.batch: result.tokens_per_second
         for result in generation.results
@@ -50,12 +50,12 @@ def _row(generation: Generation, result: Result, stock: float | None) -> dict[st
 
 
 def as_csv(generation: Generation) -> str:
-    """The rows with a header."""
+    """The rows as CSV, with a header."""
     return with_header(rows(generation))
 
 
 def as_json(generation: Generation) -> str:
-    """Machine, model, rows and every single time (seconds)."""
+    """The machine, the model, the rows and every single time (in seconds) as JSON."""
     return json.dumps(
         {
             "device": asdict(generation.device),

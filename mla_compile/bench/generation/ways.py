@@ -1,4 +1,4 @@
-"""What is compared: ways to run a model, at workloads."""
+"""The ways to run a model that are compared, and the workloads."""
 
 import statistics
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from mla_compile.bench.workloads import Workload
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is compiled, and what its latents are kept in."""
+    """How a model is compiled, and the kind of cache."""
 
     compiler: Literal["eager", "inductor", "mla", "vllm", "vllm-mla"]
-    """The last two are vLLM's engine, the last one with attention of ours."""
+    """The last two are vLLM's engine, with its own attention and with ours."""
     cache: str
 
     def __str__(self) -> str:
@@ -22,7 +22,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Batch:
-    """So many sequences of a workload, all alike."""
+    """A number of sequences with the same workload."""
 
     size: int
     workload: Workload
@@ -33,21 +33,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class Result:
-    """One way at one workload. No time without right logits."""
+    """One way at one workload. It has times only if the logits are right."""
 
     way: Way
     batch: Batch
     status: Literal["ok", "wrong", "skipped", "failed"]
     note: str = ""
-    """Why there is no time; for `mla` what became of the attentions."""
+    """Why there is no time; for `mla`, what became of the attentions."""
     seconds: tuple[float, ...] = ()
-    """Wall time of each step, a prefill being one."""
+    """The wall time of each step; a prefill is one step."""
     error: float | None = None
-    """Largest distance of the first step's logits from float64, relative to the largest of these."""
+    """The largest distance of the first step's logits from float64, relative to the largest float64 logit."""
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all sequences: written ones when decoding, read ones in a prefill."""
+        """Tokens per second of all sequences: generated ones for decode, prompt tokens for prefill."""
         if not self.seconds:
             return None
         return self.batch.size * self.batch.workload.queries / statistics.median(self.seconds)
