@@ -2,8 +2,8 @@
 
 A launch is planned while the graph is compiled: its tiles and parts are numbers in the graph, its grid is one or what
 symbols make of it. Symbols may say how many sequences, queries and keys there are, and how far apart they lie. An op
-stays one, which plans at each call, where a symbol says how large a page is, as kernels are made for that, and where
-another project's kernel computes it.
+stays one, which plans at each call, where another project's kernel computes it. Kernels are made for one size of pages:
+a symbol for that is guarded to be what it is now, or keeps the op where no guard can be made.
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ class _Launcher:
     """Whether the second dim of a cache is the size of a page."""
 
 
-def launch_of(op: Any, arguments: Sequence[Any], named: Mapping[str, Any], kernels: str) -> Launch | None:
+def launch_of(
+    op: Any, arguments: Sequence[Any], named: Mapping[str, Any], kernels: str, *, guards: bool
+) -> Launch | None:
     """What launches the kernels of an op that has these arguments, fake tensors on a GPU, under a value of
     `mla.kernels`; None where it stays an op.
+
+    With `guards` a symbol for the size of a page becomes the number that it is now, which a guard holds it to.
 
     Raises: KernelError, if the arguments do not fit the op.
     """
@@ -51,6 +55,9 @@ def launch_of(op: Any, arguments: Sequence[Any], named: Mapping[str, Any], kerne
     q, caches = arguments[0], [getattr(x, name) for name in launcher.caches]
     if not all(map(is_expected, _numbers((*arguments, *named.values())))):
         return None
+    if guards and launcher.page_size:
+        for rows in caches:
+            int(rows.shape[1])  # makes the guard
     if any(map(is_symbol, _planned_by(q, caches, launcher.page_size))):
         return None
     x.check()

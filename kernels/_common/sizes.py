@@ -28,8 +28,8 @@ def always(condition: bool) -> bool:
 
 
 def is_symbol(number: Any) -> bool:
-    """Whether it is no number yet."""
-    return hasattr(number, "node")
+    """Whether it is no number yet, not even by a guard."""
+    return hasattr(number, "node") and _node(number).maybe_as_int() is None
 
 
 def _node(symbol: Any) -> Any:

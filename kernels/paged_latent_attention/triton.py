@@ -31,7 +31,7 @@ def paged_latent_attention_triton(
         latent=x.latent_pages,
         rope=x.rope_pages,
         tokens=x.block_table.shape[1] * page_size,
-        page_size=ONE_PAGE if always(x.block_table.shape[1] <= 1) else page_size,
+        page_size=ONE_PAGE if always(x.block_table.shape[1] <= 1) else int(page_size),
         table=x.block_table,
         lengths=x.seq_lens.contiguous(),
         starts=None if x.first_positions is None else x.first_positions.contiguous(),

@@ -114,8 +114,8 @@ def cases(queries: int = 1) -> dict[Callable[..., Any], list[Tensor]]:
 
 
 SYMBOLS: dict[Callable[..., Any], list[str]] = {
-    paged: ["bs", "bs", "p", "bw", "b"],
-    paged_fp8: ["bs", "bs", "p", "p", "p", "bw", "b"],
+    paged: ["bs", "bs", "pk", "bw", "b"],
+    paged_fp8: ["bs", "bs", "pk", "pk", "pk", "bw", "b"],
     rows: ["bs", "bs", "bt", "bt"],
     masked: ["bs", "bs", "bt", "bt", "bt"],
     named: ["bs", "bs", "bt", "bt", "bs"],
