@@ -17,7 +17,6 @@ from .attention.attention import Attention
 from .attention.find import find
 from .caches.grown import copying
 from .graph.gathers import remove_unused, waits_for_gathers
-from .graph.guards import GuardNeeded, no_guards
 from .graph.in_place import write_in_place
 from .graph.rephrased import rephrase
 from .graph.rewriter import Rewriter
@@ -27,6 +26,7 @@ from .mla.queries import query_latent
 from .mla.site import Site
 from .mla.values_alone import prove_or_values_alone
 from .nodes.arguments import aten
+from .nodes.guards import GuardNeeded, no_guards
 from .nodes.refusal import Refusal
 from .nodes.source import common_frame
 from .outcome import Outcome, rewritten, unchanged

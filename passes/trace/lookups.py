@@ -13,6 +13,7 @@ from ..algebra.gathers import by_position, gather, look_up, lookup_of
 from ..algebra.sizes import Size, Unaligned, same
 from ..algebra.terms import Bits, Form
 from ..nodes.arguments import arguments, aten
+from ..nodes.guards import equal_by_guard
 from ..nodes.shapes import shape_of
 from .handler import Forms, Handlers
 from .ranges import first_of
@@ -44,7 +45,7 @@ def _index_tensor(trace: Forms, node: fx.Node) -> Form:
 def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.Node, row: fx.Node) -> Form:
     """`source[table[..., position // rows], position % rows]`, for positions from 0 on."""
     form = operations.fresh(trace[page])
-    rows = trace[source].shape[1]
+    rows = source.meta["val"].shape[1]
     lookup = lookup_of(form.term)
     if lookup is None:
         raise Unaligned("several indices that are no page and its row")
@@ -57,13 +58,16 @@ def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.No
     return by_position(node, trace[source], form, lookup)
 
 
-def _positions(node: Any, target: Any, divisor: Size) -> Size | None:
+def _positions(node: Any, target: Any, divisor: Any) -> Size | None:
     """How many positions, from 0 on, `node` divides by `divisor` with the op `target`; None if
-    that is not what it does."""
-    if not isinstance(node, fx.Node) or node.target is not target or not isinstance(divisor, int):
+    that is not what it does.
+
+    A page size that is a number on one side and a symbol on the other, or two symbols, is guarded to be one.
+    """
+    if not isinstance(node, fx.Node) or node.target is not target:
         return None
     positions, by = arguments(node)[:2]
-    if by != divisor or len(node.meta["val"].shape) != 1 or not isinstance(positions, fx.Node):
+    if len(node.meta["val"].shape) != 1 or not isinstance(positions, fx.Node) or not equal_by_guard(by, divisor):
         return None
     return shape_of(positions)[0] if first_of(positions) == 0 else None
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from mla_compile.passes.code.reading import write_as
-from mla_compile.passes.graph.guards import GuardNeeded, no_guards
+from mla_compile.passes.nodes.guards import GuardNeeded, equal_by_guard, no_guards
 from mla_compile.passes.paths import one_op
 from mla_compile.passes.pipeline import Pipeline
 from tests.passes.graphs import DEVICE, capture
@@ -66,3 +66,18 @@ def test_an_attention_whose_code_needs_one_stays_unchanged(monkeypatch):
     assert str(module.graph) == before
     site = outcome_of(module, None)
     assert site.path == "absorbed"
+
+
+def test_a_size_becomes_what_it_is_now_by_one_guard(size):
+    environment = size.node.shape_env
+    assert not equal_by_guard(size, 8)
+    assert not environment.guards
+    assert equal_by_guard(size, 7)
+    assert equal_by_guard(size, 7)
+    assert len(environment.guards) == 1
+
+
+def test_a_size_of_a_graph_that_takes_no_guards_is_no_number(size):
+    with no_guards(size.node.shape_env):
+        assert equal_by_guard(size, size)
+        assert not equal_by_guard(size, 7)

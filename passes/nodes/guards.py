@@ -1,4 +1,4 @@
-"""Refuse guards in graphs that take none: those of exported programs, whose code serves every size declared for them.
+"""Guards on sizes, and graphs that take none: exported programs, whose code serves every size declared for them.
 
 torch freezes the shape environment of such a program and ignores new guards from then on. Code that was traced with
 one would be silently wrong for other sizes.
@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import sympy
+import torch
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ..algebra.sizes import same
+from .shapes import size_of
 
 
 class GuardNeeded(Exception):
@@ -33,3 +39,22 @@ def no_guards(environment: ShapeEnv | None) -> Iterator[None]:
         yield
     finally:
         del vars(environment)["_check_frozen"]
+
+
+def equal_by_guard(a: Any, b: Any) -> bool:
+    """Whether two sizes, ints or SymInts or nodes of such, are equal: provably, or now and by a guard from now on.
+
+    False where they differ now, where a run alone knows, and where the graph takes no guards.
+    """
+    a, b = (size.meta["val"] if isinstance(size, fx.Node) else size for size in (a, b))
+    if same(size_of(a), size_of(b)):
+        return True
+    symbols = [size.node for size in (a, b) if isinstance(size, torch.SymInt)]
+    if not symbols or not all(symbol.has_hint() for symbol in symbols):
+        return False
+    if len({size.node.hint if isinstance(size, torch.SymInt) else size for size in (a, b)}) > 1:
+        return False
+    try:
+        return bool(a == b)
+    except GuardNeeded:
+        return False
