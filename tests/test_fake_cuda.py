@@ -127,6 +127,15 @@ def test_a_step_of_a_cache_that_grows(batch: int) -> None:
 
 
 @pytest.mark.slow
+def test_a_step_of_several_queries_over_pages_of_any_size() -> None:
+    """Pages are read where they are, and Inductor launches what reads them, whatever is a symbol."""
+    (step,) = lowered([Case("v3", "pages", 4, 4, layers=1, any_size=True)])
+    assert step.host_calls == {}
+    assert step.ops.count("paged_latent_attention") == 1
+    assert sum(name.startswith("attend_latents_") for name in step.launches) == 1
+
+
+@pytest.mark.slow
 def test_fp8_pages_on_a_gpu_without_fp8() -> None:
     """Inductor generates no e4m3 for it: torch itself converts and writes, in place."""
     case = Case("v3", "fp8 pages", 64, 1, layers=1)
