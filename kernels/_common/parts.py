@@ -67,7 +67,9 @@ def shared_out(batch: int, rows: int, tiles: int, processors: int, own: float) -
     """The keys of all sequences together, by each tile of a sequence's rows."""
     pieces = number_of_pieces(tiles, processors)
     slots = 2 * pieces * rows if is_symbol(pieces) or pieces > 1 else 0
-    return Work("shared", pieces * tiles, pieces, slots, torch.sym_min(batch, pieces - 1), batch, max(round(own), 1))
+    cut = torch.sym_min(batch, pieces - 1)
+    combined = torch.sym_max(cut, 1) if is_symbol(pieces) else cut  # not every launcher takes a grid of none
+    return Work("shared", pieces * tiles, pieces, slots, combined, batch, max(round(own), 1))
 
 
 def number_of_pieces(tiles: int, processors: int) -> int:
