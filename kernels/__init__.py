@@ -1,5 +1,5 @@
-"""What the mla ops compute; `register` makes torch know it.
+"""Implementations of the mla ops; importing `register` registers them with torch.
 
-One folder an op: `reference.py` is the equation, in any dtype, and the oracle of the tests; `aten.py` is made of ATen
-operations, bounded in memory, and registered for every device.
+Each op has a folder: `reference.py` is the equation, in any dtype, and the oracle of the tests; `aten.py` is built from
+ATen operations, with bounded memory, and is registered for every device.
 """

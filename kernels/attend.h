@@ -1,9 +1,9 @@
-// Rows of queries attend to a block of keys, in registers: flash attention's inner step (Dao et al., 2022).
+// Attention of rows of queries to a block of keys, in registers: flash attention's inner step (Dao et al., 2022).
 //
 //     query  [panel, width, PANEL]    packed and scaled; a panel is PANEL rows
 //     scores [keys, rows]             rows lie in vector lanes: the softmax is lane by lane, no sum across a vector
 //     o      [rows, columns]          unnormalised; lanes are columns of the values
-//     m, total [rows]                 each row's greatest score so far and the sum of its weights relative to that
+//     m, total [rows]                 each row's greatest score so far, and the sum of its weights relative to that
 
 namespace {
 
@@ -26,7 +26,7 @@ struct Lines {
   Lines from(int64_t column) const { return {data + column, stride}; }
 };
 
-// Rows of numbers, each anywhere.
+// Rows of numbers at arbitrary addresses.
 struct Scattered {
   const float* const* rows;
   int64_t column = 0;
@@ -39,9 +39,9 @@ template <int64_t KEYS, int64_t VECTORS>
 struct Tile {
   vec sum[KEYS][VECTORS] = {};
 
-  // Adds the products of KEYS keys [width] and a panel of rows [width, PANEL], TERMS of them in one sum. Meanwhile
-  // loads KEYS other keys, if any, into the second-level cache. Not inlined: among what callers keep, pointers to keys
-  // would be loaded from the stack for each of their numbers, which takes a third of the time.
+  // Adds the products of KEYS keys [width] and a panel of rows [width, PANEL], accumulating TERMS terms at a time, and
+  // prefetches the KEYS keys `ahead`, if any, into the second-level cache. Not inlined: callers keep so much else in
+  // registers that pointers to keys would be loaded from the stack for each number, which takes a third of the time.
   template <int64_t TERMS>
   __attribute__((noinline)) void add(const float* const (&keys)[KEYS], const float* panel, int64_t width,
                                      const float* const* ahead) {
@@ -64,8 +64,8 @@ struct Tile {
 };
 
 // Scores of one panel and `count` keys, given in two parts of `width` and `rope` numbers. The last tile repeats the
-// last key in place of those that are missing, so there is to be room for a multiple of KEYS. Keys and ropes `ahead`,
-// null or as many, are on their way when this returns.
+// last key in place of missing ones, so `scores` must have room for a multiple of KEYS. The keys and ropes `ahead`,
+// null or as many, are being prefetched when this returns.
 template <int64_t KEYS, int64_t VECTORS, int64_t TERMS, typename Rows>
 void score_panel(Rows keys, int64_t width, Rows ropes, int64_t rope, int64_t count, const float* panel,
                  float* scores, int64_t stride, const float* const* ahead = nullptr,
@@ -85,7 +85,8 @@ void score_panel(Rows keys, int64_t width, Rows ropes, int64_t rope, int64_t cou
   }
 }
 
-// Scores [count, rows] become weights relative to the rows' new maximum; decay is what that makes of all summed so far.
+// Turns scores [count, rows] into weights relative to each row's new maximum. All sums so far are to be multiplied by
+// decay [rows]; `total` already is.
 void soften(float* scores, int64_t stride, int64_t rows, int64_t count, float* m, float* total, float* decay) {
   for (int64_t row = 0; row < rows; row += WIDTH) {
     float* column = scores + row;

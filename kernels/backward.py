@@ -1,15 +1,15 @@
-"""Gradients of MLA: whole keys and values of a group of heads at a time, up-projected again or the latents themselves.
+"""Gradients of MLA, a group of heads at a time: keys and values are up-projected again, or are the latents themselves.
 
-A group has as many heads as a quarter of the forward's workspace has room for whole keys of, as there are four times as
-many tensors of that size, and on CPU one a thread at least. Its keys and values are up-projected, attention's backward
-gives their gradients, and these are contracted at once:
+A group has as many heads as fit, with the keys of all tokens, into a quarter of the forward's workspace (the backward
+holds four times as many tensors of that size), and on CPU at least one per thread. Its keys and values are
+up-projected, the backward of attention gives their gradients, and these are contracted at once:
 
     k, v, dk, dv   [H, T, W]      of one group of heads, W the widths of keys and of values or more
     d_latent      += dk[..., :P] @ W_UK + dv @ W_UV;    d_rope += dk[..., P:], summed over heads
     d_w_uk, d_w_uv = dk[..., :P]^T @ latent, dv^T @ latent
 
-Where there is no up-projection, all heads share the latent as keys or values, and its gradient is the sum of theirs.
-No tensor with both a head and a key axis outlives its group.
+Where there is no up-projection, all heads share the latent as keys or values, and the latent's gradient is the sum over
+heads. No tensor with both a head and a key axis outlives its group.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from .scores import lowest, softmax_with_lse
 from .visibility import KeyPositions, Visibility, causal_stop, reads_values, take
 
 _HEADS = 4
-"""Heads whose keys of `workspace_tokens` tokens are the workspace: a quarter of those of the forward."""
+"""The workspace holds the keys of `workspace_tokens` tokens for this many heads, a quarter of the forward's."""
 _MASKED_QUERIES = 256
-"""Queries at a time under a mask, whose bias takes 4 bytes a query and key."""
+"""Queries at a time under a mask, whose bias takes 4 bytes per query and key."""
 _SCORES = 1 << 22
-"""Scores at a time where they are composed, of a group of heads: 16 MiB in float32."""
+"""Scores of a group of heads computed at a time by `_composed`: 16 MiB in float32."""
 
 
 @dataclass(frozen=True)
 class Attended:
-    """An attention and the gradients of its results: see `mla::expanded_attention_backward`. Keys or values without an
-    up-projection are the latent: `w_uk` or `w_uv` is None, and P or V is L."""
+    """An attention and the gradients of its results: see `mla::expanded_attention_backward`.
+
+    If `w_uk` or `w_uv` is None, the keys or values are the latent itself, and P or V is L.
+    """
 
     grad_o: Tensor
     grad_lse: Tensor | None
@@ -59,7 +61,7 @@ class Attended:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which gradients are."""
+    """Which gradients are wanted."""
 
     q: bool
     latent: bool
@@ -71,7 +73,7 @@ class Wanted:
 
 @dataclass
 class _Gradients:
-    """Those of the operands, summed up in at least float32; None if nobody wants one."""
+    """Gradients of the operands, accumulated in at least float32; None where no gradient is wanted."""
 
     q: Tensor | None
     latent: Tensor | None
@@ -83,8 +85,8 @@ class _Gradients:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a group of heads of one sequence is asked: q `[H, Sq, P + R]`, do and o `[H, Sq, V]`, lse and d_lse
-    `[H, Sq]`, and of which keys."""
+    """The queries of one sequence and a group of heads, and the keys that they see: q `[H, Sq, P + R]`, do and o
+    `[H, Sq, V]`, lse and d_lse `[H, Sq]`."""
 
     q: Tensor
     do: Tensor
@@ -97,7 +99,7 @@ class _Rows:
 
 
 def attend_backward(x: Attended) -> list[Tensor]:
-    """The gradients that are wanted, in the dtypes of what they are of."""
+    """Compute the wanted gradients, each in the dtype of its operand."""
     batch, query_count, heads, _ = x.q.shape
     want, mask = Wanted(*x.wanted), x.mask
     dtype = torch.promote_types(x.q.dtype, torch.float32)
@@ -108,16 +110,16 @@ def attend_backward(x: Attended) -> list[Tensor]:
             for operand, asked in zip(operands, x.wanted, strict=True)
         )
     )
-    least = torch.get_num_threads() if x.q.is_cpu else 1  # CPU flash attention's backward shares out heads to threads
+    least = torch.get_num_threads() if x.q.is_cpu else 1  # CPU flash attention's backward splits heads over threads
     size = max(_HEADS * x.workspace_tokens // max(x.latent.shape[1], 1), least)
     for start in range(0, heads, size):
         group = slice(start, start + size)
         w_uk, w_uv = (None if weight is None else weight[group].to(dtype) for weight in (x.w_uk, x.w_uv))
         for b in range(batch):
-            # Of this sequence alone: the bits of its gradients are the same whatever it is in a batch with.
+            # Only this sequence's part decides, so that its gradients are bitwise the same in any batch.
             seen = _own(mask, b, group)
             if seen is not None and seen.dtype == torch.bool and reads_values(seen) and bool(seen.all()):
-                seen = None  # as of sequences that could have been packed, and are not
+                seen = None  # e.g. the mask of sequences that might have been packed but are not
             by_flash = _takes_flash(x.q, seen, x.lse[b, :, group]) and not want.mask
             visibility = Visibility(seen, x.causal_offset, x.latent.shape[1], x.latent.device)
             own_q, own_do, own_o = (t[b, :, group].transpose(0, 1).to(dtype) for t in (x.q, x.grad_o, x.o))
@@ -141,9 +143,10 @@ def attend_backward(x: Attended) -> list[Tensor]:
 
 
 def _takes_flash(q: Tensor, mask: Tensor | None, lse: Tensor) -> bool:
-    """Whether CPU flash attention's backward, which trusts the lse of the forward, gives what a softmax would.
+    """Whether CPU flash attention's backward, which relies on the forward's lse, gives what a softmax would.
 
-    In rows that finite numbers hide from every key the lse is those numbers, and has lost all else.
+    It does not for rows that a finite mask value hides from every key: their lse is rounded to about that value and no
+    longer carries the scores.
     """
     if not q.is_cpu or q.dtype == torch.float64 or q.numel() == 0:
         return False
@@ -151,7 +154,7 @@ def _takes_flash(q: Tensor, mask: Tensor | None, lse: Tensor) -> bool:
 
 
 def _of(totals: _Gradients, b: int, group: slice) -> _Gradients:
-    """The parts of a sequence and a group of heads, of queries `[H, Sq, P + R]`."""
+    """Views of the totals for one sequence and group of heads; that of the queries is `[H, Sq, P + R]`."""
     return _Gradients(
         None if totals.q is None else totals.q[b, :, group].transpose(0, 1),
         None if totals.latent is None else totals.latent[b],
@@ -163,7 +166,7 @@ def _of(totals: _Gradients, b: int, group: slice) -> _Gradients:
 
 
 def _own(mask: Tensor | None, b: int, group: slice) -> Tensor | None:
-    """The part of a mask, or of its gradient, that is of a sequence and a group of heads."""
+    """The part of a mask, or of its gradient, that belongs to a sequence and a group of heads."""
     if mask is None:
         return None
     own = mask if mask.shape[0] == 1 else mask[b : b + 1]
@@ -177,7 +180,7 @@ def _add_group(
     totals: _Gradients,
     by_flash: bool,
 ) -> None:
-    """Add what one group of heads of a sequence gives; cache is `[T, L]` and `[T, R]`."""
+    """Add the contribution of one group of heads of a sequence to the totals; cache is `[T, L]` and `[T, R]`."""
     (w_uk, w_uv), keys, dtype = weights, rows.keys, rows.q.dtype
     if len(keys) == 0:
         return
@@ -187,7 +190,7 @@ def _add_group(
         latent, k_rope = (part.masked_fill(blanks[0][:, None], 0.0) for part in (latent, k_rope))
     heads, columns = rows.q.shape[0], rows.o.shape[2]
     nope = rows.q.shape[2] - k_rope.shape[1]
-    # Flash attention wants keys and values of one width; a gradient of lse takes a column of its own.
+    # Flash attention requires keys and values of equal width; a gradient of lse needs one more column.
     width = max(nope + k_rope.shape[1], columns + (rows.d_lse is not None)) if by_flash else None
     k = _of_heads(latent, w_uk, heads, width or nope + k_rope.shape[1], k_rope)
     v = _of_heads(latent, w_uv, heads, width or columns)
@@ -217,7 +220,7 @@ def _add_group(
 
 
 def _of_heads(latent: Tensor, weight: Tensor | None, heads: int, width: int, k_rope: Tensor | None = None) -> Tensor:
-    """`[H, T, width]`: the latent, up-projected if there is a weight, the rope key beside it, and zeros."""
+    """`[H, T, width]`: the latent, up-projected if there is a weight, then the rope key if given, padded with zeros."""
     whole = latent.new_zeros((1 if weight is None else heads, latent.shape[0], width))
     columns = latent.shape[1] if weight is None else weight.shape[1]
     if weight is None:
@@ -230,7 +233,7 @@ def _of_heads(latent: Tensor, weight: Tensor | None, heads: int, width: int, k_r
 
 
 def _contract(grads: Tensor, weight: Tensor | None, total: Tensor) -> None:
-    """Add to that of the latent `[T, L]` what `[H, T, W]` of its up-projections give."""
+    """Add the latent's gradient due to `grads` `[H, T, W]`, those of its up-projections, to `total` `[T, L]`."""
     if weight is None:
         total += grads.sum(0)
         return
@@ -239,16 +242,17 @@ def _contract(grads: Tensor, weight: Tensor | None, total: Tensor) -> None:
 
 
 def _by_flash(rows: _Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv by CPU flash attention's backward, whose softmax is that of `rows.lse` whatever keys it is given.
+    """dq, dk and dv by CPU flash attention's backward, which normalises by `rows.lse` whichever keys it is given.
 
-    It takes `sum(do * o)` off what a row's weights are to grow by: a gradient of lse is one more column of both.
+    It subtracts `sum(do * o)` from the gradients of a row's weights, so a gradient of lse is passed as one more column
+    of both.
     """
     width, columns = k.shape[2], rows.o.shape[2]
     q, do, o = (torch.nn.functional.pad(t, (0, width - t.shape[2])) for t in (rows.q, rows.do, rows.o))
     if rows.d_lse is not None:
         o[..., columns] = 1.0
         do[..., columns] = -rows.d_lse
-    # A row that sees no key: no weight of it is more than 0.
+    # A row that sees no key has lse -inf, and -inf - -inf is NaN; with 0 all its weights are 0.
     lse = rows.lse.masked_fill(rows.lse == -torch.inf, 0.0).contiguous()
     totals: tuple[Tensor, ...] | None = None
     for queries, keys, causal, bias in _pieces(rows, q.dtype):
@@ -275,7 +279,7 @@ def _by_flash(rows: _Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _pieces(rows: _Rows, dtype: torch.dtype) -> Iterator[tuple[range, range, bool, Tensor | None]]:
-    """Queries, positions among the keys, whether query i of them sees only the first i + 1, and a bias."""
+    """Yield queries, positions among the keys, whether the i-th query sees only the first i + 1 of them, and a bias."""
     visibility, every, queries = rows.visibility, range(len(rows.keys)), range(rows.q.shape[1])
     offset = visibility.causal_offset
     if visibility.mask is not None:
@@ -298,8 +302,10 @@ def _pieces(rows: _Rows, dtype: torch.dtype) -> Iterator[tuple[range, range, boo
 
 
 def _composed(rows: _Rows, k: Tensor, v: Tensor, d_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv out of products and a softmax, the scores of some queries with all keys at a time; adds to d_mask
-    `[1, H or 1, Sq or 1, T or 1]`."""
+    """dq, dk and dv from products and a softmax over the scores of some queries and all keys at a time.
+
+    Adds to d_mask `[1, H or 1, Sq or 1, T or 1]`.
+    """
     dq, dk, dv = torch.empty_like(rows.q), torch.zeros_like(k), torch.zeros_like(v)
     count = rows.q.shape[1]
     step = max(_SCORES // (k.shape[0] * k.shape[1]), 1)
@@ -323,7 +329,7 @@ def _composed(rows: _Rows, k: Tensor, v: Tensor, d_mask: Tensor | None) -> tuple
 
 
 def _add_to_mask(d_scores: Tensor, queries: range, keys: KeyPositions, d_mask: Tensor) -> None:
-    """Add `[H, s, C]` to `[1, H or 1, Sq or 1, T or 1]`, summed where that is broadcast."""
+    """Add d_scores `[H, s, C]` to d_mask `[1, H or 1, Sq or 1, T or 1]`, summed over the dims that it broadcasts."""
     if d_mask.shape[2] != 1:
         d_mask = d_mask.narrow(2, queries.start, len(queries))
     summed = [dim for dim, size in enumerate(d_mask.shape[1:]) if size == 1]

@@ -1,6 +1,6 @@
-"""An op's arguments in one bundle, a frozen dataclass with the names, the order and the defaults of its schema.
+"""An op's arguments as one bundle: a frozen dataclass with the names, order and defaults of the op's schema.
 
-They are put together and checked once, where torch calls; what computes takes the bundle.
+The bundle is built and checked once, where torch calls the op; the functions that compute take the bundle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Bundle(Protocol):
     """The arguments of an op."""
 
     def check(self) -> None:
-        """Raises: KernelError, if they do not fit the op."""
+        """Check that the arguments fit the op. Raises: KernelError."""
 
 
 B = TypeVar("B", bound=Bundle)
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 def checked(bundle: Callable[..., B], compute: Callable[[B], R]) -> Callable[..., R]:
-    """What torch calls for an op: `compute` of its arguments, which are checked."""
+    """The function that torch calls for an op: check the arguments, then `compute` them."""
 
     def implementation(*arguments: Any, **named: Any) -> R:
         whole = bundle(*arguments, **named)
@@ -36,13 +36,13 @@ def checked(bundle: Callable[..., B], compute: Callable[[B], R]) -> Callable[...
 
 
 def implement(op: str, key: str, implementation: Callable[..., Any]) -> None:
-    """Make it what torch calls for `mla::<op>` under a dispatch key."""
+    """Register the function that torch calls for `mla::<op>` under a dispatch key."""
     assert op in ops.__all__
     torch.library.impl(f"mla::{op}", key)(implementation)
 
 
 def unchecked(bundle: Callable[..., B], compute: Callable[[B], R]) -> Callable[..., R]:
-    """The same for what looks at no value and takes any dtype: the equations."""
+    """Like `checked`, without the check: for the equations, which take any dtype and never read values."""
 
     def equation(*arguments: Any, **named: Any) -> R:
         return compute(bundle(*arguments, **named))

@@ -1,4 +1,7 @@
-"""Argument checks shared by the launchers: expected and found, in one sentence, before any arithmetic."""
+"""Argument checks shared by all implementations, made before any arithmetic.
+
+Every message says in one sentence what was expected and what was found.
+"""
 
 from __future__ import annotations
 

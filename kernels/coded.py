@@ -1,4 +1,4 @@
-"""Caches in FP8 or INT8: what their tensors must be, and their numbers again."""
+"""Caches in FP8 or INT8: check their tensors, and dequantise them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .checks import check_rank
 def check_coded(
     op: str, q: Tensor, names: tuple[str, str], cache: tuple[Tensor, Tensor], rows: str, scales: Tensor
 ) -> None:
-    """Check latents and rope keys, `names` of them, the first in FP8 or INT8, and their scales against a query.
+    """Check the latents (in FP8 or INT8), rope keys and scales of a cache against a query.
 
-    Rope keys are in the query's dtype or, under the same scale, in the latents'. `rows` says what the first two dims
-    of the cache are called. Raises: KernelError.
+    Rope keys are in the query's dtype or, if G is 1, in the latents' dtype under the same scale. `names` names the
+    latents and the rope keys in messages, `rows` the first two dims of the cache.
+    Raises: KernelError.
     """
     latent, rope = cache
     check_rank(op, "latent_scales", scales, f"{rows} G")
@@ -40,15 +41,15 @@ def check_coded(
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The same memory for what does not know FP8, indexing say."""
+    """The same memory as bytes, for operations that do not support FP8, such as indexing."""
     return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 
 def dequantised(latent: Tensor, rope: Tensor, scales: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Latents `[..., L]` and rope keys `[..., R]` in `dtype`, of e4m3fn or its bytes or of int8, and scales `[..., G]`;
-    without scales of any dtype.
+    """Convert latents `[..., L]` and rope keys `[..., R]` to `dtype`.
 
-    Rope keys of any other dtype have no scale.
+    With scales `[..., G]` the latents are e4m3fn, its bytes, or int8; rope keys of any other dtype have no scale.
+    Without scales both may be of any dtype.
     """
     if scales is None:
         return latent.to(dtype), rope.to(dtype)

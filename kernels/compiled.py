@@ -1,4 +1,4 @@
-"""What the compiled graphs of a dtype call on CPU, made ready while Inductor compiles them."""
+"""Prepare the C++ kernels that compiled graphs call on CPU, while Inductor compiles the graphs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .per_head_matmul import native as per_head_matmul
 from .widened_matmul import native as widened_matmul
 
 _MAY_BE = {FP8: (FP8, torch.uint8), INT8: (INT8,)}
-"""Dtypes of a graph's inputs that are a cache in FP8, or its bytes; or one in INT8."""
+"""For each coded dtype, the dtypes of graph inputs that may be such a cache: FP8 is also passed as its bytes."""
 
 
 def begin(dtypes: Iterable[torch.dtype]) -> None:
-    """Compile in the background what `make_ready` waits for; at once if all is on disk."""
+    """Start compiling in the background what `make_ready` waits for; what is on disk already is ready at once."""
     dispatcher.begin()
     dtypes = list(dtypes)
     for triple in of_attention(dtypes):
@@ -35,7 +35,7 @@ def begin(dtypes: Iterable[torch.dtype]) -> None:
 
 
 def make_ready(dtypes: Iterable[torch.dtype]) -> None:
-    """Let torch call the kernels for tensors of these dtypes without Python, as far as there is a compiler."""
+    """Let torch call the kernels for tensors of these dtypes without Python, provided there is a compiler."""
     dtypes = list(dtypes)
     for triple in of_attention(dtypes):
         dispatcher.provide("latent_attention", triple, cached.KERNELS.of(*triple))
@@ -50,12 +50,12 @@ def make_ready(dtypes: Iterable[torch.dtype]) -> None:
 
 
 def of_numbers(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    """Dtypes of queries."""
+    """Those of the dtypes that queries may have and a kernel supports."""
     return [dtype for dtype in dict.fromkeys(dtypes) if dtype in TYPES and dtype not in CODED]
 
 
 def of_attention(dtypes: list[torch.dtype]) -> Iterator[tuple[torch.dtype, torch.dtype, torch.dtype]]:
-    """Dtypes of queries, latents and rope keys."""
+    """The combinations of dtypes of queries, latents and rope keys that graphs of these dtypes may call."""
     for dtype in of_numbers(dtypes):
         yield dtype, dtype, dtype
         for coded, given in _MAY_BE.items():

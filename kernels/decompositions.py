@@ -1,8 +1,8 @@
-"""The mla ops as plain ATen operations, for graphs that run where nothing of this library is.
+"""The mla ops as plain ATen operations, for graphs that run where this library is not installed.
 
-A decomposition may neither look at values nor let a size decide what it does, so most are the equations themselves:
-what an equation keeps in memory is the scores, of a head axis and a key axis, and in half precision float32 copies of
-its operands. `expanded_attention` and `paged_expanded_attention`, whose equation keeps up-projected keys, are loops.
+A decomposition may neither read values nor branch on a size, so most are the equations themselves, which keep in memory
+the scores, with a head and a key axis, and in half precision float32 copies of their operands. `expanded_attention` and
+`paged_expanded_attention`, whose equations would keep all up-projected keys, are loops over chunks instead.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .widened_matmul.reference import widened_matmul_reference
 
 
 def decompositions(kernels: bool = False) -> dict[Any, Callable[..., Any]]:
-    """For each mla op that attends its ATen operations: what `ExportedProgram.run_decompositions` takes.
+    """A table of decompositions into ATen operations, for `ExportedProgram.run_decompositions`.
 
-    `append_latents`, which a program has only if its module calls it, stays an op. With `kernels` so does every op
-    that a kernel of `library.py` takes.
+    `append_latents`, which a program contains only if its module calls it, stays an op. With `kernels`, so does every
+    call that a kernel of `library.py` takes.
     """
     mla = torch.ops.mla
     table: dict[Any, Callable[..., Any]] = {
@@ -46,7 +46,7 @@ def decompositions(kernels: bool = False) -> dict[Any, Callable[..., Any]]:
 
 
 def per_head_matmul_decomposition(x: Tensor, weight: Tensor) -> Tensor:
-    """`mla::per_head_matmul`, to be traced: rounded once, as the op rounds."""
+    """`mla::per_head_matmul` in a form that can be traced, rounded once, as the op is."""
     return per_head_matmul_reference(x, weight).contiguous()
 
 
@@ -62,7 +62,7 @@ def _unless_taken(op: torch._ops.OpOverload, decomposition: Callable[..., Any]) 
 
 
 def _as_the_op(equation: Callable[..., Any]) -> Callable[..., Any]:
-    """An equation of attention with the dtypes and strides of its op: computed in at least float32."""
+    """An equation of attention, computed in at least float32, whose results have the dtypes and strides of the op's."""
 
     @wraps(equation)
     def decomposition(first: Tensor, *operands: Any, **more: Any) -> Any:

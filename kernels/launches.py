@@ -1,9 +1,9 @@
-"""Ops of a graph on a GPU as launches of their Triton kernels, so that the compiler makes them and not Python.
+"""Replace ops of a graph on a GPU by launches of their Triton kernels, so that compiled code, not Python, makes them.
 
-A launch is planned while the graph is compiled: its tiles and parts are numbers in the graph, its grid is one or what
-symbols make of it. Symbols may say how many sequences, queries and keys there are, and how far apart they lie. An op
-stays one, which plans at each call, where another project's kernel computes it. Kernels are made for one size of pages:
-a symbol for that is guarded to be what it is now, or keeps the op where no guard can be made.
+A launch is planned while the graph is compiled: its tiles and parts are numbers in the graph, and its grid is a number
+or an expression in symbols. Symbols may stand for the number of sequences, queries and keys, and for strides. An op is
+kept, and plans at each call, where another project's kernel computes it. Kernels are compiled for one page size: a
+symbolic one is guarded to keep its present value; where no guards can be added, the op is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ._common.sizes import is_expected, is_symbol
 from ._common.suits import suits
 
 Launch = Callable[..., tuple[Tensor, Tensor]]
-"""Of an op's arguments o and lse; what it launches goes where `launched` says."""
+"""From an op's arguments to o and lse; what it launches goes where `launched` says."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class _Launcher:
 
     bundle: Callable[..., Any]
     caches: tuple[str, ...]
-    """Arguments of which `suits` asks."""
+    """Names of the arguments that `suits` checks beside the query."""
     launch: Callable[[Any, Any], tuple[Tensor, Tensor]]
-    """Of a bundle and a machine."""
+    """From a bundle and a machine to o and lse."""
     others: Any = None
-    """What other projects have for the op, an `Op` of `implementations`."""
+    """Other projects' kernels for the op, an `Op` of `implementations`."""
     page_size: bool = False
     """Whether the second dim of a cache is the size of a page."""
 
@@ -41,12 +41,10 @@ class _Launcher:
 def launch_of(
     op: Any, arguments: Sequence[Any], named: Mapping[str, Any], kernels: str, *, guards: bool
 ) -> Launch | None:
-    """What launches the kernels of an op that has these arguments, fake tensors on a GPU, under a value of
-    `mla.kernels`; None where it stays an op.
+    """The launcher for an op with these arguments, fake tensors on a GPU, or None where it stays an op.
 
-    With `guards` a symbol for the size of a page becomes the number that it is now, which a guard holds it to.
-
-    Raises: KernelError, if the arguments do not fit the op.
+    `kernels` is the value of the option `mla.kernels`. With `guards`, a symbolic page size is specialised to its
+    present value, under a guard. Raises: KernelError, if the arguments do not fit the op.
     """
     launcher = _launchers().get(op)
     if launcher is None:
@@ -97,7 +95,10 @@ def _launchers() -> dict[Any, _Launcher]:
 
 
 def _is_ours(op: Any, x: Any, machine: Any, kernels: str) -> bool:
-    """Whether our own kernel computes an op of which there are others: with symbols, if there is no other."""
+    """Whether our own kernel computes an op for which other projects have kernels too.
+
+    Where symbols leave the choice open until a call, it does if none of the others is installed.
+    """
     from .implementations.choose import any_installed, foreseen
     from .implementations.implementation import OURS
 
@@ -106,7 +107,7 @@ def _is_ours(op: Any, x: Any, machine: Any, kernels: str) -> bool:
 
 
 def _numbers(arguments: Sequence[Any]) -> Iterator[Any]:
-    """Sizes and strides of tensors, and numbers that are no tensors."""
+    """Sizes and strides of tensors, and symbolic numbers among the arguments."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield from (*argument.shape, *argument.stride())
@@ -115,7 +116,7 @@ def _numbers(arguments: Sequence[Any]) -> Iterator[Any]:
 
 
 def _planned_by(q: Tensor, caches: Sequence[Tensor], page_size: bool) -> Iterator[Any]:
-    """What kernels are made for: heads, widths, keys of a page."""
+    """Numbers to which kernels are specialised: heads, widths, keys of a page."""
     yield from q.shape[2:]
     yield q.stride(-1)
     for rows in caches:

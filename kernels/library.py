@@ -1,7 +1,7 @@
-"""The ops in C++ as one shared library, for programs that run without Python.
+"""Build the C++ ops into one shared library, for programs that run without Python.
 
-objects      a kernel each, of an op and dtypes, under a name of its own
-library.cpp  `dispatcher.cpp`, the schemas of its ops as `mla_compile.ops` has them, and those kernels handed over
+objects      one kernel each, for an op and dtypes, under a name of its own
+library.cpp  `dispatcher.cpp`, the schemas of its ops as in `mla_compile.ops`, and code that provides those kernels
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .per_head_matmul import native as per_head_matmul
 from .widened_matmul import native as widened_matmul
 
 OPS = tuple(op for op in ops.__all__ if op != "sealed_attention" and not op.endswith("_backward"))
-"""What `dispatcher.cpp` registers."""
+"""The ops that `dispatcher.cpp` registers."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel in C++, of an op, for tensors of some dtypes."""
+    """A C++ kernel of an op, for tensors of some dtypes."""
 
     op: str
     dtypes: tuple[torch.dtype, ...]
@@ -39,43 +39,44 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """What its function is called in the library."""
+        """The name of its function in the library, without the prefix and suffix."""
         return "_".join([self.op, *(native.TYPES[dtype] for dtype in self.dtypes)])
 
     @property
     def text(self) -> str:
-        """Its C++, of functions that no other kernel has."""
+        """Its C++ source, with functions renamed so that no other kernel has the same."""
         sources, _, defines = self.recipe
         names = (f"{word} mla_{self.name}_{word}" for word in ("kernel", "bytes_of_a_key"))
         return native.text_of(sources, (*defines, *names))
 
     @property
     def declared(self) -> str:
-        """C++ that names its functions."""
+        """C++ that declares its functions."""
         of_the_op = "".join(word.capitalize() for word in self.op.split("_"))
         more = f"extern const int64_t mla_{self.name}_bytes_of_a_key;" if self.op == "expanded_attention" else ""
         return f'extern "C" {{ {of_the_op}Kernel mla_{self.name}_kernel; {more} }}'
 
     @property
     def provided(self) -> str:
-        """C++ that hands it over."""
+        """C++ that provides it to the dispatcher."""
         places = [str(dispatcher.PLACES.index(dtype)) for dtype in self.dtypes]
-        if self.op == "expanded_attention":  # it says itself what its keys are: of its queries' dtype, or float32
+        if self.op == "expanded_attention":  # the kernel tells the dtype of its keys: its queries', or float32
             itemsize = self.dtypes[0].itemsize
             places.append(f"mla_{self.name}_bytes_of_a_key == {itemsize} ? {places[0]} : 0")
         return f"provide_{self.op}({', '.join(places)}, code_of(mla_{self.name}_kernel));"
 
 
 def build_library(path: str | PathLike[str], dtypes: Iterable[torch.dtype] = (torch.float32,)) -> None:
-    """Write a shared library with the mla ops for CPU tensors of some dtypes: what lowered programs may keep of them.
+    """Write a shared library with the mla ops that lowered programs may keep, for CPU tensors of some dtypes.
 
-    `torch.ops.load_library(path)`, or `dlopen` of a process without Python, registers the ops; there `mla_compile` need
-    not be. It is for this machine's CPU and this torch. It takes what `lower(program, kernels=True)` leaves to it.
+    `torch.ops.load_library(path)`, or `dlopen` in a process without Python, registers the ops; `mla_compile` need not
+    be installed there. The library is for this machine's CPU and this version of torch, and computes the ops that
+    `lower(program, kernels=True)` leaves in a program.
 
-    dtypes are torch.float32, bfloat16 and float16, and float8_e4m3fn or int8 besides for caches in those.
+    dtypes are torch.float32, bfloat16 and float16, and also float8_e4m3fn or int8 for caches in those.
 
     Raises:
-        OptionError: for other dtypes, or none of the first three.
+        OptionError: for other dtypes, or if none of the first three is given.
         torch._inductor.exc.CppCompileError: where there is no compiler, or it fails.
     """
     dtypes = list(dtypes)

@@ -1,7 +1,7 @@
-"""A loop over chunks of keys that a graph can hold: as many turns as a run's sizes ask for, no look at values.
+"""A loop over chunks of keys that a graph can hold: the sizes of a run decide the number of iterations.
 
-A chunk is read at positions that are a tensor, so that each turn has the same shapes; what lies behind the last key is
-read as the last key, and hidden.
+A chunk is read at positions that are a tensor, so that each iteration has the same shapes; positions past the last key
+read the last key, and are hidden.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from .merge_states.aten import share_of_second
 
 Operands = Any
-"""Tensors and sizes that the turns read, in tuples."""
+"""Tensors and sizes that the iterations read, in tuples."""
 Count = Any
 """An int or, while a graph is traced, a SymInt."""
 _torch_c: Any = torch._C  # `_is_alias_of` is not in its stubs
@@ -30,7 +30,7 @@ class Positions:
 
     wanted: Tensor
     inside: Tensor
-    """The last key's in place of those behind it."""
+    """The same, with the last key's position in place of those past it."""
 
 
 def attend_over_chunks(
@@ -43,13 +43,13 @@ def attend_over_chunks(
     zeros: Tensor,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention `[B, N, Sq, V]` and its lse `[B, N, Sq]` out of chunks of `size` of the `tokens` keys.
+    """Attention `[B, N, Sq, V]` and its lse `[B, N, Sq]` over `tokens` keys, in chunks of `size`.
 
-    With lengths `[B]` a sequence has only so many of them, its causal offset may be its own, `[B]`, and the mask may
-    lack keys that no sequence has.
+    With lengths `[B]`, each sequence has only that many keys, the causal offset may be one per sequence, `[B]`, and the
+    mask may lack keys that no sequence has.
 
-    `attend` gets the positions of a chunk, what to add to its scores, `[B|1, N|1, Sq, C]`, and the operands, and gives
-    the attention to it alone. Mask and causal offset are those of `mla_compile.ops`; `zeros` is a first result.
+    `attend` gets the positions of a chunk, a bias for its scores, `[B|1, N|1, Sq, C]`, and the operands, and returns
+    the attention to that chunk alone. Mask and causal offset are those of `mla_compile.ops`; `zeros` is the initial o.
     """
     queries = zeros.shape[2]
     stop: Count | Tensor = tokens
@@ -58,12 +58,12 @@ def attend_over_chunks(
     elif causal_offset is not None:
         stop = torch.sym_min(tokens, queries + causal_offset)
     if not isinstance(queries, int) or queries == 0:
-        # CPU flash attention of no queries ends the process, and torch takes symbolic sizes for more than 1.
+        # CPU flash attention with no queries crashes the process, and torch assumes that symbolic sizes exceed 1.
         stop = stop * torch.ones(queries, dtype=torch.bool, device=zeros.device).any()
     size = torch.sym_min(size, tokens)
     taken, spec = pytree.tree_flatten((stop, size, tokens, causal_offset, mask, lengths, operands))
     _part(taken)
-    # Only tensors and symbols can be handed to the loop; numbers are part of its code.
+    # Only tensors and symbols can be passed to the loop; numbers are part of its code.
     variable = [i for i, leaf in enumerate(taken) if isinstance(leaf, Tensor | torch.SymInt)]
 
     def given(leaves: tuple[Any, ...]) -> Any:
@@ -93,7 +93,7 @@ def attend_over_chunks(
 
 
 def _part(leaves: list[Any]) -> None:
-    """Copy the tensors that share memory with an earlier one, in place of the list: a loop takes none such."""
+    """Replace, in the list, tensors that share memory with an earlier one by copies: `while_loop` refuses aliases."""
     seen: list[Tensor] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
@@ -109,7 +109,7 @@ def _bias(
     queries: Count,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What to add to the scores of a chunk: `[B|1, N|1, Sq, C]`, contiguous. The mask is the chunk's."""
+    """The bias of a chunk's scores, `[B|1, N|1, Sq, C]`, contiguous. The mask is the chunk's part."""
     hidden = torch.ge(positions.wanted, _of_sequences(tokens))
     hidden = hidden.expand(*(hidden.shape[:-2] or (1, 1)), queries, -1)
     if causal_offset is not None:
@@ -122,5 +122,5 @@ def _bias(
 
 
 def _of_sequences(count: Count | Tensor) -> Any:
-    """A number for all sequences as it is, one of each, `[B]`, as `[B, 1, 1, 1]`."""
+    """A number for all sequences unchanged; one per sequence, `[B]`, as `[B, 1, 1, 1]`."""
     return count[:, None, None, None] if isinstance(count, Tensor) else count

@@ -1,8 +1,9 @@
-"""C++ kernels for CPU: compiled at their first use, the way Inductor compiles the ones it generates.
+"""C++ kernels for CPU, compiled at first use the way Inductor compiles the kernels that it generates.
 
-That finds the compiler, the flags of this CPU and OpenMP, and keeps the library on disk under a hash of all of them.
-A machine plays one with AVX2 alone by three variables that torch and Inductor read: ATEN_CPU_CAPABILITY=avx2,
-TORCHINDUCTOR_CPP_MARCH=x86-64-v3 (either alone leaves AVX-512 to the compiler) and ONEDNN_MAX_CPU_ISA=AVX2.
+Inductor finds the compiler, the flags for this CPU and OpenMP, and keeps the library on disk under a hash of all of
+them. To emulate a machine that has only AVX2, set three variables that torch and Inductor read:
+ATEN_CPU_CAPABILITY=avx2, TORCHINDUCTOR_CPP_MARCH=x86-64-v3 (either alone leaves AVX-512 to the compiler) and
+ONEDNN_MAX_CPU_ISA=AVX2.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _log = logging.getLogger(__name__)
 
 
 _CONFIG = {
-    # Products are added unrounded; Inductor keeps the two apart by default, which halves the speed.
+    # Allows fused multiply-adds; Inductor forbids them by default, which halves the speed.
     "cpp.enable_floating_point_contract_flag": "fast",
-    # Of the headers of Inductor's own kernels none is used here, and compiling them takes seconds.
+    # None of the headers of Inductor's own kernels is used here, and compiling them takes seconds.
     "cpp_cache_precompile_headers": False,
 }
 
@@ -44,34 +45,34 @@ TYPES = {
     torch.float8_e4m3fn: "e4m3",
     torch.int8: "i8",
 }
-"""What `number.h` calls a dtype."""
+"""The name of each dtype in `number.h`."""
 
 Recipe = tuple[tuple[Path, ...], tuple[str, ...], tuple[str, ...]]
-"""What `load` takes."""
+"""The arguments of `load`."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Those of one op in C++: the same files, compiled for each of some combinations of dtypes."""
+    """The C++ kernels of one op: the same files, compiled for several combinations of dtypes."""
 
     sources: tuple[Path, ...]
     argtypes: tuple[str, ...]
     macros: tuple[str, ...] = ("NUMBER",)
-    """What the dtypes are in the files, that of the queries first."""
+    """The macros that stand for the dtypes in the files, that of the queries first."""
     more: Callable[[torch.dtype], tuple[str, ...]] = lambda _: ()
-    """Other macros for queries of a dtype."""
+    """Further macro definitions for queries of a dtype."""
 
     def of(self, *dtypes: torch.dtype) -> Callable[..., None] | None:
-        """The one for some dtypes; None if there is none, or no compiler."""
+        """The kernel for some dtypes; None if there is none, or no compiler."""
         return load(*self.recipe(*dtypes)) if dtypes[0] in TYPES else None
 
     def begin(self, *dtypes: torch.dtype) -> None:
-        """Compile in the background what `of` waits for."""
+        """Start compiling in the background the kernel that `of` waits for."""
         if dtypes[0] in TYPES:
             start(*self.recipe(*dtypes))
 
     def recipe(self, *dtypes: torch.dtype) -> Recipe:
-        """What makes the one for some dtypes."""
+        """The arguments of `load` that build the kernel for some dtypes."""
         defines = (f"{macro} {TYPES[dtype]}" for macro, dtype in zip(self.macros, dtypes, strict=True))
         return self.sources, self.argtypes, (*defines, *self.more(dtypes[0]))
 
@@ -79,9 +80,9 @@ class Kernels:
 def load(
     sources: tuple[Path, ...], argtypes: tuple[str, ...], defines: tuple[str, ...] = ()
 ) -> Callable[..., None] | None:
-    """The function `kernel` of C++ files taken as one, headers first: pointers take tensors, the rest numbers.
+    """The function `kernel` of C++ files that are concatenated, headers first, or None where it cannot be built.
 
-    `defines` are macros, a name and what it stands for. None where it cannot be built.
+    Pointer arguments take tensors, the others numbers. Each of `defines` is a macro's name and value.
     """
     return start(sources, argtypes, defines)()
 
@@ -90,7 +91,7 @@ def load(
 def start(
     sources: tuple[Path, ...], argtypes: tuple[str, ...], defines: tuple[str, ...] = ()
 ) -> Callable[[], Callable[..., None] | None]:
-    """`load`, going on in the background: what it returns waits for it."""
+    """Start `load` in the background; the returned function waits for its result."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     text = text_of(sources, defines)
@@ -99,12 +100,15 @@ def start(
 
 @cache
 def start_library(sources: tuple[Path, ...]) -> Callable[[], ctypes.CDLL | None]:
-    """C++ files taken as one, with torch's own headers, loaded into this process: what it returns waits for it."""
+    """Start compiling concatenated C++ files, which may use torch's headers, and loading them into this process.
+
+    The returned function waits for the library.
+    """
     return _built(sources[-1], lambda: _torch_library().load_async(text_of(sources, ()), **_AWAY))
 
 
 def compile_object(name: str, text: str, folder: str) -> str:
-    """An object file of C++ that may use torch's headers. Raises: CppCompileError."""
+    """Compile C++ that may use torch's headers; the path of the object file. Raises: CppCompileError."""
     from torch._inductor import config
     from torch._inductor.cpp_builder import CppBuilder
 
@@ -117,7 +121,7 @@ def compile_object(name: str, text: str, folder: str) -> str:
 
 
 def link(objects: list[str], path: Path) -> None:
-    """A shared library of object files, beside torch's own. Raises: CppCompileError."""
+    """Link object files and torch's libraries into a shared library. Raises: CppCompileError."""
     from torch._inductor.cpp_builder import CppBuilder
 
     with tempfile.TemporaryDirectory() as folder:
@@ -134,7 +138,7 @@ def _options(compile_only: bool) -> Any:
 
 
 def address(kernel: Callable[..., None]) -> int:
-    """Where the code of a kernel is."""
+    """The address of a kernel's code."""
     found = ctypes.cast(_library_of(kernel).kernel, ctypes.c_void_p).value
     assert found is not None
     return found
@@ -142,7 +146,7 @@ def address(kernel: Callable[..., None]) -> int:
 
 @cache
 def constant(kernel: Callable[..., None], name: str) -> int:
-    """An int64 that the library of a kernel says of it."""
+    """The value of an int64 constant that a kernel's library exports."""
     return ctypes.c_int64.in_dll(_library_of(kernel), name).value
 
 
@@ -153,7 +157,7 @@ def _library_of(kernel: Callable[..., None]) -> ctypes.CDLL:
 
 
 def text_of(sources: Sequence[Path], defines: Sequence[str]) -> str:
-    """One file of C++: macros, and then files."""
+    """The text of one C++ file: the macros, then the sources."""
     return "\n".join([*(f"#define {define}" for define in defines), *(source.read_text() for source in sources)])
 
 
@@ -166,7 +170,7 @@ def _torch_library() -> Any:
 
 
 def _built(source: Path, begin: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
-    """What `begin` gives, None where it cannot be built."""
+    """Call `begin` now; the returned function waits for its result, which is None where the build failed."""
     from torch._inductor import config
 
     def failed(error: Exception) -> None:
@@ -176,7 +180,7 @@ def _built(source: Path, begin: Callable[[], Callable[[], Any]]) -> Callable[[],
     try:
         with config.patch(_CONFIG):
             pending = begin()
-    except Exception as error:  # a compiler that is missing, old or broken: there is another way to the same result
+    except Exception as error:  # the compiler is missing, old or broken; ATen computes the same result
         failed(error)
         return lambda: None
 
@@ -200,7 +204,7 @@ def _say_that_there_are_none() -> None:
 
 
 class _Progress:
-    """Compilations in the background, and a line about them on a terminal."""
+    """Background compilations, with a progress line on a terminal."""
 
     def __init__(self) -> None:
         self.begun = self.done = 0
@@ -208,7 +212,7 @@ class _Progress:
         self.pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="mla_compile")
 
     def submit(self, compile: Callable[[], None]) -> Future[None]:
-        """Inductor's `submit_fn`: called for what is not on disk yet."""
+        """Inductor's `submit_fn`, called for what is not on disk yet."""
         if self.begun == self.done:
             self.begun, self.done, self.start = 0, 0, time.perf_counter()
         self.begun += 1

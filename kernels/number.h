@@ -1,4 +1,4 @@
-// Numbers narrower than a float: what a cache holds, as vectors of floats and back.
+// Conversions between the narrow numbers that a cache holds and vectors of floats.
 
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -19,7 +19,7 @@ inline To as(From value) {
   return to;
 }
 
-// WIDTH integers of 8 or 16 bits. Compilers make of the generic way one instruction a number.
+// Loads WIDTH integers of 8 or 16 bits. Compilers turn the generic version into one instruction per number.
 template <typename Bits>
 inline ivec load_bits(const void* from) {
 #if defined(__AVX512F__)
@@ -44,8 +44,8 @@ inline ivec load_bits(const void* from) {
 #endif
 }
 
-// Sign, exponent and fraction of a narrower format, where a float has them. The exponent is `bias` too small, and one
-// of 0 stands for 1 without the leading bit.
+// The float of a narrower format's sign, exponent and fraction, which are in a float's positions. The exponent is too
+// small by `bias`; an exponent of 0 stands for 1 without the leading bit (subnormal numbers).
 inline vec rebiased(ivec sign, ivec magnitude, int32_t bias) {
   const vec normal = as<vec>(magnitude + (bias << 23));
   const vec small = as<vec>(magnitude + ((bias + 1) << 23)) - as<float>((bias + 1) << 23);
@@ -128,8 +128,8 @@ inline void convert(const From* from, int64_t size, float scale, To* to) {
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-// bfloat16 has every number of e4m3 and every whole one up to 256: their bits, without the sign.
-constexpr int32_t bits_of_whole(int32_t number, int32_t exponent) {  // number 2^exponent, number below 256
+// bfloat16 represents every e4m3 number and every integer up to 256 exactly: their bits, without the sign.
+constexpr int32_t bits_of_whole(int32_t number, int32_t exponent) {  // number * 2^exponent, number below 256
   if (number == 0) return 0;
   int32_t leading = 7;
   while (!(number >> leading)) --leading;
@@ -141,7 +141,7 @@ constexpr int32_t bits_of_magnitude(e4m3, int32_t code) {
 }
 constexpr int32_t bits_of_magnitude(i8, int32_t code) { return bits_of_whole(code, 0); }
 
-// The two bytes of each magnitude below 128 as bfloat16.
+// Tables of the low and the high byte, in bfloat16, of each 7-bit magnitude.
 template <typename Number>
 struct Magnitudes {
   alignas(64) uint8_t low[128], high[128];
@@ -157,26 +157,26 @@ struct Magnitudes {
 template <typename Number>
 constexpr Magnitudes<Number> MAGNITUDES;
 
-// Where a magnitude is in the tables: the low 7 bits count.
+// The index of each code's magnitude in the tables, of which only the low 7 bits are used.
 inline __m512i place_of(const e4m3*, __m512i codes) { return codes; }
 inline __m512i place_of(const i8*, __m512i codes) { return _mm512_abs_epi8(codes); }
 
-// Upper bytes of numbers whose magnitude the tables have not: -128, which has the lower byte of 0.
+// Corrects the upper byte of -128, whose magnitude the tables lack; its lower byte is that of 0.
 inline __m512i corrected(const e4m3*, __m512i, __m512i upper) { return upper; }
 inline __m512i corrected(const i8*, __m512i codes, __m512i upper) {
   const __mmask64 least = _mm512_cmpeq_epi8_mask(codes, _mm512_set1_epi8(-128));
   return _mm512_mask_blend_epi8(least, upper, _mm512_set1_epi8(static_cast<char>(0xc3)));
 }
 
-// Both bytes of each number by looking them up: 64 numbers take two instructions for that. What `finish` makes of 32
-// numbers is stored.
+// Looks up both bytes of each number, which takes two instructions for 64 numbers, and stores `finish` of each 32.
 template <typename Number, typename Finish>
 inline void look_up(const Number* from, int64_t size, bf16* to, Finish finish) {
   const auto& magnitudes = MAGNITUDES<Number>;
   const auto table = [](const uint8_t* bytes) { return _mm512_load_si512(bytes); };
   const __m512i low[2] = {table(magnitudes.low), table(magnitudes.low + 64)};
   const __m512i high[2] = {table(magnitudes.high), table(magnitudes.high + 64)};
-  // Unpacking takes the first and the last 8 bytes of each 16: of 32 numbers one, then of the 32 after them.
+  // Unpacking interleaves the low 8 bytes of each 16-byte lane, or the high 8. With this order of 8-byte groups the low
+  // ones are the first 32 numbers, the high ones the last 32.
   const __m512i halves = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(-0x80);
   const auto both_bytes = [&](__m512i bytes, __m512i& first, __m512i& last) {
     const __m512i codes = _mm512_permutexvar_epi64(halves, bytes), place = place_of(from, codes);
@@ -200,13 +200,13 @@ inline void look_up(const Number* from, int64_t size, bf16* to, Finish finish) {
   if (size - i > 32) _mm512_mask_storeu_epi16(to + i + 32, static_cast<__mmask32>(rest >> 32), last);
 }
 
-// As they are: bfloat16 has them all.
+// Without a scale: exact, as bfloat16 represents them all.
 template <typename Number>
 inline void convert(const Number* from, int64_t size, bf16* to) {
   look_up(from, size, to, [](__m512i numbers) { return numbers; });
 }
 
-// Products with a scale are float32.
+// With a scale: multiplied in float32.
 template <typename Number, typename = std::enable_if_t<sizeof(Number) == 1>>
 inline void convert(const Number* from, int64_t size, float scale, bf16* to) {
   const __m512i odd = _mm512_set1_epi32(-0x10000);
@@ -222,7 +222,7 @@ inline void convert(const Number* from, int64_t size, float scale, bf16* to) {
   look_up(from, size, to, narrowed);
 }
 #elif defined(__AVX512BF16__)
-// The same by way of float16, to which e4m3 is 2^8 times as much with the same bits moved up: half the instructions.
+// The same by way of float16, with half the instructions: e4m3's bits, moved up, are a float16 2^8 times smaller.
 inline void convert(const e4m3* from, int64_t size, float scale, bf16* to) {
   const __m512i special = _mm512_set1_epi16(0x3f80), nan = _mm512_set1_epi16(0x7e00);
   const __m512 by_format = _mm512_set1_ps(256.0f), by_scale = _mm512_set1_ps(scale);
@@ -240,7 +240,7 @@ inline void convert(const e4m3* from, int64_t size, float scale, bf16* to) {
   }
 }
 
-// As they are: bfloat16 has them all.
+// Without a scale: exact, as bfloat16 represents them all.
 template <typename Number>
 inline void convert(const Number* from, int64_t size, bf16* to) { convert(from, size, 1.0f, to); }
 #endif

@@ -1,4 +1,4 @@
-"""Sequences whose keys lie in pages: what must hold of the tensors that say so, and the keys of a sequence."""
+"""Sequences whose keys lie in pages: check the tensors that describe them, and load the keys of a sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Pages:
     """Token j of sequence b is in row `j % page_size` of page `table[b, j // page_size]`.
 
     latent `[pages, page_size, L]`, rope `[pages, page_size, R]`, table `[B, max_pages]`, lengths `[B]`; scales None, or
-    `[pages, page_size, G]` of latents in FP8 or INT8, with sizes of 1 that broadcast.
+    `[pages, page_size, G]` for latents in FP8 or INT8, where a size of 1 broadcasts.
     """
 
     latent: Tensor
@@ -40,12 +40,12 @@ class Pages:
         return self.table.shape[1] * self.page_size
 
     def before(self, stops: Tensor) -> Pages:
-        """These pages of sequences that end before positions `[B]`, if not earlier."""
+        """The same pages with each sequence cut off before a position, `[B]`."""
         return replace(self, lengths=torch.minimum(self.lengths, stops))
 
     def stops(self) -> list[int]:
-        """One more than the last position of each sequence to load: its length, or on a device, where looking at it
-        would stall, the capacity."""
+        """For each sequence, one more than the last position to load: its length, or the capacity on a device, where
+        reading the length would stall."""
         if not reads_values(self.lengths):
             return [self.capacity] * len(self.lengths)
         lengths: list[int] = self.lengths.tolist()
@@ -54,7 +54,7 @@ class Pages:
     def load(self, b: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Latents `[C, L]` and rope keys `[C, R]` of a sequence at some positions, in `dtype`.
 
-        0 behind its last token, which on CPU no position may be.
+        Positions past its last token give 0; on CPU there must be none.
         """
         behind = None if reads_values(self.lengths) else positions >= self.lengths[b]
         page, row = self.table[b].index_select(0, positions // self.page_size).long(), positions % self.page_size
@@ -68,7 +68,10 @@ class Pages:
         return latent, rope
 
     def seen(self, b: int, positions: Tensor, queries: int, start: Tensor | None) -> Tensor:
-        """Bool `[1, 1, Sq, C]`, True where a query attends to a position; `start` is that of the first, if causal."""
+        """Bool `[1, 1, Sq, C]`, True where a query attends to a position.
+
+        If causal, `start` is the position of the first query.
+        """
         seen = positions < self.lengths[b]
         if start is not None:
             seen = seen & (positions <= start + torch.arange(queries, device=positions.device)[:, None])
@@ -76,7 +79,7 @@ class Pages:
 
 
 class InPages:
-    """What bundles share whose keys lie in pages."""
+    """The part shared by bundles whose keys lie in pages."""
 
     latent_pages: Tensor
     rope_pages: Tensor
@@ -86,18 +89,18 @@ class InPages:
 
     @property
     def pages(self) -> Pages:
-        """Where the keys are."""
+        """The keys as `Pages`."""
         return Pages(self.latent_pages, self.rope_pages, self.block_table, self.seq_lens, self.latent_scales)
 
     @property
     def like_queries(self) -> dict[str, Tensor]:
-        """The pages that are to be of the queries' dtype: none that are coded."""
+        """The pages that must have the queries' dtype: both, or none if they are coded."""
         plain = {"latent_pages": self.latent_pages, "rope_pages": self.rope_pages}
         return plain if self.latent_scales is None else {}
 
 
 def mask_of(mask: Tensor | None, b: int, keys: range) -> Tensor | None:
-    """What a mask says of some keys of sequence b, `[1, N|1, Sq|1, C|1]`; of those that it lacks, anything."""
+    """The part of a mask for some keys of sequence b, `[1, N|1, Sq|1, C|1]`, arbitrary for keys that it lacks."""
     if mask is None:
         return None
     own = mask if mask.shape[0] == 1 else mask[b : b + 1]
@@ -108,7 +111,7 @@ def mask_of(mask: Tensor | None, b: int, keys: range) -> Tensor | None:
 
 
 def both(seen: Tensor, mask: Tensor | None) -> Tensor:
-    """A bool mask and any other in one."""
+    """Combine a bool mask with a mask of any kind."""
     if mask is None:
         return seen
     return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
@@ -122,9 +125,10 @@ def check_pages(
     mask: Tensor | None,
     **counts: Tensor | None,
 ) -> None:
-    """Check pages against the sizes `B Sq N L R`, `like` a query, and on CPU lengths and entries of the table.
+    """Check pages and mask against the sizes `B Sq N L R` and against `like`, a query.
 
-    `counts` are more numbers `[B]` by name. Raises: KernelError.
+    On CPU the lengths and the entries of the table are checked too. `counts` are further integer tensors `[B]`, by
+    name. Raises: KernelError.
     """
     dims = dict(dims) | {"pages": pages.latent.shape[0], "page_size": pages.page_size}
     dims["max_pages"] = pages.table.shape[1]
@@ -159,7 +163,7 @@ def check_pages(
 
 
 def _check_values(op: str, pages: Pages, mask: Tensor | None) -> None:
-    """Only on CPU: elsewhere looking at values stalls the device."""
+    """Check lengths and page numbers. Only called on CPU: elsewhere reading values would stall the device."""
     lengths, count = pages.lengths.tolist(), pages.latent.shape[0]
     for b, (table, length) in enumerate(zip(pages.table, lengths, strict=True)):
         if not 0 <= length <= pages.capacity:

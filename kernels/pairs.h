@@ -1,4 +1,4 @@
-// Products of bfloat16, two terms an instruction (AVX512-BF16), summed in float32.
+// Products of bfloat16, two terms per instruction (AVX512-BF16), summed in float32.
 
 #if defined(__AVX512BF16__)
 
@@ -8,8 +8,8 @@ typedef uint32_t pair_t;  // two numbers, the first in the low bits
 
 inline __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, as<__m512bh>(a), as<__m512bh>(b)); }
 
-// pairs [count / 2, padded rows] of weights [count, padded rows], each times what `scale` says of its key; an odd last
-// key is paired with a weight of 0
+// Packs weights [count, padded rows] of neighbouring keys into pairs [count / 2, padded rows], each weight times the
+// `scale` of its key. An odd last key is paired with a weight of 0.
 template <typename Scale>
 inline void pair_weights(const float* weights, int64_t count, int64_t padded_rows, pair_t* pairs, Scale scale) {
   for (int64_t k = 0; k < count; k += 2)

@@ -1,6 +1,7 @@
-"""Importing this module registers an implementation of every mla op.
+"""Register an implementation of every mla op, as a side effect of being imported.
 
-It is not the package's `__init__`: a folder of this name at the top of a checkout is also what `import kernels` finds.
+The package's `__init__` does not do this, because in a checkout `import kernels` also finds the top-level folder of
+that name.
 """
 
 from mla_compile.kernels import (

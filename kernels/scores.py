@@ -1,4 +1,4 @@
-"""From scores to weights, written plainly: what the references share."""
+"""Masks and softmax of the references, written plainly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 _SPACING = 8.0
-"""Where floats are this far apart, adding a score changes nothing that a softmax could show."""
+"""Where floats are this far apart, adding a score changes nothing that a softmax would show."""
 
 
 def causal_mask(queries: int, keys: int, causal_offset: int | None, device: torch.device) -> Tensor | None:
@@ -19,9 +19,9 @@ def causal_mask(queries: int, keys: int, causal_offset: int | None, device: torc
 
 
 def blanked(parts: tuple[Tensor, ...], mask: Tensor | None, causal: Tensor | None) -> tuple[Tensor, ...]:
-    """`[B, T, width]` with 0 for keys that a bool mask or a causal limit hides from every query.
+    """The parts `[B, T, width]` with 0 for keys that a bool mask or a causal limit hides from every query.
 
-    They may hold anything, and 0 times NaN is NaN. mask `[B or 1, N or 1, Sq or 1, T or 1]`, causal `[Sq, T]`.
+    Such keys may hold anything, and 0 times NaN is NaN. mask `[B or 1, N or 1, Sq or 1, T or 1]`, causal `[Sq, T]`.
     """
     seen = None if mask is None or mask.dtype != torch.bool else mask.any(1)
     if causal is not None:
@@ -47,9 +47,9 @@ def softmax_with_lse(scores: Tensor, mask: Tensor | None, causal: Tensor | None)
 
 
 def _logsumexp(scores: Tensor) -> Tensor:
-    """Of the last dim, which stays as 1; -inf of no scores.
+    """Log-sum-exp over the last dim, which is kept; -inf if there are no scores.
 
-    torch's own asks whether there are any, which a graph may not know before it runs.
+    torch's own branches on whether there are any, which a graph may not know before it runs.
     """
     if statically_known_true(scores.numel() > 0):
         return torch.logsumexp(scores, dim=-1, keepdim=True)
@@ -60,5 +60,5 @@ def _logsumexp(scores: Tensor) -> Tensor:
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Where nothing is left of a score of `dtype` that is added."""
+    """The bias at and below which nothing is left of a score of `dtype` that is added to it."""
     return -_SPACING / torch.finfo(torch.promote_types(dtype, torch.float32)).eps

@@ -1,7 +1,7 @@
-"""What goes through a workspace at a time: a tile of heads x tokens, heads first.
+"""Choose what goes through a workspace at a time: a tile of heads x tokens, heads first.
 
-A head that sees all its keys at once keeps no running sums between chunks, which are 4 (V + 2) bytes of each query and
-head, read and written once a chunk.
+Heads are cut before tokens, because a head that sees all its keys at once needs no running sums between chunks. Those
+take 4 (V + 2) bytes per query and head, read and written once per chunk.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Share:
-    """Some sequences, heads of each, and tokens of each of those."""
+    """How many sequences, heads of each sequence, and tokens of each head are taken at a time."""
 
     sequences: int
     heads: int
@@ -19,10 +19,11 @@ class Share:
 
 
 def share_of(batch: int, heads: int, tokens: int, workspace_tokens: int, fewest_heads: int = 1) -> Share:
-    """A share of `[B, N, T]` keys for a workspace of `workspace_tokens` keys of all heads, all numbers at least 1.
+    """The share of `[B, N, T]` keys that fits a workspace of `workspace_tokens` keys of all heads.
 
-    Sequences that fit come whole, and together. Of a longer one all tokens of as many heads as fit; tokens are cut
-    where `fewest_heads`, which keep the device busy, do not fit otherwise.
+    All arguments are at least 1. As many whole sequences as fit are taken together. Of a longer sequence, all tokens of
+    as many heads as fit are taken; its tokens are cut only where `fewest_heads`, the number that keeps the device busy,
+    would not fit.
     """
     if tokens <= workspace_tokens:
         return Share(min(workspace_tokens // tokens, batch), heads, tokens)
@@ -32,6 +33,6 @@ def share_of(batch: int, heads: int, tokens: int, workspace_tokens: int, fewest_
 
 
 def in_even_groups(heads: int, most: int) -> int:
-    """Heads of a group, at most so many, where all groups are of about the same size."""
+    """The number of heads in a group, at most `most`, such that all groups have about the same size."""
     groups = -(-heads // min(most, heads))
     return -(-heads // groups)

@@ -1,4 +1,4 @@
-// Vectors of floats in the width of this CPU, and what the kernels do with one.
+// Vectors of floats of this CPU's width, and the operations on them that the kernels share.
 
 #include <algorithm>
 #include <cfloat>
@@ -29,13 +29,13 @@ inline vec broadcast(float value) { return value - vec{}; }
 inline vec maximum(vec a, vec b) { return a > b ? a : b; }
 inline int64_t round_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
 
-// exp for x <= 0 within 1.5 ulp, 0 below the smallest normal number, NaN of NaN. 2^n e^r with |r| <= ln(2) / 2, and
-// e^r by the polynomial of Cephes' expf.
+// exp(x) for x <= 0, within 1.5 ulp; 0 where it would be below the smallest normal number, NaN for NaN. It is 2^n e^r
+// with |r| <= ln(2) / 2, and e^r is the polynomial of Cephes' expf.
 inline vec exp_of_nonpositive(vec x) {
   const vec magic = broadcast(0x1.8p23f);  // adding it rounds to an integer and leaves that in the low bits
   const vec shifted = x * 0x1.715476p0f + magic;
   const vec n = shifted - magic;
-  const vec r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;  // ln(2), the first part of few enough bits
+  const vec r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;  // ln(2) in two parts; n times the first is exact
   vec p = broadcast(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;

@@ -1,9 +1,9 @@
-"""Which keys a block of queries sees, so that no work is done for keys that none of them does.
+"""Which keys a block of queries sees, so that no work is done for keys that none of them sees.
 
 Key positions are a `range` where they are consecutive, else an index tensor `[keys]` (int64): a padded batch, a static
-cache and a sliding window are ranges, a top-k selection is an index. Values of a mask are looked at only on a CPU
-tensor; elsewhere that would stall the device, so every key under the causal limit is loaded and what is hidden is
-blanked in place.
+cache and a sliding window give ranges, a top-k selection gives an index. The values of a mask are read only on CPU;
+elsewhere reading them would stall the device, so every key under the causal limit is loaded, and hidden ones are
+blanked after loading.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 KeyPositions = range | Tensor
 
-_QUERIES_AT_A_TIME = 512  # bounds the bool intermediate of `keys`: 512 B a key and head that the mask tells apart
+_QUERIES_AT_A_TIME = 512  # bounds the bool intermediate of `keys`: 512 B per key and head of the mask
 
 
 def take(tensor: Tensor, keys: KeyPositions, dim: int) -> Tensor:
@@ -47,7 +47,7 @@ def causal_stop(causal_offset: int | None, queries: range, tokens: int) -> int:
 
 
 def reads_values(mask: Tensor) -> bool:
-    """Whether looking at the mask's values is free of a device synchronisation."""
+    """Whether the mask's values can be read without a device synchronisation."""
     return mask.is_cpu
 
 
@@ -71,13 +71,13 @@ class Visibility:
         return positions(~self._hidden_from_all(self.mask, queries, seen).all(0))
 
     def blanks(self, queries: range, keys: KeyPositions) -> Tensor | None:
-        """Of the loaded keys those that no query sees, bool `[B or 1, keys]`; None where such keys are not loaded."""
+        """Which of the loaded keys no query sees, bool `[B or 1, keys]`; None where such keys are not loaded."""
         if self.mask is None or self.mask.dtype != torch.bool or reads_values(self.mask):
             return None
         return self._hidden_from_all(self.mask, queries, keys)
 
     def bias(self, queries: range, keys: KeyPositions, dtype: torch.dtype) -> Tensor | None:
-        """What to add to the scores, `[B or 1, N or 1, queries or 1, keys]`: -inf where hidden. None: nothing."""
+        """What to add to the scores, `[B or 1, N or 1, queries or 1, keys]`, -inf where hidden; None for nothing."""
         if self.mask is None:
             causal = self._causal(queries, keys)
             return None if causal is None else _hide(causal, dtype)

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside linear layers, as peft writes them: several by name, on and off, merged while they live."""
+"""Low-rank adapters beside linear layers, as in peft: several by name, switched on and off, merged and unmerged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RANK, SCALING = 3, 2.0
 class Adapted(nn.Module):
     """A frozen linear layer and the adapters that are added to it.
 
-    `active` are the names of those that count; `off` leaves them all away. What is merged is part of the weight.
+    `active` lists the names of the adapters in use; `off` disables them all. Merged adapters are part of the weight.
     """
 
     def __init__(self, base: nn.Linear, *names: str, dropout: float = 0.0, frozen: bool = True) -> None:
@@ -26,18 +26,18 @@ class Adapted(nn.Module):
         self.merged: list[str] = []
 
     def delta(self, name: str) -> Tensor:
-        """What an adapter adds to the weight."""
+        """The matrix that an adapter adds to the weight."""
         return SCALING * (self.lora_B[name].weight @ self.lora_A[name].weight)
 
     def merge(self) -> None:
-        """Add what is active to the weight itself."""
+        """Add the active adapters to the weight itself."""
         with torch.no_grad():
             for name in self.active:
                 self.base_layer.weight += self.delta(name)
         self.merged = list(self.active)
 
     def unmerge(self) -> None:
-        """Take off the weight what was added to it."""
+        """Subtract from the weight what was added to it."""
         with torch.no_grad():
             for name in self.merged:
                 self.base_layer.weight -= self.delta(name)
@@ -82,7 +82,7 @@ class WithMagnitudes(Adapted):
 
 
 def adapt(module: nn.Module, *projections: str, kind: type[Adapted] = Adapted, names: tuple[str, ...] = (), **settings):
-    """Put adapters beside some linear layers of `module`, whose other weights stay as they are; returns them."""
+    """Put adapters beside some linear layers of `module`, leaving other weights as they are; returns the adapters."""
     adapters = {name: kind(getattr(module, name), *names, **settings) for name in projections}
     for name, adapter in adapters.items():
         setattr(module, name, adapter)

@@ -8,8 +8,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-# Before torch is imported: artifacts of earlier runs must not decide what a test sees. Processes of one run, those that
-# tests start too, have one folder: what a C++ compiler made for one serves all.
+# Set before torch is imported, so that artifacts of earlier runs do not decide what a test sees. All processes of a
+# run, including those that tests start, share one folder, so that C++ is compiled once for all.
 if os.environ.get("MLA_COMPILE_TESTS_CACHE") is None:
     os.environ["MLA_COMPILE_TESTS_CACHE"] = tempfile.mkdtemp(prefix="mla-compile-tests-")
     atexit.register(shutil.rmtree, os.environ["MLA_COMPILE_TESTS_CACHE"], ignore_errors=True)
@@ -27,13 +27,13 @@ from mla_compile.passes.graph.rewriter import Rewriter
 from tests import diagonal
 from tests.without_codegen import without_codegen
 
-# Dynamo looks for garbage after each graph, which took 1 to 4 % of the time of tests that compile a model.
+# Dynamo collects garbage after each graph, which took 1 to 4 % of the time of tests that compile a model.
 torch._dynamo.config.run_gc_after_compile = False
-# And it empties the CPU's caches to time a graph's guards, for a log that nobody reads: 23 ms each.
+# It also empties the CPU's caches to time a graph's guards, for a log that nobody reads: 23 ms each.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-# pytest listens to every logger that does not propagate. Who listens to this one has torch, and us, print each graph of
-# each compilation into it, several times: 5 % of the time of tests that compile. Tests of what is to be read there ask
-# for it themselves.
+# pytest attaches a handler to every logger that does not propagate. A handler on this one makes torch, and us, print
+# each graph of each compilation several times: 5 % of the time of tests that compile. Tests that need this log
+# request it themselves.
 torch._logging._internal.trace_log.propagate = True
 
 
@@ -65,8 +65,8 @@ LONG = (
     "compile/test_artifacts.py",
     "compile/test_training_processes.py",
 )
-"""Files that take longest come first: of several processes, one that begins such a file when the others are done keeps
-all waiting. `make test` tells xdist to leave it so, which else begins with the files of most tests."""
+"""Files that take longest come first: of several processes, one that starts such a file when the others are done makes
+all wait. `make test` tells xdist to keep this order; by default it starts with the files that have the most tests."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """No compiled code, no report and no seed of another test."""
+    """Start each test without compiled code, reports or the random state of another."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     report._HISTORY.clear()
@@ -93,15 +93,15 @@ def fresh_compiler():
 
 @pytest.fixture(name="without_codegen")
 def no_codegen(monkeypatch):
-    """Run graphs as they are, instead of generating C++: the same graphs, in less time."""
+    """Interpret graphs instead of generating C++ for them: the same graphs, in less time."""
     with without_codegen():
         yield
-        monkeypatch.undo()  # what a test put over it, before it is itself undone
+        monkeypatch.undo()  # first undo what the test patched on top of it
 
 
 @pytest.fixture
 def wrong_rewriter(monkeypatch):
-    """The passes rewrite attention as that of scores a tenth larger."""
+    """Make the passes rewrite attention wrongly: to one whose nope scores are a tenth larger."""
 
     class Wrong(Rewriter):
         def __call__(self, site, *rest):
@@ -112,7 +112,7 @@ def wrong_rewriter(monkeypatch):
 
 @pytest.fixture
 def config(tmp_path):
-    """Writes a config.json of these fields, and returns its directory."""
+    """A function that writes a config.json with the given fields, and returns its directory."""
 
     def write(**fields):
         (tmp_path / "config.json").write_text(json.dumps(fields))

@@ -1,7 +1,7 @@
-"""`@pytest.mark.diagonal`: of all combinations of a test's parameters a few by default, and every one as `slow`.
+"""`@pytest.mark.diagonal`: run only a few combinations of a test's parameters by default, and mark the others `slow`.
 
-The few are a diagonal: as many as the longest parameter has values, each of which is once among them. The others count
-through their combinations as an odometer does, so that each of their values is met early, and with every other.
+The few are a diagonal: as many as the longest parameter has values, each of which occurs once. The other parameters
+count through their combinations like an odometer, so that each of their values occurs early, and with all others.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import pytest
 
 
 def mark_others_slow(items: list[pytest.Item]) -> None:
-    """Mark what is not on the diagonal of its test."""
+    """Mark as slow the combinations that are not on the diagonal of their test."""
     tests = defaultdict[object, list[pytest.Function]](list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("diagonal") is not None:
             tests[item.parent, item.originalname].append(item)
     for combinations in tests.values():
-        # A name for each `parametrize`. What pytest calls the indices of a combination is not their values'.
+        # One name per `parametrize`. pytest's own indices of a combination are not those of its values.
         names = [item.callspec._idlist for item in combinations]
         values = [list(dict.fromkeys(column)) for column in zip(*names, strict=True)]
         chosen = diagonal([len(column) for column in values])
@@ -29,7 +29,7 @@ def mark_others_slow(items: list[pytest.Item]) -> None:
 
 
 def diagonal(sizes: Sequence[int]) -> set[tuple[int, ...]]:
-    """The points of the diagonal through a grid of these sizes."""
+    """The points on the diagonal of a grid of these sizes."""
     longest = max(range(len(sizes)), key=lambda axis: sizes[axis])
     points = set()
     for start in range(sizes[longest]):

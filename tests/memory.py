@@ -1,4 +1,4 @@
-"""How much memory a call takes, by torch's allocator, generated code and custom ops included."""
+"""Measure how much memory a call takes from torch's allocator, generated code and custom ops included."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak(call: Callable[[], object]) -> int:
-    """The most bytes that exist at one time of what a call allocates.
+    """The most bytes, among those that a call allocates, that exist at the same time.
 
-    Of the profiler's own events the memory is what they allocate less what they free, which hides what comes and goes.
+    The profiler's operator events do not show this: each reports what it allocates minus what it frees, which hides
+    temporaries.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         call()

@@ -1,4 +1,7 @@
-"""MLA as three people would write it in plain torch. Each takes hidden states and its own cache, and returns both."""
+"""MLA as three people would write it in plain torch.
+
+Each takes hidden states and its own cache, and returns the output and the cache.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def rope(x: Tensor, start: int | Tensor) -> Tensor:
 
 
 class Combined(nn.Module):
-    """One `kv_b_proj`, SDPA, a cache that grows by `cat`; with or without q-LoRA."""
+    """One `kv_b_proj`, SDPA, and a cache that grows by `cat`; with or without q-LoRA."""
 
     def __init__(self, q_lora: bool = False) -> None:
         super().__init__()
@@ -55,7 +58,7 @@ class Combined(nn.Module):
 
 
 class Separate(nn.Module):
-    """`W_UK` and `W_UV` apart, einsum, softmax by hand, a buffer written with `index_copy_`."""
+    """Separate `W_UK` and `W_UV`, einsum, a softmax by hand, and a buffer written with `index_copy_`."""
 
     LENGTH = 24
 
@@ -95,9 +98,9 @@ class Separate(nn.Module):
 
 
 class Inference(nn.Module):
-    """DeepSeek's own inference code: buffers written by slices, scores as two sums, weights in fp32.
+    """Like DeepSeek's own inference code: buffers written by slices, scores as sums of two products, softmax in fp32.
 
-    `absorb` is its second branch, absorbed by hand.
+    `absorb` selects its second branch, which is absorbed by hand.
     """
 
     LENGTH = 24

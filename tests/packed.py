@@ -1,4 +1,4 @@
-"""Attention of packed sequences as the library's kernels have it, on CPU: what GPUs compute in one op, in a loop."""
+"""Attention of packed sequences on CPU, in place of torch's and flash-attn's GPU ops: a loop over the sequences."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def attend(
     window: tuple[int, int],
     used: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o `[Tq, N, V]`, lse `[N, Tq]` of q `[Tq, N, D]`, k `[Tk, N, D]`, v `[Tk, N, V]`, a sequence after the other.
+    """o `[Tq, N, V]` and lse `[N, Tq]` of q `[Tq, N, D]`, k `[Tk, N, D]` and v `[Tk, N, V]`, sequence by sequence.
 
-    Sums are in float32 at least. Keys of each sequence end where its queries do; what sees none is 0.
+    Sums are in float32 at least. The last query of a sequence is at its last key; a query that sees no key gets 0.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
@@ -55,7 +55,7 @@ def attend(
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Let torch's op of packed sequences, and flash-attn's, compute on CPU."""
+    """Make torch's op for packed sequences, and flash-attn's, compute on CPU."""
 
     def of_torch(
         query: Tensor,

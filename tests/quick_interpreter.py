@@ -1,7 +1,7 @@
-"""Triton's interpreter without what it does and nobody reads, which is more than half of its time.
+"""Triton's interpreter without work that has no effect, which is more than half of its time.
 
-It does each sum of 32-bit integers once more in 64 bits, for an assertion that it then leaves out; and it patches
-`triton.language` for a launch and then again for each call of a function there.
+It computes each sum of 32-bit integers again in 64 bits, for an assertion that it then skips; and it patches
+`triton.language` once for a launch, and again for each call of a function in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def quick_interpreter() -> Iterator[None]:
     patched: set[int] = set()
 
     def patch_once(function: Callable[..., Any]) -> Any:
-        """For the functions of a module once a launch."""
+        """Patch for the functions of a module once per launch."""
         module = id(function.__globals__)
         if module in patched:
             return interpreter._LangPatchScope()

@@ -1,4 +1,4 @@
-"""Gradients of a rewritten module, without a compiler behind the passes: for tests of many graphs."""
+"""Gradients of a rewritten module, with no compiler after the passes: for tests of many graphs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-import mla_compile.kernels.register  # noqa: F401  what the ops compute
+import mla_compile.kernels.register  # noqa: F401  registers what computes the ops
 from mla_compile.cost import Device
 from mla_compile.options import Options
 from mla_compile.passes.outcome import Outcome
 from mla_compile.training.rewrite import rewrite_for_training
 
 FACTOR = 8.0
-"""A gradient may be this many times further from float64 than eager's, as a spelling's result may."""
+"""A gradient may be this many times further from float64 than eager's, like the results of spellings."""
 DEVICE = Device("of the tests", 1e12, 1e11)
 
 
 class Rewritten:
-    """A module whose Dynamo graphs are rewritten, and run by torch operation by operation."""
+    """A module whose Dynamo graphs are rewritten, then run by torch operation by operation."""
 
     def __init__(self, module: Any, **options: Any) -> None:
         self.outcomes: list[Outcome] = []
@@ -42,15 +42,15 @@ class Rewritten:
         return self._compiled(*args, **kwargs)
 
     def nodes(self, target: Any) -> list[fx.Node]:
-        """All calls of a function in the rewritten graphs, checkpoints included."""
+        """All nodes that call a function in the rewritten graphs, checkpoints included."""
         graphs = [part.graph for graph in self.graphs for part in graph.modules() if isinstance(part, fx.GraphModule)]
         return [node for graph in graphs for node in graph.nodes if node.target is target]
 
 
 def gradients(function: Any, module: nn.Module, inputs: Sequence[Any], *, seed: int = 1) -> list[Tensor]:
-    """The first output, and the gradients of floating inputs and of parameters along a direction of it.
+    """The first output, and the gradients of floating inputs and parameters for a random gradient of that output.
 
-    Inputs are copied. What gets no gradient has one of zeros.
+    Inputs are copied. Where autograd returns no gradient, zeros take its place.
     """
     with torch.enable_grad():
         given = [_leaf(value) for value in inputs]
@@ -71,10 +71,11 @@ def _leaf(value: Any) -> Any:
 def assert_gradients_close(
     found: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor], factor: float = FACTOR
 ) -> None:
-    """Check what `gradients` gave against float64: at most `factor` times as far as eager's.
+    """Check results of `gradients` against float64: at most `factor` times as far from it as eager's.
 
-    The unit is at least a rounding of the largest of all: where there is one key, eager's gradients of the queries are
-    differences of equal numbers, and ours of nearly equal ones. A gradient that is no number in eager may be one.
+    The unit of the error is at least one rounding of the largest of all numbers: where there is a single key, eager's
+    gradients of the queries are differences of equal numbers, ours of nearly equal ones. Where eager or float64 gives
+    no finite number, ours is not checked.
     """
     largest = max(float(truth.nan_to_num(0, 0, 0).abs().max()) for truth in exact if truth.numel())
     for ours, plain, truth in zip(found, eager, exact, strict=True):
@@ -90,7 +91,7 @@ def assert_gradients_close(
 
 
 def assert_every_gradient(module: nn.Module, inputs: Sequence[Tensor], *, autocast: bool = False) -> Rewritten:
-    """Check the first output and all gradients of a rewritten module against float64; returns it."""
+    """Check the first output and all gradients of a rewritten module against float64; returns the rewritten module."""
     wide = copy.deepcopy(module).double()
     exact = gradients(wide, wide, [x.double() for x in inputs])
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):

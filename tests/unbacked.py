@@ -1,4 +1,4 @@
-"""An attention to what an integer tensor says of a cache: sizes that only a run knows."""
+"""Attention to a part of a cache that an integer tensor selects: sizes that are known only at run time."""
 
 import torch
 from torch import nn
@@ -8,9 +8,9 @@ from tests.models import HIDDEN, L, N, P, R, V
 
 
 class Attention(nn.Module):
-    """Queries of `x` [B, S, HIDDEN] attend to a cache [B, T, L + R]: of both and a number, `take` gives what is left.
+    """Queries of `x` [B, S, HIDDEN] attend to a cache [B, T, L + R], after `take` selected parts of both.
 
-    And perhaps a mask of the keys.
+    `take` gets both and a number, and returns the selected parts, and perhaps a mask of the keys.
     """
 
     def __init__(self, take):

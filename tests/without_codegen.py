@@ -1,4 +1,4 @@
-"""Graphs run as they are, instead of generating C++ for them: the same graphs, in less time."""
+"""Interpret graphs instead of generating C++ for them: the same graphs, in less time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mla_compile.interpreted import interpreted
 
 @contextlib.contextmanager
 def without_codegen() -> Iterator[None]:
-    """Inductor generates no code, neither of what the passes and the retrace made nor of a graph that stays its own."""
+    """Within this context Inductor generates no code, neither for rewritten graphs nor for those left to it."""
     compile_fx = backend._compile_fx
 
     def interpret(module: Any, inputs: Any, **settings: Any) -> Callable[..., Any]:

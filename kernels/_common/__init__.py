@@ -1,1 +1,1 @@
-"""What the Triton kernels share: device functions, and what is chosen on the host before a launch."""
+"""Shared by the Triton kernels: device functions, and the choices made on the host before a launch."""

@@ -1,14 +1,14 @@
-"""Device functions of attention over latents: one tile of keys against one tile of rows, an online softmax.
+"""Device functions of attention over latents: an online softmax of one tile of keys against one tile of rows.
 
-A row is a head of a query. The rank L is cut in two blocks of columns, A and B, with an accumulator each: two products
-of half the width leave the compiler the registers that one of the whole width does not (512 columns of 64 rows are half
-of a Hopper multiprocessor's registers).
+A row is a head of a query. The rank L is cut into two blocks of columns, A and B, with an accumulator each: two
+products of half the width leave the compiler enough registers, which one product of the whole width does not (512
+columns of 64 rows are half of a Hopper multiprocessor's registers).
 
     q         [ROWS, A], [ROWS, B], [ROWS, ROPE]
-    keys      [KEYS, A], [KEYS, B], [KEYS, ROPE]    loaded once, the latents for the scores and for the values
+    keys      [KEYS, A], [KEYS, B], [KEYS, ROPE]    loaded once; the latents serve as keys and as values
     state     m [ROWS], total [ROWS], acc [ROWS, A], [ROWS, B]    float32, unnormalised
 
-Scores are in natural units, so that a mask of the lowest finite number stays one.
+Scores are in natural units (not in units of log2), so that a mask of the lowest finite number stays finite.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""The lowest finite float32 and not -inf: a row without a key then gets exp(-inf) and not a NaN."""
+"""The lowest finite float32, not -inf: a row without a key then gets exp(-inf), not NaN."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def aligned(stride, ALIGN: tl.constexpr):
-    """A stride of which it is known that ALIGN divides it, so that a thread may load as many elements at a time."""
+    """A stride that the compiler can see is divisible by ALIGN, so that a thread may load ALIGN elements at a time."""
     if ALIGN > 1:
         stride = stride // ALIGN * ALIGN
     return stride
@@ -31,9 +31,10 @@ def aligned(stride, ALIGN: tl.constexpr):
 
 @triton.jit
 def rows_at(base, first, second, stride_0, stride_1, nothing, RUN: tl.constexpr, ROWS: tl.constexpr):
-    """A pointer and offsets of ROWS rows `[first, second]`. With RUN both indices are of the first row, and scalars.
+    """A pointer and the offsets of ROWS rows `[first, second]`.
 
-    `nothing` is 0, of the loop in which offsets are to be computed.
+    With RUN the rows are consecutive, and both indices are scalars, those of the first row. `nothing` is a 0 computed
+    in the loop in which the compiler should leave the offsets.
     """
     if RUN:
         base += first * stride_0 + second.to(tl.int64) * stride_1
@@ -45,7 +46,7 @@ def rows_at(base, first, second, stride_0, stride_1, nothing, RUN: tl.constexpr,
 
 @triton.jit
 def load_rows(base, offsets, seen, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """`[rows, BLOCK]`: columns FIRST to WIDTH of the rows at these offsets; 0 where there is nothing."""
+    """Load `[rows, BLOCK]`: columns from FIRST on of the rows at these offsets, 0 from WIDTH on or where not `seen`."""
     columns = FIRST + tl.arange(0, BLOCK)
     mask = seen[:, None]
     if FIRST + BLOCK > WIDTH:
@@ -55,7 +56,7 @@ def load_rows(base, offsets, seen, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLO
 
 @triton.jit
 def load_mask(of_sequence, stride, names, start, end, SOURCE: tl.constexpr, KEYS: tl.constexpr):
-    """What a mask that says the same to each row says of a tile of keys. Nothing from `end` on, and of no name."""
+    """Load a mask that is the same for all rows for a tile of keys: 0 from `end` on, and for negative names."""
     place = start + tl.arange(0, KEYS)
     there = place < end
     if SOURCE == "named":
@@ -66,7 +67,7 @@ def load_mask(of_sequence, stride, names, start, end, SOURCE: tl.constexpr, KEYS
 
 @triton.jit
 def from_e4m3(bits, NATIVE: tl.constexpr):
-    """float32 of FP8 (e4m3fn) bytes. Without the conversion in hardware: the bits of a float16 2^8 times smaller."""
+    """FP8 (e4m3fn) bytes as float32. Without hardware conversion, by the bits of a float16 2^8 times smaller."""
     if NATIVE:
         value = bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
@@ -94,8 +95,11 @@ def load_latents(
     GROUP: tl.constexpr,
     SAME: tl.constexpr,
 ):
-    """`[KEYS, BLOCK]` in `dtype`. FP8 bytes, and int8, are multiplied with the scale of their group of GROUP columns,
-    of which SAME, a power of two, are taken at a time."""
+    """Load `[KEYS, BLOCK]` in `dtype`.
+
+    FP8 bytes and int8 are multiplied with the scale of their group of GROUP columns. SAME, a power of two, is the
+    number of neighbouring columns that one loaded scale is broadcast to.
+    """
     values = load_rows(base, offsets, seen, FIRST, WIDTH, BLOCK)
     if CODED:
         KEYS: tl.constexpr = values.shape[0]
@@ -112,7 +116,7 @@ def load_latents(
 
 @triton.jit
 def add_keys(m, total, acc_a, acc_b, scores, a, b, B: tl.constexpr):
-    """The state with one more tile of keys. scores `[ROWS, KEYS]`, -inf where hidden; a and b the latents."""
+    """Add one more tile of keys to the state: scores `[ROWS, KEYS]`, -inf where hidden; a and b are the latents."""
     m_new = tl.maximum(m, tl.max(scores, 1))
     weights = tl.exp2((scores - m_new[:, None]) * LOG2E)
     decay = tl.exp2((m - m_new) * LOG2E)

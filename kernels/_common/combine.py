@@ -1,12 +1,12 @@
-"""One result out of what the parts of a group's keys gave.
+"""Combine the partial results of the parts of a group's keys.
 
-    acc [slots, L], m and total [slots]   float32; slots [parts, groups, rows], of shared keys [2 * parts, rows]
+    acc [slots, L], m and total [slots]   float32; slots [parts, groups, rows]; for shared keys [2 * parts, rows]
     o [groups, rows, L], lse [groups, rows]
 
-A program takes a few rows of a group and every SPREADth block of columns. It knows from lengths which parts there are:
-their greatest score first, then their sums in their order, so that loads wait for nothing. Of keys that are shared out
-a program looks for a sequence that is cut: for each sequence, or if there are fewer cuts than sequences, for each cut.
-Where there is none it does nothing, as the result is there already.
+A program takes a few rows of a group and every SPREADth block of columns. It knows from the lengths which parts there
+are, and reads first their greatest scores, then their sums, in order, so that loads do not wait for each other. Where
+keys are shared out, there is a program for each sequence or, if cuts are fewer, for each cut. A program whose sequence
+is not cut does nothing, because the result has already been written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .attend import LOG2E, LOWEST
 from .pieces import CHUNK, cut_in_pieces, key_count, measured, part_size, passed_by
 
 AT_ONCE = tl.constexpr(8)
-"""Parts whose greatest scores are looked at, and whose sums are loaded, at a time."""
+"""The number of parts whose greatest scores, and then sums, are loaded at a time."""
 
 _ANY_VALUE = ("queries", "heads", "tokens", "causal_offset", "batch", "parts", "fixed", "own")
 
@@ -58,7 +58,7 @@ def combine(
     exists = row < rows
     group = program // SPREAD // tiles
     if SHARED:
-        # By sequences where there are few, or else by the cuts, of which the first within a sequence counts.
+        # By sequences where they are few, else by cuts, of which only the first one in a sequence counts.
         few = batch < parts
         index = tl.where(few, group, group + 1)
         on_all, longest = batch * 0, batch * 0

@@ -1,6 +1,6 @@
-"""From tensors to a launch: everything that is chosen on the host.
+"""Plan and make the launches of attention over latents: everything that is chosen on the host.
 
-Nothing here looks at a value on the device, so a launch can be captured in a CUDA graph and replayed for other lengths.
+Nothing here reads a value from the device, so launches can be captured in a CUDA graph and replayed for other lengths.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from .tiles import MaskKind, Tiles, choose, columns, fits, power_of_two
 from .tuning import bucket, is_on, neighbours, tuned
 
 LEAST_TILES = 4
-"""Tiles of keys that a part has at least, so that loading ahead pays."""
+"""The fewest tiles of keys in a part, so that loading ahead pays."""
 MANY_TOKENS = 1 << 15
-"""Keys for which a cache that may grow is cut at least: parts that are not needed yet end at once."""
+"""A cache that may grow is cut into parts for at least this many keys; parts that are not needed yet end at once."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the keys are. Which tensors of `Problem` count, and how, `kernel` says."""
+    """Where the keys are. `kernel` says which tensors are used for each kind, and how."""
 
     kind: str
     """`pages`, `rows` or `named`."""
     latent: Tensor
     rope: Tensor
     tokens: int
-    """Keys of a group, or names of keys, at most."""
+    """The most keys, or names of keys, of a group."""
     cached: int = 0
-    """Named keys: how many there are to name."""
+    """For named keys, the number of keys in the cache."""
     page_size: int = 1
     table: Tensor | None = None
     lengths: Tensor | None = None
@@ -63,9 +63,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention of q `[B, Sq, N, L]`, `[B, Sq, N, R]` over the keys of a source: o `[B, Sq, N, L]`, lse `[B, Sq, N]`.
 
-    `tiles` None takes those of the table, or while `tuning` is on the fastest; with `split_tokens` always the table's,
-    which do not depend on the batch. With `split_tokens`, rounded up to whole tiles, a group's keys are cut at the
-    same places in any batch.
+    If `tiles` is None, they are the table's, or the fastest while `tuning` is on. With `split_tokens` they are always
+    the table's, which do not depend on the batch, and a group's keys are cut at the same places in any batch: every
+    `split_tokens`, rounded up to whole tiles.
     """
     batch, queries, heads, _ = q_latent.shape
     q_latent, q_rope = (q if q.shape[3] < 2 or q.stride(3) == 1 else q.contiguous() for q in (q_latent, q_rope))
@@ -74,7 +74,7 @@ def attend(
     if always(lse.numel() == 0):
         return o, lse
     plan = _plan(machine, q_latent, q_rope, source, scale, split_tokens, tiles)
-    unread = q_latent  # nothing that is written to, which torch would keep apart
+    unread = q_latent  # in place of missing tensors; not one that is written to, which torch would keep apart
     partial = [lse] * 3
     if plan.work.combines:
         partial = [lse.new_empty(size) for size in plan.sizes]
@@ -104,15 +104,15 @@ def attend(
 
 @dataclass(frozen=True)
 class _Plan:
-    """All of a launch but its tensors and the scale."""
+    """Everything about a launch but its tensors and the scale."""
 
     work: Work
     sizes: tuple[Any, ...]
-    """Of the partial results."""
+    """The sizes of the partial results."""
     grid: tuple[int]
     numbers: tuple[int, ...]
     constants: dict[str, Any]
-    """The compiler's options too."""
+    """The kernel's constants and the compiler's options."""
     combining_grid: tuple[int]
     combining_numbers: tuple[int, ...]
     combining_constants: dict[str, Any]
@@ -132,7 +132,7 @@ def _plan(
 ) -> _Plan:
     if tiles is None and split_tokens is None and is_on():
         tiles = _tuned(machine, q_latent, q_rope, source, scale)
-    if is_traced():  # once for all calls of the graph, and of sizes that may be symbols
+    if is_traced():  # planned once for all calls of the graph, with sizes that may be symbols
         return _new_plan(machine, q_latent, q_rope, source, split_tokens, tiles)
     tensors = q_latent, q_rope, source.latent, source.rope, source.table, source.scales, source.mask
     lengths = source.lengths is not None, source.starts is not None
@@ -218,7 +218,7 @@ def _work(
     rope: int,
     itemsize: int,
 ) -> Work:
-    """Where lengths are on the device keys are shared out by them, unless parts are fixed; else cut in parts."""
+    """Keys are shared out where lengths are on the device, unless parts are fixed; else they are cut into parts."""
     groups, rows = groups_rows
     row_tiles = triton.cdiv(rows, tiles.rows)
     key_bytes = (rank + rope) * itemsize
@@ -238,7 +238,7 @@ def _work(
 def constants_of(
     machine: Machine, q_latent: Tensor, rope: int, source: Source, tiles: Tiles, work: str
 ) -> dict[str, Any]:
-    """What the kernel is specialised to; `work` is that of `Work`."""
+    """The constants that the kernel is specialised to; `work` is the kind of `Work`."""
     _, queries, heads, rank = q_latent.shape
     first, second = columns(rank)
     return {
@@ -264,7 +264,7 @@ def constants_of(
 
 
 def coded_constants(machine: Machine, rank: int, rope: Tensor, scales: Tensor | None) -> dict[str, Any]:
-    """What loading latents of `rank` columns and rope keys is specialised to."""
+    """The constants that loading latents of `rank` columns, and rope keys, is specialised to."""
     first, second = columns(rank)
     group = rank if scales is None else rank // scales.shape[2]
     same = group & -group
@@ -280,21 +280,21 @@ def coded_constants(machine: Machine, rank: int, rope: Tensor, scales: Tensor | 
 
 
 def _align(cache: Tensor) -> int:
-    """A power of two that divides the strides of rows, where Triton does not see it: it looks for multiples of 16."""
+    """The power of two below 16 that divides the strides of rows; 1 for multiples of 16, which Triton sees itself."""
     divides = (power for power in (16, 8, 4, 2) if all(always(stride % power == 0) for stride in cache.stride()[:2]))
     aligned = next(divides, 1)
     return aligned if aligned < 16 else 1
 
 
 def mask_kind(mask: Tensor | None) -> MaskKind:
-    """Of a mask `[B, N, Sq, T]`, 1 where it broadcasts."""
+    """The kind of a mask `[B, N, Sq, T]`, whose sizes are 1 where it broadcasts."""
     if mask is None:
         return "none"
     return "of keys" if all(always(size == 1) for size in mask.shape[1:3]) else "of rows"
 
 
 def word_of(mask: Tensor | None) -> str:
-    """What kernels call a mask by its dtype."""
+    """The kernels' word for a mask, by its dtype."""
     return "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias"
 
 

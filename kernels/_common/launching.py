@@ -1,4 +1,4 @@
-"""Where a launch of a Triton kernel goes: to the device, or into the graph that is being traced."""
+"""Send launches of Triton kernels to the device, or into the graph that is being traced."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _TRACED: ContextVar[bool] = ContextVar("traced", default=False)
 
 
 def into_a_graph(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """The same to be traced: its launches are nodes of the graph, for Inductor to make.
+    """Wrap a launcher so that it can be traced: its launches become nodes of the graph, and Inductor makes them.
 
-    They are functional: what a kernel writes to is a result. A node without one would die, as nobody reads it.
+    The nodes are functional: the tensors that a kernel writes to are results. A node without results would be removed
+    as dead code.
     """
 
     def trace(*operands: Any, **more: Any) -> Any:
@@ -48,7 +49,7 @@ def is_traced() -> bool:
 
 
 def launched(kernel: Any) -> Any:
-    """What takes a grid and then the arguments, as a kernel does."""
+    """An object that takes a grid and then the arguments, like a kernel."""
     return _Traced(kernel) if is_traced() else kernel
 
 
@@ -62,7 +63,7 @@ class _Traced:
         def trace(
             *arguments: Any, num_warps: int, enable_fp_fusion: bool, num_stages: int | None = None, **constants: Any
         ) -> None:
-            # Inductor compiles kernels that are not its own with Triton's defaults: products and sums are fused.
+            # Inductor compiles users' kernels with Triton's default, which fuses products and sums.
             assert enable_fp_fusion
             wrap_triton(_configured(self.kernel, num_warps, num_stages))[grid](*arguments, **constants)
 
@@ -71,6 +72,6 @@ class _Traced:
 
 @functools.cache
 def _configured(kernel: Any, num_warps: int, num_stages: int | None) -> Any:
-    """A kernel with options of the compiler's: the same object each time, as torch keeps every one that it is given."""
+    """A kernel with compiler options. Cached, because torch keeps every object that it is given."""
     stages = {} if num_stages is None else {"num_stages": num_stages}
     return triton.autotune(configs=[triton.Config({}, num_warps=num_warps, **stages)], key=[])(kernel)

@@ -1,4 +1,4 @@
-"""The GPU that a kernel is to run on, as far as its configuration depends on it."""
+"""The properties of a GPU on which a kernel's configuration depends."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Machine:
-    """An architecture and a size."""
+    """A GPU's architecture and size."""
 
     arch: str
-    """`sm_90`, `gfx942`: as compilers call it."""
+    """The compilers' name of the architecture: `sm_90`, `gfx942`."""
     processors: int
-    """Multiprocessors (compute units): how many programs at least run at the same time."""
+    """Multiprocessors (compute units): at least as many programs run at the same time."""
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that one program may have (CUDA programming guide, table of compute capabilities; CDNA 3)."""
+        """The most shared memory of one program (CUDA programming guide, table of compute capabilities; CDNA 3)."""
         if self.arch.startswith("gfx"):
             return (160 if self.arch == "gfx950" else 64) * KIB
         capability = int(self.arch.removeprefix("sm_"))

@@ -1,9 +1,9 @@
-"""How keys are divided among programs, so that a small batch fills the machine.
+"""Choose into how many parts keys are divided among programs, so that a small batch fills the machine.
 
-More parts mean more programs at a time, and more partial results to write and to merge. Both are counted in keys read:
-a program moves `rank + rope` numbers a key, reads a row's query once and, of several parts, writes a float32 row of the
-output, which the merge reads again. Of keys that are shared out by lengths on the device (`pieces`) only the number of
-programs is chosen here.
+More parts mean more programs at a time, but also more partial results to write and to merge. Both are counted in keys
+read: a program moves `rank + rope` numbers per key, reads each row's query once and, if there are several parts, writes
+a float32 row of the output, which the merge reads again. Where keys are shared out by lengths on the device (`pieces`),
+only the number of programs is chosen here.
 """
 
 from __future__ import annotations
@@ -18,64 +18,65 @@ from .sizes import expected, is_symbol
 from .tiles import power_of_two
 
 _LAUNCH_KEYS = 71
-"""A second launch, about 2.5 us, in keys of 1,152 B at a multiprocessor's share of an H200's 4.3 TB/s, 32.6 GB/s."""
+"""The cost of a second launch, about 2.5 us, in keys of 1,152 B at 32.6 GB/s, a multiprocessor's share of an H200's
+4.3 TB/s."""
 _MOST_WAVES = 4
 """More parts than this many waves of programs only add to what is merged."""
 
 _IDLE = 1.1
-"""Processors over programs that still counts as full."""
+"""The ratio of processors, over all waves, to programs up to which the machine counts as full."""
 _COLUMNS = 128
 """Columns that a program combines at a time: 512 bytes of each row of sums."""
 _COMBINING = 4
-"""Programs that combine parts, a multiprocessor: with 8 loads of 512 bytes each they wait for 16 KiB at a time, what
-its share of the bandwidth brings in half a microsecond."""
+"""Programs per multiprocessor that combine parts: with 8 loads of 512 bytes each, they wait for 16 KiB at a time, which
+the multiprocessor's share of the bandwidth brings in half a microsecond."""
 _MOST_ROWS = 8
-"""Of a program that combines parts: 1,024 numbers for 128 threads."""
+"""The most rows of a program that combines parts: 1,024 numbers for 128 threads."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Programs and what they leave to be combined."""
+    """Programs, and the partial results that they leave to be combined."""
 
     kind: str
-    """`whole`, `parts` or `shared`: of a group in one part, in several, or of all sequences."""
+    """`whole`: each group in one part; `parts`: each group in several; `shared`: all sequences shared out."""
     programs: int
     parts: int
-    """Of a group, or of all keys where they are shared out."""
+    """The number of parts of a group, or of all keys where they are shared out."""
     slots: int = 0
-    """Rows of sums, of more than one part."""
+    """Rows of partial sums, if there is more than one part."""
     combined: int = 0
     """Groups that may have to be combined."""
     batch: int = 0
     own: int = 0
-    """What a program does for a sequence besides its keys, in tiles of them."""
+    """What a program does for a sequence besides its keys, in tiles of keys."""
 
     @property
     def combines(self) -> bool:
-        """Whether sums of parts are written and combined: where a symbol says in how many, even if it is one."""
+        """Whether partial sums are written and combined. If the number of parts is a symbol, they are, even for one."""
         return is_symbol(self.parts) or self.parts > 1
 
 
 def in_parts(groups: int, rows: int, tiles: int, parts: int) -> Work:
-    """Each group's keys in as many parts, by each of its tiles of rows."""
+    """The work of each group's keys cut into `parts`, each part once for each of the group's tiles of rows."""
     if not is_symbol(parts) and parts == 1:
         return Work("whole", groups * tiles, 1)
     return Work("parts", groups * tiles * parts, parts, parts * groups * rows, groups)
 
 
 def shared_out(batch: int, rows: int, tiles: int, processors: int, own: float) -> Work:
-    """The keys of all sequences together, by each tile of a sequence's rows."""
+    """The work of the keys of all sequences shared out together, once for each tile of a sequence's rows."""
     pieces = number_of_pieces(tiles, processors)
     slots = 2 * pieces * rows if is_symbol(pieces) or pieces > 1 else 0
     cut = torch.sym_min(batch, pieces - 1)
-    combined = torch.sym_max(cut, 1) if is_symbol(pieces) else cut  # not every launcher takes a grid of none
+    combined = torch.sym_max(cut, 1) if is_symbol(pieces) else cut  # not every launcher accepts an empty grid
     return Work("shared", pieces * tiles, pieces, slots, combined, batch, max(round(own), 1))
 
 
 def number_of_pieces(tiles: int, processors: int) -> int:
-    """In how many pieces all keys are cut, if each takes `tiles` programs.
+    """The number of pieces into which all keys are cut, if each piece takes `tiles` programs.
 
-    The machine is full once, or as many times as leave few processors without a program.
+    They fill the machine once, or as many times as are needed to leave few processors idle.
     """
     if is_symbol(tiles):
         return torch.sym_max(_waves(expected(tiles), processors) * processors // torch.sym_max(tiles, 1), 1)
@@ -84,7 +85,7 @@ def number_of_pieces(tiles: int, processors: int) -> int:
 
 @functools.cache
 def _waves(tiles: int, processors: int) -> int:
-    """How many times the machine is full."""
+    """How many times the pieces fill the machine."""
     waves = range(1, _MOST_WAVES + 1)
     pieces = [max(wave * processors // tiles, 1) for wave in waves]
     idle = [-(-piece * tiles // processors) * processors / (piece * tiles) for piece in pieces]
@@ -93,7 +94,7 @@ def _waves(tiles: int, processors: int) -> int:
 
 
 def combination(groups: int, rows: int, rank: int, processors: int) -> dict[str, int]:
-    """What a program that combines parts takes: so little that all processors have something to do, and no less."""
+    """The tile of a program that combines parts: just small enough that all processors have something to do."""
     columns = min(power_of_two(rank), _COLUMNS)
     blocks = -(-rank // columns)
     wave = _COMBINING * processors
@@ -103,10 +104,10 @@ def combination(groups: int, rows: int, rank: int, processors: int) -> dict[str,
 
 
 def number_of_parts(programs: int, keys: int, least: int, processors: int, row_keys: float) -> int:
-    """The number of parts with the least time; where `programs` is a symbol, as many as fill the machine once.
+    """The number of parts that takes the least time; if `programs` is a symbol, as many as fill the machine once.
 
-    Args: programs, tiles of rows of all groups; keys of a group at most; least, keys of a part at least; processors;
-    row_keys, what the partial result of a tile of rows costs, in keys.
+    Args: programs, the tiles of rows of all groups; keys, the most keys of a group; least, the fewest keys of a part;
+    processors; row_keys, the cost of the partial result of a tile of rows, in keys.
     """
     most = max(-(-keys // least), 1)
     if most == 1:

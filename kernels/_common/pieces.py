@@ -1,25 +1,25 @@
 """Which keys a program takes.
 
-Where the host knows how many there are, as of a dense cache, each group's keys are cut in as many parts as `parts`
-says. So they are, at fixed places, where a sequence's result may not depend on its batch. Where lengths are on the
-device, as of pages, all tiles of keys of all sequences are shared out: laid end to end on a line, each sequence
-followed by `own` tiles of room for what a program does for it besides its keys, the line is cut in pieces of `payload`
-tiles, one for each program. A piece may hold the end of a sequence, several whole ones and the beginning of another,
-and takes no longer than `payload + own`. What is cut, `combine` puts together:
+Where the host knows the number of keys, as for a dense cache, each group's keys are cut into as many parts as `parts`
+says. Where a sequence's result may not depend on its batch, they are cut at fixed places. Where the lengths are on the
+device, as for pages, the keys of all sequences are shared out. Their tiles are laid end to end on a line, each sequence
+followed by `own` tiles of room for what a program does for it besides its keys, and the line is cut into pieces of
+`payload` tiles, one per program. A piece may hold the end of a sequence, several whole ones and the beginning of
+another, and takes no longer than `payload + own`. `combine` merges the parts of a sequence that is cut:
 
     line      |-- 0 --|own|------ 1 ------|own|2|own|--- 3 ---|own|
     programs  |      0      |      1      |      2      |      3      |
     slots                 2 * 0 + 1 | 2 * 1     2 * 2 + 1 | 2 * 3
 
-The beginning of a sequence that another program goes on with is in the odd slot of its program, what goes on in the
-even. Where no sequence is longer than a payload, and there are no more of them than programs, each has a program of its
-own: nothing is cut then, and it takes no longer.
+The result for the beginning of a sequence that another program continues goes to the odd slot of its program, that for
+a continuation to the even slot. Where no sequence is longer than a payload, and there are no more sequences than
+programs, each has a program of its own: then nothing is cut, and it takes no longer.
 
-Each program finds its piece from the lengths by itself, so that no launch more is needed to share them out.
+Each program finds its piece from the lengths by itself, so that sharing out needs no additional launch.
 
-Lengths are loaded by kernels and handed to the functions here. torch finds what a kernel writes to by going back from
-its stores, and stops at loads; it does not look into a function of whose result an address is made, and takes what such
-a function is given a pointer to for written to.
+Kernels load the lengths and pass them to the functions here as values. To find what a kernel writes to, torch goes back
+from its stores, and stops at loads. It does not look into a function whose result enters an address, and assumes that
+the kernel writes through every pointer passed to such a function.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import triton
 import triton.language as tl
 
 CHUNK = tl.constexpr(1024)
-"""Lengths that are looked at at a time."""
+"""The number of lengths that are read at a time."""
 
 
 @triton.jit
 def part_size(keys, parts, fixed, KEYS: tl.constexpr, LEAST: tl.constexpr):
-    """How many keys a program takes: `fixed` if that is not 0, else an equal share, at least LEAST tiles."""
+    """How many keys a program takes: `fixed` if it is not 0, else an equal share of at least LEAST tiles."""
     share = tl.cdiv(tl.cdiv(keys, parts), KEYS) * KEYS
     return tl.where(fixed > 0, fixed, tl.maximum(share, LEAST * KEYS))
 
@@ -49,9 +49,9 @@ def key_count(
     CAUSAL: tl.constexpr,
     STARTS: tl.constexpr,
 ):
-    """How many keys of a group, or names of keys, there are to look at.
+    """How many keys, or names of keys, of a group there are to go through.
 
-    Of pages by the sequence's length, and with STARTS the position of its first query.
+    For pages this depends on the sequence's length and, with STARTS, on the position of its first query.
     """
     count = tokens
     if SOURCE == "pages":
@@ -65,14 +65,15 @@ def key_count(
 
 @triton.jit
 def measured(total, longest, keys, first, batch, KEYS: tl.constexpr):
-    """The tiles of all sequences and of the longest, with those of CHUNK more from `first` on."""
+    """Update the number of tiles of all sequences, and of the longest, with CHUNK sequences from `first` on."""
     tiles = tl.where(first + tl.arange(0, CHUNK) < batch, tl.cdiv(keys, KEYS), 0)
     return total + tl.sum(tiles, 0), tl.maximum(longest, tl.max(tiles, 0))
 
 
 @triton.jit
 def cut_in_pieces(total, longest, batch, parts, own, LEAST: tl.constexpr):
-    """What a piece of the line takes; and the tiles of every sequence on it if each has a program of its own, or 0."""
+    """The size of a piece of the line, and if each sequence has a program of its own, the tiles that each is given on
+    the line, else 0."""
     payload = tl.maximum(tl.cdiv(total + batch * own, parts), LEAST)
     alone = (batch <= parts) & (longest <= payload)
     payload = tl.where(alone, longest + own, payload)
@@ -97,10 +98,11 @@ def passed_by(
     of_sequence,
     KEYS: tl.constexpr,
 ):
-    """Where piece `index`, or with `of_sequence` the sequence, begins on the line, by CHUNK sequences from `first` on.
+    """Find piece `index` on the line, or with `of_sequence` sequence `index`: go on by CHUNK sequences from `first` on.
 
-    Of the sequences that begin before the piece, or up to the sequence: how many, where the last begins, where its keys
-    end and where the next begins; how many begin before the end of the piece; and where the line is by now.
+    Updates, for the sequences that begin before the piece, or those up to the sequence: their number (`count`), where
+    the last of them begins (`begin`), where its keys end (`end`) and where the next one begins (`following`). Also
+    updates how many sequences begin before the end of the piece (`behind`), and the place on the line (`passed`).
     """
     before = tl.where(of_sequence, 2147483647, index * payload)
     until = tl.where(of_sequence, index + 1, batch)

@@ -1,6 +1,6 @@
-"""What a launcher works out of shapes, strides and dtypes, kept for the next call with the same.
+"""Cache what a launcher works out from shapes, strides and dtypes, for the next call with the same ones.
 
-A model's layers ask alike, and so does each step of a decode over a cache that stays.
+The layers of a model make the same calls, and so do the steps of a decode over a cache that stays in place.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ P = TypeVar("P")
 
 
 def layout(tensor: Tensor | None) -> Hashable:
-    """All of a tensor that a plan may depend on, besides its device."""
+    """Everything about a tensor that a plan may depend on, besides its device."""
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
 
 
 class Plans(Generic[P]):
-    """The plans of one launcher: at most `most`, of which the oldest makes room."""
+    """The plans of one launcher: at most `most`; the oldest is dropped to make room."""
 
     def __init__(self, most: int = 256) -> None:
         self._most = most
@@ -32,7 +32,7 @@ class Plans(Generic[P]):
         return key in self._known
 
     def get(self, key: Hashable, make: Callable[[], P]) -> P:
-        """The plan of a key, made at its first call."""
+        """The plan for a key, made at the first call."""
         plan = self._known.get(key)
         if plan is None:
             plan = make()

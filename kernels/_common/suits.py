@@ -1,4 +1,4 @@
-"""Whether the Triton kernels take a problem; no Triton needed to tell."""
+"""Whether the Triton kernels take a problem. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TILE_ROWS = 256
 
 
 def suits(q: Tensor, *caches: Tensor) -> bool:
-    """Half precision or float32, the numbers of a cached row side by side, and rows not absurdly far apart."""
+    """Whether q is in half precision or float32, and the rows of each cache are dense and not absurdly far apart."""
     return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and all(
         (cache.shape[-1] < 2 or cache.stride(-1) == 1) and abs(cache.stride(-2)) * _TILE_ROWS < 2**31
         for cache in caches

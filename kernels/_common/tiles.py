@@ -1,8 +1,8 @@
-"""Tiles of the kernel: from the sizes of a problem, the machine, and a small table.
+"""Choose the tiles of the kernel in `kernel.py` from the sizes of a problem, the machine, and a small table.
 
-The table was made by compiling ahead of time for each architecture: it holds tiles that leave nothing to spill for the
-ranks of DeepSeek, and load the next keys while some are attended to. What pays among those was not measured, only
-counted in the machine code; `mode="max-autotune"` finds out.
+The table was made by compiling ahead of time for each architecture. It holds tiles that do not spill for DeepSeek's
+ranks, and that load the next keys while some are attended to. Which of those pay was not measured, only counted in the
+machine code; `mode="max-autotune"` finds out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Literal
 from .machine import Machine
 
 MaskKind = Literal["none", "of keys", "of rows"]
-"""What a mask speaks of: nothing, each key, or each key and row."""
+"""What a mask depends on: nothing (there is none), the key, or the key and the row."""
 LEAST = 16
-"""The least size of a side of a product on matrix units."""
+"""The least size of each dim of a product on matrix units."""
 _WIDEST = 512
-"""Columns of latent that the tiles of the table are made for; wider latents take fewer rows."""
+"""The number of latent columns that the table's tiles are made for; wider latents take fewer rows."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Tiles:
     keys: int
     warps: int
     stages: int
-    """Of the software pipeline: keys are loaded so many tiles ahead, less one."""
+    """Stages of the software pipeline: keys are loaded one tile less than this ahead."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,15 @@ class ArchTiles:
     """An architecture's tiles."""
 
     few: Tiles
-    """For up to 16 rows of a group."""
+    """For groups of up to 16 rows."""
     many: Tiles
+    """For groups of more rows."""
     fp8: Tiles
-    """For more rows, keys in FP8 or INT8; with no more than 16 rows, for few too."""
+    """For more rows and keys in FP8 or INT8; if these tiles have at most 16 rows, for few rows too."""
     masked: Tiles
-    """For more rows, under a mask that says the same of each; with no more than 16 rows, for few too."""
+    """For more rows under a mask that is the same for all of them; if these tiles have at most 16 rows, for few too."""
     by_row: Tiles
-    """For any rows, under a mask that says something else of each: a tile of addresses."""
+    """For any number of rows under a mask that differs between them, which takes a tile of addresses."""
 
 
 _SMALL = Tiles(32, 32, 8, 2)
@@ -61,13 +62,13 @@ _TABLE: dict[str, ArchTiles] = {
     "gfx942": replace(ArchTiles(*[Tiles(16, 32, 4, 1)] * 5), fp8=Tiles(16, 16, 4, 1)),
 }
 _FLOAT32 = Tiles(16, 16, 8, 2)
-"""Products of float32 take no matrix unit, and twice the memory."""
+"""Products of float32 do not use the matrix units, and take twice the memory."""
 _SUMS = 128
-"""Registers of a thread for sums, of 255: more leave too few for scores and addresses."""
+"""The most registers of a thread, of 255, for sums: more would leave too few for scores and addresses."""
 
 
 def power_of_two(size: int) -> int:
-    """The least power of two that is no less, and no less than a matrix unit takes."""
+    """The least power of two that is at least `size` and at least what a matrix unit takes."""
     return max(1 << (size - 1).bit_length(), LEAST)
 
 
@@ -78,7 +79,10 @@ def columns(rank: int) -> tuple[int, int]:
 
 
 def family(machine: Machine) -> str:
-    """The table's entry that fits best: the greatest that is no greater, or what has as much shared memory."""
+    """The key of the table for a machine: the greatest NVIDIA architecture that is no greater; `gfx942` for all of AMD.
+
+    Below sm_80 it is `sm_80`.
+    """
     if machine.arch.startswith("gfx"):
         return "gfx942"
     capability = int(machine.arch.removeprefix("sm_"))
@@ -91,14 +95,14 @@ def family(machine: Machine) -> str:
 def choose(
     machine: Machine, rows: int, rank: int, rope: int, itemsize: int, fp8: bool, mask: MaskKind = "none"
 ) -> Tiles:
-    """Tiles for groups of `rows` rows, latents of `rank` and rope keys of `rope` columns, in a byte (`fp8`) or not.
+    """Tiles for groups of `rows` rows, latents of `rank` and rope keys of `rope` columns, in one byte each if `fp8`.
 
-    Where the table's do not fit the machine's shared memory or the latent is wider than the table knows, there are
-    fewer keys, then fewer stages, then fewer rows.
+    Latents wider than the table is made for take fewer rows. Where the tiles do not fit the machine's memory, they are
+    shrunk.
     """
     choice = _TABLE[family(machine)]
     if itemsize == 4:
-        # A wave of AMD has 512 registers a thread where there are 4, and half as many where there are 8.
+        # On AMD a thread has 512 registers if a program has 4 waves, and half as many if it has 8.
         tiles = replace(_FLOAT32, warps=4) if family(machine) == "gfx942" else _FLOAT32
     elif mask == "of rows":
         tiles = choice.by_row
@@ -113,7 +117,7 @@ def choose(
 
 
 def shrunk(tiles: Tiles, fits: Callable[[Tiles], bool]) -> Tiles:
-    """Tiles that fit, of fewer keys, then in fewer stages, then of fewer rows; the least there are if none does."""
+    """Shrink tiles until they fit: fewer keys, then fewer stages, then fewer rows; the least tiles if none fits."""
     while tiles.keys > LEAST and not fits(tiles):
         tiles = replace(tiles, keys=tiles.keys // 2)
     while tiles.stages > 1 and not fits(tiles):
@@ -124,11 +128,11 @@ def shrunk(tiles: Tiles, fits: Callable[[Tiles], bool]) -> Tiles:
 
 
 def fits(machine: Machine, tiles: Tiles, rank: int, rope: int, itemsize: int) -> bool:
-    """Whether there is shared memory for the queries, the tiles of keys that are there at a time, and the weights of
-    one; and whether the threads have registers for the sums."""
+    """Whether the queries, the tiles of keys held at a time and the weights of one tile fit into shared memory, and the
+    sums into the threads' registers."""
     width = sum(columns(rank))
     row = width + (power_of_two(rope) if rope else 0)
-    # Hopper's product of 64 rows reads its keys from shared memory while the next are loaded: one tile more.
+    # Hopper's product of 64 rows reads its keys from shared memory while the next are loaded: one more tile.
     several = family(machine) == "sm_90" and tiles.rows >= 64
     buffers = tiles.stages if several else max(tiles.stages - 1, 1)
     shared = (tiles.rows + tiles.keys * buffers) * row + tiles.rows * tiles.keys

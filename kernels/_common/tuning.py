@@ -1,9 +1,9 @@
-"""What was measured to be the fastest, tiles of a kernel or one of several: what `mode="max-autotune"` adds to tables.
+"""Measure which tiles, or which of several implementations, are fastest: what `mode="max-autotune"` adds to the tables.
 
 While `tuning` is on, the first launch of a problem times its candidates and keeps the best, in this process and on
-disk, under Inductor's cache directory: a file for each machine, Triton and version of the kernels. Sizes that grow as a
-sequence does are taken by their powers of two. During the capture of a CUDA graph nothing is timed, and a problem that
-is not known yet takes what the table says.
+disk, under Inductor's cache directory: one file per machine and version of Triton, torch and the kernels. Sizes that
+grow with a sequence are rounded up to powers of two. During the capture of a CUDA graph nothing is timed, and a problem
+that is not known yet takes the table's choice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tiles import LEAST, Tiles
 _log = logging.getLogger(__name__)
 
 Timer = Callable[[Callable[[], object]], float]
-"""Seconds, or any number that grows with them, that a call takes."""
+"""The time that a call takes, in seconds or any monotonic unit."""
 
 _TIMER: ContextVar[Timer | None] = ContextVar("timer", default=None)
 _KNOWN: dict[tuple[Path, str], Tiles | str] = {}
@@ -39,7 +39,7 @@ C = TypeVar("C", Tiles, str)
 
 @contextlib.contextmanager
 def tuning(timer: Timer | None = None) -> Iterator[None]:
-    """Launches in this context time their candidates, by `timer` (None: on the device)."""
+    """Within this context, launches time their candidates by `timer` (None: on the device)."""
     token = _TIMER.set(timer or _device_seconds)
     try:
         yield
@@ -53,7 +53,7 @@ def is_on() -> bool:
 
 
 def timer() -> Timer | None:
-    """By what launches here and now are timed; None while tuning is off."""
+    """The timer of launches here and now; None while tuning is off."""
     return _TIMER.get()
 
 
@@ -71,7 +71,8 @@ def tuned(
 ) -> C:
     """The best candidate for a problem; `default` while tuning is off, or where nothing may or can be timed.
 
-    `problem` is all that the choice may depend on besides the machine; `run` launches the problem with a candidate.
+    `problem` is everything that the choice may depend on besides the machine; `run` launches the problem with a
+    candidate.
     """
     present = timer()
     if present is None:
@@ -92,7 +93,7 @@ def tuned(
 
 
 def neighbours(tiles: Tiles, fits: Callable[[Tiles], bool]) -> list[Tiles]:
-    """Tiles not far from those of the table that the machine has the memory for, the likeliest first."""
+    """Tiles close to the table's that fit the machine's memory, the likeliest first."""
     found = [
         replace(tiles, keys=keys, warps=warps, stages=stages)
         for warps in (tiles.warps, 12 - tiles.warps)
@@ -104,7 +105,7 @@ def neighbours(tiles: Tiles, fits: Callable[[Tiles], bool]) -> list[Tiles]:
 
 
 def bucket(size: int) -> int:
-    """The least power of two that is no less."""
+    """The least power of two that is at least `size`."""
     return 1 << max(size - 1, 0).bit_length()
 
 
@@ -112,13 +113,13 @@ def _fastest(timer: Timer, table: Sequence[C], others: Sequence[C], run: Callabl
     from triton.errors import TritonError
 
     best, best_time = None, float("inf")
-    # A launch within a timed launch takes the tiles that it is given.
+    # Launches that are being timed take the tiles that they are given.
     token = _TIMER.set(None)
     try:
         for candidate in dict.fromkeys(itertools.chain(table, others)):
             try:
                 time = timer(functools.partial(run, candidate))
-            except TritonError as error:  # more registers or memory than there are
+            except TritonError as error:  # needs more registers or memory than there are
                 _log.info("%s: %s", candidate, error)
                 continue
             if time < best_time:
@@ -137,7 +138,7 @@ def _device_seconds(call: Callable[[], object]) -> float:
 
 @functools.cache
 def _version() -> str:
-    """Of Triton and of the kernels: what their speed depends on."""
+    """A hash of Triton's and torch's versions and of the kernels: what their speed depends on."""
     import triton
 
     digest = hashlib.sha256(f"{triton.__version__} {torch.__version__}".encode())

@@ -1,4 +1,4 @@
-"""`mla::append_latents`: tokens quantised to FP8 into a cache."""
+"""`mla::append_latents`: quantise tokens to FP8 and write them to a cache."""
 
 from .aten import append_latents_aten
 from .gpu import append_latents_gpu

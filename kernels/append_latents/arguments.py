@@ -1,4 +1,4 @@
-"""What `mla::append_latents` takes."""
+"""The arguments of `mla::append_latents` and their checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AppendLatents:
     scale: Tensor | None = None
 
     def check(self) -> None:
-        """Check shapes, dtypes and devices, and on CPU slots. Raises: KernelError."""
+        """Check shapes, dtypes and devices, and on CPU the slots. Raises: KernelError."""
         latent, k_rope, slots, rows, scale = self.latent, self.k_rope, self.slots, self.rows, self.scale
         check_rank(OP, "latent", latent, "tokens L")
         check_rank(OP, "k_rope", k_rope, "tokens R")

@@ -1,4 +1,4 @@
-"""Quantising into a cache out of ATen operations: the CPU implementation, and any device's without a kernel."""
+"""Quantising into a cache with ATen operations: the CPU implementation, and that of any device without a kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def append(x: AppendLatents) -> None:
         return
     numbers, scales, rope = RowLayout(latent.shape[1], k_rope.shape[1], k_rope.dtype).views(rows)
     own, scales[place] = quantised(latent)
-    # Indexing does not know FP8: the same bytes do.
+    # Indexing does not support FP8, so the same memory is indexed as bytes.
     numbers.view(torch.uint8)[place] = own.view(torch.uint8)
     rope[place] = k_rope
 

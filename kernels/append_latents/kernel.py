@@ -2,9 +2,9 @@
 
     latent [tokens, L], rope [tokens, R]      any strides
     slots  [tokens]
-    numbers, scales, rope_out                 parts of the rows, `[pages, page_size, ...]`, their last stride 1
+    numbers, scales, rope_out                 parts of the rows, `[pages, page_size, ...]`, with a last stride of 1
 
-With ONE_SCALE every part is a group, the rope key too, and their scale is given.
+With ONE_SCALE the latent is one group, and it and the rope key are both quantised with the given scale.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MOST = tl.constexpr(448.0)
 
 @triton.jit
 def to_e4m3(value):
-    """FP8 (e4m3fn) bytes of float32 of at most 448, rounded to the nearest, halves to even.
+    """FP8 (e4m3fn) bytes of float32 numbers of at most 448, rounded to nearest, ties to even.
 
-    The number is rounded to a multiple of the least step at its size, which makes it the top of a float16 2^8 times
-    smaller. Not every architecture has the conversion, and so all have the same bytes.
+    Each number is rounded to a multiple of the FP8 step at its magnitude. 2^8 times smaller, it then is a float16 whose
+    upper bits are the FP8 number. Not every architecture has an instruction for this; done so, all give the same bytes.
     """
     word = value.to(tl.uint32, bitcast=True)
-    exponent = tl.maximum((word >> 23) & 0xFF, 121)  # that of 2^-6, below which steps are equal
+    exponent = tl.maximum((word >> 23) & 0xFF, 121)  # at least that of 2^-6, below which the step is constant
     step = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
     steps = tl.abs(value) / step + 8388608.0  # where floats are 1 apart
     half = ((steps - 8388608.0) * step * 0.00390625).to(tl.float16).to(tl.uint16, bitcast=True)

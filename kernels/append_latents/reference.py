@@ -1,4 +1,4 @@
-"""Tokens quantised into a cache, one after the other: the oracle of every other implementation."""
+"""Quantising tokens into a cache, one after the other: the oracle of every other implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantising into a cache on a GPU: a program for each token and group of columns, and for its rope key."""
+"""Quantising into a cache on a GPU: a program for each group of columns of a token, and one for its rope key."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def append_latents_triton(x: AppendLatents) -> None:
 
 @cache
 def constants_of(rank: int, rope: int, groups: int, one_scale: bool) -> dict[str, int | bool]:
-    """What the kernel is specialised to."""
+    """The constants that the kernel is specialised to."""
     return {
         "GROUPS": groups,
         "GROUP": rank // groups,

@@ -1,8 +1,8 @@
-// `mla::append_latents`: tokens quantised into their rows, one after the other.
+// `mla::append_latents`: quantises tokens into their rows, one after the other.
 
 namespace {
 
-constexpr int64_t NUMBERS_OF_A_TASK = 1 << 15;  // a few microseconds, which waking a thread takes
+constexpr int64_t NUMBERS_OF_A_TASK = 1 << 15;  // a few microseconds, as long as waking a thread takes
 constexpr float MOST_OF_E4M3 = 448.0f;
 constexpr float LEAST_OF_A_GROUP = 0x1p-100f;
 
@@ -14,9 +14,10 @@ To bits_as(From from) {
   return to;
 }
 
-// A number of e4m3fn, rounded to the nearest, halves to even; what is greater than 464 becomes NaN.
+// A float as e4m3fn, rounded to nearest, ties to even; magnitudes greater than 464 become NaN.
 //
-// 8 steps make a binade, and below 2^-6 they get no smaller. Where floats are a step apart, adding rounds to steps.
+// A binade has 8 steps; below 2^-6 steps get no smaller. Adding a number around which floats are one step apart rounds
+// to whole steps.
 inline uint8_t to_e4m3(float value) {
   const uint32_t word = bits_as<uint32_t>(value), magnitude = word & 0x7FFFFFFF;
   const uint32_t exponent = std::max(magnitude >> 23, uint32_t{127 - 6});
@@ -41,14 +42,14 @@ struct RowLayout {
   static int64_t up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
 };
 
-// The greatest magnitude, NaN if one is.
+// The greatest magnitude; NaN if any number is.
 inline float greatest(const float* numbers, int64_t count) {
-  uint32_t most = 0;  // of magnitudes the bits have the order of the numbers, and NaN is the last
+  uint32_t most = 0;  // the bits of magnitudes are ordered like the numbers, and NaN comes last
   for (int64_t i = 0; i < count; ++i) most = std::max(most, bits_as<uint32_t>(numbers[i]) & 0x7FFFFFFF);
   return bits_as<float>(most);
 }
 
-// Groups of a token, each over its own scale.
+// Quantises the groups of a token, each by its own scale.
 void put_groups(const float* latent, int64_t rank, int64_t groups, uint8_t* numbers, uint8_t* scales) {
   const int64_t width = rank / groups;
   for (int64_t g = 0; g < groups; ++g) {

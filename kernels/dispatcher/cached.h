@@ -1,4 +1,4 @@
-// The kernel of attention over cached keys, as `latent_attention/cached.py` calls it.
+// Calls the kernel of attention over cached keys, like `latent_attention/cached.py`.
 
 namespace {
 
@@ -21,7 +21,7 @@ LatentAttentionKernel* attention_kernel(const Tensor& q, const Tensor& latent, c
 }
 
 // Keys `[batches, pages, page_size, .]` of sequences: key j of sequence s is `[s / queries, table[s, j / page_size],
-// j % page_size]`; a table of null is page 0.
+// j % page_size]`; without a table (null) the page is 0.
 struct CachedKeys {
   const Tensor &latent, &k_rope;
   std::array<int64_t, 3> latent_strides, rope_strides;
@@ -31,7 +31,7 @@ struct CachedKeys {
   Tensor scales;  // none, or `[batches, pages, page_size, groups]`
 };
 
-// What a call of the kernel is about: all sequences of q `[sequences, queries, heads, .]` contiguous, or some of them.
+// Operands and results of calls of the kernel, for all sequences of q `[sequences, queries, heads, .]` or some of them.
 struct Call {
   LatentAttentionKernel* kernel;
   Tensor q_latent, q_rope, o, lse;
@@ -44,8 +44,8 @@ struct Call {
         lse(at::empty(latent.sizes().slice(0, 3), latent.options().dtype(at::kFloat))), queries(query_count),
         scale(static_cast<float>(by)) {}
 
-  // Some sequences, of `keys` keys or `lengths` of each; query i sees those up to i + offset, if there are offsets. The
-  // cache's first element is moved on by so many.
+  // Runs the kernel for some sequences, with `keys` keys each, or `lengths` if given; if there are offsets, query i
+  // sees keys up to i + offset. The cache is read from `latent_start` and `rope_start` numbers after its first.
   void run(const CachedKeys& cached, int64_t first, int64_t sequences, int64_t keys, const int64_t* lengths,
            const int64_t* offsets, int64_t latent_start = 0, int64_t rope_start = 0) const {
     const int64_t heads = q_latent.size(2), rank = q_latent.size(3), rope = q_rope.size(3), rows = queries * heads;
@@ -74,12 +74,12 @@ bool queries_fit(const Tensor& q_latent, const Tensor& q_rope, int64_t rows) {
          (rows <= MOST_ROWS_OF_ATTENTION || alone());
 }
 
-// Keys `[., ., .]` as a kernel can read them, if no one else can.
+// Keys `[., ., .]`, copied if the kernel could not read them and there is no general implementation that could.
 Tensor readable(const Tensor& keys) {
   return alone() && keys.dim() == 3 && keys.size(2) > 1 && keys.stride(2) != 1 ? keys.contiguous() : keys;
 }
 
-// Whether keys `[., ., L]` and `[., ., R]` belong together, and lie as a kernel wants them.
+// Whether keys `[., ., L]` and `[., ., R]` fit each other, and have the strides that the kernel requires.
 bool keys_fit(const Tensor& latent, const Tensor& k_rope, int64_t rank, int64_t rope) {
   const bool readable = (rank < 2 || latent.stride(2) == 1) && (rope < 2 || k_rope.stride(2) == 1);
   return readable && latent.size(2) == rank && k_rope.size(2) == rope &&
@@ -87,7 +87,7 @@ bool keys_fit(const Tensor& latent, const Tensor& k_rope, int64_t rank, int64_t 
          k_rope.device().is_cpu();
 }
 
-// Whether keys have the dtype of q, or are FP8 or INT8 with the scales that those take.
+// Whether keys have the dtype of q, or are FP8 or INT8 with suitable scales.
 bool dtypes_fit(const Tensor& q, const Tensor& latent, const Tensor& k_rope, const std::optional<Tensor>& scales) {
   if (!is_given(scales)) return alike(q, {latent, k_rope});
   const bool shaped = scales->dim() == 3 && scales->scalar_type() == at::kFloat && scales->device().is_cpu() &&
@@ -99,7 +99,7 @@ bool dtypes_fit(const Tensor& q, const Tensor& latent, const Tensor& k_rope, con
           (k_rope.scalar_type() == latent.scalar_type() && scales->size(2) == 1));
 }
 
-// Scales `[a, b, groups]` of keys `[a, b, .]`, where sizes of 1 broadcast; none of none.
+// Scales expanded to `[a, b, groups]` for keys `[a, b, .]`; undefined if there are none.
 Tensor scales_of(const std::optional<Tensor>& scales, const Tensor& latent) {
   return is_given(scales) ? scales->expand({latent.size(0), latent.size(1), -1}) : Tensor();
 }

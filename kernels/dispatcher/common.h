@@ -1,6 +1,6 @@
-// What the ops that torch calls in C++ share: dtypes, and the way on to Python.
+// Shared by the ops that torch calls in C++: dtypes, and calls of the general implementations in Python.
 
-// Else those below include every op's header, which takes the compiler seconds.
+// Without this, the headers below include every op's header, which takes the compiler seconds.
 #ifndef AT_PER_OPERATOR_HEADERS
 #define AT_PER_OPERATOR_HEADERS
 #endif
@@ -33,7 +33,7 @@ using at::Tensor;
 
 constexpr int64_t DTYPES = 5;
 
-// A dtype's place in a table, -1 of none.
+// A dtype's place in a table, -1 if it has none.
 int64_t place(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat: return 0;
@@ -52,7 +52,7 @@ c10::TypedOperatorHandle<Signature> general(const char* name) {
   return found->typed<Signature>();
 }
 
-// Whether a library of torch's multiplies matrices of a dtype on this CPU: `mla_compile/cpu_products.py`.
+// Whether one of torch's libraries multiplies matrices of a dtype on this CPU: see `mla_compile/cpu_products.py`.
 bool has_products(at::ScalarType dtype) {
   const auto ask = [](const char* name) {
     const auto found = c10::Dispatcher::singleton().findSchema({name, ""});
@@ -63,7 +63,7 @@ bool has_products(at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? of_bf16 : dtype == at::kHalf ? of_fp16 : true;
 }
 
-// Whether there are no general implementations: then a kernel takes all that it can.
+// Whether there are no general implementations: then a kernel takes everything that it can.
 bool alone() {
   static const bool found = c10::Dispatcher::singleton().findSchema({"mla::latent_attention_general", ""}).has_value();
   return !found;
@@ -77,7 +77,7 @@ bool alike(const Tensor& first, std::initializer_list<Tensor> others) {
   return true;
 }
 
-// Whether a tensor is of these sizes, or of 1 where it broadcasts.
+// Whether a tensor has these sizes, or 1 where it broadcasts.
 bool broadcasts(const Tensor& mask, std::initializer_list<int64_t> sizes) {
   int64_t dim = 0;
   for (const int64_t size : sizes) {

@@ -1,7 +1,7 @@
-// Ops as torch's dispatcher calls them on CPU: from generated code straight to a kernel, no Python in between.
+// Registers the ops with torch's dispatcher on CPU: generated code calls kernels directly, with no Python in between.
 //
-// What is asked for most runs here, if a kernel for its dtypes was provided. All else, wrong arguments too, goes on
-// to the op's general implementation in Python, an op of its own.
+// The most frequent cases run here, if a kernel for their dtypes was provided. Everything else, including invalid
+// arguments, goes to the op's general implementation in Python, which is an op of its own.
 
 extern "C" void provide_latent_attention(int64_t number, int64_t latent, int64_t rope, void* kernel) {
   latent_attention_kernels[(number * DTYPES + latent) * DTYPES + rope] =
@@ -22,7 +22,7 @@ extern "C" void provide_widened_matmul(int64_t number, void* kernel) {
 
 namespace {
 
-// Whether another library like this one was here first.
+// Whether another library like this one has registered the ops already.
 bool taken(c10::DispatchKey key) {
   const auto op = c10::Dispatcher::singleton().findSchema({"mla::latent_attention", ""});
   return op && op->hasKernelForDispatchKey(key);
@@ -43,7 +43,7 @@ TORCH_LIBRARY_IMPL(mla, CPU, m) {
   m.impl("widened_matmul", widened_matmul);
 }
 
-// What is registered here comes before a formula of `mla_compile.ops`. What mutates has none.
+// These take precedence over the formulas of `mla_compile.ops`. Ops that mutate have no formula.
 TORCH_LIBRARY_IMPL(mla, AutogradCPU, m) {
   if (taken(c10::DispatchKey::AutogradCPU)) return;
   for (const char* op : {"latent_attention", "paged_latent_attention", "sparse_latent_attention", "expanded_attention",

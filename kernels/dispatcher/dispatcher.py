@@ -1,7 +1,7 @@
-"""Who computes an op on CPU: first its general implementation in Python, from `take_over` on `dispatcher.cpp`.
+"""Choose who computes an op on CPU: at first its general implementation in Python, after `take_over` `dispatcher.cpp`.
 
-That calls the kernels that were provided, and the general implementation, by an op of its own, for all else. Until
-then, and on a machine without a compiler, torch calls the general implementation itself.
+`dispatcher.cpp` calls the kernels that were provided, and for everything else the general implementation, through an op
+of its own. Before that, and on a machine without a compiler, torch calls the general implementation itself.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ SOURCES = (
     _HERE / "dispatcher.cpp",
 )
 PLACES = list(TYPES)
-"""Dtypes in the order of `place` in `common.h`."""
+"""The dtypes in the order of `place` in `common.h`."""
 _GENERAL = torch.library.Library("mla", "FRAGMENT")
 _implementations: dict[str, Callable[..., Any]] = {}
 _registered: list[torch.library.Library] = []
-"""What holds the general implementations as those of their ops."""
+"""The registrations of the general implementations for their ops, which last as long as these objects."""
 _CPP_IS_THERE = torch._C._dispatch_has_kernel_for_dispatch_key("mla::latent_attention", "CPU")
-"""A library of `kernels/library.py` was loaded before this: it goes on computing what it has kernels for."""
+"""Whether a library built by `kernels/library.py` was loaded before; if so, it goes on computing the ops."""
 
 
 def general(op: str) -> Callable[[Callable[..., Any]], None]:
-    """Register an implementation that takes whatever `mla::<op>` takes on CPU; to be called with it."""
+    """Return a function that registers an implementation of everything that `mla::<op>` takes on CPU."""
 
     def register(implementation: Callable[..., Any]) -> None:
         _GENERAL.define(f"{op}_general{schema_of(op)}")
@@ -61,18 +61,18 @@ def _register(op: str) -> None:
 
 
 def begin() -> None:
-    """Compile in the background what `take_over` waits for."""
+    """Start compiling in the background what `take_over` waits for."""
     if not _CPP_IS_THERE:
         start_library(SOURCES)
 
 
 @cache
 def take_over() -> ctypes.CDLL | None:
-    """Let torch call C++ from now on; not to be called while an op runs. None where that cannot be built."""
+    """Let torch call the C++ from now on. Not to be called while an op runs. None where it cannot be built."""
     if _CPP_IS_THERE:
         return None
     waiting = start_library(SOURCES)
-    # Torch warns of an implementation that takes the place of another.
+    # Unregister first, because torch warns of an implementation that replaces another.
     while _registered:
         _registered.pop()._destroy()
     library = waiting()
@@ -83,7 +83,7 @@ def take_over() -> ctypes.CDLL | None:
 
 
 def provide(op: str, dtypes: Sequence[torch.dtype], kernel: Callable[..., None] | None) -> None:
-    """Hand a kernel of an op, for tensors of these dtypes, to the C++ that has taken over; None takes it back."""
+    """Hand a kernel of an op, for tensors of these dtypes, to the C++, which takes over; None takes the kernel back."""
     library = take_over()
     if library is None:
         return

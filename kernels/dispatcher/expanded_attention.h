@@ -1,10 +1,10 @@
-// `mla::expanded_attention` without a mask, as `expanded_attention/chunks.py` goes about it.
+// `mla::expanded_attention` without a mask, computed as in `expanded_attention/chunks.py`.
 
 namespace {
 
 std::array<std::atomic<ExpandedAttentionKernel*>, DTYPES * DTYPES> expanded_attention_kernels;
 
-// A kernel, and the dtype of the keys that it takes.
+// The kernel for queries of a dtype, and the dtype of the keys that it takes.
 struct OfChunks {
   ExpandedAttentionKernel* kernel = nullptr;
   at::ScalarType dtype = at::kFloat;
@@ -23,12 +23,13 @@ struct OfChunks {
 constexpr int64_t HEADS_AT_A_TIME = 16;
 constexpr int64_t CACHE_LINE = 64;
 
-// `[., L]`; in half precision a 0 makes L even, as a library that multiplies pairs reads on into the next row.
+// Pads rows `[., L]` with a 0 where L is odd in half precision: a library that multiplies pairs of numbers would read
+// on into the next row.
 Tensor even(const Tensor& rows) {
   return rows.element_size() < 4 && rows.size(1) % 2 ? at::constant_pad_nd(rows, {0, 1}) : rows;
 }
 
-// Rows in a piece of memory, with a cache line left out between them.
+// Rows in a piece of memory, with a gap of one cache line between them.
 Tensor rows_in(const Tensor& memory, int64_t rows, int64_t columns) {
   return memory.as_strided({rows, columns}, {columns + CACHE_LINE / memory.element_size(), 1});
 }
@@ -37,22 +38,22 @@ Tensor room_for(const Tensor& like, int64_t rows, int64_t columns) {
   return at::empty({rows * (columns + CACHE_LINE / like.element_size())}, like.options());
 }
 
-// Keys of one sequence, of which some are asked for at a time: latents `[C, L]` and rope keys `[C, R]` in a dtype.
+// Loads some of the keys of one sequence: latents `[C, L]` and rope keys `[C, R]` in a dtype.
 typedef std::function<std::pair<Tensor, Tensor>(int64_t first, int64_t count, at::ScalarType dtype)> Load;
 
-// What the queries of one sequence see: keys before `stop`, query i of those up to i + offset.
+// What the queries of one sequence see: keys before `stop`, and of those query i sees keys up to i + offset.
 struct Seen {
   int64_t stop, offset, cut;
 
-  // Without a limit all queries see the last key of all. Chunks are cut where a limit starts to hide keys.
+  // Without a causal limit, all queries see all keys. Chunks are cut where a limit starts to hide keys.
   Seen(int64_t queries, int64_t tokens, std::optional<int64_t> causal_offset)
       : stop(tokens), offset(causal_offset.value_or(tokens)), cut(causal_offset ? std::max(offset, int64_t{0}) : 0) {
     stop = std::min(std::max(queries + offset, int64_t{0}), tokens);
   }
 };
 
-// A group of heads of one sequence: q `[Sq, H, P + R]`, weights `[H P, L]` and `[H V, L]`; o `[Sq, H, V]` of zeros and
-// lse `[Sq, H]` of -inf are filled.
+// Attention of a group of heads of one sequence: q `[Sq, H, P + R]`, weights `[H P, L]` and `[H V, L]`. Fills
+// o `[Sq, H, V]`, zeros at first, and lse `[Sq, H]`, -inf at first.
 void attend_heads(const OfChunks& chunks, const Tensor& q, const Load& load, const Tensor& w_uk, const Tensor& w_uv,
                   const Seen& seen, int64_t size, float scale, const Tensor& o, const Tensor& lse) {
   const int64_t queries = q.size(0), heads = q.size(1), value = o.size(2);
@@ -75,14 +76,14 @@ void attend_heads(const OfChunks& chunks, const Tensor& q, const Load& load, con
   }
 }
 
-// One sequence and what its first queries, as many as there are to attend, see of it.
+// One sequence: the number of its queries that are not padding, and what those see.
 struct Sequence {
   int64_t b, queries;
   Seen seen;
   Load load;
 };
 
-// o and lse of q `[B, Sq, N, P + R]`, a group of heads at a time: 0 and -inf where a sequence has no such query.
+// o and lse of q `[B, Sq, N, P + R]`, a group of heads at a time; 0 and -inf for queries that are padding.
 Attended attend_in_chunks(const OfChunks& chunks, const Tensor& q, const std::vector<Sequence>& sequences,
                           const Tensor& w_uk, const Tensor& w_uv, double scale, int64_t workspace_tokens) {
   const int64_t heads = q.size(2);

@@ -1,4 +1,4 @@
-// Formulas of gradients stay in Python, and out of the way of calls that need none.
+// Keeps gradient formulas in Python, and skips them for calls that need no gradient.
 
 namespace {
 
@@ -9,7 +9,7 @@ void differentiate_if_asked(const c10::OperatorHandle& op, c10::DispatchKeySet k
       needs_gradient |= argument.isTensor() && argument.toTensor().defined() && argument.toTensor().requires_grad();
   const c10::DispatchKeySet further = keys & c10::after_autograd_keyset;
   if (needs_gradient) {
-    // A formula is registered for every backend at once: that of others is the one that this shadows.
+    // The formula is registered for all backends at once. This function shadows it on CPU; AutogradOther reaches it.
     op.redispatchBoxed(further.add(c10::DispatchKey::AutogradOther), stack);
     return;
   }

@@ -1,4 +1,4 @@
-// `mla::latent_attention` of a few rows whose keys are a range.
+// `mla::latent_attention` for a few rows whose keys are a range.
 
 namespace {
 
@@ -7,7 +7,7 @@ struct Span {
   int64_t first_sequence, sequences, first_key, keys;
 };
 
-// What a mask of one row a sequence lets its queries see of the first `stop` keys. False if that is no range.
+// The spans of the first `stop` keys that a mask with one row per sequence leaves. False if one is not a range.
 bool spans_of(const Tensor& mask, int64_t sequences, int64_t stop, std::vector<Span>& spans) {
   const int64_t rows = mask.size(0), step = mask.stride(3);
   for (int64_t row = 0; row < rows; ++row) {

@@ -1,10 +1,11 @@
-// A library that works without Python: the ops of `dispatcher.cpp`, with their schemas and kernels that are linked in.
+// A library that works without Python: the ops of `dispatcher.cpp` with their schemas, and kernels that are linked in.
 //
-// `kernels/library.py` says what SCHEMAS `{name, schema}`, TAGS and KERNELS, declarations and all, stand for.
+// `kernels/library.py` defines the macros: SCHEMAS (`{name, schema}` each), TAGS, KERNELS_DECLARED and
+// KERNELS_PROVIDED.
 
 KERNELS_DECLARED
 
-// Where `mla_compile` is imported these are defined already, and by the same text.
+// Where `mla_compile` is imported, these are already defined, by the same text.
 TORCH_LIBRARY_FRAGMENT(mla, m) {
   const std::pair<const char*, const char*> schemas[] = {SCHEMAS};
   for (const auto& [name, schema] : schemas)

@@ -1,4 +1,4 @@
-// `mla::merge_states`, as `merge_states/aten.py` goes about it.
+// `mla::merge_states`, computed as in `merge_states/aten.py`.
 
 namespace {
 

@@ -1,8 +1,8 @@
-// `mla::paged_expanded_attention` without a mask, as `paged_expanded_attention/aten.py` goes about it.
+// `mla::paged_expanded_attention` without a mask, computed as in `paged_expanded_attention/aten.py`.
 
 namespace {
 
-// The keys of one sequence in pages, whose numbers are in its row of a table.
+// The keys of one sequence in pages; `table` is the sequence's row of page numbers.
 struct PagedKeys {
   const Tensor &latent, &k_rope;
   Tensor scales;  // none, or `[pages, page_size, groups]`
@@ -15,14 +15,14 @@ struct PagedKeys {
       page.mutable_data_ptr<int64_t>()[i] = table[(first + i) / page_size];
       row.mutable_data_ptr<int64_t>()[i] = (first + i) % page_size;
     }
-    // Indexing does not know FP8: the same bytes do.
+    // Indexing does not support FP8, so the same memory is indexed as bytes.
     const auto some = [&](const Tensor& pages) {
       const bool fp8 = pages.scalar_type() == at::kFloat8_e4m3fn;
       const Tensor taken = at::index(fp8 ? pages.view(at::kByte) : pages, {page, row});
       return fp8 ? taken.view(at::kFloat8_e4m3fn) : taken;
     };
     if (!scales.defined()) return {some(latent).to(dtype), some(k_rope).to(dtype)};
-    // A scale is float32: what it gives is rounded once.
+    // Scales are float32; multiplying in float32 rounds the result only once.
     const Tensor by = some(scales), numbers = some(latent).to(at::kFloat), rope = some(k_rope).to(at::kFloat);
     const Tensor grouped = numbers.view({count, by.size(1), -1}) * by.unsqueeze(2);
     return {grouped.view(numbers.sizes()).to(dtype),

@@ -1,8 +1,8 @@
-// `mla::paged_latent_attention` of a few rows, without a mask.
+// `mla::paged_latent_attention` for a few rows, without a mask.
 
 namespace {
 
-// The pages of the keys that sequences have, int64 `[B, columns]`. False if a length or a page cannot be.
+// The pages in use by each sequence, int64 `[B, columns]`, and the lengths. False if a length or a page is invalid.
 bool table_of(const Tensor& block_table, const Tensor& seq_lens, int64_t page_size, int64_t pages,
               std::vector<int64_t>& lengths, std::vector<int64_t>& table, int64_t& columns) {
   const Integers given(block_table), counts(seq_lens);
@@ -62,7 +62,7 @@ Attended paged_latent_attention(const Tensor& q_latent, const Tensor& q_rope, co
   for (int64_t b = 0; causal && b < batch; ++b) {
     offsets.push_back(is_given(first_positions) ? Integers(*first_positions)[b * first_positions->stride(0)]
                                                 : lengths[b] - queries);
-    // What is behind the last query may be anything.
+    // Keys after the last query may hold anything.
     lengths[b] = std::max(std::min(lengths[b], offsets[b] + queries), int64_t{0});
   }
   const Tensor scales = scales_of(latent_scales, latent_pages);
@@ -76,7 +76,7 @@ Attended paged_latent_attention(const Tensor& q_latent, const Tensor& q_rope, co
                           table.data(),
                           columns,
                           scales.defined() ? scales.unsqueeze(0) : scales};
-  // How keys are shared out to the threads depends on all sequences of a call.
+  // How keys are distributed over threads depends on all sequences of a call.
   const int64_t together = split_tokens ? 1 : batch;
   for (int64_t b = 0; b < batch; b += together)
     call.run(cached, b, together, 0, lengths.data(), causal ? offsets.data() : nullptr);

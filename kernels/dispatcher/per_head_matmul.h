@@ -1,4 +1,4 @@
-// `mla::per_head_matmul` of a few rows.
+// `mla::per_head_matmul` for a few rows.
 
 namespace {
 

@@ -1,9 +1,9 @@
-// `mla::sparse_latent_attention` without a mask: each query is a sequence whose keys lie in pages of one.
+// `mla::sparse_latent_attention` without a mask: each query is a sequence whose keys lie in pages of one key.
 
 namespace {
 
-// Of the keys that queries name, `[B, Sq, topk]`, those that are, up to i + offset for query i, first in their row of a
-// table `[B * Sq, topk]`; and how many.
+// Writes the existing keys among those that queries name, `[B, Sq, topk]`, up to i + offset for query i, to the start
+// of the query's row of a table `[B * Sq, topk]`, and their number to `lengths`.
 void table_of_named(const Tensor& indices, int64_t tokens, std::optional<int64_t> offset, std::vector<int64_t>& table,
                     std::vector<int64_t>& lengths) {
   const Integers named(indices);
@@ -61,7 +61,7 @@ Attended sparse_latent_attention(const Tensor& q_latent, const Tensor& q_rope, c
                           indices.size(2),
                           scales.defined() ? scales.unsqueeze(2) : scales};
   call.run(cached, 0, batch * queries, 0, lengths.data(), nullptr);
-  // Rows that saw no key are the mean of all latents then.
+  // Then rows that saw no key are the mean of all latents, which the general implementation computes.
   const float* lse = call.lse.const_data_ptr<float>();
   if (uniform_when_empty && std::find(lse, lse + call.lse.numel(), -INFINITY) != lse + call.lse.numel())
     return otherwise();

@@ -1,4 +1,4 @@
-"""What the C++ takes of an op, as far as a graph can tell."""
+"""Which calls of an op the C++ takes, as far as a graph can tell."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ..native import TYPES
 
 
 def takes(arguments: Mapping[str, Any]) -> bool:
-    """Whether a kernel in C++ computes an op of these arguments by name, whatever their values and sizes are.
+    """Whether a C++ kernel computes an op with these arguments, by name, whatever their values and sizes are.
 
-    Not under a mask: of that of a row a sequence only a run knows whether it hides keys before and after a range.
+    Not under a mask: the kernels take a mask of one row per sequence only if the keys that it leaves are a range, which
+    only a run knows.
     """
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     known = tensors[0].dtype in TYPES and tensors[0].dtype not in CODED

@@ -1,4 +1,4 @@
-// `mla::widened_matmul`, as `widened_matmul/native.py` and `aten.py` go about it.
+// `mla::widened_matmul`, computed as in `widened_matmul/native.py` and `aten.py`.
 
 namespace {
 
@@ -6,8 +6,8 @@ constexpr int64_t MOST_ROWS_TO_STREAM = 32, PANEL_BYTES = 2 << 20, FEWEST_COLUMN
 
 std::array<std::atomic<WidenedMatmulKernel*>, DTYPES> widened_matmul_kernels;
 
-// out `[S, M]` becomes x `[S, K]` times weight `[K, M]`, a panel of the weight in float32 at a time. Panels lie as the
-// weight does.
+// Sets out `[S, M]` to x `[S, K]` times weight `[K, M]`, one panel of the weight in float32 at a time. Panels have the
+// weight's memory layout.
 void multiply_by_panels(const Tensor& x, const Tensor& weight, const Tensor& out) {
   const int64_t inner = weight.size(0), outer = weight.size(1);
   const int64_t bytes = std::max(inner * static_cast<int64_t>(x.element_size()), int64_t{1});

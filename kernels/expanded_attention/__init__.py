@@ -1,4 +1,4 @@
-"""`mla::expanded_attention`: attention over up-projected keys and values, a chunk of them at a time."""
+"""`mla::expanded_attention`: attention over keys and values that are up-projected one chunk at a time."""
 
 from .aten import expanded_attention_aten
 from .backward import expanded_attention_backward_aten

@@ -1,4 +1,4 @@
-"""What `mla::expanded_attention` takes."""
+"""The arguments of `mla::expanded_attention` and their checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OP = "expanded_attention"
 
 
 class Expansion(Protocol):
-    """What bundles share of which keys are up-projected, wherever those are."""
+    """The part shared by bundles whose keys are up-projected, wherever the keys are stored."""
 
     @property
     def q(self) -> Tensor: ...
@@ -62,7 +62,7 @@ class ExpandedAttention:
 
 @dataclass(frozen=True)
 class ExpandedAttentionBackward(Attended):
-    """The arguments of its backward: of the attentions that have one, the one with both up-projections."""
+    """The arguments of the backward, which has both up-projections."""
 
     w_uk: Tensor
     w_uv: Tensor
@@ -78,6 +78,6 @@ class ExpandedAttentionBackward(Attended):
 
 
 def check_workspace(op: str, workspace_tokens: int) -> None:
-    """Check that a key at least has room. Raises: KernelError."""
+    """Check that the workspace holds at least one token. Raises: KernelError."""
     if workspace_tokens < 1:
         raise KernelError(f"mla::{op}: expected workspace_tokens of at least 1, found {workspace_tokens}")

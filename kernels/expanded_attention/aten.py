@@ -1,4 +1,4 @@
-"""Chunked MLA out of ATen operations: flash attention on CPU, products and a softmax elsewhere."""
+"""Chunked MLA from ATen operations: flash attention on CPU, products and a softmax elsewhere."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from .arguments import ExpandedAttention
 from .chunks import Keys, attend_in_chunks, masked_tiles
 
 _QUERIES = 1024
-"""Queries at a time. CPU flash attention takes its longest query block, 256, from 768 queries on."""
+"""Queries at a time. CPU flash attention uses its longest query block, 256, from 768 queries on."""
 _TRIANGLE = 128
-"""A causal square is halved down to this. CPU flash attention computes all 512 keys of a block that it touches."""
+"""Causal squares are halved down to this many keys, as CPU flash attention computes all 512 keys of any block that it
+touches."""
 
 Piece = tuple[range, range, bool, Tensor | None]
-"""Queries, the keys that they attend to as positions in the chunk, whether query i sees only the first i + 1, and what
-to add to the scores."""
+"""Queries, the keys that they attend to as positions in the chunk, whether the i-th of these queries sees only the
+first i + 1 keys, and what to add to the scores."""
 
 
 def attend(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
@@ -32,13 +33,13 @@ def attend(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Flash:
-    """`Arithmetic` of at least float32: a piece of the queries at a time, merged by the log-sum-exp."""
+    """`Arithmetic` in at least float32: one piece of the queries at a time, merged by the log-sum-exp."""
 
     dtype: torch.dtype
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Flash:
-        """That of queries of `dtype`."""
+        """The arithmetic for queries of `dtype`."""
         return cls(torch.promote_types(dtype, torch.float32))
 
     @property
@@ -54,7 +55,7 @@ class Flash:
         scale: float,
         state: tuple[Tensor, Tensor],
     ) -> None:
-        """See `Arithmetic`. Flash attention wants keys in one piece."""
+        """See `Arithmetic`. Flash attention needs the two parts of the keys in one tensor."""
         k = torch.cat([keys.nope, keys.rope.expand(q.shape[0], -1, -1)], dim=2)
         _attend_to_chunk(q, k, keys.v.contiguous(), visibility, chunk, scale, state)
 
@@ -68,7 +69,10 @@ def _attend_to_chunk(
     scale: float,
     state: tuple[Tensor, Tensor],
 ) -> None:
-    """q `[H, Sq, P + R]`, k `[H, C, P + R]`, v `[H, C, V]`, last strides 1; state as in `Arithmetic`."""
+    """Attend to a chunk and merge the result into the state, as in `Arithmetic`.
+
+    q `[H, Sq, P + R]`, k `[H, C, P + R]`, v `[H, C, V]`, all with a last stride of 1.
+    """
     o, lse = state
     for queries, seen, triangle, bias in _pieces(visibility, chunk, q.shape[1], q.dtype):
         rows = slice(queries.start, queries.stop)
@@ -79,9 +83,9 @@ def _attend_to_chunk(
 
 
 def _pieces(visibility: Visibility, chunk: KeyPositions, query_count: int, dtype: torch.dtype) -> Iterator[Piece]:
-    """What to compute for a chunk, in tiles of queries.
+    """The pieces to compute for a chunk, in tiles of queries.
 
-    Under a causal offset alone that is a triangle for flash attention's own causal flag, and a rectangle under it.
+    Under a causal offset alone they are a triangle, for flash attention's own causal flag, and a rectangle below it.
     """
     every = range(len(chunk))
     if visibility.mask is not None:
@@ -105,7 +109,7 @@ def _tiles(queries: range) -> Iterator[range]:
 
 
 def _triangle(queries: range, keys: range) -> Iterator[Piece]:
-    """A causal square, its lower left quarter as a rectangle and the halves on the diagonal again as squares."""
+    """Split a causal square into a rectangle, its lower left quarter, and the two smaller squares on its diagonal."""
     if len(keys) <= _TRIANGLE:
         yield queries, keys, True, None
         return
@@ -121,7 +125,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """q `[H, s, D]`, k `[H, C, D]`, v `[H, C, V]`, bias `[1, H or 1, s or 1, C]` or None; o `[H, s, V]`, lse `[H, s]`.
 
-    CPU flash attention takes a last stride of 1 for granted, which q, k and v have, and wants D = V.
+    CPU flash attention assumes a last stride of 1, which q, k and v have, and requires D = V.
     """
     if not q.is_cpu:
         return _attend_composed(q, k, v, bias, triangle, scale)
@@ -134,7 +138,7 @@ def _attend(
         q[None], k[None], v[None], is_causal=triangle, attn_mask=bias, scale=scale
     )
     if bias is not None:
-        # Flash attention gives a row with nothing to attend to o = 0, but lse = 0 for -inf.
+        # For a row with nothing to attend to, flash attention returns o = 0, but lse = 0 instead of -inf.
         lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
     return o[0, ..., :columns], lse[0]
 
@@ -142,7 +146,7 @@ def _attend(
 def _attend_composed(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, triangle: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As `_attend`, where there is no flash attention that gives lse for widths of any size."""
+    """Like `_attend`, for devices without a flash attention that returns lse for any widths."""
     causal = causal_mask(q.shape[1], k.shape[1], 0, q.device) if triangle else None
     weights, lse = softmax_with_lse(scale * (q @ k.mT)[None], bias, causal)
     return weights[0] @ v, lse[0]

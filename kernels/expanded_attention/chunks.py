@@ -1,14 +1,14 @@
-"""Chunked MLA, whatever attends to a chunk: up-project, attend, and add to what earlier chunks gave.
+"""Chunked MLA, independent of what attends to a chunk: up-project, attend, merge with the result of earlier chunks.
 
-A sequence and a group of heads at a time, the keys and values of at most `workspace_tokens` tokens are up-projected
-into a workspace, every query that sees some of them attends to them, and the result is merged with what it has:
+For one sequence and one group of heads at a time, the keys and values of at most `workspace_tokens` tokens are
+up-projected into a workspace; every query that sees some of them attends to them, and merges the result into its state:
 
     latent  [C, L]                      a view of the cache, or a copy of the chunk in another dtype or from pages
     k, v    [H, C, P], [H, C, V]        the workspace, in the dtype of the arithmetic
     o, lse  [H, Sq, V], [H, Sq]         in at least float32
 
-With a causal offset alone, chunks are cut so that each is either seen whole by all queries, or starts where some
-query's view ends.
+With a causal offset alone, chunks are cut so that each is either entirely visible to all queries, or starts at the last
+key that some query sees.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..visibility import KeyPositions, Visibility, reads_values, split, take
 from .arguments import ExpandedAttention, Expansion
 
 _HEADS = 16
-"""Heads at a time. Bounds the workspace of a model of 128 heads; the weights of 16 are a few MB in float32."""
+"""Heads at a time. Bounds the workspace of a model with 128 heads; the weights of 16 heads are a few MB in float32."""
 _MASKED_QUERIES = 256
-"""Queries at a time under a mask: a tile of a mask that hides all of it is skipped, so tiles are to be small."""
+"""Queries at a time under a mask. Tiles that the mask hides entirely are skipped, so they should be small."""
 _BIAS_ELEMENTS = 1 << 20
-"""Most elements of a mask turned into a bias at a time: 4 MiB in float32."""
+"""The most mask elements turned into a bias at a time: 4 MiB in float32."""
 _CACHE_LINE = 64
 """Bytes."""
 
@@ -52,11 +52,11 @@ class Arithmetic(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of latents, weights, keys and values."""
+        """The dtype of latents, weights, keys and values."""
 
     @property
     def queries(self) -> torch.dtype:
-        """Of the queries."""
+        """The dtype of the queries."""
 
     def attend(
         self,
@@ -67,9 +67,9 @@ class Arithmetic(Protocol):
         scale: float,
         state: tuple[Tensor, Tensor],
     ) -> None:
-        """Attention of all queries to one chunk, merged into what earlier chunks gave.
+        """Let all queries attend to one chunk, and merge the result into the state.
 
-        q `[H, Sq, P + R]`, last stride 1; state, o `[H, Sq, V]` and lse `[H, Sq]`, in place.
+        q `[H, Sq, P + R]`, last stride 1; state is o `[H, Sq, V]` and lse `[H, Sq]`, updated in place.
         """
 
 
@@ -92,9 +92,10 @@ def attend_in_chunks(x: ExpandedAttention, arithmetic: Arithmetic) -> tuple[Tens
 def attend_sequence(
     x: Expansion, q: Tensor, load: Load, visibility: Visibility, arithmetic: Arithmetic, out: tuple[Tensor, Tensor]
 ) -> None:
-    """Fill out, `[Sq, N, V]` (of zeros) and `[Sq, N]`, with the attention of one sequence, a group of heads at a time.
+    """Fill `out`, o `[Sq, N, V]` (zeros at first) and lse `[Sq, N]`, with the attention of one sequence.
 
-    q `[Sq, N, P + R]` and a floating mask are those that `leveled` gave; weights, scale and workspace are the bundle's.
+    Goes through the heads in groups. q `[Sq, N, P + R]` and a floating mask are as `leveled` returns them; weights,
+    scale and workspace are the bundle's.
     """
     for start in range(0, q.shape[1], _HEADS):
         group = slice(start, start + _HEADS)
@@ -116,7 +117,7 @@ def attend_sequence(
 def masked_tiles(
     visibility: Visibility, chunk: KeyPositions, query_count: int, dtype: torch.dtype
 ) -> Iterator[tuple[range, Tensor | None]]:
-    """Queries of which some see some of the chunk's keys, and what the mask adds to their scores (None: nothing)."""
+    """Yield tiles of queries that see some of the chunk's keys, each with the mask's bias for it (None for nothing)."""
     assert visibility.mask is not None
     step = max(min(_MASKED_QUERIES, _BIAS_ELEMENTS // (visibility.mask.shape[1] * len(chunk))), 1)
     for start in range(0, query_count, step):
@@ -127,10 +128,10 @@ def masked_tiles(
 
 
 def leveled(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Bring rows that finite numbers hide from every key up to 0: queries, mask, and what the rows' lse lacks now.
+    """Shift mask rows that hide every key by finite numbers up to 0: new queries, new mask, and the shift of each lse.
 
-    At -1e30 nothing is left of a score, so the queries may be 0, and nothing of how many keys a chunk had in its lse,
-    which is what chunks are merged by.
+    Added to -1e30, say, a score is lost, so the queries of such rows may be set to 0. The number of keys in a chunk
+    would be lost from the lse in the same way, and chunks are merged by it; hence the shift.
     """
     if mask is None or mask.dtype == torch.bool or mask.shape[3] == 0:
         return q, mask, None
@@ -141,8 +142,8 @@ def leveled(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tens
 
 
 def lost_rows(dtype: torch.dtype, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of a mask whose finite numbers outweigh scores of `dtype`, `[B|1, N|1, Sq|1, 1]`, and their greatest number,
-    0 for all other rows."""
+    """Which rows of a mask have only numbers that outweigh scores of `dtype`, `[B|1, N|1, Sq|1, 1]`, and the greatest
+    number of those rows, 0 for all others. Rows of -inf alone are not among them."""
     peak = mask.amax(-1, keepdim=True)
     lost = (peak <= lowest(dtype)) & peak.isfinite()
     return lost, peak.masked_fill(~lost, 0.0)
@@ -158,7 +159,7 @@ def _attend_heads(
     arithmetic: Arithmetic,
     out: tuple[Tensor, Tensor],
 ) -> None:
-    """Fill out, `[H, Sq, V]` (of zeros) and `[H, Sq]`.
+    """Fill `out`, o `[H, Sq, V]` (zeros at first) and lse `[H, Sq]`.
 
     q `[H, Sq, P + R]`, weights `[H, P, L]` and `[H, V, L]`.
     """
@@ -184,7 +185,7 @@ def _attend_heads(
 
 
 def _chunks(visibility: Visibility, keys: KeyPositions, size: int) -> Iterator[KeyPositions]:
-    """The keys, at most `size` at a time, cut where a causal limit alone starts to hide some."""
+    """The keys, at most `size` at a time; under a causal limit alone, also cut at the last key that query 0 sees."""
     cut = visibility.causal_offset if visibility.mask is None else None
     cut = 0 if cut is None else max(cut, 0)
     yield from split(keys[:cut], size)
@@ -194,8 +195,9 @@ def _chunks(visibility: Visibility, keys: KeyPositions, size: int) -> Iterator[K
 class Workspace:
     """Memory for the keys and values of a group of heads, of at most `size` tokens at a time.
 
-    Keys lie `[C, H, P]` and values `[H, V, C]`: each is what a single product gives, and the product with it takes. A
-    cache line is left out between rows: those of powers of two would all fall into the same few lines of a cache.
+    Keys are laid out `[C, H, P]` and values `[H, V, C]`: a single product writes each in that layout, and the product
+    that uses it can read it so. Rows are a cache line apart, as rows whose size is a power of two would all compete for
+    the same few lines of a cache.
     """
 
     def __init__(self, w_uk: Tensor, w_uv: Tensor, size: int) -> None:
@@ -220,5 +222,8 @@ class Workspace:
 
 
 def _even(rows: Tensor) -> Tensor:
-    """`[., L]`; in half precision a 0 makes L even, as a library that multiplies pairs reads on into the next row."""
+    """Pad the rows `[., L]` with a 0 where L is odd in half precision.
+
+    A library that multiplies pairs of numbers would read on into the next row.
+    """
     return torch.nn.functional.pad(rows, (0, 1)) if rows.itemsize < 4 and rows.shape[1] % 2 else rows

@@ -1,4 +1,4 @@
-"""Chunked MLA as ATen operations that a graph can hold: a loop over chunks whose number only a run knows."""
+"""Chunked MLA as ATen operations that a graph can hold: a loop over chunks, whose number is known only at run time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .chunks import lost_rows
 
 
 def attend_to_dense(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
-    """o and lse, to be traced.
+    """o and lse, in a form that can be traced.
 
-    The keys and values of `workspace_tokens` tokens exist at a time, of all sequences and heads; on CPU no scores do,
-    elsewhere those of all queries with one chunk.
+    At any time the keys and values of `workspace_tokens` tokens exist, for all sequences and heads, and the scores of
+    all queries with one chunk, except on CPU, where flash attention keeps none.
     """
     dtype = torch.promote_types(x.q.dtype, torch.float32)
 
@@ -40,9 +40,9 @@ def attend_in_loop(
 ) -> tuple[Tensor, Tensor]:
     """o `[B, Sq, N, V]` and lse `[B, Sq, N]` of a bundle's queries under its mask.
 
-    `load` gets the positions of a chunk and the cache, and gives latents `[B, C, L]` and rope keys `[B, C, R]` in at
-    least float32; `tokens`, lengths and causal offset are those of `attend_over_chunks`; padding, bool `[B, Sq]`, says
-    which queries do not count.
+    `load` gets the positions of a chunk and the cache, and returns latents `[B, C, L]` and rope keys `[B, C, R]` in at
+    least float32. `tokens`, lengths and causal offset are those of `attend_over_chunks`. Padding, bool `[B, Sq]`, marks
+    queries that do not count.
     """
     q, mask, weights = x.q, x.mask, (x.w_uk, x.w_uv)
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -54,7 +54,7 @@ def attend_in_loop(
 
     def attend_to_chunk(positions: Positions, bias: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
         q_heads, cache, (w_uk, w_uv), padding = operands
-        # What no query sees may be anything, and 0 times NaN is NaN.
+        # Keys that no query sees may hold anything, and 0 times NaN is NaN.
         hidden = (bias == -torch.inf).all(1)
         if padding is not None:
             hidden = hidden | padding[..., None]
@@ -81,7 +81,7 @@ def attend_in_loop(
 def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """q `[B, N, Sq, D]`, k `[B, N, C, D]`, v `[B, N, C, V]`, bias `[B|1, N|1, Sq, C]`: o `[B, N, Sq, V]`, lse.
 
-    CPU flash attention wants D = V.
+    CPU flash attention requires D = V, hence the padding.
     """
     columns = v.shape[3]
     width = max(q.shape[3], columns)

@@ -1,7 +1,7 @@
-"""What CUDA and ROCm tensors get: library products and a Triton kernel, imported at the first call, or cuDNN's.
+"""The implementation for CUDA and ROCm tensors: library products and a Triton kernel, or cuDNN's attention.
 
-ATen operations take over for float64, for a cache whose rows are not dense, and for a mask whose elements are too far
-apart.
+Triton is imported at the first call. ATen operations take over for float64, for a cache whose rows are not dense, and
+for a mask whose elements are too far apart.
 """
 
 from __future__ import annotations

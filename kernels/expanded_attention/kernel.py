@@ -1,15 +1,16 @@
-"""Flash attention of queries to one chunk of up-projected keys, going on from what earlier chunks gave.
+"""Flash attention of queries to one chunk of up-projected keys, continuing from the state that earlier chunks left.
 
 A program takes a tile of queries of one head of one sequence. Its online softmax is that of `_common.attend`. Between
-chunks the state lies in memory as it is, unnormalised sums with the maximum of their rows, so that nothing is lost of
-rows whose scores are all the lowest finite number.
+chunks the state is kept in memory unnormalised, as sums with the maximum of their rows, so that rows whose scores are
+all the lowest finite number lose nothing.
 
     q         [B, Sq, H, P + R]                   any strides but 1 in the last dim, the nope part first
     k, v      [H, B, C, P], [H, B, C, V]          the workspace
-    rope      [B, C, R]                           of the cache, shared by all heads
+    rope      [B, C, R]                           from the cache, shared by all heads
     mask      [B, H, Sq, C], any strides, 0 where it broadcasts
-    lengths, starts, counts   [B]                 of unequal sequences, whose chunk starts at `begin`: how many tokens,
-                                                  the position of the first query, how many queries are no padding
+    lengths, starts, counts   [B]                 for sequences of unequal lengths, whose chunk starts at `begin`: the
+                                                  number of tokens, the position of the first query, and the number of
+                                                  queries that are not padding
     o, lse    [B, Sq, H, V], [B, Sq, H]           the result, written when a tile has seen its last key
     acc       [B, H, Sq, V], m and total [B, H, Sq]   float32, contiguous, with several chunks
 """
@@ -85,7 +86,7 @@ def attend_chunk(
     STAGES: tl.constexpr,
 ):
     tiles = tl.cdiv(queries, ROWS)
-    # The tiles of one head lie side by side and find its keys in the second-level cache; the longest come first.
+    # The tiles of one head are neighbours, to find its keys in the second-level cache; the longest come first.
     tile = tiles - 1 - tl.program_id(0) % tiles
     group = (tl.program_id(0) // tiles).to(tl.int64)
     b = group // heads
@@ -104,7 +105,7 @@ def attend_chunk(
             stop = tl.minimum(stop, tl.minimum(tile * ROWS + ROWS, count) + causal_offset)
     elif CAUSAL:
         stop = tl.minimum(tile * ROWS + ROWS, queries) + causal_offset
-    # Whose queries see none of this chunk was finished by an earlier one.
+    # A tile whose queries see none of this chunk was finished by an earlier one.
     idle = (first == 0) & (stop <= 0)
     if COUNTS:
         idle = idle | (tile * ROWS >= count)
@@ -150,13 +151,14 @@ def attend_chunk(
         if CAUSAL:
             allowed = allowed & (place[None, :] <= query[:, None] + causal_offset)
         if MASK != "none":
-            # A scalar address and small offsets, the same for each tile: a tile of addresses takes all registers.
+            # A scalar address plus small offsets that are the same for each tile: a tile of addresses would take all
+            # registers.
             corner = mask + (start + tl.full([], 0, tl.int64)) * mask_stride_t
             entries = (tl.arange(0, ROWS) * mask_stride_s)[:, None] + (tl.arange(0, KEYS) * mask_stride_t)[None, :]
             bias = tl.load(corner + entries, mask=allowed & exists[:, None], other=0)
             if MASK == "bool":
                 allowed = allowed & (bias != 0)
-                # What no query sees may hold anything, and 0 times NaN is NaN.
+                # Keys that no query sees may hold anything, and 0 times NaN is NaN.
                 seen = tl.max(allowed.to(tl.int32), 0) > 0
         offsets = place.to(tl.int64)
         k_a = load_rows(k, offsets * P, seen, 0, P, P_A)  # [KEYS, P_A]
@@ -181,7 +183,7 @@ def attend_chunk(
     if CAUSAL or LENGTHS:
         finished = finished | (stop <= keys)
     if finished:
-        # The greatest score adds exp(0) = 1 to total, so only a row that saw no key is below 1.
+        # A row's greatest score adds exp(0) = 1 to its total, so only a row that saw no key is below 1.
         share = 1.0 / tl.maximum(total, 1.0)
         tl.store(
             lse + b * lse_stride_b + head * lse_stride_n + query.to(tl.int64) * lse_stride_s,
@@ -192,7 +194,7 @@ def attend_chunk(
         store_columns(o, query.to(tl.int64) * o_stride_s, acc_a * share[:, None], exists, 0, V, V_A)
         if V_B:
             store_columns(o, query.to(tl.int64) * o_stride_s, acc_b * share[:, None], exists, V_A, V, V_B)
-    else:  # with one chunk there is no other to go on
+    else:  # without STATE there is only one chunk, and nothing to continue
         if STATE:
             tl.store(m_state + rows, m, mask=exists)
             tl.store(total_state + rows, total, mask=exists)

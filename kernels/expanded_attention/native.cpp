@@ -1,18 +1,18 @@
-// Many queries attend to a chunk of up-projected keys and values: flash attention on CPU cores, sums in float32.
+// Attention of many queries to a chunk of up-projected keys and values: flash attention on CPU cores, sums in float32.
 //
-//     q      [heads, queries, P + R]          any strides of heads and queries, 1 of the last dim; so are the others
+//     q      [heads, queries, P + R]          any strides, but 1 in the last dim; the same holds for the others
 //     k      [heads, keys, P], k_rope [keys, R]
-//     v      [heads, V, keys]                 values with the keys last, as both products then want their operands
+//     v      [heads, V, keys]                 keys last, so that both products read rows with a last stride of 1
 //     bias   [heads, queries, keys] or null   any strides, -inf hides
-//     o      [heads, queries, V], lse [heads, queries]    float32: what earlier chunks gave, and then that of all
+//     o      [heads, queries, V], lse [heads, queries]    float32: on entry the state after earlier chunks, updated
 //
-// NUMBER is the type of q. Keys and values are floats, but bf16 for queries in bf16 where the CPU multiplies pairs of them:
-// `bytes_of_a_key` tells.
+// NUMBER is the type of q. Keys and values are floats, except for bf16 queries where the CPU multiplies pairs of bf16:
+// then they are bf16. `bytes_of_a_key` tells which.
 //
-// Query i sees keys up to i + offset. A task is a few panels of queries of a head: it goes through the keys that one of
-// them sees, BLOCK at a time, and each panel attends to a block in turn, so that keys and values come once for all of them
-// from beyond a core's own caches. Rows of a panel lie in vector lanes: of the scores [keys, PANEL], of the weights, and of
-// the output [V, PANEL].
+// Query i sees keys up to i + offset. A task is a few panels of queries of one head. It goes through the keys that any
+// of them sees, BLOCK at a time, and each panel attends to a block in turn, so that keys and values are fetched into
+// the core's own caches once for all of them. Rows of a panel are vector lanes: of the scores [keys, PANEL], of the
+// weights, and of the output [V, PANEL].
 
 #include <deque>
 
@@ -32,7 +32,7 @@ constexpr int64_t ROWS_OF_A_TILE = 6;   // 12 of 16
 #endif
 constexpr int64_t VECTORS = 2, PANEL = VECTORS * WIDTH;
 constexpr int64_t BLOCK = 96;  // keys: 12 KiB of scores; a multiple of ROWS_OF_A_TILE
-constexpr int64_t TOGETHER = 4, TASKS_OF_A_THREAD = 8;  // panels of a task at most, and tasks at least
+constexpr int64_t TOGETHER = 4, TASKS_OF_A_THREAD = 8;  // at most so many panels per task, at least so many tasks
 
 #if defined(__AVX512BF16__)
 // A tile of rows in bfloat16 and a panel of pairs.
@@ -72,14 +72,14 @@ struct PairTile {
 
 template <int64_t ROWS>
 struct FloatTile : Tile<ROWS, VECTORS> {
-  static constexpr int64_t TERMS = 64;  // of a sum at a time: errors grow with their square root
+  static constexpr int64_t TERMS = 64;  // accumulated at a time: errors grow with the square root of this
 
   void add(const float* const (&rows)[ROWS], const float* panel, int64_t width) {
     Tile<ROWS, VECTORS>::template add<TERMS>(rows, panel, width, nullptr);
   }
 };
 
-// A panel of rows as a product takes it, [width, PANEL]: floats, or pairs of neighbours.
+// A panel of rows packed for a product, [width, PANEL]: floats, or pairs of neighbouring numbers.
 template <typename Key>
 struct Packed {
   typedef float Lane;
@@ -131,10 +131,10 @@ struct Problem {
   int64_t panels() const { return (queries + PANEL - 1) / PANEL; }
 };
 
-// A panel of queries, and what they have summed up.
+// A panel of queries, and their running sums.
 struct Rows {
   Buffer query, o, m, total;
-  int64_t first = 0, count = 0, seen = 0;  // the first query, how many there are, and keys that one of them sees
+  int64_t first = 0, count = 0, seen = 0;  // the first query, the number of queries, and of keys that any sees
 
   explicit Rows(const Problem& p)
       : query((Panel::lines(p.nope) + Panel::lines(p.rope)) * PANEL), o(round_up(p.value, ROWS_OF_A_TILE) * PANEL),
@@ -153,7 +153,7 @@ struct Workspace {
   }
 };
 
-// Rows of keys or of values, and the panel that each is multiplied with.
+// Rows of keys or of values, and the panel that they are multiplied with.
 struct Factors {
   const Key* data;
   int64_t stride, width;
@@ -172,8 +172,8 @@ inline void multiply_tile(std::initializer_list<Factors> parts, int64_t first, i
     for (int64_t v = 0; v < VECTORS; ++v) take((first + row) * PANEL + v * WIDTH, as<vec>(tile.sum[row][v]));
 }
 
-// Sums of products [count, PANEL], a vector at a time to `take`, with its place. A last tile, of a third, two thirds or
-// all of the rows of others, repeats the last row in place of those that are missing.
+// Computes products [count, PANEL], summed over the parts, and passes them to `take`, one vector at a time with its
+// place. The last tile has a third, two thirds or all of the rows of others, and repeats the last row for missing ones.
 template <typename Take>
 inline void multiply(std::initializer_list<Factors> parts, int64_t count, Take take) {
   constexpr int64_t THIRD = ROWS_OF_A_TILE / 3;
@@ -183,7 +183,7 @@ inline void multiply(std::initializer_list<Factors> parts, int64_t count, Take t
   else if (count > first) multiply_tile<THIRD>(parts, first, count, take);
 }
 
-// The queries from `first` on and their state; rows that fill the panel up are 0.
+// Loads the queries from `first` on and their state; rows that pad the panel are 0.
 void load_panel(const Problem& p, int64_t head, int64_t first, Rows& to) {
   to.first = first;
   to.count = std::max(std::min(PANEL, p.queries - first), int64_t{0});
@@ -192,7 +192,7 @@ void load_panel(const Problem& p, int64_t head, int64_t first, Rows& to) {
   const int64_t nope = Panel::lines(p.nope) * PANEL;
   std::memset(to.packed(), 0, (nope + Panel::lines(p.rope) * PANEL) * sizeof(Lane));
   std::fill_n(to.o.data(), round_up(p.value, ROWS_OF_A_TILE) * PANEL, 0.0f);
-  std::fill_n(to.m.data(), PANEL, -FLT_MAX);  // and not -inf: a row whose scores are all -inf gets exp(-inf), no NaN
+  std::fill_n(to.m.data(), PANEL, -FLT_MAX);  // not -inf: a row whose scores are all -inf gets exp(-inf), not NaN
   std::fill_n(to.total.data(), PANEL, 0.0f);
   for (int64_t row = 0; row < to.count; ++row) {
     const Number* q = p.q + head * p.q_head + (first + row) * p.q_row;
@@ -211,7 +211,7 @@ void store_panel(const Problem& p, int64_t head, const Rows& of) {
   for (int64_t row = 0; row < of.count; ++row) {
     const float total = of.total.data()[row];
     float* o = p.o + head * p.o_head + (of.first + row) * p.o_row;
-    const float divisor = total == 0.0f ? 1.0f : total;  // nothing seen
+    const float divisor = total == 0.0f ? 1.0f : total;  // 0 if no key was seen
     for (int64_t c = 0; c < p.value; ++c) o[c] = of.o.data()[c * PANEL + row] / divisor;
     p.lse[head * p.lse_head + (of.first + row) * p.lse_row] = of.m.data()[row] + std::log(total);
   }
@@ -229,7 +229,7 @@ void hide_later_keys(const Problem& p, int64_t row, int64_t key, int64_t count, 
     std::fill_n(scores + k * PANEL, std::min(std::max(key + k - p.offset - row, int64_t{0}), PANEL), -INFINITY);
 }
 
-// A panel attends to a block of keys.
+// Attention of a panel to one block of keys.
 void attend_block(const Problem& p, int64_t head, int64_t key, const Rows& of, const Workspace& w) {
   const int64_t count = std::min(BLOCK, of.seen - key);
   const Lane *nope = of.packed(), *rope = nope + Panel::lines(p.nope) * PANEL;
@@ -275,13 +275,13 @@ extern "C" void kernel(const void* q, const void* k, const void* k_rope, const v
                   heads, queries, keys, nope, rope, value,
                   q_head, q_row, k_head, k_key, rope_key, v_head, v_column, bias_head, bias_row, bias_key,
                   o_head, o_row, lse_head, lse_row, offset, scale};
-  // As many as leave each thread some tasks.
+  // As many panels per task as leave each thread some tasks.
   const int64_t together = std::min(std::max(heads * p.panels() / (threads * TASKS_OF_A_THREAD), int64_t{1}), TOGETHER);
   const int64_t groups = (p.panels() + together - 1) / together;
 #pragma omp parallel num_threads(threads)
   {
     Workspace workspace(p, together);
-    // The last panels of a head see the most keys: they go first, so that no thread is left with them.
+    // The last panels of a head see the most keys; they go first, so that none is left over for a single thread.
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < heads * groups; ++task)
       attend(p, task / groups, (groups - 1 - task % groups) * together * PANEL, workspace);

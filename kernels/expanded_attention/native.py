@@ -1,11 +1,11 @@
-"""Chunked MLA in C++ (`native.cpp`); what CPU tensors get.
+"""Chunked MLA in C++ (`native.cpp`): the implementation for CPU tensors.
 
-Compiled graphs without a mask get the same from `dispatcher/expanded_attention.h` without this Python.
+In compiled graphs without a mask, `dispatcher/expanded_attention.h` does the same without this Python code.
 
-The kernel keeps its scores in a core's first-level cache, takes V as wide as it is (CPU flash attention wants it as
-wide as K), and stops at the diagonal. Keys are bfloat16 for bfloat16 where the CPU multiplies pairs of those, float32
-else: then half precision is what is read and written, and float16, of which few CPUs have products, always is. float64,
-and a machine without a C++ compiler, go to `aten.py`.
+The kernel keeps its scores in a core's first-level cache, takes values of their own width (CPU flash attention requires
+the keys' width), and stops at the diagonal. Keys are bfloat16 for bfloat16 queries where the CPU multiplies pairs of
+them; otherwise they are float32, and half precision is only read and written. For float16, which few CPUs multiply,
+that is always so. float64 tensors, and machines without a C++ compiler, take `aten.py`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def attend_on_cpu(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
 
 
 def fastest(dtype: torch.dtype) -> Arithmetic:
-    """That of queries of `dtype`: this kernel, or flash attention."""
+    """The arithmetic for queries of `dtype`: this kernel, or flash attention where there is none."""
     kernel = KERNELS.of(dtype)
     return Flash.of(dtype) if kernel is None else Native(kernel, dtype)
 
 
 def dtype_of_keys(kernel: Callable[..., None], queries: torch.dtype) -> torch.dtype:
-    """What a kernel for queries of a dtype wants keys and values to be."""
+    """The dtype of keys and values that a kernel for queries of a dtype requires."""
     return queries if constant(kernel, "bytes_of_a_key") == queries.itemsize else torch.float32
 
 
 @dataclass(frozen=True)
 class Native:
-    """`Arithmetic` by the kernel for queries of a dtype, which goes on from the state that it finds."""
+    """`Arithmetic` by the kernel for queries of a dtype, which continues from the given state."""
 
     kernel: Callable[..., None]
     queries: torch.dtype

@@ -11,7 +11,7 @@ from .arguments import ExpandedAttention
 
 
 def attend_to_expanded(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
-    """In the dtype of the inputs, float64 included; lse `[B, Sq, N]` keeps that dtype. There is no workspace."""
+    """o and lse `[B, Sq, N]`, both in the dtype of the inputs, float64 included. There is no workspace."""
     causal = causal_mask(x.q.shape[1], x.latent.shape[1], x.causal_offset, x.latent.device)
     latent, k_rope = blanked((x.latent, x.k_rope), x.mask, causal)
     k_nope = torch.einsum("btl,npl->btnp", latent, x.w_uk)

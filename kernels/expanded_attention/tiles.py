@@ -1,6 +1,6 @@
-"""Tiles of the kernel of chunks, from the sizes of a problem, the machine, and a small table.
+"""Choose the tiles of the kernel in `kernel.py` from the sizes of a problem, the machine, and a small table.
 
-The table was made like that of `_common.tiles`: the largest tiles that leave nothing to spill, for DeepSeek's heads.
+The table was made like that of `_common.tiles`: the largest tiles that do not spill, for DeepSeek's head widths.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _TABLE = {
     "gfx942": Tiles(64, 32, 4, 1),
 }
 _MASKED = {"sm_90": Tiles(64, 64, 8, 3), "sm_120": Tiles(64, 16, 4, 3)}
-"""Where a tile of a mask that no lengths or causal limit stand for takes the registers of others."""
+"""Smaller tiles where there is a mask tensor, whose tile takes registers too."""
 _WIDEST = 128
-"""Columns of values that the tiles of the table are made for; wider ones take fewer queries."""
+"""The number of value columns that the table's tiles are made for; wider values take fewer queries."""
 _FLOAT32 = Tiles(32, 16, 8, 2)
-"""Products of float32 take no matrix unit, and twice the memory."""
+"""Products of float32 do not use the matrix units, and take twice the memory."""
 
 
 def blocks(width: int) -> tuple[int, int]:
-    """Widths of at most two blocks of columns, powers of two that together hold `width`, as closely as they can."""
+    """Widths of one or two blocks of columns, powers of two, that together hold `width` with the least padding."""
     whole = power_of_two(width)
     first = whole // 2
     if width == whole or first < LEAST:
@@ -38,8 +38,8 @@ def blocks(width: int) -> tuple[int, int]:
 def choose(machine: Machine, nope: int, rope: int, columns: int, itemsize: int, masked: bool = False) -> Tiles:
     """Tiles of queries and keys for heads of these widths.
 
-    Where the table's do not fit the machine's shared memory or the values are wider than the table knows, there are
-    fewer keys, then fewer stages, then fewer queries.
+    Values wider than the table is made for take fewer queries. Where the tiles do not fit the machine's shared memory,
+    they are shrunk.
     """
     known = _TABLE[family(machine)]
     tiles = _FLOAT32 if itemsize == 4 else _MASKED.get(family(machine), known) if masked else known
@@ -49,6 +49,6 @@ def choose(machine: Machine, nope: int, rope: int, columns: int, itemsize: int, 
 
 
 def fits(machine: Machine, tiles: Tiles, nope: int, rope: int, columns: int, itemsize: int) -> bool:
-    """Whether there is shared memory for the queries, and for as many tiles of keys and values as there are stages."""
+    """Whether the queries, and as many tiles of keys and values as there are stages, fit into shared memory."""
     key, value = sum(blocks(nope)) + (power_of_two(rope) if rope else 0), sum(blocks(columns))
     return (tiles.rows * key + tiles.keys * tiles.stages * (key + value)) * itemsize <= machine.shared_bytes

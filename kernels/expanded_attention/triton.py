@@ -3,8 +3,9 @@
     latent [B, T, L], w_uk [N, P, L], w_uv [N, V, L]
     k, v   [H, B, C, P], [H, B, C, V]   the workspace: see `share`
 
-Nothing here looks at a value on the device. Under a causal limit alone that is known here, keys that all queries see
-are in chunks of their own, which take no limit; with lengths that only the device knows, programs without work end.
+Nothing here reads a value from the device. Under a causal limit alone, if the host knows it, keys that all queries see
+are in chunks of their own, which apply no limit; with lengths that only the device knows, programs without work end at
+once.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from .kernel import attend_chunk
 from .tiles import blocks, choose, fits
 
 _BYTES = 128 << 20
-"""Of workspace and running sums at a time: heads are taken in groups of which both stay below."""
+"""The most bytes of workspace and running sums together; heads are taken in groups that stay below it."""
 _PROGRAMS = 4
-"""Of a multiprocessor, at least, where there are as many: under a causal limit the longest takes twice the mean."""
+"""Programs per multiprocessor, at least, if a problem has as many: under a causal limit the longest takes twice the
+mean time."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,16 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Numbers of each sequence, `[B]` and contiguous, on the device."""
+    """Numbers per sequence, `[B]` and contiguous, on the device."""
 
     tokens: Tensor
     starts: Tensor | None
     """The position of the first query; None where there is no causal limit."""
     queries: Tensor | None
-    """How many are no padding; None where all are."""
+    """How many queries are not padding; None where none is padding."""
 
     def of(self, part: slice) -> Lengths:
-        """Those of some sequences."""
+        """The numbers of some of the sequences."""
         tokens, starts, queries = (t if t is None else t[part] for t in (self.tokens, self.starts, self.queries))
         assert tokens is not None
         return Lengths(tokens, starts, queries)
@@ -65,13 +67,13 @@ class BatchKeys:
     """The keys of a batch."""
 
     tokens: int
-    """Of a sequence, at most."""
+    """The most tokens of a sequence."""
     rope: int
     """R."""
     take: Callable[[slice, Chunk, Tensor], tuple[Tensor, Tensor]]
-    """Of some sequences and a chunk latents `[b, C, L]` and rope keys `[b, C, R]`: views, or copies in a workspace."""
+    """Latents `[b, C, L]` and rope keys `[b, C, R]` of some sequences and a chunk: views, or copies in a workspace."""
     copied: int = 0
-    """Elements of a key that `take` copies to the workspace."""
+    """Elements per key that `take` copies to the workspace."""
     causal_offset: int | None = None
     lengths: Lengths | None = None
 
@@ -147,19 +149,19 @@ def attend_in_chunks(x: Expansion, keys: BatchKeys, machine: Machine, tiles: Til
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a problem is cut, and what its launches are specialised to."""
+    """How a problem is cut into launches, and what these are specialised to."""
 
     tiles: Tiles
     sequences: int
     heads: int
-    """At a time, as are the sequences."""
+    """Heads taken at a time; `sequences` likewise."""
     chunks: tuple[Chunk, ...]
     constants: tuple[dict[str, Any], ...]
-    """Of the launch of each chunk."""
+    """The kernel's constants for the launch of each chunk."""
     workspace: int
     copies: int
     state: tuple[int, int, int]
-    """Elements of sums, greatest scores and totals; none where all keys are one chunk."""
+    """Elements of sums, greatest scores and totals; 0 where all keys are one chunk."""
 
 
 PLANS = Plans[_Plan]()
@@ -200,7 +202,7 @@ def _new_plan(x: Expansion, keys: BatchKeys, machine: Machine, tiles: Tiles | No
 
 
 def _tuned(machine: Machine, problem: tuple[Any, ...], run: Callable[[Tiles], object]) -> Tiles:
-    """The fastest tiles, while tuning is on, of a problem as `attend_in_chunks` puts it."""
+    """The fastest tiles, while tuning is on, for a problem as `attend_in_chunks` describes it."""
     dtype, nope, rope, columns, mask = problem[:5]
     widths = nope, rope, columns, dtype.itemsize
     default = choose(machine, *widths, mask is not None)
@@ -214,7 +216,7 @@ def _tuned(machine: Machine, problem: tuple[Any, ...], run: Callable[[Tiles], ob
 
 
 def chunks_of(keys: BatchKeys, size: int, masked: bool) -> Iterator[Chunk]:
-    """Chunks of at most `size` keys, cut where a causal limit alone starts to hide some, unless one holds them all."""
+    """Chunks of at most `size` keys; if there are several, also cut where a causal limit alone starts to hide some."""
     cut = 0
     if keys.causal_offset is not None and not masked and keys.tokens > size:
         cut = min(max(keys.causal_offset, 0), keys.tokens)
@@ -224,7 +226,7 @@ def chunks_of(keys: BatchKeys, size: int, masked: bool) -> Iterator[Chunk]:
 
 
 def _expand(latent: Tensor, w_uk: Tensor, w_uv: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor]:
-    """`[H, b, C, P]` and `[H, b, C, V]` of latents `[b, C, L]`, in the workspace."""
+    """Up-project latents `[b, C, L]` into the workspace: `[H, b, C, P]` and `[H, b, C, V]`."""
     sequences, count, rank = latent.shape
     rows = latent.reshape(1, sequences * count, rank).expand(w_uk.shape[0], -1, -1)
     start, expanded = 0, []
@@ -238,7 +240,7 @@ def _expand(latent: Tensor, w_uk: Tensor, w_uv: Tensor, workspace: Tensor) -> tu
 
 
 def _part_of(mask: Tensor | None, part: tuple[slice, slice], chunk: Chunk) -> Tensor | None:
-    """What a mask says of some sequences, heads and keys."""
+    """The part of a mask for some sequences, heads and keys."""
     if mask is None:
         return None
     taken = slice(chunk.start, chunk.stop)
@@ -247,10 +249,10 @@ def _part_of(mask: Tensor | None, part: tuple[slice, slice], chunk: Chunk) -> Te
 
 
 def _hidden(mask: Tensor, chunk: Chunk, queries: int, keys: BatchKeys, lengths: Lengths | None) -> Tensor:
-    """Keys of a chunk that no query sees, bool `[b or 1, C or 1]`: they may hold anything, so no product gets them.
+    """Keys of a chunk that no query sees, bool `[b or 1, C or 1]`. They may hold anything, so no product may read them.
 
-    The bool mask, `[b or 1, H or 1, Sq or 1, C or 1]`, and `lengths` are of the sequences, heads and keys at hand; a
-    mask may lack keys that no sequence has.
+    The bool mask, `[b or 1, H or 1, Sq or 1, C or 1]`, and `lengths` are the parts for the current sequences, heads and
+    keys; the mask may lack keys that no sequence has.
     """
     seen, count = mask.any(1), chunk.stop - chunk.start
     known = count if mask.shape[3] == 1 else mask.shape[3]
@@ -314,7 +316,7 @@ def constants_of(
     state: bool,
     tiles: Tiles,
 ) -> dict[str, Any]:
-    """What the kernel is specialised to; widths are `P, R, V`."""
+    """The constants that the kernel is specialised to; widths are `P, R, V`."""
     nope, rope, columns = widths
     p_a, p_b = blocks(nope)
     v_a, v_b = blocks(columns)

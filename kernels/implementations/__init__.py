@@ -1,4 +1,4 @@
-"""Kernels of other projects, where their packages are installed: what each takes, and which is called.
+"""Kernels of other projects, used where their packages are installed: what each takes, and which one is called.
 
-`table` lists them, one file a project; `choose` decides once for each layout of a call. Nothing here is a dependency.
+`table` lists them, with one file per project; `choose` decides once for each layout of a call. None is a dependency.
 """

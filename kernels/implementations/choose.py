@@ -1,7 +1,8 @@
-"""Which implementation computes a call: ours, or another project's that is installed, takes it, and agrees with ours.
+"""Choose which implementation computes a call: ours, or another that is installed, takes the call and agrees with ours.
 
-Chosen once for each layout of a call. Unmeasured, another one comes before ours where its authors' figures are known
-(`Implementation.first_on`); while tuning is on, the one that was measured to be the fastest, in this process or before.
+The choice is made once for each layout of a call. Without measurements, another implementation comes before ours only
+where its authors' figures are known (`Implementation.first_on`); while tuning is on, the one that was measured to be
+fastest is taken, in this process or an earlier one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def kept_to(kernels: str) -> Iterator[None]:
-    """Calls in this context are computed by what a value of `mla.kernels` says."""
+    """Within this context, calls are computed by the implementations that a value of `mla.kernels` allows."""
     token = _ASKED.set(kernels)
     try:
         yield
@@ -43,12 +44,12 @@ def kept_to(kernels: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What computes a problem, and why nothing else does."""
+    """Which implementation computes a problem, and why no other does."""
 
     op: str
     name: str
     others: dict[str, str]
-    """By the name of each other implementation, why it is not taken."""
+    """For each other implementation, by name, why it is not taken."""
 
     def __str__(self) -> str:
         others = "".join(f"; {name} {why}" for name, why in self.others.items())
@@ -57,7 +58,7 @@ class Verdict:
 
 @functools.cache
 def any_installed(op: Op[B], kernels: str) -> bool:
-    """Whether there is anything to choose from in this process, under a value of `mla.kernels`."""
+    """Whether any other implementation is installed in this process, under a value of `mla.kernels`."""
     return any(map(is_installed, op.of(kernels)))
 
 
@@ -68,13 +69,13 @@ def attend(op: Op[B], x: B, machine: Machine, ours: Attend[B]) -> tuple[Tensor, 
         return ours(x)
     key = op.name, machine, asked, timer() is None, op.layout_of(x)
     if key not in CHOICES and in_capture():
-        return ours(x)  # what is not known yet would have to be tried, which waits for the device
+        return ours(x)  # an unknown implementation would have to be tried, which waits for the device
     return CHOICES.get(key, lambda: _chosen(op, x, machine, ours, asked))(x)
 
 
 def foreseen(op: Op[B], x: B, machine: Machine, kernels: str = AUTO) -> Verdict | None:
-    """What would compute a call under a value of `mla.kernels`, as far as is known without its tensors; None where its
-    sizes are symbols."""
+    """Which implementation would compute a call under a value of `mla.kernels`, as far as is known without running any;
+    None where sizes are symbols."""
     problem = op.problem_of(x)
     if problem is None:
         return None
@@ -103,13 +104,16 @@ def _chosen(op: Op[B], x: B, machine: Machine, ours: Attend[B], asked: str) -> A
 
 
 def _refusals(op: Op[B], problem: Problem, machine: Machine, asked: str) -> dict[str, str | None]:
-    """Why each is not taken; of those alone that are looked at where not all are."""
+    """Why each implementation is not taken, None if it may be.
+
+    Under `auto` this lists all implementations, else only those that are considered under the value.
+    """
     listed = op.implementations if asked == AUTO else op.of(asked)
     return {each.name: _refusal(each, problem, machine, asked) for each in listed}
 
 
 def _refusal(each: Implementation[B], problem: Problem, machine: Machine, asked: str) -> str | None:
-    """What is known without running it, the cheapest to find out first."""
+    """Why an implementation is not taken, as far as is known without running it; the cheapest checks come first."""
     if each.asked_by != asked:
         return f"has not run on a GPU yet: mla.kernels={each.asked_by!r} asks for it"
     if not is_installed(each):
@@ -134,7 +138,7 @@ def _first(candidates: list[Implementation[B]], problem: Problem, machine: Machi
 
 
 def _measured(op: Op[B], x: B, problem: Problem, machine: Machine, ways: dict[str, Attend[B]]) -> str:
-    """The name of the fastest way, ours with its own fastest tiles."""
+    """The name of the fastest implementation; ours is timed with its own fastest tiles."""
     if len(ways) == 1:
         return OURS
     present = timer()

@@ -1,9 +1,9 @@
-"""cuDNN's attention, which torch carries, over keys and values that are up-projected a group of heads at a time.
+"""cuDNN's attention, which ships with torch, over keys and values up-projected for a group of heads at a time.
 
     k, v   [H, b, T, P + R], [H, b, T, V]   the workspace, where the rope key is copied beside each head's part
 
-Its causal limit lets query i see keys 0 to i: those that all queries see are a call of their own, and both results are
-merged, each rounded to the queries' dtype. lse is in natural logarithms.
+cuDNN's causal limit lets query i see keys 0 to i. So the keys that all queries see take a call of their own, and the
+two results, each rounded to the queries' dtype, are merged. lse is in natural logarithms.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..expanded_attention.arguments import ExpandedAttention
 
 _BYTES = 128 << 20
-"""Of workspace at a time, as the Triton kernel has it."""
+"""The most bytes of workspace at a time, as for the Triton kernel."""
 
 
 def _attend(module: Any, x: ExpandedAttention) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ def _attend(module: Any, x: ExpandedAttention) -> tuple[Tensor, Tensor]:
 def _attend_to(
     aten: Any, q: Tensor, k: Tensor, v: Tensor, causal_offset: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """o `[b, Sq, H, V]` and lse `[b, Sq, H]` of keys `[b, H, T, P + R]` and values `[b, H, T, V]`."""
+    """o `[b, Sq, H, V]` and lse `[b, Sq, H]` over keys `[b, H, T, P + R]` and values `[b, H, T, V]`."""
     cut = min(causal_offset or 0, k.shape[2])
     results = []
     for keys, causal in ((slice(0, cut), False), (slice(cut, None), causal_offset is not None)):

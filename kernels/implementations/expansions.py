@@ -1,4 +1,4 @@
-"""Calls of `mla::expanded_attention`: what they ask, and a small one."""
+"""Describe calls of `mla::expanded_attention`, what implementations take of them, and a small one for the trial."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Expanded:
-    """One call, without how many sequences and tokens there are."""
+    """A call, without its numbers of sequences and tokens."""
 
     dtype: torch.dtype
     heads: int
     widths: tuple[int, int, int]
     """P, R and V."""
     limit: str
-    """`none`, or causal where the first query sees one key (`first`), `more` of them, or `fewer`."""
+    """`none`, or for a causal limit how many keys the first query sees: one (`first`), `more`, or `fewer`."""
     masked: bool
     fits: bool
     """Whether all keys of a head fit the workspace at once."""
 
     @property
     def rows(self) -> int:
-        """Of heads, that attend to a token's keys."""
+        """The number of heads."""
         return self.heads
 
     @staticmethod
     def of(x: ExpandedAttention) -> Expanded | None:
-        """That of some arguments; None where sizes are symbols."""
+        """The problem of a call; None where sizes are symbols."""
         offset, tokens = x.causal_offset, tokens_of(x)
         (batch, _, heads, _), (_, nope, _), columns = x.q.shape, x.w_uk.shape, x.w_uv.shape[1]
         rope = x.k_rope.shape[2]
@@ -52,19 +52,19 @@ class Expanded:
 
 
 def tokens_of(x: ExpandedAttention) -> int:
-    """How many keys any query sees."""
+    """How many keys at least one query may see."""
     return causal_stop(x.causal_offset, range(x.q.shape[1]), x.latent.shape[1])
 
 
 @dataclass(frozen=True)
 class Takes:
-    """What an implementation takes: no mask, and a causal limit under which each query sees a key."""
+    """The calls that an implementation takes: without a mask, and with each query seeing at least one key."""
 
     dtypes: tuple[torch.dtype, ...]
     widths: tuple[int, int, int]
 
     def refusal(self, problem: Expanded) -> str | None:
-        """Why it does not take a problem; None where it does."""
+        """Why the implementation does not take a problem; None where it does."""
         if problem.masked:
             return "does not take a mask"
         if problem.dtype not in self.dtypes:
@@ -83,17 +83,17 @@ def _list(widths: tuple[int, ...]) -> str:
 
 
 def layout_of(x: ExpandedAttention) -> Hashable:
-    """All of the arguments that a choice may depend on."""
+    """Everything about the arguments that a choice may depend on."""
     return x.causal_offset, x.workspace_tokens, *map(layout, (x.q, x.latent, x.k_rope, x.w_uk, x.w_uv, x.mask))
 
 
 def sizes_of(x: ExpandedAttention) -> tuple[int, ...]:
-    """Sequences, queries and keys."""
+    """The numbers of sequences, queries and keys."""
     return *x.q.shape[:2], tokens_of(x)
 
 
 def small(x: ExpandedAttention) -> ExpandedAttention:
-    """Two sequences with the heads, widths and dtypes of `x`: more keys than queries, all ending within tiles."""
+    """Two sequences with the heads, widths and dtypes of `x`; more keys than queries, neither filling whole tiles."""
     queries, tokens, normal = 70, 160, normal_like(x.q)
     rank = x.latent.shape[2]
     return dataclasses.replace(

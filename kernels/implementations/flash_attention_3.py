@@ -1,8 +1,8 @@
-"""FlashAttention 3 for Hopper (github.com/Dao-AILab/flash-attention, `hopper/`), which SGLang carries too.
+"""FlashAttention 3 for Hopper (github.com/Dao-AILab/flash-attention, `hopper/`), which SGLang ships too.
 
-Read of its sources: scores are q k^T + qv v^T, with the rope key as k and the latent as v, which need not be side by
-side; pages of any size, int32 numbers; a causal limit ends at the last key; lse `[B, N, Sq]` in natural logarithms. Not
-read: whether what lies behind the last key is multiplied, which the trial tells.
+From its sources: scores are q k^T + qv v^T, with the rope key as k and the latent as v, which need not be side by side;
+pages may have any size; table and lengths are int32; a causal limit ends at the last key; lse is `[B, N, Sq]`, in
+natural logarithms. Not known from the sources: whether what lies after the last key is multiplied. The trial tells.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""FlashMLA's dense decode (github.com/deepseek-ai/FlashMLA), which SGLang and vLLM carry too.
+"""FlashMLA's dense decode (github.com/deepseek-ai/FlashMLA), which SGLang and vLLM ship too.
 
-Read of its sources: bfloat16 and float16 on sm_90, widths 512 and 64, pages of 64 tokens, int32 numbers; a causal limit
-ends at the last key; lse `[B, N, Sq]` in natural logarithms, +inf of a row that sees no key; what lies behind the last
-key is not multiplied. The schedule is made on the device by the call itself (earlier releases: by `get_mla_metadata`).
+From its sources: it takes bfloat16 and float16 on sm_90, widths 512 and 64, pages of 64 tokens, and int32 table and
+lengths; a causal limit ends at the last key; lse is `[B, N, Sq]`, in natural logarithms, +inf for a row that sees no
+key; what lies after the last key is not multiplied. The call itself makes the schedule, on the device (in earlier
+releases `get_mla_metadata` did).
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ FLASH_MLA = Implementation(
     attend=_attend,
     architectures=("sm_90",),
     limits=Takes(dtypes=(torch.bfloat16, torch.float16), widths=(512, 64), page_sizes=(64,)),
-    # 660 TFLOP/s and 3,000 GB/s on an H800, by its authors, of the main kernel and 128 heads. A program takes 64 rows.
+    # Its authors report 660 TFLOP/s and 3,000 GB/s on an H800, for the main kernel and 128 heads. A program takes 64
+    # rows.
     first_on=("sm_90",),
     first_from=64,
 )

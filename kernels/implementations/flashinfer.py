@@ -1,10 +1,11 @@
-"""TensorRT-LLM's decode for Blackwell, as FlashInfer has it (github.com/flashinfer-ai/flashinfer, 0.7).
+"""TensorRT-LLM's decode for Blackwell, as shipped by FlashInfer (github.com/flashinfer-ai/flashinfer, 0.7).
 
-Read of its sources: bfloat16 on sm_100 and sm_103, widths 512 and 64 in one row, pages of 32 or 64 tokens, int32
-numbers, lengths on the device and their bound on the host; lse `[B Sq, N]`, whose base is asked for. The kernels are
-binaries: how a row without keys comes out, and whether what lies behind the last key is multiplied, the trial tells.
+From its sources: it takes bfloat16 on sm_100 and sm_103, widths 512 and 64 in one row, pages of 32 or 64 tokens, int32
+table and lengths, with lengths on the device and their bound on the host; lse is `[B Sq, N]`, in a base that can be
+chosen. The kernels are binaries: the trial tells what a row without keys gives, and whether what lies after the last
+key is multiplied.
 
-FlashInfer's `BatchMLAPagedAttentionWrapper` is not here: its `plan` copies lengths to the host.
+FlashInfer's `BatchMLAPagedAttentionWrapper` is not used, because its `plan` copies lengths to the host.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from ..paged_latent_attention.arguments import PagedLatentAttention
 
 _WORKSPACE = 128 << 20
-"""Bytes, of its documentation, which asks for zeros before the first use and no more. One for all calls on a device."""
+"""Bytes, from its documentation, which requires zeros only before the first use. One for all calls on a device."""
 _NOPE = 128
-"""The width of queries before they were absorbed, which is only checked."""
+"""The width of queries before absorption, which FlashInfer only checks."""
 
 
 @functools.cache

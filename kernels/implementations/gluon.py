@@ -1,6 +1,6 @@
-"""Ours in Gluon (`paged_latent_attention.gluon`), by warps of their own tasks: no GPU has run it yet.
+"""Our warp-specialised kernels in Gluon (`paged_latent_attention.gluon`), which no GPU has run yet.
 
-So it has to be asked for, and like another project's kernel it is only used once it agreed with the Triton kernel.
+So they have to be asked for and, like another project's kernel, are used only after they agreed with the Triton kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _WholeRowsApart(Takes):
-    """Pages that are a number of rows apart, so that all rows are one matrix."""
+    """Also requires pages to be a whole number of rows apart, so that all rows form one matrix."""
 
     def refusal(self, problem: Paged) -> str | None:
         why = super().refusal(problem)
@@ -41,7 +41,8 @@ WARP_GROUPS = Implementation(
     attend=_attend,
     architectures=("sm_90", "sm_100"),
     limits=_WholeRowsApart(dtypes=(torch.bfloat16,), widths=(512, 64), page_sizes=(64,)),
-    # Who asks for it gets it; of fewer rows than a program takes the Triton kernel takes as many as there are.
+    # Whoever asks for it gets it, unless there are fewer rows than its programs take: the Triton kernel adapts to
+    # those.
     first_on=("sm_90", "sm_100"),
     first_from=64,
     asked_by=GLUON,

@@ -1,6 +1,6 @@
-"""A kernel besides the op's own: where it is found, what it takes, and how it is called.
+"""Describe an alternative to an op's own kernel: where it is found, what it takes, and how it is called.
 
-Of another project, or one of ours that has to be asked for.
+It is another project's, or one of ours that has to be asked for.
 """
 
 from __future__ import annotations
@@ -19,51 +19,54 @@ AUTO, OURS, GLUON = "auto", "triton", "gluon"
 
 
 class Problem(Protocol):
-    """What a call asks, as far as it may be refused: a frozen dataclass."""
+    """Everything about a call that may be a reason to refuse it: a frozen dataclass."""
 
     @property
     def rows(self) -> int:
-        """Of queries and heads, that attend to the keys of a sequence."""
+        """The number of rows, of queries and heads, that attend to the keys of a sequence."""
 
     def __hash__(self) -> int: ...
 
 
 class Limits(Protocol):
-    """What an implementation takes of the problems of its op."""
+    """Which problems of its op an implementation takes."""
 
     def refusal(self, problem: Any) -> str | None:
-        """Why it does not take a problem, after its name; None where it does."""
+        """Why it does not take a problem, worded to follow its name; None where it does."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """One that is called, and how: a signature that does not take this is another function than was read."""
+    """A function and the arguments that it is called with.
+
+    A signature that does not accept them belongs to a version other than the one whose sources were read.
+    """
 
     name: str
     arguments: tuple[str, ...] = ()
-    """By name."""
+    """The names of keyword arguments."""
     positional: int = 0
-    """How many before them, whose names differ among versions."""
+    """The number of positional arguments, whose names differ between versions."""
 
 
 @dataclass(frozen=True, eq=False)
 class Implementation(Generic[B]):
-    """A row of the table."""
+    """A row of the table of implementations."""
 
     name: str
     homes: tuple[str, ...]
     """Modules that have it, its authors' first."""
     functions: tuple[Function, ...]
     attend: Callable[[Any, B], tuple[Tensor, Tensor]]
-    """o and lse as the op returns them, by a module and the arguments."""
+    """From the module and the arguments to o and lse, as the op returns them."""
     architectures: tuple[str, ...]
     limits: Limits
     first_on: tuple[str, ...] = ()
-    """Architectures on which it is taken unmeasured, before ours, as its authors' figures there are known."""
+    """Architectures on which it is taken before ours without a measurement, because its authors' figures are known."""
     first_from: int = 1
-    """Rows from which those figures are."""
+    """The fewest rows for which it is taken so."""
     asked_by: str = AUTO
-    """The value of `mla.kernels` under which it is looked at; another than `auto` of what has not run on a GPU yet."""
+    """The value of `mla.kernels` under which it is considered; not `auto` for what has not run on a GPU yet."""
 
     def refusal(self, problem: Problem, arch: str) -> str | None:
         """Why it does not take a problem on an architecture; None where it does."""
@@ -72,26 +75,26 @@ class Implementation(Generic[B]):
         return self.limits.refusal(problem)
 
     def comes_first(self, problem: Problem, arch: str) -> bool:
-        """Whether it is taken before ours where nothing is measured."""
+        """Whether it is taken before ours when nothing is measured."""
         return arch in self.first_on and problem.rows >= self.first_from
 
 
 @dataclass(frozen=True, eq=False)
 class Op(Generic[B]):
-    """An op that is computed by more than its own kernel."""
+    """An op that kernels other than its own may compute."""
 
     name: str
     implementations: tuple[Implementation[B], ...]
-    """In the order in which they are looked at."""
+    """In the order in which they are considered."""
     problem_of: Callable[[B], Problem | None]
-    """What a bundle asks; None where sizes are symbols."""
+    """The problem of a bundle; None where sizes are symbols."""
     layout_of: Callable[[B], Hashable]
-    """All of a bundle that the problem and the time depend on."""
+    """Everything about a bundle that the problem and the time depend on."""
     sizes_of: Callable[[B], tuple[int, ...]]
-    """Those that grow, which the problem leaves out."""
+    """The sizes that grow, which the problem leaves out."""
     small: Callable[[B], B]
-    """A problem of the same kind for the trial."""
+    """A small problem of the same kind, for the trial."""
 
     def of(self, asked: str) -> tuple[Implementation[B], ...]:
-        """Those that are looked at under a value of `mla.kernels`."""
+        """The implementations that are considered under a value of `mla.kernels`."""
         return tuple(each for each in self.implementations if each.asked_by == asked)

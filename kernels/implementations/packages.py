@@ -1,4 +1,4 @@
-"""Other projects' modules: looked for, never required, and held against what was read of their releases."""
+"""Find other projects' modules, none of which is required, and check them against the signatures that were read."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .implementation import Function, Implementation
 
 @dataclass(frozen=True)
 class Found:
-    """A module that has an implementation, or why none has."""
+    """A module that has an implementation, or why there is none."""
 
     module: ModuleType | None
     package: str
-    """Its name and version."""
+    """The package's name and version."""
     why: str = ""
 
 
 @functools.cache
 def is_installed(implementation: Implementation) -> bool:
-    """Whether a package that has it is there; nothing of it is imported."""
+    """Whether a package that may have it is installed; nothing is imported."""
     return any(_exists(home.partition(".")[0]) for home in implementation.homes)
 
 
 @functools.cache
 def found(implementation: Implementation) -> Found:
-    """The first of the homes of what is installed that imports and whose functions take our arguments.
+    """The first installed home that can be imported and whose functions take our arguments.
 
-    Imports it, once; warns where none does.
+    Imports it, once. Warns if homes are installed but none is suitable.
     """
     reasons = []
     for home in implementation.homes:
@@ -48,7 +48,7 @@ def found(implementation: Implementation) -> Found:
             if not home.startswith(error.name or home):
                 reasons.append(f"{home} does not import: {error}")
             continue  # a package without it
-        except Exception as error:  # what another project does when it is imported is its own
+        except Exception as error:  # importing another project may raise anything
             reasons.append(f"{home} does not import: {type(error).__name__}: {error}")
             continue
         why = mismatch(module, implementation.functions)
@@ -64,13 +64,13 @@ def found(implementation: Implementation) -> Found:
 
 @functools.cache
 def versions(implementations: tuple[Implementation, ...]) -> tuple[str, ...]:
-    """Names and versions of the packages that are there of those that have them."""
+    """Names and versions of the installed packages among the homes of these implementations."""
     tops = dict.fromkeys(home.partition(".")[0] for each in implementations for home in each.homes)
     return tuple(_versioned(top) for top in tops if _exists(top))
 
 
 def mismatch(module: ModuleType, functions: Sequence[Function]) -> str | None:
-    """In which way a module's functions do not take the arguments that they would be given, if any."""
+    """Why a module's functions do not take the arguments that they would be given; None if they do."""
     for function in functions:
         name = f"{module.__name__}.{function.name}"
         try:

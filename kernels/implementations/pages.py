@@ -1,4 +1,4 @@
-"""Calls of `mla::paged_latent_attention`: what they ask, and their tensors as other projects want them."""
+"""Describe calls of `mla::paged_latent_attention`, and convert their tensors to what other projects require."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from ..paged_latent_attention.arguments import PagedLatentAttention
 
 ALIGNED = 16
-"""Bytes of which an address and a stride have to be multiples for TMA."""
+"""Addresses and strides have to be multiples of this many bytes for TMA."""
 
 
 @dataclass(frozen=True)
 class Paged:
-    """One call, without its batch and its lengths, which no kernel here refuses."""
+    """A call, without its batch size and its lengths, for which no kernel here refuses a call."""
 
     dtype: torch.dtype
-    """Of queries."""
+    """The dtype of the queries."""
     queries: int
     heads: int
     widths: tuple[int, int]
@@ -33,20 +33,20 @@ class Paged:
     page_size: int
     causal: bool
     one_row: bool
-    """Whether latent and rope key of a token are side by side, rows at multiples of 16 bytes."""
+    """Whether latent and rope key of a token are side by side, in rows at multiples of 16 bytes."""
     rows_apart: bool = True
-    """Whether the distance of two pages is a multiple of that of two rows."""
+    """Whether the stride of pages is a multiple of the stride of rows."""
     besides: tuple[str, ...] = ()
-    """What is asked that no kernel of other projects takes here."""
+    """Features that the call needs and that no kernel here takes."""
 
     @property
     def rows(self) -> int:
-        """Of queries and heads, that attend to the keys of a sequence."""
+        """The number of rows, of queries and heads, that attend to the keys of a sequence."""
         return self.queries * self.heads
 
     @staticmethod
     def of(x: PagedLatentAttention) -> Paged | None:
-        """That of some arguments; None where sizes are symbols."""
+        """The problem of a call; None where sizes are symbols."""
         _, queries, heads, rank = x.q_latent.shape
         rope, page_size = x.q_rope.shape[3], x.latent_pages.shape[1]
         places = *x.latent_pages.stride(), *x.rope_pages.stride(), x.latent_pages.storage_offset()
@@ -69,15 +69,15 @@ class Paged:
 
 @dataclass(frozen=True)
 class Takes:
-    """What an implementation takes."""
+    """The calls that an implementation takes."""
 
     dtypes: tuple[torch.dtype, ...]
     widths: tuple[int, int]
     """L and R."""
     page_sizes: tuple[int, ...] = ()
-    """All, if none is named."""
+    """Any size, if empty."""
     one_row: bool = True
-    """Whether it wants latent and rope key of a token side by side."""
+    """Whether it requires latent and rope key of a token side by side."""
     most_queries: int | None = None
 
     def refusal(self, problem: Paged) -> str | None:
@@ -102,14 +102,14 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def layout_of(x: PagedLatentAttention) -> Hashable:
-    """All of the arguments that a choice may depend on."""
+    """Everything about the arguments that a choice may depend on."""
     asked = x.causal, x.split_tokens is None, x.first_positions is None, whole_rows(x.latent_pages, x.rope_pages)
     tensors = x.q_latent, x.q_rope, x.latent_pages, x.rope_pages, x.block_table, x.seq_lens, x.latent_scales, x.mask
     return asked, *map(layout, tensors)
 
 
 def sizes_of(x: PagedLatentAttention) -> tuple[int, ...]:
-    """The batch, and how many tokens a sequence may have."""
+    """The batch size, and how many tokens a sequence may have."""
     return x.q_latent.shape[0], x.pages.capacity
 
 
@@ -128,19 +128,19 @@ def whole_rows(latent: Tensor, rope: Tensor) -> bool:
 
 
 def rows_of(x: PagedLatentAttention) -> Tensor:
-    """The pages as `[pages, page_size, L + R]`, of a problem with `one_row`."""
+    """The pages as `[pages, page_size, L + R]`, for a problem with `one_row`."""
     pages, page_size, rank = x.latent_pages.shape
     return x.latent_pages.as_strided((pages, page_size, rank + x.rope_pages.shape[2]), x.latent_pages.stride())
 
 
 def numbers_of(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
-    """Table and lengths as others want them: int32, dense in their last dim."""
+    """Table and lengths as other projects require them: int32, dense in their last dim."""
     table = x.block_table.to(torch.int32)
     return table if table.stride(1) == 1 else table.contiguous(), x.seq_lens.to(torch.int32).contiguous()
 
 
 def by_query(lse: Tensor) -> Tensor:
-    """Log-sum-exps `[B, N, Sq]` as ours are, `[B, Sq, N]`, -inf of a row that sees no key, in one launch."""
+    """Convert log-sum-exps `[B, N, Sq]` to ours, `[B, Sq, N]` with -inf for a row that sees no key, in one launch."""
     batch, heads, queries = lse.shape
     result = lse.new_empty((batch, queries, heads))
     torch.nan_to_num(lse.transpose(1, 2), nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf, out=result)

@@ -1,4 +1,4 @@
-"""Every op that is computed by more than its own kernel, and its implementations."""
+"""The ops that kernels other than their own may compute, and their implementations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A small problem, on which another project's kernel has to agree with ours before it is trusted.
+"""Try another project's kernel on a small problem, on which it has to agree with ours before it is used.
 
-Signatures say nothing of the base of a logarithm, of where a causal limit ends, or of what lies behind the last key.
-The problem has what would tell. It is computed once for each kind of problem in a process, and waits for the device.
+Signatures do not tell the base of a logarithm, where a causal limit ends, or whether what lies after the last key
+counts. The problem is chosen to show such differences. It is computed once per kind of problem in a process, and waits
+for the device.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from torch import Tensor
 from .implementation import B
 
 _LSE = 2.0**-6
-"""Sums of float32 are a thousand times nearer; a key too many of the shortest sequences changes it by 0.2."""
+"""The tolerance of lse. Sums in float32 are a thousand times closer; one key too many in the shortest sequences changes
+it by 0.2."""
 _ROUNDINGS = 4
-"""Weights, sums and results are rounded to the queries' dtype, by each of the two."""
+"""The tolerance of o, in roundings to the queries' dtype: each of the two kernels rounds weights, sums and results."""
 
 
 def normal_like(x: Tensor) -> Callable[..., Tensor]:
-    """What makes tensors of normal numbers, of the dtype and on the device of `x`: the same ones each time."""
+    """A function that makes tensors of normal numbers, like `x` in dtype and device, always from the same seed."""
     generator = torch.Generator(x.device).manual_seed(0)  # not the user's
     return lambda *shape: torch.randn(shape, generator=generator, device=x.device, dtype=torch.float32).to(x.dtype)
 
@@ -28,7 +30,7 @@ def normal_like(x: Tensor) -> Callable[..., Tensor]:
 def disagreement(
     small: B, other: Callable[[B], tuple[Tensor, Tensor]], ours: Callable[[B], tuple[Tensor, Tensor]]
 ) -> str | None:
-    """What another implementation gives otherwise than ours for a small problem; None where they agree."""
+    """How another implementation's result for a small problem differs from ours; None where they agree."""
     expected, expected_lse = ours(small)
     try:
         o, lse = other(small)

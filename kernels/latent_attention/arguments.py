@@ -1,4 +1,4 @@
-"""What `mla::latent_attention` takes."""
+"""The arguments of `mla::latent_attention` and of its backward, and their checks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class LatentAttentionBackward:
-    """The arguments of its backward: the forward's, what that gave, the gradients and which operands want one."""
+    """The arguments of the backward: the forward's operands and results, their gradients, and which are wanted."""
 
     grad_o: Tensor
     grad_lse: Tensor | None

@@ -1,12 +1,12 @@
-"""Absorbed MLA out of ATen matrix products: for whatever has no kernel of its own.
+"""Absorbed MLA from ATen matrix products, for everything without a kernel of its own.
 
-An online softmax (Milakov and Gimelshein, arXiv 1805.02867) over chunks of keys, heads and query tokens together as
-the rows of one product:
+An online softmax (Milakov and Gimelshein, arXiv 1805.02867) over chunks of keys, with heads and query tokens together
+as the rows of one product:
 
     q     [b, Sq * N, L], [b, Sq * N, R]    scaled once
     keys  [b, C, L], [b, C, R]              views of the cache; a float32 copy of the chunk for half precision
     s     [b, Sq * N, C]
-    o     [b, Sq * N, L]                    running, unnormalised, beside its rows' maximum m and total
+    o     [b, Sq * N, L]                    running and unnormalised, beside each row's maximum m and total
 
 Half precision is computed in float32: rounding scores to bfloat16 costs more than casting a chunk, and there are CPUs
 where a bfloat16 product is hundreds of times slower than a float32 one.
@@ -26,11 +26,12 @@ from .arguments import LatentAttention
 _CHUNK_ELEMENTS = 1 << 20
 """Elements of latent and rope key in a chunk: 4 MiB in float32, read for the scores and again for the output."""
 _ROWS = 2048
-"""Most rows (sequences times queries times heads) at a time, or one query token's if that is more."""
+"""The most rows (sequences times queries times heads) at a time; at least those of one query token."""
 _SLAB_ELEMENTS = 1 << 20
-"""Most scores at a time: 4 MiB in float32."""
+"""The most scores at a time: 4 MiB in float32."""
 _FEW_ROWS = 128
-"""Up to here a product with the keys as its rows is faster, transposing the scores included (MKL, measured)."""
+"""Up to this many rows, a product with the keys as its rows is faster, even with the scores transposed afterwards
+(measured with MKL)."""
 
 
 def attend(x: LatentAttention) -> tuple[Tensor, Tensor]:
@@ -56,10 +57,10 @@ def attend(x: LatentAttention) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(q_latent: Tensor, q_rope: Tensor, latent: Tensor, one_by_one: bool) -> Iterator[tuple[range, range, int]]:
-    """Sequences, queries and keys to take at a time, so that keys and scores stay within their bounds.
+    """Yield sequences, queries and the size of a chunk of keys, so that keys and scores stay within their bounds.
 
-    Sequences are taken together only as far as their keys fit one chunk, and not where a mask tells them apart: then
-    each has its own keys to skip.
+    Sequences are taken together only as far as their keys fit one chunk, and alone where the mask differs between them,
+    because then each has keys of its own to skip.
     """
     batch, query_count, heads, rank = q_latent.shape
     keys = max(_CHUNK_ELEMENTS // (rank + q_rope.shape[3]), 1)
@@ -86,7 +87,7 @@ def _attend(
     dtype = torch.promote_types(q[0].dtype, torch.float32)
     b, s, n, rank = q[0].shape
     q_latent, q_rope = (part.to(dtype).mul(scale).reshape(b, s * n, part.shape[3]) for part in q)
-    # The lowest finite number and not -inf: a row whose scores are all -inf then gets exp(-inf) and not a NaN.
+    # The lowest finite number, not -inf: a row whose scores are all -inf then gets exp(-inf), not NaN.
     m = q_latent.new_full((b, s * n, 1), torch.finfo(dtype).min)
     total = q_latent.new_zeros((b, s * n, 1))
     o = q_latent.new_zeros((b, s * n, rank))
@@ -102,7 +103,7 @@ def _attend(
         total.mul_(decay).add_(scores.sum(-1, keepdim=True))
         o.mul_(decay).baddbmm_(scores, latent)
         m = m_new
-    # The greatest score adds exp(0) = 1 to total, so only a row that saw no key is below 1.
+    # A row's greatest score adds exp(0) = 1 to its total, so only a row that saw no key is below 1.
     torch.div(o.view(b, s, n, rank), total.clamp_min(1).view(b, s, n, 1), out=out[0])
     out[1].copy_(m.add_(total.log_()).view(b, s, n))
 
@@ -115,7 +116,7 @@ def _load(part: Tensor, keys: KeyPositions, visibility: Visibility, queries: ran
 
 
 def _scores(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
-    """Contiguous `[b, rows, C]`."""
+    """Contiguous scores `[b, rows, C]`."""
     if q_latent.shape[1] > _FEW_ROWS:
         scores = torch.bmm(q_latent, latent.transpose(1, 2))
         return scores.baddbmm_(q_rope, k_rope.transpose(1, 2)) if q_rope.shape[2] else scores

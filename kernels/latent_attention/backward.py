@@ -1,4 +1,4 @@
-"""Gradients of `mla::latent_attention`: keys and values of all heads are the latents, see `kernels/backward.py`."""
+"""Gradients of `mla::latent_attention`: keys and values of all heads are the latents; see `kernels/backward.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..bundles import checked, implement
 from .arguments import LatentAttentionBackward
 
 _WORKSPACE_TOKENS = 1024
-"""The default of `mla.workspace_tokens`: room for the gradients of keys and values of 4,096 tokens of a head."""
+"""The default of `mla.workspace_tokens`: room for the gradients of one head's keys and values for 4,096 tokens."""
 
 
 def _backward(x: LatentAttentionBackward) -> list[Tensor]:

@@ -1,10 +1,10 @@
-// Products of a block of keys by oneDNN's brgemm, which ships in torch: AMX tiles where the CPU has them.
+// Products of a block of keys by oneDNN's brgemm, which ships with torch, using AMX tiles where the CPU has them.
 //
-// A block times the packed query is its scores, [keys, rows]: keys are read where they are. For the values pairs of
-// keys are interleaved, [keys / 2, columns, 2], as tiles want their second operand. Products have the sizes of a whole
-// block, with zeros for what is missing, or of a page's part of it: brgemm generates code for each combination of sizes
-// it meets. Inner sizes are multiples of TERMS: past one an element of the next row would be read, and NaN times 0 is
-// NaN.
+// The scores [keys, rows] are a block times the packed query, and keys are read in place. For the values, pairs of
+// keys are interleaved, [keys / 2, columns, 2], the layout of a tile product's second operand. brgemm generates code
+// for each combination of sizes that it meets, so products have the size of a whole block, with zeros for missing
+// keys, or of a page's part of it. Inner sizes are multiples of TERMS: otherwise elements of the next row would be
+// read, and NaN times 0 is NaN.
 
 #if defined(BRGEMM) && defined(__AVX512BF16__)
 
@@ -15,16 +15,16 @@ namespace {
 struct Tiles {
   typedef bf16 Key;
   static constexpr int64_t PANEL = 16;
-  static constexpr int64_t BLOCK = 128;  // 128 keys of 576 numbers and their values interleaved are 272 KiB
-  static constexpr int64_t FEWEST = 32;  // keys that are multiplied where they are, two tiles of them
-  static constexpr int64_t TERMS = 32;   // of a row of a tile
+  static constexpr int64_t BLOCK = 128;  // 128 keys of 576 numbers, and their interleaved values, are 272 KiB
+  static constexpr int64_t FEWEST = 32;  // the shortest run of keys that is multiplied in place: two tiles
+  static constexpr int64_t TERMS = 32;   // numbers in a row of a tile
 
   static bool takes_scales(int64_t groups, int64_t group) { return groups == 1 || group % TERMS == 0; }
 
   static int64_t o_stride(const Sizes& s) { return round_up(s.rank, Interleaved::COLUMNS); }
   static int64_t o_rows(const Sizes& s) { return s.rows; }
 
-  // Whether oneDNN has tiles on this CPU, and may use them.
+  // Whether oneDNN has tiles on this CPU and may use them.
   static bool present() { return at::native::cpublas::could_pack(at::kBFloat16); }
 
   explicit Tiles(const Sizes& sizes)
@@ -49,11 +49,11 @@ struct Tiles {
     }
   }
 
-  // Keys `ahead` are on their way when these have been added.
+  // `add` prefetches the keys `ahead`.
   template <typename Latent, typename Rope>
   void score(const Block<bf16>& keys, const Block<Latent, Rope>* ahead, float* scores) {
     next.set(ahead, s);
-    if (const Even even = evenly(keys); even.keys) {  // all of them where they have scales: they were converted then
+    if (const Even even = evenly(keys); even.keys) {  // converted keys, as those with scales are, form one run
       for (int64_t k = 0; k < BLOCK; k += even.keys)
         score_rows(even.keys, keys.latent[k], even.latent, keys.rope[k], even.rope, keys.scales, even.keys,
                    scores + k * padded_rows);
@@ -102,12 +102,12 @@ struct Tiles {
     for (int64_t i = 0; i < width; ++i) to[i / 2 * padded_rows] |= pair_t{from[i].bits} << i % 2 * 16;
   }
 
-  // How many keys lie at even distances, one behind the other, and these. A block is made of such: a page's, say.
+  // A block made of runs of `keys` keys each, evenly spaced by these strides: the parts of pages, for example.
   struct Even {
     int64_t keys = 0, latent = 0, rope = 0;
   };
 
-  // No keys if they are to be copied.
+  // The runs of a block; 0 keys if it has to be copied instead.
   Even evenly(const Block<bf16>& keys) const {
     if (keys.count < BLOCK || rank != s.rank || rope != s.rope) return {};
     const int64_t latent = keys.latent[1] - keys.latent[0], rope_stride = keys.rope[1] - keys.rope[0];
@@ -127,7 +127,7 @@ struct Tiles {
     std::fill_n(to + given, padded - given, bf16{0});
   }
 
-  // Scores of `keys` keys, of which `count` are given, whose numbers past s.rank and s.rope are 0.
+  // Scores of `keys` keys, `count` of which are real. Numbers past s.rank and s.rope are 0.
   void score_rows(int64_t keys, const bf16* latent, int64_t latent_stride, const bf16* k_rope, int64_t rope_stride,
                   const Scales& scales, int64_t count, float* scores) {
     const auto add_rope = [&](float* to) {
@@ -151,7 +151,7 @@ struct Tiles {
     if (!scales.rope) add_rope(scores);
   }
 
-  // Weights times what `scale` says of their keys, [rows, BLOCK], with zeros for keys that are missing.
+  // Packs the weights times the `scale` of their keys, [rows, BLOCK], with zeros for missing keys.
   template <typename Scale>
   void pack_weights(const float* weights, int64_t count, Scale scale) {
     pair_t* pairs = reinterpret_cast<pair_t*>(weight_pairs.data());

@@ -1,4 +1,4 @@
-"""The C++ kernel of attention over cached keys (`native.cpp`): which one, and how it is called."""
+"""The C++ kernel of attention over cached keys (`native.cpp`): how it is built and called."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..native import ATTEND, NUMBER, PAIRS, VECTOR, Kernels
 _HERE = Path(__file__).parent
 _OWN = (_HERE / name for name in ("call.h", "keys.h", "floats.h", "dots.h", "brgemm.h", "native.cpp"))
 MOST_ROWS = 256
-"""Queries times heads up to which this is faster than matrix products."""
+"""Queries times heads up to which this kernel is faster than matrix products."""
 TILES = "BRGEMM Tiles::present()"
-"""Includes oneDNN's products, which are taken where oneDNN finds AMX."""
+"""A macro that includes oneDNN's products, which are used where oneDNN finds AMX."""
 
 
 def _tiles(number: torch.dtype) -> tuple[str, ...]:
@@ -29,16 +29,17 @@ KERNELS = Kernels(
     ("NUMBER", "LATENT", "ROPE"),
     _tiles,
 )
-"""For queries, latents and rope keys."""
+"""The kernels, by the dtypes of queries, latents and rope keys."""
 
 
 @dataclass(frozen=True)
 class Cached:
-    """Keys of sequences: latent `[batches, pages, page_size, L]` and k_rope `[batches, pages, page_size, R]`, of any
-    strides but 1 in the last dim; scales None or `[batches, pages, page_size, G]`, of any.
+    """The keys of sequences.
 
-    Key j of sequence s is `[s // queries, table[s, j // page_size], j % page_size]`; table `[sequences, columns]` is
-    int64, or None for page 0.
+    latent `[batches, pages, page_size, L]` and k_rope `[batches, pages, page_size, R]` have any strides but 1 in the
+    last dim; scales is None or `[batches, pages, page_size, G]`, of any strides. Key j of sequence s is
+    `[s // queries, table[s, j // page_size], j % page_size]`, where table `[sequences, columns]` is int64, or None for
+    page 0.
     """
 
     latent: Tensor
@@ -48,7 +49,7 @@ class Cached:
     queries: int = 1
 
     def readable(self) -> bool:
-        """Whether the last dims are as the kernel wants them."""
+        """Whether the last dims have the stride of 1 that the kernel requires."""
         return all(part.shape[3] < 2 or part.stride(3) == 1 for part in (self.latent, self.k_rope))
 
 
@@ -65,9 +66,11 @@ def attend(
     lengths: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> None:
-    """q `[sequences, Sq, N, L]`, `[sequences, Sq, N, R]`; bias float32 `[1, N or 1, Sq or 1, keys]`; out o as q_latent,
-    lse `[sequences, Sq, N]`, all four contiguous. lengths and offsets `[sequences]`, int64, contiguous: how many keys a
-    sequence has instead of `keys`, and that query i sees those up to i + offset.
+    """Fill o, like q_latent, and lse `[sequences, Sq, N]`.
+
+    q_latent is `[sequences, Sq, N, L]`, q_rope `[sequences, Sq, N, R]`; they, o and lse are contiguous. bias is float32
+    `[1, N or 1, Sq or 1, keys]`. lengths and offsets `[sequences]` are int64 and contiguous: the number of keys of each
+    sequence, instead of `keys`; and query i sees keys up to i + offset.
     """
     sequences, query_count, heads, rank = q_latent.shape
     bias_strides = (0, 0, 0)

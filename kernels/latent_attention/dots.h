@@ -1,16 +1,16 @@
-// Products of a block of keys in bfloat16, two terms an instruction (AVX512-BF16), summed in float32.
+// Products of a block of keys in bfloat16, two terms per instruction (AVX512-BF16), summed in float32.
 //
-// Keys stay as they are: a score takes pairs of neighbours of a key, a value interleaves pairs of keys in registers.
-// That leaves 32 columns of an output in another order, which `end` undoes once for a sequence.
+// Keys are used as they are stored: scores multiply pairs of neighbouring numbers of a key; values interleave two keys
+// in registers. The latter permutes each 32 columns of the output, which `end` undoes once per sequence.
 //
-// Scales of FP8 and INT8 are not multiplied with the keys: those of a key's scores go to its sums, those of its values to its
-// weights, one of each for a group of columns and not one for a number. The numbers themselves are exact in bfloat16.
+// The scales of FP8 and INT8 are not multiplied with the keys, whose numbers are exact in bfloat16. They are multiplied
+// with the scores' sums and with the weights instead: once per key and group of columns, not once per number.
 
 #if defined(__AVX512BF16__)
 
 namespace {
 
-// Columns of two keys interleaved: those of the lower halves of each 128 bits, those of the upper ones.
+// 32 columns of two keys, interleaved: `low` those from the lower halves of each 128 bits, `high` from the upper ones.
 struct Interleaved {
   static constexpr int64_t COLUMNS = 32;
   __m512i low, high;
@@ -23,7 +23,7 @@ struct Interleaved {
 
   static __mmask32 mask(int64_t left) { return left >= COLUMNS ? ~__mmask32{0} : (__mmask32{1} << left) - 1; }
 
-  // Puts the sums of `low` and `high`, which lie side by side, into the order of the columns.
+  // Permutes the sums of `low` and `high`, which lie side by side, into the order of the columns.
   static void undo(float* sums) {
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -36,9 +36,9 @@ struct Interleaved {
 struct Dots {
   typedef bf16 Key;
   static constexpr int64_t PANEL = 16;
-  static constexpr int64_t KEYS = 16;   // of a tile of scores: 16 of 32 registers accumulate
+  static constexpr int64_t KEYS = 16;   // per tile of scores: 16 of 32 registers accumulate
   static constexpr int64_t BLOCK = 64;  // 64 keys of 576 numbers are 72 KiB
-  static constexpr int64_t ROWS = 8;    // of a tile of values: 16 of 32 registers accumulate
+  static constexpr int64_t ROWS = 8;    // per tile of values: 16 of 32 registers accumulate
 
   static bool takes_scales(int64_t groups, int64_t group) { return groups == 1 || group % Interleaved::COLUMNS == 0; }
 
@@ -53,7 +53,7 @@ struct Dots {
         query(padded_rows * pairs),
         weight_pairs(BLOCK / 2 * padded_rows) {}
 
-  // Packs the query of a sequence, [panel, pairs of L and of R, PANEL].
+  // Packs the query of a sequence, [panel, pairs of L then of R, PANEL].
   void begin(const bf16* q_latent, const bf16* q_rope) {
     std::memset(query.data(), 0, padded_rows * pairs * sizeof(pair_t));
     for (int64_t row = 0; row < s.rows; ++row) {
@@ -62,7 +62,7 @@ struct Dots {
     }
   }
 
-  // Keys `ahead`, of any type, are on their way into the second-level cache when this returns.
+  // Also prefetches the keys `ahead`, of any type, into the second-level cache.
   template <typename Latent, typename Rope>
   void score(const Block<bf16>& keys, const Block<Latent, Rope>* ahead, float* scores) const {
     for (int64_t row = 0; row < padded_rows; row += PANEL) {
@@ -122,11 +122,12 @@ struct Dots {
     for (int64_t i = 0; i < width; ++i) to[i / 2 * PANEL] |= pair_t{from[i].bits} << i % 2 * 16;
   }
 
-  // Of `width` columns of the keys from `first` on, which is even; width is too, but where they are the last.
+  // Adds the products of `width` columns of the keys from `first` on. `first` is even, and so is `width` unless these
+  // are the last columns.
   template <typename Number>
   static void add_products(__m512 (&sum)[KEYS], const bf16* const* keys, const pair_t* panel, int64_t first,
                            int64_t width, const Number* const* ahead) {
-    constexpr int64_t LINE_PAIRS = LINE * sizeof(float) / sizeof(Number) / 2;  // that a line ahead has
+    constexpr int64_t LINE_PAIRS = LINE * sizeof(float) / sizeof(Number) / 2;  // in a cache line of keys ahead
     const int64_t whole = (first + width) / 2;
     for (int64_t begin = first / 2; begin < whole; begin += LINE_PAIRS) {
       if (ahead)

@@ -1,19 +1,19 @@
-// Products of a block of keys in float32: what any CPU has.
+// Products of a block of keys in float32, for any CPU.
 
 namespace {
 
 struct Floats {
   typedef float Key;
 #if defined(__AVX512F__)
-  static constexpr int64_t KEYS = 16;  // of a tile of scores: 16 of 32 registers accumulate
+  static constexpr int64_t KEYS = 16;  // per tile of scores: 16 of 32 registers accumulate
 #elif defined(__AVX__)
   static constexpr int64_t KEYS = 6;   // 12 of 16
 #else
   static constexpr int64_t KEYS = 4;   // 16 of 32
 #endif
   static constexpr int64_t PANEL = 16;         // rows of a panel of the packed query
-  // Of a score in one sum: errors grow with sqrt(TERMS + L / TERMS), not sqrt(L), for L = 512 the same of both. With 16
-  // registers sums leave them at the end of each.
+  // Terms of a score accumulated in one sum: errors grow with sqrt(TERMS + L / TERMS), not sqrt(L), which is the same
+  // for both values if L = 512. With 16 registers, the sums have to leave the registers after each TERMS terms.
 #if defined(__AVX__) && !defined(__AVX512F__)
   static constexpr int64_t TERMS = 32;
 #else
@@ -40,7 +40,7 @@ struct Floats {
     }
   }
 
-  // scores [BLOCK, padded rows]; keys `ahead` are on their way if they are floats
+  // scores [BLOCK, padded rows]; prefetches the keys `ahead` if they are floats
   template <typename Latent, typename Rope>
   void score(const Block<float>& keys, const Block<Latent, Rope>* ahead, float* scores) const {
     for (int64_t row = 0; row < padded_rows; row += PANEL) {

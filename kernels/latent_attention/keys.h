@@ -1,8 +1,8 @@
-// The keys of a sequence, wherever they lie, a block at a time.
+// Locates the keys of a sequence, a block at a time, wherever they are stored.
 
 namespace {
 
-// What every way to multiply has to know: `rows` queries times heads, of `rank` and `rope` numbers.
+// The sizes that every kind of product needs: `rows` is queries times heads, each of `rank` and `rope` numbers.
 struct Sizes {
   int64_t rows, rank, rope;
   float scale;
@@ -10,16 +10,17 @@ struct Sizes {
   int64_t width() const { return rank + rope; }
 };
 
-// What latents, of each key `[groups]`, and rope keys, if `rope` too, are yet to be multiplied with; null: nothing.
+// Scales, `[groups]` of each key, that a block's latents, and its rope keys if `rope`, have yet to be multiplied with.
+// Null if there are none.
 struct Scales {
   const float* const* of_keys = nullptr;
-  int64_t groups = 1, group = 0;  // how many, and how far apart
+  int64_t groups = 1, group = 0;  // the number of groups, and their stride
   bool rope = false;
 
   float at(int64_t key, int64_t g) const { return of_keys[key][g * group]; }
 };
 
-// Up to MOST keys in two parts. Those that are missing are the last one again.
+// Up to MOST keys in two parts. The last key is repeated in place of missing ones.
 template <typename Latent, typename Rope = Latent>
 struct Block {
   static constexpr int64_t MOST = 128;
@@ -29,7 +30,7 @@ struct Block {
   Scales scales;
 };
 
-// A block that is next: its lines are sent for a key at a time, into the second-level cache.
+// Prefetches the next block into the second-level cache, one key at a time.
 template <int64_t MOST>
 class Ahead {
  public:
@@ -42,7 +43,7 @@ class Ahead {
     }
   }
 
-  // Inlined: of a call that only does this GCC sees no effect, and leaves it out.
+  // Must be inlined: GCC sees no effect in a call of a function that only prefetches, and removes it.
   __attribute__((always_inline)) void send_for(int64_t key) const {
     if (key < count)
       for (const Part& part : parts[key])
@@ -58,9 +59,9 @@ class Ahead {
   Part parts[MOST][2];
 };
 
-// Key j of a sequence is in row j % page_size of page table[j / page_size]; without a table that is page 0. `queries`
-// sequences that follow each other share what `batch` strides lead to. Latents in FP8 or INT8 have a scale for each of
-// `groups` groups of columns, and so have ropes in that, of one group.
+// Key j of a sequence is in row j % page_size of page table[j / page_size], or of page 0 without a table. Each
+// `queries` consecutive sequences share one step of the `batch` strides. Latents in FP8 or INT8 have a scale for each
+// of `groups` groups of columns; so have rope keys of that type, with one group.
 template <typename Latent, typename Rope>
 struct Cache {
   const Latent* latent;
@@ -71,7 +72,7 @@ struct Cache {
   int64_t latent_batch, latent_page, latent_key, rope_batch, rope_page, rope_key;
   int64_t scales_batch, scales_page, scales_key, scales_group;
 
-  // The `count` keys from `first` on, and their scales.
+  // Locates the `count` keys from `first` on, and their scales; entries up to `room` repeat the last key.
   void locate(int64_t sequence, int64_t first, int64_t count, int64_t room, Block<Latent, Rope>& block,
               const float** block_scales) const {
     const int64_t batch = sequence / queries;

@@ -1,20 +1,20 @@
-// Absorbed MLA for a few rows over cached keys: flash-decoding (Dao et al., 2023) on CPU cores. Sums and softmax in
-// float32, products as `Products` has them.
+// Absorbed MLA for a few rows over cached keys: flash-decoding (Dao et al., 2023) on CPU cores. Sums and softmax are
+// float32; products are those of the template parameter `Products` (Floats, Dots or Tiles).
 //
 //     q_latent [sequences, rows, L], q_rope [sequences, rows, R]  contiguous; row = query * heads + head
-//     latent, k_rope   keys where `Cache` finds them, 1 the stride of the last dim
-//     lengths  [sequences] or null            keys of each sequence, null for `keys` of all
+//     latent, k_rope   keys that `Cache` locates, with a last stride of 1
+//     lengths  [sequences] or null            number of keys of each sequence; null: `keys` for all
 //     offsets  [sequences] or null            query i sees keys up to i + offset
 //     bias     [queries, heads, keys] or null any strides, shared by the sequences, -inf hides
 //     o        [sequences, rows, L], lse [sequences, rows]        contiguous
 //
-// NUMBER is the type of queries and output, LATENT and ROPE those of the keys.
+// NUMBER is the type of queries and output, LATENT and ROPE are those of the keys.
 //
-// The blocks of keys of all sequences, in order, are cut into one contiguous piece a thread. A thread keeps, for each
-// sequence it meets, an unnormalised output, the rows' maximum and the sum of their weights; the pieces of a sequence
-// are merged by their log-sum-exp at the end. A block is read from memory for its scores and is still in the core's
-// cache for its values, so the cache of latents is read once. Keys of another type than the products take are converted
-// into the thread's own block first.
+// The blocks of keys of all sequences, in order, are cut into one contiguous piece per thread. For each sequence that
+// it meets, a thread keeps an unnormalised output, the rows' maximum and the sum of their weights; the partial results
+// of a sequence are merged at the end. A block is read from memory for its scores and is still in the core's cache for
+// its values, so the latents are read from memory once. Keys of a type that the products do not take are first
+// converted into a block of the thread's own.
 
 #include <vector>
 
@@ -40,7 +40,7 @@ struct Problem {
   int64_t length(int64_t sequence) const { return lengths ? lengths[sequence] : keys; }
 };
 
-// What a thread has of a sequence: o unnormalised, m and total [padded rows].
+// A thread's partial result for a sequence: unnormalised o, and m and total [padded rows].
 template <typename Products>
 struct Partial {
   float *o, *m, *total;
@@ -50,7 +50,7 @@ struct Partial {
   Partial(const Problem& p, float* at) : o(at + 2 * p.padded_rows()), m(at), total(at + p.padded_rows()) {}
 };
 
-// A block of keys as the products take it: where it is, or converted.
+// Provides blocks of keys in the type that the products take: in place, or converted.
 template <typename Products>
 class Loader {
   typedef typename Products::Key Key;
@@ -61,7 +61,7 @@ class Loader {
   Loader(const Sizes& sizes, int64_t block)
       : s(sizes), room(block), converted(CONVERTS ? block * sizes.width() * sizeof(Key) / sizeof(float) + 1 : 1) {}
 
-  // The block to multiply with, and in `ahead` the one after it as it lies in memory.
+  // The block to multiply with; `ahead` is set to the next block as it lies in memory, or null.
   const Block<Key>& load(const Problem& p, int64_t sequence, int64_t first, bool has_next, const Raw** ahead) {
     if (!located) locate(p, sequence, first, current);
     const int found = current;
@@ -147,11 +147,11 @@ void hide_later_keys(const Problem& p, int64_t offset, int64_t first, int64_t co
   }
 }
 
-// Blocks [begin, end) of one sequence.
+// Attention to the blocks [begin, end) of one sequence.
 template <typename Products>
 void attend(const Problem& p, int64_t sequence, int64_t begin, int64_t end, const Partial<Products>& partial,
             Workspace<Products>& w) {
-  // The lowest finite number and not -inf: a row whose scores are all -inf then gets exp(-inf) and not a NaN.
+  // The lowest finite number, not -inf: a row whose scores are all -inf then gets exp(-inf), not NaN.
   std::fill_n(partial.m, p.padded_rows(), -FLT_MAX);
   std::fill_n(partial.total, p.padded_rows(), 0.0f);
   std::fill_n(partial.o, Partial<Products>::o_size(p.sizes), 0.0f);
@@ -172,9 +172,9 @@ void attend(const Problem& p, int64_t sequence, int64_t begin, int64_t end, cons
   w.products.end(partial.o);
 }
 
-// How the blocks of all sequences are cut into one piece a thread.
+// Cuts the blocks of all sequences into one piece per thread.
 struct Pieces {
-  std::vector<int64_t> starts;  // of each sequence, in blocks of all
+  std::vector<int64_t> starts;  // of each sequence, among the blocks of all
   int64_t threads = 1;
 
   Pieces(const Problem& p, int64_t block) : starts(1) {
@@ -191,7 +191,7 @@ struct Pieces {
   }
 };
 
-// One row from the partial results of the threads that met its sequence; `o` has room for one.
+// Merges the partial results of one row, from the threads that met its sequence; `o` has room for one row.
 template <typename Products>
 void merge_row(const Problem& p, const Pieces& pieces, float* partials, int64_t sequence, int64_t row, float* o) {
   const int64_t rank = p.sizes.rank;
@@ -207,14 +207,14 @@ void merge_row(const Problem& p, const Pieces& pieces, float* partials, int64_t 
     const float* from = partial.o + row * Products::o_stride(p.sizes);
     for (int64_t c = 0; c < rank; ++c) o[c] = o[c] * decay + from[c] * weight;
   }
-  // The greatest score adds exp(0) = 1 to total, so only a row that saw no key is below 1.
+  // A row's greatest score adds exp(0) = 1 to its total, so only a row that saw no key is below 1.
   const float divisor = total < 1.0f ? 1.0f : total;
   for (int64_t c = 0; c < rank; ++c) o[c] /= divisor;
   convert(o, rank, 1.0f, p.o + (sequence * p.rows() + row) * rank);
   p.lse[sequence * p.rows() + row] = m + std::log(total);
 }
 
-// Threads that have at least this many products each, about 10 us: waking one takes as long.
+// The least number of products per thread, about 10 us: waking a thread takes as long.
 constexpr int64_t PRODUCTS_OF_A_THREAD = 1 << 20;
 
 template <typename Products>
@@ -222,7 +222,7 @@ void run(const Problem& p, int64_t most_threads) {
   Pieces pieces(p, Products::BLOCK);
   const int64_t products = pieces.starts.back() * Products::BLOCK * p.rows() * (p.sizes.rank + p.sizes.width());
   const int64_t threads = pieces.threads = std::min(most_threads, products / PRODUCTS_OF_A_THREAD + 1);
-  // Going on to the next thread or the next sequence is going on to the next partial result.
+  // Partial results are numbered thread + sequence: each next one belongs to the next thread or the next sequence.
   const Buffer partials((threads + p.sequences) * Partial<Products>::size(p));
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
   for (int64_t thread = 0; thread < threads; ++thread) {

@@ -1,9 +1,10 @@
-"""Absorbed MLA in C++ (`native.cpp`) for the few rows of a decode step; what CPU tensors get.
+"""Absorbed MLA in C++ (`native.cpp`) for the few rows of a decode step: the implementation for CPU tensors.
 
-Compiled graphs with a mask of one row a sequence, or none, get the same from `dispatcher.cpp` without this Python.
+In compiled graphs with no mask, or a mask of one row per sequence, `dispatcher/latent_attention.h` does the same
+without this Python code.
 
-The matrix products that `aten.py` is made of are thin then, with 16 or 128 rows, and far from what a core can do.
-Everything else goes to `aten.py`: float64, many rows, keys that are no range, no C++ compiler.
+With 16 or 128 rows, the matrix products of `aten.py` are thin and far from what a core can do. Everything else goes to
+`aten.py`: float64, many rows, keys that are not a range, no C++ compiler.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .aten import attend as attend_with_aten
 from .cached import KERNELS, MOST_ROWS, Cached, attend
 
 Span = tuple[range, Visibility, range]
-"""Sequences, what their queries see, and the keys to load for that."""
+"""Sequences, what their queries see, and the keys to load for them."""
 
 
 def attend_on_cpu(x: LatentAttention) -> tuple[Tensor, Tensor]:
@@ -43,12 +44,12 @@ def attend_on_cpu(x: LatentAttention) -> tuple[Tensor, Tensor]:
 
 
 def _spans(x: LatentAttention) -> list[Span] | None:
-    """All sequences together, or each alone where the mask tells them apart; None if one's keys are no range."""
+    """All sequences together, or each alone where their masks differ; None if the keys of one are not a range."""
     (batch, tokens), device, mask, causal_offset = x.latent.shape[:2], x.latent.device, x.mask, x.causal_offset
     if mask is not None and mask.dtype == torch.bool:
         if bool(mask.all()):
             mask = None
-        elif mask.numel() == tokens and causal_offset is None:  # one row for all: the keys are all that it says
+        elif mask.numel() == tokens and causal_offset is None:  # one row for all: which keys are loaded says it all
             keys = positions(mask.flatten())
             unmasked = Visibility(None, None, tokens, device)
             return [(range(batch), unmasked, keys)] if isinstance(keys, range) else None
@@ -65,7 +66,7 @@ def _spans(x: LatentAttention) -> list[Span] | None:
 
 
 def _cached(latent: Tensor, k_rope: Tensor) -> Cached:
-    """Latents `[b, T, L]` and rope keys `[b, T, R]`: one page of each sequence."""
+    """Latents `[b, T, L]` and rope keys `[b, T, R]` as one page per sequence."""
     return Cached(latent[:, None], k_rope[:, None])
 
 

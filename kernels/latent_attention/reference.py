@@ -11,7 +11,7 @@ from .arguments import LatentAttention
 
 
 def attend_to_all(x: LatentAttention) -> tuple[Tensor, Tensor]:
-    """In the dtype of the inputs, float64 included; lse `[B, Sq, N]` keeps that dtype."""
+    """o and lse `[B, Sq, N]`, both in the dtype of the inputs, float64 included."""
     causal = causal_mask(x.q_latent.shape[1], x.latent.shape[1], x.causal_offset, x.latent.device)
     latent, k_rope = blanked((x.latent, x.k_rope), x.mask, causal)
     scores = torch.einsum("bsnl,btl->bnst", x.q_latent, latent) + torch.einsum("bsnr,btr->bnst", x.q_rope, k_rope)

@@ -1,7 +1,7 @@
-"""Absorbed MLA on a GPU: `_common.kernel` over rows that lie one after the other.
+"""Absorbed MLA on a GPU: `_common.kernel` over the consecutive rows of a dense cache.
 
 q_latent [B, Sq, N, L], q_rope [B, Sq, N, R]
-latent [B, T, L], k_rope [B, T, R]   any strides but 1 in the last dim; no key is copied
+latent [B, T, L], k_rope [B, T, R]   any strides but 1 in the last dim; keys are not copied
 mask None, bool or floating, broadcast to [B, N, Sq, T]
 """
 

@@ -1,4 +1,4 @@
-"""`mla::merge_states`: one attention out of two over disjoint keys."""
+"""`mla::merge_states`: merge attention over two disjoint sets of keys into one."""
 
 from .aten import merge_states_aten
 from .gpu import merge_states_gpu

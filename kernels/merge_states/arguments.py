@@ -1,4 +1,4 @@
-"""What `mla::merge_states` takes."""
+"""The arguments of `mla::merge_states` and their checks."""
 
 from __future__ import annotations
 

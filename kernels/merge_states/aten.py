@@ -1,4 +1,4 @@
-"""Merging partial attentions out of ATen operations, on any device."""
+"""Merging partial attentions with ATen operations, on any device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .arguments import MergeStates
 
 
 def merge(x: MergeStates) -> tuple[Tensor, Tensor]:
-    """o and lse: moves from o_a towards o_b by b's share of the weight."""
+    """o and lse: interpolates from o_a towards o_b by b's share of the weight."""
     dtype = torch.promote_types(x.o_a.dtype, torch.float32)
     share = share_of_second(x.lse_a, x.lse_b).to(dtype)
     o = x.o_a.new_empty(x.o_a.shape).copy_(torch.lerp(x.o_a.to(dtype), x.o_b.to(dtype), share[..., None]))
@@ -19,7 +19,7 @@ def merge(x: MergeStates) -> tuple[Tensor, Tensor]:
 
 
 def share_of_second(lse_a: Tensor, lse_b: Tensor) -> Tensor:
-    """`exp(lse_b - lse) = sigmoid(lse_b - lse_a)`, of the dtype and shape of both; 0 where neither has any weight."""
+    """`exp(lse_b - lse) = sigmoid(lse_b - lse_a)`, in the dtype and shape of both; 0 where b has no weight."""
     return torch.sigmoid(lse_b - lse_a).masked_fill(lse_b == -torch.inf, 0.0)
 
 

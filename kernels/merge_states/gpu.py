@@ -1,4 +1,7 @@
-"""What CUDA and ROCm tensors get: the Triton kernel, which is imported at the first call. float64 is ATen's."""
+"""The implementation for CUDA and ROCm tensors: the Triton kernel, which is imported at the first call.
+
+ATen operations take over for float64.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two attentions over disjoint keys in one, a few rows at a time.
+"""Merge two attentions over disjoint keys, a few rows per program.
 
 o_a, o_b, o [rows, V], lse_a, lse_b, lse [rows]   contiguous
 """
@@ -17,7 +17,7 @@ def merge(o_a, lse_a, o_b, lse_b, o, lse, rows, V: tl.constexpr, BLOCK: tl.const
     exists = row < rows
     a = tl.load(lse_a + row, mask=exists, other=0.0)
     b = tl.load(lse_b + row, mask=exists, other=0.0)
-    # The lowest finite number and not -inf: two empty sets then get exp(-inf) and not a NaN.
+    # The lowest finite number, not -inf: two empty sets then get exp(-inf), not NaN.
     m = tl.maximum(tl.maximum(a, b), LOWEST)
     weight_a = tl.exp2((a - m) * LOG2E)
     weight_b = tl.exp2((b - m) * LOG2E)
@@ -28,6 +28,6 @@ def merge(o_a, lse_a, o_b, lse_b, o, lse, rows, V: tl.constexpr, BLOCK: tl.const
     inside = exists[:, None] & (column < V)[None, :]
     values = tl.load(o_a + place, mask=inside, other=0.0).to(tl.float32) * weight_a[:, None]
     values += tl.load(o_b + place, mask=inside, other=0.0).to(tl.float32) * weight_b[:, None]
-    # The greater weight is 1, so only two empty sets are below 1.
+    # The greater weight is 1, so the total is below 1 only for two empty sets.
     values = values / tl.maximum(total, 1.0)[:, None]
     tl.store(o + place, values.to(o.dtype.element_ty), mask=inside)

@@ -15,7 +15,7 @@ from .arguments import MergeStates
 from .kernel import merge
 
 _ELEMENTS = 4096
-"""Numbers of an output that a program makes: 32 a thread."""
+"""Numbers of the output per program: 32 per thread."""
 
 
 def merge_states_triton(x: MergeStates) -> tuple[Tensor, Tensor]:
@@ -34,6 +34,6 @@ def merge_states_triton(x: MergeStates) -> tuple[Tensor, Tensor]:
 
 @cache
 def constants_of(columns: int) -> dict[str, int]:
-    """What the kernel is specialised to."""
+    """The constants that the kernel is specialised to."""
     block = power_of_two(columns)
     return {"V": columns, "BLOCK": block, "ROWS": max(_ELEMENTS // block, 1)}

@@ -1,4 +1,4 @@
-"""`mla::paged_expanded_attention`: attention over up-projected keys and values of a latent cache that lies in pages."""
+"""`mla::paged_expanded_attention`: attention over up-projected keys and values of a latent cache stored in pages."""
 
 from .aten import paged_expanded_attention_aten
 from .gpu import paged_expanded_attention_gpu

@@ -1,4 +1,4 @@
-"""What `mla::paged_expanded_attention` takes."""
+"""The arguments of `mla::paged_expanded_attention` and their checks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PagedExpandedAttention(InPages):
 
     @property
     def counts(self) -> Tensor | int:
-        """How many queries of each sequence are no padding, `[B]`, or of all."""
+        """How many queries of each sequence are not padding: `[B]`, or one number for all."""
         return self.q.shape[1] if self.query_lens is None else self.query_lens
 
     @property
@@ -46,13 +46,13 @@ class PagedExpandedAttention(InPages):
 
     @property
     def padding(self) -> Tensor | None:
-        """Which queries are padding, bool `[B, Sq]`; None: none is."""
+        """Which queries are padding, bool `[B, Sq]`; None if none is."""
         if self.query_lens is None:
             return None
         return torch.arange(self.q.shape[1], device=self.q.device) >= self.query_lens[:, None]
 
     def check(self) -> None:
-        """Check shapes, dtypes and devices, and on CPU lengths and pages. Raises: KernelError."""
+        """Check shapes, dtypes and devices, and on CPU the lengths and pages. Raises: KernelError."""
         q, w_uk, w_uv = self.q, self.w_uk, self.w_uv
         check_rank(OP, "q", q, "B Sq N P+R")
         check_rank(OP, "latent_pages", self.latent_pages, "pages page_size L")
@@ -77,7 +77,7 @@ class PagedExpandedAttention(InPages):
 
 
 def zero(result: tuple[Tensor, Tensor], padding: Tensor | None) -> tuple[Tensor, Tensor]:
-    """o and lse with those of queries that are padding put to 0 and -inf."""
+    """o and lse, set to 0 and -inf for queries that are padding."""
     if padding is None:
         return result
     o, lse = result

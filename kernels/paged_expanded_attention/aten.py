@@ -1,10 +1,10 @@
-"""Chunked MLA over pages, a sequence at a time: what CPU tensors get, and what others do where no kernel suits.
+"""Chunked MLA over pages, a sequence at a time: the CPU implementation, and that of other devices without a kernel.
 
-A chunk is gathered from its pages, in the dtype of the arithmetic, and goes the way of `expanded_attention`'s
-chunks: up-projected into the workspace, and attended to by its C++ or by flash attention. On CPU the lengths are read,
-so only pages in use are touched and padding is left out; elsewhere that would stall the device, so all that the table
-has room for is gathered, and hidden. Compiled graphs without a mask get the same on CPU from
-`dispatcher/paged_expanded_attention.h` without this Python.
+A chunk is gathered from its pages, in the dtype of the arithmetic, and then handled like a chunk of
+`expanded_attention`: up-projected into the workspace, and attended to by its C++ kernel or by flash attention. On CPU
+the lengths are read, so that only pages in use are touched and padding is skipped; elsewhere that would stall the
+device, so everything that the table has room for is gathered, and masked. On CPU, in compiled graphs without a mask,
+`dispatcher/paged_expanded_attention.h` does the same without this Python code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def attend(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
     lse = q.new_full((batch, queries, heads), -torch.inf, dtype=torch.float32)
     if padding is not None:
         q = q.masked_fill(padding[..., None, None], 0.0)
-    if x.causal and not host:  # what is behind the last query may be anything
+    if x.causal and not host:  # keys after the last query may hold anything
         pages = pages.before(starts + x.counts)
     for b, (stop, count, offset) in enumerate(zip(pages.stops(), counts, offsets, strict=True)):
         if not stop or not count:
@@ -53,7 +53,7 @@ def attend(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
             places = keys if isinstance(keys, Tensor) else torch.arange(keys.start, keys.stop, device=device)
             if pages.scales is None:
                 return pages.load(b, places, dtype)
-            # A scale is float32: what it gives is rounded once.
+            # Scales are float32; multiplying in float32 rounds the result only once.
             latent, k_rope = pages.load(b, places, torch.promote_types(dtype, torch.float32))
             return latent.to(dtype), k_rope.to(dtype)
 

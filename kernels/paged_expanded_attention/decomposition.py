@@ -1,4 +1,4 @@
-"""Chunked MLA over pages as ATen operations that a graph can hold: a loop that reads each chunk's latents there."""
+"""Chunked MLA over pages as ATen operations that a graph can hold: a loop that gathers each chunk's latents."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from .arguments import PagedExpandedAttention, zero
 
 
 def attend_to_pages(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
-    """o and lse, to be traced.
+    """o and lse, in a form that can be traced.
 
-    As many turns as the longest sequence takes; keys and values exist as for `mla::expanded_attention`. Rope keys and
-    scales of the whole table are gathered at once: they share memory with the latents, which a loop's inputs may not.
+    The loop runs as many times as the longest sequence needs; keys and values exist as for `mla::expanded_attention`.
+    Rope keys and scales of the whole table are gathered before the loop, because they may share memory with the
+    latents, which inputs of a loop must not.
     """
     q, mask, starts, lengths, padding = x.q, x.mask, x.starts, x.seq_lens, x.padding
     dtype = torch.promote_types(q.dtype, torch.float32)
     page_size, capacity = x.pages.page_size, x.pages.capacity
-    if x.causal:  # what is behind the last query may be anything
+    if x.causal:  # keys after the last query may hold anything
         lengths = torch.minimum(lengths, starts + x.counts).clamp_min(0)
     if padding is not None:
         q = q.masked_fill(padding[..., None, None], 0.0)

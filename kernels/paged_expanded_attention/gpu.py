@@ -1,6 +1,6 @@
-"""What CUDA and ROCm tensors get: library products and Triton kernels, which are imported at the first call.
+"""The implementation for CUDA and ROCm tensors: library products and Triton kernels, imported at the first call.
 
-ATen operations take over for float64 and for pages whose rows are not dense, and a mask whose elements are too far
+ATen operations take over for float64, for pages whose rows are not dense, and for a mask whose elements are too far
 apart.
 """
 

@@ -1,12 +1,12 @@
-"""Gather the latents and rope keys of a chunk from their pages, and multiply them with their scales.
+"""Gather the latents and rope keys of a chunk from their pages, and apply their scales.
 
     latent, rope             [pages, page_size, L], [pages, page_size, R]     any strides but 1 in the last dim
     scales                   [pages, page_size, G], any strides, 0 where it broadcasts
     table [B, max_pages], stops [B]
     latent_out, rope_out     [B, C, L], [B, C, R]                             contiguous
 
-A program takes a tile of positions of one sequence. From the sequence's stop on nothing is read, and what is written is
-0: a library's product is what reads it, and may have a row's numbers meet those of the next.
+A program takes a tile of positions of one sequence. From the sequence's stop on nothing is read, and zeros are written:
+the outputs are read by a library's product, in which the numbers of one row may affect other rows.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def gather_chunk(
 
 @triton.jit
 def store_rows(base, row, values, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns FIRST to WIDTH of contiguous rows of WIDTH, at any of them."""
+    """Store BLOCK columns from FIRST on, as far as WIDTH, of contiguous rows of WIDTH columns, given by number."""
     columns = FIRST + tl.arange(0, BLOCK)
     mask = exists[:, None]
     if FIRST + BLOCK > WIDTH:

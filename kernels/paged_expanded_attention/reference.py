@@ -1,4 +1,4 @@
-"""MLA over pages with all keys and values up-projected, as the equation says: the oracle of every other way."""
+"""MLA over pages with all keys and values up-projected, as the equation says: the oracle of every implementation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .arguments import PagedExpandedAttention
 
 
 def attend_sequence_by_sequence(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
-    """In the dtype of the queries, float64 included; lse `[B, Sq, N]` keeps that dtype."""
+    """o and lse `[B, Sq, N]`, both in the dtype of the queries, float64 included."""
     batch, queries, heads, _ = x.q.shape
     o = x.q.new_zeros((batch, queries, heads, x.w_uv.shape[1]))
     lse = x.q.new_full((batch, queries, heads), -torch.inf)

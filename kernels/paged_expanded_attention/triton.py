@@ -1,10 +1,10 @@
-"""Chunked MLA over pages on a GPU: `kernel` gathers a chunk, and all else is that of `expanded_attention`.
+"""Chunked MLA over pages on a GPU: `kernel` gathers a chunk, and `expanded_attention` does all else.
 
     latent_pages [pages, page_size, L], rope_pages [pages, page_size, R]   any strides but 1 in the last dim
     block_table [B, max_pages], seq_lens, first_positions and query_lens [B]
 
-Chunks are laid over all positions that the table has room for: how many of them a sequence has is the device's to know.
-What is gathered is a few bytes of each key against the thousands of operations of its up-projection.
+Chunks cover all positions that the table has room for, because only the device knows the lengths. Gathering is cheap:
+a few bytes per key, against the thousands of operations of the key's up-projection.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .arguments import PagedExpandedAttention
 from .kernel import gather_chunk
 
 GATHERED = 16
-"""Positions of a program: 9,216 elements of DeepSeek's rows, 36 a thread and load of 256 columns in 4 warps."""
+"""Positions per program: 9,216 elements of DeepSeek's rows, 36 per thread and load of 256 columns in 4 warps."""
 WARPS = 4
 PLANS = Plans[dict[str, Any]]()
-"""What the gathering is specialised to."""
+"""The constants of the gathering kernel, by machine and layout of the pages."""
 
 
 def paged_expanded_attention_triton(
@@ -40,7 +40,7 @@ def paged_expanded_attention_triton(
     rank, rope = pages.latent.shape[2], pages.rope.shape[2]
     starts, stops = x.starts if x.causal else None, pages.lengths
     if starts is not None and x.first_positions is not None:
-        stops = torch.minimum(stops, starts + x.counts)  # what is behind the last query may be anything
+        stops = torch.minimum(stops, starts + x.counts)  # keys after the last query may hold anything
     starts, counts = (t if t is None else t.contiguous() for t in (starts, x.query_lens))
     lengths, stops = Lengths(pages.lengths.contiguous(), starts, counts), stops.contiguous()
     key = machine, *map(layout, (pages.latent, pages.rope, pages.scales))
@@ -76,7 +76,7 @@ def paged_expanded_attention_triton(
 
 
 def constants_of(machine: Machine, pages: Pages) -> dict[str, Any]:
-    """What the gathering is specialised to."""
+    """The constants that the gathering kernel is specialised to."""
     rank, rope = pages.latent.shape[2], pages.rope.shape[2]
     first, second = columns(rank)
     return {

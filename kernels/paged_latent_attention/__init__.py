@@ -1,4 +1,4 @@
-"""`mla::paged_latent_attention`: attention over a latent cache that lies in pages."""
+"""`mla::paged_latent_attention`: attention over a latent cache stored in pages."""
 
 from .aten import paged_latent_attention_aten
 from .gpu import paged_latent_attention_gpu

@@ -1,4 +1,4 @@
-"""What `mla::paged_latent_attention` takes."""
+"""The arguments of `mla::paged_latent_attention` and their checks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PagedLatentAttention(InPages):
         return self.seq_lens - self.q_latent.shape[1] if self.first_positions is None else self.first_positions
 
     def check(self) -> None:
-        """Check shapes, dtypes and devices, and on CPU lengths and pages. Raises: KernelError."""
+        """Check shapes, dtypes and devices, and on CPU the lengths and pages. Raises: KernelError."""
         check_rank(OP, "q_latent", self.q_latent, "B Sq N L")
         check_rank(OP, "q_rope", self.q_rope, "B Sq N R")
         check_rank(OP, "latent_pages", self.latent_pages, "pages page_size L")

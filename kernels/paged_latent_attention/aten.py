@@ -1,14 +1,14 @@
-"""Paged absorbed MLA out of ATen operations: for whatever has no kernel of its own.
+"""Paged absorbed MLA from ATen operations, for everything without a kernel of its own.
 
-A sequence at a time, its pages are gathered a bounded chunk of keys after the other and attended to by
-`mla::latent_attention`; what the chunks give is merged by its log-sum-exp:
+For one sequence at a time, bounded chunks of keys are gathered from its pages and attended to by
+`mla::latent_attention`; the results of the chunks are merged by their log-sum-exp:
 
     latent, k_rope   [1, C, L], [1, C, R]   of at most _CHUNK_ELEMENTS numbers, however long the sequence is
     o, lse           [1, Sq, N, L], [1, Sq, N]
 
-Half precision is computed in float32, and what is merged stays float32. On CPU the lengths are read and only pages in
-use are touched; elsewhere that would stall the device, so every page of the table is gathered, page 0 in place of those
-out of use, and masked.
+Half precision is computed and merged in float32. On CPU the lengths are read and only pages in use are touched;
+elsewhere that would stall the device, so every page of the table is gathered, page 0 in place of unused ones, and
+masked.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ..visibility import reads_values
 from .arguments import PagedLatentAttention
 
 _CHUNK_ELEMENTS = 1 << 20
-"""Elements of latent and rope key gathered at a time: 4 MiB in float32, what the attention over them also takes."""
+"""Elements of latent and rope key gathered at a time: 4 MiB in float32, the chunk of `latent_attention` too."""
 
 
 def attend(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
-    """o and lse. Sequences are computed alone: what `split_tokens` asks for holds whatever it is."""
+    """o and lse. Sequences are computed one by one, so what `split_tokens` asks for holds for any value of it."""
     batch, queries, heads, _ = x.q_latent.shape
     pages, starts = x.pages, x.starts
     host = reads_values(x.seq_lens)
     offsets = starts.tolist() if x.causal and host else [0] * batch
     if x.causal and not host:
-        pages = pages.before(starts + queries)  # what is behind the last query may be anything
+        pages = pages.before(starts + queries)  # keys after the last query may hold anything
     chunk = max(_CHUNK_ELEMENTS // (x.latent_pages.shape[2] + x.rope_pages.shape[2]), 1)
     dtype = torch.promote_types(x.q_latent.dtype, torch.float32)
     q = x.q_latent.to(dtype), x.q_rope.to(dtype)

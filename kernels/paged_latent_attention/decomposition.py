@@ -1,4 +1,4 @@
-"""Paged absorbed MLA as ATen operations that a graph can hold: the pages of a table are gathered, and attended to."""
+"""Paged absorbed MLA as ATen operations that a graph can hold: gather all pages of the table, then attend."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .arguments import PagedLatentAttention
 
 
 def gather_and_attend(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
-    """o and lse, to be traced. A copy of all keys of the table exists, in at least float32."""
+    """o and lse, in a form that can be traced. Makes a copy of all keys of the table in at least float32."""
     dtype = torch.promote_types(x.q_latent.dtype, torch.float32)
     page_size, pages = x.latent_pages.shape[1], x.block_table.shape[1]
     queries = x.q_latent.shape[1]
     first, lengths = x.starts, x.seq_lens
-    if x.causal:  # what is behind the last query may be anything
+    if x.causal:  # keys after the last query may hold anything
         lengths = torch.minimum(x.seq_lens, first + queries)
     in_use = torch.arange(pages, device=x.block_table.device) * page_size < lengths[:, None]
     table = x.block_table.masked_fill(~in_use, 0)

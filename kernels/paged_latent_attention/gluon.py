@@ -1,5 +1,5 @@
-"""Paged absorbed MLA on Hopper and Blackwell, in Gluon: the launches of `warp_groups` or `tensor_memory`, and of
-`combine` for what was cut.
+"""Paged absorbed MLA on Hopper and Blackwell, in Gluon: launch `warp_groups` or `tensor_memory`, then `combine` what
+was cut.
 
 q_latent [B, Sq, N, 512], q_rope [B, Sq, N, 64], latent and rope key in one row of bfloat16, pages of 64 tokens
 block_table [B, max_pages], seq_lens [B]
@@ -38,7 +38,7 @@ class _Plan:
     work: Work
     kernel: Any
     own: tuple[int, ...]
-    """Numbers of all three launches: the batch, parts, and what a sequence takes besides its keys."""
+    """Numbers that all three launches take: the batch, the parts, and what a sequence takes besides its keys."""
     combining_grid: tuple[int]
     combining: dict[str, Any]
 
@@ -47,7 +47,7 @@ _PLANS = Plans[_Plan]()
 
 
 def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | None = None) -> tuple[Tensor, Tensor]:
-    """o and lse, on a machine or the one that is there, of what `Takes` of the implementation lets through."""
+    """o and lse, on a machine (by default the present one), for problems that the implementation's `Takes` accepts."""
     machine = machine or present(x.q_latent.device)
     batch, queries, heads, _ = x.q_latent.shape
     q_latent, q_rope = (q if q.stride(3) == 1 else q.contiguous() for q in (x.q_latent, x.q_rope))
@@ -62,7 +62,7 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
         partial = [lse.new_empty(size) for size in ((work.slots, _RANK), work.slots, work.slots)]
     pieces = torch.empty((work.parts, _RECORD), dtype=torch.int32, device=lse.device)
     lengths, tokens = x.seq_lens.contiguous(), x.pages.capacity
-    # With one query none is hidden but what is behind the last key.
+    # A single query sees all keys of its sequence.
     causal = x.causal and queries > 1
     share_out[(work.parts,)](
         *(pieces, lengths, queries, tokens, *plan.own),
@@ -92,7 +92,7 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
 
 
 def rows_of(pages: Tensor) -> Tensor:
-    """All rows `[rows, columns]` from the first to the last of pages, which are a whole number of rows apart."""
+    """All rows `[rows, columns]` from the first to the last of the pages, which are a whole number of rows apart."""
     count, size, columns = pages.shape
     rows = (count - 1) * (pages.stride(0) // pages.stride(1)) + size
     return pages.as_strided((rows, columns), (pages.stride(1), 1))
@@ -100,9 +100,9 @@ def rows_of(pages: Tensor) -> Tensor:
 
 def _new_plan(machine: Machine, batch: int, rows: int) -> _Plan:
     kernel, tile, programs = attend_by_warp_groups, _PAGE, 1
-    if machine.arch != "sm_90":  # two programs have a half of the columns each
+    if machine.arch != "sm_90":  # two programs take half of the columns each
         kernel, tile, programs = attend_in_tensor_memory, ROWS.value, 2
-    # What a sequence takes besides its keys, queries read and sums written, in pages read.
+    # What a sequence takes besides its keys (reading queries and writing sums), in pages read.
     own = tile * (_KEY_BYTES + 4 * _RANK / programs) / _KEY_BYTES / _PAGE
     work = shared_out(batch, rows, triton.cdiv(rows, tile) * programs, machine.processors, own)
     combining = combination(work.combined, rows, _RANK, machine.processors)

@@ -1,4 +1,4 @@
-"""What CUDA and ROCm tensors get: the Triton kernel, which is imported at the first call, or another project's.
+"""The implementation for CUDA and ROCm tensors: our Triton kernel, imported at the first call, or another project's.
 
 ATen operations take over for float64 and for pages whose rows are not dense.
 """

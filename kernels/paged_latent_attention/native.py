@@ -1,9 +1,9 @@
-"""Paged absorbed MLA in C++ for the few rows of a decode step; what CPU tensors get.
+"""Paged absorbed MLA in C++ for the few rows of a decode step: the implementation for CPU tensors.
 
-Compiled graphs without a mask get the same from `dispatcher/paged_latent_attention.h` without this Python.
+In compiled graphs without a mask, `dispatcher/paged_latent_attention.h` does the same without this Python code.
 
-The kernel of `latent_attention`, which reads keys where they are in the pages, FP8 and INT8 ones too. Masks, float64,
-many rows, pages whose last dim is not contiguous, and a machine without a C++ compiler go to `aten.py`.
+This is the kernel of `latent_attention`, which reads keys in place from the pages, also in FP8 and INT8. Masks,
+float64, many rows, pages whose last dim is not contiguous, and a machine without a C++ compiler go to `aten.py`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def attend_on_cpu(operands: PagedLatentAttention) -> tuple[Tensor, Tensor]:
     if operands.causal:
         offsets = lengths - query_count if first_positions is None else first_positions.to(torch.int64)
         offsets = offsets.contiguous()
-        lengths = torch.minimum(lengths, offsets + query_count).clamp_(min=0)  # what is behind may be anything
+        lengths = torch.minimum(lengths, offsets + query_count).clamp_(min=0)  # later keys may hold anything
     lengths = lengths.contiguous()
     q = q_latent.contiguous(), q_rope.contiguous()
     o = q_latent.new_empty(q_latent.shape)
     lse = q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32)
-    # How keys are shared out to the threads depends on all sequences of a call.
+    # How keys are distributed over threads depends on all sequences of a call.
     for b in [slice(0, batch)] if operands.split_tokens is None else [slice(b, b + 1) for b in range(batch)]:
         own = Cached(cached.latent, cached.k_rope, scales, table[b], cached.queries)
         of_own = lengths[b], None if offsets is None else offsets[b]

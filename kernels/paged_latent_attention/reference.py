@@ -13,7 +13,7 @@ from .arguments import PagedLatentAttention
 
 
 def attend_sequence_by_sequence(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
-    """In the dtype of the queries, float64 included; lse `[B, Sq, N]` keeps that dtype."""
+    """o and lse `[B, Sq, N]`, both in the dtype of the queries, float64 included."""
     results = []
     for b, length in enumerate(x.seq_lens.tolist()):
         this = slice(b, b + 1)

@@ -1,17 +1,17 @@
-"""Decode over pages on Blackwell (sm_100), sums in tensor memory, in Gluon: one warp loads, one multiplies, four take
-the softmax.
+"""Decode over pages on Blackwell (sm_100) with sums in tensor memory, in Gluon: one warp loads, one multiplies, four
+compute the softmax.
 
-A program takes 128 rows (heads of queries) of a sequence and a half of the output's columns, 128 x 256 sums: a half of
-tensor memory, beside the scores and the weights of a page. Two programs compute the same scores, so that all rows of a
-product are in use: with 64 rows and all columns the matrix unit runs at half its rate.
+A program takes 128 rows (heads of queries) of a sequence and half of the output's columns. Its 128 x 256 sums take half
+of tensor memory, beside the scores and the weights of a page. Two programs compute the same scores, in order to use all
+rows of a product: with 64 rows and all columns, the matrix unit would run at half its rate.
 
     loader      page j                                       other half, page j + 1          own half
     products    S = Q K^T                          O += P V                        S = Q K^T
     softmax                   P, O to the new m                                              P, O to the new m
 
-Shared memory, of 227 KiB: queries 144, a page 72. A page is loaded in two parts with a barrier each: the half of the
-columns that are this program's values (`own`), and the other half with the rope keys (`rest`), which are free for the
-next page once the scores are there. Tensors and what is written are those of `warp_groups`.
+Shared memory, of 227 KiB: 144 for queries, 72 for a page. A page is loaded in two parts with a barrier each: the half
+of the columns that are this program's values (`own`), and the other half with the rope keys (`rest`), which is free for
+the next page once the scores are computed. Inputs and outputs are those of `warp_groups`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from .warp_groups import HALF, KEYS, LOADED, RECORD, ROPE, TILE, clear, copy, ke
 
 ROWS = gl.constexpr(128)
 IN_ROWS = gl.constexpr(gl.BlockedLayout([1, 64], [32, 1], [4, 1], [0, 1]))
-"""A row a thread, 64 columns at a time, as tensor memory is read."""
+"""One row per thread, 64 columns at a time: the layout in which tensor memory is read."""
 SCORES = gl.constexpr(TensorMemoryLayout([128, 64], col_stride=1))
 SUMS = gl.constexpr(TensorMemoryLayout([128, 256], col_stride=1))
 OWN, REST, FREE_OWN, FREE_REST, SCORED, WEIGHED, SUMMED, QUERIES = (gl.constexpr(i) for i in range(8))
-"""Places of barriers."""
+"""Indices of barriers."""
 
 
 @gluon.jit
 def load_pages(own_half, rest_half, ropes, barriers, latent_rows, rope_rows, where):
-    """The loader: pages of all sequences of a piece, each part as soon as there is room."""
+    """The loader: load pages of all sequences of a piece, each part as soon as there is room."""
     table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_rows, half = where
     group, on_line, turns, piece, payload, width = taken_by(pieces)
     free = 1
@@ -48,7 +48,7 @@ def load_pages(own_half, rest_half, ropes, barriers, latent_rows, rope_rows, whe
         count, begin, end = keys_of(lengths, group, on_line, piece, payload, tokens)
         entries = table + group.to(gl.int64) * table_stride_0
         for start in range(begin, gl.maximum(end, begin + 1), TILE):
-            # Of a page that is not there, nothing is loaded.
+            # Nothing is loaded for a page that does not exist.
             row = gl.load(entries + (start // TILE).to(gl.int64) * table_stride_1, mask=start < end, other=0)
             row = row.to(gl.int32) * page_rows
             mbarrier.wait(barriers.index(FREE_REST), free)
@@ -71,7 +71,7 @@ def load_pages(own_half, rest_half, ropes, barriers, latent_rows, rope_rows, whe
 
 @gluon.jit
 def multiply(shared, tensors, barriers, where):
-    """The warp that asks for products: of each page scores, and then sums."""
+    """The warp that issues products: for each page the scores, then the sums."""
     own_half, rest_half, ropes, q_own, q_rest, q_ropes = shared
     scores, weights, sums = tensors
     _, lengths, pieces, tokens, own, _, _, _, _ = where
@@ -106,7 +106,7 @@ def multiply(shared, tensors, barriers, where):
 
 @gluon.jit
 def weigh(shared, tensors, barriers, inputs, outputs, numbers, CAUSAL: gl.constexpr):
-    """Four warps: queries, the softmax of each page, sums in its scale, and results."""
+    """Four warps: load queries, compute the softmax of each page, rescale the sums, and store results."""
     own_half, _, _, q_own, q_rest, q_ropes = shared
     scores_there, weights_there, sums_there = tensors
     q_latent, q_rope, lengths, pieces = inputs
@@ -150,7 +150,7 @@ def weigh(shared, tensors, barriers, inputs, outputs, numbers, CAUSAL: gl.conste
             if end - start < TILE:
                 clear(own_half, end - start)
                 fence_async_shared()
-            # The sums of the page before are there: this one was loaded to where its values were.
+            # The sums of the previous page are complete, because this page was loaded in place of its values.
             weights_there.store(weights.to(gl.bfloat16))
             if start > begin:
                 for column in gl.static_range(0, HALF, 64):
@@ -160,11 +160,11 @@ def weigh(shared, tensors, barriers, inputs, outputs, numbers, CAUSAL: gl.conste
             filled ^= 1
         mbarrier.wait(barriers.index(SUMMED), filled ^ 1)
 
-        # What is cut goes to the slots of the part, for `combine`.
+        # The results of a sequence that is cut go to the slots of the part, for `combine`.
         cut = (begin > 0) | (end < count)
         slot = (2 * part + (begin == 0).to(gl.int32)) * rows
         first = gl.where(cut, slot, group * rows)
-        # The greatest score adds 1 to total: only a row that saw no key is below 1.
+        # A row's greatest score adds 1 to its total, so only a row that saw no key is below 1.
         share = 1.0 / gl.maximum(total, 1.0)
         for column in gl.static_range(0, HALF, 64):
             sums = sums_there.slice(column, 64).load(IN_ROWS)

@@ -2,7 +2,7 @@
 
 q_latent [B, Sq, N, L], q_rope [B, Sq, N, R]
 latent_pages [pages, page_size, L], rope_pages [pages, page_size, R]   any strides but 1 in the last dim
-block_table [B, max_pages], seq_lens and first_positions [B], which need be contiguous
+block_table [B, max_pages], seq_lens and first_positions [B], any strides
 mask None, bool or floating, broadcast to [B, N, Sq, T]
 """
 
@@ -17,8 +17,8 @@ from .._common.tiles import Tiles
 from .arguments import PagedLatentAttention
 
 ONE_PAGE = 1 << 30
-"""The size of pages of which a sequence has one, whatever it is: the kernel is compiled once for all, and takes every
-tile of keys as a run."""
+"""The page size that the kernel is given where each sequence has one page, whatever its real size: the kernel is then
+compiled once for all sizes, and takes every tile of keys as consecutive rows."""
 
 
 def paged_latent_attention_triton(

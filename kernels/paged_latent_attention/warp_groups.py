@@ -1,24 +1,24 @@
-"""Decode over pages on Hopper by three warp groups, in Gluon: one loads, two compute a half of the output each.
+"""Decode over pages on Hopper by three warp groups, in Gluon: one loads, two compute half of the output each.
 
 A program takes 64 rows (heads of queries) of a sequence, and keys in pairs of pages of 64 tokens. The first consumer
-has the scores of the first page of a pair and the columns A of the output, the second those of the second page and the
-columns B, so that each score is computed once, and the softmax of one lies between the products of the other:
+computes the scores of the first page of a pair and the columns A of the output, the second consumer the scores of the
+second page and the columns B. So each score is computed once, and the softmax of one overlaps products of the other:
 
     first    S0 = Q K0^T      m0, P0        A += P0 V0a           P0 in the scale of m1 ->      A += P1 V1a
     second   S1 = Q K1^T      m0 -> m1, P1 ->          B += P1 V1b                      B += P0 V0b
 
-`->` goes to the other by shared memory: the greatest scores so far, and weights, which take the place of the rope keys
-of their page, as these are needed no more once its scores are there.
+`->` marks what goes to the other consumer through shared memory: the greatest scores so far, and the weights, which
+replace the rope keys of their page, as those are no longer needed once the page's scores are computed.
 
     q_latent [B, Sq, N, 512], q_rope [B, Sq, N, 64]     any strides but 1 in the last dim
     latents, ropes     descriptors of all pages' rows [rows, 512] and [rows, 64], boxes [64, 256] and [64, 64]
-    pieces             [parts, 8] int32: what each program takes, by `share_out`
+    pieces             [parts, 8] int32: what each program takes, written by `share_out`
     o, lse, acc, m_out, total_out     as in `_common.kernel`, for the same `combine`
 
-Shared memory, of 227 KiB: queries 72, two pages 144. A page is loaded in two pieces with a barrier each: the half that
-only its own consumer reads (`own`), and the other half with the rope key (`rest`), which the other consumer reads last.
-So half of a pair is free for the next while the other half is in use. What lies behind the last key of a page, or has
-no page at all, is set to 0 by the page's consumer: 0 times NaN is NaN.
+Shared memory, of 227 KiB: 72 for queries, 144 for two pages. A page is loaded in two pieces with a barrier each: the
+half that only its own consumer reads (`own`), and the other half with the rope key (`rest`), which the other consumer
+reads last. So half of a pair can be replaced by the next while the other half is in use. Tokens after the last key of a
+sequence, and pages that do not exist, are set to 0 by the page's consumer, because 0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .._common.attend import LOG2E, LOWEST
 from .._common.pieces import CHUNK, cut_in_pieces, key_count, measured, passed_by
 
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""As Triton calls it from 3.7 on, or up to 3.6."""
+"""The copy's name from Triton 3.7 on, or up to 3.6."""
 TILE = gl.constexpr(64)
 """Rows of a program, and tokens of a page."""
 HALF = gl.constexpr(256)
@@ -50,16 +50,17 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
 LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-"""64 columns at a time, 16 bytes a thread."""
+"""64 columns at a time, 16 bytes per thread."""
 KEYS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 OWN, REST, FREE_OWN, FREE_REST, WEIGHED, GREATEST, QUERIES, MET = (gl.constexpr(2 * i) for i in range(8))
-"""Places of barriers, of each two, one for a page or consumer; of QUERIES and MET one."""
+"""Indices of barriers: two of each kind, one per page or consumer, but only one of QUERIES and of MET."""
 
 
 @triton.jit(do_not_specialize=("queries", "tokens", "batch", "parts", "own"))
 def share_out(pieces, lengths, queries, tokens, batch, parts, own, LEAST: tl.constexpr, SIZE: tl.constexpr):
-    """What each program takes: the first sequence, where it lies on the line, how many; the piece, its size, widths."""
+    """Store what each program takes: the first sequence, its place on the line, and the number of sequences; the place
+    and the size of the piece; and the tiles that each sequence is given on the line, if all are given as many."""
     part = tl.program_id(0)
     on_all, longest = batch * 0, batch * 0
     for at in range(0, batch, CHUNK):
@@ -89,7 +90,7 @@ def share_out(pieces, lengths, queries, tokens, batch, parts, own, LEAST: tl.con
 
 @gluon.jit
 def taken_by(pieces):
-    """What `share_out` wrote of a program."""
+    """Load what `share_out` stored for a program."""
     group = gl.load(pieces)
     on_line = gl.load(pieces + 1)
     turns = gl.load(pieces + 2)
@@ -100,7 +101,7 @@ def taken_by(pieces):
 
 @gluon.jit
 def keys_of(lengths, group, on_line, piece, payload, tokens):
-    """The keys of a sequence, and of those the first and one more than the last that the program takes."""
+    """The number of keys of a sequence, and the first and one more than the last key that the program takes."""
     count = gl.minimum(gl.load(lengths + group).to(gl.int32), tokens)
     begin = gl.maximum(piece - on_line, 0) * TILE
     end = gl.minimum((piece + payload - on_line) * TILE, count)
@@ -109,7 +110,7 @@ def keys_of(lengths, group, on_line, piece, payload, tokens):
 
 @gluon.jit
 def load_pages(keys, ropes, barriers, latent_rows, rope_rows, where):
-    """The producer: pages of all sequences of a piece, each part of a page as soon as there is room."""
+    """The producer: load pages of all sequences of a piece, each part of a page as soon as there is room."""
     table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_rows = where
     group, on_line, turns, piece, payload, width = taken_by(pieces)
     free = 1
@@ -118,7 +119,7 @@ def load_pages(keys, ropes, barriers, latent_rows, rope_rows, where):
         entries = table + group.to(gl.int64) * table_stride_0
         for first in range(begin, gl.maximum(end, begin + 1), 2 * TILE):
             second = first + TILE
-            # Of a page that is not there, nothing is loaded.
+            # Nothing is loaded for a page that does not exist.
             row_0 = gl.load(entries + (first // TILE).to(gl.int64) * table_stride_1, mask=first < end, other=0)
             row_1 = gl.load(entries + (second // TILE).to(gl.int64) * table_stride_1, mask=second < end, other=0)
             row_0 = row_0.to(gl.int32) * page_rows
@@ -134,7 +135,7 @@ def load_pages(keys, ropes, barriers, latent_rows, rope_rows, where):
 
 @gluon.jit
 def load_own(keys, barriers, latent_rows, row, there, free, PAGE: gl.constexpr):
-    """The half of a page that nobody but its consumer reads."""
+    """Load the half of a page that only its own consumer reads."""
     mbarrier.wait(barriers.index(FREE_OWN + PAGE), free)
     full = barriers.index(OWN + PAGE)
     if there:
@@ -146,7 +147,7 @@ def load_own(keys, barriers, latent_rows, row, there, free, PAGE: gl.constexpr):
 
 @gluon.jit
 def load_rest(keys, ropes, barriers, latent_rows, rope_rows, row, there, free, PAGE: gl.constexpr):
-    """The other half, and the rope keys."""
+    """Load the other half of a page, and the rope keys."""
     mbarrier.wait(barriers.index(FREE_REST + PAGE), free)
     full = barriers.index(REST + PAGE)
     if there:
@@ -159,7 +160,7 @@ def load_rest(keys, ropes, barriers, latent_rows, rope_rows, row, there, free, P
 
 @gluon.jit
 def load_queries(place, base, rows, exists, first, WIDTH: gl.constexpr):
-    """WIDTH columns from `first` on of rows at offsets `rows`, 0 of those that do not exist."""
+    """Load WIDTH columns from `first` on of the rows at offsets `rows` to shared memory; 0 where not `exists`."""
     for column in gl.static_range(0, WIDTH, 64):
         columns = first + column + gl.arange(0, 64, gl.SliceLayout(0, LOADED))
         values = gl.load(base + (rows[:, None] + columns[None, :]), mask=exists[:, None], other=0.0)
@@ -168,7 +169,7 @@ def load_queries(place, base, rows, exists, first, WIDTH: gl.constexpr):
 
 @gluon.jit
 def clear(half, left):
-    """Latents of half a page become 0 from row `left` on."""
+    """Set the latents of half a page to 0 from row `left` on."""
     row = gl.arange(0, TILE, gl.SliceLayout(1, LOADED))
     for column in gl.static_range(0, HALF, 64):
         part = half.slice(column, 64, dim=1)
@@ -178,7 +179,7 @@ def clear(half, left):
 
 @gluon.jit
 def scores_of(q_halves, q_ropes, keys, ropes, barriers, pairs, left, scale, limit, start, WHO: gl.constexpr):
-    """Scores of a consumer's page `[64, 64]`, -inf of what a row does not see."""
+    """Scores of a consumer's page, `[64, 64]`, -inf for keys that a row does not see."""
     filled = pairs & 1
     mbarrier.wait(barriers.index(OWN + WHO), filled)
     if left < TILE:
@@ -186,7 +187,7 @@ def scores_of(q_halves, q_ropes, keys, ropes, barriers, pairs, left, scale, limi
         clear(keys.index(2 * WHO), left)
         clear(keys.index(2 * WHO + 1), left)
         fence_async_shared()
-    # 0, which the assembler does not see: it would keep all addresses of queries in registers that there are not.
+    # Always 0, which the assembler does not see: it would keep all addresses of queries in registers, and run out.
     zero = pairs >> 30
     scores = gl.zeros([TILE, TILE], gl.float32, SCORES)
     own = keys.index(zero + 3 * WHO).permute((1, 0))
@@ -202,13 +203,13 @@ def scores_of(q_halves, q_ropes, keys, ropes, barriers, pairs, left, scale, limi
 
 @gluon.jit
 def in_sums(values):
-    """What there is for each row of scores, for each row of sums."""
+    """Convert values per row from the layout of the scores to that of the sums."""
     return gl.convert_layout(values, gl.SliceLayout(1, SUMS))
 
 
 @gluon.jit
 def send_weights(ropes, barriers, weights, WHO: gl.constexpr):
-    """Weights of a consumer's page to the other one."""
+    """Send the weights of a consumer's page to the other consumer."""
     ropes.index(WHO).store(weights.to(gl.bfloat16))
     fence_async_shared()
     mbarrier.arrive(barriers.index(WEIGHED + WHO))
@@ -216,7 +217,7 @@ def send_weights(ropes, barriers, weights, WHO: gl.constexpr):
 
 @gluon.jit
 def attend_half(shared, inputs, outputs, numbers, WHO: gl.constexpr):
-    """A consumer: of each sequence of a piece the scores of every second page, and a half of the output."""
+    """A consumer: for each sequence of a piece, compute the scores of every second page and half of the output."""
     keys, ropes, q_halves, q_ropes, greatest, totals, barriers = shared
     q_latent, q_rope, lengths, pieces = inputs
     o, lse, acc, m_out, total_out = outputs
@@ -276,7 +277,7 @@ def attend_half(shared, inputs, outputs, numbers, WHO: gl.constexpr):
                 decay = gl.exp2((m_new - m) * LOG2E)
                 total = total * decay
                 send_weights(ropes, barriers, weights * decay[:, None], 0)
-            # The weights too: their registers are read until then.
+            # Wait for the weights too, because their registers are read until the product is complete.
             sums, operand = warpgroup_mma_wait(0, deps=(sums, operand))
             mbarrier.arrive(barriers.index(FREE_OWN + WHO))
             if WHO == 0:
@@ -292,7 +293,7 @@ def attend_half(shared, inputs, outputs, numbers, WHO: gl.constexpr):
         mbarrier.wait(barriers.index(MET), turn & 1)
         total += totals.index(1 - WHO).load(gl.SliceLayout(1, SCORES))
 
-        # What is cut goes to the slots of the part, for `combine`.
+        # The results of a sequence that is cut go to the slots of the part, for `combine`.
         cut = (begin > 0) | (end < count)
         exists = row < rows
         columns = WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))
@@ -307,7 +308,7 @@ def attend_half(shared, inputs, outputs, numbers, WHO: gl.constexpr):
                 gl.store(total_out + first + row, total, mask=exists)
         else:
             first = group * rows
-            # The greatest score adds 1 to total: only a row that saw no key is below 1.
+            # A row's greatest score adds 1 to its total, so only a row that saw no key is below 1.
             share = in_sums(1.0 / gl.maximum(total, 1.0))
             result = (sums * share[:, None]).to(gl.bfloat16)
             gl.store(o + first.to(gl.int64) * (2 * HALF) + place, result, mask=there)

@@ -1,4 +1,4 @@
-"""`mla::per_head_matmul`: one matrix a head."""
+"""`mla::per_head_matmul`: a product with one matrix per head."""
 
 from .aten import per_head_matmul_aten
 from .native import per_head_matmul_cpu

@@ -1,4 +1,4 @@
-"""What `mla::per_head_matmul` takes."""
+"""The arguments of `mla::per_head_matmul` and their checks."""
 
 from __future__ import annotations
 

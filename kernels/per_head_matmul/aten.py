@@ -1,7 +1,7 @@
-"""One batched product over the heads, called and not generated.
+"""One batched product over the heads: a call to the library, not generated code.
 
-Inductor turns a `bmm` of one row into loops on CPU, which for the one query of a decode step take ten times as long as
-the library's product over the same weights.
+On CPU Inductor turns a `bmm` of one row into loops, which for the one query of a decode step take ten times as long as
+the library's product with the same weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def multiply(operands: PerHeadMatmul) -> Tensor:
         return multiply(PerHeadMatmul(x.float(), weight.float())).to(x.dtype)
     out = x.new_empty((B, Sq, N, weight.shape[2]))
     rows = x.reshape(B * Sq, N, width).transpose(0, 1)
-    torch.bmm(rows, weight, out=out.flatten(0, 1).transpose(0, 1))  # in place: a library takes its strides
+    torch.bmm(rows, weight, out=out.flatten(0, 1).transpose(0, 1))  # written in place: the library takes these strides
     return out
 
 

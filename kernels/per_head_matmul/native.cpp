@@ -1,21 +1,21 @@
-// A matrix a head for a few rows: the weight is streamed from memory once, by all cores. Sums are float32.
+// A product with one matrix per head, for a few rows: all cores stream the weight from memory once. Sums are float32.
 //
-//     x      [rows, heads, inner]     any strides of rows and heads, 1 of the last dim
-//     weight [heads, inner, outer]    any strides, but 1 of the inner or of the outer dim
+//     x      [rows, heads, inner]     any strides, but 1 in the last dim
+//     weight [heads, inner, outer]    any strides, but 1 in the inner or the outer dim
 //     out    [rows, heads, outer]     contiguous
 //
-// NUMBER is the type of all three. A task is a head's slice of outer columns, for up to ROWS rows: those after them find
-// the weight in the core's own cache. Where outer columns are contiguous, STREAMS lines of the weight are added to the
-// output at a time; where the inner dim is contiguous, each output is a dot product with one line.
+// NUMBER is the type of all three. A task is a slice of a head's outer columns. It takes ROWS rows at a time; after the
+// first of them, the weight is in the core's own cache. Where the outer dim is contiguous, STREAMS lines of the weight
+// are added to the output at a time; where the inner dim is contiguous, each output is a dot product with one line.
 
 namespace {
 
 typedef NUMBER Number;
 
-// Of the weight: waking a thread takes as long as reading 256 KiB.
+// The fewest numbers of the weight per thread: waking a thread takes as long as reading 256 KiB.
 constexpr int64_t NUMBERS_OF_A_THREAD = (1 << 18) / sizeof(Number);
 constexpr int64_t ROWS = 4;
-constexpr int64_t STREAMS = 4;  // lines read side by side: outputs are loaded and stored once for so many products
+constexpr int64_t STREAMS = 4;  // lines read together: outputs are loaded and stored once for this many products
 
 // One head and `columns` of its outputs: x [rows, inner] and out [rows, columns] contiguous.
 struct Task {
@@ -57,7 +57,7 @@ void sum_lines(const Task& t) {
 
 template <int64_t R>
 void dot_lines(const Task& t) {
-  constexpr int64_t CHAINS = 2;  // of additions that don't wait for each other, a row
+  constexpr int64_t CHAINS = 2;  // independent chains of additions per row
   for (int64_t c = 0; c < t.columns; ++c) {
     const Number* weight = t.weight + c * t.line;
     vec sums[R][CHAINS] = {};

@@ -1,7 +1,7 @@
-"""A matrix a head in C++ (`native.cpp`) for the few rows of a decode step; what CPU tensors get.
+"""One matrix per head in C++ (`native.cpp`) for the few rows of a decode step: the implementation for CPU tensors.
 
-Such a product is as fast as its weight is read, which `torch.bmm` of one row is not. Everything else goes to `aten.py`:
-float64, more rows, a weight contiguous in neither dim, no C++ compiler.
+Such a product can be as fast as its weight is read, which `torch.bmm` of one row is not. Everything else goes to
+`aten.py`: float64, more rows, a weight that is contiguous in neither dim, no C++ compiler.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .arguments import PerHeadMatmul
 from .aten import multiply
 
 _MOST_ROWS = 4
-"""Queries of all sequences up to which the weight's bytes and not the arithmetic take the time."""
+"""Queries of all sequences up to which reading the weight, not the arithmetic, takes the time."""
 _MOST_ROWS_ALONE = 32
-"""The same where no library multiplies in the dtype, and the next best is its product in float32."""
+"""The same where no library multiplies matrices of the dtype, so that the alternative is a product in float32."""
 KERNELS = Kernels(
     (VECTOR, NUMBER, *(Path(__file__).with_name(name) for name in ("call.h", "native.cpp"))),
     ("const void*",) * 2 + ("void*",) + ("int64_t",) * 10,

@@ -1,4 +1,4 @@
-"""`mla::per_head_matmul` as the equation says it."""
+"""`mla::per_head_matmul` as the equation says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mla::sparse_latent_attention`: attention over the keys of the latent cache that each query names."""
+"""`mla::sparse_latent_attention`: attention over the keys of a latent cache that each query names."""
 
 from .aten import sparse_latent_attention_aten
 from .gpu import sparse_latent_attention_gpu

@@ -1,4 +1,4 @@
-"""What `mla::sparse_latent_attention` takes."""
+"""The arguments of `mla::sparse_latent_attention` and their checks."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Absorbed MLA over named keys out of ATen operations: the CPU implementation, and any device's without a kernel.
+"""Absorbed MLA over named keys with ATen operations, for everything without a kernel of its own.
 
-A block of queries of one sequence at a time, each of them a sequence of its own with the `topk` keys that it names:
+Takes a block of queries of one sequence at a time; each query attends alone to the `topk` keys that it names:
 
     keys    [s, topk, L], [s, topk, R]   gathered, in float32 for half precision; 0 where nothing attends to one
     q       [s, N, L], [s, N, R]         scaled once
     scores  [s, N, topk]
 
-The blocks bound what exists at a time, and neither work nor memory knows how long the cache is.
+Blocks bound the memory in use, and neither work nor memory depends on the length of the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..visibility import reads_values
 from .arguments import SparseLatentAttention
 
 _BLOCK_ELEMENTS = 1 << 20
-"""Most elements of gathered keys, and of scores, at a time: 4 MiB in float32; one query's if that is more."""
+"""The most elements of gathered keys, and of scores, at a time: 4 MiB in float32; at least those of one query."""
 
 
 def attend(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
@@ -50,8 +50,8 @@ def attend(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
 
 
 def finished(x: SparseLatentAttention, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """o `[B, Sq, N, L]`, with `uniform_when_empty` the mean of all latents where lse `[B, Sq, N]` says that no key was
-    seen, and lse."""
+    """o `[B, Sq, N, L]` and lse `[B, Sq, N]`; with `uniform_when_empty`, rows of o whose lse says that they saw no key
+    are replaced by the mean of all latents."""
     empty, latent = lse == -torch.inf, x.latent
     if not x.uniform_when_empty or not latent.shape[1] or (reads_values(empty) and not bool(empty.any())):
         return o, lse
@@ -71,8 +71,10 @@ def _attend(
     scale: float,
     out: tuple[Tensor, Tensor],
 ) -> None:
-    """One block: q `[s, N, L]`, `[s, N, R]`; cache `[T, L]`, `[T, R]`, scales `[T, G]`; indices `[s, topk]`;
-    mask `[N or 1, s or 1, T]`; `first_limit` is the last key that the first query may see; out `[s, N, L]`, `[s, N]`.
+    """Fill `out`, `[s, N, L]` and `[s, N]`, for one block of queries.
+
+    q `[s, N, L]`, `[s, N, R]`; cache `[T, L]`, `[T, R]`, scales `[T, G]`; indices `[s, topk]`; mask
+    `[N or 1, s or 1, T]`; `first_limit` is the last key that the first query may see.
     """
     dtype = torch.promote_types(q[0].dtype, torch.float32)
     s, named = indices.shape
@@ -90,10 +92,11 @@ def _attend(
     latent, k_rope = (bytes_of(part).index_select(0, keys.flatten()).unflatten(0, (s, named)) for part in cache)
     own = None if scales is None else scales.index_select(0, keys.flatten()).unflatten(0, (s, named))
     latent, k_rope = dequantised(latent, k_rope, own, dtype)
-    if not everything:  # what nothing attends to may be anything, and 0 times NaN is NaN
+    if not everything:  # keys that nothing attends to may hold anything, and 0 times NaN is NaN
         latent, k_rope = (part.masked_fill_(~seen[..., None], 0.0) for part in (latent, k_rope))
     q_latent, q_rope = (part.to(dtype).mul(scale) for part in q)
-    scores = torch.bmm(latent, q_latent.mT).baddbmm_(k_rope, q_rope.mT).mT  # thin products want the keys as rows
+    # Thin products are faster with the keys as rows.
+    scores = torch.bmm(latent, q_latent.mT).baddbmm_(k_rope, q_rope.mT).mT
     if bias is not None:
         scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
     if not everything:

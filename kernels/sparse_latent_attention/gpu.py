@@ -1,4 +1,4 @@
-"""What CUDA and ROCm tensors get: the Triton kernel, which is imported at the first call.
+"""The implementation for CUDA and ROCm tensors: the Triton kernel, which is imported at the first call.
 
 ATen operations take over for float64 and for a cache whose rows are not dense.
 """

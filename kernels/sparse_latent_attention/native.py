@@ -1,10 +1,10 @@
-"""Absorbed MLA over named keys in C++; what CPU tensors get.
+"""Absorbed MLA over named keys in C++: the implementation for CPU tensors.
 
-Compiled graphs without a mask get the same from `dispatcher/sparse_latent_attention.h` without this Python.
+In compiled graphs without a mask, `dispatcher/sparse_latent_attention.h` does the same without this Python code.
 
-The kernel of `latent_attention`, to which each query is a sequence whose keys lie in pages of one. Keys that a query
-does not attend to are left out of its table. Masks that are numbers or tell heads apart, float64, keys whose last dim
-is not contiguous, and a machine without a C++ compiler go to `aten.py`.
+This is the kernel of `latent_attention`, called with each query as a sequence whose keys lie in pages of one key. Keys
+that a query does not attend to are left out of its table. Masks that are floating or differ between heads, float64,
+keys whose last dim is not contiguous, and a machine without a C++ compiler go to `aten.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def attend_on_cpu(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
 
 
 def _attended(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
-    """The keys that each query attends to, int64 `[B * Sq, topk]` and first in their row, and how many, `[B * Sq]`."""
+    """The keys that each query attends to, first in its row, int64 `[B * Sq, topk]`, and their number, `[B * Sq]`."""
     (batch, query_count, _), tokens, mask = x.indices.shape, x.latent.shape[1], x.mask
     keys = x.indices.to(torch.int64)
     seen = (keys >= 0) & (keys < tokens)

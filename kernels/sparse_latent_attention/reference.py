@@ -12,7 +12,7 @@ from .arguments import SparseLatentAttention
 
 
 def attend_to_named(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
-    """In the dtype of the queries, float64 included; lse `[B, Sq, N]` keeps that dtype. T is at least 1."""
+    """o and lse `[B, Sq, N]`, both in the dtype of the queries, float64 included. T must be at least 1."""
     latent, k_rope, mask = x.latent, x.k_rope, x.mask
     if x.latent_scales is not None:
         latent, k_rope = dequantised(latent, k_rope, x.latent_scales, x.q_latent.dtype)
@@ -30,7 +30,7 @@ def attend_to_named(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
         mask = mask.expand(batch, heads, queries, tokens).gather(3, key[:, None].expand(-1, heads, -1, -1))
         if mask.dtype == torch.bool:
             attended = seen & mask.any(1)
-    # What nothing attends to may be anything, and 0 times NaN is NaN.
+    # Keys that nothing attends to may hold anything, and 0 times NaN is NaN.
     keys, ropes = (part.masked_fill(~attended[..., None], 0.0) for part in (keys, ropes))
     scores = torch.einsum("bsnl,bskl->bnsk", x.q_latent, keys) + torch.einsum("bsnr,bskr->bnsk", x.q_rope, ropes)
     weights, lse = softmax_with_lse(x.scale * scores, mask, seen[:, None])

@@ -1,10 +1,10 @@
 """Absorbed MLA over named keys on a GPU: `_common.kernel` with a list of keys for each query.
 
 q_latent [B, Sq, N, L], q_rope [B, Sq, N, R]
-latent [B, T, L], k_rope [B, T, R]   any strides but 1 in the last dim; only the keys named are read
+latent [B, T, L], k_rope [B, T, R]   any strides but 1 in the last dim; only named keys are read
 indices [B, Sq, topk]
 latent_scales None, or [B, T, G] for a cache in FP8 or INT8
-mask None, bool or floating, broadcast to [B, N, Sq, T]; only the elements of the keys named are read
+mask None, bool or floating, broadcast to [B, N, Sq, T]; only the elements of named keys are read
 """
 
 from __future__ import annotations

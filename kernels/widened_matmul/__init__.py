@@ -1,4 +1,4 @@
-"""`mla::widened_matmul`: a product of half precision in float32."""
+"""`mla::widened_matmul`: a product of half-precision matrices, computed in float32."""
 
 from .aten import widened_matmul_aten
 from .native import widened_matmul_cpu

@@ -1,4 +1,4 @@
-"""What `mla::widened_matmul` takes."""
+"""The arguments of `mla::widened_matmul` and their checks."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class WidenedMatmul:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the result."""
+        """The dtype of the result."""
         return torch.promote_types(self.x.dtype, torch.float32)
 
     def groups(self) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of x group by group, those of empty ones left out, and their weight `[K, M]`. Reads the ends.
+        """Yield the rows of x of each group that is not empty, and the group's weight `[K, M]`. Reads the ends.
 
-        Raises: KernelError, where they do not ascend within the rows.
+        Raises: KernelError, if the ends do not ascend within the rows.
         """
         rows = self.x.shape[0]
         if self.ends is None:

@@ -1,6 +1,6 @@
-"""A panel of the weight in float32 at a time, and the library's product with it.
+"""Convert one panel of the weight to float32 at a time, and call the library's product with it.
 
-A panel that has just been written is read from the processor's caches, and no second weight is kept.
+A panel that has just been written is read from the processor's caches, and no second copy of the weight is kept.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from ..bundles import checked, implement
 from .arguments import WidenedMatmul
 
 PANEL_BYTES = 2 << 20
-"""Of a panel in float32: within a last-level cache, and enough columns for the library's product."""
+"""The size of a panel in float32: it fits a last-level cache, and has enough columns for the library's product."""
 _FEWEST_COLUMNS = 64
-"""Of a panel, however many rows the weight has."""
+"""The fewest columns of a panel, however many rows the weight has."""
 
 
 def multiply(operands: WidenedMatmul) -> Tensor:
@@ -27,7 +27,10 @@ def multiply(operands: WidenedMatmul) -> Tensor:
 
 
 def multiply_by_panels(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out `[S, M]`, of x's dtype, becomes x `[S, K]` times weight `[K, M]`, of any. Panels lie as the weight does."""
+    """Set out `[S, M]`, of x's dtype, to x `[S, K]` times weight `[K, M]`, of any dtype.
+
+    Panels have the weight's memory layout.
+    """
     inner, outer = weight.shape
     most = max(PANEL_BYTES // max(inner * x.itemsize, 1), _FEWEST_COLUMNS)
     memory = x.new_empty((min(most, outer) * inner,))

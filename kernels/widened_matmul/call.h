@@ -1,4 +1,4 @@
-// How `native.cpp` is called, by whoever calls it.
+// The signature of the kernel in `native.cpp`, shared with its callers.
 
 #include <cstdint>
 

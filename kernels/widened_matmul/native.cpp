@@ -1,21 +1,21 @@
-// A few rows times a weight whose columns are numbers side by side, as a Linear has it: the weight is streamed from
-// memory once, by all cores, and widened in registers. Sums are float32.
+// A few rows times a weight whose columns are contiguous, like that of a Linear: all cores stream the weight from
+// memory once, and widen it in registers. Sums are float32.
 //
-//     x      [rows, inner]    any stride of rows, 1 of the last dim
+//     x      [rows, inner]    any stride of rows, 1 in the last dim
 //     weight [outer, inner]   the same
 //     out    [rows, outer]    the same
 //
 // NUMBER is the type of the weight. A thread has a slice of outer columns. It takes TERMS numbers of each of LINES
-// columns at a time, and all rows, ROWS at a time, meet them.
+// columns at a time, and multiplies them with all rows, ROWS at a time.
 
 namespace {
 
 typedef NUMBER Number;
 
-// Of the weight: waking a thread takes as long as reading 256 KiB.
+// The fewest numbers of the weight per thread: waking a thread takes as long as reading 256 KiB.
 constexpr int64_t NUMBERS_OF_A_THREAD = (1 << 18) / sizeof(Number);
-constexpr int64_t LINES = 3, ROWS = 4;  // of a tile: 12 of 16 registers accumulate, 3 hold lines, 1 a row
-constexpr int64_t TERMS = 2048;         // of a line at a time: 64 KiB of 8 rows stay in a second-level cache
+constexpr int64_t LINES = 3, ROWS = 4;  // per tile: 12 of 16 registers accumulate, 3 hold lines, 1 a row
+constexpr int64_t TERMS = 2048;         // numbers of a line at a time: 64 KiB of 8 rows stay in a second-level cache
 
 struct Problem {
   const float* x;
@@ -30,7 +30,7 @@ inline float sum_of(vec numbers) {
   return sum;
 }
 
-// The last numbers of a row, of which there are fewer than a vector has.
+// The last numbers of a row, fewer than a vector holds.
 template <typename From>
 inline vec rest_of(const From* from, int64_t count) {
   From rest[WIDTH] = {};
@@ -38,7 +38,7 @@ inline vec rest_of(const From* from, int64_t count) {
   return widened(rest);
 }
 
-// out [R, L] = x [R, terms] weight [L, terms], from `row`, `line` and `term` on; added to what earlier terms gave.
+// out [R, L] = x [R, terms] weight [L, terms], from `row`, `line` and `term` on; added to the result of earlier terms.
 template <int64_t R, int64_t L>
 inline void multiply_tile(const Problem& p, int64_t row, int64_t line, int64_t term, int64_t terms) {
   const float* x = p.x + row * p.x_row + term;

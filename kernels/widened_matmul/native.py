@@ -1,7 +1,7 @@
-"""A few rows times a weight in C++ (`native.cpp`), for the steps of decoding; what CPU tensors get.
+"""A few rows times a weight in C++ (`native.cpp`), for decode steps: the implementation for CPU tensors.
 
-Compiled graphs get the same from `dispatcher/widened_matmul.h` without this Python. Everything else goes to `aten.py`:
-float64, more rows, a weight whose columns are not contiguous, no C++ compiler.
+In compiled graphs `dispatcher/widened_matmul.h` does the same without this Python code. Everything else goes to
+`aten.py`: float64, more rows, a weight whose columns are not contiguous, no C++ compiler.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .arguments import WidenedMatmul
 from .aten import multiply_by_panels
 
 MOST_ROWS = 32
-"""Rows up to which the kernel is faster than the library's product with what is widened before."""
+"""Rows up to which the kernel is faster than the library's product with a weight that is widened first."""
 KERNELS = Kernels(
     (VECTOR, NUMBER, *(Path(__file__).with_name(name) for name in ("call.h", "native.cpp"))),
     ("const float*", "const void*", "float*") + ("int64_t",) * 7,

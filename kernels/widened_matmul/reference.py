@@ -1,4 +1,4 @@
-"""`mla::widened_matmul` as the equation says it."""
+"""`mla::widened_matmul` as the equation says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .arguments import WidenedMatmul
 
 
 def multiply_widened(operands: WidenedMatmul) -> Tensor:
-    """`out[s, m] = sum_k x[s, k] weight[e, k, m]`, e the group of row s; 0 for rows of none."""
+    """`out[s, m] = sum_k x[s, k] weight[e, k, m]`, where e is the group of row s; 0 for rows of no group."""
     x, weight, ends = operands.x.to(operands.dtype), operands.weight.to(operands.dtype), operands.ends
     if ends is None:
         return x @ weight
