@@ -137,7 +137,8 @@ constexpr int32_t bits_of_whole(int32_t number, int32_t exponent) {  // number *
 }
 constexpr int32_t bits_of_magnitude(e4m3, int32_t code) {
   const int32_t exponent = code >> 3, fraction = code & 7;
-  return code == 0x7f ? 0x7fc0 : exponent == 0 ? bits_of_whole(fraction, -9) : bits_of_whole(8 | fraction, exponent - 10);
+  if (code == 0x7f) return 0x7fc0;
+  return exponent == 0 ? bits_of_whole(fraction, -9) : bits_of_whole(8 | fraction, exponent - 10);
 }
 constexpr int32_t bits_of_magnitude(i8, int32_t code) { return bits_of_whole(code, 0); }
 

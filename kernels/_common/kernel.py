@@ -1,27 +1,29 @@
-"""The one kernel of attention over latents, whatever holds them: a cache in rows, in pages, or the keys that a query
-names.
+"""The one kernel of attention over latents, whether they lie in rows, in pages, or are the keys that a query names.
 
-A program takes a tile of rows (heads of queries) of one group and one part of the group's keys; where keys are shared
-out (`pieces`) a piece of all sequences' keys, one sequence after the other. With pages and rows a group is a sequence:
-all its queries and heads are its rows, so that a tile of them reads each key once. With named keys it is one query.
+A program takes a tile of rows (heads of queries) of one group, and one part of the group's keys. Where keys are shared
+out (`pieces`), it takes a piece of the keys of all sequences instead, one sequence after the other. With pages and rows
+a group is a sequence whose rows are all its queries and heads, so that a tile reads each key once for all of them. With
+named keys a group is one query.
 
     q_latent [B, Sq, N, L], q_rope [B, Sq, N, R]              any strides but 1 in the last dim
     latent, rope                                              row-major, their last stride 1
         rows and named  [B, T, L], [B, T, R]
         pages           [pages, page_size, L], [pages, page_size, R]
     table       pages [B, max_pages]; named [B, Sq, topk]     int32 or int64
-    lengths     pages [B]; starts likewise, the position of each sequence's first query where that is not its last Sq
-    tokens      pages max_pages * page_size; rows T; named topk; cached is T
+    lengths     pages [B], tokens of each sequence
+    starts      pages [B], the position of each sequence's first query if queries are not the last tokens
+    tokens      pages max_pages * page_size; rows T; named topk
+    cached      T
     mask        [B, N, Sq, T], any strides, 0 where it broadcasts
-    groups of one part (WORK "whole"), and what is not cut of keys that are shared out ("shared")
+    results of groups in one part (WORK "whole"), and of sequences that are not cut where keys are shared out ("shared")
         o [B, Sq, N, L], lse [B, Sq, N]                       contiguous
-    groups of several parts ("parts"), and what is cut
+    partial sums of groups in several parts ("parts"), and of sequences that are cut
         acc [slots, L], m and total [slots]                   float32, contiguous; see `combine`
         "parts"   slots [parts, groups, rows]
-        "shared"  slots [2 * parts, rows], as many parts as the line is cut in
+        "shared"  slots [2 * parts, rows], where parts is the number of pieces
 
-Programs of one part lie side by side, so that the tiles of rows that read the same keys run at the same time and all
-but the first find them in the second-level cache.
+Programs of one part are neighbours in the grid: tiles of rows that read the same keys run at the same time, and all but
+the first find these keys in the second-level cache.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ from .pieces import CHUNK, cut_in_pieces, key_count, measured, part_size, passed
 from .store import store_part, store_result
 
 EARLIER_TRITON = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
-"""Triton before 3.9 moves more out of a loop, and has more in registers while it runs."""
+"""Triton before 3.9 hoists more out of loops, which then takes registers while the loop runs."""
 
 
 @triton.jit
 def look_up(
     entries, stride, start, end, SOURCE: tl.constexpr, RUN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr
 ):
-    """What the table says of a tile of keys: the page of all, or of each its page or name. Nothing from `end` on."""
+    """Read the table for a tile of keys: one page for all, or the page or name of each. Reads none from `end` on."""
     if SOURCE == "rows":
         found = tl.zeros([], tl.int32)
     elif RUN:
@@ -53,8 +55,8 @@ def look_up(
     return found
 
 
-# Numbers that change from call to call, as sequences grow, and from which no wide load follows: the kernel is not
-# compiled anew because one became a multiple of 16, or 1.
+# Numbers that change from call to call as sequences grow, and that decide nothing about wide loads: the kernel is not
+# recompiled because one of them became 1 or a multiple of 16.
 _ANY_VALUE = ("scale", "queries", "heads", "tokens", "cached", "causal_offset", "batch", "parts", "fixed", "own")
 _ANY_VALUE += ("table_stride_0", "mask_stride_b", "mask_stride_n", "mask_stride_s")
 
@@ -130,7 +132,7 @@ def attend_latents(
     SAME_B: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    scale = tl.full([], scale, tl.float32)  # Inductor gives float64, which would make all scores that
+    scale = tl.full([], scale, tl.float32)  # Inductor passes float64, to which all scores would be promoted
     rows = heads if SOURCE == "named" else queries * heads
     tiles = tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
@@ -138,7 +140,7 @@ def attend_latents(
     part = program // tiles % parts
     group = program // tiles // parts
 
-    # Whether the keys of a tile lie side by side: a scalar address then, and small offsets the same for each tile.
+    # Whether the keys of a tile are adjacent: their address is then a scalar plus offsets that all tiles share.
     RUN: tl.constexpr = SOURCE == "rows" or (SOURCE == "pages" and PAGE % KEYS == 0)
     rope_stride_0 = aligned(rope_stride_0, ROPE_ALIGN)
     rope_stride_1 = aligned(rope_stride_1, ROPE_ALIGN)
@@ -163,11 +165,11 @@ def attend_latents(
                 *(keys, at, batch, own, payload, width, part, False, KEYS),
             )
         piece = part * payload
-        if end_before > piece:  # the last that began before the piece goes on in it
+        if end_before > piece:  # the last sequence that began before this piece continues in it
             group -= 1
         else:
             on_line = following
-        on_line -= piece  # from the piece's own beginning on
+        on_line -= piece  # relative to the beginning of the piece
         turns = behind - group
     else:
         count = key_count(
@@ -179,20 +181,21 @@ def attend_latents(
         begin = part * size
         end = tl.minimum(begin + size, count)
         if WORK == "parts":  # noqa: SIM102  one is known when compiling, the other when running
-            # What an empty part would leave is not read.
+            # `combine` does not read the sums of an empty part.
             if begin >= end:
                 return
         if CAUSAL and SOURCE == "rows":
-            # A tile of early queries need not look at what only later ones see.
+            # A tile of early queries can skip the keys that only later queries see.
             end = tl.minimum(end, (tile * ROWS + ROWS - 1) // heads + causal_offset + 1)
 
-    # What each sequence needs before and after its keys is computed again for each: it would take registers in between.
+    # What a sequence needs before and after its loop over keys is recomputed in each turn. Hoisted, it would take
+    # registers during that loop.
     for turn in tl.range(0, turns, disable_licm=True):
-        # Always 0, which LLVM knows and Triton does not: before 3.9 it moves what depends on no turn out of the loop.
+        # Always 0. LLVM knows that, Triton does not: before 3.9 it would hoist whatever does not depend on the turn.
         nothing = tl.minimum(turn, 0)
         row = (tile + nothing) * ROWS + tl.arange(0, ROWS)  # [ROWS]
         exists = row < rows
-        if WHOLE:  # no tile has rows to spare, and none is masked
+        if WHOLE:  # every tile is full, so that no row needs a mask
             exists = row >= 0
         if SOURCE == "named":
             b = (group // queries).to(tl.int64)
@@ -207,7 +210,7 @@ def attend_latents(
             count = key_count(tl.load(lengths + group), start_of, queries, tokens, 0, SOURCE, CAUSAL, STARTS)
             begin = tl.maximum(-on_line, 0) * KEYS
             end = tl.minimum((payload - on_line) * KEYS, count)
-        last = query * 0 + (cached if SOURCE == "named" else count) - 1  # the last key that a row sees
+        last = query * 0 + (cached if SOURCE == "named" else count) - 1  # the last key that each row may see
         if CAUSAL:
             if SOURCE != "pages":
                 last = query + causal_offset
@@ -216,7 +219,7 @@ def attend_latents(
             else:
                 last = query + count - queries
 
-        first_row = group * rows + tile * ROWS  # as many as 2^31 rows of float32 sums no memory holds
+        first_row = group * rows + tile * ROWS  # fits 32 bits: no memory holds the sums of 2^31 rows
         if WORK == "parts":
             first_row += part * (tl.num_programs(0) // tiles // parts * rows)
         if WORK == "shared":
@@ -246,13 +249,13 @@ def attend_latents(
         if SOURCE == "named":
             entries += (group % queries).to(tl.int64) * table_stride_1
             stride = table_stride_2
-        limit = cached  # of names
+        limit = cached  # names from here on are not attended to
         if CAUSAL and SOURCE == "named":
             limit = tl.minimum(cached, group % queries + causal_offset + 1)
-        # Looked up a tile ahead, so that keys can be loaded without waiting for where they are.
+        # The table is read a tile ahead, so that loads of keys do not wait for their addresses.
         upcoming = look_up(entries, stride, begin, end, SOURCE, RUN, PAGE, KEYS)
-        # So are the bytes of a mask of bool, which no copy to shared memory takes: keys are loaded where it lets them.
-        # Names two tiles ahead then, as they say where the mask is read.
+        # A boolean mask is read a tile ahead too. It decides which keys are loaded, and asynchronous copies to shared
+        # memory cannot take single bytes. Names are then read two tiles ahead, since they say where to read the mask.
         AHEAD: tl.constexpr = MASK == "bool" and not BY_ROW
         of_sequence = mask + b * mask_stride_b
         upcoming_bias = upcoming
@@ -263,10 +266,10 @@ def attend_latents(
                 further = look_up(entries, stride, begin + KEYS, end, SOURCE, RUN, PAGE, KEYS)
             upcoming_bias = load_mask(of_sequence, mask_stride_t, upcoming, begin, end, SOURCE, KEYS)
 
-        # With 64 rows on Hopper there are not as many registers, and what was moved would be on the stack.
+        # With 64 rows on Hopper, registers do not suffice for what would be hoisted: it would go to the stack.
         STAYS: tl.constexpr = EARLIER_TRITON and WORK == "shared" and ROWS >= 64
-        # One tile at least, if nothing in it is seen: around a loop that may not run, the compiler waits for each
-        # product.
+        # At least one tile, even if none of its keys is seen: if the loop might not run, the compiler would wait for
+        # each product.
         for i in tl.range(0, tl.maximum(tl.cdiv(end - begin, KEYS), 1), num_stages=STAGES, disable_licm=STAYS):
             start = begin + i * KEYS
             place = start + tl.arange(0, KEYS)  # [KEYS]
@@ -275,7 +278,7 @@ def attend_latents(
             found = upcoming.to(tl.int64)
             bias = upcoming_bias
             if AHEAD and SOURCE == "named":
-                # Compared here: keys are loaded ahead only where no value is handed on for two tiles as it is.
+                # Compared here, since keys are only prefetched if no value is carried over two iterations unchanged.
                 upcoming = tl.where(further < limit, further, -1)
                 further = look_up(entries, stride, start + 2 * KEYS, end, SOURCE, RUN, PAGE, KEYS)
             else:
@@ -283,7 +286,7 @@ def attend_latents(
             if AHEAD:
                 upcoming_bias = load_mask(of_sequence, mask_stride_t, upcoming, start + KEYS, end, SOURCE, KEYS)
                 seen = bias != 0
-            # Where the keys are: first and second index of the cache.
+            # Locate the keys: first and second index into the cache.
             position = place
             if SOURCE == "pages":
                 first = found
@@ -294,7 +297,7 @@ def attend_latents(
             else:
                 if not AHEAD:
                     seen = (found >= 0) & (found < limit)
-                # Triton 3.6 fails where `seen` is what the mask said of a tile ago.
+                # Not `where(seen, ...)` then: Triton 3.6 fails if `seen` comes from the previous iteration's mask.
                 position = (tl.maximum(found, 0) if AHEAD else tl.where(seen, found, 0)).to(tl.int32)
                 first = b
                 second = position
@@ -307,7 +310,7 @@ def attend_latents(
                 bias = tl.load(of_keys[None, :] + of_rows[:, None], mask=allowed & exists[:, None], other=0)
                 if MASK == "bool":
                     allowed = allowed & (bias != 0)
-                    # What no row sees may hold anything, and 0 times NaN is NaN.
+                    # Keys that no row sees may hold anything, and 0 times NaN is NaN: they are not loaded.
                     seen = tl.max(allowed.to(tl.int32), 0) > 0
 
             latents, offsets = rows_at(latent, first, second, latent_stride_0, latent_stride_1, nothing, RUN, KEYS)
@@ -337,15 +340,14 @@ def attend_latents(
                 scores += tl.dot(q_r, tl.trans(k_rope), input_precision="ieee") * scale
             if MASK == "bias":
                 scores += bias.to(tl.float32)
-            # Always so, which Triton does not know and LLVM does. Where Triton sees that a product goes on into
-            # another, it has both warp groups of a Hopper program compute all scores of 64 rows; through an `if` it
-            # does not see it.
+            # Always true. LLVM knows that, Triton does not. If Triton saw that one product feeds another, it would have
+            # both warp groups of a Hopper program compute all scores of 64 rows; the `if` hides it.
             if tl.num_programs(0) > 0:
                 scores = tl.where(allowed, scores, -float("inf"))  # [ROWS, KEYS]
             m, total, acc_a, acc_b = add_keys(m, total, acc_a, acc_b, scores, latent_a, latent_b, B)
 
-        # A scalar address and offsets that are constants of a thread: what else the stores take lives in registers all
-        # through the loop.
+        # A scalar address plus offsets that are constant in each thread: anything else that the stores need would take
+        # registers throughout the loop.
         first_row = first_row.to(tl.int64)
         in_tile = tl.arange(0, ROWS)
         sums = acc_a, acc_b, m, total

@@ -1,4 +1,4 @@
-"""What a program of attention over latents writes: the sums of a part, or what those of all keys come to."""
+"""How programs of attention write: the sums over a part of the keys, or the result of all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def store_part(
     A: tl.constexpr,
     B: tl.constexpr,
 ):
-    """The sums of a part as they are, for `combine`."""
+    """Store the sums of a part as they are, for `combine`."""
     tl.store(m_out + first_row + row, m, mask=exists)
     tl.store(total_out + first_row + row, total, mask=exists)
     store_columns(acc + first_row * L, row * L, acc_a, exists, 0, L, A)
@@ -45,8 +45,8 @@ def store_result(
     A: tl.constexpr,
     B: tl.constexpr,
 ):
-    """What the sums of all keys come to."""
-    # The greatest score adds exp(0) = 1 to total, so only a row that saw no key is below 1.
+    """Store the result of the sums over all keys."""
+    # The greatest score adds exp(0) = 1 to total, so that it is below 1 only in a row that saw no key.
     share = 1.0 / tl.maximum(total, 1.0)
     tl.store(lse + first_row + row, m + tl.log(total), mask=exists)
     store_columns(o + first_row * L, row * L, acc_a * share[:, None], exists, 0, L, A)
@@ -56,7 +56,7 @@ def store_result(
 
 @triton.jit
 def store_columns(base, offsets, values, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns FIRST to WIDTH of the rows at these offsets."""
+    """Store BLOCK columns from FIRST on, as far as WIDTH, of the rows at these offsets."""
     columns = FIRST + tl.arange(0, BLOCK)
     mask = exists[:, None]
     if FIRST + BLOCK > WIDTH:

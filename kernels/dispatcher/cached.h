@@ -61,10 +61,10 @@ struct Call {
            moved(lse, first * rows), scaled ? reinterpret_cast<uintptr_t>(cached.scales.data_ptr()) : 0,
            reinterpret_cast<uintptr_t>(cached.table ? cached.table + first * cached.table_row : nullptr),
            reinterpret_cast<uintptr_t>(lengths ? lengths + first : nullptr),
-           reinterpret_cast<uintptr_t>(offsets ? offsets + first : nullptr), 0, sequences, heads, rows, keys, rank, rope,
-           cached.queries, cached.page_size, cached.table_row, scaled ? cached.scales.size(3) : 1, latent_batch,
-           latent_page, latent_key, rope_batch, rope_page, rope_key, stride(0), stride(1), stride(2), stride(3), 0, 0, 0,
-           scale, at::get_num_threads());
+           reinterpret_cast<uintptr_t>(offsets ? offsets + first : nullptr), 0, sequences, heads, rows, keys, rank,
+           rope, cached.queries, cached.page_size, cached.table_row, scaled ? cached.scales.size(3) : 1, latent_batch,
+           latent_page, latent_key, rope_batch, rope_page, rope_key, stride(0), stride(1), stride(2), stride(3), 0, 0,
+           0, scale, at::get_num_threads());
   }
 };
 

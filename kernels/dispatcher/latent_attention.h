@@ -22,8 +22,9 @@ bool spans_of(const Tensor& mask, int64_t sequences, int64_t stop, std::vector<S
   return true;
 }
 
-Attended latent_attention(const Tensor& q_latent, const Tensor& q_rope, const Tensor& given_latent, const Tensor& given_k_rope,
-                          const std::optional<Tensor>& mask, std::optional<int64_t> causal_offset, double scale) {
+Attended latent_attention(const Tensor& q_latent, const Tensor& q_rope, const Tensor& given_latent,
+                          const Tensor& given_k_rope, const std::optional<Tensor>& mask,
+                          std::optional<int64_t> causal_offset, double scale) {
   const Tensor latent = readable(given_latent), k_rope = readable(given_k_rope);
   const auto otherwise = [&] {
     static const auto op =

@@ -105,7 +105,8 @@ class Loader {
         }
       for (int64_t g = 0; g < cache.groups; ++g)
         convert(keys.latent[k] + g * group, group, scale(g), to + g * group);
-      if constexpr (!std::is_same_v<Rope, Key>) convert(keys.rope[k], s.rope, SCALED_ROPE ? scale(0) : 1.0f, to + s.rank);
+      if constexpr (!std::is_same_v<Rope, Key>)
+        convert(keys.rope[k], s.rope, SCALED_ROPE ? scale(0) : 1.0f, to + s.rank);
     }
   }
 
