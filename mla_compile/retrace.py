@@ -14,6 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .int8_products import products_with_int8
 from .ops import SEALED
 from .same_numbers import merge_same_numbers
 from .seal import unseal
@@ -35,12 +36,14 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
     placeholders = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     inductors = select_decomp_table()
     aten, are_given = torch.ops.aten, _views_of(placeholders)
+    interpreter, inductors_own = _WithTheirOrigins(module), products_with_int8(module.graph)
+    mm = _first_that_can(mm_of_one_row, widened_mm, inductors[aten.mm.default])
     grouped_mm = _first_that_can(grouped_mm_of_few_rows, widened_grouped_mm)
     table: dict[Any, Callable[..., Any]] = {
         **inductors,
         SEALED: unseal,
-        aten.mm.default: _first_that_can(
-            mm_of_one_row, functools.partial(widened_mm, are_given=are_given), inductors[aten.mm.default]
+        aten.mm.default: lambda *args: (
+            inductors[aten.mm.default](*args) if interpreter.now in inductors_own else mm(*args)
         ),
         aten.addmm.default: _first_that_can(widened_addmm, inductors[aten.addmm.default]),
         aten.bmm.default: _first_that_can(
@@ -52,12 +55,12 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
         table[torch.ops.transformers.grouped_mm_fallback.default] = grouped_mm
     mode = detect_fake_mode(placeholders)
     with torch._C._DisableAutocast(), torch.fx.traceback.preserve_node_meta(), mode or contextlib.nullcontext():
-        interpreter = _WithTheirOrigins(module)
         retraced = make_fx(lambda *args: interpreter.run(*args), decomposition_table=table)(*placeholders)
     before, after = (m.graph.output_node() for m in (module, retraced))
     after.meta.update({k: v for k, v in before.meta.items() if k != "val"})
     retraced.meta.update(module.meta)
-    if merge_same_numbers(retraced.graph):
+    unread = retraced.graph.eliminate_dead_code()  # casts of what a decomposition then left alone: another reader
+    if merge_same_numbers(retraced.graph) or unread:
         retraced.recompile()
     return retraced
 
@@ -67,7 +70,14 @@ class _WithTheirOrigins(fx.Interpreter):
 
     Comments in generated code then name nodes of Dynamo's graph, as they do without us, rather than nodes of the first
     trace. torch's own implementation would also copy each node's whole history, which took a seventh of the time.
+    `now` is the node that is being traced.
     """
+
+    now: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.now = n
+        return super().run_node(n)
 
     @contextlib.contextmanager
     def _set_current_node(self, node: fx.Node) -> Iterator[None]:

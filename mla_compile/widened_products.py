@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor import config
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .cpu_products import has_products
@@ -23,13 +22,12 @@ AreGiven = Callable[[Tensor], bool]
 """Whether matrices are in memory anyway: inputs of the graph, or views of them."""
 
 
-def widened_mm(rows: Tensor, matrix: Tensor, *, are_given: AreGiven = lambda _: True) -> Any:
+def widened_mm(rows: Tensor, matrix: Tensor) -> Any:
     """A decomposition for `make_fx`: `rows [S, K] @ matrix [K, M] -> [S, M]`.
 
-    Returns NotImplemented if a library has such products, and under Inductor's `freezing` if the matrix is computed:
-    `freezing` has its own products with int8 weights, which it recognises by the original product.
+    Returns NotImplemented if a library has such products.
     """
-    if not _are_to_be_widened(rows, matrix) or (config.freezing and not are_given(matrix)):
+    if not _are_to_be_widened(rows, matrix):
         return NotImplemented
     return widened_matmul(rows, matrix).to(rows.dtype)
 
@@ -51,7 +49,7 @@ def widened_bmm(rows: Tensor, matrices: Tensor, *, are_given: AreGiven = lambda 
     For matrices that are given, no widened copy, twice as large, is written. Also returns NotImplemented for one row or
     column, as such products become sums that Inductor generates.
     """
-    if not _are_to_be_widened(rows, matrices) or (config.freezing and not are_given(matrices)):
+    if not _are_to_be_widened(rows, matrices):
         return NotImplemented
     if statically_known_true(rows.shape[1] == 1) or statically_known_true(matrices.shape[2] == 1):
         return NotImplemented

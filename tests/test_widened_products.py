@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -115,16 +114,6 @@ def test_leaves_products_of_one_row_or_column_to_inductor(no_library):
     x, y = torch.ones(3, 4, 8).bfloat16(), torch.ones(3, 8, 5).bfloat16()
     assert widened_bmm(x[:, :1], y) is NotImplemented
     assert widened_bmm(x, y[..., :1]) is NotImplemented
-
-
-def test_leaves_computed_matrices_to_freezing(no_library):
-    """Inductor's own products with weights in int8 are found by the product."""
-    x, y = torch.ones(3, 4, 8).bfloat16(), torch.ones(3, 8, 5).bfloat16()
-    with config.patch(freezing=True):
-        assert widened_mm(x[0], y[0], are_given=lambda _: False) is NotImplemented
-        assert widened_bmm(x, y, are_given=lambda _: False) is NotImplemented
-        assert widened_mm(x[0], y[0], are_given=lambda _: True) is not NotImplemented
-        assert widened_bmm(x, y, are_given=lambda _: True) is not NotImplemented
 
 
 @HALF
