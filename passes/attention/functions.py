@@ -5,7 +5,7 @@ softmax(where(seen, 50 * tanh(q k^T / 50), -inf))  ->  div, tanh, mul, where; of
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ from .softmax import Weights
 
 _LIKE = {aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0, aten.full_like.default: None}
 """Ops that fill a tensor of another one's sizes with one number: that number, or None if it is an argument."""
+_NEW = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+"""Ops that fill a tensor with one number and take only its dtype and device from another."""
 
 
 class _Unreadable(Exception):
@@ -159,7 +161,7 @@ class _Builder:
 
     def value(self, node: fx.Node, labels: tuple[int, ...]) -> Value:
         """The value of a tensor whose dimensions are the dimensions `labels` of the scores."""
-        if node not in self._derived:
+        if node not in self._derived and not self._is_like_scores(node):
             return self._operand(node, labels)
         form = self.trace[node]
         source, then = form.term.read.source, form.term.read.then
@@ -193,6 +195,10 @@ class _Builder:
         args = tuple(map(given, node.args))
         return Step(node.target, args, tuple((key, given(value)) for key, value in node.kwargs.items()), dtype)
 
+    def _is_like_scores(self, node: fx.Node) -> bool:
+        """Whether a node is a number wherever there is a score, or what is made of one."""
+        return node.target in _LIKE and arguments(node)[0] in self._derived
+
     def _operand(self, node: fx.Node, labels: tuple[int, ...]) -> Value:
         form = self.trace[node]
         self.operands.append(Summand(form, labels, 1.0))
@@ -200,7 +206,12 @@ class _Builder:
 
 
 def derived(products: Sequence[Summand], weights: fx.Node) -> set[Hashable]:
-    """The products and everything that is computed from them, up to the weights."""
+    """The products and everything that is computed from them, up to the weights, but not from their sizes alone."""
     sources = [product.form.term.read.source for product in products]
     nodes = [source for source in sources if isinstance(source, fx.Node)]
-    return {*sources, *walk(nodes, lambda node: (user for user in node.users if user is not weights))}
+    ends = {*_LIKE, *_NEW}
+
+    def onward(node: fx.Node) -> Iterator[fx.Node]:
+        return (user for user in node.users if user is not weights and user.target not in ends)
+
+    return {*sources, *walk(nodes, onward)}

@@ -173,10 +173,10 @@ class ByHeadsCode:
         if empty is not None:
             weights = weights.masked_fill(empty, 0.0)  # gradients of such a row are 0 too
         weights = weights.softmax(-1).narrow(-1, 0, scores.shape[-1])
+        if empty is not None:
+            weights = weights.masked_fill(empty, 0.0)
         if function.numbers:
             weights = weights.masked_fill(weights.isnan(), 0.0)
-        elif empty is not None:
-            weights = weights.masked_fill(empty, 0.0)
         weights = done(weights.to(function.weights_dtype), site.attention.opaque.weights.then)
         o = weights @ _up_projected(x["latent"], x["w_uv"]).to(weights.dtype)
         for bias in x["biases"]:

@@ -69,6 +69,12 @@ FUNCTIONS: dict[str, Function] = {
     "a softmax by hand": attention(by_hand),
     "two products": in_two,
     "a sink": attention(with_sink),
+    "no number, so 0": attention(
+        lambda s: capped(s).masked_fill(~seen(blind=True), -math.inf).softmax(-1).nan_to_num()
+    ),
+    "as many as there are scores, in a triangle": attention(
+        lambda s: capped(s).masked_fill(torch.ones_like(s, dtype=torch.bool).triu(T - SQ + 1), -math.inf).softmax(-1)
+    ),
     "safe": attention(lambda s: torch.ops.aten._safe_softmax(capped(s).masked_fill(~seen(blind=True), -math.inf), -1)),
 }
 
