@@ -67,6 +67,7 @@ KNOWN = {
         lambda s, t: arange(t) + torch.sym_max(0, s - 2) <= arange(s)[:, None] + (t - s), "causal"
     ),
     "tril": Case(lambda s, t: torch.ones(s, t, dtype=torch.bool).tril(t - s), "causal"),
+    "a triangle of numbers": Case(lambda s, t: torch.ones(s, t).tril(t - s) == 1, "causal"),
     "not triu": Case(lambda s, t: ~torch.ones(s, t).triu(t - s + 1).bool(), "causal"),
     "cumsum": Case(
         lambda s, t: arange(t) <= (torch.ones(1, t, dtype=torch.int64).cumsum(-1) - 1)[:, -s:, None], "causal"

@@ -12,7 +12,7 @@ from .rule import INTEGERS, Rules, Values, number_of
 RULES = Rules()
 
 
-@RULES.of(aten.full.default, aten.full_like.default, aten.new_full.default)
+@RULES.of(aten.full.default, aten.full_like.default, aten.new_full.default, aten.fill.Scalar)
 def _full(values: Values, node: fx.Node, index: Index) -> Value | None:
     number = arguments(node)[2] if node.target is aten.new_full.default else arguments(node)[1]
     return number_of(number, node.meta["val"].dtype)

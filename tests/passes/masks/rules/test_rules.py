@@ -64,11 +64,20 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "truths times truths": lambda flags, names: seen() * flags,
     "numbers that were chosen": lambda flags, names: aten.lt.Scalar(hidden(), -1.0),
+    "is a number that was chosen": lambda flags, names: torch.ones(ROWS, COLUMNS).tril() == 1,
+    "is not that number": lambda flags, names: torch.ones(ROWS, COLUMNS).tril() != 1,
+    "is that of a tensor": lambda flags, names: (hidden() == torch.zeros(1)) & (torch.ones(1, COLUMNS) != hidden()),
+    "is a number as the tensor rounds it": lambda flags, names: torch.where(seen(), torch.tensor(0.1), 0.0) == 0.1,
+    "is more than a number as the tensor rounds it": lambda flags, names: aten.gt.Scalar(
+        torch.where(seen(), torch.tensor(0.1), 0.0), 0.1
+    ),
+    "is true": lambda flags, names: (seen() == 1) & (flags == True) & (~seen() != True),  # noqa: E712
     "chosen": lambda flags, names: torch.where(flags, hidden(), -torch.inf),
     "filled": lambda flags, names: whole(0).masked_fill(~seen(), -1e9),
     "filled with a tensor": lambda flags, names: whole(0).masked_fill(~seen(), torch.tensor(-torch.inf)),
     "below the diagonal": lambda flags, names: torch.ones(ROWS, COLUMNS).tril(1),
     "above the diagonal": lambda flags, names: whole(-torch.inf).triu(2),
+    "filled whole": lambda flags, names: aten.fill.Scalar(whole(0), -torch.inf).triu(1),
     "cast": lambda flags, names: (1 - seen().to(torch.float16)) * -1e4,
     "added": lambda flags, names: hidden() + torch.where(flags, 0.0, -torch.inf),
     "like": lambda flags, names: (
