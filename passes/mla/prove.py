@@ -58,7 +58,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
         except Refusal as refusal:
             refusals.append(refusal)
             continue
-        if best is None or known_at_most(total([_width(site), 1]), _width(best)):
+        if best is None or _narrower(site, best):
             best = site
     if best is None:
         with contextlib.suppress(Refusal):
@@ -96,11 +96,19 @@ def _share_a_tensor(attention: Attention) -> bool:
     return any(attention.value.read.source in sources(score.key) for score in attention.scores)
 
 
+def _narrower(site: Site, best: Site) -> bool:
+    """Whether a site has narrower latents than another, or no wider ones and does without groups."""
+    more = 0 if best.groups is not None and site.groups is None else 1
+    return known_at_most(total([_width(site), more]), _width(best))
+
+
 def _width(site: Site) -> Size:
-    """How many elements a key takes: of the latent, and of the rope keys that each head has for itself."""
+    """How many elements a key takes: of all latents, and of the rope keys that each head has for itself."""
     latent = site.latent.read.axes | {*site.rank}
     keys = [latent, *(rope.key.axes for rope in site.own_ropes)]
-    return total(product(axis.size for axis in axes.difference(site.attention.keys)) for axes in keys)
+    groups = site.groups.axes if site.groups is not None else ()
+    of_one = total(product(axis.size for axis in axes.difference(site.attention.keys)) for axes in keys)
+    return product([of_one, *(axis.size for axis in groups)])
 
 
 def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = False) -> Site:

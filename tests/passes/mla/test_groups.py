@@ -226,6 +226,21 @@ def test_one_weight_for_all_groups_is_one_attention() -> None:
     check_rewritten(function, tensors())
 
 
+@pytest.mark.parametrize("tokens", [T, L])
+def test_latents_that_tokens_of_a_sequence_mix_are_of_one_attention(tokens: int) -> None:
+    """A product of each sequence, which might be an up-projection of its own."""
+
+    def mixed(q: Tensor, latents: Tensor, mix: Tensor, w_uv: Tensor) -> Tensor:
+        c = (mix.tril() @ latents)[:, None]
+        return (q @ c.mT * SCALE).softmax(-1) @ c @ w_uv.mT
+
+    shapes = (B, HEADS, tokens, L), (B, tokens, L), (B, tokens, tokens), (HEADS, V, L)
+    given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    for _, _, (outcome,) in compiled(mixed, given):
+        assert outcome.path == "absorbed"
+        assert outcome.shapes["B"] == str(B)
+
+
 def knorm(k: Tensor) -> Tensor:
     return F.rms_norm(k, k.shape[-1:])
 
