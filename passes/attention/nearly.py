@@ -1,6 +1,7 @@
 """Say why a product with what is nearly attention weights is no attention: otherwise no report would mention it.
 
 e / (e.sum() + 1e-6)                     weights that do not add up to 1
+softmax(s) * gate                        weights that are multiplied afterwards
 nan_to_num(softmax(s), nan=0.5)          numbers that a softmax does not give
 exp(s - maximum(m, s.amax()))            a softmax over blocks of keys, with a running maximum
 softmax(s) - 0.5 * softmax(t)            several softmaxes
@@ -8,6 +9,7 @@ softmax(s) - 0.5 * softmax(t)            several softmaxes
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from torch import fx
@@ -15,8 +17,10 @@ from torch import fx
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
+from ..nodes.walk import makers, walk
 from ..trace.trace import Trace
 from .copies import original_of
+from .pieces import PRODUCTS
 from .softmax import divided_by_more, exponent_of, weights_of
 
 SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
@@ -28,7 +32,7 @@ def nearly_weights(node: fx.Node, trace: Trace) -> Refusal | None:
         source = trace[operand].term.read.source
         if not isinstance(source, fx.Node):
             continue
-        if (divisor := divided_by_more(source, trace)) is not None:
+        if (divisor := divided_by_more(source, trace)) is not None and not _routes(arguments(source)[0], trace):
             reason = f"expected attention weights that add up to 1, found them divided by {where(divisor)}"
             return Refusal(node, reason, "divide by the sum itself: a softmax never has 0 there")
         if source.target is aten.nan_to_num.default and weights_of(_copied(arguments(source)[0], trace), trace):
@@ -42,6 +46,9 @@ def nearly_weights(node: fx.Node, trace: Trace) -> Refusal | None:
         if source.target in SUMS and len(list(softmaxes(source, trace))) > 1:
             reason = f"expected attention weights of one softmax, found several in {where(source)}"
             return Refusal(node, reason, "take each by itself, multiply it with the values, and add that up")
+        if source.target is aten.mul.Tensor and softmaxes(source, trace) and not _routes(source, trace):
+            reason = f"expected attention weights as a softmax gives them, found them multiplied in {where(source)}"
+            return Refusal(node, reason, "multiply the output where it is a number a head or query, else the values")
     return None
 
 
@@ -62,6 +69,22 @@ def softmaxes(node: Any, trace: Trace, depth: int = _DEPTH) -> list[fx.Node]:
     if source.target is aten.mul.Tensor:
         return next((own for operand in arguments(source) if (own := softmaxes(operand, trace, depth - 1))), [])
     return []
+
+
+def _routes(node: Any, trace: Trace) -> bool:
+    """Whether softmaxes that a tensor is made of have no product a sequence or head: a router's are of a weight."""
+
+    def of_tokens(softmax: fx.Node) -> bool:
+        scores = walk([softmax], lambda node: makers(node) if node.target not in PRODUCTS else ())
+        return any(node.target in _BATCHED for node in islice(scores, _STEPS))
+
+    found = softmaxes(node, trace)
+    return bool(found) and not any(map(of_tokens, found))
+
+
+_BATCHED = {aten.bmm.default, aten.baddbmm.default}
+_STEPS = 32
+"""Nodes behind a softmax among which the product of its scores is: past casts, masks, views and functions of them."""
 
 
 def _running(node: fx.Node, trace: Trace) -> fx.Node | None:

@@ -163,13 +163,13 @@ def exponent_of(node: Any) -> tuple[fx.Node, float] | None:
 
 
 def divided_by_more(node: Any, trace: Trace) -> fx.Node | None:
-    """What powers of scores are divided by, if that is a sum or a norm with a number added, or clamped."""
+    """The divisor of powers of scores, or of weights, if it is a sum or a norm with a number added, or clamped."""
     if not isinstance(node, fx.Node) or node.target is not aten.div.Tensor:
         return None
     source, divisor = copied(arguments(node)[0], trace), arguments(node)[1]
     if source is not None and (found := zeroed(source, trace)) is not None:
         source = found.of
-    if source is None or exponent_of(source) is None or not is_tensor(divisor):
+    if source is None or not is_tensor(divisor) or (exponent_of(source) is None and weights_of(source, trace) is None):
         return None
     whole = total = trace[divisor].term.read.source
     while isinstance(total, fx.Node) and total.target in _WITH_A_NUMBER and is_tensor(arguments(total)[0]):

@@ -3,6 +3,9 @@
 Before   o = (softmax(a) - s * softmax(b)) @ v                    differential attention: one product
 After    o = softmax(a) @ v - s * (softmax(b) @ v)                two, each an attention
 
+Before   o = (g * softmax(a)) @ v                                 g: a number for each head or query, as a gate
+After    o = g * (softmax(a) @ v)
+
 If one of them is not MLA, a second product gains nothing, and the graph stays as it was.
 """
 
@@ -33,6 +36,7 @@ from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 
 _SOFTMAXES = {aten._softmax.default, aten._safe_softmax.default}
+_CHANGES = {*SUMS, aten.mul.Tensor}
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,8 @@ def _merged(tensor: Tensor, dims: int) -> Tensor:
 
 
 def rephrase(module: fx.GraphModule, choose: Callable[[Site, Meaning, Trace], object]) -> None:
-    """Distribute products over sums of attention weights in a graph, if all attentions that result are MLA and
-    `choose` finds paths for them."""
+    """Distribute products over sums of attention weights in a graph, and take factors of weights out of them, if all
+    attentions that result are MLA and `choose` finds paths for them."""
     if not any(map(_may_be_sum, module.graph.nodes)):
         return
     found = list(_distributed(module.graph, Trace(module.graph)))
@@ -97,13 +101,15 @@ def rephrase(module: fx.GraphModule, choose: Callable[[Site, Meaning, Trace], ob
 
 
 def _may_be_sum(node: fx.Node) -> bool:
-    """Whether a node may be a sum of softmaxes, each of which lies at most a few steps back."""
+    """Whether a node may be a sum of softmaxes, each of which lies at most a few steps back, or a multiple of one."""
 
     def leads(operand: Any, steps: int) -> bool:
         if not isinstance(operand, fx.Node) or steps == 0:
             return False
         return operand.target in _SOFTMAXES or any(leads(before, steps - 1) for before in operand.all_input_nodes)
 
+    if node.target is aten.mul.Tensor:  # of the weights as they are, or a cast of them: not of some, as routers have
+        return any(leads(operand, 2) for operand in arguments(node))
     return node.target in SUMS and all(leads(operand, 4) for operand in arguments(node)[:2])
 
 
@@ -113,10 +119,13 @@ def _distributed(graph: fx.Graph, trace: Trace) -> Iterator[_Distributed]:
             continue
         operand = arguments(node)[0]
         source = trace[operand].term.read.source
-        if not isinstance(source, fx.Node) or source.target not in SUMS or not is_tensor(source):
+        if not isinstance(source, fx.Node) or source.target not in _CHANGES or not is_tensor(source):
             continue
-        addends = _addends(source, _Addend(source), trace)
-        if addends and len(addends := _together(addends)) > 1 and _in_order(trace[operand], trace[source]):
+        if source.target not in SUMS and weights_of(source, trace) is not None:
+            continue
+        addends = _together(_addends(source, _Addend(source), trace) or ())
+        distributed = len(addends) > 1 or any(addend.factors for addend in addends)
+        if distributed and _in_order(trace[operand], trace[source]):
             yield _Distributed(node, tuple(addends))
 
 

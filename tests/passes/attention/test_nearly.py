@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.passes import spellings as mla
 from tests.passes.checks import compiled
+from tests.passes.graphs import capture, rewrite
 from tests.passes.spellings import SCALE, Function, T, V
 
 
@@ -44,12 +45,38 @@ def half(*args: Tensor) -> Tensor:
     return (q @ k.mT * SCALE).softmax(-1).nan_to_num(nan=0.5) @ v
 
 
+def gated(*args: Tensor) -> Tensor:
+    """A number a key."""
+    q, k, v = mla.naive(*args)
+    return ((q @ k.mT * SCALE).softmax(-1) * torch.arange(T).double()) @ v
+
+
+def divided_again(*args: Tensor) -> Tensor:
+    q, k, v = mla.naive(*args)
+    seen = (torch.arange(T) > 2).double()
+    weights = (q @ k.mT * SCALE).softmax(-1) * seen
+    return weights / (weights.sum(-1, keepdim=True) + 1e-9) @ v
+
+
 REASONS = {
+    gated: "expected attention weights as a softmax gives them, found them multiplied in `mul_1` (mul.Tensor)",
+    divided_again: "expected attention weights that add up to 1, found them divided by `add` (add.Tensor)",
     online: "found one over blocks of keys, the greatest so far `maximum",
     differential: "expected attention weights of one softmax, found several in `sub` (sub.Tensor)",
     differential_of_halves: "expected attention weights of one softmax, found several in `sub` (sub.Tensor)",
     half: "found that `nan_to_num` (nan_to_num.default) puts other numbers in the place of NaN",
 }
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["multiplied", "divided again"])
+def test_weights_of_a_router_are_none(again: bool) -> None:
+    def routed(x: Tensor, router: Tensor, experts: Tensor) -> Tensor:
+        gates = (x @ router).softmax(-1) * torch.linspace(0.5, 1, 3).double()
+        gates = gates / (gates.sum(-1, keepdim=True) + 1e-9) if again else gates
+        return torch.einsum("te,ted->td", gates, torch.einsum("th,ehd->ted", x, experts))
+
+    tensors = [torch.randn(shape, dtype=torch.float64) for shape in ((5, 8), (8, 3), (3, 8, 4))]
+    assert not rewrite(capture(routed, *tensors))
 
 
 @pytest.mark.parametrize("function", REASONS)

@@ -1,4 +1,5 @@
-"""Differential attention is two attentions, where both are MLA; else it stays one product."""
+"""Differential attention is two attentions, where both are MLA, and weights times a number a row are one; else it stays
+one product."""
 
 from __future__ import annotations
 
@@ -24,6 +25,16 @@ def differential(subtract: Function, values: Function = lambda v: v, dtype: torc
     return attention
 
 
+def multiplied(factor: Function, values: Function = lambda v: v) -> Function:
+    """One softmax, multiplied by what `factor` makes of queries `[B, N, Sq, P + R]`."""
+
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        return ((q @ k.mT * SCALE).softmax(-1) * factor(q)) @ values(v)
+
+    return attention
+
+
 def heads() -> Tensor:
     return torch.arange(N)[:, None, None].double() / N
 
@@ -38,6 +49,9 @@ REWRITTEN: dict[str, tuple[Function, int]] = {
     "a number a head": (differential(lambda a, b: a - b * heads()), 2),
     "all times a number": (differential(lambda a, b: (a - 0.3 * b) * 0.5 + a), 2),
     "by alpha": (differential(lambda a, b: torch.sub(a, b, alpha=0.3)), 2),
+    "one, times a number a head": (multiplied(lambda q: heads()), 1),
+    "one, times a gate a query": (multiplied(lambda q: q[..., :1].sigmoid()), 1),
+    "one, times a mask and a number": (multiplied(lambda q: (heads() > 0) * 2.0), 1),
     "one that stays": (lambda *args: mla.combined(*args) + differential(lambda a, b: a - b)(*args), 3),
 }
 
@@ -57,6 +71,8 @@ def test_sizes_that_are_not_known() -> None:
 UNCHANGED: dict[str, Function] = {
     "a number a key": differential(lambda a, b: a - b * torch.arange(T).double()),
     "a number a query and key": differential(lambda a, b: a - b * hidden()),
+    "one, times a number a key": multiplied(lambda q: torch.arange(T).double()),
+    "one, times a number a head, of other values": multiplied(lambda q: heads(), torch.tanh),
     "values that are no up-projection": differential(lambda a, b: a - b, torch.tanh),
     "something that is no softmax": differential(lambda a, b: a - b.tanh()),
     "set to 0 after": differential(lambda a, b: a - b.masked_fill(hidden(), 0.0)),
