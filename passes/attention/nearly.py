@@ -48,7 +48,9 @@ def nearly_weights(node: fx.Node, trace: Trace) -> Refusal | None:
             return Refusal(node, reason, "take each by itself, multiply it with the values, and add that up")
         if source.target is aten.mul.Tensor and softmaxes(source, trace) and not _routes(source, trace):
             reason = f"expected attention weights as a softmax gives them, found them multiplied in {where(source)}"
-            return Refusal(node, reason, "multiply the output where it is a number a head or query, else the values")
+            remedy = "multiply the output by a number for each head or query, or the values by one for each key"
+            remedy += "; for dropout, call model.eval()"
+            return Refusal(node, reason, remedy)
     return None
 
 

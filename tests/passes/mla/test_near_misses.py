@@ -248,6 +248,9 @@ def test_weights_that_meet_two_values_exist_once() -> None:
     check_right(before, run(module, *mla.tensors()))
 
 
-def test_weights_with_dropout_are_no_attention_to_find() -> None:
+def test_weights_with_dropout_are_no_attention() -> None:
     module = capture(changed_weights(lambda p: F.dropout(p, 0.5, training=True)), *mla.tensors())
-    assert rewrite(module) == []
+    (outcome,) = rewrite(module)
+    assert outcome.path == "unchanged"
+    assert "found them multiplied" in outcome.reason
+    assert "dropout" in outcome.remedy
