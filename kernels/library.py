@@ -83,7 +83,8 @@ def build_library(path: str | PathLike[str], dtypes: Iterable[torch.dtype] = (to
     unknown = [dtype for dtype in dtypes if dtype not in native.TYPES]
     if unknown or not of_numbers(dtypes):
         raise OptionError(
-            f"expected dtypes among {', '.join(map(str, native.TYPES))}, one of them wider than a byte, found {dtypes}"
+            f"expected dtypes among {', '.join(map(str, native.TYPES))}, at least one of them "
+            f"wider than a byte, found {dtypes}"
         )
     kernels = list(_kernels(dtypes))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cpu_count()) as pool:

@@ -198,8 +198,8 @@ def _built(source: Path, begin: Callable[[], Callable[[], Any]]) -> Callable[[],
 @cache
 def _say_that_there_are_none() -> None:
     _log.warning(
-        "C++ kernels could not be compiled, so that attention takes slower ATen operations: is there a compiler that "
-        "torch.compile finds ($CXX or g++)? TORCH_LOGS=+mla_compile has the compiler's own words."
+        "C++ kernels could not be compiled, so attention uses slower ATen operations: is there a compiler that "
+        "torch.compile finds ($CXX or g++)? TORCH_LOGS=+mla_compile shows the compiler's output."
     )
 
 

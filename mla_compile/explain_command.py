@@ -14,7 +14,7 @@ def add_parser(subparsers: Any) -> None:
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "explain",
-        help="say what becomes of a model's attention",
+        help="show which attentions of a model are rewritten, and why",
         description="Load a causal language model with transformers, compile it, run one prompt and one further token, "
         "and print the report.",
     )

@@ -57,7 +57,7 @@ def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = Non
     if others:
         raise OptionError(f"expected options that start with 'mla.', found {min(others)!r}: give it to AOTInductor")
     if ours.kernels != AUTO:
-        raise OptionError(f"mla.kernels: expected {AUTO} for an exported program, which keeps no options of a run")
+        raise OptionError(f"mla.kernels: expected {AUTO} for an exported program, which keeps no run-time options")
     if ours.path == OFF:
         record(Report((), f"{NOTE}, mla.path is off"))
         return program

@@ -40,8 +40,8 @@ def tp_plan(config: Any) -> dict[str, str]:
         raise ConfigError(f"expected a model with MLA (a config with kv_lora_rank), found {config.model_type}")
     if "linear_attention" in (getattr(text, "layer_types", None) or ()):
         raise ConfigError(
-            f"expected MLA in every layer, found linear attention too ({config.model_type}): the rules of transformers"
-            " hold for all layers alike, and projections of the same names have other heads there"
+            f"expected MLA in every layer, found linear attention too ({config.model_type}): transformers' "
+            "rules apply to all layers alike, but projections of the same names have other heads in those layers"
         )
     rules: dict[str, str] = dict(text.base_model_tp_plan or {})
     if not any(name.endswith(".kv_b_proj") for name in rules):
@@ -53,7 +53,9 @@ def tp_plan(config: Any) -> dict[str, str]:
 def _attention(text: Any) -> dict[str, str]:
     if text.model_type not in _WITHOUT_RULES:
         known = ", ".join(sorted(_WITHOUT_RULES))
-        raise ConfigError(f"expected a family with rules in transformers or one of {known}, found {text.model_type}")
+        raise ConfigError(
+            f"expected a model family that has rules in transformers, or one of {known}, found {text.model_type}"
+        )
     query = "q_proj" if getattr(text, "q_lora_rank", None) is None else "q_b_proj"
     # The latent's projection is whole on each rank; only its gradients are summed: each rank has the rope key's
     # gradient from its own heads.

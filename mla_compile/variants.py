@@ -129,7 +129,8 @@ def _last_variant(function: _Function, count: int) -> str:
     return (
         f"variant {count} of {function}, the last that torch compiles: for inputs of another kind it will run "
         f"uncompiled, tens of times slower. What differed: {'; '.join(_differences(function.variants))}. Set "
-        f"torch._dynamo.config.recompile_limit = {8 * count} before the first call, or give it fewer kinds of inputs"
+        f"torch._dynamo.config.recompile_limit = {8 * count} before the first call, or call it "
+        "with fewer kinds of inputs"
     )
 
 

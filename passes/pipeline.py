@@ -183,9 +183,9 @@ def _refusal(node: fx.Node, error: Exception) -> Refusal:
         case Unaligned():
             reason = f"expected sizes that factor into common axes, found that {error}"
         case GuardNeeded():
-            reason = f"expected code for all declared sizes, found some for {error} alone"
+            reason = f"expected code that is right for all declared sizes, found code that needs {error}"
         case _:
-            reason = f"expected sizes of which enough is known before a run, found {getattr(error, 'cond', error)}"
+            reason = f"expected sizes that are known well enough before a run, found {getattr(error, 'cond', error)}"
     return Refusal(node, reason)
 
 

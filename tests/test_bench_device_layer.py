@@ -58,7 +58,7 @@ def test_what_is_wrong_or_fails_gets_no_time(monkeypatch):
     monkeypatch.setattr(device_layer, "MODES", device_layer.MODES | others)
     more, none = measured(["more", "none"])
     assert more.seconds is none.seconds is None
-    assert more.note.startswith("wrong: rounding explains")
+    assert more.note.startswith("wrong: rounding explains at most")
     assert none.note == "failed: ValueError: no such thing"
 
 

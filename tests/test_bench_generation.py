@@ -126,7 +126,7 @@ def test_wrong_logits_get_no_time(model, another):
     (result,) = measure(model, TINY, [DECODE], [OURS], 3)
     assert (result.status, result.seconds) == ("wrong", ())
     assert result.error > 1
-    assert "off float64, rounding explains" in result.note
+    assert "away from float64, rounding explains at most" in result.note
 
 
 def test_logits_that_are_no_numbers_are_wrong(model, another):

@@ -81,7 +81,7 @@ def test_a_wrong_result_gets_no_time(monkeypatch):
     exact, measure = kernel_run._truth(x)
     wrong = kernel_run._one(x, "mla", lambda: lambda: kernel_peers.by_hand(x) * 1.01, exact, measure, once)
     assert (wrong.status, wrong.seconds) == ("wrong", None)
-    assert "off float64, rounding explains" in wrong.note
+    assert "away from float64, rounding explains at most" in wrong.note
     not_a_number = kernel_run._one(x, "mla", lambda: lambda: kernel_peers.by_hand(x) * torch.nan, exact, measure, once)
     assert not_a_number.status == "wrong"
 
@@ -115,7 +115,7 @@ def test_bytes_and_flops():
 
 def test_the_table():
     fast = Result(DECODE, "mla", "ok", "", 1e-5, 3e-4)
-    slow = Result(DECODE, "sdpa", "skipped", "takes more memory than there is")
+    slow = Result(DECODE, "sdpa", "skipped", "needs more memory than is available")
     first, second = rows(DEVICE, [fast, slow])
     assert first["gb_per_s"] == pytest.approx(DECODE.bytes(2) / 1e-5 / 1e9)
     assert first["of_limit"] == pytest.approx(DECODE.bytes(2) / 4e12 / 1e-5)
@@ -125,7 +125,7 @@ def test_the_table():
     assert text.splitlines()[0] == (
         f"a GPU: copy 4000 GB/s, matmul 800.0 TFLOP/s, measured in this run; torch {torch.__version__}"
     )
-    assert "skipped: takes more memory than there is" in text
+    assert "skipped: needs more memory than is available" in text
     assert [row["peer"] for row in csv.DictReader(StringIO(as_csv(DEVICE, [fast, slow])))] == ["mla", "sdpa"]
 
 

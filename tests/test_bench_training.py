@@ -46,8 +46,8 @@ def steps(monkeypatch):
     ("spoil", "status", "words"),
     [
         (lambda output: output, 0, ""),
-        (NoNumber.apply, 1, "is inf off float64, rounding explains"),
-        (lambda output: 1.01 * output, 1, " off float64, rounding explains"),
+        (NoNumber.apply, 1, "is inf away from float64, rounding explains at most"),
+        (lambda output: 1.01 * output, 1, " away from float64, rounding explains at most"),
     ],
     ids=["right", "no numbers", "other numbers"],
 )

@@ -233,7 +233,7 @@ def test_where_it_pays(v3):
     plans = plan.scaled()
     assert [fewer.devices for fewer in plans] == [1, 2, 4, 8, 16, 32, 64]
     assert [bool(fewer.steps) for fewer in plans] == [False] * 4 + [True] * 3
-    assert where_it_pays(plans[:3]) == "No number of devices up to this one holds it."
+    assert where_it_pays(plans[:3]) == "The model fits on no number of devices up to this one."
     words = where_it_pays(plans)
     assert words.startswith("A token is cheapest on 16 devices: ")
     fastest = min(plans[4:], key=lambda fewer: fewer.steps[0].time)
@@ -281,7 +281,7 @@ def test_the_table(config, capsys):
     assert "more are slower." in out
     assert "do not fit, of which TP " in out
     assert "vllm serve" in out
-    assert "transformers: no mesh that it takes fits." in out
+    assert "transformers: no mesh that it supports fits." in out
     assert "A token is cheapest on 16 devices" in out
 
 
@@ -304,10 +304,10 @@ def test_a_small_model_has_code_for_transformers(capsys):
 def test_nothing_that_fits_and_nothing_that_is_taken(config, capsys):
     arguments = f"layout {config(**V3)} --gpus 8 {CLUSTER}".split()
     assert cli.main(arguments) == 1
-    assert "No number of devices up to this one holds it." in capsys.readouterr().out
+    assert "The model fits on no number of devices up to this one." in capsys.readouterr().out
     assert cli.main(f"layout {TINY} --gpus 7 {CLUSTER}".split()) == 1
     out = capsys.readouterr().out
-    assert "Neither engine takes any mesh of so many devices." in out
+    assert "Neither engine supports any mesh of that many devices." in out
     assert "refused: TP does not divide 8 heads (TP 7)." in out
 
 

@@ -143,7 +143,7 @@ def test_the_text_of_a_model_with_vision(config, without_transformers):
 def test_an_indexer_is_named_and_not_counted(config, without_transformers):
     model = read_sizes(config(**V3 | {"index_head_dim": 128, "indexer_types": ["full"] + ["shared"] * 60}))
     assert (model.index_width, model.indexers) == (128, 1)
-    assert "an indexer's keys, 256 bytes of a token in 1 layers" in as_text(Plan(model, 1024, 1, "bf16", 8))
+    assert "an indexer's keys, 256 bytes per token and layer in 1 layers" in as_text(Plan(model, 1024, 1, "bf16", 8))
 
 
 @pytest.mark.parametrize(

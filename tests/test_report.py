@@ -32,7 +32,7 @@ def test_the_nearest_miss_is_traced_to_the_line_where_it_stopped() -> None:
         "scores = q @ k.transpose(-1, -2)",
         "k = k_nope.tanh()",
     ]
-    assert "belongs to the latent" in site.remedy
+    assert "to the latent before the up-projection" in site.remedy
     assert f"\n0: to have this rewritten, {site.remedy}\n    from {site.trail[0]}\n    back to" in str(report)
     assert Report.from_json(report.to_json()) == report
 

@@ -52,7 +52,10 @@ class Unheard(transformers.DeepseekV3Config):
     [
         (transformers.LlamaConfig(), r"expected a model with MLA \(a config with kv_lora_rank\), found llama"),
         ("deepseek_v4", r"expected a model with MLA \(a config with kv_lora_rank\), found deepseek_v4"),
-        (Unheard(), "expected a family with rules in transformers or one of axk1, deepseek_v3, .*, found unheard"),
+        (
+            Unheard(),
+            "expected a model family that has rules in transformers, or one of axk1, deepseek_v3, .*, found unheard",
+        ),
         *((name, "expected MLA in every layer, found linear attention too") for name in WITH_LINEAR_ATTENTION),
     ],
     ids=["no MLA", "keys that are values", "unknown", *WITH_LINEAR_ATTENTION],

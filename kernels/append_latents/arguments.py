@@ -54,6 +54,6 @@ class AppendLatents:
         aligned = (*(stride % 4 == 0 for stride in rows.stride()[:2]), rows.storage_offset() % 4 == 0)
         if rows.stride(2) != 1 or (scale is None and not all(aligned)):
             raise KernelError(
-                f"mla::{OP}: expected rows with their bytes side by side from a multiple of 4 on, "
-                f"found strides {list(rows.stride())} from {rows.storage_offset()}"
+                f"mla::{OP}: expected rows whose bytes are contiguous and start at a multiple of 4, "
+                f"found strides {list(rows.stride())} and offset {rows.storage_offset()}"
             )

@@ -115,7 +115,7 @@ def _refusals(op: Op[B], problem: Problem, machine: Machine, asked: str) -> dict
 def _refusal(each: Implementation[B], problem: Problem, machine: Machine, asked: str) -> str | None:
     """Why an implementation is not taken, as far as is known without running it; the cheapest checks come first."""
     if each.asked_by != asked:
-        return f"has not run on a GPU yet: mla.kernels={each.asked_by!r} asks for it"
+        return f"has not run on a GPU yet: mla.kernels={each.asked_by!r} enables it"
     if not is_installed(each):
         return "is not installed"
     why = each.refusal(problem, machine.arch)

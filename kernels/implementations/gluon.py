@@ -25,7 +25,7 @@ class _WholeRowsApart(Takes):
     def refusal(self, problem: Paged) -> str | None:
         why = super().refusal(problem)
         if why is None and not problem.rows_apart:
-            return "takes pages a whole number of rows apart, these are not"
+            return "takes pages a whole number of rows apart, found another distance"
         return why
 
 

@@ -82,7 +82,7 @@ def mismatch(module: ModuleType, functions: Sequence[Function]) -> str | None:
         try:
             signature.bind(*[None] * function.positional, **dict.fromkeys(function.arguments))
         except TypeError as error:
-            return f"{name} has another signature than the one that was read: {error}"
+            return f"{name} has another signature than expected: {error}"
     return None
 
 

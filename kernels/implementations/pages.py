@@ -56,7 +56,7 @@ class Paged:
             "FP8 pages": x.latent_scales is not None,
             "a mask": x.mask is not None,
             "results that do not depend on the batch": x.split_tokens is not None,
-            "queries that are not the last": x.first_positions is not None,
+            "queries that are not the last tokens": x.first_positions is not None,
         }
         besides = tuple(name for name, is_asked in asked.items() if is_asked)
         causal = x.causal and queries > 1
@@ -93,7 +93,7 @@ class Takes:
         if self.most_queries is not None and problem.queries > self.most_queries:
             return f"takes {self.most_queries} query token{'s' * (self.most_queries > 1)}, found {problem.queries}"
         if self.one_row and not problem.one_row:
-            return "takes latent and rope key in one row at multiples of 16 bytes, these lie apart"
+            return "takes latent and rope key in one row at multiples of 16 bytes, found another layout"
         return None
 
 

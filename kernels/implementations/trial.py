@@ -41,7 +41,7 @@ def disagreement(
             return f"gives {name} of {list(result.shape)} {result.dtype}, expected {list(like.shape)} {like.dtype}"
     near = _ROUNDINGS * torch.finfo(expected.dtype).eps * expected.float().abs().max()
     if not bool(((o.float() - expected.float()).abs() <= near).all()):
-        return "gives another o on a small problem than the Triton kernel"
+        return "gives another o than the Triton kernel on a small problem"
     if not bool(((lse == expected_lse) | ((lse - expected_lse).abs() <= _LSE)).all()):
-        return "gives another lse on a small problem than the Triton kernel"
+        return "gives another lse than the Triton kernel on a small problem"
     return None

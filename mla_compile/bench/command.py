@@ -30,9 +30,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "bench",
         help="time an MLA layer or a whole model of transformers, or the GPU kernels, against the machine's limit",
-        description="Time the unmodified attention layer of transformers on the CPU in several modes in turn; "
-        "with --model `generate` of a whole model; with --device cuda the attention kernels alone, in bf16 and FP8. "
-        "Every output is checked against float64 before it gets a time.",
+        description="Time the unmodified attention layer of transformers on the CPU, in several modes whose calls "
+        "alternate; with --model, `generate` of a whole model; with --device cuda, the attention kernels alone, in "
+        "bf16 and FP8. A time is reported only for outputs that agree with float64.",
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--layer", choices=LAYERS, default="v2-lite")
@@ -40,50 +40,54 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
         default="float32",
-        help="of weights, cache and hidden states on the CPU (default: float32)",
+        help="dtype of weights, cache and hidden states on the CPU (default: float32)",
     )
     parser.add_argument(
         "--contexts",
         type=positive,
         nargs="*",
         metavar="TOKENS",
-        help="decode with this many in the cache (default: 1024 4096 16384 32768, on a GPU 1024 8192 32768 131072)",
+        help="time decoding with this many tokens in the cache (default: 1024 4096 16384 32768; "
+        "on a GPU 1024 8192 32768 131072)",
     )
     parser.add_argument(
         "--prefill",
         type=positive,
         nargs="*",
         metavar="TOKENS",
-        help="prefill prompts of this many tokens (default: 1024 4096, on a GPU 16384 too)",
+        help="time the prefill of prompts of this many tokens (default: 1024 4096; on a GPU also 16384)",
     )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE", help=", ".join(MODES))
     parser.add_argument("--cache", choices=["dynamic", "static"], default="dynamic")
     parser.add_argument("--repeats", type=positive, default=10, help="timed calls of each mode (default: 10)")
-    parser.add_argument("--threads", type=positive, help="threads (default: torch's)")
+    parser.add_argument("--threads", type=positive, help="number of CPU threads (default: torch's)")
     parser.add_argument(
         "--train",
         type=positive,
         nargs="*",
         metavar="TOKENS",
-        help="instead: forward and backward of sequences of this many tokens (default: 1024 4096), with stock Inductor "
-        "and with its checkpointing to compare",
+        help="instead, time training: forward and backward of sequences of this many tokens (default: 1024 4096), "
+        "compared with stock Inductor, with and without activation checkpointing",
     )
     parser.add_argument(
         "--batches",
         type=positive,
         nargs="+",
         metavar="B",
-        help="sequences at once, with --model (default: 1) and on a GPU (default: 1 16 64 256)",
+        help="number of sequences at once, with --model (default: 1) or on a GPU (default: 1 16 64 256)",
     )
     parser.add_argument(
-        "--csv", type=Path, metavar="FILE", help="write a row for each mode and workload, on a GPU as they come"
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="write a row for each mode and workload; on a GPU, as soon as it is measured",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     parser.add_argument(
         "--plot",
         type=Path,
         metavar="FILE",
-        help="draw time against length, on a GPU what share of the limit is reached (png, svg, pdf)",
+        help="draw time against length; on a GPU, the share of the limit that is reached (png, svg, pdf)",
     )
     _describe_generation(parser.add_argument_group("with --model: modes are combined with caches"))
     _describe_kernels(parser.add_argument_group("with --device cuda"))
@@ -91,13 +95,22 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _describe_generation(model: Any) -> None:
-    model.add_argument("--model", choices=MODELS, help="instead: tokens a second of a whole model with random weights")
-    model.add_argument("--layers", type=positive, default=4, help="of it, its vocabulary cut alike (default: 4)")
+    model.add_argument(
+        "--model", choices=MODELS, help="instead, measure the tokens per second of a whole model with random weights"
+    )
+    model.add_argument(
+        "--layers",
+        type=positive,
+        default=4,
+        help="layers of that model, whose vocabulary is reduced in proportion (default: 4)",
+    )
     model.add_argument(
         "--caches", nargs="+", choices=CACHES, default=list(CACHES), metavar="CACHE", help=", ".join(CACHES)
     )
     model.add_argument(
-        "--vllm", action="store_true", help="vLLM's engine too, with its attention for CPUs and with ours, if installed"
+        "--vllm",
+        action="store_true",
+        help="measure vLLM's engine too, if installed: with its own attention for CPUs, and with this package's",
     )
 
 
@@ -114,12 +127,20 @@ def _describe_kernels(gpu: Any) -> None:
     gpu.add_argument(
         "--quick",
         action="store_true",
-        help="12 cases, what counts most first, of those kernels, heads, queries and dtypes",
+        help="only those of 12 selected cases that have these kernels, heads, queries and dtypes",
     )
     gpu.add_argument(
-        "--workspace-tokens", type=positive, default=1024, metavar="N", help="of our prefill (default: 1024)"
+        "--workspace-tokens",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="workspace_tokens of this project's prefill kernel (default: 1024)",
     )
-    gpu.add_argument("--max-autotune", action="store_true", help="time the tiles of our kernels and take the fastest")
+    gpu.add_argument(
+        "--max-autotune",
+        action="store_true",
+        help="time several tile sizes of this project's kernels and take the fastest",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

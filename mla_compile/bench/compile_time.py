@@ -103,8 +103,8 @@ def main() -> None:
     both = statistics.median((run["passes"] + run["retrace"]) / run["total"] for run in runs["mla"])
     print(
         f"{arguments.model}: inductor {totals['inductor']:.1f} s, mla {totals['mla']:.1f} s "
-        f"({totals['mla'] / totals['inductor']:.2f}x); of mla's passes are {passes:.1%} and retrace {retrace:.1%}, "
-        f"together {both:.1%}; Inductor's joint passes {joint:.1%}"
+        f"({totals['mla'] / totals['inductor']:.2f}x); of the time under mla, its passes take {passes:.1%} "
+        f"and the second trace {retrace:.1%}, together {both:.1%}; Inductor's joint passes take {joint:.1%}"
     )
 
 

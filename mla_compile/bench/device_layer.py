@@ -81,7 +81,7 @@ def _row(
             call()
         error = distance(call(), exact)
         if not error <= allowed:
-            return Row(context, mode, None, error, f"wrong: rounding explains {allowed:.1e}")
+            return Row(context, mode, None, error, f"wrong: rounding explains at most {allowed:.1e}")
         return Row(context, mode, clock(call), error)
     except Exception as failure:  # any error of a compiler is a result of the benchmark and must not end it
         return Row(context, mode, None, None, f"failed: {summary(failure)}")

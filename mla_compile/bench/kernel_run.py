@@ -169,7 +169,7 @@ def _measure(case: Case, peers: Sequence[str], device: torch.device, dtype: torc
         inputs = make_inputs(case, device, dtype)
         exact, measure = _truth(inputs)
     except torch.OutOfMemoryError:
-        return [Result(case, peer, "skipped", "the inputs take more memory than there is") for peer in peers]
+        return [Result(case, peer, "skipped", "the inputs need more memory than is available") for peer in peers]
     made = calls(inputs, peers)
     return [_one(inputs, peer, make, exact, measure, clock) for peer, make in made.items()]
 
@@ -182,11 +182,11 @@ def _one(
         error = distance(_part(x.case, call()), exact)
         allowed = max(_FACTOR * max(measure, _SUM), torch.finfo(x.q.dtype).eps)
         if not error <= allowed:
-            note = f"is {error:.1e} off float64, rounding explains {allowed:.1e}"
+            note = f"is {error:.1e} away from float64, rounding explains at most {allowed:.1e}"
             return Result(x.case, peer, "wrong", note, error=error)
         return Result(x.case, peer, "ok", "", clock(call), error)
     except torch.OutOfMemoryError:
-        return Result(x.case, peer, "skipped", "takes more memory than there is")
+        return Result(x.case, peer, "skipped", "needs more memory than is available")
     except Exception as failure:  # any error of a compiler is a result of the benchmark and must not end it
         return Result(x.case, peer, "failed", summary(failure))
 

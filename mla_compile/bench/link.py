@@ -167,7 +167,7 @@ def meshes_of(ranks: int) -> list[Mesh]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m mla_compile.bench.link")
-    parser.add_argument("model", type=Path, help="a directory with a config.json, or such a file")
+    parser.add_argument("model", type=Path, help="a directory with a config.json, or the file itself")
     parser.add_argument("--ranks", type=int, default=4, help="processes, an even number (default: 4)")
     parser.add_argument("--batch", type=int, default=16, help="sequences (default: 16)")
     parser.add_argument("--repeats", type=int, default=9, help="timed calls of each (default: 9)")

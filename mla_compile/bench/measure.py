@@ -104,7 +104,12 @@ def _prepare(
         return Result(mode, workload, "failed", summary(failure))
     if error > allowed:
         return Result(
-            mode, workload, "wrong", f"is {error:.1e} off float64, rounding explains {allowed:.1e}", (), error
+            mode,
+            workload,
+            "wrong",
+            f"is {error:.1e} away from float64, rounding explains at most {allowed:.1e}",
+            (),
+            error,
         )
     return step, Result(mode, workload, "ok", rewritten() if mode == "mla" else "", (), error)
 

@@ -13,10 +13,10 @@ from mla_compile.bench.workloads import Workload
 from mla_compile.text_table import aligned, with_header
 
 LEGEND = """\
-ms       median wall time of a call, compiled and warm, modes in turn; in brackets the quartiles
+ms       median wall time of a call, compiled and warm, calls of the modes alternating; in brackets the quartiles
 limit    the larger of FLOPs at the GEMM rate and bytes (weights, latent cache, input, output once) at the copy rate;
-         what stays in the processor's caches from call to call can be faster than that
-speed-up inductor's median over this one's
+         calls whose data stays in the processor's caches can be faster than that
+speed-up the median of stock Inductor, divided by that of the mode
 peak     growth of resident memory during one call, in a process of its own
 error    largest distance from float64 in output and cache, relative to the largest element"""
 
@@ -131,4 +131,7 @@ def _breakdown_table(breakdowns: Sequence[Breakdown]) -> list[str]:
         cells.append([stage, *(f"{1000 * b.stages[stage]:.3g}" for b in breakdowns)])
     cells.append(["sum of the stages", *(f"{1000 * sum(b.stages.values()):.3g}" for b in breakdowns)])
     cells.append(["the layer", *(f"{1000 * b.whole:.3g}" for b in breakdowns)])
-    return ["where the time goes: stages of the layer absorbed by hand, each alone, median ms", *aligned(cells, "<>")]
+    return [
+        "where the time goes: stages of the layer absorbed by hand, each timed alone, median ms",
+        *aligned(cells, "<>"),
+    ]

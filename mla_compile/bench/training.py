@@ -28,14 +28,14 @@ from mla_compile.text_table import aligned
 
 MODES = {
     "inductor": "transformers under torch.compile",
-    "checkpointed": "the same, its activations computed again in the backward",
+    "checkpointed": "the same, with activations recomputed in the backward",
     "mla": 'transformers under torch.compile(backend="mla")',
 }
 CHECKED_TOKENS = 512
 LEGEND = """\
-ms       median wall time of forward and backward, compiled and warm, modes in turn
+ms       median wall time of forward and backward, compiled and warm, calls of the modes alternating
 peak     growth of resident memory during one forward and backward, in a process of its own, gradients included
-saved    bytes a token that the forward keeps for the backward, besides its inputs and the weights
+saved    bytes per token that the forward keeps for the backward, besides its inputs and the weights
 error    largest distance from float64 of a gradient at 512 tokens, relative to its largest element"""
 
 
@@ -181,7 +181,9 @@ def as_text(layer: Layer, results: Sequence[TrainingResult]) -> str:
     for result in results:
         base = stock.get(result.tokens)
         if not result.right:
-            note = result.note or f"is {result.error:.1e} off float64, rounding explains {result.allowed:.1e}"
+            note = result.note or (
+                f"is {result.error:.1e} away from float64, rounding explains at most {result.allowed:.1e}"
+            )
             rows.append((str(result.tokens), result.mode, "-", "-", "-", "-", "-", note))
             continue
         median = statistics.median(result.seconds)

@@ -25,7 +25,7 @@ from ..errors import CacheError, CacheMismatchError
 from .latent_cache import PagedLatentCache, other_layers, own_layers
 from .pool import PagePool, check_count
 
-_CALL = "call generate_batch or continuous_batching_context_manager, or the model that this one was made of"
+_CALL = "call generate_batch or continuous_batching_context_manager, or use the model that this one was made from"
 
 
 class ContinuousModel(nn.Module, ContinuousMixin):
@@ -61,10 +61,10 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         inner: Any = model
         attention = inner.config._attn_implementation
         if attention not in ("sdpa", "eager"):
-            raise CacheMismatchError(f"expected a model under sdpa or eager attention, found {attention}")
+            raise CacheMismatchError(f"expected a model with sdpa or eager attention, found {attention}")
         if others := other_layers(own_layers(inner.config.get_text_config(decoder=True)), indexers=False):
             raise CacheMismatchError(
-                "expected layers that cache a latent and a rope key a token and nothing else, found "
+                "expected layers that cache a latent and a rope key per token and nothing else, found "
                 f"{type(model).__name__}, of which some have a {' and a '.join(others)}"
             )
         self.model, self.generation_config = inner, inner.generation_config
@@ -100,7 +100,7 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         generation = generation_config or self.generation_config
         batching = continuous_batching_config or ContinuousBatchingConfig()
         if (generation.num_return_sequences or 1) > 1:
-            raise CacheMismatchError(f"expected one sequence a request, found {generation.num_return_sequences}")
+            raise CacheMismatchError(f"expected one sequence per request, found {generation.num_return_sequences}")
         if batching.cpu_offload_space:
             raise CacheMismatchError(f"expected no cpu_offload_space, found {batching.cpu_offload_space} GiB")
         # We compile the steps ourselves: the engine would pad compiled steps to 64 tokens and 16,384 keys, and would no
@@ -127,7 +127,7 @@ class ContinuousModel(nn.Module, ContinuousMixin):
 
         Raises: CacheError, which says what to call instead.
         """
-        raise CacheError(f"expected a request of many, found generate; {_CALL}")
+        raise CacheError(f"expected a request to the engine, found a call of generate; {_CALL}")
 
     def forward(self, *args: Any, **step: Any) -> Any:
         """Run one step of the engine; see `_step`.

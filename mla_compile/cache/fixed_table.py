@@ -49,7 +49,9 @@ class FixedTable(BlockTable):
         Raises: FreedError; CacheMismatchError if there is no room (not checked on a GPU and in compiled code).
         """
         if values_at_hand(self.pages) and int(self.tokens) + count > self.room:
-            raise CacheMismatchError(f"expected room for {count} tokens more, found {self.room - int(self.tokens)}")
+            raise CacheMismatchError(
+                f"expected room for {count} more tokens, found room for {self.room - int(self.tokens)}"
+            )
         self.tokens.add_(count)
 
     def write(self, layer: int, tokens: Tensor) -> None:

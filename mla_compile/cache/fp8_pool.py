@@ -87,5 +87,5 @@ def _one_a_layer(scale: float | Tensor, layers: int, device: torch.device) -> li
     """A float32 scale `[1]` for each layer."""
     known = torch.as_tensor(scale, dtype=torch.float32, device=device)
     if known.dim() > 1 or known.numel() not in (1, layers) or not bool((known.isfinite() & (known > 0)).all()):
-        raise CacheMismatchError(f"expected a scale above 0, or {layers}, one a layer, found {scale}")
+        raise CacheMismatchError(f"expected a scale above 0, or {layers} of them, one for each layer, found {scale}")
     return [each.clone() for each in known.expand(layers)[:, None]]

@@ -71,7 +71,7 @@ class GrowingLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens (in transformers the number is negative), in place."""
         if tokens_to_remove > 0:
-            raise CacheMismatchError(f"expected tokens to remove as a number below zero, found {tokens_to_remove}")
+            raise CacheMismatchError(f"expected a negative number of tokens to remove, found {tokens_to_remove}")
         self._room.crop(self._index, -tokens_to_remove)
 
     def reset(self) -> None:

@@ -59,13 +59,15 @@ class PagedLatentCache(Base):
         layers: Sequence[Any] = (),
     ) -> None:
         if batch is not None and (max_pages is None or shares is not None):
-            raise CacheMismatchError("expected max_pages and no shares with a batch whose pages are taken at once")
+            raise CacheMismatchError(
+                "expected max_pages, and no shares, with a batch, whose pages are all taken at once"
+            )
         self.pool, self.max_pages, self.shares, self.batch = pool, max_pages, shares, batch
         latents = [i for i, layer in enumerate(layers) if layer is None]
         if layers and (batch is not None or shares is not None or len(latents) != len(pool.layers)):
             raise CacheMismatchError(
-                f"expected layers without latents beside {len(pool.layers)} in the pool, on one device and without a "
-                f"batch, found {len(latents)} with latents"
+                f"expected {len(pool.layers)} of the layers to keep latents, as many as the pool has, and "
+                f"neither shares nor a batch with them, found {len(latents)}"
             )
         self._unused = list(layers)
         self.layers: list[Any] = copy.deepcopy(self._unused)
@@ -100,7 +102,7 @@ class PagedLatentCache(Base):
         OutOfPagesError if there are too few pages for the batch.
         """
         if (batch is None) != (tokens is None) or (batch is not None and mesh is not None):
-            raise CacheMismatchError("expected batch and tokens together, and no mesh with them")
+            raise CacheMismatchError("expected batch and tokens to be given together, and without a mesh")
         for name, count in {} if batch is None else {"batch": batch, "tokens": tokens}.items():
             check_count(name, count)
         config: Any = getattr(model, "config", None)
@@ -110,7 +112,7 @@ class PagedLatentCache(Base):
         if others := others_than_kept(layers, alone=alone):
             besides = ", and at most an indexer's keys, a window or a state" if alone else ""
             raise CacheMismatchError(
-                f"expected layers that cache a latent and a rope key a token{besides}, found "
+                f"expected layers that cache a latent and a rope key per token{besides}, found "
                 f"{type(model).__name__}, of which some have a {' and a '.join(others)}: let it make its own cache"
             )
         latents = [i for i, layer in enumerate(layers) if is_latents(layer, indexers=alone)]
@@ -232,7 +234,7 @@ class PagedLatentCache(Base):
         Raises: CacheMismatchError for a positive number, or for more tokens than there are.
         """
         if tokens_to_remove > 0:
-            raise CacheMismatchError(f"expected tokens to remove as a number below zero, found {tokens_to_remove}")
+            raise CacheMismatchError(f"expected a negative number of tokens to remove, found {tokens_to_remove}")
         for layer in self._kept():
             layer.crop(tokens_to_remove)
         if tokens_to_remove and self._table is not None:

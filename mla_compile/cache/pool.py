@@ -156,7 +156,9 @@ class PagePool:
         count = torch.bincount(pages, minlength=self.pages)
         if bool((count > self.references).any()):
             page = int((count > self.references).nonzero()[0])
-            raise FreedError(f"expected page {page} to be released as often as it is held, found once more")
+            raise FreedError(
+                f"expected page {page} to be released at most as often as it is held, found one release more"
+            )
         self.references -= count
         freed = ((count > 0) & (self.references == 0)).nonzero()[:, 0]
         self._free[self.available : self.available + len(freed)] = freed

@@ -72,7 +72,7 @@ class BlockTable:
         self.pool.require(self.batch * taken)
         if after > self.max_pages:
             raise CacheMismatchError(
-                f"expected at most {self.max_pages} pages a sequence, found {after} for {self.length + count} tokens"
+                f"expected at most {self.max_pages} pages per sequence, found {after} for {self.length + count} tokens"
             )
         if self._shares_tail:
             self._copy_tail(self.batch * taken)
@@ -196,7 +196,7 @@ def stack(tables: Sequence[BlockTable]) -> tuple[Tensor, Tensor]:
     Entries behind a sequence's last page are 0, a page that readers may load but do not use.
     """
     if len({id(table.pool) for table in tables}) != 1:
-        raise CacheMismatchError("expected tables over one pool, found several")
+        raise CacheMismatchError("expected tables over one pool, found tables over several")
     most = max(table.used for table in tables)
     pages = [F.pad(table.pages[:, : table.used], (0, most - table.used)) for table in tables]
     lengths = [torch.full((table.batch,), table.length, device=table.pool.device) for table in tables]

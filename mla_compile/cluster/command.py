@@ -20,37 +20,60 @@ def add_parser(subparsers: Any) -> None:
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "layout",
-        help="say how to share a model out over devices",
-        description="Every way to share a model out over devices by tensor, decode context, data, expert and pipeline "
-        "parallelism that vLLM or transformers takes: memory, predicted time of a decode step, what bounds it, and the "
-        "flags. From its config.json and the rates of a device alone.",
+        help="show how to divide a model between devices",
+        description="From a model's config.json and the rates of a device alone, list every way to divide the model "
+        "between devices by tensor, decode context, data, expert and pipeline parallelism that vLLM or transformers "
+        "supports: its memory, the predicted time of a decode step, what bounds that time, and the flags.",
     )
-    parser.add_argument("model", type=Path, help="a directory with a config.json, or such a file")
-    parser.add_argument("--gpus", type=positive, required=True, help="devices")
+    parser.add_argument("model", type=Path, help="a directory with a config.json, or the file itself")
+    parser.add_argument("--gpus", type=positive, required=True, help="number of devices")
     parser.add_argument(
-        "--memory", type=in_bytes, required=True, metavar="SIZE", help="of each, for weights and latents: 72GiB"
+        "--memory",
+        type=in_bytes,
+        required=True,
+        metavar="SIZE",
+        help="memory of each device for weights and latents, such as 72GiB",
     )
     parser.add_argument(
-        "--bandwidth", type=bytes_per_second, required=True, metavar="RATE", help="of its memory: 3.35TB/s"
+        "--bandwidth",
+        type=bytes_per_second,
+        required=True,
+        metavar="RATE",
+        help="bandwidth of that memory, such as 3.35TB/s",
     )
     parser.add_argument(
-        "--flops", type=flops_per_second, required=True, metavar="RATE", help="of its matrix products: 989T"
+        "--flops",
+        type=flops_per_second,
+        required=True,
+        metavar="RATE",
+        help="FLOP/s of each device in matrix products, such as 989T",
     )
     parser.add_argument(
         "--link",
         type=link,
         required=True,
         metavar="RATE,LATENCY",
-        help="between any two, the slowest that there is: 450GB/s,3us",
+        help="bandwidth and latency of the slowest link between two devices, such as 450GB/s,3us",
     )
-    parser.add_argument("--context", type=tokens, default=32768, help="tokens of a sequence: 4096, 128k (default: 32k)")
-    parser.add_argument("--batch", type=positive, default=1, help="sequences in all (default: 1)")
-    parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of latents (default: bf16)")
-    parser.add_argument("--weights", choices=("bf16", "fp8"), help="of layers (default: what the config says, or bf16)")
-    parser.add_argument("--rows", type=positive, default=10, help="meshes to show (default: 10)")
+    parser.add_argument(
+        "--context", type=tokens, default=32768, help="tokens of each sequence, such as 4096 or 128k (default: 32k)"
+    )
+    parser.add_argument("--batch", type=positive, default=1, help="number of sequences in all (default: 1)")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp8"), default="bf16", help="dtype of cached latents (default: bf16)"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("bf16", "fp8"),
+        help="dtype of the layers' weights (default: what the config says, or bf16)",
+    )
+    parser.add_argument("--rows", type=positive, default=10, help="number of meshes to show (default: 10)")
     parser.add_argument("--json", action="store_true", help="print every mesh as JSON")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw time by its bounds and by the devices (png, svg, pdf)"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the time of each mesh by what it is spent on, and against the number of devices (png, svg, pdf)",
     )
     parser.set_defaults(run=run)
 

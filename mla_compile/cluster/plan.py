@@ -80,7 +80,7 @@ def where_it_pays(plans: list[Plan]) -> str:
     """Say with how many devices a token is cheapest and a step fastest; `plans` are in order of their devices."""
     found = [plan for plan in plans if plan.steps]
     if not found:
-        return "No number of devices up to this one holds it."
+        return "The model fits on no number of devices up to this one."
     cheapest = min(found, key=lambda plan: plan.devices * plan.steps[0].time)
     fastest = min(found, key=lambda plan: plan.steps[0].time)
     several = "devices" if cheapest.devices > 1 else "device"

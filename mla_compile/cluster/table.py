@@ -77,7 +77,7 @@ def _heading(plan: Plan) -> str:
 
 def _meshes(plan: Plan, rows: int) -> str:
     if not plan.steps and not plan.too_large:
-        return "Neither engine takes any mesh of so many devices."
+        return "Neither engine supports any mesh of that many devices."
     header = [name.upper() for name in MESH]
     header += ["weights", "latents", "a sequence", "ms", "tokens/s", "bound", "engines", "why not"]
     cells = [header]
@@ -117,7 +117,7 @@ def _commands(plan: Plan, name: str) -> str:
         each = f" in each of {ours.mesh.engines:,} groups of processes" if ours.mesh.engines > 1 else ""
         lines += ["", f"transformers{each}, {ours.mesh}, {1000 * ours.time:.3g} ms:", "", transformers(ours, name)]
     else:
-        lines += ["", "transformers: no mesh that it takes fits."]
+        lines += ["", "transformers: no mesh that it supports fits."]
     return "\n".join(lines)
 
 

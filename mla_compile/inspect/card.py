@@ -24,7 +24,7 @@ from .words import in_flops, in_seconds, in_units, span
 
 KINDS = {
     "latent": "the latent and the rope key",
-    "expanded": "expanded: what every head makes of every key",
+    "expanded": "expanded: keys and values of each head",
     "query": "queries and results",
     "weight": "weights",
     "mask": "mask",
@@ -95,7 +95,7 @@ def card(group: Group, device: Device, workspace_tokens: int) -> str:
         before, after = sketches(group)
         parts += [
             _pair(group, before, after, Workspace.of(model)),
-            "<h4>What each path would take</h4>",
+            "<h4>Predicted cost of each path</h4>",
             _costs(model.paths(outcome, group.proved.topk)),
             _crossings(model),
             _details("What was proved", _proof(group.proved)),
@@ -138,8 +138,8 @@ def _caption(drawn: Sketch, made: str, workspace: Workspace) -> str:
             return f'Keys and values fit one workspace: <span class="calm">{size}</span> inside the operation.'
         return f'Keys and values are made <span class="calm">{size} at a time</span> and never exist as a whole.'
     if made == "written":
-        return "No tensor has what a head makes of a key: absorbed by hand."
-    return 'No tensor has what a head makes of a key: <span class="calm">queries go to the latents</span> instead.'
+        return "No tensor holds keys or values of each head: absorbed by hand."
+    return 'No tensor holds keys or values of each head: <span class="calm">queries go to the latents</span> instead.'
 
 
 def _costs(costs: list[PathCost]) -> str:

@@ -31,7 +31,7 @@ STAGES = {
     BEFORE: "functional ATen operations, attention sealed: what the passes are given",
     AFTER: "what the passes made of it",
     "mla_retraced": "traced again with Inductor's decompositions: what Inductor is given",
-    "mla_launches": "on a GPU, with the launches of attention in it: what Inductor is given then",
+    "mla_launches": "on a GPU, the same with the kernel launches of attention in it: what Inductor is given there",
 }
 """The graphs of a compilation in order, with a description of each."""
 

@@ -25,16 +25,20 @@ def add_parser(subparsers: Any) -> None:
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "memory",
-        help="say what the cache of a model takes",
-        description="Bytes of a model's cache, expanded, as MHA and GQA, as latents and as FP8 latents, from its "
-        "config.json alone.",
+        help="show how much memory the cache of a model takes",
+        description="Compute, from its config.json alone, how many bytes a model's cache takes: with expanded "
+        "keys and values, as MHA and as GQA, as latents, and as FP8 latents.",
     )
-    parser.add_argument("model", type=Path, help="a directory with a config.json, or such a file")
-    parser.add_argument("--context", type=tokens, default=32768, help="tokens of a sequence: 4096, 128k (default: 32k)")
-    parser.add_argument("--batch", type=positive, default=1, help="sequences (default: 1)")
-    parser.add_argument("--dtype", choices=CACHE_DTYPES, default="bf16", help="of what is cached (default: bf16)")
-    parser.add_argument("--kv-heads", type=positive, default=8, help="heads of the GQA to compare with (default: 8)")
-    parser.add_argument("--memory", type=in_bytes, metavar="SIZE", help="memory for the cache: 80GiB, 16GB")
+    parser.add_argument("model", type=Path, help="a directory with a config.json, or the file itself")
+    parser.add_argument(
+        "--context", type=tokens, default=32768, help="tokens of each sequence, such as 4096 or 128k (default: 32k)"
+    )
+    parser.add_argument("--batch", type=positive, default=1, help="number of sequences (default: 1)")
+    parser.add_argument("--dtype", choices=CACHE_DTYPES, default="bf16", help="dtype of the cache (default: bf16)")
+    parser.add_argument(
+        "--kv-heads", type=positive, default=8, help="key and value heads of the GQA to compare with (default: 8)"
+    )
+    parser.add_argument("--memory", type=in_bytes, metavar="SIZE", help="memory for the cache, such as 80GiB or 16GB")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against context (png, svg, pdf)")
     parser.set_defaults(run=run)

@@ -101,22 +101,20 @@ def _notes(plan: Plan) -> list[str]:
     lines = [
         f"MHA's {times:.0f}x: {first.N} heads of {first.V} for keys and for values, {mha['layer_bytes']:,} against "
         f"{latent['layer_bytes']:,} bytes"
-        + (
-            " in the layers of the first kind, which the columns up to `bytes` are about."
-            if len(model.layers) > 1
-            else "."
-        ),
+        + (" in layers of the first kind, to which the columns up to `bytes` refer." if len(model.layers) > 1 else "."),
         f"The naive code's keys have their rope columns too, {first.P + first.R} in all: "
         f"{rows['expanded']['times_latent']:.0f}x.",
-        f"Tensor parallelism divides heads, not the latent, which every rank holds: on {ranks} ranks {times:.0f}x is "
+        f"Tensor parallelism divides heads, not the latent, which every rank holds: on {ranks} ranks, "
+        f"{times:.0f}x becomes "
         f"{times / ranks:.1f}x.",
         "DeepSeek-V2's published 93.3 % less compares with another model (DeepSeek 67B: 95 layers, GQA of 8 heads) and "
-        "counts 6 bits an element.",
+        "counts 6 bits per element.",
     ]
     if model.indexers:
         width = model.index_width * ELEMENT_SIZE[plan.dtype]
         lines.append(
-            f"Not counted: an indexer's keys, {width:,} bytes of a token in {model.indexers} layers, in every layout."
+            f"Not counted in any layout: an indexer's keys, {width:,} bytes per token and layer "
+            f"in {model.indexers} layers."
         )
     return lines
 

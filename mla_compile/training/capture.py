@@ -77,7 +77,7 @@ def capture(module: fx.GraphModule) -> Captured:
         raise NotCaptured("expected plain tensors where gradients are needed, found a subclass of Tensor")
     mode = torch._guards.detect_fake_mode(examples)
     if mode is None:
-        raise NotCaptured("expected a graph of Dynamo's with fake values, found none")
+        raise NotCaptured("expected a graph from Dynamo, with fake values, found none")
     values = [_alike(value, mode) for value in examples]
     names: list[str] = []
     autocast: dict[fx.Node, tuple[str, ...]] = {}
@@ -126,9 +126,7 @@ def _refuse_shared_memory(examples: Sequence[Any], written: Sequence[bool]) -> N
     """Raise NotCaptured if an input to which the graph writes shares memory with another input."""
     storages = [value.untyped_storage()._cdata if isinstance(value, Tensor) else None for value in examples]
     if any(storages.count(storage) > 1 for storage, wrote in zip(storages, written, strict=True) if wrote):
-        raise NotCaptured(
-            "expected a graph that writes to no input that shares memory with another, found one that does"
-        )
+        raise NotCaptured("expected no writes to inputs that share memory with other inputs, found one")
 
 
 def _origins(
@@ -176,7 +174,7 @@ def _unbacked(node: fx.Node) -> set[Any]:
 
 def _leaves(node: fx.Node) -> list[Any]:
     if EXAMPLE not in node.meta:
-        raise NotCaptured(f"expected a fake value of every input, found none of {node.name}")
+        raise NotCaptured(f"expected a fake value for every input, found none for {node.name}")
     return list(pytree.tree_leaves(node.meta[EXAMPLE]))
 
 

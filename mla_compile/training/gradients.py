@@ -35,16 +35,21 @@ def check_gradients(end: fx.Node, sources: Collection[fx.Node]) -> None:
         return
     for node in between(end, sources):
         if any("hook" in _name(user) for user in node.users):
-            raise Refusal(end, f"expected gradients that nobody looks at on their way, found a hook at {where(node)}")
+            raise Refusal(
+                end, f"expected no gradient hooks between the projections and the attention, found one at {where(node)}"
+            )
         results = [value for value in tensors_of(node) if value.is_floating_point() or value.is_complex()]
         if isinstance(node.target, torch._ops.HigherOrderOperator) and any(value.requires_grad for value in results):
-            raise Refusal(end, f"expected operations that torch differentiates, found {where(node)}")
+            raise Refusal(end, f"expected operations whose gradients are torch's own, found {where(node)}")
         operands = node.all_input_nodes[1:] if _name(node) in _OF_SIZES else node.all_input_nodes
         given = [value for operand in operands for value in tensors_of(operand)]
         ends = results and any(v.requires_grad for v in given) and not any(v.requires_grad for v in results)
         if ends and not _is_taken_from_its_own(node):
-            reason = f"expected gradients to pass all of the attention's operands, found that they end at {where(node)}"
-            raise Refusal(end, reason, "detach what goes into the projections, or nothing")
+            reason = (
+                "expected gradients to flow through all operands of the attention, found that "
+                f"they end at {where(node)}"
+            )
+            raise Refusal(end, reason, "detach the inputs of the projections instead, or nothing")
 
 
 def trained_inputs(end: fx.Node, sources: Collection[fx.Node]) -> list[fx.Node]:

@@ -62,10 +62,12 @@ def recompute_keys_and_values(captured: Captured, output: fx.Node) -> None:
     latent, products = named.get(latent_name), [named[name] for name in product_names]
     starts = [origin for node in _first_known(captured, latent) for origin in captured.origins[node]]
     if latent is None or not starts:
-        raise Refusal(output, "expected a latent that Dynamo's graph has, found none")
+        raise Refusal(output, "expected a latent that Dynamo's graph has too, found none there")
     seeded = next(filter(_is_seeded, _made([latent], products, output)), None)
     if seeded is not None:
-        reason = f"expected keys and values that are the same when they are computed again, found {where(seeded)}"
+        reason = (
+            f"expected keys and values that are the same when they are recomputed, found randomness in {where(seeded)}"
+        )
         raise Refusal(output, reason)
     of_keys = [captured.origins[node][-1] for product in products for node in ends(captured, product)]
     for end in ends(captured, output):
@@ -100,10 +102,14 @@ def recompute_queries(captured: Captured, output: fx.Node, code: Collection[fx.N
     latent = next((node for node in captured.module.graph.nodes if node.name == name), None)
     starts = [origin for node in _first_known(captured, latent) for origin in captured.origins[node]]
     if latent is None or not starts:
-        raise Refusal(output, "expected queries that are an up-projection of a narrower latent to compute them again")
+        raise Refusal(
+            output, "expected queries that are an up-projection of a narrower latent to recompute them from, found none"
+        )
     seeded = next(filter(_is_seeded, _between([latent], attention_of(output))), None)
     if seeded is not None:
-        raise Refusal(output, f"expected queries that are the same when they are computed again, found {where(seeded)}")
+        raise Refusal(
+            output, f"expected queries that are the same when they are recomputed, found randomness in {where(seeded)}"
+        )
     for attention in code:
         for node in _between(starts, attention) if attention.target in _ATTENTIONS else ():
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

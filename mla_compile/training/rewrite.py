@@ -106,7 +106,9 @@ def _spliced(captured: Captured, outcome: Outcome, recompute: str, checkpointed:
     try:
         if "mla_up_projections" in output.meta:
             if checkpointed:
-                raise Refusal(output, "expected scores that nothing else reads in a checkpoint, which keeps nothing")
+                raise Refusal(
+                    output, "expected scores that nothing else reads in a checkpoint, found scores that have to exist"
+                )
             recompute_keys_and_values(captured, output)
             return outcome
         code = splice(captured, output)

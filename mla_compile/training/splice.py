@@ -50,7 +50,10 @@ def ends(captured: Captured, output: fx.Node) -> Iterable[fx.Node]:
         if node in captured.origins:
             yield node
         elif node.op == "output":
-            raise Refusal(output, f"expected attention whose result Dynamo's graph has, found none for {where(output)}")
+            raise Refusal(
+                output,
+                f"expected an attention whose result Dynamo's graph has too, found none there for {where(output)}",
+            )
 
 
 class _Part:
@@ -107,7 +110,10 @@ class _Part:
             earlier.add(node)
         late = [node for node in self.sources.values() if node not in earlier]
         if late:
-            raise Refusal(self.end, f"expected operands that come before the attention, found {where(late[0])}")
+            raise Refusal(
+                self.end,
+                f"expected operands that are computed before the attention, found one that is not, {where(late[0])}",
+            )
         check_gradients(self.last, set(self.sources.values()))
 
     def put(self) -> list[fx.Node]:

@@ -90,5 +90,5 @@ def _write_slots(
 def _weigh(o: Tensor, lses: Tensor, rank: int, _launcher: Any, is_lse_base_on_e: bool = True) -> tuple[Tensor, Tensor]:
     """`weigh` with the signature of the vLLM function that runs before the sum over ranks."""
     if not is_lse_base_on_e:
-        raise NotImplementedError(f"{NAME}: on CPUs, expected a natural lse of every backend, found one of base 2")
+        raise NotImplementedError(f"{NAME}: on CPUs, expected log-sum-exps of base e from every backend, found base 2")
     return weigh(o, lses, rank)

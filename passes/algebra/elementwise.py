@@ -100,5 +100,5 @@ def _sum(whole: Term, terms: Sequence[Term]) -> Term:
             start = total([start, segment.size])
         return replace(whole, parts=Join(joined.axis, tuple(segments)))
     if len(flat) > MOST_TERMS:
-        return replace(whole, lost=Lost(f"a sum of more than {MOST_TERMS} terms is taken for one"))
+        return replace(whole, lost=Lost(f"a sum of more than {MOST_TERMS} terms, which is taken as a whole"))
     return replace(whole, parts=Sum(tuple(flat)) if flat else Zero())

@@ -243,10 +243,10 @@ def term_of(form: Form, read: Read) -> Term:
         elif len(digits) > len(axes):
             term, axes = _divided(term, axes, [digit.extent for digit in digits])
         if len(digits) != len(axes):
-            raise Unaligned("a dimension that was divided")
+            raise Unaligned("a dimension that was split into other parts")
         for digit, axis in zip(digits, axes, strict=True):
             if not same(digit.extent, axis.size):
-                raise Unaligned("a dimension that was divided")
+                raise Unaligned("a dimension that was split into other parts")
             if digit.axis is None:
                 changes[axis] = Pin(digit.start)
             else:
@@ -264,7 +264,7 @@ def _divided(term: Term, axes: Dim, extents: Sequence[Size]) -> tuple[Term, Dim]
         while rest and not (own and same(product(own), axis.size)):
             own.append(rest.pop(0))
         if not same(product(own), axis.size):
-            raise Unaligned("a dimension that was divided")
+            raise Unaligned("a dimension that was split into other parts")
         parts = (axis,) if len(own) == 1 else tuple(map(Axis, own))
         if len(own) > 1:
             term = piece_of(term, axis, 0, parts)

@@ -299,4 +299,4 @@ def prune(term: Term, depth: int) -> Term:
             return Term(term.read, Sum(tuple(prune(addend, depth) for addend in terms)))
         case Undefined() | Zero() | None:
             return term
-    return Term(term.read, lost=Lost("products within products within products"))
+    return Term(term.read, lost=Lost("products that are nested too deeply"))

@@ -102,10 +102,17 @@ def from_weights(
             raise set_to_zero(weights.node)
         scores = _Sum(_products_alone(weights, key_range, node, trace))
         if place is not node:  # the division comes later and stays: the attention ends in the product
-            return from_weights(place, trace[place], side, weights, trace, f"weights that {where(node)} divides after")
+            return from_weights(
+                place,
+                trace[place],
+                side,
+                weights,
+                trace,
+                f"weights that {where(node)} divides only after their product with the values",
+            )
     reading: Reading | str = whole or ""
     if opaque and weights.shares is not None:
-        reading = f"more than a sum in {where(weights.node)}"
+        reading = f"a softmax with a further term in its divisor, in {where(weights.node)}"
     elif opaque and whole is None and reader is None:
         reading = read_function(scores.products, key_range, weights, trace)
     exposed = Form((*output.dims, *score_dims), output.term)
@@ -144,7 +151,7 @@ def from_weights(
 def _factors(node: fx.Node, output: Term, trace: Trace) -> Product:
     """The attention weights and the values. Raises Refusal if the output is not known to be their product any more."""
     if not isinstance(output.parts, Product):
-        reason = "expected attention weights and values over common axes, found that they do not factor"
+        reason = "expected the product of attention weights and values to keep its axes, found them cut or merged"
         raise Refusal(node, reason + trace.because(output))
     return output.parts
 
@@ -154,8 +161,8 @@ def _keys_of(probabilities: Read, dim: int, node: fx.Node) -> KeyRange:
     part = _part(probabilities.dims[dim])
     others = [digits for i, digits in enumerate(probabilities.dims) if i != dim]
     if part is None or any(not digit.whole for digits in others for digit in digits):
-        reason = "expected the whole of the attention weights to meet the values, found a part of them"
-        raise Refusal(node, reason, "multiply all of the softmax's result with the values")
+        reason = "expected all attention weights to be multiplied with the values, found that only a part of them is"
+        raise Refusal(node, reason, "multiply the whole result of the softmax with the values")
     return KeyRange(dim, *part)
 
 
@@ -240,7 +247,7 @@ def _scores(scores: _Sum, aligned: _Aligned, keys: Dim, node: fx.Node, trace: Tr
 def _score(node: fx.Node, term: Term, keys: Dim, scale: float, trace: Trace) -> Score:
     parts = term.parts
     if not isinstance(parts, Product):
-        reason = "expected the product of queries and keys to keep its axes, found that it does not factor"
+        reason = "expected the product of queries and keys to keep its axes, found them cut or merged"
         raise Refusal(node, reason + trace.because(term))
     apart = regrouped(parts, lambda term: term.axes.isdisjoint(keys), trace)
     parts = parts if apart is None else apart[0]
@@ -251,7 +258,11 @@ def _score(node: fx.Node, term: Term, keys: Dim, scale: float, trace: Trace) -> 
     if with_keys == [True, False]:
         sides = sides[::-1]
     elif with_keys != [False, True]:
-        raise Refusal(node, "expected one operand of the scores to run over the keys, found both or none")
+        raise Refusal(
+            node,
+            "expected exactly one operand of the scores to have the axis of the keys, found that "
+            "both or neither has it",
+        )
     return Score(sides[0], told(sides[1], keys, trace), parts.summed, parts.scale * scale)
 
 

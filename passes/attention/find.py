@@ -53,8 +53,8 @@ def _all(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
             elif node.target is torch.ops.higher_order.flex_attention:
                 yield Refusal(
                     node,
-                    "expected scores and masks that are tensors of the graph, found flex_attention, which has them in "
-                    "functions",
+                    "expected scores and masks that are tensors of the graph, found flex_attention, which computes "
+                    "them in functions of its own",
                     "call scaled_dot_product_attention (transformers: model.set_attn_implementation('sdpa'))",
                 )
             elif (call := packed_call(node)) is not None:
@@ -62,9 +62,9 @@ def _all(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
             elif is_kernel(node):
                 yield Refusal(
                     node,
-                    "expected attention that torch's own operations say, found an op of a library's kernel",
-                    "call scaled_dot_product_attention (transformers: model.set_attn_implementation('sdpa')), for "
-                    "packed sequences with a mask of the pairs that have one sequence",
+                    "expected attention that is written in torch operations, found a call of an attention kernel",
+                    "call scaled_dot_product_attention (transformers: model.set_attn_implementation('sdpa')); for "
+                    "packed sequences, with a mask of the pairs that belong to the same sequence",
                 )
             elif (product := _product_of_weights(node, trace)) is not None:
                 yield _unpadded(from_weights(node, *product, trace))
@@ -128,7 +128,7 @@ def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
     if mask_node is not None:
         mask = trace[mask_node]
         if q_batch is not batch and len(mask.dims) >= 3 and mask.dims[-3]:
-            raise Refusal(node, "expected one mask for all heads of grouped attention, found one a head")
+            raise Refusal(node, "expected one mask for all heads of grouped attention, found one for each head")
         mask = operations.expand(mask, (1,) * (rank - len(mask.dims)) + tuple(mask.shape))
         forms.append(mask)
         labels.append((*batch, "query", "key"))

@@ -111,7 +111,7 @@ class Reading:
                 return "a tensor that the graph does not hold"
         for (index, _), form in zip(self.uses, forms[end:], strict=True):
             if form.term.read.dims != products[index].dims:
-                return "scores that are taken at other places too"
+                return "scores that are used at other positions too"
         sinks = []
         for use, form in zip(self.sinks, forms[count:end], strict=True):
             assert isinstance(use.what, Sink)
@@ -182,7 +182,7 @@ class _Builder:
             if not isinstance(argument, fx.Node):
                 return argument
             if not is_tensor(argument):
-                raise _Unreadable(f"a size in {where(node)}")
+                raise _Unreadable(f"an operation with a symbolic size, {where(node)}")
             return self.value(argument, labels[len(labels) - len(self.trace[argument].dims) :])
 
         dtype = node.meta["val"].dtype

@@ -34,18 +34,20 @@ def nearly_weights(node: fx.Node, trace: Trace) -> Refusal | None:
             continue
         if (divisor := divided_by_more(source, trace)) is not None and not _routes(arguments(source)[0], trace):
             reason = f"expected attention weights that add up to 1, found them divided by {where(divisor)}"
-            return Refusal(node, reason, "divide by the sum itself: a softmax never has 0 there")
+            return Refusal(node, reason, "divide by the sum alone: in a softmax it is never 0")
         if source.target is aten.nan_to_num.default and weights_of(_copied(arguments(source)[0], trace), trace):
-            found = f"{where(source)} puts other numbers in the place of NaN"
+            found = f"{where(source)} replaces NaN by a number other than 0"
             reason = f"expected attention weights as a softmax gives them, found that {found}"
-            return Refusal(node, reason, "put 0 there, or nothing")
+            return Refusal(node, reason, "replace NaN by 0, or leave it")
         if (greatest := _running(source, trace)) is not None:
-            reason = "expected a softmax over all keys, found one over blocks of keys, the greatest so far "
+            reason = "expected a softmax over all keys, found one over blocks of keys, with a running maximum "
             reason += where(greatest)
-            return Refusal(node, reason, "take the softmax of all scores at once: what is compiled takes blocks itself")
+            return Refusal(
+                node, reason, "take one softmax of all scores: the compiled code divides the keys into blocks itself"
+            )
         if source.target in SUMS and len(list(softmaxes(source, trace))) > 1:
             reason = f"expected attention weights of one softmax, found several in {where(source)}"
-            return Refusal(node, reason, "take each by itself, multiply it with the values, and add that up")
+            return Refusal(node, reason, "multiply each softmax with the values, and add up the results")
         if source.target is aten.mul.Tensor and softmaxes(source, trace) and not _routes(source, trace):
             reason = f"expected attention weights as a softmax gives them, found them multiplied in {where(source)}"
             remedy = "multiply the output by a number for each head or query, or the values by one for each key"

@@ -111,10 +111,10 @@ def packed_call(node: fx.Node) -> Call | None:
         return None
     if len(firsts) > 1 or any(user not in outputs or (user not in firsts and user.users) for user in node.users):
         reason = "expected only the output of packed attention to be read, found its log-sum-exps too"
-        raise Refusal(node, reason, "take the output alone")
+        raise Refusal(node, reason, "use only the output")
     left, right = _window(node, given)
     if any(given[name] is None for name in ("starts of keys", "most queries", "most keys")):
-        remedy = "gather the latents, and give their cu_seqlens"
+        remedy = "gather the latents, and pass their cu_seqlens"
         raise Refusal(node, "expected packed keys, found a cache in pages", remedy)
     _refuse_backend(node, given, (left, right))
     _refuse_more(node, given)
@@ -148,12 +148,12 @@ def _window(node: fx.Node, given: Mapping[str, Any]) -> tuple[int | None, int | 
     window = given.get("window_size") or (given.get("window_size_left"), given.get("window_size_right"))
     causal = given["causal"]
     if not all(number is None or isinstance(number, int) for number in (*window, causal)):
-        raise Refusal(node, "expected a window whose size is known, found one that only a run knows")
+        raise Refusal(node, "expected a window of constant size, found one that is known only at run time")
     left, right = (None if number is None or number < 0 else int(number) for number in window)
     if causal:
         right = 0
     if right:
-        reason = f"expected a window that ends at the query, or nowhere, found {right} keys behind it"
+        reason = f"expected a window that ends at the query, or has no end, found one that ends {right} keys after it"
         raise Refusal(node, reason)
     return left, right
 
@@ -170,14 +170,15 @@ def _refuse_backend(node: fx.Node, given: Mapping[str, Any], window: tuple[int |
         return
     if backend != _CUDNN:
         reason = f"expected packed attention of FlashAttention or cuDNN, found {_found(backend)} as its backend"
-        raise Refusal(node, reason, "call varlen_attn, which chooses one")
+        raise Refusal(node, reason, "call varlen_attn, which chooses one of the two")
     together = given["starts of queries"] is given["starts of keys"]
     aligned = not given["causal"] or given.get("seqused_k") is not None or together
     if window != (None, 0 if given["causal"] else None) or not aligned:
         reason = (
-            "expected packed attention of cuDNN to all keys, or causal to keys that begin as queries, found another"
+            "expected packed attention of cuDNN without a window, causal only where queries "
+            "and keys start at the same places, found other arguments"
         )
-        raise Refusal(node, reason, "call varlen_attn, which chooses FlashAttention then")
+        raise Refusal(node, reason, "call varlen_attn, which then chooses FlashAttention")
 
 
 def _found(value: object) -> object:
@@ -198,5 +199,5 @@ def _refuse_more(node: fx.Node, given: Mapping[str, Any]) -> None:
 def _scale(node: fx.Node, given: Mapping[str, Any]) -> float | None:
     value = given["scale"]
     if value is not None and not isinstance(value, int | float):
-        raise Refusal(node, "expected a scale that is known, found one that only a run knows")
+        raise Refusal(node, "expected a constant scale, found one that is known only at run time")
     return None if value is None else float(value)

@@ -142,8 +142,8 @@ def _scores_of(node: fx.Node, keys: KeyRange, trace: Trace, times: float, *, shi
     if source is not None and (padded := _padded(source, keys, labels, factor * scale, trace)) is not None:
         return padded
     if source is None or source.target is not aten.cat.default:
-        reason = "expected the whole of the attention weights to meet the values, found a part of them"
-        raise Refusal(node, reason, "multiply all of the softmax's result with the values")
+        reason = "expected all attention weights to be multiplied with the values, found that only a part of them is"
+        raise Refusal(node, reason, "multiply the whole result of the softmax with the values")
     return _joined(source, keys, labels, factor * scale, trace)
 
 
@@ -195,7 +195,11 @@ def _joined(node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: floa
     """The summands of the scores with values, which are one piece of the join `node`; the other pieces are sinks."""
     piece, sinks = without_sinks(node, keys, labels, factor, trace)
     if argument(node, "dim") % len(labels) != keys.dim or piece is None:
-        raise Refusal(node, "expected the attention weights that meet the values to be one piece of the scores")
+        raise Refusal(
+            node,
+            "expected the scores of the keys that have values to be one piece of a join over "
+            "keys, found another part of it",
+        )
     return [*_whole_summands(piece, labels, factor, keys.dim, trace), *sinks]
 
 
@@ -350,7 +354,10 @@ def _sum(source: fx.Node, left: list[Summand], right: list[Summand]) -> list[Sum
     """Both operands' summands, those of the one with products first: its masks apply before the rest is added."""
     fills = [s.what for s in (*left, *right) if isinstance(s.what, Mask) and s.what.attends]
     if _holds_product(left) and _holds_product(right) and any(not math.isinf(mask.fill) for mask in fills):
-        raise Refusal(source, "expected scores to be summed before a finite number takes their place, found it after")
+        raise Refusal(
+            source,
+            "expected scores to be summed before a mask replaces some by a finite number, found them summed afterwards",
+        )
     return [*left, *right] if _holds_product(left) else [*right, *left]
 
 

@@ -155,7 +155,7 @@ def set_to_zero(node: fx.Node) -> Refusal:
     """The refusal for weights that are another function of the scores than a softmax."""
     reason = f"expected attention weights as a softmax gives them, found that {where(node)} sets some to 0 after"
     return Refusal(
-        node, reason, "hide keys before the softmax alone, or after it by the one mask that hides them before"
+        node, reason, "hide keys only before the softmax, or after it by the same mask that hides them before"
     )
 
 

@@ -19,8 +19,8 @@ def copying(site: Site) -> str:
         return ""
     size = total(product([size_of(v.shape[-1]), v.element_size()]) for v in (node.meta["val"] for node in copied))
     many = f"{size:,}" if isinstance(size, int) else str(size)
-    saved = "one that is written in place saves that (mla_compile.LatentCache)"
-    return f"a step copies all of its cache, {many} bytes a token: {saved}"
+    saved = "a cache that is written in place avoids this (mla_compile.LatentCache)"
+    return f"each step copies the whole cache, {many} bytes per token: {saved}"
 
 
 def _grown(read: Read) -> fx.Node | None:

@@ -35,7 +35,10 @@ def groups_of(attention: Attention, axes: Dim) -> list[Attention]:
     if not isinstance(count, int) or count > MOST_GROUPS or attention.opaque is not None:
         reason = f"expected at most {MOST_GROUPS} groups of heads with a latent each, found {count}"
         if isinstance(count, int) and count <= MOST_GROUPS:
-            reason = "expected a sum of products and masks for groups of heads with a latent each, found other scores"
+            reason = (
+                "expected scores that are a sum of products and masks where groups of heads have "
+                "a latent each, found other scores"
+            )
         raise Refusal(attention.node, reason, "share one latent between all heads")
     sizes = [range(int(axis.size)) for axis in axes]
     return [

@@ -24,8 +24,8 @@ _STEPS = 12
 """How many steps to look back from keys or values for the product: scales, zero points and casts take about five."""
 
 REMEDY = (
-    "quantise this weight alone, its latents not (weight-only configurations), or leave it out (torchao: quantize_'s "
-    "filter_fn)"
+    "quantise only the weight of this projection, not its latents (a weight-only configuration), or leave the "
+    "projection out (torchao: filter_fn of quantize_)"
 )
 
 
@@ -35,6 +35,6 @@ def product_in_few_bits(term: Term, trace: Trace) -> str | None:
     for _ in range(_STEPS):
         for node in edge:
             if node.target in _PRODUCTS:
-                return f"a product of numbers in few bits, `{node.target}` in {where(node)}"
+                return f"a product of quantised numbers, `{node.target}` in {where(node)}"
         edge = {held_by(operand, trace) for node in edge if is_elementwise(node) for operand in node.all_input_nodes}
     return None

@@ -38,15 +38,18 @@ class Multiplied:
     def found(self) -> str:
         """What was found, in words."""
         if self.is_norm:
-            return f"an up-projection of each head times {where(self.factor)}, which is made of it as a norm is"
+            return f"an up-projection of each head times {where(self.factor)}, which is computed from it as in a norm"
         return f"an up-projection times {where(self.factor)}"
 
     @property
     def remedy(self) -> str:
         """What would let it be rewritten."""
         if self.is_norm:
-            return "norm the latent before the up-projection: the norm of a head's key takes all of that key to compute"
-        return "multiply keys and values alike, by one number a key: what only one of them has makes two latents of one"
+            return "norm the latent before the up-projection: a norm after it needs all that absorbing would leave out"
+        return (
+            "multiply keys and values by the same number for each key: a factor on only one of "
+            "them makes two latents of one"
+        )
 
 
 def multiplied_product(term: Term, trace: Trace) -> Multiplied | None:

@@ -20,7 +20,7 @@ from ..trace.trace import Trace
 from .site import Piece
 from .why_not import describe
 
-SHARE = "make one rope key a token, [B, T, R], and give it to all heads"
+SHARE = "compute one rope key per token, [B, T, R], and share it between all heads"
 WORD = "own ropes"
 """What a report calls what they add to scores, among the masks."""
 

@@ -79,7 +79,9 @@ def _of_groups(attention: Attention, axes: Dim, trace: Trace) -> Site:
     """The site of an attention whose groups of heads, over `axes`, have a latent each."""
     sites = tuple(prove(group, trace) for group in groups_of(attention, axes))
     if any(site.apart for site in sites):
-        raise Refusal(attention.node, "expected one latent a group of heads, found one for keys and one for values")
+        raise Refusal(
+            attention.node, "expected one latent for each group of heads, found one for keys and one for values"
+        )
     for rope in (rope for site in sites for rope in site.own_ropes):
         reason = f"expected rope columns shared by all heads of a group, found {describe(rope.key, trace)}"
         raise Refusal(attention.node, reason, SHARE)
@@ -116,11 +118,11 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
     node, keys, rows = attention.node, set(attention.keys), set(attention.rows)
     if values.scale != 1.0:
         reason = f"expected values without a scale, found {values.scale:g} times a product"
-        raise Refusal(node, reason, "scale what the attention returns")
+        raise Refusal(node, reason, "scale the output of the attention instead")
     values, w_uk, nope, ropes, shifts = _told_apart(attention, values, trace, apart=apart)
     latent, rank, w_uv, biases = values.latent, values.rank, values.w_uv, values.biases
     if nope.scale == 0 or not math.isfinite(nope.scale):
-        raise Refusal(node, f"expected scores times a number, found them times {nope.scale:g}")
+        raise Refusal(node, f"expected a scale of the scores that is finite and not 0, found {nope.scale:g}")
     heads = {axis for weight in (w_uk, w_uv) if weight is not None for axis in weight.axes} & rows
     if shared := tuple(axis for axis in attention.rows if axis in heads & latent.read.axes):
         return _of_groups(attention, shared, trace)
@@ -131,7 +133,7 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
         tokens &= set[Axis]().union(*(mask.term.axes for mask in attention.masks))
     if tokens & (heads | batch):
         reason = "expected keys and values that are the same for every query, found some that differ"
-        raise Refusal(node, reason, "attend to the same keys from every query, and tell them apart by a mask")
+        raise Refusal(node, reason, "let every query attend to the same keys, and hide some of them from it by a mask")
     heads = rows - batch - tokens  # including heads of the queries alone, which share keys and values
     for rope in ropes:
         if not rope.key.axes <= batch | keys | set(rope.summed):
@@ -141,9 +143,9 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
     reads += [read for piece in (*ropes, *own, *shifts) for read in piece.reads]
     for read in reads:
         if read is not None and not is_held(read):
-            raise Refusal(node, f"expected operands that the graph holds, found a part of {name(read)}")
+            raise Refusal(node, f"expected operands that are tensors of the graph, found a part of {name(read)}")
     if attention.shared and node.meta["val"].dtype == torch.float64:
-        raise Refusal(node, "expected at most float32 where scores without values share in the weights, found float64")
+        raise Refusal(node, "expected at most float32 for attention with sinks (scores without values), found float64")
     return Site(
         as_biases(attention, own, trace),
         batch=tuple(axis for axis in attention.rows if axis in batch),
@@ -303,7 +305,11 @@ def _pieces(
         return
     for query, term, axes in _along(score, join):
         if isinstance(term.parts, Undefined):
-            raise Refusal(node, "expected keys that are written whole, found columns that nobody wrote", "write them")
+            raise Refusal(
+                node,
+                "expected keys all of whose columns are written, found some that never are",
+                "write all columns of the keys",
+            )
         yield from _pieces(node, Score(query, term, axes, score.scale), keys, heads, values, trace, inner=True)
 
 

@@ -18,18 +18,18 @@ from .in_few_bits import REMEDY, product_in_few_bits
 from .multiplied import multiplied_product
 
 _LINEAR = (
-    "let nothing but views, casts, joins and sums lie between the up-projection and the attention: a norm, a "
-    "nonlinearity or a rope belongs to the latent before it, or to columns of their own"
+    "let nothing but views, casts, joins and sums lie between the up-projection and the attention: apply a norm, a "
+    "nonlinearity or a rope to the latent before the up-projection, or to columns of their own"
 )
 _ONE_LATENT = (
-    "let all that is added up start from the same latent: an adapter whose input has dropout of its own starts from "
-    "another (model.eval(), or no dropout there)"
+    "compute all that is added up from the same latent: an adapter with dropout on its input starts from another one "
+    "(call model.eval(), or remove that dropout)"
 )
 
 _OTHER_GRAPH = (
-    "have the up-projection in one graph with the attention: this one is given its result (TORCH_LOGS=graph_breaks "
-    "says what lies between; modules of torch.ao.quantization and accelerate's hooks break graphs; branches of "
-    "torch.cond and bodies of loops are graphs)"
+    "bring the up-projection into the graph of the attention, which is given its result here (TORCH_LOGS=graph_breaks "
+    "shows what separates them; modules of torch.ao.quantization and accelerate's hooks break graphs; branches of "
+    "torch.cond and bodies of loops are graphs of their own)"
 )
 
 
@@ -45,8 +45,8 @@ def stored_expanded(attention: Attention, trace: Trace) -> Refusal | None:
     return Refusal(
         attention.node,
         f"expected a cache of latents, found keys and values that are stored expanded: {name(stored[0])} beside what "
-        f"is up-projected from {where(latents[0])} now",
-        "cache the latent, as transformers >= 5.15 does, and attend to learned keys by themselves",
+        f"is newly up-projected from {where(latents[0])}",
+        "cache the latent, as transformers >= 5.15 does, and attend to learned keys separately",
         _node(stored[0]),
     )
 
@@ -77,8 +77,13 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
     multiplied = next(filter(None, (multiplied_product(term, trace) for term in keys)), None)
     for factor in (found.by for term in keys for found in outer.multiplied(term, trace)):
         if multiplied is None and factor.axes & over and factor.axes <= over.union(attention.rows):
-            reason = f"expected keys that are an up-projection of {name(latent)}, found keys times a number of each, "
-            return Refusal(node, reason + name(factor.read), "multiply the scores by it: (q @ k.mT) * number")
+            reason = (
+                f"expected keys that are an up-projection of {name(latent)}, found keys that are "
+                "each multiplied by a number, "
+            )
+            return Refusal(
+                node, reason + name(factor.read), "multiply the scores by that number instead: (q @ k.mT) * number"
+            )
     found = "; ".join(describe(term, trace) for term in keys) if multiplied is None else multiplied.found
     reason = f"expected keys of which some columns are an up-projection of {name(latent)}, found {found}"
     remedy = _LINEAR if multiplied is None else multiplied.remedy

@@ -69,12 +69,12 @@ class ByHeads(Path):
         refuse_reader(site)
         function = opaque.function
         if {piece.of for piece in (site.nope, *site.ropes)} != set(range(len(opaque.products))):
-            function = "a product that no key has a part in"
+            function = "a product to which no part of the keys contributes"
         if isinstance(function, str):
             reason = f"expected a function of each score by itself for many queries, found {function}"
             raise Refusal(site.node, reason, FORCE)
         if not isinstance(site.sizes["N"], int):
-            raise Refusal(site.node, f"expected a number of heads that is known, found {site.sizes['N']}", FORCE)
+            raise Refusal(site.node, f"expected a constant number of heads, found {site.sizes['N']}", FORCE)
         if not asked:
             refuse_wide_latent(site)
 
@@ -206,7 +206,10 @@ def refuse_reader(site: Site) -> None:
     """Refuse weights that something else reads, as they have to exist."""
     assert site.attention.opaque is not None
     if site.attention.opaque.reader is not None:
-        reason = f"expected the attention weights to meet the values only, found {where(site.attention.opaque.reader)}"
+        reason = (
+            "expected attention weights that only the product with the values reads, found that "
+            f"they are also read by {where(site.attention.opaque.reader)}"
+        )
         raise Refusal(site.node, reason, "do not return them or use them again (transformers: output_attentions)")
 
 

@@ -133,13 +133,16 @@ class Chooser:
             if saving is None or any(map(unbacked_in, saving.conditions)):
                 raise why
             if self.ranges is not None and not all(_holds(condition, self.ranges) for condition in saving.room):
-                reason = f"{why.reason}; values alone stay, as there are more scores than values at some declared sizes"
+                reason = (
+                    f"{why.reason}; values alone are not absorbed either, as some declared sizes "
+                    "have more scores than values"
+                )
                 raise replace(why, reason=reason)
             conditions = saving.conditions
         if self.training:
-            raise replace(why, reason=f"{why.reason}; values alone are absorbed without gradients")
+            raise replace(why, reason=f"{why.reason}; values alone are absorbed only without gradients")
         if device != "cpu":
-            raise replace(why, reason=f"{why.reason}; values alone are absorbed on cpu, not on {device}")
+            raise replace(why, reason=f"{why.reason}; values alone are absorbed only on cpu, not on {device}")
         return conditions
 
     def _of_values_alone(self, site: Site, meaning: Meaning) -> Choice:
@@ -171,9 +174,9 @@ class Chooser:
         able = tuple(path for path in candidates if of_ranks.takes(path))
         pays = of_ranks.pays
         if unbacked_in(pays):
-            return gathered("sizes that only a run knows")
+            return gathered("sizes that are known only at run time")
         if not pays.subs(hints):
-            return gathered("fewer bytes than outputs", sympy.Not(pays))
+            return gathered("that moves fewer bytes than exchanging outputs", sympy.Not(pays))
         return _Plan(able, of_ranks.form, (pays,))
 
     def _guard(self, conditions: Iterable[Relational]) -> tuple[str, ...]:

@@ -149,7 +149,7 @@ class ToOwnHeads(_WithAllWeights):
     outputs go all to all after W_UV."""
 
     calls = 1
-    words = "each those of its heads"
+    words = "each rank receiving those of its own heads"
 
     def operands(self, site: Site) -> Site:
         """The site with the queries of all heads, too."""

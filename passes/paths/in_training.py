@@ -37,11 +37,18 @@ class InTraining(OneOp):
         """Refuse packed sequences too, and numbers that replace scores beside others that are added: in a row where all
         scores are as low, only some may have lost their gradients."""
         if site.attention.packed is not None:
-            reason = "expected gradients of attention whose keys are those of all queries, found packed sequences"
-            raise Refusal(site.node, reason, "call scaled_dot_product_attention with a mask of the pairs that may meet")
+            reason = (
+                "expected attention in which all queries have the same keys where gradients are "
+                "needed, found packed sequences"
+            )
+            raise Refusal(
+                site.node,
+                reason,
+                "call scaled_dot_product_attention with a mask of the pairs that belong to the same sequence",
+            )
         if _replaces(site) and (site.attention.causal or not all(mask.attends for mask in site.attention.masks)):
-            reason = "expected either numbers that take the place of scores or ones that are added, found both"
-            raise Refusal(site.node, reason, "fill with -math.inf, or add both")
+            reason = "expected masks that either replace scores by a finite number or add to them, found both"
+            raise Refusal(site.node, reason, "fill with -math.inf, or add both masks")
         super().refuse(site, asked=asked)
 
     def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:

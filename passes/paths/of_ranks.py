@@ -72,19 +72,19 @@ class OfRanks:
         if agreement.same == NOTHING:
             return "mla.same_on_ranks is nothing"
         if found is None or found[1].uniform_when_empty:
-            return "masks are not told by position"
+            return "masks do not follow from positions alone"
         whole, meaning = found
         reads = [read for kind in meaning.kinds for read in kind.reads]
         if agreement.same == PROGRAM and reads:
-            return "the others may have other masks (mla.same_on_ranks)"
+            return "other ranks may have other masks (mla.same_on_ranks)"
         exchanges = _exchanges(share, agreement.same)
         if any(not read.axes.isdisjoint(site.heads) for read in reads):
             exchanges = [each for each in exchanges if isinstance(each, Gathered | ScatteredAndGathered)]
             if not exchanges:
-                return "heads have masks of their own"
+                return "each head has a mask of its own"
         able = [each for each in exchanges if any(_takes(path, each) for path in paths)]
         if not able:
-            return "no path is of a part of them"
+            return "no path can attend to a part of the keys"
         return cls(site, share, agreement.fastest(able, site, hints), whole, meaning, trace, agreement.stay)
 
     def takes(self, path: Path) -> bool:

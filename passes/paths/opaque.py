@@ -46,7 +46,10 @@ class Opaque(Path):
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse code that is regrouped already."""
         if site.w_uk is None and site.w_uv is None:
-            raise Refusal(site.node, "expected an up-projection to take from the keys, found scores absorbed by hand")
+            raise Refusal(
+                site.node,
+                "expected an up-projection of the keys to absorb, found scores that are absorbed by hand already",
+            )
 
     def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
         """That of absorbed attention."""

@@ -42,7 +42,10 @@ class TrainedByHeads(ByHeads):
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse as without gradients, and sites without up-projections, whose weights tell heads from queries."""
         if site.w_uk is None and site.w_uv is None:
-            reason = "expected an up-projection to know heads by, found a function of scores absorbed by hand"
+            reason = (
+                "expected an up-projection that tells heads from queries, found a function of "
+                "scores that are absorbed by hand"
+            )
             raise Refusal(site.node, reason)
         super().refuse(site, asked=asked)
 

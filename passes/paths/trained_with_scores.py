@@ -24,7 +24,7 @@ class TrainedWithScores(ByHeads):
     """No code of its own: what makes keys and values is marked to be computed again."""
 
     name = "trained with scores"
-    why = f"{Trained.why}; scores are kept, as more is done with them than to each by itself"
+    why = f"{Trained.why}; scores are kept, as something else reads them, or a function of them takes several at once"
     may_be_asked = False
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
@@ -35,7 +35,7 @@ class TrainedWithScores(ByHeads):
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse code that keeps the latent already."""
         if site.w_uk is None and site.w_uv is None:
-            reason = "expected an up-projection to do again for gradients, found scores absorbed by hand"
+            reason = "expected an up-projection to recompute for gradients, found scores that are absorbed by hand"
             raise Refusal(site.node, reason)
         refuse_apart(site)
 

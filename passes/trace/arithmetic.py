@@ -89,7 +89,7 @@ def _convolution(trace: Forms, node: fx.Node) -> Form:
     """A convolution over a single place is a product over channels, the second dimension of its input and output."""
     x, weight, bias, stride, padding, _, transposed, _, groups = arguments(node)
     if transposed or groups != 1 or any(n != 1 for n in (*shape_of(weight)[2:], *stride)) or any(padding):
-        raise Unaligned("a convolution over several places, or of groups of channels")
+        raise Unaligned("a convolution wider than one position, or over groups of channels")
     matrix = trace[weight]
     for _ in shape_of(weight)[2:]:
         matrix = operations.select(matrix, 2, 0)

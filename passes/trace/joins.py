@@ -21,7 +21,7 @@ def _cat(trace: Forms, node: fx.Node) -> Form:
     dim = argument(node, "dim") % len(shape_of(node))
     pieces = [trace[piece] for piece in arguments(node)[0] if len(shape_of(piece)) == len(shape_of(node))]
     if len(pieces) != len(arguments(node)[0]) or len({p.meta["val"].dtype for p in arguments(node)[0]}) > 1:
-        raise Unaligned("pieces of several ranks or dtypes")
+        raise Unaligned("pieces of different ranks or dtypes")
     return pieces[0] if len(pieces) == 1 else joins.join(node, pieces, dim)
 
 
@@ -29,7 +29,7 @@ def _cat(trace: Forms, node: fx.Node) -> Form:
 def _stack(trace: Forms, node: fx.Node) -> Form:
     dim = argument(node, "dim") % len(shape_of(node))
     if len({p.meta["val"].dtype for p in arguments(node)[0]}) > 1:
-        raise Unaligned("pieces of several dtypes")
+        raise Unaligned("pieces of different dtypes")
     return joins.join(node, [_unsqueezed(trace[piece], dim) for piece in arguments(node)[0]], dim)
 
 
@@ -71,7 +71,7 @@ def _slice_scatter(trace: Forms, node: fx.Node) -> Form:
     whole, size = shape_of(node)[dim], shape_of(source)[dim]
     start = start_of(argument(node, "start"), argument(node, "end"), whole, size)
     if argument(node, "step") != 1:
-        raise Unaligned("a slice with a step that is written")
+        raise Unaligned("a write to a slice with a step")
     return _written(node, trace[target], _as_held(trace, source, target), dim, start)
 
 
@@ -95,7 +95,7 @@ def _index_put(trace: Forms, node: fx.Node) -> Form:
     target, indices, source = arguments(node)[:3]
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(given) != 1 or len(shape_of(given[0][1])) != 1 or argument(node, "accumulate"):
-        raise Unaligned("several indices that are written, or are added to")
+        raise Unaligned("a write by several indices, or one that adds")
     ((dim, index),) = given
     shape = (*shape_of(node)[:dim], shape_of(index)[0], *shape_of(node)[dim + 1 :])
     source = operations.expand(_as_held(trace, source, target), shape)
@@ -109,7 +109,7 @@ def _scatter(trace: Forms, node: fx.Node) -> Form:
     others = [(a, b) for i, (a, b) in enumerate(zip(shape_of(node), shape_of(index), strict=True)) if i != dim]
     sizes = [*others, *zip(shape_of(index), shape_of(source), strict=True)]
     if any(not same(a, b) for a, b in sizes):
-        raise Unaligned("a part of the rows that is written")
+        raise Unaligned("a write to only a part of the rows")
     return _written(node, trace[target], _as_held(trace, source, target), dim, _first(trace[index], dim))
 
 
@@ -119,7 +119,7 @@ def _as_held(trace: Forms, source: fx.Node, target: fx.Node) -> Form:
     if source.meta["val"].device != target.meta["val"].device or (
         before != after and not (before.is_floating_point and after.is_floating_point)
     ):
-        raise Unaligned("a copy to another device or kind of number")
+        raise Unaligned("a copy to another device or kind of dtype")
     return trace[source] if before == after else operations.cast(trace[source], after)
 
 
@@ -135,12 +135,12 @@ def _first(index: Form, dim: int) -> Size:
     read, axes = index.term.read, index.dims[dim]
     first = None if read.then else first_of(read.source)
     if first is None:
-        raise Unaligned("places that only a run knows")
+        raise Unaligned("positions that are known only at run time")
     (digits,) = read.dims
     if digits:
         slowest = digits[0]
         if len(digits) > 1 or slowest.step != 1 or axes != (() if slowest.axis is None else (slowest.axis,)):
-            raise Unaligned("places that are not one behind the other")
+            raise Unaligned("positions that are not consecutive")
         first = total([first, slowest.before, slowest.start])
     if not known_at_most(0, first):
         raise Unaligned(f"an index {first} that may count from the end")

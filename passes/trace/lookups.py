@@ -33,13 +33,13 @@ def _index_tensor(trace: Forms, node: fx.Node) -> Form:
     source, indices = arguments(node)
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if any(index.meta["val"].dtype not in (torch.int64, torch.int32) for _, index in given):
-        raise Unaligned("an index that is no whole number")
+        raise Unaligned("an index that is not an integer")
     if len(given) == 1:
         dim, index = given[0]
         return look_up(node, _along(trace, source, dim), dim, trace[index], wraps=True)
     if [dim for dim, _ in given] == [0, 1]:
         return _index_by_position(trace, node, source, *(index for _, index in given))
-    raise Unaligned("several indices that are no page and its row")
+    raise Unaligned("several indices that are not a page and a row of it")
 
 
 def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.Node, row: fx.Node) -> Form:
@@ -48,13 +48,13 @@ def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.No
     rows = source.meta["val"].shape[1]
     lookup = lookup_of(form.term)
     if lookup is None:
-        raise Unaligned("several indices that are no page and its row")
+        raise Unaligned("several indices that are not a page and a row of it")
     quotient = lookup.table.source
     positions = _positions(quotient, aten.floor_divide.default, rows) if lookup.table.whole else None
     remainders = _positions(row, aten.remainder.Scalar, rows)
     alike = positions is not None and remainders is not None and same(positions, remainders)
     if not alike or lookup.table.axes != set(form.dims[-1]):
-        raise Unaligned("several indices that are no page and its row")
+        raise Unaligned("several indices that are not a page and a row of it")
     return by_position(node, trace[source], form, lookup)
 
 
@@ -83,7 +83,7 @@ def _view_dtype(trace: Forms, node: fx.Node) -> Form:
         or lookup.then
         or source.meta["val"].dtype.itemsize != dtype.itemsize
     ):
-        raise Unaligned("bits that are taken for another dtype")
+        raise Unaligned("a view of bits as another dtype")
     dims = trace[source].dims
     pages = replace(lookup.pages, then=(*lookup.pages.then, Bits(dtype)))
     return Form(dims, replace(operations.read_of(node, dims), stored=replace(lookup, pages=pages)))

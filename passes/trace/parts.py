@@ -70,7 +70,7 @@ def _unfold(trace: Forms, node: fx.Node) -> Form:
     if not known_at_most(size, step):
         raise Unaligned("windows that overlap")
     if not known_at_most(product([count, step]), form.shape[dim]):
-        raise Unaligned(f"the last of windows {step} apart that are {size} wide")
+        raise Unaligned(f"windows {step} apart and {size} wide, the last of which has no full step behind it")
     windows = operations.take(form, dim, 0, product([count, step]))
     shape = windows.shape
     windows = operations.view(windows, (*shape[:dim], count, step, *shape[dim + 1 :]))

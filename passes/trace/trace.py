@@ -71,7 +71,7 @@ class Trace:
             handler = HANDLERS.get(node.target, pointwise if is_pointwise(node.target) else None)
             try:
                 if handler is None:
-                    raise Unaligned(UNHANDLED.get(node.target, "an op that no handler knows"))
+                    raise Unaligned(UNHANDLED.get(node.target, "an op that the passes do not know"))
                 return _placed(handler(self, node), node)
             except Unaligned as error:
                 if takes_tensors(node):

@@ -10,17 +10,17 @@ from typing import Any
 
 from ..nodes.arguments import aten
 
-_DIAGONAL = "an axis that counts along two dimensions at once"
+_DIAGONAL = "an axis that runs along two dimensions at once"
 _MEMORY = "strides, which say where in memory an element is and not which one it is"
-_PLACES = "places that only a run knows"
+_PLACES = "positions that are known only at run time"
 _SEVERAL = "pieces along several dimensions at once"
-_COPIES = "elements that are read several times, not all of them equally often"
+_COPIES = "elements that are read different numbers of times"
 
 UNHANDLED: dict[Any, str] = {
-    aten._conj.default: "numbers that change with how their bits are taken",
-    aten._conj_copy.default: "numbers that change with how their bits are taken",
-    aten._neg_view.default: "numbers that change with how their bits are taken",
-    aten._neg_view_copy.default: "numbers that change with how their bits are taken",
+    aten._conj.default: "an op that conjugates or negates",
+    aten._conj_copy.default: "an op that conjugates or negates",
+    aten._neg_view.default: "an op that conjugates or negates",
+    aten._neg_view_copy.default: "an op that conjugates or negates",
     aten.as_strided.default: _MEMORY,
     aten.as_strided_copy.default: _MEMORY,
     aten.as_strided_scatter.default: _MEMORY,

@@ -79,7 +79,7 @@ def test_pages_are_taken_at_once():
 def test_more_tokens_than_there_is_room_for_are_an_error():
     table = FixedTable(pool(), 1, 2)
     append(table, torch.randn(1, 3, WIDTH))
-    with pytest.raises(mla_compile.CacheMismatchError, match="expected room for 2 tokens more, found 1"):
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected room for 2 more tokens, found room for 1"):
         table.extend(2)
     assert int(table.tokens) == 3
     with pytest.raises(mla_compile.CacheMismatchError, match="expected a length from 0 to 3, found 4"):

@@ -110,7 +110,9 @@ def test_latents_of_another_dtype_are_refused():
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), torch.ones(3), torch.ones(2, 1)], ids=str)
 def test_scales_that_cannot_be(scale):
-    with pytest.raises(mla_compile.CacheMismatchError, match="expected a scale above 0, or 2, one a layer, found"):
+    with pytest.raises(
+        mla_compile.CacheMismatchError, match="expected a scale above 0, or 2 of them, one for each layer, found"
+    ):
         FP8PagePool(2, L, R, pages=1, scale=scale)
 
 

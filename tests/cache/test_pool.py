@@ -135,7 +135,7 @@ def test_numbers_of_pages_that_cannot_be(pages, message):
 def test_sizes_that_cannot_be():
     with pytest.raises(mla_compile.CacheMismatchError, match="expected page_size to be at least 1, found 0"):
         PagePool(1, 4, 2, pages=4, page_size=0)
-    with pytest.raises(mla_compile.CacheMismatchError, match="expected at most 1 pages a sequence, found 2"):
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected at most 1 pages per sequence, found 2"):
         BlockTable(pool(), 1, max_pages=1).extend(3)
     table = filled(pool(), 2, 1.0)
     with pytest.raises(mla_compile.CacheMismatchError, match="expected a length from 0 to 2, found 3"):

@@ -115,5 +115,7 @@ def test_with_gradients_it_is_left() -> None:
     with torch.enable_grad():
         o = torch.compile(module, backend="mla")(*arguments)
     (site,) = mla_compile.last_report().sites
-    assert site.reason.startswith("expected gradients of attention whose keys are those of all queries, found packed")
+    assert site.reason.startswith(
+        "expected attention in which all queries have the same keys where gradients are needed, found packed"
+    )
     torch.testing.assert_close(o, module(*arguments))

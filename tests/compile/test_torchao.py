@@ -39,7 +39,7 @@ def test_latents_in_int8_stay_and_say_so_and_weights_alone_do_not_after_them():
     """Both are one Dynamo graph, whose weights tell them apart: what is kept of one is not told of the other."""
     (site,) = run(quantization.Int8DynamicActivationInt8WeightConfig()).sites
     assert not site.rewritten
-    assert "found a product of numbers in few bits, `aten._int_mm.default` in `" in site.reason
-    assert "quantise this weight alone" in site.remedy
+    assert "found a product of quantised numbers, `aten._int_mm.default` in `" in site.reason
+    assert "quantise only the weight" in site.remedy
     torch._dynamo.reset()
     assert run(WEIGHT_ONLY["int8"]()).rewritten == 1

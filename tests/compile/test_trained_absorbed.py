@@ -108,7 +108,9 @@ def test_a_function_of_scores_without_up_projections_stays_as_it_is():
     rewritten = Rewritten(module)
     gradients(rewritten, module, [hidden()])
     (outcome,) = rewritten.outcomes
-    assert outcome.reason.startswith("expected an up-projection to know heads by, found a function of scores absorbed")
+    assert outcome.reason.startswith(
+        "expected an up-projection that tells heads from queries, found a function of scores that are absorbed"
+    )
 
 
 def test_the_report_says_so():

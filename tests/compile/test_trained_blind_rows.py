@@ -112,7 +112,7 @@ def test_numbers_of_both_kinds_are_refused():
     torch.manual_seed(0)
     rewritten = assert_every_gradient(Both(), [hidden()])
     (outcome,) = rewritten.outcomes
-    assert outcome.reason.startswith("expected either numbers that take the place of scores or ones that are added")
+    assert outcome.reason.startswith("expected masks that either replace scores by a finite number or add to them")
 
 
 def test_an_infinite_number_leaves_no_doubt():

@@ -127,8 +127,11 @@ class Checkpointed(Mixed):
     ("kind", "reason"),
     [
         (Dropped, "expected "),
-        (AbsorbedReturned, "expected an up-projection to do again for gradients, found scores absorbed by hand"),
-        (Checkpointed, "expected scores that nothing else reads in a checkpoint, which keeps nothing"),
+        (
+            AbsorbedReturned,
+            "expected an up-projection to recompute for gradients, found scores that are absorbed by hand",
+        ),
+        (Checkpointed, "expected scores that nothing else reads in a checkpoint, found scores that have to exist"),
     ],
 )
 def test_what_stays_as_it_is(kind, reason):

@@ -76,12 +76,12 @@ class Dropout(Layer):
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
-        (DetachedKeys, "expected gradients to pass all of the attention's operands, found that they end at"),
-        (DetachedLatentOfValues, "expected gradients to pass all of the attention's operands"),
-        (WithoutGradients, "expected gradients to pass all of the attention's operands"),
-        (NotRecorded, "expected gradients to pass all of the attention's operands"),
-        (GreatestOfValues, "expected gradients to pass all of the attention's operands"),
-        (OneByOneDetached, "expected gradients to pass all of the attention's operands"),
+        (DetachedKeys, "expected gradients to flow through all operands of the attention, found that they end at"),
+        (DetachedLatentOfValues, "expected gradients to flow through all operands of the attention"),
+        (WithoutGradients, "expected gradients to flow through all operands of the attention"),
+        (NotRecorded, "expected gradients to flow through all operands of the attention"),
+        (GreatestOfValues, "expected gradients to flow through all operands of the attention"),
+        (OneByOneDetached, "expected gradients to flow through all operands of the attention"),
         (OwnGradient, "expected "),
     ],
 )

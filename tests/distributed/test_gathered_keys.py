@@ -245,9 +245,9 @@ CUT = {
 }
 UNPROVED = {
     "mla.same_on_ranks is nothing": Case("along_tokens", "nothing"),
-    "the others may have other masks (mla.same_on_ranks)": Case("along_tokens", "program", 1, "lengths"),
+    "other ranks may have other masks (mla.same_on_ranks)": Case("along_tokens", "program", 1, "lengths"),
 }
-SHORT = {"fewer bytes than outputs": Case("along_tokens", "program", 1, "none", T=4)}
+SHORT = {"that moves fewer bytes than exchanging outputs": Case("along_tokens", "program", 1, "none", T=4)}
 CASES = [*(SPELLED | MASKED).values(), *(SAME_QUERIES | HALF | PAGED | CHUNKED | CUT | UNPROVED | SHORT).values()]
 CASES += [case for case, _ in FORMS.values()]
 

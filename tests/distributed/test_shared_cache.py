@@ -244,7 +244,9 @@ def test_compiled_each_rank_attends_to_its_own_pages():
             torch.testing.assert_close(results, expected)
             (_, prompt), *decodes = sites
             exchanged = "2 ranks attend to their own keys and exchange outputs"
-            assert (exchanged if case.stay else "gathers keys: fewer bytes than outputs") in prompt
+            assert (
+                exchanged if case.stay else ("gathers keys: that moves fewer bytes than exchanging outputs")
+            ) in prompt
             assert {path for path, _ in decodes} == {"absorbed"}
             assert all(exchanged in reason for _, reason in decodes)
             assert decodes[-1][1].endswith("; reads the pages")

@@ -137,7 +137,7 @@ def test_all_steps_of_the_whole_checkpoint_compiled_write_the_same(requests):
 @pytest.mark.parametrize(
     ("generation", "batching", "message"),
     [
-        ({"num_return_sequences": 2, "do_sample": True}, {}, "expected one sequence a request, found 2"),
+        ({"num_return_sequences": 2, "do_sample": True}, {}, "expected one sequence per request, found 2"),
         ({}, {"cpu_offload_space": 1.0}, "expected no cpu_offload_space, found 1.0 GiB"),
     ],
 )
@@ -151,7 +151,7 @@ def test_what_the_engine_would_do_with_its_own_cache_is_refused(model, generatio
 
 def test_attention_that_takes_no_masks_is_refused(model, monkeypatch):
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
-    with pytest.raises(mla_compile.CacheMismatchError, match="under sdpa or eager attention, found flash_attention_2"):
+    with pytest.raises(mla_compile.CacheMismatchError, match="with sdpa or eager attention, found flash_attention_2"):
         ContinuousModel(model, pages=8)
 
 
@@ -164,7 +164,9 @@ def test_the_engines_own_cache_has_no_room_for_mla(model, requests):
 
 def test_what_is_called_instead_is_said(model):
     engine = ContinuousModel(model, pages=4, page_size=16)
-    with pytest.raises(mla_compile.CacheError, match="expected a request of many, found generate; call generate_batch"):
+    with pytest.raises(
+        mla_compile.CacheError, match="expected a request to the engine, found a call of generate; call generate_batch"
+    ):
         engine.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2)
     with pytest.raises(mla_compile.CacheError, match="expected a step of the engine, found a call of the model; call"):
         engine(torch.ones(1, 3, dtype=torch.int64))

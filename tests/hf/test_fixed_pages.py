@@ -115,9 +115,9 @@ def test_compiled_generation_is_eagers(search, layers):
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ({"batch": 2}, "expected batch and tokens together"),
-        ({"tokens": 8}, "expected batch and tokens together"),
-        ({"batch": 2, "tokens": 8, "mesh": object()}, "and no mesh with them"),
+        ({"batch": 2}, "expected batch and tokens to be given together"),
+        ({"tokens": 8}, "expected batch and tokens to be given together"),
+        ({"batch": 2, "tokens": 8, "mesh": object()}, "and without a mesh"),
         ({"batch": 0, "tokens": 8}, "expected batch to be at least 1, found 0"),
         ({"batch": 2, "tokens": 0}, "expected tokens to be at least 1, found 0"),
     ],

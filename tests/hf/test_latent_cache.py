@@ -106,5 +106,5 @@ def test_only_models_of_transformers_have_one():
 
 def test_tokens_to_remove_are_counted_below_zero():
     cache = LatentCache.of(build("v3"))
-    with pytest.raises(CacheMismatchError, match="expected tokens to remove as a number below zero, found 3"):
+    with pytest.raises(CacheMismatchError, match="expected a negative number of tokens to remove, found 3"):
         cache.crop(3)

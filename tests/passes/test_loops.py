@@ -132,7 +132,9 @@ LOOSE: dict[str, Function] = {
 def test_pieces_of_no_one_attention_stay_as_they_are(function: Function) -> None:
     for _, _, outcomes in compiled(function, mla.tensors()):
         assert {outcome.path for outcome in outcomes} == {"unchanged"}
-        assert "the whole of the attention weights to meet the values, found a part" in outcomes[0].reason
+        assert ("expected all attention weights to be multiplied with the values, found that only a part") in outcomes[
+            0
+        ].reason
 
 
 def test_values_of_other_sequences_are_of_no_latent_of_the_keys() -> None:

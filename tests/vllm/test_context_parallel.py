@@ -137,7 +137,7 @@ def test_what_vllm_is_given_takes_what_its_kernels_take(vllm_of):
         dcp.correct_attn_out(o, lses, 1, None, is_lse_base_on_e=True), weigh(o, lses, 1), strict=True
     ):
         assert torch.equal(mine, right)
-    with pytest.raises(NotImplementedError, match="expected a natural lse"):
+    with pytest.raises(NotImplementedError, match="expected log-sum-exps of base e"):
         dcp.correct_attn_out(o, lses, 1, None, is_lse_base_on_e=False)
 
 

@@ -73,7 +73,7 @@ def _results(
         checked, *answers = json.loads((Path(folder) / ANSWER).read_text())
     error = distance(torch.tensor([checked["logprobs"]]), exact)
     if error > allowed:
-        note = f"{error:.1e} off float64, rounding explains {allowed:.1e}"
+        note = f"{error:.1e} away from float64, rounding explains at most {allowed:.1e}"
         return [Result(way, batch, "wrong", note, (), error) for batch in batches]
     return [
         Result(way, batch, "ok", checked["attention"], tuple(answer[batch.workload.kind]), error)

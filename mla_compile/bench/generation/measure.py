@@ -120,7 +120,14 @@ def _measure(
         runs = [_generate(model, whole, batch, way.cache, 2 + repeats if decodes else 1)]
         error = distance(runs[0].logits, exact.expand(batch.size, -1))
         if error > allowed:
-            return Result(way, batch, "wrong", f"{error:.1e} off float64, rounding explains {allowed:.1e}", (), error)
+            return Result(
+                way,
+                batch,
+                "wrong",
+                f"{error:.1e} away from float64, rounding explains at most {allowed:.1e}",
+                (),
+                error,
+            )
         while not decodes and len(runs) < repeats and sum(run.first for run in runs) < SLOW_SECONDS:
             runs.append(_generate(model, whole, batch, way.cache, 1))
     except Exception as failure:  # any error of a compiler is a result of the benchmark and must not end it

@@ -108,12 +108,12 @@ REFUSED = {
     "other queries": (
         H100,
         lambda: problem(first_positions=torch.tensor([100, 1, 0, 2])),
-        "does not take queries that are not the last",
+        "does not take queries that are not the last tokens",
     ),
     "latents apart from rope keys": (
         H100,
         lambda: dataclasses.replace(x := problem(), rope_pages=x.rope_pages.clone()),
-        "takes latent and rope key in one row at multiples of 16 bytes, these lie apart",
+        "takes latent and rope key in one row at multiples of 16 bytes, found another layout",
     ),
     "few rows": (H100, lambda: problem(1, 16), "FlashMLA is not known to be faster"),
 }
@@ -161,11 +161,11 @@ def test_ours_alone(install, caplog):
 CHANGED = {
     "an argument of another name": (
         ("    cache_seqlens,", "    lengths,"),
-        "flash_mla.flash_mla_with_kvcache has another signature than the one that was read: missing a required",
+        "flash_mla.flash_mla_with_kvcache has another signature than expected: missing a required",
     ),
     "one more that is required": (
         ("num_splits=None,\n    softmax_scale=None,", "num_splits,\n    sink,\n    softmax_scale,"),
-        "has another signature than the one that was read: missing a required argument: 'sink'",
+        "has another signature than expected: missing a required argument: 'sink'",
     ),
     "a function that is gone": (("def get_mla_metadata", "def metadata"), "flash_mla.get_mla_metadata is not there"),
     "a package that does not import": (
@@ -295,7 +295,7 @@ def test_while_tuning_the_fastest_is_taken_and_kept_on_disk(install, tmp_path, c
     assert [line.partition(": ")[2].partition(";")[0] for line in chosen(caplog)] == [fastest, fastest]
 
 
-UNTRIED = "Gluon has not run on a GPU yet: mla.kernels='gluon' asks for it"
+UNTRIED = "Gluon has not run on a GPU yet: mla.kernels='gluon' enables it"
 REST = f"FlashAttention 3 is not installed; FlashInfer's trtllm-gen is not installed; {UNTRIED}"
 
 

@@ -19,7 +19,7 @@ from mla_compile.kernels.paged_latent_attention import aten, gluon
 
 from .test_choose import B200, H100, Ours, Timed, problem
 
-ASKS = "Gluon has not run on a GPU yet: mla.kernels='gluon' asks for it"
+ASKS = "Gluon has not run on a GPU yet: mla.kernels='gluon' enables it"
 
 
 @pytest.fixture(autouse=True)
@@ -80,12 +80,12 @@ REFUSED = {
     "latents apart from rope keys": (
         H100,
         lambda: dataclasses.replace(x := problem(), rope_pages=x.rope_pages.clone()),
-        "takes latent and rope key in one row at multiples of 16 bytes, these lie apart",
+        "takes latent and rope key in one row at multiples of 16 bytes, found another layout",
     ),
     "odd pages": (
         H100,
         lambda: apart(problem(), 64 * 576 + 8),
-        "takes pages a whole number of rows apart, these are not",
+        "takes pages a whole number of rows apart, found another distance",
     ),
     "few rows": (H100, lambda: problem(1, 16), "is not known to be faster"),
 }
@@ -108,7 +108,9 @@ def test_what_disagrees_is_not_used(monkeypatch):
         return o, lse
 
     monkeypatch.setattr(gluon, "paged_latent_attention_gluon", wrong)
-    with pytest.warns(UserWarning, match="Gluon of mla_compile .*gives another o on a small problem"):
+    with pytest.warns(
+        UserWarning, match="Gluon of mla_compile .*gives another o than the Triton kernel on a small problem"
+    ):
         assert attend(problem(1, 64)) == 2
 
 

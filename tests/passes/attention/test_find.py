@@ -157,9 +157,12 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "dropout": (lambda q, k, v: sealed(q, k, v, dropout=0.5), "attention without dropout, found dropout_p=0.5"),
     "a part of the weights": (
         lambda q, k, v: (q @ k.mT).softmax(-1)[..., 1:] @ v[..., 1:, :],
-        "the whole of the attention weights",
+        "found that only a part of them is",
     ),
-    "one row of the weights": (lambda q, k, v: (q @ k.mT).softmax(-1)[:, :, :1] @ v, "the whole of the attention"),
+    "one row of the weights": (
+        lambda q, k, v: (q @ k.mT).softmax(-1)[:, :, :1] @ v,
+        "found that only a part of them is",
+    ),
     "softmax over the queries": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, "over the keys of the softmax"),
 }
 
@@ -174,7 +177,7 @@ def test_what_cannot_be_read_is_refused_with_a_reason(function: Function, reason
 def test_weights_and_values_that_do_not_factor_alike_are_refused() -> None:
     q, k, v = torch.zeros(2, 6, SQ, E), torch.zeros(2, 6, T, E), torch.zeros(3, 4, T, V)
     text = refusal(lambda q, k, v: (q @ k.mT).softmax(-1).flatten(0, 1) @ v.flatten(0, 1), q, k, v)
-    assert "do not factor" in text
+    assert "attention weights and values to keep its axes" in text
 
 
 def test_a_graph_without_attention_has_none() -> None:

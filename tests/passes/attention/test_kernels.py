@@ -22,7 +22,7 @@ FLASH_ATTENTION_3 = (
     "(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor(out!)? out=None, "
     "Tensor? cu_seqlens_q=None, float? softmax_scale=None, bool is_causal=False) -> Tensor"
 )
-REASON = "expected attention that torch's own operations say, found an op of a library's kernel, at `"
+REASON = "expected attention that is written in torch operations, found a call of an attention kernel, at `"
 
 
 @pytest.fixture

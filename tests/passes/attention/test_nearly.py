@@ -61,10 +61,10 @@ def divided_again(*args: Tensor) -> Tensor:
 REASONS = {
     gated: "expected attention weights as a softmax gives them, found them multiplied in `mul_1` (mul.Tensor)",
     divided_again: "expected attention weights that add up to 1, found them divided by `add` (add.Tensor)",
-    online: "found one over blocks of keys, the greatest so far `maximum",
+    online: "found one over blocks of keys, with a running maximum `maximum",
     differential: "expected attention weights of one softmax, found several in `sub` (sub.Tensor)",
     differential_of_halves: "expected attention weights of one softmax, found several in `sub` (sub.Tensor)",
-    half: "found that `nan_to_num` (nan_to_num.default) puts other numbers in the place of NaN",
+    half: "found that `nan_to_num` (nan_to_num.default) replaces NaN by a number other than 0",
 }
 
 

@@ -162,4 +162,7 @@ def test_weights_that_are_read_before_they_are_set_to_0_exist() -> None:
         return weights.nan_to_num() @ v, weights.sum(-2)
 
     (outcome,) = rewrite(capture(function, *mla.tensors()), "chunked")
-    assert outcome.reason.startswith("expected the attention weights to meet the values only, found `sum_1`")
+    assert outcome.reason.startswith(
+        "expected attention weights that only the product with the values reads, found that they "
+        "are also read by `sum_1`"
+    )

@@ -10,7 +10,7 @@ import mla_compile
 from tests.models import HIDDEN, Combined, Inference, L, R
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
-SAVED = "one that is written in place saves that (mla_compile.LatentCache)"
+SAVED = "a cache that is written in place avoids this (mla_compile.LatentCache)"
 
 
 def past(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -21,7 +21,9 @@ def past(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
 def test_latents_and_rope_keys_that_grow_are_copied(dtype: torch.dtype) -> None:
     report = mla_compile.explain(Combined().to(dtype), torch.randn(2, 1, HIDDEN, dtype=dtype), past(9, dtype))
     size = (L + R) * dtype.itemsize
-    assert [site.hint for site in report.sites] == [f"a step copies all of its cache, {size} bytes a token: {SAVED}"]
+    assert [site.hint for site in report.sites] == [
+        (f"each step copies the whole cache, {size} bytes per token: {SAVED}")
+    ]
     assert str(report).endswith(f"\n\n0: {report.sites[0].hint}")
 
 

@@ -95,13 +95,13 @@ def test_a_factor_of_the_values_alone_makes_a_latent_of_their_own(function: Func
 
 UNCHANGED: dict[str, tuple[Function, str]] = {
     "keys alone": (gated(values=lambda v, _: v), "an up-projection times `unsqueeze"),
-    "squared": (gated(keys=lambda k, _: k * k, values=lambda v, _: v * v), "made of it as a norm is"),
+    "squared": (gated(keys=lambda k, _: k * k, values=lambda v, _: v * v), "computed from it as in a norm"),
     "a factor of each key and head": (
         gated(
             keys=lambda k, _: F.normalize(k, dim=-1),
             values=lambda v, _: F.normalize(v, dim=-1),
         ),
-        "made of it as a norm is",
+        "computed from it as in a norm",
     ),
 }
 """Near misses: the latent of the keys would be another than that of the values."""

@@ -263,7 +263,7 @@ REFUSED = {
     ),
     "written to other columns in one group": (in_zeros(0, 0, 1, cut=False), G, "expected values that are an up-"),
     "too many": (attention(expanded, rope=lambda k: k[:, None].expand(-1, 9 * EACH, -1, -1)), 9, "found 9"),
-    "a soft cap": (attention(expanded, softmax(torch.tanh)), G, "for groups of heads with a latent each"),
+    "a soft cap": (attention(expanded, softmax(torch.tanh)), G, "where groups of heads have a latent each"),
     "keys of another group": (
         lambda q, c, _, w_uk, w_uv: sealed(q[..., :P], expanded(c.flip(2), w_uk), expanded(c, w_uv)),
         G,

@@ -142,30 +142,30 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
         changed_keys(
             lambda k: (k * (k.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()) * torch.ones(P).double().cumsum(0)
         ),
-        "an up-projection of each head times `rsqrt` (rsqrt.default), which is made of it as a norm is",
+        "an up-projection of each head times `rsqrt` (rsqrt.default), which is computed from it as in a norm",
     ),
     "a norm of each head's value": (
         changed_values(lambda v: v / v.norm(dim=-1, keepdim=True)),
-        "which is made of it as a norm is",
+        "which is computed from it as in a norm",
     ),
     "a scale on the values": (changed_values(lambda v: v * 2), "values without a scale"),
     "a nonlinearity on the values": (changed_values(torch.relu), "found `relu`"),
     "values of other heads": (changed_values(lambda v: v.roll(1, 1)), "found `roll`"),
     "Llama with rope on all of the keys": (llama, "an up-projection of"),
     "keys and values cached unfolded": (expanded_cache, "keys and values that are stored expanded"),
-    "columns that nobody wrote": (unwritten_columns, "columns that nobody wrote"),
+    "columns that nobody wrote": (unwritten_columns, "all of whose columns are written"),
     "softmax over the queries": (softmax_over_queries, "the keys of the softmax"),
     "keys with two parts of the latent": (keys_of_two_up_projections, "found two"),
     "a mixture of experts": (experts, "expected values that are an up-projection of a latent, found a product of"),
     "keys of each query": (keys_of_each_query, "found `index"),
-    "batch and heads merged in two orders": (unfactored_batch, "factor"),
+    "batch and heads merged in two orders": (unfactored_batch, "values to keep its axes"),
     "attention sinks": (
         lambda *a: mla.softmax(*mla.naive(*a)[:2], F.pad(mla.naive(*a)[2], (0, 0, 0, 1)), lambda s: F.pad(s, (0, 1))),
         "a sum of products",
     ),
     "some of the weights": (
         lambda *a: changed_weights(lambda p: p[..., :1].expand(-1, -1, -1, T))(*a),
-        "the whole of the attention weights",
+        "found that only a part of them is",
     ),
     "dropout": (lambda *a: mla.sealed(*mla.naive(*a), dropout=0.5) * 0, "without dropout"),
     "one key": (
@@ -214,7 +214,10 @@ def test_weights_that_are_returned_as_well_exist_and_keys_do_not(path: str) -> N
         assert not [node for node in unfolded(module) if node.meta["val"].shape[-1] not in (T, SQ)]
     else:
         assert outcome.path == "unchanged"
-        assert "expected the attention weights to meet the values only, found `output`" in outcome.reason
+        assert (
+            "expected attention weights that only the product with the values reads, found that "
+            "they are also read by `output`"
+        ) in outcome.reason
     for mine, theirs in zip(run(module, *mla.tensors()), before, strict=True):
         check_right(theirs, mine)
 

@@ -140,4 +140,4 @@ def test_products_of_two_latents_stay_two(function: Function) -> None:
     (outcome,) = rewrite(module)
     assert outcome.path == "unchanged"
     assert "an up-projection of a latent, found a sum of a product of `latent_1`" in outcome.reason
-    assert "adapter whose input has dropout of its own" in outcome.remedy
+    assert "adapter with dropout on its input" in outcome.remedy

@@ -68,7 +68,7 @@ NUMBERS = {
 def test_a_number_of_each_key_belongs_to_the_scores(function: Function) -> None:
     for _, _, (outcome,) in compiled(function, mla.tensors()):
         assert outcome.path == "unchanged"
-        assert "found keys times a number of each, `" in outcome.reason
+        assert "found keys that are each multiplied by a number, `" in outcome.reason
     for path, _, (outcome,) in compiled(scores, mla.tensors()):
         assert outcome.path == path
 

@@ -237,10 +237,10 @@ def test_a_graph_on_another_device_or_that_is_trained_stays() -> None:
     module = capture(of_one_latent, *(t.to("meta") for t in decode(1, 512)))
     (outcome,) = rewrite(module, "auto")
     assert outcome.path == "unchanged"
-    assert "; values alone are absorbed on cpu, not on meta, at " in outcome.reason
+    assert "; values alone are absorbed only on cpu, not on meta, at " in outcome.reason
     (result,) = Pipeline(DEVICE, training=True)(capture(of_one_latent, *decode(1, 512)))
     assert result.outcome.path == "unchanged"
-    assert "; values alone are absorbed without gradients, at " in result.outcome.reason
+    assert "; values alone are absorbed only without gradients, at " in result.outcome.reason
 
 
 def test_nothing_is_said_of_values_where_they_would_stay_on_a_cpu_too() -> None:
@@ -261,7 +261,10 @@ def test_a_program_of_any_number_takes_it_where_scores_are_never_more_than_value
     if path == "values":
         assert "in the exported example, right for all sizes; keys as they are: " in result.outcome.reason
     else:
-        assert "; values alone stay, as there are more scores than values" in result.outcome.reason
+        assert (
+            "; values alone are not absorbed either, as some declared sizes have more scores than values"
+            in result.outcome.reason
+        )
 
 
 def test_the_report_says_what_would_absorb_keys() -> None:

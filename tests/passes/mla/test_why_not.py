@@ -67,31 +67,32 @@ def merged_in_two_orders(*args: Tensor) -> Tensor:
 
 
 SENTENCES: dict[str, tuple[Function, str]] = {
-    "an op that no handler knows": (
+    "an op that the passes do not know": (
         values(lambda v: v.cumsum(2)),
-        NO_VALUES + "`cumsum` (cumsum.default), where the trace stopped: an op that no handler knows",
+        NO_VALUES + "`cumsum` (cumsum.default), where the trace stopped: an op that the passes do not know",
     ),
     "an op of which no form can say what it does": (
         values(lambda v: v.new_zeros(B, N, T, V).diagonal_scatter(v.diagonal(0, 2, 3), 0, 2, 3)),
-        NO_VALUES + "`diagonal_scatter` (diagonal_scatter.default), where the trace stopped: an axis that counts along "
+        NO_VALUES + "`diagonal_scatter` (diagonal_scatter.default), where the trace stopped: an axis that runs along "
         "two dimensions at once",
     ),
     "rows of a buffer that are not known": (
         values(written_at_places_of_a_run),
-        NO_VALUES + "`index_copy` (index_copy.default), where the trace stopped: places that only a run knows",
+        NO_VALUES
+        + ("`index_copy` (index_copy.default), where the trace stopped: positions that are known only at run time"),
     ),
-    "a result of an op that no handler knows": (
+    "a result of an op that the passes do not know": (
         keys(lambda k: k.sort(-1).values),
         NO_KEYS + "`getitem_2` (getitem), where the trace stopped: a result of `sort` (sort.default)",
     ),
     "a function of each element": (values(torch.tanh), NO_VALUES + "`tanh` (tanh.default)"),
     "a cache that holds keys and values": (
         written_to_a_cache,
-        STORED + "`arg6_1` (placeholder) beside what is up-projected from `arg1_1` (placeholder) now",
+        STORED + "`arg6_1` (placeholder) beside what is newly up-projected from `arg1_1` (placeholder)",
     ),
     "a cache for more sequences, of what a bias is added to": (
         written_to_a_cache_for_more_sequences,
-        STORED + "`arg6_1` (placeholder) beside what is up-projected from `arg1_1` (placeholder) now",
+        STORED + "`arg6_1` (placeholder) beside what is newly up-projected from `arg1_1` (placeholder)",
     ),
     "rows that are cut at other borders": (
         values(cut_at_other_borders),
@@ -99,7 +100,8 @@ SENTENCES: dict[str, tuple[Function, str]] = {
     ),
     "dimensions merged in two orders": (
         merged_in_two_orders,
-        "expected attention weights and values over common axes, found that they do not factor, where the trace "
+        "expected the product of attention weights and values to keep its axes, found them "
+        "cut or merged, where the trace "
         "stopped: axes of 2 and 5 do not divide one another",
     ),
 }
@@ -125,5 +127,5 @@ def test_the_sentence_has_the_line_of_source() -> None:
     torch.compile(attention, backend="mla", fullgraph=True)(*(t.float() for t in mla.tensors()))
     (site,) = mla_compile.last_report().sites
     line = attention.__code__.co_firstlineno + 2
-    found = f"`cumsum` (cumsum.default, {__file__}:{line}), where the trace stopped: an op that no handler knows"
+    found = f"`cumsum` (cumsum.default, {__file__}:{line}), where the trace stopped: an op that the passes do not know"
     assert site.reason.startswith(NO_VALUES + found + ", at `")

@@ -62,7 +62,7 @@ def test_an_attention_whose_code_needs_one_stays_unchanged(monkeypatch):
     monkeypatch.setattr(one_op, "write_as", only_short)
     site = outcome_of(module, ranges)
     assert site.path == "unchanged"
-    assert "expected code for all declared sizes, found some for" in site.reason
+    assert "expected code that is right for all declared sizes, found code that needs" in site.reason
     assert str(module.graph) == before
     site = outcome_of(module, None)
     assert site.path == "absorbed"

@@ -147,9 +147,9 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
         attention(lambda s: s.softmax(-1).softmax(-1)),
         "expected scores that are a sum of products",
     ),
-    "weights that are returned": (reread, "expected the attention weights to meet the values only"),
-    "scores and their transpose": (transposed, "found scores that are taken at other places too"),
-    "divided after the values": (divided_after, "divides after"),
+    "weights that are returned": (reread, "expected attention weights that only the product with the values reads"),
+    "scores and their transpose": (transposed, "found scores that are used at other positions too"),
+    "divided after the values": (divided_after, "divides only after"),
 }
 
 

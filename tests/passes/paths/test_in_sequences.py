@@ -234,10 +234,13 @@ LEFT: dict[str, tuple[Function, str]] = {
         lambda *a: flash_attention(*naive(*a[:5]), *a[5:], alibi_slopes=torch.ones(N)),
         "without alibi_slopes, found a tensor",
     ),
-    "keys behind": (varlen(BATCHES["mixed"], window_size=(-1, 2)), "or nowhere, found 2 keys behind it"),
+    "keys behind": (
+        varlen(BATCHES["mixed"], window_size=(-1, 2)),
+        "or has no end, found one that ends 2 keys after it",
+    ),
 }
 
-ANOTHER = "or causal to keys that begin as queries, found another"
+ANOTHER = "causal only where queries and keys start at the same places, found other"
 LEFT_OF_BACKENDS = {
     "cudnn, causal": (of_backend(CUDNN), ANOTHER),
     "cudnn, window": (of_backend(CUDNN, (3, 0), shared=True), ANOTHER),
