@@ -20,6 +20,7 @@ _WITHOUT_RULES: dict[str, dict[str, str]] = {
         "softmax_scaling.bias": "colwise",
         "softmax_scaling": "local_params",
     },
+    "sarvam_mla": {},
     "youtu": {},
 }
 """The model families for whose attention transformers has no rules, with rules for parts beside the projections."""

@@ -19,6 +19,7 @@ MISSING = {
     "kimi_k25": {"q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
     "youtu": {"q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
     "axk1": {"q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
+    "sarvam_mla": {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
     "mistral_large4": {
         *("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
         *("softmax_scaling", "softmax_scaling.scale", "softmax_scaling.bias"),

@@ -133,11 +133,27 @@ def _bailing_hybrid() -> nn.Module:
     return hf.BailingHybridForCausalLM(hf.BailingHybridConfig(**PLAIN, **experts, **layers, head_dim=8))
 
 
+def _hy_v4_vl() -> nn.Module:
+    rope = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 1, 1]}
+    text = ROUTED | SHARED_INDEXER | {"hc_mult": 2, "learnable_sink_init": 0.5, "rope_parameters": rope}
+    vision = VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "out_hidden_size": 32, "max_image_size": 32}
+    return hf.HYV4VLForConditionalGeneration(hf.HYV4VLConfig(text_config=text, vision_config=vision))
+
+
+def _sarvam_mla() -> nn.Module:
+    config = hf.SarvamMLAConfig(**_without(PLAIN, "q_lora_rank"), **EXPERTS, first_k_dense_replace=1)
+    return hf.AutoModelForCausalLM.from_config(config)
+
+
 INDEXED = "indexed_attention" in configuration_utils.ALLOWED_LAYER_TYPES
 EXPANDED = "this transformers stores expanded keys for models with an indexer"
-_OF_INDEXED = ("deepseek_v32", "glm_moe_dsa", "glm5_next", "hy_v4", "axk2", "dots3_note", "mistral_large4")
-_NEWER = {"bailing_hybrid": "BailingHybridConfig"}
-"""What transformers 5.17 has not, besides those of which it keeps other keys."""
+_OF_INDEXED = ("deepseek_v32", "glm_moe_dsa", "glm5_next", "hy_v4", "hy_v4_vl", "axk2", "dots3_note", "mistral_large4")
+_NEWER = {
+    "bailing_hybrid": "BailingHybridConfig",
+    "hy_v4_vl": "HYV4VLConfig",
+    "sarvam_mla": "SarvamMLAConfig",
+}
+"""What transformers 5.17 does not have, besides families of which it keeps other keys; the last two came with 5.24."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +212,8 @@ FAMILIES = {
             lambda: hf.HYV4ForCausalLM(hf.HYV4Config(**ROUTED, **SHARED_INDEXER, hc_mult=2, learnable_sink_init=0.5)),
             attentions=("eager",),
         ),
+        Family("hy_v4_vl", _hy_v4_vl, attentions=("eager",)),
+        Family("sarvam_mla", _sarvam_mla, attentions=FLEX),
         Family("axk1", lambda: hf.AXK1ForCausalLM(hf.AXK1Config(**ROUTED)), attentions=FLEX),
         Family("axk2", lambda: hf.AXK2ForCausalLM(hf.AXK2Config(**ROUTED, **INDEXER))),
         Family("bailing_hybrid", _bailing_hybrid, sites=1),
