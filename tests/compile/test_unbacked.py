@@ -81,4 +81,4 @@ def test_sizes_that_a_run_asserts_to_be_equal_are_no_obstacle():
             torch.testing.assert_close(compiled(x, cache), module(x, cache))
     sites = [site for report in mla_compile.reports() for site in report.sites]
     assert [site.path for site in sites] == ["absorbed", "absorbed"]
-    assert all(f"{4 * (L + R)} bytes a token" in site.hint for site in sites)
+    assert all(f"{4 * (L + R)} bytes per token" in site.hint for site in sites)
