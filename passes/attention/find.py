@@ -168,8 +168,10 @@ def _from_packed(call: Call, trace: Trace) -> Attention:
     """Attention `[Tq, N, D]` over packed sequences. Only `packed` says which queries attend to which keys."""
     node = call.output
     q, k, v = trace[call.query], trace[call.key], trace[call.value]
-    if any(len(form.dims) != 3 for form in (q, k, v)):
-        raise Refusal(node, f"expected packed tokens [tokens, heads, width], found {len(q.dims)} dimensions")
+    ranks = [len(form.dims) for form in (q, k, v)]
+    if ranks != [3, 3, 3]:
+        found = ", ".join(map(str, ranks))
+        raise Refusal(node, f"expected packed tokens [tokens, heads, width], found {found} dimensions")
     if same(q.shape[0], 0) or same(k.shape[0], 0):
         raise Refusal(node, "expected packed tokens, found none")
     heads, groups = q.shape[1], k.shape[1]

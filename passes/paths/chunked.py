@@ -123,8 +123,8 @@ def refuse_wide_latent(site: Site) -> None:
     if latent.is_number and expanded.is_number and latent >= expanded:
         raise Refusal(
             site.node,
-            f"expected a latent narrower than the keys and the values it expands to, found width {sizes['L']} "
-            f"for {sizes['N']} heads of {sizes['P']} + {sizes['V']}",
+            "expected a latent less than half as wide as the keys and the values it expands to, "
+            f"found width {sizes['L']} for {sizes['N']} heads of {sizes['P']} + {sizes['V']}",
             FORCE,
         )
 

@@ -185,7 +185,7 @@ def test_strict_raises_where_an_attention_stays_unchanged():
     with pytest.raises(Exception, match="StrictError") as caught:
         compiled(torch.randn(2, 16, 32))
     assert "1 of 1 attentions stay unchanged" in str(caught.value)
-    assert "expected a latent narrower than the keys and the values it expands to" in str(caught.value)
+    assert "expected a latent less than half as wide as the keys and the values it expands to" in str(caught.value)
 
 
 def test_strict_raises_where_there_is_no_attention():
