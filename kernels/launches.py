@@ -3,7 +3,8 @@
 A launch is planned while the graph is compiled: its tiles and parts are numbers in the graph, and its grid is a number
 or an expression in symbols. Symbols may stand for the number of sequences, queries and keys, and for strides. An op is
 kept, and plans at each call, where another project's kernel computes it. Kernels are compiled for one page size: a
-symbolic one is guarded to keep its present value; where no guards can be added, the op is kept.
+symbolic one is guarded to keep its present value; where no guards can be added, the op is kept. Where each sequence has
+one page, as in a static cache, the kernel takes any size.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class _Launcher:
     """From a bundle and a machine to o and lse."""
     others: Any = None
     """Other projects' kernels for the op, an `Op` of `implementations`."""
-    page_size: bool = False
-    """Whether the second dim of a cache is the size of a page."""
+    is_for_a_page_size: Callable[[Any], bool] = lambda _: False
+    """Whether the kernel for a bundle is compiled for the size of a page, the second dim of its caches."""
 
 
 def launch_of(
@@ -53,10 +54,10 @@ def launch_of(
     q, caches = arguments[0], [getattr(x, name) for name in launcher.caches]
     if not all(map(is_expected, _numbers((*arguments, *named.values())))):
         return None
-    if guards and launcher.page_size:
-        for rows in caches:
-            int(rows.shape[1])  # makes the guard
-    if any(map(is_symbol, _planned_by(q, caches, launcher.page_size))):
+    page_sizes = [rows.shape[1] for rows in caches] if launcher.is_for_a_page_size(x) else []
+    if guards:
+        page_sizes = [int(size) for size in page_sizes]
+    if any(map(is_symbol, (*page_sizes, *_planned_by(q, caches)))):
         return None
     x.check()
     if not suits(q, *caches):
@@ -77,7 +78,7 @@ def _launchers() -> dict[Any, _Launcher]:
     from .merge_states.arguments import MergeStates
     from .merge_states.triton import merge_states_triton
     from .paged_latent_attention.arguments import PagedLatentAttention
-    from .paged_latent_attention.triton import paged_latent_attention_triton
+    from .paged_latent_attention.triton import is_for_a_page_size, paged_latent_attention_triton
     from .sparse_latent_attention.arguments import SparseLatentAttention
     from .sparse_latent_attention.triton import sparse_latent_attention_triton
 
@@ -88,7 +89,7 @@ def _launchers() -> dict[Any, _Launcher]:
             SparseLatentAttention, rows, sparse_latent_attention_triton
         ),
         torch.ops.mla.paged_latent_attention.default: _Launcher(
-            PagedLatentAttention, pages, paged_latent_attention_triton, PAGED, page_size=True
+            PagedLatentAttention, pages, paged_latent_attention_triton, PAGED, is_for_a_page_size
         ),
         torch.ops.mla.merge_states.default: _Launcher(MergeStates, (), lambda x, _: merge_states_triton(x)),
     }
@@ -115,9 +116,9 @@ def _numbers(arguments: Sequence[Any]) -> Iterator[Any]:
             yield argument
 
 
-def _planned_by(q: Tensor, caches: Sequence[Tensor], page_size: bool) -> Iterator[Any]:
-    """Numbers to which kernels are specialised: heads, widths, keys of a page."""
+def _planned_by(q: Tensor, caches: Sequence[Tensor]) -> Iterator[Any]:
+    """Numbers to which kernels are specialised, besides the size of a page: heads and widths."""
     yield from q.shape[2:]
     yield q.stride(-1)
     for rows in caches:
-        yield from (rows.shape[-1], *rows.stride()[-2:], rows.shape[1] if page_size else 1)
+        yield from (rows.shape[-1], *rows.stride()[-2:])

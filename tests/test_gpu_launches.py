@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 LAUNCHES = {
     "paged": ["attend_latents_0", "combine_1"],
     "paged_fp8": ["attend_latents_0", "combine_1"],
+    "one_page": ["attend_latents_0", "combine_1"],
     "rows": ["attend_latents_0"],
     "masked": ["attend_latents_0"],
     "named": ["attend_latents_0"],
@@ -28,6 +29,7 @@ LAUNCHES = {
     "product": [],
     "paged_of_any_size": ["attend_latents_0", "combine_1"],
     "paged_fp8_of_any_size": ["attend_latents_0", "combine_1"],
+    "one_page_of_any_size": ["attend_latents_0", "combine_1"],
     "rows_of_any_size": ["attend_latents_0", "combine_1"],
     "masked_of_any_size": ["attend_latents_0", "combine_1"],
     "named_of_any_size": ["attend_latents_0"],

@@ -21,6 +21,11 @@ ONE_PAGE = 1 << 30
 compiled once for all sizes, and takes every tile of keys as consecutive rows."""
 
 
+def is_for_a_page_size(x: PagedLatentAttention) -> bool:
+    """Whether the kernel is compiled for the size of the pages: where sequences may have several."""
+    return not always(x.block_table.shape[1] <= 1)
+
+
 def paged_latent_attention_triton(
     x: PagedLatentAttention, machine: Machine, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -31,7 +36,7 @@ def paged_latent_attention_triton(
         latent=x.latent_pages,
         rope=x.rope_pages,
         tokens=x.block_table.shape[1] * page_size,
-        page_size=ONE_PAGE if always(x.block_table.shape[1] <= 1) else int(page_size),
+        page_size=int(page_size) if is_for_a_page_size(x) else ONE_PAGE,
         table=x.block_table,
         lengths=x.seq_lens.contiguous(),
         starts=None if x.first_positions is None else x.first_positions.contiguous(),

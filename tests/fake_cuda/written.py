@@ -39,6 +39,11 @@ def paged_fp8(q: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, scales: T
     return mla.paged_latent_attention(q, q_rope, latent, rope, *pages, True, SCALE, scales.float())
 
 
+def one_page(q_latent: Tensor, q_rope: Tensor, pool: Tensor, table: Tensor, lengths: Tensor) -> Any:
+    """As of a static cache, whose length is the size of a page."""
+    return paged(q_latent, q_rope, pool, table, lengths)
+
+
 def rows(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Any:
     return mla.latent_attention(q_latent, q_rope, latent, k_rope, None, latent.shape[1] - q_latent.shape[1], SCALE)
 
@@ -104,6 +109,7 @@ def cases(queries: int = 1) -> dict[Callable[..., Any], list[Tensor]]:
     return {
         paged: [*q, random(PAGES, PAGE_SIZE, L + R), *pages],
         paged_fp8: [*q, random(PAGES, PAGE_SIZE, L).to(FP8), random(PAGES, PAGE_SIZE, R), scales, *pages],
+        one_page: [*q, random(B, 60, L + R), torch.arange(B)[:, None], torch.tensor([48, 9, 17])],
         rows: [*q, *cache],
         masked: [*q, *cache, torch.rand(B, T, generator=made) > 0.3],
         named: [*q, *cache, indices],
@@ -116,6 +122,7 @@ def cases(queries: int = 1) -> dict[Callable[..., Any], list[Tensor]]:
 SYMBOLS: dict[Callable[..., Any], list[str]] = {
     paged: ["bs", "bs", "pk", "bw", "b"],
     paged_fp8: ["bs", "bs", "pk", "pk", "pk", "bw", "b"],
+    one_page: ["bs", "bs", "bk", "b", "b"],
     rows: ["bs", "bs", "bt", "bt"],
     masked: ["bs", "bs", "bt", "bt", "bt"],
     named: ["bs", "bs", "bt", "bt", "bs"],
@@ -143,6 +150,7 @@ def larger() -> dict[Callable[..., Any], list[Tensor]]:
             *(*q, random(count, PAGE_SIZE, L).to(FP8), random(count, PAGE_SIZE, R)),
             *(torch.rand(count, PAGE_SIZE, G, generator=made) + 0.5, *pages),
         ],
+        one_page: [*q, random(batch, 333, L + R), torch.arange(batch)[:, None], torch.tensor([333, 8, 177, 9, 48])],
         rows: [*q, *cache],
         masked: [*q, *cache, torch.rand(batch, tokens, generator=made) > 0.3],
         named: [*q, *cache, torch.randint(-1, tokens, (batch, queries, 24), generator=made)],
