@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .cache.argument import cache_argument
 from .optional_packages import require
 
 
@@ -25,7 +26,7 @@ class SampleRun:
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of both calls besides their tokens."""
-        return {"past_key_values": self.cache, "use_cache": True}
+        return {cache_argument(self.model.forward): self.cache, "use_cache": True}
 
 
 def load(name: str, tokens: int, user: str, cache_kind: Literal["dynamic", "static"] = "dynamic") -> SampleRun:

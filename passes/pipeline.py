@@ -181,7 +181,7 @@ def _refusal(node: fx.Node, error: Exception) -> Refusal:
         case Refusal():
             return error
         case Unaligned():
-            reason = f"expected sizes that factor into common axes, found that {error}"
+            reason = f"expected sizes that factor into common axes, found: {error}"
         case GuardNeeded():
             reason = f"expected code that is right for all declared sizes, found code that needs {error}"
         case _:

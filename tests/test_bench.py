@@ -18,6 +18,7 @@ from mla_compile.bench.peers import absorbed_by_hand
 from mla_compile.bench.plot import plot
 from mla_compile.bench.run import Benchmark
 from mla_compile.bench.workloads import Workload, limit, make_inputs
+from mla_compile.cache.argument import cache_of
 from mla_compile.cost import Device
 from mla_compile.passes.outcome import Outcome
 from mla_compile.report import Report
@@ -41,7 +42,7 @@ def built(request):
 def outputs(built, workload, cache_kind, dtype, step):
     arguments = make_inputs(built, workload, cache_kind, dtype).arguments()
     output = step(arguments)
-    cached = arguments["past_key_values"].layers[0]
+    cached = cache_of(arguments).layers[0]
     return output, cached.keys, cached.values
 
 
@@ -72,7 +73,7 @@ class TestWorkloads:
         lengths, results = [], []
         for _ in range(2):
             arguments = inputs.arguments()
-            lengths.append(int(arguments["past_key_values"].get_seq_length()))
+            lengths.append(int(cache_of(arguments).get_seq_length()))
             results.append(built.attention(**arguments)[0])
         assert lengths == [workload.context] * 2
         assert torch.equal(*results)
@@ -148,7 +149,7 @@ class TestCheck:
         def wrong(built):
             def step(arguments):
                 out = built.attention(**arguments)[0]
-                return spoil(out, arguments["past_key_values"].layers[0])
+                return spoil(out, cache_of(arguments).layers[0])
 
             return step
 

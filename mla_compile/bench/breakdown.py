@@ -9,6 +9,7 @@ from typing import Any
 from mla_compile.bench import peers
 from mla_compile.bench.layers import Built
 from mla_compile.bench.workloads import CacheKind, Workload, make_inputs
+from mla_compile.cache.argument import cache_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def break_down(built: Built, workload: Workload, cache_kind: CacheKind, repeats:
     hidden_states, rope, mask = inputs.hidden_states, inputs.position_embeddings, inputs.attention_mask
     stages: dict[str, Callable[[dict[str, Any]], object]] = {
         "projections, norms, rope": lambda _: peers.project(attention, hidden_states, rope),
-        "cache update": lambda arguments: arguments["past_key_values"].update(new_latent, new_rope_key, 0),
+        "cache update": lambda arguments: cache_of(arguments).update(new_latent, new_rope_key, 0),
         "absorb W_UK": lambda _: peers.absorb(attention, q_nope),
         "attention": lambda _: peers.attend(attention, q_latent, q_rope, latent, rope_key, mask),
         "W_UV": lambda _: peers.expand_values(attention, o_latent),

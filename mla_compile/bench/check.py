@@ -11,6 +11,7 @@ from mla_compile.bench.layers import Built
 from mla_compile.bench.memory import available_bytes, needed_bytes
 from mla_compile.bench.modes import MODES, Step
 from mla_compile.bench.workloads import CacheKind, Workload, make_inputs
+from mla_compile.cache.argument import cache_of
 
 ROUNDING_FACTOR = 4
 """The error of a sum of n terms exceeds this times `sqrt(n)` roundings with probability below `2 exp(-4^2 / 2)`, or
@@ -74,7 +75,7 @@ def tolerance(built: Built, workload: Workload, cache_kind: CacheKind, exact: Re
 def _run(step: Step, built: Built, workload: Workload, cache_kind: CacheKind, dtype: torch.dtype) -> Reference:
     arguments = make_inputs(built, workload, cache_kind, dtype).arguments()
     output = step(arguments)
-    cached = arguments["past_key_values"].layers[0]
+    cached = cache_of(arguments).layers[0]
     return Reference(output, cached.keys, cached.values)
 
 

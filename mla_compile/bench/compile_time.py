@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from mla_compile.cache.argument import cache_argument
+
 BACKENDS = ("inductor", "mla")
 PARTS = ("passes", "retrace", "joint_passes")
 """The parts of a compilation under `mla`, by their names in a report."""
@@ -60,9 +62,9 @@ def compile_once(model_type: str, backend: str) -> dict[str, float]:
         if model_type == "gpt2":
             compiled(input_ids=ids, use_cache=False)
         else:
-            cache = DynamicCache(config=config)
+            cache, name = DynamicCache(config=config), cache_argument(model.forward)
             for tokens in (ids, ids[:, :1], ids[:, :1], ids[:, :1]):
-                compiled(input_ids=tokens, past_key_values=cache)
+                compiled(input_ids=tokens, **{name: cache})
     seconds = {"total": time.perf_counter() - start}
     for part in PARTS:
         seconds[part] = sum(report.seconds.get(part, 0.0) for report in mla_compile.reports())

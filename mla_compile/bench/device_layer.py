@@ -22,6 +22,7 @@ from mla_compile.bench.check import distance
 from mla_compile.bench.layers import LAYERS, Built, Layer, build
 from mla_compile.bench.modes import MODES, Step, summary
 from mla_compile.bench.workloads import Workload, make_inputs
+from mla_compile.cache.argument import cache_argument, cache_of
 
 FACTOR = 3.0
 """How many times further from float64 a result may be than eager transformers in the same dtype."""
@@ -92,10 +93,14 @@ class _Decode(nn.Module):
     recognised as a length."""
 
     def __init__(self, built: Built) -> None:
+        from transformers.masking_utils import create_causal_mask
+
         super().__init__()
         self.attention, self.config = built.attention, built.config
+        self.attention_argument = cache_argument(built.attention.forward)
+        self.masks_argument = cache_argument(create_causal_mask)
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, cache: Any) -> Tensor:
         from transformers.masking_utils import create_causal_mask
 
         position = torch.arange(hidden_states.shape[1], device=hidden_states.device)
@@ -103,10 +108,10 @@ class _Decode(nn.Module):
             config=self.config,
             inputs_embeds=hidden_states,
             attention_mask=None,
-            past_key_values=past_key_values,
-            position_ids=(position + past_key_values.get_seq_length())[None],
+            position_ids=(position + cache.get_seq_length())[None],
+            **{self.masks_argument: cache},
         )
-        arguments = {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
+        arguments = {"position_embeddings": position_embeddings, self.attention_argument: cache}
         output: Tensor = self.attention(hidden_states=hidden_states, attention_mask=mask, **arguments)[0]
         return output
 
@@ -115,7 +120,8 @@ def _compiled(built: Built, backend: str) -> Step:
     compiled = torch.compile(_Decode(built), backend=backend, mode="reduce-overhead")
 
     def step(arguments: Mapping[str, Any]) -> Tensor:
-        output: Tensor = compiled(**{name: given for name, given in arguments.items() if name != "attention_mask"})
+        given = {name: arguments[name] for name in ("hidden_states", "position_embeddings")}
+        output: Tensor = compiled(**given, cache=cache_of(arguments))
         return output
 
     return step
@@ -124,7 +130,7 @@ def _compiled(built: Built, backend: str) -> Step:
 def _call(built: Built, step: Step, context: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
     """A call of the step that always writes to the same place of a static cache."""
     arguments = make_inputs(built, Workload("decode", context), "static", dtype, device=device).arguments()
-    written: Any = arguments["past_key_values"].layers[0].cumulative_length
+    written: Any = cache_of(arguments).layers[0].cumulative_length
 
     def call() -> Tensor:
         written.fill_(context)

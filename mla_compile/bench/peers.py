@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mla_compile.cache.argument import cache_of
+
 
 def project(attention: Any, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return q_nope `[B, N, Sq, P]`, q_rope `[B, N, Sq, R]`, new latent `[B, 1, Sq, L]`, rope key `[B, 1, Sq, R]`."""
@@ -89,6 +91,6 @@ def output(attention: Any, heads: Tensor) -> Tensor:
 def absorbed_by_hand(attention: Any, arguments: Mapping[str, Any]) -> Tensor:
     """The layer's output `[B, Sq, hidden]`; the cache in `arguments` is updated."""
     q_nope, q_rope, latent, rope_key = project(attention, arguments["hidden_states"], arguments["position_embeddings"])
-    latent, rope_key = arguments["past_key_values"].update(latent, rope_key, attention.layer_idx)
+    latent, rope_key = cache_of(arguments).update(latent, rope_key, attention.layer_idx)
     o_latent = attend(attention, absorb(attention, q_nope), q_rope, latent, rope_key, arguments["attention_mask"])
     return output(attention, expand_values(attention, o_latent))

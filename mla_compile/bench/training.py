@@ -85,9 +85,8 @@ def _step(mode: str, built: Built) -> Step:
 
 
 def _arguments(built: Built, tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    arguments = make_inputs(built, Workload("prefill", tokens), "dynamic", dtype).arguments() | {
-        "past_key_values": None
-    }
+    inputs = make_inputs(built, Workload("prefill", tokens), "dynamic", dtype)
+    arguments = inputs.arguments() | {inputs.cache_argument: None}
     arguments["hidden_states"] = arguments["hidden_states"].requires_grad_()
     return arguments
 

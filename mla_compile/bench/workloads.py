@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mla_compile.bench.layers import Built, Layer
+from mla_compile.cache.argument import cache_argument
 from mla_compile.cost import Cost, Device, Dims, predicted_seconds
 from mla_compile.passes.paths.absorbed import absorbed_cost
 from mla_compile.passes.paths.as_written import expanded_cost
@@ -54,6 +55,8 @@ class Inputs:
     position_embeddings: Any
     attention_mask: torch.Tensor | None
     fresh_cache: Callable[[], Any]
+    cache_argument: str
+    """By which name the module takes its cache."""
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for one call."""
@@ -61,7 +64,7 @@ class Inputs:
             "hidden_states": self.hidden_states,
             "position_embeddings": self.position_embeddings,
             "attention_mask": self.attention_mask,
-            "past_key_values": self.fresh_cache(),
+            self.cache_argument: self.fresh_cache(),
         }
 
 
@@ -113,10 +116,11 @@ def make_inputs(
         config=built.config,
         inputs_embeds=hidden_states,
         attention_mask=None,
-        past_key_values=fresh_cache(),
         position_ids=position_ids,
+        **{cache_argument(create_causal_mask): fresh_cache()},
     )
-    return Inputs(hidden_states, built.rotary(hidden_states, position_ids), mask, fresh_cache)
+    rope, name = built.rotary(hidden_states, position_ids), cache_argument(built.attention.forward)
+    return Inputs(hidden_states, rope, mask, fresh_cache, name)
 
 
 def limit(attention: nn.Module, layer: Layer, workload: Workload, device: Device) -> float:

@@ -22,6 +22,7 @@ from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConf
 from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
 
 from ..errors import CacheError, CacheMismatchError
+from .argument import cache_argument
 from .latent_cache import PagedLatentCache, other_layers, own_layers
 from .pool import PagePool, check_count
 
@@ -83,6 +84,7 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         for tensor in self.pool.tensors:
             torch._dynamo.mark_static(tensor)
         self.pages = pages
+        self._cache_argument = cache_argument(inner.forward)
         self._varlen: Callable[..., Any] = self._varlen_step
         self._decode: Callable[..., Any] = self._decode_step
 
@@ -188,8 +190,8 @@ class ContinuousModel(nn.Module, ContinuousMixin):
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=attention_mask,
-            past_key_values=_Step(self.pool, new, seen=seen),
             logits_to_keep=logits_to_keep,
+            **{self._cache_argument: _Step(self.pool, new, seen=seen)},
         )
 
     def _decode_step(
@@ -204,7 +206,7 @@ class ContinuousModel(nn.Module, ContinuousMixin):
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=mask[:, None, None],
-            past_key_values=_Step(self.pool, (page[:, None], row[:, None]), table=table),
+            **{self._cache_argument: _Step(self.pool, (page[:, None], row[:, None]), table=table)},
         )
 
 

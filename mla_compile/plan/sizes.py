@@ -90,7 +90,7 @@ def read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     try:
         config = json.loads(file.read_text())
     except ValueError as error:
-        raise ConfigError(f"expected JSON in {file}, found that {error}") from error
+        raise ConfigError(f"expected JSON in {file}, found: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"expected a JSON object in {file}, found {type(config).__name__}")
     return file, config, config["text_config"] if isinstance(config.get("text_config"), dict) else config

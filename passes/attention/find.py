@@ -75,7 +75,7 @@ def _all(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
         except Refusal as refusal:
             yield refusal
         except Unaligned as error:
-            yield Refusal(node, f"expected queries, keys and values over common axes, found that {error}")
+            yield Refusal(node, f"expected queries, keys and values over common axes, found: {error}")
 
 
 def _product_of_weights(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
@@ -119,7 +119,10 @@ def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
     q_batch: list[str] = batch
     if grouped and len(q.dims[-3]) and q.shape[-3] != k.shape[-3]:
         heads, groups = q.shape[-3], k.shape[-3]
-        if not isinstance(heads, int) or not isinstance(groups, int) or k.shape[-3] != v.shape[-3]:
+        if not same(groups, v.shape[-3]):
+            reason = f"expected as many heads of keys as of values, found {groups} and {v.shape[-3]}"
+            raise Refusal(node, reason)
+        if not isinstance(heads, int) or not isinstance(groups, int):
             raise Refusal(node, f"expected head counts of grouped attention to be known, found {heads} and {groups}")
         q = operations.view(q, (*q.shape[:-3], groups, heads // groups, *q.shape[-2:]))
         q_batch = [*batch, "group"]

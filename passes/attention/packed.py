@@ -110,7 +110,7 @@ def packed_call(node: fx.Node) -> Call | None:
     if not firsts:
         return None
     if len(firsts) > 1 or any(user not in outputs or (user not in firsts and user.users) for user in node.users):
-        reason = "expected only the output of packed attention to be read, found its log-sum-exps too"
+        reason = "expected only the output of packed attention to be read, found that other results are read too"
         raise Refusal(node, reason, "use only the output")
     left, right = _window(node, given)
     if any(given[name] is None for name in ("starts of keys", "most queries", "most keys")):

@@ -71,8 +71,10 @@ class OfRanks:
         found = over_one_axis(site, trace)
         if agreement.same == NOTHING:
             return "mla.same_on_ranks is nothing"
-        if found is None or found[1].uniform_when_empty:
-            return "masks do not follow from positions alone"
+        if found is None:
+            return "a mask tells the ranks' keys apart otherwise than by positions"
+        if found[1].uniform_when_empty:
+            return "a query that sees no key attends to all keys of all ranks alike"
         whole, meaning = found
         reads = [read for kind in meaning.kinds for read in kind.reads]
         if agreement.same == PROGRAM and reads:

@@ -25,6 +25,7 @@ from mla_compile.bench.memory import needed_bytes, too_much
 from mla_compile.bench.modes import summary
 from mla_compile.bench.run import log
 from mla_compile.bench.workloads import Workload
+from mla_compile.cache.argument import cache_argument
 
 SLOW_SECONDS = 120.0
 """A way that takes longer than this for one workload stops its timed steps early, but not before the second."""
@@ -161,6 +162,7 @@ def _generate(
     workload, dtype = batch.workload, next(model.parameters()).dtype
     room = workload.keys + tokens
     cache = CACHES[cache_kind](model, batch.size, room)
+    taken = {cache_argument(model.forward): cache}
     if workload.context:
         latent, rope = (part.expand(batch.size, -1, -1, -1).to(dtype) for part in _latents(whole.layer, workload))
         for i in range(whole.layers):
@@ -168,13 +170,13 @@ def _generate(
     ids = engine.prompt(whole, workload.keys).expand(batch.size, -1)
     if at_once and workload.queries > at_once:
         for part in ids[:, workload.context : -at_once].split(at_once, dim=1):
-            model(part, past_key_values=cache, logits_to_keep=1)
+            model(part, **taken, logits_to_keep=1)
     clock = _Clock(tokens)
     start = time.perf_counter()
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **taken,
         max_new_tokens=tokens,
         do_sample=False,
         stopping_criteria=[clock],

@@ -163,6 +163,10 @@ REFUSED: dict[str, tuple[Function, str]] = {
         lambda q, k, v: (q @ k.mT).softmax(-1)[:, :, :1] @ v,
         "found that only a part of them is",
     ),
+    "fewer heads of values than of keys": (
+        lambda q, k, v: sealed(torch.cat([q, q], 1), k, v[:, :1], enable_gqa=True),
+        "as many heads of keys as of values, found 3 and 1",
+    ),
     "softmax over the queries": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, "over the keys of the softmax"),
 }
 

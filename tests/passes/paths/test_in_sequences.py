@@ -228,7 +228,7 @@ def with_lse(*args: Tensor) -> tuple[Tensor, Tensor]:
 
 
 LEFT: dict[str, tuple[Function, str]] = {
-    "lse": (with_lse, "found its log-sum-exps too"),
+    "lse": (with_lse, "found that other results are read too"),
     "softcap": (lambda *a: flash_attention(*naive(*a[:5]), *a[5:], softcap=9.0), "without softcap, found 9.0"),
     "alibi": (
         lambda *a: flash_attention(*naive(*a[:5]), *a[5:], alibi_slopes=torch.ones(N)),
