@@ -42,7 +42,7 @@ class Bar(BaseStreamer):
 
 @dataclass(frozen=True)
 class Run:
-    """One way to generate: its text, its times, and what the sites became."""
+    """One way to generate: its text, its times, and the paths of its sites."""
 
     compiler: str
     cache: str
@@ -62,7 +62,7 @@ def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: 
         min_new_tokens=TOKENS,
         do_sample=False,
         cache_implementation="static" if cache == "static" else None,
-        disable_compile=True,  # transformers' own compilation; ours is in place already
+        disable_compile=True,  # transformers would compile the model again
         streamer=Bar(label),
     )
     return tokenizer.decode(output[0]), time.perf_counter() - start

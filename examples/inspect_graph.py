@@ -1,4 +1,4 @@
-"""Look at the graph before and after the passes: depyf writes both into a folder, as code that one can read and debug.
+"""Look at the graph before and after the passes: depyf writes both to a folder, as code to read and debug.
 
 Run: python examples/inspect_graph.py out/inspect
 """

@@ -26,7 +26,10 @@ class PagedMLA(nn.Module):
         self.o_proj = nn.Linear(N * V, hidden, bias=False)
 
     def forward(self, x: Tensor, pages: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
-        """`x` [B, 1, hidden]: the last of `lengths` [B] tokens in `pages` [pages, size, L + R] of `table` [B, n]."""
+        """`x` [B, 1, hidden] is the last token of each sequence, which is written to its page.
+
+        A sequence has `lengths` [B] tokens in the `pages` [pages, size, L + R] that its row of `table` [B, n] names.
+        """
         B, size = x.shape[0], pages.shape[1]
         q = self.q_proj(x).view(B, 1, self.N, -1).transpose(1, 2)
         last = lengths - 1

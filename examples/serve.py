@@ -106,7 +106,7 @@ class Engine:
             signal.signal(number, signal.SIG_IGN)
         self.manager.start()
         while self.manager.is_running():
-            self.manager.get_result(timeout=1)  # the first rank answers with it
+            self.manager.get_result(timeout=1)  # discarded: the first rank answers
 
 
 def _shared_out(folder: str) -> DistributedConfig | None:

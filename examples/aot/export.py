@@ -24,8 +24,10 @@ class Step(nn.Module):
         self.model = model
 
     def forward(self, ids: Tensor, latents: Tensor, k_ropes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`ids` [B, Sq] after a cache of T tokens, [layers, B, T, L] and [layers, B, T, R]: the last token's logits
-        [B, vocabulary], and the cache of T + Sq tokens."""
+        """Run `ids` [B, Sq] after a cache of T tokens: latents [layers, B, T, L] and rope keys [layers, B, T, R].
+
+        Returns the last token's logits [B, vocabulary], and the cache of T + Sq tokens.
+        """
         cache = DynamicCache(config=self.model.config)
         for layer, (latent, k_rope) in enumerate(zip(latents, k_ropes, strict=True)):
             cache.update(latent[:, None], k_rope[:, None], layer)

@@ -22,7 +22,7 @@ DEVICE = Device("of the tests", 1e12, 1e11)
 
 
 def capture(function: Callable[..., Any], *tensors: Tensor, symbolic: Sequence[Sequence[int]] = ()) -> fx.GraphModule:
-    """The functional ATen graph of `function`, its mutations removed and no op decomposed that ATen has.
+    """The functional ATen graph of `function`: mutations are removed, and ops of ATen are not decomposed.
 
     `symbolic[i]` are the dimensions of tensor i whose size is a symbol; equal sizes get one symbol.
     """
@@ -32,13 +32,14 @@ def capture(function: Callable[..., Any], *tensors: Tensor, symbolic: Sequence[S
         own = symbolic[i] if i < len(symbolic) else ()
         dynamic = [DimDynamic.DUCK if d in own else DimDynamic.STATIC for d in range(tensor.dim())]
         fakes.append(mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic)))
-    # Python's matmul: torch 2.11's in C++ asks functionalized tensors of symbolic size for their number of elements.
+    # For Python's matmul: torch 2.11's in C++ asks for the number of elements of functionalized tensors, which fails
+    # if their sizes are symbolic.
     with mode, torch.no_grad(), enable_python_dispatcher():
         return make_fx(torch.func.functionalize(function, remove="mutations"), tracing_mode="real")(*fakes)
 
 
 class _Run(fx.Interpreter):
-    """Runs a graph with the mla ops as their equations in `mla_compile.ops` say, in the dtype of their inputs."""
+    """Runs a graph. The mla ops are computed by their equations in `mla_compile.ops`, in the dtype of their inputs."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         match target:
@@ -116,7 +117,7 @@ def _dequantised(
 def _in_pages(
     queries: int, cache: Sequence[Tensor], causal: bool, mask: Tensor | None, first: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Latents and rope keys of all that a table names, and what every query sees of them, `[B, N|1, Sq, T]`."""
+    """Latents and rope keys of all pages that a table names, and which of them each query sees, `[B, N|1, Sq, T]`."""
     latent_pages, rope_pages, table, seq_lens = cache
     assert seq_lens.min() >= 0
     assert seq_lens.max() <= table.shape[1] * latent_pages.shape[1]
@@ -155,13 +156,13 @@ def _softmax(scores: Tensor, mask: Tensor | None, causal_offset: int | None, sca
 
 
 def run(module: fx.GraphModule, *tensors: Tensor) -> Any:
-    """What a graph computes from `tensors`; the mla ops are those of `mla_compile.ops`, by their equations."""
+    """The results of a graph for `tensors`; the mla ops are computed by their equations."""
     with torch.no_grad():
         return _Run(module).run(*tensors)
 
 
 def value_of(module: fx.GraphModule, node: fx.Node, *tensors: Tensor) -> Any:
-    """What a node of a graph is."""
+    """The value of one node of a graph."""
     interpreter = _Run(module, garbage_collect_values=False)
     with torch.no_grad():
         interpreter.run(*tensors)
@@ -169,7 +170,7 @@ def value_of(module: fx.GraphModule, node: fx.Node, *tensors: Tensor) -> Any:
 
 
 class _Poisoned(fx.Interpreter):
-    """Runs a graph with NaN in memory that nobody has written."""
+    """Runs a graph with NaN in memory that was never written."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().call_function(target, args, kwargs)
@@ -177,7 +178,7 @@ class _Poisoned(fx.Interpreter):
 
 
 def values(module: fx.GraphModule, *tensors: Tensor) -> dict[fx.Node, Any]:
-    """The value of every node of a graph; NaN where nobody has written."""
+    """The value of every node of a graph; NaN in memory that was never written."""
     interpreter = _Poisoned(module, garbage_collect_values=False)
     with torch.no_grad():
         interpreter.run(*tensors)

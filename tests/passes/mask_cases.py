@@ -1,4 +1,4 @@
-"""Masks in their spellings, what each means in words, and MLA under them."""
+"""Masks written in many ways, the words by which a report names each, and MLA under them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPEATED = torch.tensor([[[0, 3, 3, 9], [1, 1, 1, 1], [10, 2, 8, 2]]] * B)
 
 
 def attention(mask: Mask) -> mla.Function:
-    """SDPA of MLA under a mask of the number of queries and keys and what else is given."""
+    """SDPA of MLA under `mask(Sq, T, *more)`, where `more` are the tensors that follow those of MLA."""
 
     def function(x: Tensor, latent: Tensor, *args: Tensor) -> Tensor:
         return mla.sealed(*mla.naive(x, latent, *args[:3]), mask(x.shape[1], latent.shape[1], *args[3:]))
@@ -32,7 +32,7 @@ def attention(mask: Mask) -> mla.Function:
 
 
 def by_hand(mask: Mask) -> mla.Function:
-    """The same as a softmax of scores to which a number is added."""
+    """The same as a softmax by hand, with the mask added to the scores."""
 
     def function(x: Tensor, latent: Tensor, *args: Tensor) -> Tensor:
         added = mask(x.shape[1], latent.shape[1], *args[3:])
@@ -132,7 +132,7 @@ KNOWN = {
 
 
 def added(seen: Tensor, fill: float) -> Tensor:
-    """0 where seen, else a number."""
+    """0 where seen, else `fill`."""
     return torch.where(seen, torch.zeros((), dtype=torch.float64), torch.full((), fill, dtype=torch.float64))
 
 

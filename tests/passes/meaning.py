@@ -49,9 +49,9 @@ class World:
         return int(size) if isinstance(size, int) else int(sympy.sympify(size).subs(self.symbols))
 
     def check(self, form: Form, actual: np.ndarray) -> None:
-        """Assert that a form is right: its shape, and every element, read from its tensor and put together from parts.
+        """Assert that a form is right: its shape, and every element, both by its read and put together from its parts.
 
-        What is NaN in `actual` nobody has written: the form may say anything of it.
+        NaN in `actual` is memory that was never written: there the form may say anything.
         """
         assert tuple(self.number(size) for size in form.shape) == actual.shape
         axes = [axis for dim in form.dims for axis in dim]
@@ -74,7 +74,7 @@ class World:
         return np.broadcast_to(value, sizes).reshape([self.number(size) for size in form.shape])
 
     def read(self, read: Read, grids: Mapping[Axis, Grid]) -> np.ndarray:
-        """The elements that a read names. Every index has to be one that the tensor has."""
+        """The elements that a read names. Asserts that every index is within the tensor."""
         tensor = (
             self._made(read.source) if isinstance(read.source, Laid | Scaled | Stacked) else self.tensors[read.source]
         )
@@ -101,7 +101,7 @@ class World:
         return elements
 
     def _made(self, source: Laid | Scaled | Stacked) -> np.ndarray:
-        """A tensor that no graph has."""
+        """The elements of a source that is not a tensor of the graph."""
         if isinstance(source, Laid):
             whole = Form((source.parts, *((axis,) for axis in source.others)), Term(source.of))
             return self.element(whole, self.read(source.of, self.grids(whole)))
@@ -113,7 +113,7 @@ class World:
         return self.element(whole, self.read(source.of, grids) * self.read(source.by, grids))
 
     def term(self, term: Term, grids: Mapping[Axis, Grid]) -> np.ndarray:
-        """The elements that a term's parts make, down to the reads that have none."""
+        """The elements of a term, computed from its parts; a term without parts is read."""
         match term.parts:
             case Product(left, right, summed, scale):
                 inner = {axis: grid[(..., *(None,) * len(summed))] for axis, grid in grids.items()}
@@ -155,7 +155,7 @@ class World:
 
 
 def check_lookups(module: fx.GraphModule, *tensors: Tensor) -> dict[fx.Node, Lookup]:
-    """Assert that what the trace of a graph says of its lookups is what they read, element by element; returns them."""
+    """Assert that what the trace says of each lookup of a graph is right, element by element. Returns the lookups."""
     trace, results = Trace(module.graph), values(module, *tensors)
     world = World({node: value.double().numpy() for node, value in results.items() if is_tensor(node)})
     lookups: dict[fx.Node, Lookup] = {}

@@ -1,4 +1,7 @@
-"""One MLA attention in many spellings. Sizes are told apart by their factors: only heads have a 5, only keys an 11."""
+"""One MLA attention, written in many ways.
+
+Of the sizes, only N is divisible by 5 and only T by 11, so that tensors with heads and keys can be told from others.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def tensors(batch: int = B, queries: int = SQ) -> tuple[Tensor, ...]:
 
 
 UNKNOWN = [(0, 1), (0, 1), (0, 1)]
-"""Which dimensions of `tensors()` have symbolic sizes: batch, queries and keys."""
+"""Dimensions of `tensors()` to make symbolic: batch, queries and keys."""
 
 
 def sealed(
@@ -36,7 +39,7 @@ def sealed(
     causal: bool = False,
     **kw: object,
 ) -> Tensor:
-    """SDPA as `mla_compile.seal` leaves it."""
+    """SDPA as `mla_compile.seal` writes it."""
     return torch.ops.mla.sealed_attention(q, k, v, mask, dropout, causal, kw.get("scale"), kw.get("enable_gqa", False))
 
 
@@ -86,7 +89,7 @@ def transposed_output(*args: Tensor) -> Tensor:
 
 
 def with_buffers(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Transformers' way: new_empty, then two slices written."""
+    """As in transformers: `new_empty`, then two slices written."""
     k_nope, v = up_projected(latent, w_kv)
     k = k_nope.new_empty(*k_nope.shape[:3], P + R)
     k[..., :P] = k_nope
@@ -99,7 +102,7 @@ def with_buffers(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: T
 
 
 def separate_einsum(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Heads after tokens, a weight each, einsum."""
+    """Heads after tokens, one weight for keys and one for values, `einsum`."""
     w_uk, w_uv = weights(w_kv)
     q = (x @ w_q).view(x.shape[0], x.shape[1], N, P + R)
     k = torch.cat([torch.einsum("btl,npl->btnp", latent, w_uk), k_rope[:, :, None].expand(-1, -1, N, -1)], -1)
@@ -134,7 +137,7 @@ def rope_on_both_sides(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w
 
 
 def rope_in_half_rotations(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """With a real rotation of the rope parts."""
+    """The rope parts are rotated, in halves."""
     angle = torch.arange(latent.shape[1], dtype=latent.dtype)[:, None]
     k_rope = k_rope * angle.cos() + torch.cat([-k_rope[..., R // 2 :], k_rope[..., : R // 2]], -1) * angle.sin()
     q_nope, q_rope = queries(x, w_q).split([P, R], -1)
@@ -153,7 +156,7 @@ def normed_latent(x: Tensor, latent: Tensor, *rest: Tensor) -> Tensor:
 
 
 def latent_from_one_projection(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """The latent of this step alone, not normed, beside its rope key in one tensor."""
+    """The latent and rope key of this step alone, from one tensor; the latent is not normed."""
     both = torch.cat([latent, k_rope], -1)
     return combined(x, both[..., :L], both[..., L:], w_q, w_kv)
 
@@ -186,20 +189,20 @@ def keys_of_all_heads_first(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tens
 
 
 def merged_batch(*args: Tensor) -> Tensor:
-    """Batch and heads in one dimension, as baddbmm code has it."""
+    """Batch and heads in one dimension, as in code that uses `baddbmm`."""
     q, k, v = (t.reshape(-1, t.shape[2], t.shape[3]) for t in naive(*args))
     o = torch.bmm(torch.bmm(q, k.transpose(1, 2)).mul(SCALE).softmax(-1), v)
     return o.view(-1, N, o.shape[1], V)
 
 
 def transposed_scores(*args: Tensor) -> Tensor:
-    """Keys times queries, softmax over the first of the two."""
+    """Scores are keys times queries, [B, N, T, Sq]; the softmax is over T."""
     q, k, v = naive(*args)
     return ((k @ q.transpose(-1, -2)) * SCALE).softmax(-2).transpose(-1, -2) @ v
 
 
 def transposed_result(*args: Tensor) -> Tensor:
-    """Values times weights."""
+    """Transposed values times transposed attention weights."""
     q, k, v = naive(*args)
     p = ((q @ k.transpose(-1, -2)) * SCALE).softmax(-1)
     return v.transpose(-1, -2) @ p.transpose(-1, -2)
@@ -226,7 +229,7 @@ def scale_everywhere(*args: Tensor) -> Tensor:
 
 
 def expanded_groups(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Two query heads share one key head, repeated by expand and reshape."""
+    """Two query heads share one key head, which is repeated by `expand` and `reshape`."""
     q, k, v = naive(x, latent, k_rope, w_q, w_kv)
     q = torch.stack([q, q.flip(-1)], 2).reshape(-1, 2 * N, q.shape[2], P + R)
     k, v = (t[:, :, None].expand(-1, -1, 2, -1, -1).reshape(-1, 2 * N, t.shape[2], t.shape[3]) for t in (k, v))
@@ -240,7 +243,7 @@ def grouped_sdpa(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: T
 
 
 def cast_softmax(*args: Tensor) -> Tensor:
-    """Scores in another precision. In bfloat16 code this is float32; float64 to float64 would be no op at all."""
+    """A softmax with a dtype, and a cast back. All is float64 here, so that the graph has no cast."""
     q, k, v = naive(*args)
     return ((q @ k.transpose(-1, -2)) * SCALE).softmax(-1, dtype=torch.float64).to(q.dtype) @ v
 
@@ -284,4 +287,4 @@ SPELLINGS: dict[str, Function] = {
         cast_softmax,
     )
 }
-"""Attention that unfolds keys or values of every head: what the passes are for."""
+"""Attentions that expand keys and values for every head: these the passes rewrite on both paths."""

@@ -1,4 +1,4 @@
-"""Scores that are absorbed by hand head by head: no tensor has the queries of all heads in latent space."""
+"""Scores that are absorbed by hand, one head at a time: no tensor has the queries of all heads in latent space."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.passes.spellings import SCALE, SQ, B, Function, N, P, R, T
 
 
 def head_by_head(latents: Function, *, rope: bool, buffer: bool) -> Function:
-    """Head n attends to `latents(latent, n)`; values are expanded of the latent itself."""
+    """Head n attends to `latents(latent, n)`; values are up-projected from the latent itself."""
 
     def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         w_uk, _ = mla.weights(w_kv)

@@ -1,4 +1,4 @@
-"""What people do to MLA when they write it: each is rewritten and right, on both paths, or stays as it is and right."""
+"""Changes to MLA that are found in people's code: each is rewritten or left unchanged, and its result stays right."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.passes.spellings import SCALE, SQ, B, Function, L, N, P, R, T, V
 
 
 def scored(change: Function) -> Function:
-    """MLA by hand, something done to its scores."""
+    """MLA by hand, with `change` applied to its scores."""
     return lambda *args: mla.softmax(*mla.naive(*args), change)
 
 
 def hidden(blind: bool = False, shift: int = 0) -> Tensor:
-    """Keys behind a query, or those `shift` further; all of them for the second query if it is `blind`."""
+    """True for keys after a query's position plus `shift`, and for all keys of the second query if it is `blind`."""
     rows = torch.arange(SQ)[:, None]
     return (torch.arange(T) - shift > rows + T - SQ) | (blind & (rows == 1))
 
@@ -43,24 +43,24 @@ def assigned(blind: bool = False, number: float = -torch.inf) -> Function:
 
 
 def put(number: float, accumulate: bool = False) -> Function:
-    """As `scores[mask] = number` was traced before torch 2.15, which fills instead."""
+    """What torch before 2.15 traces for `scores[mask] = number`; later versions fill instead."""
     return lambda s: s.index_put((hidden().expand(s.shape),), torch.tensor(number).double(), accumulate)
 
 
 def heads() -> Tensor:
-    """A number a head, [N, 1, 1]."""
+    """One number per head, [N, 1, 1]."""
     return torch.arange(1, N + 1)[:, None, None].double() / N
 
 
 def first_head_assigned(scores: Tensor) -> Tensor:
-    """At a mask of two dimensions, heads and sequences: one head attends to all keys alike."""
+    """Assigned at a mask over heads and sequences: one head of each sequence attends to all keys alike."""
     scores = scores.transpose(0, 1).clone()
     scores[torch.arange(N)[:, None] == torch.arange(B)] = -1e30
     return scores.transpose(0, 1)
 
 
 def scaled_apart(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """A scale a head of one product, another of the other, and one of their sum."""
+    """One scale per head for the first product, another for the second, and a third for their sum."""
     q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
     k_nope, v = mla.up_projected(latent, w_kv)
     scores = (q_nope @ k_nope.mT * heads() + q_rope @ mla.to_heads(k_rope).mT * heads().flip(0)) / heads().exp()
@@ -68,7 +68,10 @@ def scaled_apart(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: T
 
 
 def absorbed(keys: bool, values: bool, *, joined: bool = False, make: Function = lambda c: c) -> Function:
-    """Queries are taken to the latent, which `make` has made, outputs out of it, or both; `joined`: one product."""
+    """MLA absorbed by hand for the keys, the values or both, over the latent `make(latent)`.
+
+    `joined`: latent and rope key are one tensor, for one product of scores.
+    """
 
     def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         latent = make(latent)
@@ -89,7 +92,7 @@ def absorbed(keys: bool, values: bool, *, joined: bool = False, make: Function =
 
 
 def in_one_cache(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Rope key and latent in one tensor, all of which is the keys, and a part the values."""
+    """Rope key and latent in one tensor: all of it is the keys, the latent's part is the values."""
     w_uk, w_uv = mla.weights(w_kv)
     cache = torch.cat([torch.cat([k_rope, latent], -1)[:, SQ:], x[..., : R + L]], 1)
     q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
@@ -98,18 +101,18 @@ def in_one_cache(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: T
 
 
 def over_tokens(latent: Tensor) -> Tensor:
-    """Every latent with something of those before."""
+    """Each latent, mixed with those of earlier tokens."""
     return torch.arange(T * T).view(T, T).double().tril() / T**2 @ latent
 
 
 def normed_product(latent: Tensor) -> Tensor:
-    """A latent as a layer has it of this step alone: projected, divided by its norm, and a weight times it."""
+    """A latent as a layer computes it in one step: projected, divided by its norm, and multiplied by a weight."""
     c = torch.cat([latent, latent], -1) @ torch.ones(2 * L, L).double().tril()
     return c * c.pow(2).mean(-1, keepdim=True).rsqrt() * torch.arange(1, L + 1).double()
 
 
 def padded(before: int, after: int, *, cut: bool = True, sdpa: bool = True) -> Function:
-    """Values with zeros beside them, which are cut off the output."""
+    """Values padded with columns of zeros; `cut`: these are cut off the output."""
 
     def attention(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)
@@ -121,13 +124,13 @@ def padded(before: int, after: int, *, cut: bool = True, sdpa: bool = True) -> F
 
 
 def padded_blind(*args: Tensor) -> Tensor:
-    """All columns are NaN where a query sees nothing."""
+    """Values padded with zeros. All columns are NaN, these too, where a query sees nothing."""
     q, k, v = mla.naive(*args)
     return mla.softmax(q, k, F.pad(v, (0, 3)), filled(-torch.inf, blind=True))
 
 
 def powers(power: Function, divide: Function, change: Function = lambda s: s) -> Function:
-    """A softmax by hand: `power` of scores, and `divide` by what of them."""
+    """A softmax by hand: `power` of the changed scores, and `divide`, which makes weights of these powers."""
 
     def attention(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)
@@ -138,7 +141,7 @@ def powers(power: Function, divide: Function, change: Function = lambda s: s) ->
 
 
 def by_log_sum_exp(change: Function) -> Function:
-    """Weights by the logarithm of their sum, which is -inf where a query sees nothing, and which is changed then."""
+    """Weights by a log-sum-exp, which `change` changes; it is -inf where a query sees nothing."""
 
     def attention(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)
@@ -209,7 +212,7 @@ ABSORBED: dict[str, Function] = {
         keys=True, values=True, joined=True, make=lambda c: torch.cat([c, c], -1) @ torch.eye(2 * L)[:, :L].double()
     ),
 }
-"""Absorbed by whoever wrote it, whole or half: one path is left."""
+"""Absorbed by hand, wholly or for one side: only the absorbed path is left."""
 
 
 @pytest.mark.parametrize("function", ABSORBED.values(), ids=ABSORBED)
@@ -221,7 +224,7 @@ def test_what_is_absorbed_already_attends_to_the_latent(function: Function) -> N
 
 
 def convolved(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Channels before tokens, as code of images has them: the up-projection is a convolution of one place."""
+    """Channels before tokens, as in code for images: the up-projection is a convolution with a kernel of size 1."""
     up = F.conv1d(latent.mT, w_kv.mT[..., None]).unflatten(1, (N, P + V))
     k_nope, v = up[:, :, :P], up[:, :, P:]
     q, k = mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(k_rope).mT], 2)
@@ -263,14 +266,14 @@ def test_both_paths_are_taken_and_right(function: Function) -> None:
 
 
 def before_all_keys(scores: Tensor) -> Tensor:
-    """Scores under a causal mask whose first query comes before all keys, made of the lowest number there is."""
+    """Scores under a causal mask of the dtype's lowest number, whose first query comes before all keys."""
     late = torch.arange(T)[None, :] >= torch.arange(SQ)[:, None]
     return scores + torch.zeros(SQ, T).to(scores.dtype).masked_fill(late, torch.finfo(scores.dtype).min)
 
 
 @pytest.mark.parametrize("mask", [filled(torch.finfo(torch.float32).min, blind=True), before_all_keys])
 def test_the_lowest_number_is_infinite_once_it_is_multiplied(mask: Function) -> None:
-    """In base 2: a row of nothing else is no number then, whatever its keys."""
+    """For a softmax in base 2, the masked scores are multiplied by log2(e): a row of nothing else becomes NaN."""
     tensors = [tensor.float() for tensor in mla.tensors()]
     function = powers(torch.exp2, over_sum, lambda s: shifted(mask(s) * 1.4426950408889634))
     expected = function(*tensors)
@@ -301,13 +304,13 @@ def test_weights_that_do_not_add_up_to_1_are_no_softmax(function: Function) -> N
 
 
 def test_a_power_of_less_than_1_is_no_softmax() -> None:
-    """It is one of the scores' opposites: nobody means that."""
+    """It would be a softmax of the negated scores, which no attention uses."""
     for _, _, outcomes in compiled(powers(lambda s: 0.5**s, over_sum), mla.tensors()):
         assert outcomes == []
 
 
 def of_two(change: Function, *, joined: bool) -> Function:
-    """Keys are what `change` makes of the latent, values are the latent."""
+    """Absorbed by hand: keys are `change(latent)`, values are the latent."""
 
     def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
@@ -353,7 +356,7 @@ FUNCTIONS: dict[str, Function] = {
     "-100": scored(filled(-100.0)),
     "-1e4 of which a scale leaves little": scored(lambda s: filled(-1e4, blind=True)(s * 50) / 50),
 }
-"""More than a sum of products and masks: no chunks of keys can be merged through these."""
+"""More than a sum of products and masks: under these, chunks of keys cannot be merged by log-sum-exp."""
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)

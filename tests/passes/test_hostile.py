@@ -1,4 +1,4 @@
-"""Graphs that nobody wrote: the passes neither fail nor change a number, and their work grows with the graph alone."""
+"""Random and truncated graphs: the passes neither fail nor change a result, and their work is linear in the graph."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_any_graph_keeps_its_numbers(steps: list[tuple[str, int]]) -> None:
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(name=st.sampled_from(sorted(SPELLINGS)), end=st.integers(1, 80), symbolic=st.booleans())
 def test_a_truncated_attention_keeps_its_numbers(name: str, end: int, symbolic: bool) -> None:
-    """The graph of a spelling up to some node, every tensor that has no user a result."""
+    """Cut the graph of a spelling after some node; every tensor without users becomes a result."""
     tensors = mla.tensors()
     module = capture(SPELLINGS[name], *tensors, symbolic=mla.UNKNOWN if symbolic else ())
     *nodes, output = list(module.graph.nodes)
@@ -90,7 +90,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def layers(count: int) -> fx.GraphModule:
-    """A residual stream through so many layers: attention from its own latent, and a feed-forward."""
+    """A residual stream through `count` layers: attention with a latent of its own, and a feed-forward."""
 
     def model(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         for _ in range(count):
@@ -104,7 +104,7 @@ def layers(count: int) -> fx.GraphModule:
 
 
 def _calls(count: int) -> int:
-    """Python calls that the analysis of so many layers takes: time that no other process has a part in."""
+    """How many Python calls the analysis of `count` layers takes: unlike seconds, other processes do not change it."""
     module, calls = layers(count), 0
 
     def counting(frame: object, event: str, argument: object) -> None:
@@ -123,7 +123,7 @@ def _calls(count: int) -> int:
 def test_analysis_is_linear_in_the_graph() -> None:
     few, many = _calls(8), _calls(61)
     assert many <= 61 / 8 * few * 1.1
-    # 3 s for 61 layers at a microsecond a call, which interpreters of today need less than.
+    # At a microsecond per call, 3 s for 61 layers; today's interpreters take less than that.
     assert many <= 3_000_000
 
 

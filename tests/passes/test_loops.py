@@ -1,4 +1,4 @@
-"""Attention in loops over sequences or heads: one attention, or pieces of none, which stay as they are and right."""
+"""Attention in loops over sequences or heads: found as one attention, or left unchanged if the pieces are not one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.passes.spellings import SCALE, SQ, B, Function, L, N, P, R, T, V
 
 
 def one_by_one(count: int, dim: int, product: Function, *, buffer: bool) -> Tensor:
-    """A tensor whose index i of `dim` is `product(i)`, stacked or written to memory."""
+    """A tensor that has `product(i)` at index i of `dim`; the pieces are stacked or written to a buffer."""
     pieces = [product(i) for i in range(count)]
     if not buffer:
         return torch.stack(pieces, dim)
@@ -28,7 +28,7 @@ def one_by_one(count: int, dim: int, product: Function, *, buffer: bool) -> Tens
 
 
 def in_loops(*, scores: bool, values: bool, buffer: bool, heads: bool) -> Function:
-    """Products sequence by sequence or head by head, and one softmax."""
+    """Scores, values or both are multiplied sequence by sequence or head by head; there is one softmax."""
     count, dim = (N, 1) if heads else (B, 0)
 
     def attention(*args: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def two_scores_in_a_loop(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor,
 
 
 def up_projected_in_a_loop(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Keys and values of every sequence, put together before they are joined."""
+    """Keys and values are computed for each sequence, and then concatenated."""
     keys, values = [], []
     for b in range(B):
         k_nope, v = mla.up_projected(latent[b : b + 1], w_kv)
@@ -75,7 +75,7 @@ def up_projected_in_a_loop(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tenso
 
 
 def absorbed_in_a_loop(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Queries to the latent, and both parts of the keys written to a buffer of all heads."""
+    """Queries are absorbed by hand; latent and rope key are written to a buffer with all heads."""
     w_uk, _ = mla.weights(w_kv)
     _, v = mla.up_projected(latent, w_kv)
     q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
@@ -125,7 +125,7 @@ LOOSE: dict[str, Function] = {
     "a factor a sequence": values_of_others(lambda w, v, b: w[b] @ v[b] * (b + 1)),
     "a gap": values_of_others(lambda w, v, b: w[b] @ v[b] if b else torch.zeros(N, SQ, V).double()),
 }
-"""Near misses: pieces that are no one product."""
+"""Near misses: pieces that are not parts of one product."""
 
 
 @pytest.mark.parametrize("function", LOOSE.values(), ids=LOOSE)

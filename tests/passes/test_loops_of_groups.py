@@ -1,4 +1,4 @@
-"""Loops over heads of which two groups have a latent each: one attention a group, or none of one."""
+"""Loops over heads in two groups that each have their own latent: rewritten group by group, or left unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def tensors() -> list[Tensor]:
 
 
 def looped(*, joined: bool, scale: float = 1.0, values: Function = lambda v, n: v[:, n]) -> Function:
-    """Scores and outputs head by head, stacked or written; `scale` is of the keys, `values` those of a head."""
+    """Scores and outputs are computed head by head, then `joined` or written to a buffer.
+
+    `scale` multiplies the keys; `values(v, n)` are the values of head n.
+    """
 
     def in_row(pieces: list[Tensor]) -> Tensor:
         if joined:

@@ -1,4 +1,4 @@
-"""What the graph says is what is computed, however odd: rewritten and right, or left with a reason and right."""
+"""Unusual but correct ways to write MLA: each is rewritten, and its result stays right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.passes.spellings import SCALE, SQ, B, Function, L, N, P, R, T, V
 
 
 def joined(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor, change: Function) -> Tensor:
-    """MLA whose rope key [B, T, R], or one a head, `change` has made."""
+    """MLA whose rope key is `change(k_rope)`, [B, T, R], or [B, N, T, R] with one for each head."""
     k_nope, v = mla.up_projected(latent, w_kv)
     made = change(k_rope)
     return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(made) if made.dim() == 3 else made], -1), v)
@@ -40,7 +40,7 @@ def prefill_and_decode(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w
 
 
 def unnormed_cache(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """The cache holds what `kv_a_proj` gave; norm and rope are applied to all of it at every step."""
+    """The cache holds the output of `kv_a_proj`; norm and rope are applied to all of it at every step."""
     latent = torch.cat([latent[:, SQ:], x[..., :L]], 1)
     angle = torch.arange(T, dtype=x.dtype)[:, None]
     k_rope = torch.cat([k_rope[:, SQ:], x[..., :R]], 1)
@@ -49,20 +49,20 @@ def unnormed_cache(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv:
 
 
 def swapped_cache(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Rope key first, in one tensor that grows."""
+    """One tensor that grows, with the rope key before the latent."""
     cache = torch.cat([torch.cat([k_rope, latent], -1)[:, SQ:], x[..., : R + L]], 1)
     return mla.combined(x, cache[..., R:], cache[..., :R], w_q, w_kv)
 
 
 def heads_apart(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Keys and values stacked from a matrix product a head."""
+    """Keys and values are stacked from one matrix product per head."""
     kv = torch.stack([latent @ w for w in w_kv.split(P + V, -1)], 1)
     k_nope, v = kv.split([P, V], -1)
     return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(k_rope)], -1), v)
 
 
 def weights_apart(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """One Linear a head for the keys, another for the values."""
+    """One linear layer per head for the keys, another for the values."""
     w_uk, w_uv = (w.clone() for w in mla.weights(w_kv))
     k = torch.stack([F.linear(latent, w_uk[n]) for n in range(N)], 1)
     v = torch.stack([F.linear(latent, w_uv[n]) for n in range(N)], 2).transpose(1, 2)
@@ -70,7 +70,7 @@ def weights_apart(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: 
 
 
 def scores_by_baddbmm(addend: Callable[[Tensor, Tensor], tuple[Tensor, float]]) -> Function:
-    """Batch and heads in one dimension, the scale and what is added in the product."""
+    """Batch and heads in one dimension; `baddbmm` applies the scale and the addend of the scores."""
 
     def attention(*args: Tensor) -> Tensor:
         q, k, v = (t.reshape(-1, t.shape[2], t.shape[3]) for t in mla.naive(*args))
@@ -90,12 +90,12 @@ def scores_in_two_steps(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, 
 
 
 def filled(make: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
-    """A buffer that is written whole."""
+    """A buffer all of which is written."""
     return make(v).index_copy(2, torch.arange(T), v)
 
 
 def token_by_token(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Latents and rope keys of new tokens, each written by its index."""
+    """Latents and rope keys of new tokens are written one token at a time."""
     for i in range(SQ):
         latent = torch.select_scatter(latent, x[:, i, :L], 1, T - SQ + i)
         k_rope = torch.select_scatter(k_rope, x[:, i, :R], 1, T - SQ + i)
@@ -103,14 +103,14 @@ def token_by_token(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv:
 
 
 def complex_rope(k_rope: Tensor) -> Tensor:
-    """The rope key of every head turned as a complex number."""
+    """The rope key, expanded to all heads and rotated as complex numbers."""
     pairs = torch.view_as_complex(mla.to_heads(k_rope).reshape(B, N, T, R // 2, 2))
     turn = torch.polar(torch.ones(T, R // 2).double(), torch.arange(T).double()[:, None].expand(-1, R // 2))
     return torch.view_as_real(pairs * turn).flatten(3)
 
 
 def time_first(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """`[s, b, h]` from end to end."""
+    """Tokens before the batch, `[s, b, h]`, in all tensors."""
     x, latent, k_rope = (t.transpose(0, 1).contiguous() for t in (x, latent, k_rope))
     q = (x @ w_q).view(SQ, B, N, P + R)
     k_nope, v = (latent @ w_kv).view(T, B, N, P + V).split([P, V], -1)
@@ -120,7 +120,7 @@ def time_first(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Ten
 
 
 def rearranged(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Every layout in einops' words."""
+    """All changes of layout are written with einops."""
     q = einops.rearrange(x @ w_q, "b s (n d) -> b n s d", n=N)
     kv = einops.rearrange(latent @ w_kv, "b t (n d) -> b n t d", n=N)
     k = torch.cat([kv[..., :P], einops.repeat(k_rope, "b t r -> b n t r", n=N)], -1)
@@ -129,7 +129,7 @@ def rearranged(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Ten
 
 
 def rows_of_keys_first(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """All rows of keys before all rows of values in one weight, whose widths do not divide one another."""
+    """One weight has all rows of the keys before all rows of the values; their widths do not divide one another."""
     kv = latent @ w_kv
     k_nope, v = (p.view(*latent.shape[:2], N, -1).transpose(1, 2) for p in kv.split([N * P, N * V], -1))
     return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(k_rope)], -1), v)
@@ -203,7 +203,7 @@ ODD: dict[str, tuple[Function, str | None]] = {
     ),
     "absorbed as DeepSeek does": (deepseek_absorb, None),
 }
-"""Each with the reason for which it stays as it is, None where it is rewritten."""
+"""Each with a part of the reason why it stays unchanged; None if it is rewritten."""
 
 
 @pytest.mark.parametrize(("function", "reason"), ODD.values(), ids=ODD)
@@ -220,7 +220,7 @@ def test_odd_code_is_computed_as_it_says(function: Function, reason: str | None)
 
 
 def down_projected(way: str, normed: bool) -> Function:
-    """Latents and rope keys that are columns of one product with a bias, and no rope."""
+    """Latents and rope keys are columns of one product with a bias; no rope is applied."""
 
     def attention(x: Tensor, hidden: Tensor, w_down: Tensor, b_down: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         down = torch.addmm(b_down, hidden.flatten(0, 1), w_down).view(B, T, L + R)

@@ -1,4 +1,4 @@
-"""MLA in any spelling is rewritten and stays right."""
+"""MLA is rewritten, however it is written, and stays right."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_mla_is_rewritten_in_any_spelling(function: Function) -> None:
     ],
 )
 def test_mla_is_rewritten_for_sizes_that_are_not_known(function: Function) -> None:
-    """One spelling of each layout. A graph that was made for some batch, queries and keys is right for others."""
+    """One spelling of each layout. The rewritten graph is right for other sizes than those it was traced with, too."""
     x, latent, k_rope, *weights = mla.tensors(batch=3, queries=4)
     others = x, latent[:, :7], k_rope[:, :7], *weights
     for path, module, outcomes in compiled(function, mla.tensors(), UNKNOWN):
@@ -77,7 +77,7 @@ def test_attention_absorbed_by_hand_meets_the_op_too() -> None:
 
 @pytest.mark.parametrize("path", ["absorbed", "chunked"])
 def test_bfloat16_with_a_float32_softmax(path: str) -> None:
-    """No further from float64 than the graph was: it rounds less often."""
+    """The error is at most twice that of the graph before the passes."""
 
     def attention(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)
@@ -93,7 +93,7 @@ def test_bfloat16_with_a_float32_softmax(path: str) -> None:
     assert not unfolded(module)
     after = run(module, *halves)
     assert after.dtype == torch.bfloat16
-    # Eager rounds keys, scores and weights, this rounds the absorbed query and the latent output: as many roundings.
+    # Before, keys, scores and weights are rounded; after, the absorbed query and the latent output: no more roundings.
     assert (after.double() - exact).abs().max() <= 2 * before
 
 
@@ -127,7 +127,7 @@ def test_keys_that_are_returned_as_well_are_computed_beside_the_rewritten_attent
 
 
 def test_ordinary_attention_without_rope_is_mla_whose_latent_is_the_hidden_state() -> None:
-    """True, if seldom worth while: the cost model says so, not the algebra."""
+    """The rewrite is right here, if rarely faster: whether it pays is for the cost model, not for the proof, to say."""
 
     def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         w_k, w_v = (w.reshape(-1, L).t().contiguous() for w in mla.weights(w_kv))
@@ -157,7 +157,7 @@ OPAQUE: dict[str, Function] = {
 @pytest.mark.parametrize("change", OPAQUE.values(), ids=OPAQUE)
 @pytest.mark.parametrize("bias", [False, True])
 def test_whatever_happens_to_scores_happens_to_absorbed_ones(change: Function, bias: bool) -> None:
-    """No kernel does that, but both products are still regrouped. See `test_by_heads` for many queries."""
+    """No kernel computes these functions, but both products are still absorbed. `test_by_heads` has many queries."""
 
     def attention(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)
@@ -177,7 +177,7 @@ def test_whatever_happens_to_scores_happens_to_absorbed_ones(change: Function, b
 @pytest.mark.parametrize("where", ["keys and values", "after the view", "addmm"])
 @pytest.mark.parametrize("symbolic", [(), UNKNOWN], ids=["known", "unknown"])
 def test_an_up_projection_with_a_bias(where: str, symbolic: Sequence[Sequence[int]]) -> None:
-    """That of the keys is one number a row of scores, that of the values one vector a row of the output."""
+    """The keys' bias adds one number to each row of scores, the values' one vector to each row of the output."""
 
     def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         bias = w_q.flatten()[: N * (P + V)]
@@ -192,7 +192,7 @@ def test_an_up_projection_with_a_bias(where: str, symbolic: Sequence[Sequence[in
 
 
 def test_a_bias_of_values_in_a_row_that_is_masked_everywhere() -> None:
-    """SDPA gives 0 there, without the bias."""
+    """SDPA gives 0 in such a row: the bias is not added."""
     seen = torch.ones(SQ, T, dtype=torch.bool)
     seen[1] = False
 
@@ -205,7 +205,7 @@ def test_a_bias_of_values_in_a_row_that_is_masked_everywhere() -> None:
 
 
 def test_a_bias_of_keys_beside_a_sink() -> None:
-    """Of a row's scores alone the bias would not be seen; a sink does not have it."""
+    """The keys' bias shifts all scores of a row alike, which a softmax cancels, but the sink does not have it."""
 
     def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)

@@ -1,4 +1,4 @@
-"""Say how many of many spellings are rewritten, and why the rest is not.
+"""Draw spellings of MLA, and print how many are rewritten and why the others are not.
 
 python -m tests.spellings --seeds 2000
 python -m tests.spellings --seeds 400 --train

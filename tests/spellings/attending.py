@@ -17,20 +17,20 @@ LOW = -1e4
 
 
 class Attending(nn.Module):
-    """The half of a spelling's attention that knows nothing of latents."""
+    """The part of a spelling's attention that starts from queries, keys and values."""
 
     spelling: Spelling
     letters: str
-    """A tensor's dimensions but the last, `{}` its tokens."""
+    """The dimensions of a tensor except the last; `{}` stands for its tokens."""
     tokens: int
-    """Keys that there are."""
+    """The number of keys."""
     sink: nn.Parameter | None
     weights: Tensor
-    """What the softmax gave, where it is returned."""
+    """The attention weights, if they are returned."""
     up_weights: Callable[[], tuple[Tensor, Tensor]]
 
     def one_by_one(self, product: Callable[..., Tensor], a: Tensor, b: Tensor, orders: tuple[str, str, str]) -> Tensor:
-        """A product of tensors whose dimensions are `orders`, and what is that of its result."""
+        """A product of two tensors, in a loop if the spelling has one. `orders`: dimensions of them and the result."""
         over = "n" if self.spelling.loop == "heads" else "b"
         if self.spelling.loop == "no" or any(over not in order for order in orders):
             return product(a, b)
@@ -58,7 +58,7 @@ class Attending(nn.Module):
         return torch.einsum(f"{q_letters}d,{k_letters}d->bnst", q, k)
 
     def seen(self) -> Tensor:
-        """Bool `[S, T]`: what the mask lets a query attend to."""
+        """Bool `[S, T]`: the keys that the mask lets each query attend to."""
         s = self.spelling
         shape, start = (s.queries, self.tokens), self.tokens - s.queries
         seen = torch.ones(shape, dtype=torch.bool).tril(start)
@@ -83,7 +83,7 @@ class Attending(nn.Module):
         s = self.spelling
         order = [self.letters.format("t").index(letter) for letter in "bnt"]
         q, k, v = (t.permute(*order, 3) for t in (q, k, v))
-        if s.scale == "scores":  # there are none to scale
+        if s.scale == "scores":  # SDPA has no scores to scale
             q, scale = q * scale, 1.0
         o = F.scaled_dot_product_attention(
             q,
@@ -131,7 +131,7 @@ class Attending(nn.Module):
         return o / torch.einsum(f"bnsd->{rows}d", total) if s.softmax == "late" else o
 
     def of_three(self, x: Tensor, latent: Tensor, weight: Tensor, own: str, result: str) -> Tensor:
-        """`x`, latents `[B, T, L]` and a weight a head in one product, in the order that the spelling says."""
+        """`x`, latents `[B, T, L]` and one weight per head in one product, in the order that the spelling says."""
         column = "d" if own == "s" else "e"
         letters = {"x": self.letters.format("s") + "d" if own == "s" else "bnst", "w": f"n{column}l"}
         letters["c"] = self.letters.format("t").replace("n", "") + "l"

@@ -21,15 +21,17 @@ from .module import Attention
 
 aten = torch.ops.aten
 FACTOR = 8.0
-"""A rewritten spelling may be this many times further from float64 than eager. Both distances are the greatest of a few
-dozen errors, so chance has a wide field: of 2,000 right ones some are 4 times as far, none 8; a wrong one is off by
-thousands."""
+"""How many times as far from float64 as eager a rewritten spelling may be.
+
+Each distance is the greatest of only a few dozen errors, so their quotient varies. Among 2,000 correct spellings it
+reaches 4 for some and 8 for none; for a wrong one it is in the thousands.
+"""
 PATHS = ("absorbed", "chunked")
 _MISSED = Outcome("", "", "", "unchanged", "no attention was found")
 
 
 class _Sealed(TorchFunctionMode):
-    """Attention as `mla_compile.seal` leaves it."""
+    """Writes SDPA as `mla_compile.seal` does."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,7 +65,7 @@ def graph_of(module: Attention, inputs: Sequence[Tensor]) -> tuple[fx.GraphModul
 
 
 def copies(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Copies, for what writes to its inputs; floating ones in `dtype`."""
+    """Copies, since modules may write to their inputs; floating ones in `dtype`."""
     return [t.to(dtype if dtype and t.is_floating_point() else t.dtype, copy=True) for t in tensors]
 
 
@@ -74,45 +76,45 @@ def products(module: fx.GraphModule) -> int:
 
 
 def check(spelling: Spelling, seed: int) -> Outcome:
-    """Rewrite the spelling on both paths and check the numbers. Returns the outcome of one of them.
+    """Rewrite the spelling on both paths and check the results. Returns the outcome of the absorbed path.
 
     Raises:
-        AssertionError: if a result is further from float64 than eager's, the paths differ in whether they are taken, or
-            something of what was rewritten is still computed.
+        AssertionError: if a result is too much further from float64 than eager's, if only one of the paths is taken, or
+            if products that the rewrite replaces are still in the graph.
     """
     module, inputs = made(spelling, seed)
     eager = module(*copies(inputs))
     exact = copy.deepcopy(module).double()(*copies(inputs, torch.float64))
     captured, tensors = graph_of(module, inputs)
     outcomes = []
-    # Down to the latent and the rope key, to the queries, and out of the heads: what is not of the attention.
+    # Products outside the attention: down to the latent and the rope key, to the queries, and the output.
     expected = 2 + (spelling.query == "low rank") + (spelling.output != "raw")
     expected += {"no": 0, "keys": 1, "values": 1}.get(spelling.absorbed, 2)
-    # Queries times the weights of the keys, which are no operand of an op then, or times rope keys of a head.
+    # Queries times the keys' weights, which no op takes if there are two latents, or times the rope keys of each head.
     expected += spelling.is_for_few_queries
-    if spelling.threes != "no":  # queries that meet weights first are absorbed, as are attention weights and latents
+    if spelling.threes != "no":  # these orders absorb by hand
         expected += {*spelling.threes[:2]} == {*"xw"}
         expected += {*spelling.threes[:2]} == {*"xc"}
-    # Scores that exist are between products: of queries with latents, with rope keys, and of weights with latents; by
-    # heads of latents with weights, of queries with keys, and of weights with values.
+    # Products beside scores that exist. Absorbed: queries times latents, queries times rope keys, attention weights
+    # times latents. By heads: latents times weights, queries times keys, attention weights times values.
     scores = {"absorbed": 3, "chunked": 4 + (spelling.keys == "two scores")}
-    # Of two scores a loop over those with rope keys stays, and over values that are the latent.
+    # If there are two scores, the loop over those of the rope keys stays; so does one over values that are the latent.
     loops = (spelling.keys == "two scores") + (spelling.absorbed == "values")
     scores["absorbed"] += loops * ({"no": 1, "heads": spelling.heads}.get(spelling.loop, spelling.batch) - 1)
     for path in PATHS:
         rewritten = fx.GraphModule(captured, copy.deepcopy(captured.graph))
         found = rewrite(rewritten, path)
-        # What a loop leaves in pieces is told of piece by piece, where it stays.
+        # A loop that is left unchanged has one outcome for each of its pieces.
         assert len(found) <= 1 or not any(outcome.rewritten for outcome in found), "expected one attention"
         outcomes += found[:1] or [_MISSED]
         assert_as_close_as_eager(rewritten(*copies(tensors)), eager, exact, FACTOR)
         if found and found[0].rewritten:
-            kept = spelling.sprinkled == "asserts"  # keys that are looked at exist
+            kept = spelling.sprinkled == "asserts"  # the keys that are asserted about have to exist
             taken = found[0].path  # one query is absorbed whatever path is asked for
             most = expected + (scores[taken] if spelling.needs_scores else 0)
             assert kept or products(rewritten) <= most, f"expected {most} matrix products, found {products(rewritten)}"
             assert spelling.needs_scores or "mla." in rewritten.code
-    # For many queries weights that are returned have to exist, as do those that are divided after the values.
+    # For many queries, attention weights stay if they are returned, or divided after the product with the values.
     if spelling.is_for_few_queries:
         assert outcomes[1].path in ("unchanged", "absorbed"), "many queries attend to more than a latent"
     elif not spelling.returned and not (spelling.softcap and spelling.softmax == "late"):

@@ -1,4 +1,4 @@
-"""The independent choices that a person makes when writing MLA in plain torch, drawn from a seed."""
+"""The independent choices of somebody who writes MLA in plain torch, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way to write an MLA attention. Every field is a choice; what a choice leaves without effect is harmless."""
+    """One way to write an MLA attention. Every field is a choice; some have no effect beside certain others."""
 
     projection: str = "linear"
-    """How a matrix meets the latent: `linear`, `functional`, `einsum`, `matmul`, `bmm`, `addmm`."""
+    """How the latent is multiplied by a matrix: `linear`, `functional`, `einsum`, `matmul`, `bmm`, `addmm`."""
     bias: bool = False
-    """Whether the up-projection has one."""
+    """Whether the up-projection has a bias."""
     weights: str = "together"
-    """Rows of keys and values: `together` a head, `values first` a head, `keys before values`, or `apart` in two."""
+    """Rows of the up-projection: for each head keys and values `together` or `values first`; all `keys before values`;
+    or `apart`, in two weights."""
     order: str = "heads first"
     """`heads first` `[B, N, T, D]`, `tokens first` `[B, T, N, D]`, or `time first` `[T, B, N, D]`."""
     rope: str = "last"
@@ -23,25 +24,27 @@ class Spelling:
     rotation: str = "half"
     """`half`, `interleaved`, `complex`."""
     keys: str = "cat"
-    """How the columns meet: `cat`, `buffer` (`new_empty`, then written), `pad` and add, or `two scores`."""
+    """How nope and rope columns of keys are joined: `cat`, `buffer` (`new_empty`, then written), `pad` (and add), or
+    not at all: `two scores`."""
     scale: str = "attention"
-    """Where the scale is: `query`, `key`, `scores`, `weight` (of the queries) or an argument of the `attention`; or a
-    tensor that scores are multiplied by, `number` (of no dimension) or `head`, or divided by, `position` (of the
-    query)."""
+    """Where the scale is: on the `query`, `key` or `scores`, in the `weight` of the queries, or an argument of the
+    `attention`; or a tensor that multiplies the scores, `number` (of no dimension) or `head` (one for each), or that
+    divides them, `position` (one for each query)."""
     absorbed: str = "no"
-    """Whether queries were taken to the latent, which is the `keys` then, outputs out of it, which is the `values`, or
-    `both`; or the keys are also `joined`: one tensor of latent and rope key for all heads."""
+    """What is absorbed by hand: `keys` (queries are multiplied by W_UK, and keys are the latent), `values` (values are
+    the latent, and outputs are multiplied by W_UV), `both`, or `joined` (both, with latent and rope key in one tensor
+    for all heads)."""
     groups: str = "none"
     """How key heads serve two query heads each: `none`, `repeat_interleave`, `expand`, `repeat`, `grouped`."""
     softmax: str = "sdpa"
     """`sdpa`, `plain`, `wide` (in float32), `by hand`, `reciprocal`, `late` (values first, then the division), or
     `exp2` (by hand, to the base of 2)."""
     mask: str = "none"
-    """`none`, `causal`, `triu` of -inf, `bool`, `additive`, `window`, `least` (the least finite number is added), `low`
-    (-1e4 takes the place of scores), `assigned` (scores at a mask are set to -inf)."""
+    """`none`, `causal`, `triu` of -inf, `bool`, `additive`, `window`, `least` (the lowest finite number is added),
+    `low` (-1e4 replaces scores), `assigned` (`scores[mask] = -inf`)."""
     padded: str = "no"
-    """How values come to the width of keys, by zeros that are cut off the output: `no`, `pad`, or `buffer` (of zeros,
-    half of the heads written at a time)."""
+    """How values are padded with zeros to the width of keys: `no`, `pad`, or `buffer` (of zeros, half of the heads
+    written at a time). The zeros are cut off the output."""
     returned: bool = False
     """Whether the attention weights are returned beside the output."""
     softcap: bool = False
@@ -55,45 +58,46 @@ class Spelling:
     query: str = "direct"
     """`direct`, `low rank`."""
     output: str = "reshape"
-    """How heads leave: `reshape` and a Linear, `einsum`, or `raw` (returned as they are)."""
+    """How heads are projected to the output: `reshape` and one product, `einsum`, or not (`raw`)."""
     sprinkled: str = "none"
-    """On keys, values and queries: `none`, `contiguous`, `clone`, `cast`, `dropout` of 0, `views`, `asserts`."""
+    """An op on keys, values and queries that changes no number: `none`, `contiguous`, `clone`, `cast`, `dropout` of 0,
+    `views`, `asserts`."""
     dtype: str = "float32"
     batch: int = 2
     queries: int = 4
     past: int = 7
     heads: int = 3
-    """Of the keys; twice as many queries where there are groups."""
+    """Key heads; there are twice as many query heads if there are groups."""
     rank: int = 8
     nope: int = 4
     rope_width: int = 2
     value: int = 6
     spoiled: str = "no"
-    """What makes it no MLA after all, see `SPOILERS`, or MLA for few queries alone, see `OWN_ROPES`, `TWO_LATENTS`."""
+    """`no`; or what makes it not MLA, of `SPOILERS`, or MLA for few queries only, of `OWN_ROPES` or `TWO_LATENTS`."""
     latents: str = "one"
-    """`one` for all heads, or one for each of two `groups` of heads: half of the columns each, or in `normed groups` a
-    norm of that half."""
+    """`one` for all heads, or one for each of two `groups` of heads: half of the columns each, which has a norm of its
+    own in `normed groups`."""
     loop: str = "no"
-    """Of what the products of attention by hand are taken one by one: `sequences`, joined or written to a `buffer`, or
-    `heads`."""
+    """What attention by hand loops over: `sequences`, the same with results written to a `buffer`, `heads`, or `no`
+    loop."""
     gated: bool = False
     """Whether keys and values are multiplied by one factor of each token."""
     threes: str = "no"
-    """Whether latents meet weights in products of three tensors by one `einsum`, and in which order: `x` queries or
-    attention weights, `c` latents, `w` weights."""
+    """Whether one `einsum` multiplies three tensors, and in which order: `x` queries or attention weights, `c` latents,
+    `w` weights."""
     keys_scaled: str = "no"
-    """What whole keys are multiplied by: a number a `head`, or one a head and `column`."""
+    """What whole keys are multiplied by: one number per `head`, one per head and `column`, or `no` factor."""
     apart: bool = False
-    """Whether what is cached and what is new are up-projected by themselves, and keys and values joined."""
+    """Whether cached and new latents are up-projected separately, and the keys and values concatenated."""
 
     @property
     def needs_scores(self) -> bool:
-        """Whether scores have to exist as a whole."""
+        """Whether the rewritten graph has to compute all scores."""
         return self.softcap or self.returned
 
     @property
     def is_for_few_queries(self) -> bool:
-        """Whether few queries attend to latents, and many to keys and values as they are."""
+        """Whether it is rewritten for few queries, but not for many."""
         whole = not self.needs_scores and self.latents == "one"
         return self.spoiled in TWO_LATENTS or (self.spoiled in OWN_ROPES and whole)
 
@@ -102,13 +106,13 @@ TENSORS = ("number", "head", "position")
 """Scales that are tensors."""
 
 SPOILERS = ("tanh", "norm", "gate")
-"""On the keys a nonlinearity, a norm a head, a factor that differs between tokens."""
+"""On the keys: a nonlinearity, a norm of each head, or a factor that differs between tokens."""
 
 OWN_ROPES = ("rope a head",)
-"""A rope key a head: few queries attend to the latent, and what it adds to scores is computed as it is written."""
+"""One rope key per head: few queries attend to the latent, and what the rope keys add to scores is a bias."""
 
 TWO_LATENTS = ("two latents", "shifted")
-"""Values from another latent, or from the token before: few queries attend to both, many leave all as it is."""
+"""Values from another latent, or from the token before: few queries attend to both latents; many stay unchanged."""
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "projection": ("linear", "functional", "einsum", "matmul", "bmm", "addmm"),
@@ -153,7 +157,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
 
 
 def draw(seed: int) -> Spelling:
-    """The spelling of a seed. The same for ever: it depends on nothing but the lists above."""
+    """The spelling of a seed, which depends only on the seed, the lists above and `_possible`."""
     dice = random.Random(seed)
     drawn = Spelling(**{field.name: dice.choice(CHOICES[field.name]) for field in fields(Spelling)})
     return _possible(drawn, dice)
@@ -192,7 +196,7 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
     if s.loop == "heads":
         s = replace(s, groups="none")
     if s.absorbed == "keys" and s.needs_scores:
-        s = replace(s, loop="no")  # nothing would be regrouped: as many products are left as there were
+        s = replace(s, loop="no")  # the rewrite would leave as many products as there were
     if s.mask == "assigned" and s.needs_scores:
         s = replace(s, mask="bool")  # an assignment is no function of each score
     if s.mask in ("low", "assigned") and s.softmax == "sdpa":
@@ -205,7 +209,7 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
         s = replace(s, cache_tensors="two")
     if s.spoiled != "no":
         s = replace(s, spoiled=dice.choice(SPOILERS + OWN_ROPES + TWO_LATENTS), bias=False, groups="none")
-        alone = s.latents != "one" and s.heads == 2  # in its group, whose rope key it may have for itself
+        alone = s.latents != "one" and s.heads == 2  # the only head of its group: no other head shares its rope key
         if s.spoiled == "rope a head" and (s.rope == "none" or alone):
             s = replace(s, spoiled="tanh")
     return s

@@ -1,4 +1,4 @@
-"""How a spelling puts heads in order, and columns and heads together."""
+"""How a spelling orders dimensions, joins columns and repeats heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .attending import Attending
 
 
 class Joining(Attending):
-    """Tensors `[B, T, N, D]` in the order of `spelling`, whose dimensions but the last `letters` names."""
+    """Puts tensors `[B, T, N, D]` into the order of `spelling`; `letters` names all dimensions except the last."""
 
     def ordered(self, x: Tensor) -> Tensor:
         """From `[B, T, N, D]` (`[T, B, N, D]`) to this spelling's order."""
@@ -35,7 +35,7 @@ class Joining(Attending):
         return torch.cat([first, second], dim=-1)
 
     def in_zeros(self, x: Tensor, width: int) -> Tensor:
-        """Written to zeros of another width, each half of the heads by itself."""
+        """`x` written to zeros of another width, one half of the heads at a time."""
         whole, dim = x.new_zeros(*x.shape[:-1], width), self.letters.format("t").index("n")
         start = 0
         for half in x.chunk(2, dim=dim):

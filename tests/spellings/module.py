@@ -1,4 +1,4 @@
-"""An MLA attention as a `Spelling` says it, in plain torch."""
+"""The MLA attention that a `Spelling` describes, in plain torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .joining import Joining
 HIDDEN = 10
 PAGE = 2
 LETTERS = {"heads first": "bn{}", "tokens first": "b{}n", "time first": "{}bn"}
-"""A tensor's dimensions but the last, `{}` its tokens, in each order."""
+"""The dimensions of a tensor except the last, in each order; `{}` stands for its tokens."""
 
 
 class Attention(Joining):
@@ -62,7 +62,7 @@ class Attention(Joining):
         return 1 - self.batch_dim
 
     def inputs(self, generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Hidden states, what is cached, and a bias of the scores if one is added."""
+        """Hidden states, the tensors of the cache, and a bias of the scores if the mask is `additive`."""
         s = self.spelling
 
         def normal(*shape: int) -> Tensor:
@@ -89,7 +89,7 @@ class Attention(Joining):
 
     @property
     def tokens(self) -> int:
-        """T: how many keys there are."""
+        """T: the number of keys."""
         s = self.spelling
         match s.cache:
             case "none":
@@ -273,7 +273,7 @@ class Attention(Joining):
         return kv.split([s.nope, s.value], dim=-1)
 
     def of_groups(self, halves: Sequence[Tensor], weight: Tensor) -> Tensor:
-        """The latent's halves times the matrices, `[N, D, L / 2]`, of half of the heads each."""
+        """Each half of the latent times the weight, of `[N, D, L / 2]`, of its half of the heads."""
         if self.spelling.projection in ("einsum", "bmm"):
             both = torch.stack(list(halves), 2)
             product = torch.einsum("btgl,gndl->btgnd", both, weight.unflatten(0, (2, -1))).flatten(2, 3)
@@ -283,7 +283,7 @@ class Attention(Joining):
         return self.ordered(product)
 
     def up_weights(self) -> tuple[Tensor, Tensor]:
-        """`W_UK` `[N, P, L]` and `W_UV` `[N, V, L]`, whatever rows they are of what."""
+        """`W_UK` `[N, P, L]` and `W_UV` `[N, V, L]`, from the rows that hold them."""
         s = self.spelling
         match s.weights:
             case "apart":
@@ -297,7 +297,7 @@ class Attention(Joining):
         return tuple(part.reshape(s.heads, -1, self.rank) for part in rows)
 
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`[B, S, N, D]` (`[S, B, N, D]`) times a matrix a head, `[N, D, E]`."""
+        """`[B, S, N, D]` (`[S, B, N, D]`) times one matrix per head, `[N, D, E]`."""
         return torch.einsum("bsnd,nde->bsne", x, weight)
 
     def project(self, latent: Tensor, linear: nn.Module, width: int) -> Tensor:

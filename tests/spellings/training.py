@@ -1,4 +1,4 @@
-"""Whether a spelling is rewritten where it is trained, and has the right gradients."""
+"""Whether a spelling is rewritten in training, and has the right gradients."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from .choices import Spelling
 from .module import Attention
 
 CHANCE = 4.0
-"""How much further than else the gradients of one input may be, if those of `OTHERS` are not."""
+"""How many times the usual bound the error for one input may be, if it is within the bound for `OTHERS` more."""
 OTHERS = 5
 
 
 def check_training(spelling: Spelling, seed: int) -> Outcome:
-    """Rewrite the spelling as a graph that needs gradients, and check every one. Returns what became of it.
+    """Rewrite the spelling as a graph that needs gradients, and check every gradient. Returns its outcome.
 
     Raises:
-        AssertionError: if one is further from float64 than eager's, or what was rewritten has another op than ours.
+        AssertionError: if a gradient is too much further from float64 than eager's, or if the graph has an op or a
+            recomputation of ours although it was not rewritten, or has none although it was.
     """
     module, inputs = made(spelling, seed)
     module.requires_grad_(True)
@@ -39,8 +40,8 @@ def check_training(spelling: Spelling, seed: int) -> Outcome:
     try:
         assert_gradients_close(*first)
     except AssertionError:
-        # Where a flash backward takes the differences of nearly equal numbers it may lose a digit more than a softmax
-        # that is computed again: of one input in some hundreds. A wrong gradient is wrong of others, and by more.
+        # A backward in the manner of flash attention subtracts nearly equal numbers. For one input in some hundreds it
+        # loses a digit more than that of a recomputed softmax. A wrong gradient is wrong for other inputs, and by more.
         assert_gradients_close(*first, factor=CHANCE * FACTOR)
         for other in range(1, 1 + OTHERS):
             generator = torch.Generator().manual_seed(seed + other)
@@ -50,7 +51,7 @@ def check_training(spelling: Spelling, seed: int) -> Outcome:
 
 
 def _gradients(module: Attention, rewritten: Rewritten, inputs: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
-    """Ours, eager's, and those in float64."""
+    """Gradients of the rewritten module, of eager, and in float64."""
     wide = copy.deepcopy(module).double()
     exact = gradients(wide, wide, copies(inputs, torch.float64))
     return gradients(rewritten, module, inputs), gradients(module, module, inputs), exact

@@ -1,4 +1,4 @@
-"""Latents that are up-projected one by one and joined after: one up-projection of the latents joined."""
+"""Latents that are up-projected separately and then concatenated: one up-projection of the concatenated latents."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CUT = 4
 
 
 def cached(latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors of tokens, of which no graph has one with both."""
+    """The latents of earlier and later tokens; no tensor of the graph has both."""
     return latent[:, :CUT].cos(), latent[:, CUT:] * 2
 
 
 def in_parts(parts: Callable[[Tensor], tuple[Tensor, ...]], weights: Function = lambda w: (w,) * 9) -> Function:
-    """Keys without rope and values of each part, joined; the rope key comes after."""
+    """Nope keys and values are computed for each part and concatenated; the rope key is joined afterwards."""
 
     def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         pairs = zip(parts(latent), weights(w_kv), strict=False)
@@ -32,7 +32,7 @@ def in_parts(parts: Callable[[Tensor], tuple[Tensor, ...]], weights: Function = 
 
 
 def whole_keys(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Keys with rope of each part."""
+    """Each part has its keys joined with its rope keys before the parts are concatenated."""
     ropes = k_rope[:, :CUT].sin(), k_rope[:, CUT:] / 2
     pairs = zip(cached(latent), ropes, strict=True)
     parts = [mla.naive(x, part, rope, w_q, w_kv)[1:] for part, rope in pairs]

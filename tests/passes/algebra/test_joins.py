@@ -1,4 +1,4 @@
-"""Tensors that are laid one behind the other: what their elements are, and where they are read."""
+"""Concatenated tensors: what their elements are, and which tensors they are read from."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_pieces_over_the_same_axes_are_one_plain_tensor() -> None:
     world.check(cache, world.tensors["cache"])
 
 
-def test_a_joined_broadcast_is_read_where_it_does_not_repeat() -> None:
+def test_a_scaled_broadcast_is_read_where_it_does_not_repeat() -> None:
     rope = numbers(5, 2)
     world, (form,) = world_of(rope=rope)
     world.tensors["scaled"] = 3 * np.broadcast_to(rope, (4, 5, 2))
@@ -110,7 +110,7 @@ def test_pieces_at_some_indices_are_read_where_they_are_from_if_in_order(order: 
 )
 @pytest.mark.parametrize("count", [2, 3])
 def test_products_of_parts_of_a_dimension_are_one_product(width: int, start: int, size: int, count: int) -> None:
-    """Each of a part of the columns, with a matrix each: parts that begin anywhere."""
+    """Each part of the columns is multiplied by a matrix of its own; the parts may begin anywhere."""
     if start + count * size > width:
         return
     x, w = numbers(2, width), numbers(count, size, 5)
@@ -129,7 +129,7 @@ def test_products_of_parts_of_a_dimension_are_one_product(width: int, start: int
 
 @pytest.mark.parametrize(("rows", "start"), [(36, 0), (36, 16), (20, 4)])
 def test_parts_of_a_dimension_that_several_axes_count_are_one(rows: int, start: int) -> None:
-    """Each of two groups takes two heads of four rows, of a number of rows that is none of groups'."""
+    """Each of two groups has two heads of four rows. The weight's number of rows is no multiple of a group's."""
     latent, w = numbers(5, 2, 3), numbers(rows, 3)
     world, (left, right) = world_of(latent=latent, w=w)
     pieces, arrays = [], []
@@ -145,7 +145,7 @@ def test_parts_of_a_dimension_that_several_axes_count_are_one(rows: int, start: 
 
 
 def test_heads_one_by_one_whose_groups_have_a_latent_each_are_one_product() -> None:
-    """Two groups of two heads: the pieces of a group are a run, and the runs are one."""
+    """Two groups of two heads: the heads of a group become one product, and so do the groups."""
     latent, w = numbers(2, 5, 3), numbers(2, 2, 3, 4)
     world, (left, right) = world_of(latent=latent, w=w)
     pieces, arrays = [], []

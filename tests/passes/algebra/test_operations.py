@@ -1,4 +1,4 @@
-"""Whatever is done to a tensor, its form says what its elements are."""
+"""Whatever layout operations and products a tensor comes from, its form says what its elements are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ quick = settings(max_examples=200, deadline=None, suppress_health_check=list(Hea
 
 
 class Chain:
-    """Tensors, each as a form and as an array, and random operations on both. Every result is checked at once."""
+    """Tensors, each as a form and as an array, and random operations on both. Every result is checked right away."""
 
     def __init__(self, draw: st.DrawFn, symbolic: bool) -> None:
         self.draw = draw
@@ -107,7 +107,7 @@ class Chain:
         return lambda: operations.permute(form, order), array.transpose(order), [form.shape[i] for i in order]
 
     def range(self, size: Size) -> tuple[Size, Size, int]:
-        """A start, a size and a step that a dimension of `size` has."""
+        """The start, size and step of a random slice of a dimension of `size`."""
         whole = self.world.number(size)
         known: list[Size] = [*range(whole + 1), *(s for s, value in self.world.symbols.items() if value <= whole)]
         start = self.draw(st.sampled_from(known))
@@ -214,7 +214,7 @@ class Chain:
         return lambda: operations.cast(form, "half"), array, form.shape
 
     def written(self, name: str) -> Made:
-        """A part of memory that nobody has written."""
+        """Memory that was never written."""
         shape = [self.size() for _ in range(self.draw(st.integers(1, 3)))]
         form = operations.leaf(name, shape)
         array = np.full([self.world.number(size) for size in shape], np.nan)

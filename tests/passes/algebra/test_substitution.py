@@ -1,4 +1,4 @@
-"""The algebra below the layout operations: sizes, digits, and what a change of axes does to a term."""
+"""What the layout operations are built on: sizes, digits, and what a change of axes does to a term."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention is read from a graph over axes, however it is spelled; where it cannot be read, a sentence says why."""
+"""Attention is found in a graph, with its axes, scales and masks, however it is written; or a sentence says why not."""
 
 from __future__ import annotations
 
@@ -138,6 +138,7 @@ def test_heads_that_share_keys_by_grouped_sdpa_are_two_axes() -> None:
 def test_scores_of_which_a_mask_leaves_something_stay_as_they_are_between_the_products(
     fill: float, opaque: bool
 ) -> None:
+    """A fill of -100 leaves hidden keys some weight: it is no mask, but a function of the scores (`opaque`)."""
     hidden = torch.ones(SQ, T, dtype=torch.bool)
     a = attention(lambda m, q, k, v: (q @ k.mT).masked_fill(m, fill).softmax(-1) @ v, hidden, *tensors())
     assert (a.opaque is not None) == opaque

@@ -1,4 +1,4 @@
-"""Attention that is an op of a library's kernel stays as it is and right; the reason says what to call instead."""
+"""A call of an attention library's kernel stays unchanged; the report says what to call instead."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REASON = "expected attention that is written in torch operations, found a call o
 
 @pytest.fixture
 def library() -> Iterator[torch.library.Library]:
-    """A library of kernels whose ops are flash-attn's by their schemas, and SDPA by what they compute."""
+    """A library whose ops have the schemas of flash-attn's, and compute SDPA."""
     with torch.library._scoped_library("mla_tests_flash", "DEF") as library:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
@@ -52,7 +52,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def naive(q: Tensor, latent: Tensor, weight: Tensor, attend: Attend) -> Tensor:
-    """Queries `[tokens, N, P]`, latents `[tokens, L]`, a weight of keys and values `[L, N 2 P]`."""
+    """Queries `[tokens, N, P]`, latents `[tokens, L]`, and one weight for keys and values `[L, N 2 P]`."""
     return attend(q, *(latent @ weight).view(-1, N, 2 * P).split(P, -1))
 
 

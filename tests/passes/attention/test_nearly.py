@@ -1,4 +1,4 @@
-"""What is nearly attention has a reason that says why it is none."""
+"""What is nearly attention, but not quite, stays unchanged with a reason that says what it is instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.passes.spellings import SCALE, Function, T, V
 
 
 def online(*args: Tensor) -> Tensor:
-    """Blocks of keys, with the greatest score so far and a running sum."""
+    """A softmax over blocks of keys, with the greatest score so far and a running sum."""
     q, k, v = mla.naive(*args)
     rows = (*q.shape[:3], 1)
     greatest, total, o = q.new_full(rows, -torch.inf), q.new_zeros(rows), q.new_zeros((*q.shape[:3], V))
@@ -27,14 +27,14 @@ def online(*args: Tensor) -> Tensor:
 
 
 def differential(*args: Tensor) -> Tensor:
-    """Of values that are no up-projection: nothing would be gained by two products."""
+    """Differential attention whose values are not an up-projection: two products would gain nothing."""
     q, k, v = mla.naive(*args)
     a, b = ((each @ k.mT * SCALE).softmax(-1) for each in (q, q.flip(-1)))
     return (a - 0.3 * b) @ v.tanh()
 
 
 def differential_of_halves(*args: Tensor) -> Tensor:
-    """One softmax of pairs of heads."""
+    """Differential attention with one softmax for pairs of heads."""
     q, k, v = mla.naive(*args)
     pairs = (torch.stack([q, q.flip(-1)], 2) @ k[:, :, None].mT * SCALE).softmax(-1)
     return (pairs[:, :, 0] - 0.3 * pairs[:, :, 1]) @ v
@@ -46,7 +46,7 @@ def half(*args: Tensor) -> Tensor:
 
 
 def gated(*args: Tensor) -> Tensor:
-    """A number a key."""
+    """Attention weights multiplied by one number per key."""
     q, k, v = mla.naive(*args)
     return ((q @ k.mT * SCALE).softmax(-1) * torch.arange(T).double()) @ v
 
@@ -70,6 +70,8 @@ REASONS = {
 
 @pytest.mark.parametrize("again", [False, True], ids=["multiplied", "divided again"])
 def test_weights_of_a_router_are_none(again: bool) -> None:
+    """A mixture of experts has a softmax and a sum over experts, but nothing is reported for it."""
+
     def routed(x: Tensor, router: Tensor, experts: Tensor) -> Tensor:
         gates = (x @ router).softmax(-1) * torch.linspace(0.5, 1, 3).double()
         gates = gates / (gates.sum(-1, keepdim=True) + 1e-9) if again else gates

@@ -1,4 +1,4 @@
-"""Queries or attention weights, latents and weights in one product: whichever two torch multiplies first."""
+"""Products of three: latents, weights, and queries or attention weights, whichever two torch multiplies first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORDERS = [*map("".join, itertools.permutations("qck"))], [*map("".join, itertool
 
 
 def product(order: str, result: str, **operands: Tensor) -> Tensor:
-    """torch multiplies two at a time, from the left."""
+    """One `einsum` of three operands, of which torch multiplies two at a time, from the left."""
     return torch.einsum(",".join(LETTERS[name] for name in order) + f"->{result}", *(operands[n] for n in order))
 
 
@@ -33,7 +33,7 @@ def in_threes(of_keys: str, of_values: str) -> Function:
 
 @pytest.mark.parametrize(("of_keys", "of_values"), [*zip(*ORDERS, strict=True), ("qck", "pvc"), ("qkc", "pvc")])
 def test_latents_meet_weights_beside_a_third(of_keys: str, of_values: str) -> None:
-    """What is absorbed by hand stays so; all else has both paths."""
+    """An order that absorbs by hand leaves only the absorbed path; any other leaves both."""
     by_hand = of_keys[:2] in ("qk", "kq") or of_values[:2] in ("pc", "cp")
     for path, module, (outcome,) in compiled(in_threes(of_keys, of_values), mla.tensors()):
         assert outcome.path == ("absorbed" if by_hand else path)

@@ -1,4 +1,4 @@
-"""What is added to a softmax's sum, or bounds it from below: nothing where a sum of 1 or more rounds it away."""
+"""An epsilon added to a softmax's sum, or a lower bound of it, is ignored where a sum of 1 or more rounds it away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of which some are set to 0 after the softmax: the softmax of hidden keys, or none and left as they are."""
+"""Attention weights that are set to 0 after the softmax: as if the scores were masked, or left unchanged."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FILLS = (-torch.inf, -1e9, -1e4)
 
 
 def seen() -> Tensor:
-    """Keys up to a query, none for the second one, [SQ, T]."""
+    """Bool `[Sq, T]`: keys up to a query's position, and none for the second query."""
     return torch.ones(SQ, T, dtype=torch.bool).tril(T - SQ) & (torch.arange(SQ) != 1)[:, None]
 
 
 def weighed(weights: Callable[[Tensor], Tensor]) -> Function:
-    """MLA whose weights are made of the scores."""
+    """MLA whose attention weights are `weights(scores)`."""
 
     def attention(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)
@@ -33,12 +33,12 @@ def weighed(weights: Callable[[Tensor], Tensor]) -> Function:
 
 
 def after(fill: float, zeroing: Zeroing) -> Function:
-    """A softmax of scores of which those that are not seen are `fill`, and what is done to its weights."""
+    """MLA whose scores are `fill` where they are not seen, with `zeroing` applied to the softmax's weights."""
     return weighed(lambda s: zeroing(s.masked_fill(~seen(), fill).softmax(-1), seen()))
 
 
 def rows(number: float, keys: bool = False) -> Tensor:
-    """`number` where a second query, or key, is, else 0."""
+    """`number` at the second query, or at the second key if it is of `keys`; 0 elsewhere."""
     return torch.where(torch.arange(T) == 1 if keys else torch.arange(SQ)[:, None] == 1, number, 0.0).double()
 
 
@@ -54,6 +54,7 @@ NO_NUMBERS: dict[str, Function] = {
 
 @pytest.mark.parametrize("change", NO_NUMBERS.values(), ids=NO_NUMBERS)
 def test_rows_that_are_no_numbers_for_another_reason_are_0_too(change: Function) -> None:
+    """`nan_to_num` zeroes rows that are NaN because of a bias or a scale, not only those that see no key."""
     function = weighed(lambda s: change(s).softmax(-1).nan_to_num())
     assert function(*mla.tensors()).isfinite().all()
     for path, _, (outcome,) in compiled(function, mla.tensors()):
@@ -61,7 +62,7 @@ def test_rows_that_are_no_numbers_for_another_reason_are_0_too(change: Function)
 
 
 def test_a_sink_that_is_no_number() -> None:
-    """In float32, as all sinks are."""
+    """In float32, because attention with sinks is refused in float64."""
 
     def function(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)

@@ -1,4 +1,4 @@
-"""A cache in FP8 that is one tensor: keys that are named one by one are read in it, and what does not fit is not."""
+"""A cache in FP8 without pages: the sparse op reads the keys that a top-k names in FP8, or dequantised if it must."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.passes.graphs import capture, rewrite, run
 T, NEW, QUERIES, TOPK = 12, 3, 2, 5
 
 Read = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""`latent, k_rope` `[B, T, L]`, `[B, T, R]` of numbers in FP8, scales `[B, T, G]` and rope keys."""
+"""Makes `latent` `[B, T, L]` and `k_rope` `[B, T, R]` of numbers in FP8, scales `[B, T, G]` and rope keys."""
 
 
 def inputs() -> list[Tensor]:
@@ -66,7 +66,7 @@ def one_a_sequence(numbers: Tensor, scales: Tensor, rope: Tensor) -> tuple[Tenso
 
 
 def rewritten(read: Read) -> tuple[tuple, str]:
-    """What the sparse op takes, and the words of the report."""
+    """The arguments of the sparse op after the passes, and the report's reason. Asserts that the result is right."""
     tensors = inputs()
     module = capture(step(read), *tensors)
     before = run(module, *tensors)

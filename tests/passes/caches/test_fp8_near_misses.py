@@ -1,4 +1,4 @@
-"""What looks like a cache in FP8 pages and is none that the op takes: right, and dequantised by the graph as ever."""
+"""Reads that look like a cache in FP8 pages, but that the op cannot take: the graph dequantises, and is right."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def numbers_times_numbers(pages: Tensor, scales: Tensor, rope: Tensor, table: Te
 
 
 def of_another_rope(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Latents and rope keys in one pool, but under scales of their own."""
+    """Latents and rope keys in one pool, but with a scale for each of the two."""
     tokens = torch.cat([pages, rope.to(FP8)], dim=-1)[table].to(rope.dtype).flatten(1, 2)
     return tokens[..., :L] * scales[0, 0, :1], tokens[..., L:] * scales[0, 0, 1:]
 
@@ -136,6 +136,7 @@ def test_what_the_op_does_not_take_is_dequantised_first(read: Read, path: str) -
 
 
 def check_gathered(module: fx.GraphModule, tensors: Sequence[Tensor], path: str) -> None:
+    """Assert that the path is taken without its op over pages, and that the result is right."""
     before = run(module, *tensors)
     (outcome,) = rewrite(module, path)
     assert outcome.path == path
@@ -171,7 +172,7 @@ def between_keys_and_values(q: Tensor, weight: Tensor, *cache: Tensor) -> Tensor
 
 
 def after_the_product(q: Tensor, weight: Tensor, *cache: Tensor) -> Tensor:
-    """Scales meet what is up-projected, behind a function that is not linear."""
+    """Scales multiply the up-projected keys and values, after a function that is not linear."""
     pages, scales, rope, table = cache
     own = scales[..., :1][table].flatten(1, 2)
     expanded = (pages[table].to(rope.dtype).flatten(1, 2) @ weight.T).relu() * own

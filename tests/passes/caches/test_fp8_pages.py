@@ -1,4 +1,4 @@
-"""Caches in FP8 pages, dequantised in plain torch in any spelling: attention reads the numbers and their scales."""
+"""Caches in FP8 pages that plain torch dequantises, however it is written: the ops read the numbers and scales."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 B, G, PAGES, PAGE_SIZE, LENGTH = 2, 2, 9, 4, 10
 
 Read = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""`latent, k_rope` `[B, T, L]`, `[B, T, R]` of pages in FP8, scales, rope pages and a table."""
+"""Makes `latent` `[B, T, L]` and `k_rope` `[B, T, R]` of pages in FP8, scales, rope pages and a table."""
 
 
 def attend(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -31,8 +31,8 @@ def attend(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, mask: Tens
 def inputs(
     dtype: torch.dtype = torch.float32, queries: int = 1, groups: int = G, coded: torch.dtype = FP8
 ) -> list[Tensor]:
-    """Queries, the weight, latents `[PAGES, PAGE_SIZE, L]` in FP8 or int8, scales `[PAGES, PAGE_SIZE, groups]`
-    powers of two, rope pages and a table, one entry of which counts from the end."""
+    """Queries, the weight, latents `[PAGES, PAGE_SIZE, L]` in FP8 or int8, scales `[PAGES, PAGE_SIZE, groups]`, rope
+    pages and a table. Scales are powers of two. One entry of the table is negative: it counts from the end."""
     q, weight = torch.randn(B, N, queries, P + R), torch.randn(N * (P + V), L) / L**0.5
     pages, scales = torch.randn(PAGES, PAGE_SIZE, L), 2.0 ** torch.randint(-3, 3, (PAGES, PAGE_SIZE, groups))
     rope, table = torch.randn(PAGES, PAGE_SIZE, R), torch.tensor([[1, 5, 2], [8, -9, 3]])
@@ -46,7 +46,7 @@ def graph(read: Read, tensors: list[Tensor]) -> fx.GraphModule:
 
 
 def exact(read: Read, tensors: list[Tensor]) -> Tensor:
-    """The result in float64, of the very numbers that the cache stands for."""
+    """The result in float64, from the keys that `read` makes of the cache."""
     q, weight, *cache = tensors
     return attend(q.double(), *(keys.double() for keys in read(*cache)), weight.double())
 
@@ -104,13 +104,13 @@ def embedding(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tup
 
 
 def scale_first(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors the other way round, and the scale of a group repeated for its columns."""
+    """The scale is the first factor, and is repeated for the columns of its group."""
     own = scales[table].flatten(1, 2).repeat_interleave(L // scales.shape[2], -1)
     return own * pages[table].flatten(1, 2).to(rope.dtype), rope[table].flatten(1, 2)
 
 
 def in_float32(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers in half precision times scales in float32, rounded after."""
+    """Numbers in bfloat16 times scales in float32; the product is cast afterwards."""
     numbers = pages[table].to(torch.bfloat16).unflatten(-1, (scales.shape[-1], -1))
     return (numbers * scales[table][..., None]).flatten(-2).to(rope.dtype).flatten(1, 2), rope[table].flatten(1, 2)
 
@@ -237,7 +237,7 @@ def test_any_number_of_queries_groups_and_dtypes(sizes: dict) -> None:
     assert_as_close_as_eager(run(module, *tensors), eager, exact(in_pages, tensors))
 
 
-def test_no_rope_key_is_none_in_any_dtype() -> None:
+def test_pages_without_rope_keys_are_read_too() -> None:
     q, weight, pages, scales, _, table = inputs()
 
     def function(q: Tensor, weight: Tensor, pages: Tensor, scales: Tensor, table: Tensor) -> Tensor:

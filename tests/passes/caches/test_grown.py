@@ -1,4 +1,4 @@
-"""The report says what a step copies of a cache that grows by `cat`."""
+"""The report says how much of a cache that grows by `cat` each step copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches in int8 pages: read as they are under a scale a token, and right where the numbers are something else."""
+"""Caches in int8 pages: the ops read the numbers and scales, or the graph dequantises where they cannot."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.passes.graphs import capture, rewrite, run
 
 
 def cast_by_torch(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers times floating ones: the product is in the dtype of these."""
+    """int8 times float32 without a cast: torch's type promotion makes it float32."""
     latent = pages[table] * scales[..., :1][table]
     return latent.flatten(1, 2).to(rope.dtype), rope[table].flatten(1, 2)
 
@@ -44,7 +44,7 @@ def a_number_cast_by_torch(pages: Tensor, scales: Tensor, rope: Tensor, table: T
 
 
 def whole_rows(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Latents and rope keys in one pool, and a scale a token."""
+    """Latents and rope keys in one pool, with one scale per token."""
     rows = torch.cat([pages, (32 * rope).round().to(INT8)], dim=-1)
     tokens = rows[table].to(rope.dtype) * scales[..., :1][table]
     latent, k_rope = tokens.flatten(1, 2).split([L, R], dim=-1)
@@ -104,13 +104,13 @@ def of_a_zero_point_a_token(pages: Tensor, scales: Tensor, rope: Tensor, table: 
 
 
 def a_scale_a_column_of_each_token(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns of the scales' own, side by side: column c is under scale c modulo their number."""
+    """Column c is multiplied by scale c modulo the number of scales."""
     numbers = pages[table].to(rope.dtype).unflatten(-1, (-1, scales.shape[2]))
     return (numbers * scales[table][..., None, :]).flatten(-2).flatten(1, 2), rope[table].flatten(1, 2)
 
 
 def beyond_int8(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Products in int8, which wrap around."""
+    """Products are computed in int8, where they wrap around."""
     return times(pages[table] * 3, scales[table], rope.dtype).flatten(1, 2), rope[table].flatten(1, 2)
 
 
@@ -124,7 +124,7 @@ def without_a_sign(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -
 
 
 def in_four_bits(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Two numbers a byte, of which only the lower is taken."""
+    """Each byte holds two numbers, of which only the lower one is read."""
     return times(pages[table] & 15, scales[table], rope.dtype).flatten(1, 2), rope[table].flatten(1, 2)
 
 
@@ -134,7 +134,7 @@ def rope_without_scale(pages: Tensor, scales: Tensor, rope: Tensor, table: Tenso
 
 
 def rope_in_fp8(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Under the same scale, but in another format."""
+    """Rope keys have the same scale, but are in FP8."""
     own = scales[..., :1][table]
     k_rope = rope.to(torch.float8_e4m3fn)[table].to(rope.dtype) * own
     return (pages[table].to(rope.dtype) * own).flatten(1, 2), k_rope.flatten(1, 2)
@@ -169,7 +169,7 @@ def test_what_the_op_does_not_take_is_dequantised_first(read: Read, path: str) -
 
 @pytest.mark.parametrize(("read", "in_int8"), [(in_pages, True), (of_a_zero_point, False)])
 def test_keys_that_are_named_are_read_in_int8_from_a_buffer(read: Read, in_int8: bool) -> None:
-    """A buffer is one page a sequence, of a table that is not there."""
+    """A buffer is read like one page per sequence, without a table."""
     q, weight, pages, scales, rope, _ = inputs(coded=INT8)
     tensors = [q, weight, pages[:2], scales[:2], rope[:2], torch.randn(2, 1, PAGE_SIZE)]
 
@@ -187,8 +187,8 @@ def test_keys_that_are_named_are_read_in_int8_from_a_buffer(read: Read, in_int8:
     torch.testing.assert_close(run(module, *tensors), eager, rtol=1e-5, atol=1e-5)
 
 
-def test_a_weight_in_int8_is_a_weight_as_it_was() -> None:
-    """Its scale comes before the product, or after."""
+def test_a_weight_in_int8_is_not_taken_for_a_cache() -> None:
+    """An up-projection in int8 with one scale per row, beside a cache in int8."""
     q, weight, pages, scales, rope, table = inputs(coded=INT8)
     small, by = (100 * weight).round().to(INT8), torch.rand(len(weight), 1)
 

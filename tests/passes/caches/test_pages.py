@@ -1,4 +1,4 @@
-"""Caches in pages, read in any spelling: one op over the pool, nothing gathered; and what looks like it and is not."""
+"""Caches in pages, however they are read: one op over the pool, nothing gathered. Near misses are gathered."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ N, L, P, R, V = 4, 16, 12, 8, 10
 PAGE_SIZE, LENGTH = 4, 10
 PAGED = torch.ops.mla.paged_latent_attention.default
 OPS = {"absorbed": PAGED, "chunked": torch.ops.mla.paged_expanded_attention.default}
-"""What each path becomes of keys in pages."""
+"""The op of each path if keys are in pages."""
 GATHERS = (aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.gather.default)
 
 
@@ -26,14 +26,14 @@ def attend(q, tokens, weight, mask=None, causal=False):
 
 
 def inputs(batch=2, queries=1, page_size=PAGE_SIZE):
-    """Queries, a pool of 9 pages, a table of 3 a sequence, one of which is named from the end, and the weight."""
+    """Queries, a pool of 9 pages, a table of 3 pages per sequence, one of them by a negative index, and the weight."""
     table = torch.tensor([[1, 5, 2], [8, -9, 3]])[:batch]
     pool = torch.randn(9, page_size, L + R)
     return torch.randn(batch, N, queries, P + R), pool, table, torch.randn(N * (P + V), L) / L**0.5
 
 
 def forward(table):
-    """The same pages for what takes no negative number."""
+    """The same pages without negative indices, for ops that do not take these."""
     return table.remainder(9)
 
 
@@ -62,7 +62,7 @@ READS = {
 
 
 def gathered_bytes(module):
-    """What the gathers of a graph make of floating numbers, in elements."""
+    """How many floating-point elements the gathers of a graph make."""
     gathers = [node.meta["val"] for node in module.graph.nodes if node.target in GATHERS]
     return sum(value.numel() for value in gathers if value.is_floating_point())
 
@@ -101,7 +101,7 @@ def test_a_causal_limit_that_ends_at_the_last_key_goes_with_the_pages(path):
 
 
 def test_chunks_are_laid_over_as_many_entries_as_there_are_keys():
-    """A table has room for the longest sequence that there may be."""
+    """A table has room for the longest possible sequence; the op gets only the entries that the keys at hand need."""
     q, pool, table, weight = inputs(queries=9)
     table = torch.cat([table, table.new_full((2, 90), -(2**30))], dim=1)
     tokens = torch.randn(2, LENGTH)

@@ -1,4 +1,4 @@
-"""Dimensions of size 1 that a tensor has and that are wanted are one: none is taken away and another put in."""
+"""Dimensions of size 1 that a tensor has serve where such are wanted: none is removed while another is inserted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops over heads are handed all symbols that the sizes of their tensors are made of."""
+"""The graphs of a loop over heads get every symbol in the sizes of their tensors as an input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def looped(q: Tensor, k: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, past: Tensor) -> Tensor:
-    """As many keys as queries, and twice those that are cached but for one."""
+    """With `t` tokens in the cache and `s` new ones, there are 2 t + s - 1 keys."""
     return looped(q, torch.cat([past, q, past[:, :, 1:]], 2))
 
 
@@ -35,6 +35,7 @@ def test_each_graph_of_a_loop_is_told_every_symbol() -> None:
 
 
 def test_what_no_size_tells_is_known() -> None:
+    """`untold_by` names the symbols within the sizes of some tensors that these sizes do not determine."""
     untold = []
 
     def attention(past: Tensor, new: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sizes are computed from the tensors at hand, also where a symbol stands in none of them alone."""
+"""Symbolic sizes are computed from those of the tensors at hand, even if no tensor has a symbol as a size by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One small graph for each path and each way in which keys are kept, masked and shared."""
+"""Small graphs, one for each combination of a path with a way to cache, mask or scale the keys."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ PAGE_SIZE, PAGES, GROUPS, TOPK = 4, 9, 2, 5
 
 @dataclass(frozen=True)
 class Case:
-    """A function of tensors, of which `symbolic[i]` dimensions are symbols, and the path that is asked for.
+    """A function and its inputs, and the path that is asked for; `symbolic[i]` are the symbolic dimensions of input i.
 
-    `exported`: the graph takes no guards. `on_a_gpu`: the device is taken for one that looks at no mask's values.
+    `exported`: the graph takes no guards. `on_a_gpu`: the case is about devices whose kernels do not look at masks;
+    `text_of` does not read it.
     """
 
     function: Callable[..., Tensor]
@@ -40,7 +41,7 @@ def up_projected(latent: Tensor, k_rope: Tensor, w_kv: Tensor) -> tuple[Tensor, 
 def attend(
     q: Tensor, latent: Tensor, k_rope: Tensor, w_kv: Tensor, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """Naive MLA, sealed."""
+    """Naive MLA by sealed SDPA."""
     k, v = up_projected(latent, k_rope, w_kv)
     return torch.ops.mla.sealed_attention(q, k, v, mask, 0.0, causal, None, False)
 
@@ -127,7 +128,7 @@ def soft_cap(q: Tensor, latent: Tensor, k_rope: Tensor, w_kv: Tensor) -> Tensor:
 
 
 def turned_keys(q: Tensor, past: Tensor, new: Tensor, angle: Tensor, w_kv: Tensor) -> Tensor:
-    """Keys that a rope turns after their up-projection."""
+    """Keys are rotated after their up-projection."""
     latent = torch.cat([past, new], dim=1)
     k, v = (latent @ w_kv.T).unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], dim=-1)
     k = k * angle.cos() + torch.cat([-k[..., P // 2 :], k[..., : P // 2]], dim=-1) * angle.sin()
@@ -152,7 +153,7 @@ STATIC = random(B, T, L + R), random(B, SQ, L + R), LENGTHS, W_KV
 TURNED = LATENT[:, SQ:], LATENT[:, :SQ], random(T, P), W_KV
 GROWN = LATENT[:, SQ:], K_ROPE, LATENT[:, :SQ], W_KV
 ANY = (0, 2), (0, 1), (0, 1), ()
-"""Symbols for sequences, queries and keys."""
+"""Symbolic sizes: sequences, queries and keys."""
 
 CASES = {
     "absorbed, plain": Case(plain, (queries(), *KEYS), "absorbed"),

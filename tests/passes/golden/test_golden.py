@@ -1,4 +1,4 @@
-"""What the passes do to graphs, as files: whoever reviews a change to a pass sees it in their diff."""
+"""What the passes do to small graphs is kept in text files, so that a change to a pass is seen in their diff."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tests.passes.golden.cases import CASES
 from tests.passes.golden.texts import FOLDER, path_of, text_of
 
 SAME_ON = ("2.13", "2.15")
-"""Other versions of torch may trace the same functions to other nodes; the files are written on the first of these."""
+"""Other versions of torch may trace the functions to other nodes. The files are written with the first of these."""
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(SAME_ON), reason=f"graphs of torch {' and '.join(SAME_ON)}")

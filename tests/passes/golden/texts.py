@@ -1,4 +1,4 @@
-"""The texts of the cases: `python -m tests.passes.golden.texts` writes them anew, to be read in the diff."""
+"""The texts of the cases. `python -m tests.passes.golden.texts` writes the files again; review their diff."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def path_of(name: str) -> Path:
 
 
 def text_of(case: Case) -> str:
-    """What is proved of the attention of a case, what is chosen, and its graph before and after the passes."""
+    """What is proved of a case's attention, the choice of its path, and its graph before and after the passes."""
     module = capture(case.function, *case.inputs, symbolic=case.symbolic)
     before = graph_text(module.graph)
     trace = Trace(module.graph)

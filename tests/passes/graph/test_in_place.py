@@ -1,4 +1,4 @@
-"""Writes into a graph's inputs: by index and into the input itself where Inductor would go over all of it."""
+"""Writes into a graph's input are made by index and in place where Inductor would go over the whole input."""
 
 import pytest
 import torch

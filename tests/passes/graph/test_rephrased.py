@@ -1,5 +1,4 @@
-"""Differential attention is two attentions, where both are MLA, and weights times a number a row are one; else it stays
-one product."""
+"""Differential attention becomes two attentions, and weights times one number per row become one, if all are MLA."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from tests.passes.spellings import SCALE, SQ, Function, N, T
 
 
 def differential(subtract: Function, values: Function = lambda v: v, dtype: torch.dtype | None = None) -> Function:
-    """Two softmaxes, each of queries of its own, and what `subtract` makes of them."""
+    """Two softmaxes, each with its own queries, and `subtract` of the two as attention weights."""
 
     def attention(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)
@@ -26,7 +25,7 @@ def differential(subtract: Function, values: Function = lambda v: v, dtype: torc
 
 
 def multiplied(factor: Function, values: Function = lambda v: v) -> Function:
-    """One softmax, multiplied by what `factor` makes of queries `[B, N, Sq, P + R]`."""
+    """One softmax, multiplied by `factor(q)`, where `q` is `[B, N, Sq, P + R]`."""
 
     def attention(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)

@@ -1,4 +1,4 @@
-"""The rewritten graph, line by line, for the absorbed and for the chunked path; and what a rewrite keeps of the old."""
+"""The rewritten graph of the absorbed and the chunked path, line by line, and what a rewrite keeps of the old graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.passes.spellings import SCALE, UNKNOWN, L, N, P, R, T, V
 
 
 def attention(q: Tensor, latent: Tensor, k_rope: Tensor, w_kv: Tensor, mask: Tensor) -> Tensor:
-    """Queries with heads after tokens, everything else as DeepSeek's code has it."""
+    """Queries have heads after tokens; everything else is as in DeepSeek's code."""
     k_nope, v = mla.up_projected(latent, w_kv)
     return mla.sealed(q.transpose(1, 2), torch.cat([k_nope, mla.to_heads(k_rope)], -1), v, mask)
 
@@ -24,7 +24,7 @@ def tensors() -> tuple[Tensor, ...]:
 
 
 def readable(module: fx.GraphModule) -> str:
-    """One line a node: its number, shape, op and arguments. Inputs keep their names."""
+    """One line per node: its number, shape, op and arguments. Inputs keep their names."""
     names: dict[fx.Node, str] = {}
     lines = []
     for node in module.graph.nodes:
@@ -133,7 +133,7 @@ def test_an_outcome_names_the_sizes_of_its_site() -> None:
 
 
 def test_a_view_that_needed_no_copy_before_may_need_one_after() -> None:
-    """SDPA's output is contiguous over heads; that of the rewritten site is over tokens."""
+    """SDPA's output has heads before tokens in memory, that of the rewritten site tokens before heads."""
 
     def merged(*args: Tensor) -> Tensor:
         o = attention(*args)

@@ -1,4 +1,4 @@
-"""Layers that are the same code are traced once, also where torch gives each cache a length of its own."""
+"""Layers with the same code are traced once, even if torch gives the length of each cache its own symbol."""
 
 from dataclasses import dataclass
 
@@ -69,7 +69,7 @@ def test_lengths_of_their_own(traced, lengths, times):
 
 @dataclass(frozen=True)
 class First(Kind):
-    """The first keys are seen."""
+    """The first `count` keys are seen."""
 
     count: int
     reads = ()
@@ -80,7 +80,7 @@ class First(Kind):
 
 @dataclass(frozen=True)
 class Behind(Kind):
-    """All keys but the first are seen: of the same fields."""
+    """The first `count` keys are hidden: another kind with the same fields."""
 
     count: int
     reads = ()

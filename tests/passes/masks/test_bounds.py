@@ -1,4 +1,4 @@
-"""Masks that are a number of keys a sequence reach attention over pages as lengths; what is less, or more, as masks."""
+"""Masks that hide all but the first keys of a sequence reach ops over pages as lengths; any other stays a mask."""
 
 import math
 
@@ -25,7 +25,7 @@ def of_each(lengths):
     return lengths[:, None, None, None]
 
 
-# mask of lengths `[B]` for Sq queries, how many keys a sequence has, whether there is a causal limit
+# The mask for lengths `[B]` and Sq queries; the number of keys of each sequence; whether there is a causal limit.
 SPELLINGS = {
     "before the length": (lambda n, q: keys() < of_each(n), lambda n, q: n, False),
     "up to a position": (lambda n, q: keys() <= of_each(n), lambda n, q: n + 1, False),
@@ -56,7 +56,7 @@ SPELLINGS = {
 
 
 def arguments(module):
-    """Those of the one paged op: lengths, whether causal, mask, first positions, each as a node or a constant."""
+    """Arguments of the one paged op: lengths, whether causal, mask, first positions; each is a node or a constant."""
     (paged,) = [node for node in module.graph.nodes if node.target in OPS.values()]
     names = [argument.name for argument in paged.target._schema.arguments]
     given = dict(zip(names, paged.args, strict=False)) | paged.kwargs
@@ -64,7 +64,10 @@ def arguments(module):
 
 
 def compiled(mask, queries, *lengths, path="absorbed"):
-    """The graph after the passes, its inputs, and its outcome; it is right for all lengths, and nothing is gathered."""
+    """The graph after the passes, its inputs without the lengths, and its outcome.
+
+    Asserts that it is right for all `lengths`, and that nothing is gathered.
+    """
     tensors = (*inputs(queries=queries), torch.tensor(lengths[0]))
 
     def decode(q, pool, table, weight, lengths):
@@ -113,7 +116,6 @@ def test_a_number_of_tokens_that_is_a_symbol(path):
         assert_as_close_as_eager(run(module, *given), decode(*given), exact)
 
 
-# A mask that is no number of keys of each sequence stays one.
 NEAR_MISSES = {
     "other lengths for each query": lambda n, q: keys() < of_each(n) + 2 * rows(q),
     "backwards": lambda n, q: keys() <= of_each(n) - rows(q),
@@ -136,7 +138,7 @@ def test_what_is_no_number_of_keys_stays_a_mask(mask, path):
 
 @pytest.mark.parametrize("path", OPS)
 def test_a_finite_number_stays_a_mask(path):
-    """Where it hides all keys of a query, that attends to all of them alike."""
+    """A query whose keys are all hidden by a finite number attends to all of them alike, which no length can say."""
 
     def mask(lengths, queries):
         return torch.zeros(2, 1, queries, T).masked_fill(keys() >= of_each(lengths), torch.finfo(torch.float32).min)

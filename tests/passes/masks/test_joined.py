@@ -1,4 +1,4 @@
-"""Keys in parts, each with a mask of its own: named together where one part is, as DeepSeek-V4 has it; or a tensor."""
+"""Keys in two parts with a mask each, as in DeepSeek-V4: if a top-k names keys of one, both name theirs to the op."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ def tensors(queries: int, near: int, far: int) -> tuple[Tensor, ...]:
 
 
 def window(queries: int, near: int, scores: Tensor) -> Tensor:
-    """The latest keys up to a query's own, [1, 1, Sq, T1]."""
+    """0 at the latest `WINDOW` keys up to a query's own, [1, 1, Sq, T1], and a low number elsewhere."""
     query, key = arange(queries)[:, None] + (near - queries), arange(near)
     seen = (key <= query) & (key > query - WINDOW)
     return torch.where(seen, 0.0, torch.full((), LEAST, dtype=torch.float64))[None, None]
 
 
 def named(scores: Tensor, *, ready: bool = True, extra: int = 1) -> Tensor:
-    """0 at the keys of the greatest scores, as transformers writes it: those that are not ready yet go to one more."""
+    """0 at the keys with the greatest scores, -inf elsewhere, as transformers writes it.
+
+    Keys that are not `ready` for a query go to an extra column, which is cut off.
+    """
     far = scores.shape[2]
     index = scores.topk(TOPK, dim=-1).indices
     if ready:
@@ -50,7 +53,7 @@ def named(scores: Tensor, *, ready: bool = True, extra: int = 1) -> Tensor:
 
 
 def attention(mask: Mask) -> Callable[..., Tensor]:
-    """Keys that are values, for all heads alike."""
+    """Attention whose keys are its values, the same for all heads."""
 
     def attend(x: Tensor, near: Tensor, far: Tensor, w_q: Tensor, scores: Tensor) -> Tensor:
         q = (x @ w_q).view(x.shape[0], x.shape[1], N, L).transpose(1, 2)
@@ -103,7 +106,7 @@ def causal(queries: int, near: int, scores: Tensor) -> Tensor:
 
 
 def in_order(queries: int, near: int, scores: Tensor) -> Tensor:
-    """Named first, then the window: where the parts lie does not matter."""
+    """A top-k in the first part, too."""
     return named(scores[..., :near], ready=False)
 
 
@@ -138,7 +141,7 @@ def random(queries: int, near: int, scores: Tensor) -> Tensor:
 
 
 def two_numbers(scores: Tensor) -> Tensor:
-    """What is not named has its scores lowered, and is not hidden."""
+    """Scores of keys that are not named are lowered by 3, which does not hide them."""
     index = scores.topk(TOPK, dim=-1).indices
     return scores.new_full((B, 1, *scores.shape[1:]), -3.0).scatter(-1, index[:, None], 0.0)
 
@@ -166,7 +169,7 @@ def test_other_joins_stay_one_tensor(mask: Mask) -> None:
 
 
 def test_the_cost_model_takes_few_of_many_keys() -> None:
-    """8,192 compressed keys, of which 2 are named, beside 3 of a window: 5 of 8,195 are read."""
+    """Of 8,192 compressed keys, 2 are named, and 3 are in the window: 5 of 8,195 keys are read."""
     few, many = tensors(1, 3, 2), tensors(1, 3, 8192)
     device = Device("of the tests", 1e12, 1e11)
     found = {}
@@ -180,6 +183,7 @@ def test_the_cost_model_takes_few_of_many_keys() -> None:
 
 
 def test_without_named_keys_the_mask_is_the_graphs_own() -> None:
+    """The absorbed path reads all keys, under the mask that the graph has computed."""
     given = tensors(5, 5, 7)
     module = capture(attention(of_two()), *given)
     before = run(copy.deepcopy(module), *given)

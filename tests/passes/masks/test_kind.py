@@ -1,4 +1,4 @@
-"""A kind of mask that says less than it could comes out as its tensor: no op is told less for it."""
+"""Kinds of masks without some or all of their optional methods: what these would say is in their tensors, too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.passes.graphs import capture, rewrite, run
 from tests.passes.mask_cases import MINIMUM, added, attention
 
 B, SQ, T = 2, 3, 12
-"""Those of pages and of dense caches alike: 3 pages of 4."""
+"""The same for pages and dense caches: 3 pages have 12 keys."""
 PATHS = ("absorbed", "chunked", "sparse")
 MANDATORY = {"reads", "tensor"}
 OPTIONAL = sorted(name for name in vars(Kind) if not name.startswith("_") and name not in MANDATORY)
@@ -76,7 +76,7 @@ MASKS: dict[str, Masks] = {
 
 
 def forgetful(kind: Kind, forgotten: set[str]) -> Kind:
-    """A kind like another, but for what it has forgotten."""
+    """A kind that is `kind` without the methods `forgotten`."""
 
     def of_the_other(name: str) -> Any:
         if isinstance(vars(Kind)[name], property):
@@ -89,7 +89,7 @@ def forgetful(kind: Kind, forgotten: set[str]) -> Kind:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch, *forgotten: str) -> None:
-    """Make every kind forget."""
+    """Make the passes recognise only kinds without the methods `forgotten`."""
 
     def less(recognise: Callable[..., Kind | None]) -> Callable[..., Kind | None]:
         def recogniser(*args: Any) -> Kind | None:
@@ -143,7 +143,7 @@ KEPT = torch.float8_e4m3fn, torch.bool, torch.int64
 
 
 def rewritten(cache: Cache, mask: Masks) -> Iterator[tuple[fx.GraphModule, Outcome]]:
-    """On each path; every result is as close to float64 as eager's."""
+    """The graph and outcome of each path. Asserts that every result is as close to float64 as eager's."""
     function, tensors = cache(mask)
     traced = capture(function, *tensors)
     exact = function(*(t if t.dtype in KEPT else t.double() for t in tensors))
@@ -157,7 +157,7 @@ def rewritten(cache: Cache, mask: Masks) -> Iterator[tuple[fx.GraphModule, Outco
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a dense cache is read up to its lengths on every path."""
+    """Pretend that no kernel looks at masks, so that every path reads a dense cache up to its lengths."""
     monkeypatch.setattr(absorbed, "_LOOK_AT_MASKS", set())
 
 
@@ -209,7 +209,7 @@ def test_what_a_kind_forgets_is_not_lost_where_sizes_are_symbols(
 
 @dataclass(frozen=True)
 class EveryOther(Kind):
-    """A kind of mask that nobody has known so far: it hides the keys of odd index."""
+    """A kind of mask that the passes do not have: it hides the keys with an odd index."""
 
     reads: tuple[Read, ...] = ()
 
@@ -221,7 +221,7 @@ class EveryOther(Kind):
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_a_new_kind_hides_keys_beside_any_other(cache: Cache, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here it is what a mask of the graph says that the passes have not read: nothing but its tensor hides keys."""
+    """It is added to what the passes understand of each mask. It has only a tensor, which has to hide its keys."""
     understand = meaning.understand
 
     def with_another(*args: Any) -> meaning.Meaning:

@@ -1,4 +1,4 @@
-"""MLA under any mask is rewritten and stays right, rows that are masked everywhere included."""
+"""MLA under any mask is rewritten and stays right, even in rows that are masked everywhere."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_softmax_by_hand_with_masks(change: Function) -> None:
     "fill", [-math.inf, -1e30, torch.finfo(torch.float32).min], ids=["minus infinity", "-1e30", "least float32"]
 )
 def test_a_row_that_is_masked_everywhere(fill: float) -> None:
-    """NaN with minus infinity, the mean of all values with a finite number: as the graph was."""
+    """NaN with minus infinity, the mean of all values with a finite number: as before the passes."""
     seen = torch.ones(SQ, T, dtype=torch.bool)
     seen[1] = False
 
@@ -90,7 +90,7 @@ def test_a_row_that_is_masked_everywhere(fill: float) -> None:
 
 
 def test_a_row_that_two_finite_masks_reject_everywhere() -> None:
-    """Left padding: what padding rejects and what causality rejects is all there is; every key weighs the same."""
+    """Left padding: padding and causality together reject all keys of a row, each of which then weighs the same."""
     causal = torch.ones(SQ, T, dtype=torch.bool).tril(2)
     padding = (torch.arange(T) >= 4).expand(SQ, T)
 
@@ -102,7 +102,7 @@ def test_a_row_that_two_finite_masks_reject_everywhere() -> None:
 
 
 def test_a_row_that_infinity_rejects_in_part_and_a_finite_bias_in_the_rest() -> None:
-    """What minus infinity rejected stays rejected, though a finite mask is added after."""
+    """Keys that minus infinity rejects stay rejected, although a finite mask is added afterwards."""
     causal = torch.ones(SQ, T, dtype=torch.bool).tril(2)
     padding = (torch.arange(T) >= 4).expand(SQ, T)
 

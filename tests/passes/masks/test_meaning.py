@@ -1,4 +1,4 @@
-"""What a mask means is read from the graph that makes it, and is element by element the mask; in doubt a tensor."""
+"""The meaning of a mask, read from the graph, is the mask, element by element; in doubt it is just a tensor."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def understood(
 
 
 def attends(meaning: Meaning, site: Site, module: fx.GraphModule, tensors: Sequence[Tensor]) -> np.ndarray:
-    """The pairs that a meaning lets meet, `[B, Sq, T]`, element by element from its kinds."""
+    """Which keys each query attends to by a meaning, bool `[B, Sq, T]`, computed element by element from its kinds."""
     world = World({node: v.numpy() for node, v in values(module, *tensors).items() if isinstance(v, Tensor)})
     for value in module.graph.find_nodes(op="placeholder"):
         for size, actual in zip(value.meta["val"].shape, world.tensors[value].shape, strict=True):

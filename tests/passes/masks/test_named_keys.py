@@ -1,4 +1,4 @@
-"""Masks that name keys become what sparse attention reads; in doubt they stay masks."""
+"""Keys that a mask names one by one, as by a top-k, are all that sparse attention reads; in doubt it stays a mask."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPARSE |= {
     for name in ("top-k scattered into infinity", "top-k as DeepSeek writes it", "top-k filled into a causal mask")
 }
 NOWHERE = torch.rand(B, SQ, T, generator=generator) - (arange(T) < 9).double()
-"""Scores whose greatest are at keys that a top-left causal mask hides."""
+"""Scores that are greatest at keys that a top-left causal mask hides."""
 
 
 def sparse(function: mla.Function, tensors: Sequence[Tensor], symbolic: Sequence[Sequence[int]] = ()) -> fx.GraphModule:
@@ -71,7 +71,7 @@ ROWS = {
 @pytest.mark.parametrize("spelling", [attention, by_hand])
 @pytest.mark.parametrize("kind", ROWS)
 def test_queries_whose_named_keys_are_all_hidden(kind: str, spelling: Callable[[Mask], mla.Function]) -> None:
-    """0 from SDPA, NaN from a softmax, the mean of all values where what hides is a number: as the graph was."""
+    """0 from SDPA, NaN from a softmax, the mean of all values if a finite number hides: as before the passes."""
     if kind == "bool" and spelling is by_hand:
         pytest.skip("a bool mask is not added")
 

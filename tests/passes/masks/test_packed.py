@@ -1,4 +1,4 @@
-"""Sequences packed one behind the other in one row: however their mask is made of `cu_seqlens`, it is right."""
+"""Sequences packed into one row: rewritten and right, however their mask is computed from `cu_seqlens`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.passes.checks import compiled
 from tests.passes.spellings import Function, T
 
 STARTS = torch.tensor([0, 3, 7, T], dtype=torch.int32)
-"""`cu_seqlens`: where each sequence begins, and the end."""
+"""`cu_seqlens`: where each sequence begins, and where the last one ends."""
 
 
 def tensors() -> tuple[Tensor, ...]:
@@ -31,11 +31,11 @@ SEQUENCES: dict[str, Function] = {
     "starts that are counted": lambda cu, n: (token(n)[:, None] >= cu[None, 1:]).sum(-1),
     "positions that restart": lambda cu, n: (positions(cu, n).diff(prepend=torch.full((1,), -1)) != 1).cumsum(-1),
 }
-"""Which sequence a token is of; the last is what transformers makes of `position_ids`."""
+"""Ways to compute the index of each token's sequence; the last is that of transformers, from `position_ids`."""
 
 
 def positions(cu: Tensor, n: int) -> Tensor:
-    """Of tokens in their sequences."""
+    """The position of each token in its sequence."""
     return token(n) - cu[SEQUENCES["searchsorted"](cu, n)]
 
 

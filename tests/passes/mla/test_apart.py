@@ -1,4 +1,4 @@
-"""Keys and values that are up-projected from a latent each: few queries attend to both, many stay as they are."""
+"""Keys and values with a latent each: few queries attend to both latents; for many, the attention is unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.passes.spellings import SCALE, Function, L, N, P, R, T, V
 def attention(
     keys: Function, values: Function, *, rope: bool = True, score: Function = lambda s: s, bias: bool = False
 ) -> Function:
-    """MLA whose keys are made of what `keys` makes of the latent, and the values of what `values` makes of it."""
+    """MLA whose keys are up-projected from `keys(latent)` and whose values are up-projected from `values(latent)`."""
 
     def function(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         w_uk, w_uv = mla.weights(w_kv)
@@ -113,6 +113,7 @@ def test_many_stay_as_they_are(function: Function) -> None:
 
 
 def test_kernels_of_other_devices_hold_rope_keys_whole() -> None:
+    """The keys' latent would be a rope key, and is too wide for kernels other than those of CPUs."""
     function = APART["two latents in one cache"]
     module = capture(function, *(t.to("meta") for t in mla.tensors()))
     (outcome,) = rewrite(module, "absorbed")

@@ -1,4 +1,4 @@
-"""One factor a key on keys and values: the latent times it is the latent of both."""
+"""Keys and values multiplied by one factor per key: the latent times this factor is the latent of both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.passes.spellings import Function, N, P, T, V, sealed
 
 
 def gate(latent: Tensor) -> Tensor:
-    """A number a key, `[B, T]`."""
+    """One number per key, `[B, T]`."""
     return latent[..., 0].sigmoid()
 
 
@@ -32,7 +32,7 @@ def gated(
     whole: bool = False,
     attend: Function = sealed,
 ) -> Function:
-    """Keys without rope (or with it, the `whole` of them) and values times a factor of each key."""
+    """MLA whose nope keys, or `whole` keys with the rope key, and values are multiplied by one factor per key."""
 
     def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         g = factor(latent)[:, None, :, None]
@@ -45,7 +45,7 @@ def gated(
 
 
 def together(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """The product of keys and values is gated before heads are split off."""
+    """The up-projected keys and values of all heads are gated before they are split into heads."""
     kv = (latent @ w_kv) * gate(latent)[..., None]
     k, v = kv.unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], -1)
     return sealed(mla.queries(x, w_q), torch.cat([k, mla.to_heads(k_rope)], -1), v)

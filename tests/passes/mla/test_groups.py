@@ -1,4 +1,4 @@
-"""Groups of heads with a latent each: one attention a group, which the passes tell apart, or say why not."""
+"""Groups of heads with a latent each: the passes find one attention per group, or say why not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def repeated(latents: Tensor, weight: Tensor) -> Tensor:
 
 
 def joined(latents: Tensor, weight: Tensor) -> Tensor:
-    """Group by group."""
+    """Up-projected group by group, and concatenated."""
     groups = zip(latents.unbind(2), weight.chunk(latents.shape[2]), strict=True)
     return torch.cat([(c @ w.flatten(0, 1).t()).unflatten(-1, w.shape[:2]) for c, w in groups], 2).transpose(1, 2)
 
@@ -62,14 +62,14 @@ def softmax(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 
 def slopes(scores: Tensor) -> Tensor:
-    """A bias that differs between heads, and what is behind a query hidden."""
+    """A bias that differs between heads, and a causal mask."""
     rows, keys = torch.arange(SQ)[:, None], torch.arange(T)
     bias = torch.arange(HEADS).double()[:, None, None] * (keys - rows) / 8
     return (scores + bias).masked_fill(keys > rows + T - SQ, -torch.inf)
 
 
 def in_one_tensor(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
-    """Latents behind the rope key in one cache, where no group begins at a multiple of its width."""
+    """Latents after the rope key in one cache, so that no group begins at a multiple of its width."""
     cache = torch.cat([k_rope, latents.flatten(2)], -1)
     parts = [cache[..., R + g * L : R + (g + 1) * L] for g in range(G)]
 
@@ -81,8 +81,10 @@ def in_one_tensor(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv
 
 
 def of_its_own(*order: int, attend: Callable[..., Tensor] = sealed) -> Callable[..., Tensor]:
-    """Each group has a latent and a matrix that are tensors of their own, and heads of other groups behind its own;
-    the keys' latents in this `order`."""
+    """The latent and the matrix of each group are tensors of their own; groups are concatenated along the heads.
+
+    The keys use the latents in this `order`, the values in the order of their groups.
+    """
 
     def function(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
         normed = [F.rms_norm(c, (L,)) * (g + 1) for g, c in enumerate(latents.unbind(2))]
@@ -98,14 +100,14 @@ def of_its_own(*order: int, attend: Callable[..., Tensor] = sealed) -> Callable[
 
 
 def a_head_each(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
-    """As many groups as heads, none of which is a slice of a tensor that all are in."""
+    """As many groups as heads; no tensor has the latents, or the weights, of all groups as slices."""
     normed = [F.rms_norm(c, (L,)) for c in latents.unbind(2)]
     k, v = (torch.stack([c @ w.exp().T for c, w in zip(normed, each, strict=False)], 1) for each in (w_uk, w_uv))
     return sealed(q[:, :G], torch.cat([k, to_heads(k_rope)[:, :G]], -1), v)
 
 
 def in_zeros(*places: int, cut: bool = True, attend: Callable[..., Tensor] = sealed) -> Callable[..., Tensor]:
-    """Keys and values written group by group into zeros, the values of each group, with a bias, from its place on."""
+    """Keys and values are written group by group into zeros. Values, with a bias, start at `places[g]` in group g."""
 
     def function(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
         k, v = (q.new_zeros(B, HEADS, T, width) for width in (P + R, V + 3))
@@ -121,7 +123,7 @@ def in_zeros(*places: int, cut: bool = True, attend: Callable[..., Tensor] = sea
 
 
 def gate(latents: Tensor) -> Tensor:
-    """One number a key for all heads."""
+    """One number per key for all heads."""
     return latents[..., 0, 0].sigmoid()[:, None, :, None]
 
 
@@ -137,7 +139,7 @@ def gated(
     *,
     whole: bool = False,
 ) -> Callable[..., Tensor]:
-    """Keys, or the `whole` of them with the rope, and values times a factor each."""
+    """Nope keys, or `whole` keys with the rope key, are multiplied by one factor, and values by the same or another."""
 
     def function(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
         k, factor = project(latents, w_uk), of_keys(latents)
@@ -149,19 +151,19 @@ def gated(
 
 
 def apart(latents: Tensor, weight: Tensor) -> Tensor:
-    """Of latents that are tensors of their own, joined over heads."""
+    """Each group's latent is a tensor of its own; groups are concatenated along the heads."""
     pairs = zip(latents.unbind(2), weight.chunk(G), strict=True)
     return torch.cat([torch.einsum("btl,ndl->bntd", c.exp(), w) for c, w in pairs], 1)
 
 
 def gated_apart(latents: Tensor, weight: Tensor) -> Tensor:
-    """Of latents that are tensors of their own, gated before they are joined."""
+    """The same, but each group is gated before groups are concatenated."""
     pairs = zip(latents.unbind(2), weight.chunk(G), strict=True)
     return torch.cat([torch.einsum("btl,ndl->bntd", c.exp(), w) * c[:, None, :, :1] for c, w in pairs], 1)
 
 
 def a_sequence_each(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention by hand, each product of a sequence written to a buffer."""
+    """Attention by hand; the products of each sequence are written to a buffer."""
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         whole = a.new_empty(*a.shape[:-1], b.shape[-1])
@@ -217,7 +219,7 @@ def test_a_latent_a_group_is_an_attention_a_group(function: Callable[..., Tensor
 
 
 def test_one_weight_for_all_groups_is_one_attention() -> None:
-    """Groups are sequences then."""
+    """Groups with one weight are like sequences of a batch."""
 
     def function(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
         k, v = (torch.einsum("btgl,ndl->bgntd", latents, w[:EACH]).flatten(1, 2) for w in (w_uk, w_uv))
@@ -228,7 +230,7 @@ def test_one_weight_for_all_groups_is_one_attention() -> None:
 
 @pytest.mark.parametrize("tokens", [T, L])
 def test_latents_that_tokens_of_a_sequence_mix_are_of_one_attention(tokens: int) -> None:
-    """A product of each sequence, which might be an up-projection of its own."""
+    """`mix @ latents` is one product per sequence, which is not to be taken for an up-projection of each sequence."""
 
     def mixed(q: Tensor, latents: Tensor, mix: Tensor, w_uv: Tensor) -> Tensor:
         c = (mix.tril() @ latents)[:, None]

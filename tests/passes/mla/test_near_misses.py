@@ -1,4 +1,4 @@
-"""What looks like MLA and is none stays as it is, with the sentence that says why."""
+"""What looks like MLA but is not stays unchanged, with a reason."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def tokens_make_the_weight(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tenso
 
 
 def keys_of_each_query(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """SDPA with the queries as a batch: each has keys of its own."""
+    """SDPA with queries in the batch: each query has keys of its own."""
     q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)
     order = torch.stack([torch.arange(T).roll(i) for i in range(SQ)])
     k, v = (t[:, :, order] for t in (k, v))
@@ -100,14 +100,14 @@ def keys_of_each_query(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w
 
 
 def experts(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """A router's weights of two matrices, times what these are applied to: each column has values of its own."""
+    """A router's softmax over two matrices: the products with these, which it weighs, differ for every token."""
     matrices = torch.stack([w_kv, w_kv.flip(0)])
     chosen = (latent @ matrices[:, :, 0].T).softmax(-1)
     return torch.einsum("bte,btl,elo->bto", chosen, latent, matrices)
 
 
 def unfactored_batch(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Batch and heads merged in one order for the weights, and in the other for the values."""
+    """Batch and heads are merged in one order for the attention weights, and in the other for the values."""
     q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)
     p = ((q @ k.transpose(-1, -2)) * SCALE).softmax(-1).reshape(B * N, SQ, T)
     return p @ v.transpose(0, 1).reshape(N * B, T, V)
@@ -191,7 +191,7 @@ def test_a_near_miss_stays_as_it_is(function: Function, reason: str) -> None:
 
 @pytest.mark.parametrize("function", [latent_of_each_head, tokens_make_the_weight])
 def test_a_latent_a_head_or_weights_of_each_sequence_are_groups(function: Function) -> None:
-    """Few of them: an attention for each."""
+    """There are few of them, and each becomes an attention of its own."""
     module = capture(function, *mla.tensors())
     before = run(module, *mla.tensors())
     (outcome,) = rewrite(module)

@@ -1,4 +1,4 @@
-"""Rope queries are read from what they were joined from, where one tensor of the join has them all."""
+"""Rope queries are read from before the join that made the queries, where one of its tensors has all of them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ B, N, P, R = Axis(2), Axis(3), 8, 4
 
 
 def joined(*widths, dtypes=None, dim=-1):
-    """A graph's join of tensors `[2, 3, width]`."""
+    """A `cat` node of tensors `[2, 3, width]`, or `[width, 3, 2]` along another `dim`, and these tensors."""
     graph = fx.Graph()
     pieces = []
     for i, width in enumerate(widths):

@@ -1,4 +1,4 @@
-"""Rope keys of each head: few queries attend to the latent, and what these keys add to scores is added as a bias."""
+"""A rope key for each head: few queries attend to the latent, and what these keys add to the scores is a bias."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.training import assert_every_gradient
 
 
 def of_each_head(k_rope: Tensor) -> Tensor:
-    """`[B, N, T, R]`, of `[B, T, R]`"""
+    """Rope keys `[B, N, T, R]` that differ between heads, from `[B, T, R]`."""
     return (mla.to_heads(k_rope) * torch.arange(1, N + 1)[:, None, None]).sin()
 
 
@@ -34,7 +34,7 @@ def causal(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor)
 
 
 def two_scores(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Scores of the rope keys with a scale of their own; those of one sequence's last keys are a low number."""
+    """Scores of the rope keys have their own scale; a low number replaces all scores of one sequence's last keys."""
     k_nope, v = mla.up_projected(latent, w_kv)
     q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
     scores = q_nope @ k_nope.mT * SCALE + q_rope @ of_each_head(k_rope).mT * 0.3
@@ -43,13 +43,13 @@ def two_scores(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Ten
 
 
 def a_second_latent(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Keys that are a sum of two up-projections, one of them of no latent of the values."""
+    """Keys are a sum of two up-projections, only one of which is of the values' latent."""
     k_nope, v = mla.up_projected(latent, w_kv)
     return mla.softmax(mla.queries(x, w_q)[..., :P], k_nope + mla.up_projected(latent.flip(1), w_kv)[0], v)
 
 
 def keys_are_latents(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Queries were taken to the latents by hand."""
+    """Queries are absorbed by hand."""
     w_uk, _ = mla.weights(w_kv)
     q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
     scores = torch.einsum("bnsp,npl->bnsl", q_nope, w_uk) @ latent[:, None].mT + q_rope @ of_each_head(k_rope).mT
@@ -93,7 +93,7 @@ def test_under_a_soft_cap_they_stay_as_they_are() -> None:
 
 
 class HalfAbsorbed(nn.Module):
-    """Keys that are the latent, beside rope keys of each head."""
+    """Keys are the latent, beside one rope key per head."""
 
     def __init__(self) -> None:
         super().__init__()

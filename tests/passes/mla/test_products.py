@@ -1,4 +1,4 @@
-"""Sums of products of one latent are a product with one weight: adapters beside an up-projection."""
+"""Adapters (LoRA, DoRA) beside an up-projection: sums of products of one latent are a product with one weight."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.passes.mla.test_prove import site
 from tests.passes.spellings import Function, L, N, P, T, V
 
 RANK, OUT = 6, N * (P + V)
-"""A rank with which no latent becomes as wide as a multiple of the heads or the keys."""
+"""A rank that is divisible by neither N nor T, by which `unfolded` recognises tensors."""
 
 
 def inputs() -> tuple[Tensor, ...]:
-    """Those of a spelling, an adapter `[L, RANK]` and `[RANK, OUT]`, and a magnitude `[OUT]`."""
+    """The tensors of MLA, an adapter `[L, RANK]` and `[RANK, OUT]`, and magnitudes `[OUT]`, as in DoRA."""
     generator = torch.Generator().manual_seed(2)
     shapes = (L, RANK), (RANK, OUT), (OUT,)
     return *mla.tensors(), *(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -60,7 +60,7 @@ def twice(x, latent, k_rope, w_q, w_kv, a, b, _):
 
 
 def of_heads(x, latent, k_rope, w_q, w_kv, a, b, _):
-    """Added after the heads are told apart, to the keys alone."""
+    """The adapter is added after the split into heads, to the keys alone."""
     k_nope, v = mla.up_projected(latent, w_kv)
     k_nope = k_nope + to_heads(latent @ a @ b)[0]
     return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(k_rope)], -1), v)
@@ -77,7 +77,7 @@ def full_rank(x, latent, k_rope, w_q, w_kv, *_):
 
 
 def latent_as_product(x, latent, k_rope, w_q, w_kv, a, b, _):
-    """The latent is a product too, and has an adapter of its own."""
+    """The latent is a product with an adapter, too."""
     own = latent @ w_q[:L, :L] + latent @ a @ b[:, :L]
     return attend(x, k_rope, w_q, own @ w_kv + own @ a @ b)
 
@@ -98,7 +98,7 @@ def test_a_sum_is_one_weight(function: Function) -> None:
 @pytest.mark.parametrize("path", ["absorbed", "chunked"])
 @pytest.mark.parametrize("function", [beside, twice])
 def test_the_sum_is_written_nowhere(function: Function, path: str) -> None:
-    """In the dtype of weights its rounding could leave nothing of a small adapter: each summand is multiplied alone."""
+    """Rounded to the weights' dtype, a sum could lose a small adapter: each term is multiplied separately."""
     module = capture(function, *inputs())
     before = run(module, *inputs())
     (outcome,) = rewrite(module, path)

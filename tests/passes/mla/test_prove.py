@@ -1,4 +1,4 @@
-"""An attention is proved to be MLA: which latent, which weights, which pieces, over which axes."""
+"""The proof that an attention is MLA finds its latent, weights and rope pieces, and the axes of each."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def refused(function: Function, *inputs: Tensor) -> str:
 
 
 def test_latents_of_two_widths_are_two_latents() -> None:
-    """Their first columns are the same memory; that does not make them one."""
+    """Their first columns are the same memory, but that does not make them one latent."""
 
     def attention(q: Tensor, cache: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
         return (q @ (cache @ w_uk).mT).softmax(-1) @ (cache[..., :4] @ w_uv)
@@ -112,7 +112,7 @@ def test_latents_of_two_widths_are_two_latents() -> None:
 
 
 def test_values_that_are_some_columns_of_the_keys_are_not_the_keys() -> None:
-    """Absorbed by hand over one cache of latent and rope key together."""
+    """Absorbed by hand over a cache that holds latent and rope key in one tensor: proved so, or refused."""
 
     def attention(q: Tensor, cache: Tensor) -> Tensor:
         return (q @ cache.mT).softmax(-1) @ cache[..., :L]

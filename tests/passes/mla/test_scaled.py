@@ -1,4 +1,4 @@
-"""Whole keys, rope part included, times what no key has one of its own of."""
+"""Keys, rope part included, times factors that are the same for all keys: these multiply the queries instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.passes.spellings import B, Function, N, P, R, T
 
 
 def keys(change: Function, attend: Function = mla.softmax) -> Function:
-    """MLA, something done to its keys."""
+    """MLA with `change` applied to its whole keys."""
 
     def attention(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)
@@ -22,7 +22,7 @@ def keys(change: Function, attend: Function = mla.softmax) -> Function:
 
 
 def ropes(change: Function) -> Function:
-    """MLA, something done to the rope keys of all heads."""
+    """MLA with `change` applied to its rope keys after they are expanded to all heads."""
 
     def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         k_nope, v = mla.up_projected(latent, w_kv)
@@ -32,7 +32,7 @@ def ropes(change: Function) -> Function:
 
 
 def scores(*args: Tensor) -> Tensor:
-    """What the report says to write instead."""
+    """The factors of the keys are on the scores: what the report says to write instead."""
     return mla.softmax(*mla.naive(*args), lambda s: s * ramp(N, 1, T))
 
 
@@ -91,6 +91,6 @@ def test_what_makes_rope_keys_those_of_each_head_leaves_few_queries_the_latent(f
 
 
 @pytest.mark.parametrize("function", UNCHANGED.values(), ids=UNCHANGED)
-def test_what_differs_between_keys_is_not(function: Function) -> None:
+def test_a_number_divided_by_keys_stays_as_it_is(function: Function) -> None:
     for _, _, (outcome,) in compiled(function, mla.tensors()):
         assert outcome.path == "unchanged"

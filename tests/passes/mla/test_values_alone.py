@@ -1,4 +1,4 @@
-"""Values that are an up-projection beside keys that are none: few queries sum latents, and keys stay as they are."""
+"""Values that are an up-projection, beside keys that are not: few queries sum latents, and keys stay as they are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.passes.spellings import SCALE, SQ, UNKNOWN, B, Function, L, N, P, T, 
 def turned(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], cache: Callable[[Tensor], Tensor] = lambda c: c
 ) -> Function:
-    """Keys that are turned after their up-projection, values that are not."""
+    """MLA whose keys are rotated after their up-projection, from the latent `cache(latent)`."""
 
     def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         k, v = mla.up_projected(cache(latent), w_kv)
@@ -32,7 +32,7 @@ def turned(
 
 
 def values_left(module: fx.GraphModule) -> list[fx.Node]:
-    """Tensors of more columns than keys have, for each head and key."""
+    """Tensors with the columns of the values for each head and key."""
     tensors = [node for node in module.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
     wide = {V, P + V, N * V, N * (P + V)}
     shapes = {node: node.meta["val"].shape for node in tensors}
@@ -40,7 +40,7 @@ def values_left(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def check(function: Function, tensors: Sequence[Tensor], symbolic: Sequence[Sequence[int]] = ()) -> fx.GraphModule:
-    """It is rewritten, by the values alone, and right."""
+    """Assert that the path `values` is taken and the result right. Returns the rewritten graph."""
     module = capture(function, *tensors, symbolic=symbolic)
     before = run(module, *tensors)
     (outcome,) = rewrite(module, "values")
@@ -51,7 +51,7 @@ def check(function: Function, tensors: Sequence[Tensor], symbolic: Sequence[Sequ
 
 
 UNSAVED = ["keys and values cached unfolded", "keys with two parts of the latent"]
-"""Of the latter, keys have columns of the values."""
+"""Near misses that the path `values` does not take, either. In the second, keys have columns of the values."""
 OF_KEYS = {
     name: function
     for name, (function, _) in NEAR_MISSES.items()
@@ -65,7 +65,7 @@ def test_keys_may_be_anything(function: Function) -> None:
 
 
 def joint(add: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Function:
-    """One weight for keys and values, with a bias: rows of the latent times it."""
+    """One weight for keys and values, with a bias: `add(bias, rows of the latent, weight)`."""
 
     def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         rows = add(torch.arange(w_kv.shape[1]).to(w_kv).sin(), latent.flatten(0, 1), w_kv)
@@ -124,7 +124,7 @@ def with_a_bias_a_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def by_half_of_the_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Twice as many queries as keys and values."""
+    """Twice as many query heads as key and value heads."""
     return mla.sealed(
         torch.cat([q, q * 2], 1).unflatten(1, (2, N)).transpose(1, 2).flatten(1, 2), k, v, enable_gqa=True
     )
@@ -197,7 +197,7 @@ def of_one_latent(q: Tensor, latent: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tens
 
 
 def test_few_queries_take_it_and_many_stay_as_they_are() -> None:
-    """Sums of latents take `L` a query and key, 64, values `L V / Sq + V` then: 96 at 32 queries, 63.0 at 66."""
+    """Per query and key, sums of latents take L = 64 multiply-adds, values L V / Sq + V: as many where Sq is 64."""
     paths = {}
     for queries in (1, 4, 16, 128, 512):
         module = capture(of_one_latent, *decode(queries, 512))
@@ -212,7 +212,7 @@ def test_few_queries_take_it_and_many_stay_as_they_are() -> None:
 
 
 def test_many_queries_of_any_number_add_no_guard() -> None:
-    """Attention without a cache, of a hidden state: what most models have."""
+    """Attention over hidden states without a cache, as in most models that are not MLA."""
     module = capture(of_one_latent, *decode(40, 40, 256), symbolic=[(2,), (1,)])
     mode = torch._guards.detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"])
     before = len(mode.shape_env.guards)
@@ -252,7 +252,7 @@ def test_nothing_is_said_of_values_where_they_would_stay_on_a_cpu_too() -> None:
 
 @pytest.mark.parametrize(("most", "path"), [(32, "values"), (64, "unchanged")])
 def test_a_program_of_any_number_takes_it_where_scores_are_never_more_than_values(most: int, path: str) -> None:
-    """Values of 32 columns a head; the example has 2 queries."""
+    """Values have 32 columns per head; the example has 2 queries."""
     module = capture(of_one_latent, *decode(2, 512), symbolic=[(2,), (1,)])
     queries, keys = (n.meta["val"].shape[i].node.expr for n, i in zip(module.graph.nodes, (2, 1), strict=False))
     ranges = {queries: ValueRanges(1, most), keys: ValueRanges(64, 4096)}
@@ -278,7 +278,7 @@ def test_the_report_says_what_would_absorb_keys() -> None:
 
 
 def test_shared_code_is_that_of_the_same_scores() -> None:
-    """Two layers whose keys differ in what is read alone are traced once, and each has its own."""
+    """The keys of two layers differ only in what they read: the layers share code, which reads the keys of each."""
 
     def layers(q: Tensor, latent: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
         return of_one_latent(of_one_latent(q, latent, w_uk, w_uv).sin(), latent.cos(), w_uv, w_uk)

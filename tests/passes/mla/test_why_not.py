@@ -1,4 +1,4 @@
-"""The sentence of what stays as it is names the op or the sizes at which the trace stopped, and the line of source."""
+"""The reason of an unchanged attention names the op or the sizes at which the trace stopped, and the line of source."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def keys(change: Function) -> Function:
 
 
 def written_at_places_of_a_run(v: Tensor) -> Tensor:
-    """A buffer of this step, no cache."""
+    """The buffer is of this step alone, not a cache; its places are known only at run time."""
     return torch.zeros_like(v).index_copy(2, torch.randperm(T), v)
 
 
@@ -44,7 +44,7 @@ def written_to_a_cache(*args: Tensor) -> Tensor:
 
 
 def written_to_a_cache_for_more_sequences(*args: Tensor) -> Tensor:
-    """What is up-projected with a bias, written as `cache[:batch, :, start:end] = new`."""
+    """Keys and values of an up-projection with a bias are written as `cache[:batch, :, start:end] = new`."""
     x, latent, k_rope, w_q, w_kv, *caches = args
     expanded = (latent @ w_kv + w_kv[0]).view(B, T, N, P + V).transpose(1, 2)
     k_nope, v = expanded.split([P, V], dim=-1)
@@ -55,7 +55,7 @@ def written_to_a_cache_for_more_sequences(*args: Tensor) -> Tensor:
 
 
 def cut_at_other_borders(v: Tensor) -> Tensor:
-    """One row more, and every row cut off again that begins where none of the old ones did."""
+    """A row is added, and all rows are cut anew into rows of another width, which begin at other places."""
     joined = torch.cat([v, v.new_ones(*v.shape[:2], 1, V)], 2).reshape(B, N, V, T + 1)
     return joined[:, :, :-1].reshape(B, N, T + 1, V - 1)[:, :, :T]
 

@@ -1,4 +1,4 @@
-"""Graphs that take no guards: what would need one is refused, what all sizes fulfil is not."""
+"""Graphs that take no guards: a comparison that would need one is refused, one that holds for all sizes is not."""
 
 import pytest
 import torch

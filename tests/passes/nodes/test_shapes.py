@@ -1,4 +1,4 @@
-"""Sizes say what the guards say, in the symbols that torch has kept."""
+"""Sizes take the equations of guards into account, in the symbols that torch has kept."""
 
 import pytest
 import sympy
@@ -16,7 +16,7 @@ def test_an_equation_that_torch_has_solved_is_not_solved_otherwise():
     mode = FakeTensorMode(shape_env=ShapeEnv())
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     sizes = [mode.from_tensor(torch.zeros(n), symbolic_context=context).shape[0] for n in (11, 11, 8, 8, 3, 3)]
-    past, new, mask = next(  # torch puts the sum in the place of `mask`, by name the first of the three
+    past, new, mask = next(  # torch replaces `mask`, by name the first of the three, by the sum
         (a, b, c) for c in sizes[:2] for a in sizes[2:4] for b in sizes[4:] if str(c) == min(map(str, (a, b, c)))
     )
     before = [size_of(n) for n in (past, new)]
@@ -46,7 +46,7 @@ def test_another_quotient_stays_one(sizes):
 
 
 def test_as_many_pages_as_sequences():
-    """Torch has one symbol for both, and a quotient for the keys of a sequence."""
+    """torch has one symbol for pages per sequence and for sequences, and a quotient for the keys of a sequence."""
 
     def attention(pages, table, x, w_q, w_kv):
         cache = pages[table].flatten(1, 2)

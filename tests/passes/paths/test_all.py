@@ -1,4 +1,4 @@
-"""The list of paths: each is costed as itself, one more is known everywhere, and what is not on it is refused."""
+"""The list of paths: each has its own cost, one that is added is known everywhere, and an unknown name is refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_sparse_path_has_no_cost_without_a_number_of_keys() -> None:
 
 
 class Free(Absorbed):
-    """As absorbed, under a name of its own, and for nothing."""
+    """The absorbed path under another name, at no cost."""
 
     name = "free"
     why = "it costs nothing"
@@ -85,7 +85,7 @@ def test_one_more_path_is_one_more_entry(wanted: str, why: str) -> None:
 
 
 @pytest.mark.usefixtures("one_more")
-def test_it_may_be_asked_for_and_is_shown() -> None:
+def test_one_more_path_may_be_asked_for_and_is_shown() -> None:
     assert Options(path="free").path == "free"
     assert fastest(DIMS, DEVICE, 4, 1024).path == "free"
     assert style("free") == "absorbs"

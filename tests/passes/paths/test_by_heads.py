@@ -1,4 +1,4 @@
-"""Many queries under a function of the scores: a group of heads at a time, right, and never all scores at once."""
+"""Many queries under a function of the scores, such as a soft cap: a group of heads at a time, never all scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.passes.spellings import SCALE, SQ, UNKNOWN, Function, N, P, T
 
 
 def seen(blind: bool = False) -> Tensor:
-    """Bool `[Sq, T]`: no later keys; none at all for the second query if it is `blind`."""
+    """Bool `[Sq, T]`, causal; the second query sees no key at all if it is `blind`."""
     return torch.ones(SQ, T, dtype=torch.bool).tril(T - SQ) & ((torch.arange(SQ) != 1)[:, None] | (not blind))
 
 
@@ -29,7 +29,7 @@ def capped(s: Tensor) -> Tensor:
 
 
 def attention(weights: Function) -> Function:
-    """MLA whose weights are made of q k^T, `[B, N, Sq, T]`, by a function."""
+    """MLA whose attention weights are a function of the scaled scores, `[B, N, Sq, T]`."""
 
     def function(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)
@@ -39,7 +39,7 @@ def attention(weights: Function) -> Function:
 
 
 def in_two(*args: Tensor) -> Tensor:
-    """A function of the sum of two products, of which one is taken again."""
+    """A function of the sum of two products, one of which is used a second time."""
     q, k, v = mla.naive(*args)
     nope, rope = q[..., :P] @ k[..., :P].mT * SCALE, q[..., P:] @ k[..., P:].mT * SCALE
     return (capped(nope + rope) + 0.1 * rope.abs()).softmax(-1) @ v
@@ -120,7 +120,7 @@ def reread(*args: Tensor) -> Tensor:
 
 
 def transposed(*args: Tensor) -> Tensor:
-    """As many queries as keys, and scores of both with each other."""
+    """As many queries as keys, and a function of the scores and of their transpose."""
     x, latent, k_rope, *weights = args
     q, k, v = mla.naive(x[:, :1].expand(-1, T, -1) * torch.arange(T)[:, None], latent, k_rope, *weights)
     s = q @ k.mT
@@ -165,7 +165,7 @@ def test_what_needs_other_scores_too_stays(function: Function, reason: str) -> N
 
 
 class Capped(nn.Module):
-    """MLA with a causal soft cap, as a model would have it."""
+    """A layer of MLA with a soft cap under a causal mask."""
 
     L, N, P, R, V = 24, 4, 12, 8, 16
 
@@ -200,7 +200,7 @@ def test_compiled_it_is_as_right_as_eager(dtype: torch.dtype, dynamic: bool, mon
 
 
 def test_the_code_that_inductor_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of lengths that are symbols."""
+    """Compiled by Inductor, with symbolic lengths."""
     check_compiled(torch.bfloat16, True, monkeypatch)
 
 

@@ -1,4 +1,4 @@
-"""What the report says is what runs: for every path and layout of keys, its words against the ops of the graph."""
+"""The report says what runs: its words against the ops of the graph, for every path and layout of keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.passes.graphs import capture
 
 T = 12
 COUNTING = Device("that only counts FLOPs", 1e9, 1e18)
-"""On it the two paths of a dense cache are the faster one at some sizes each."""
+"""On it, each of the two paths of a dense cache is the faster one at some sizes."""
 UP_TO_LENGTHS = "reads the cache up to lengths, a page a sequence"
 PAGES = "reads the pages"
 GATHERED = "what the pages hold is gathered first"
@@ -43,7 +43,7 @@ def paged(q: Tensor, pool: Tensor, table: Tensor, weight: Tensor) -> Tensor:
 
 
 def capped(q: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
-    """MLA under a soft cap: scores that are no sum."""
+    """MLA under a soft cap: the scores are not a sum of products."""
     latent, k_rope = tokens.split([L, R], dim=-1)
     k_nope, v = (latent @ weight.T).unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], dim=-1)
     k = torch.cat([k_nope, k_rope[:, None].expand(-1, N, -1, -1)], dim=-1)
@@ -64,7 +64,7 @@ def gathered(pool: Tensor, table: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A site, the path that is asked for, and what has to come of it."""
+    """A site, the path that is asked for, and the ops and words that have to come of it."""
 
     function: Callable[..., Tensor]
     tensors: Sequence[Tensor]
@@ -72,7 +72,7 @@ class Case:
     ops: tuple[str, ...]
     words: str = ""
     gpu: bool = False
-    """Whether to pretend that no kernel looks at masks."""
+    """Whether to pretend that no kernel looks at masks, as on a GPU."""
     ranged: tuple[tuple[int, ...], ...] = ()
     """Dimensions of the tensors that are symbols without guards, as in an exported program."""
 
@@ -148,7 +148,7 @@ CASES = {
 
 @pytest.fixture
 def choices(monkeypatch: pytest.MonkeyPatch) -> list:
-    """What was chosen for the sites of the graphs that are rewritten."""
+    """The choice for each site that the pipeline handles, in order."""
     made = []
     choose = Chooser.__call__
     monkeypatch.setattr(Chooser, "__call__", lambda self, *args: made.append(choose(self, *args)) or made[-1])

@@ -1,4 +1,4 @@
-"""A dense cache of which sequences have so many keys: a page of its own for each, read up to its length.
+"""A dense cache under a mask of lengths is treated as one page per sequence, and read up to these lengths.
 
 Prefill does so on any device, decoding on a GPU.
 """
@@ -21,7 +21,7 @@ def on_a_gpu(monkeypatch):
 
 
 def rewritten(mask, queries, path="absorbed"):
-    """The ops that attend after the passes, which give the same in float64."""
+    """The attention ops of the graph after the passes. Asserts that the results are the same, in float64."""
     q, _, _, weight = (t.double() for t in inputs(queries=queries))
     cache = torch.randn(2, T, L + R, dtype=torch.float64)
 

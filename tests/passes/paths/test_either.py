@@ -1,4 +1,4 @@
-"""Which of two paths a run takes: the cost model's times at the sizes of that run."""
+"""Which of two paths a run takes: the faster one, by the cost model's times at the sizes of that run."""
 
 import pytest
 import sympy

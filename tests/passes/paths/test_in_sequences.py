@@ -1,4 +1,4 @@
-"""Packed sequences (`cu_seqlens`) are attended to each by itself, however long they are, by kernels' own ops alike."""
+"""Packed sequences (`cu_seqlens`), by torch's op or by flash-attn's: each attends to its own keys, of any number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.passes.graphs import capture, rewrite, run
 from tests.passes.spellings import HIDDEN, SCALE, Function, L, N, P, R
 
 V = 4
-"""Less than keys have, so that values are padded."""
+"""Narrower than keys, so that values are padded."""
 WINDOWS = {"causal": (-1, 0), "all keys": (-1, -1), "causal window": (2, 0), "window": (3, -1)}
 BATCHES = {
     "decode": ([1, 1, 1], [6, 11, 3]),
@@ -32,11 +32,11 @@ BATCHES = {
     "one": ([4], [9]),
 }
 SYMBOLIC = [(0,), (0,), (0,), (), (), (0,), (0,)]
-"""Dimensions of `tensors()`: tokens, and sequences."""
+"""The symbolic dimensions of `tensors()`: tokens and sequences."""
 
 
 def takes(option: str) -> Any:
-    """Skips a test where torch's function has no such option yet."""
+    """Skip a test where torch's `varlen_attn` does not have this option."""
     there = option in inspect.signature(varlen_attn).parameters
     return pytest.mark.skipif(not there, reason=f"torch's varlen_attn takes no {option}")
 
@@ -60,7 +60,7 @@ def tensors(queries: Sequence[int], keys: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def naive(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`q`, `k` and `v` [tokens, N, width]; values are as wide as keys, zeros the last of their columns."""
+    """`q`, `k` and `v` [tokens, N, width]; values are padded with zeros to the width of keys."""
     k_nope, v = (latent @ w_kv).view(-1, N, P + V).split([P, V], -1)
     k = torch.cat([k_nope, k_rope[:, None].expand(-1, N, -1)], -1)
     return (x @ w_q).view(-1, N, P + R), k, F.pad(v, (0, P + R - V))
@@ -78,7 +78,7 @@ def varlen(batch: Any, **options: Any) -> Function:
 def compiled(
     function: Function, inputs: Sequence[Tensor], symbolic: Sequence[Sequence[int]] = ()
 ) -> Iterator[tuple[str, fx.GraphModule, Outcome]]:
-    """For each path the graph after the passes, which was found to be right."""
+    """For each path, the graph after the passes, its results compared with those from before."""
     traced = capture(function, *inputs, symbolic=symbolic)
     before = run(traced, *inputs)
     for path in ("absorbed", "chunked"):
@@ -131,6 +131,7 @@ def test_keys_that_are_not_used_and_tokens_of_no_sequence() -> None:
 
 
 def test_a_sequence_longer_than_the_longest_is_no_number() -> None:
+    """One with more keys than the given maximum gives NaN; the others are right."""
     batch = [2, 3], [4, 9]
     inputs = tensors(*batch)
     for path in ("absorbed", "chunked"):
@@ -181,7 +182,7 @@ def test_the_op_that_torch_makes_of_it_is_read_alike() -> None:
 def of_backend(
     backend: SDPBackend, window: tuple[int, int] = (-1, 0), shared: bool = False, **options: Any
 ) -> Function:
-    """torch's op as `varlen_attn` calls it with the kernels it has chosen; `shared`: keys begin where queries do."""
+    """torch's op as `varlen_attn` calls it for the kernels `backend`; `shared`: keys start where queries do."""
 
     def attention(*args: Tensor) -> Tensor:
         starts = args[5], args[5 if shared else 6]

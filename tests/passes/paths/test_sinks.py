@@ -1,4 +1,4 @@
-"""Scores of keys without values take their share of the weights: the site is rewritten and the share is kept."""
+"""Sinks, scores without values, take a share of a softmax's weights: sites with sinks are rewritten and keep it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.passes.spellings import SCALE, SQ, B, Function, N, T
 
 
 def attention(weights: Function) -> Function:
-    """MLA whose weights are `weights(scores, sink)`, `sink` one number a head, already `[B, N, Sq, 1]`."""
+    """MLA whose attention weights are `weights(scores, sink)`; `sink` is one number per head, as `[B, N, Sq, 1]`."""
 
     def function(sink: Tensor, *args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)
@@ -30,7 +30,7 @@ def attention(weights: Function) -> Function:
 
 
 def masked(scores: Tensor) -> Tensor:
-    """Scores that leave the first query nothing, the second one key."""
+    """Masked scores: the first query sees no key, the second sees one."""
     seen = torch.ones(SQ, T, dtype=torch.bool).tril(-1)
     return scores.masked_fill(~seen, -math.inf)
 
@@ -46,7 +46,7 @@ def rounded(scores: Tensor) -> Tensor:
 def more(
     numerator: Function, addend: Function, shift: Function = lambda s, sink: 0, change: Function = lambda s: s
 ) -> Function:
-    """Exponentials divided by their sum and more, after something was taken from all of a row."""
+    """Exponentials divided by their sum and `addend`; before that, `shift` is subtracted from each row."""
 
     def weights(scores: Tensor, sink: Tensor) -> Tensor:
         scores = change(scores)

@@ -1,4 +1,4 @@
-"""Graphs drawn step by step: the form of every tensor says what the graph computes."""
+"""Random graphs: the form of every tensor says what the graph computes."""
 
 from __future__ import annotations
 

@@ -23,22 +23,22 @@ COMPUTE = """
     native_layer_norm native_layer_norm_backward nonzero prod rand randn randperm scalar_tensor sort sum
     sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride topk upsample_bilinear2d var
 """
-"""Core ops whose results are no elements of their operands, or are chosen by them."""
+"""Core ops whose results are not elements of their operands, or are elements that values choose."""
 
 OTHER_TENSORS = """
     _fw_primal _indices _make_dual _nested_get_values _nested_view_from_buffer _nested_view_from_jagged
     _sparse_broadcast_to _test_autograd_multiple_dispatch_view _values ccol_indices col_indices crow_indices
     indices row_indices values
 """
-"""Views of sparse, nested and dual tensors, which no graph of the passes has."""
+"""Views of sparse, nested and dual tensors, which the passes never see."""
 
 
 EACH_BY_ITSELF = "leaky_relu"
-"""Core ops of which torch 2.11 does not say so."""
+"""Core ops that are pointwise, but not tagged so by torch 2.11."""
 
 
 def operations() -> Iterator[OpOverload]:
-    """ATen's functional ops that a graph with no decompositions may have, but those on each element by itself."""
+    """ATen's functional ops that a graph without decompositions may have, except pointwise ones."""
     for name in torch._C._dispatch_get_all_op_names():
         space, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")

@@ -1,4 +1,4 @@
-"""Tensors put together head by head of which groups of heads are made of a tensor each: no head is another's."""
+"""Tensors put together from heads, of which each group comes from its own tensor: no head is taken for another."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_each_head_of_queries_is_its_own(join: Callable[[list[Tensor]], Tensor])
 
 
 def _indices(node: fx.Node, trace: Trace) -> int:
-    """How many of the heads a form tells apart."""
+    """How many heads the form of a node tells apart."""
     read = trace[node].term.read
     assert isinstance(read, Read)
     return max([1, *(int(digit.axis.size) for digit in read.dims[1] if digit.axis is not None)])
@@ -48,8 +48,8 @@ def _indices(node: fx.Node, trace: Trace) -> int:
 @pytest.mark.parametrize("join", JOINS.values(), ids=JOINS)
 @pytest.mark.parametrize("attempt", range(8))
 def test_no_group_repeats_another(join: Callable[[list[Tensor]], Tensor], attempt: int) -> None:
-    """The order of a set of axes is another in each run."""
-    kept = [object() for _ in range(attempt * 7)]  # other addresses
+    """The order of axes in a set depends on their addresses, which `kept` changes from attempt to attempt."""
+    kept = [object() for _ in range(attempt * 7)]
     x, _, _, w_q, _ = mla.tensors()
     graph = capture(lambda x, w_q: queries(x, w_q, join), x, w_q).graph
     trace = Trace(graph)

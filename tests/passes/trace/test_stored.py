@@ -1,4 +1,4 @@
-"""How an element is stored follows what happens to its axes, or is forgotten: it is never told wrongly."""
+"""What a form says about how elements are stored follows changes of its axes, or is forgotten, but is never wrong."""
 
 import pytest
 import torch
@@ -52,15 +52,15 @@ def test_a_lookup_of_other_keys_than_the_first_is_forgotten(change):
     assert of_the_result(module) is None
 
 
-def test_pages_that_are_divided_by_hand_are_rows_of_a_table():
-    """Before its pages lie one behind the other a lookup is no flat one: any of its axes may change."""
+def test_a_lookup_whose_pages_are_not_flattened_is_not_flat():
+    """Until pages and rows are flattened to keys, any axis of a lookup may change."""
     module = capture(lambda pool, table: pool[table][:, 1:, :2], POOL, TABLE)
     assert check_lookups(module, POOL, TABLE)
     assert of_the_result(module).flat is None
 
 
 def test_the_axes_that_a_lookup_binds_are_in_no_form():
-    """A graph that looks up the same pages twice, once flat: neither use changes what the other says."""
+    """The same pages are looked up twice, once flattened: neither use changes what is said of the other."""
     module = capture(lambda pool, table: (pool[table].flatten(1, 2), pool[table].transpose(1, 2)), POOL, TABLE)
     check_lookups(module, POOL, TABLE)
     forms = [Trace(module.graph)[node] for node in module.graph.nodes if node.op == "call_function"]

@@ -1,4 +1,4 @@
-"""The form of every tensor of a graph says what the graph computes, with sizes known and unknown."""
+"""The form of every tensor of a graph says what the graph computes, with static and symbolic sizes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ PRODUCTS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     aten.baddbmm.default: torch.bmm,
     aten.addbmm.default: lambda left, right: torch.bmm(left, right).sum(0),
 }
-"""What an op multiplies before it adds."""
+"""The product that each op computes before it adds."""
 
 
 def check_all(module: fx.GraphModule, *tensors: Tensor) -> Form:
-    """Check the form of every tensor of a graph; returns that of the output."""
+    """Check the form of every tensor of a graph. Returns the form of the output."""
     trace = Trace(module.graph)
     results = values(module, *tensors)
     world = World({node: _array(value) for node, value in results.items() if is_tensor(node)})
@@ -82,6 +82,7 @@ def product_scaled_by_head(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
 def test_a_scale_behind_a_product_is_one_of_its_few_bit_weight(
     function: Callable[..., Tensor], shape: tuple[int, ...]
 ) -> None:
+    """A product with an int8 weight that is scaled afterwards is one with the dequantised weight."""
     tensors = whole(2, 3, 4), whole(10, 4, seed=1).to(torch.int8), whole(*shape, seed=2)
     form = check_all(capture(function, *tensors), *tensors)
     assert isinstance(form.term.parts, Product)
@@ -118,7 +119,7 @@ def cache_written_in_place(x: Tensor, y: Tensor) -> Tensor:
 
 
 def put(x: Tensor, places: Tensor, what: Tensor, accumulate: bool = False) -> Tensor:
-    """`what` at places of the last dimension."""
+    """`x` with `what` at these places of the last dimension."""
     return aten.index_put(x, [None, None, places], what, accumulate)
 
 
@@ -381,7 +382,7 @@ def test_what_a_tensor_is_made_of(function: Callable[..., Tensor], parts: type |
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["known", "unknown"])
 def test_an_attention_is_a_product_of_products(symbolic: bool) -> None:
-    """Heads in the middle, keys joined from an up-projection and a broadcast, as models have it."""
+    """As in models: heads in the middle, and keys joined from an up-projection and a broadcast rope key."""
 
     def attention(x: Tensor, latent: Tensor, rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         q = (x @ w_q).view(x.shape[0], -1, 2, 5).transpose(1, 2)

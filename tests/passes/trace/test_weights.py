@@ -1,4 +1,4 @@
-"""Up-projections whose weights are kept in fewer bits: absorbed through the dequantisation, wherever it stands."""
+"""Up-projections with weights in int8 or FP8: absorbed through the dequantisation, wherever it is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUT = N * (P + V)
 
 
 def quantized(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A weight [OUT, L] in few bits, and a scale [OUT, 1] for each of its rows."""
+    """A weight [OUT, L] in int8 or FP8, and a scale [OUT, 1] for each of its rows."""
     weight = mla.tensors()[4].t()
     most = 127 if dtype == torch.int8 else torch.finfo(dtype).max
     scale = weight.abs().amax(1, keepdim=True) / most
@@ -26,7 +26,7 @@ def quantized(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def scaled_before(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w: Tensor, scale: Tensor) -> Tensor:
-    """The weight is dequantised, then multiplied with."""
+    """The weight is dequantised before the product."""
     return mla.combined(x, latent, k_rope, w_q, (w.to(scale.dtype) * scale).t())
 
 
@@ -37,14 +37,14 @@ def scaled_in_blocks(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w: 
 
 
 def scaled_after(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w: Tensor, scale: Tensor) -> Tensor:
-    """What the weight gives is scaled, row by row."""
+    """The product is scaled, by one scale for each row of the weight."""
     kv = ((latent @ w.to(scale.dtype).t()) * scale.squeeze(1)).view(-1, mla.T, N, P + V).transpose(1, 2)
     k_nope, v = kv.split([P, V], -1)
     return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(k_rope)], -1), v)
 
 
 def scaled_by_head(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w: Tensor, scale: Tensor) -> Tensor:
-    """A scale for each head, applied after the heads are told apart."""
+    """The product is scaled by one scale for each head, after the split into heads."""
     kv = (latent @ w.to(scale.dtype).t()).view(-1, mla.T, N, P + V).transpose(1, 2)
     k_nope, v = (kv * scale.view(N, P + V, 1)[:, :1]).split([P, V], -1)
     return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(k_rope)], -1), v)
@@ -69,7 +69,7 @@ def test_a_site_is_absorbed_through_its_dequantisation(function: Function, dtype
 
 @pytest.mark.parametrize("function", SPELLINGS)
 def test_one_row_is_multiplied_where_its_weight_is_made(function: Function) -> None:
-    """No op that would have the dequantised weight written first: Inductor generates the loop."""
+    """No op needs the dequantised weight in memory: Inductor generates one loop for both."""
     inputs = (*mla.tensors(batch=1, queries=1)[:4], *quantized(torch.int8))
     module = capture(function, *inputs)
     before = run(module, *inputs)
@@ -80,7 +80,7 @@ def test_one_row_is_multiplied_where_its_weight_is_made(function: Function) -> N
 
 
 def test_a_scale_of_each_token_is_no_part_of_the_weight() -> None:
-    """Scaled after the product, but along the keys: what is left of the latent differs from that of the values."""
+    """The keys are scaled after the product, each key by its own scale: their latent is not that of the values."""
 
     def function(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w: Tensor, scale: Tensor) -> Tensor:
         kv = (latent @ w.to(scale.dtype).t()).view(-1, mla.T, N, P + V).transpose(1, 2)

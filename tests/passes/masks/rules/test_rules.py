@@ -1,4 +1,4 @@
-"""Every rule of the mask algebra: what it says of each element is what torch computes."""
+"""Every rule for reading masks: what it says of each element is what torch computes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def whole(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def two_of(scores: Tensor) -> Tensor:
-    """The columns in which the two greatest of each row are."""
+    """The columns of the two greatest scores of each row."""
     return scores.topk(2, dim=1)[1]
 
 
@@ -94,7 +94,7 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def valued(module: fx.GraphModule) -> tuple[Value | None, list[Axis]]:
-    """What the rules say of the element of the output at an index."""
+    """What the rules say of the output at row i and column j, and the axes that stand for i and j."""
     (output,) = module.graph.output_node().all_input_nodes
     axes = [Axis(ROWS), Axis(COLUMNS)]
     valuation = Valuation(Trace(module.graph), RULES)
