@@ -1,8 +1,8 @@
-"""Two processes, each in a network namespace of its own, that a pair of veth devices joins.
+"""Measure exchanges between two processes, each in a network namespace, which a pair of veth devices joins.
 
     unshare -rn python -m tests.distributed.namespaces FOLDER
 
-is the first of them and starts the other. Each writes what it measured to `FOLDER/<rank>.pt`.
+is the first process, which starts the other. Each writes what it measured to `FOLDER/<rank>.pt`.
 """
 
 import os
@@ -24,11 +24,11 @@ from tests.distributed import naive
 
 B, T, STEPS = 128, 32, 8
 RATES = 50, 100, 200
-"""Megabits a second to which the link is shaped."""
+"""The rates to which the link is shaped, in megabits per second."""
 SIZES = {"B": B, "Sq": 1, "T": T, "N": naive.N, "L": naive.L, "P": naive.P, "R": naive.R, "V": naive.V}
 ELEMENT = 8
 FORMS = {InLatentSpace: None, OutsideOfWeights: (1e6, 0.0)}
-"""Forms of the exchange, and the link for which they are chosen."""
+"""Forms of the exchange, each with a link for which it is chosen."""
 
 
 def shell(command):
@@ -46,7 +46,7 @@ def sent(rank):
 
 
 def join():
-    """A pair of devices, one in this namespace and one in that of a second process, which is started."""
+    """Start the second process, and make a pair of devices, one in this namespace and one in that of the process."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": device(1)}
     command = ["unshare", "--net", sys.executable, "-m", __spec__.name, sys.argv[1], "1"]
     other = subprocess.Popen(command, env=environment)
@@ -67,8 +67,8 @@ def come_up(rank):
 
 
 def step(form, link, rank):
-    """A decode step that is rewritten to a form of the exchange, and its inputs."""
-    scale = 16  # heads and widths in which bytes of outputs are many
+    """A decode step that is rewritten to a form of the exchange, its inputs, and the bytes of the form's formula."""
+    scale = 16  # many heads, so that outputs have many bytes
     heads = scale * naive.N
     q, whole, latent, k_rope = naive.make(1, 2, B, 1, T, heads=2 * heads)
     mine = slice(rank * heads, rank * heads + heads)
@@ -96,10 +96,10 @@ def step(form, link, rank):
 
 @torch.no_grad()
 def measured(rank):
-    """Of each form the bytes of its formula, those that a step sent, and when each step began and ended at each rate.
+    """For each form, the bytes of its formula, those that a step sent, and each step's begin and end at each rate.
 
-    The link is shaped in the direction of the second rank alone: at times gloo's ranks send one after the other what
-    they could send at once.
+    The link is shaped only in the direction to the second rank, because gloo's ranks sometimes send one after the other
+    what they could send at once.
     """
     found = []
     for form, link in FORMS.items():
@@ -115,7 +115,7 @@ def measured(rank):
             if rank == 0:
                 shell(f"tc qdisc replace dev {device(0)} root tbf rate {rate}mbit burst 16kb latency 400ms")
             times.append([timed(function, inputs) for _ in range(STEPS)])
-            dist.barrier()  # a rank may be done whose bytes are still on their way
+            dist.barrier()  # a rank may be done while its bytes are still on their way
         if rank == 0:
             shell(f"tc qdisc del dev {device(0)} root")
         found.append((formula, bytes_of_step, times))
@@ -123,7 +123,7 @@ def measured(rank):
 
 
 def timed(function, inputs):
-    """Both by a clock that all processes of the machine have."""
+    """When a step begins and ends, by a clock that all processes of the machine share."""
     dist.barrier()
     start = time.monotonic()
     function(*inputs)

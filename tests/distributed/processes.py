@@ -1,4 +1,4 @@
-"""A function in several processes of one gloo group."""
+"""Run a function in several processes, which form a gloo group."""
 
 import multiprocessing
 import tempfile
@@ -15,11 +15,11 @@ _PRELOADED = [
     "mla_compile.backend",
     "mla_compile.kernels.register",
 ]
-"""What takes a process long to import, and needs it once: processes are forks of one that has done nothing else."""
+"""Modules that take long to import: the process that the others are forked from imports them once."""
 
 
 def in_processes(function, ranks, *arguments):
-    """What `function(*arguments)` returns on each of some ranks, which have one process each, in order."""
+    """What `function(*arguments)` returns on each rank, in order; each rank is a process."""
     multiprocessing.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         of_all = (ranks, folder, function, arguments)

@@ -29,12 +29,12 @@ from tests.without_codegen import without_codegen
 B, T = 3, 96
 RATES = 1e12, 1e11
 ATOL = 8 * torch.finfo(torch.float32).eps
-"""In float64 too, parts are merged by sums of exponentials whose logarithms, below 8 here, are float32: half an eps of
-that is what a part's share may be off by, and outputs are below 2."""
+"""Even in float64, parts are merged by log-sum-exps in float32, which are below 8 here: the weight of a part may be off
+by half an eps of that, and outputs are below 2."""
 
 
 def collectives_of(graph):
-    """Of each collective of a graph its name and the bytes that a rank receives of others."""
+    """For each collective of a graph, its name and the bytes that a rank receives from others."""
     found = []
     for node in graph.nodes:
         if getattr(node.target, "namespace", None) == "_c10d_functional" and "wait" not in str(node.target):
@@ -44,7 +44,7 @@ def collectives_of(graph):
 
 
 def rewritten(function, case, inputs):
-    """What the passes make of a function: outcome, collectives in the graph, those that a run has, and its result."""
+    """What the passes make of a function: outcome, collectives in the graph and in a run, and the result of the run."""
     seen = {}
 
     def compiler(module, _):
@@ -67,7 +67,7 @@ def rewritten(function, case, inputs):
 
 
 def share_out(gather, seed, heads, B, Sq, T, dtype):
-    """This rank's share of the keys, and what it attends with: its own queries where seeds differ."""
+    """The operands with this rank's share of the keys, and all keys; queries are a rank's own if its seed is."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     _, _, latent, k_rope = naive.make(0, ranks, B, Sq, T, dtype)
     q, kv_b, _, _ = naive.make(seed, ranks, B, Sq, T, dtype, naive.N * (ranks if heads in ("queries", "all") else 1))
@@ -78,7 +78,7 @@ def share_out(gather, seed, heads, B, Sq, T, dtype):
 
 
 def own_heads(heads, q, kv_b):
-    """This rank's part of queries and weights of all heads, where it has those."""
+    """This rank's heads of the queries and weights, where it has those of all heads."""
     rank = dist.get_rank()
     mine = slice(rank * naive.N, rank * naive.N + naive.N)
     if heads in ("weights", "queries"):
@@ -88,7 +88,7 @@ def own_heads(heads, q, kv_b):
 
 @dataclass(frozen=True)
 class Case:
-    """A spelling of `naive`, what is the same on all ranks, queries, and a mask."""
+    """A spelling of the gather in `naive`, `mla.same_on_ranks`, and how the function attends."""
 
     spelling: str
     same: str = "program"
@@ -100,15 +100,15 @@ class Case:
     """Whether a rank has its share in pages, which it reads before the ranks gather."""
     path: str = "auto"
     kept: int | None = None
-    """How many of the keys there are, the first: what is gathered is whole turns of each rank."""
+    """How many of the gathered keys are attended to, the first ones: ranks gather whole turns of each."""
     stay: bool = False
-    """Whether keys stay however many bytes outputs are."""
+    """Whether keys stay even if outputs have more bytes (`mla.keys_stay`)."""
     heads: str = "own"
-    """What a rank has of all heads, of which it takes its own: nothing but those (`own`), the `weights`, or `queries`
-    too; or whether it attends with `all`."""
+    """What a rank has besides its own heads, which it attends with: nothing (`own`), the `weights` of all heads, or the
+    `queries` of all heads too; or `all`: it attends with all heads."""
     link: tuple[float, float] | None = None
     compiled: bool = False
-    """Whether `torch.compile` is asked too."""
+    """Whether the function is also compiled by `torch.compile`."""
     code: bool = False
     """Whether Inductor then generates code, which takes seconds, instead of running the graph as it is."""
 
@@ -166,7 +166,7 @@ def assert_exchanged(found, expected="absorbed", ranks=2):
 
 
 def bytes_of_gathered_queries(Sq, element, ranks=2):
-    """What a rank receives of others' queries, and of what they have for its own."""
+    """What a rank receives: the queries of others, and from each of them the outputs for its own queries."""
     rows = (ranks - 1) * B * Sq * naive.N
     return [
         ("all_gather_into_tensor", rows * (naive.L + naive.R) * element),
@@ -192,7 +192,7 @@ SOME_MASKED = [
     pytest.param(case, id=name, marks=() if name.startswith(SOON) else pytest.mark.slow)
     for name, case in MASKED.items()
 ]
-"""Each two of layout, mask and number of queries; with the others where there is time."""
+"""Each two values of layout, mask and number of queries occur together in a case that is not slow."""
 SAME_QUERIES = {mask: Case("by_token", "queries", 2, mask) for mask in ("none", "causal", "lengths")}
 HALF = {
     str(dtype): Case("along_tokens", dtype=dtype, compiled=dtype == torch.bfloat16)
@@ -209,7 +209,7 @@ PAGED = {
 }
 CHUNKED = {"chunked": Case("by_token", "queries", 4, "causal", path="chunked")}
 NARROW, FAR = (1e6, 0.0), (1e15, 1.0)
-"""Links on which bytes are all that counts, and messages."""
+"""A link on which only bytes count, and one on which only messages do."""
 FORMS = {
     "weights of all heads": (Case("by_page", "masks", 3, "causal", heads="weights", link=NARROW), OutsideOfWeights),
     "the same, chunked": (
@@ -237,10 +237,10 @@ CUT = {
         ("by_page", "program", 3, "none", 96, 41, False, "absorbed"),
         ("by_token", "masks", 3, "causal", 96, 41, False, "absorbed"),
         ("along_tokens", "masks", 2, "lengths", 96, 50, False, "absorbed"),
-        ("along_tokens", "masks", 2, "lengths", 96, 40, False, "absorbed"),  # all of the first rank
+        ("along_tokens", "masks", 2, "lengths", 96, 40, False, "absorbed"),  # all on the first rank
         ("by_page", "queries", 3, "lengths", 96, 41, True, "absorbed"),
         ("by_page", "queries", 7, "causal", 8, 7, True, "chunked"),  # a first prompt
-        ("by_page", "queries", 3, "causal", 8, 3, True, "chunked"),  # of the first rank alone
+        ("by_page", "queries", 3, "causal", 8, 3, True, "chunked"),  # all on the first rank
     )
 }
 UNPROVED = {
@@ -282,7 +282,7 @@ def test_any_spelling_of_the_gather(found, case):
 
 @pytest.mark.parametrize("case", SOME_MASKED)
 def test_masks_are_told_by_position(found, case):
-    """A rank without keys too: of the last sequence's one or three tokens not every rank has one."""
+    """Also for ranks without keys: not every rank has one of the last sequence's one or three tokens."""
     for one in found[case]:
         assert_exchanged(one)
         assert one["graph"] == bytes_of_gathered_queries(case.Sq, 8)
@@ -317,7 +317,7 @@ def test_many_queries_are_chunked(found, case):
 
 
 def assert_form(one, case, form, ranks):
-    """The form that was meant, with the bytes of its formula in the collectives of the graph, which a run has too."""
+    """Check the form of the exchange: a run has the collectives of the graph, and these the bytes of the formula."""
     assert_exchanged(one, "chunked" if case.path == "chunked" else "absorbed", ranks)
     heads = naive.N * (ranks if case.heads == "all" else 1)
     sizes = {"B": B, "Sq": case.Sq, "T": case.T, "N": heads, "L": naive.L, "P": naive.P, "R": naive.R, "V": naive.V}

@@ -1,4 +1,4 @@
-"""Heads shared out along one dimension of a mesh, and tokens along another: what one process generates."""
+"""With heads divided along one dim of a mesh and tokens along another, ranks generate what one process does."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ LAYOUTS = {
     "two ranks of tokens by two of heads": ("tp", "queries", 4),
     "four ranks of heads, of which two share tokens": ("cp_tp", "masks", 2),
 }
-"""The dimension along which heads are shared out, what ranks that share tokens have in common, and heads of a rank."""
+"""The dim of the mesh along which heads are divided, `mla.same_on_ranks`, and the heads of a rank."""
 STYLES = {
     "self_attn.q_b_proj": ColwiseParallel,
     "self_attn.kv_b_proj": ColwiseParallel,
@@ -34,7 +34,7 @@ STYLES = {
 
 
 def on_each_rank():
-    """Of each layout tokens of one process, eager and compiled; sites; bytes of the pool in use, and of attention."""
+    """For each layout, tokens of one process and of ranks, eager and compiled; sites; pages in use; weights' sizes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     mesh._flatten("cp_tp")
     backend.compile_fx_inner = interpreted

@@ -1,4 +1,4 @@
-"""What goes over a link between two network namespaces: the bytes of the formula, in the time of the cost model."""
+"""Over a link between two network namespaces, a step sends the bytes of the formula in the time of the cost model."""
 
 import statistics
 import subprocess
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 NEEDED = "ip link add mla0 type veth peer name mla1 && tc qdisc add dev mla0 root tbf rate 1mbit burst 32k latency 50ms"
 HEADERS = 1.02
-"""A device sends packets of up to 64 KiB, and packets of 66 bytes that acknowledge those of the other."""
+"""The most bytes sent per byte of the formula: packets of up to 64 KiB have headers, and are acknowledged."""
 
 
 def allowed():
@@ -41,7 +41,7 @@ def measured(tmp_path_factory):
 
 @pytest.mark.parametrize("index", range(len(FORMS)), ids=[form.__name__ for form in FORMS])
 def test_a_step_sends_the_bytes_of_the_formula(measured, index):
-    """Of two ranks each sends what the other receives."""
+    """Each of two ranks sends what the other receives."""
     for of_rank in measured:
         formula, sent, _ = of_rank[index]
         assert formula <= sent <= HEADERS * formula
@@ -55,7 +55,7 @@ def usual(*of_ranks):
 
 @pytest.mark.parametrize("index", range(len(FORMS)), ids=[form.__name__ for form in FORMS])
 def test_a_steps_time_has_the_slope_of_the_model(measured, index):
-    """Seconds a step over seconds a byte, between the slowest link and the fastest."""
+    """How much longer a step takes over the slowest link than over the fastest, measured and by the model."""
     formula, *_ = measured[0][index]
     seconds = [usual(*of_ranks) for of_ranks in zip(*(of_rank[index][2] for of_rank in measured), strict=True)]
     times = [Link(rate * 1e6 / 8, 0.0).time(0, formula) for rate in RATES]

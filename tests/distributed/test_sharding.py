@@ -1,4 +1,4 @@
-"""The ops on DTensors: shares of a batch or of heads give the shares of what the op gives of the whole."""
+"""The ops on DTensors: sharded by sequences or heads, they give shards of what the op gives for whole tensors."""
 
 import subprocess
 import sys
@@ -66,7 +66,7 @@ GIVEN = {
         "enable_gqa": False,
     },
 }
-"""Of each op the arguments, by name; the query, or what stands for it, is the first."""
+"""The arguments of each op, by name; the query, or what takes its place, is the first."""
 
 CASES = [
     *((op, given) for op, given in GIVEN.items()),
@@ -84,10 +84,10 @@ CASES = [
         GIVEN["sealed_attention"] | {"key": normal(B, 3, T, P), "value": normal(B, 3, T, V), "enable_gqa": True},
     ),
 ]
-"""Also masks of a sequence and of a head, and groups of heads that two ranks can share out and that they cannot."""
+"""Also masks per sequence and per head, and groups of heads that two ranks can and cannot divide among them."""
 
 TOLERANCE = 16 * torch.finfo(torch.float32).eps
-"""Parts are merged by exponentials of float32, whose last bits depend on where a row begins; outputs are below 8."""
+"""Parts are merged by exponentials in float32, whose last bits depend on where a row begins; outputs are below 8."""
 
 
 def listed(results):
@@ -95,7 +95,7 @@ def listed(results):
 
 
 def shared_out(mesh, op, given, axis):
-    """Arguments as DTensors, those that have the axis by it; what the op gives of them, and the messages that took."""
+    """The op's results for DTensors, sharded by an axis where they have it, and the number of messages."""
     axes = sharding.RULES[op].arguments if op in sharding.RULES else {}
     dim = {"B": 0, "N": 1 if op == "sealed_attention" else 2}.get(axis)
     placed = {}
@@ -112,13 +112,13 @@ def shared_out(mesh, op, given, axis):
 
 
 def called(op, given):
-    """By place, or by names where some arguments between are left out."""
+    """Call an op with arguments by place, or by name where some arguments in between are left out."""
     names = [argument.name for argument in getattr(ops, op).default._schema.arguments][: len(given)]
     return getattr(ops, op)(*given.values()) if list(given) == names else getattr(ops, op)(**given)
 
 
 def of_shares(cases):
-    """Of each case, and each way to share it out, results, their placements, and messages."""
+    """For each case and each axis to shard by, the results, their placements, and the number of messages."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     found = []
     for op, given in cases:
@@ -129,7 +129,7 @@ def of_shares(cases):
 
 
 def gradients(mask):
-    """Of attention by sequences and by heads: what is summed over ranks, and what is shared out."""
+    """Gradients of attention sharded by sequences and by heads: of all operands, and of the latent alone."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     found = []
     for axis in ("B", "N"):
@@ -150,7 +150,7 @@ def gradients(mask):
 
 
 def compiled():
-    """Naive attention whose batch, or whose heads, are DTensors, under the backend."""
+    """Results and paths of naive attention to DTensors, sharded by sequences or heads, under the backend."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     q, kv_b, latent, k_rope = naive.make(0, 2, 4, 1, 24, torch.float32, heads=4)
     found = [naive.attend(q, latent, k_rope, kv_b)]
@@ -208,7 +208,7 @@ def test_gradients_are_those_of_the_whole(found, index):
 
 
 def of_keys():
-    """Latents that are shared out over tokens, and a cache in FP8 that is over sequences."""
+    """Attention to latents that are sharded by tokens, and to an FP8 cache that is sharded by sequences."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     o, _ = ops.latent_attention(
         *(
@@ -230,7 +230,7 @@ def of_keys():
 
 
 def in_fp8():
-    """Named keys of a cache in FP8."""
+    """The arguments of sparse attention, with a cache in FP8."""
     numbers, scales = quantised(KEYS["latent"])
     return GIVEN["sparse_latent_attention"] | {"latent": numbers, "latent_scales": scales}
 
@@ -250,7 +250,7 @@ def test_naive_attention_to_dtensors_is_rewritten():
         torch.testing.assert_close(one, eager)
 
 
-def test_a_torch_whose_own_parts_are_others_has_the_backend_all_the_same():
+def test_the_backend_can_be_imported_where_torch_lacks_a_function_for_sharding():
     code = "from torch.distributed.tensor._ops import utils; del utils.expand_to_full_mesh_op_strategy"
     code += "; import sys, mla_compile.backend; assert 'mla_compile.sharding' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

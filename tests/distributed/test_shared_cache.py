@@ -1,4 +1,4 @@
-"""A paged cache whose tokens ranks share out gives what one that has them all gives, and each rank holds its share."""
+"""A paged cache whose tokens are divided among ranks gives the same as a whole one, and each rank holds its share."""
 
 from dataclasses import dataclass
 
@@ -79,8 +79,10 @@ def cases(mesh):
 
 
 def forked(mesh):
-    """A cache that is forked where its last page is full on the first rank and not on the last, cropped, and forked
-    again: the logits of what each continues with, and of a cache that has it all from the start."""
+    """Fork a cache whose last page is full on the first rank and not on the last, continue both, and crop one.
+
+    Returns the logits of each continuation, and those of the same tokens in one forward pass.
+    """
     model, found = build(), []
     ids = torch.randint(1, 64, (1, 20), generator=torch.Generator().manual_seed(2))
     other_ids = ids.roll(7)
@@ -101,7 +103,7 @@ def forked(mesh):
 
 
 def refused(mesh):
-    """What is no mesh of one dimension, and pages that turns do not fill."""
+    """The errors for a mesh of two dims, and for turns (`interleave`) that do not fill pages."""
     found = []
     two = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("a", "b"))
     for of, interleave in ((two, None), (mesh, 3), (mesh, 0)):
@@ -151,7 +153,7 @@ def test_a_mesh_of_one_dimension_and_turns_that_fill_pages(found):
 @pytest.mark.parametrize("interleave", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_each_token_has_one_place(ranks, interleave):
-    """In pages of each rank, whose rows are filled one after the other."""
+    """In the pages of each rank, rows are filled one after the other."""
     position = torch.arange(5 * ranks * 4)
     rows = {}
     for rank in range(ranks):
@@ -168,7 +170,7 @@ def test_each_token_has_one_place(ranks, interleave):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ranks have in common, and whether keys stay in prompts too."""
+    """`mla.same_on_ranks`, and `mla.keys_stay`: whether keys stay where they are in prompts too."""
 
     same: str
     stay: bool
@@ -177,7 +179,7 @@ class Compiled:
     """Whether `generate` makes the masks."""
     dtype: torch.dtype | None = None
     prompt: int = 9
-    """Tokens of the prompt, of 3 of which the second rank has none."""
+    """Tokens of the prompt; with only 3, the second rank has none."""
 
 
 COMPILED = [
@@ -190,7 +192,7 @@ COMPILED = [
 
 
 def compiled_steps():
-    """Of each case what is expected and found, what became of the attention, and the last graph's collectives."""
+    """For each case, what is expected and found, what became of the attention, and the last graph's collectives."""
     mesh, found, modules = init_device_mesh("cpu", (RANKS,)), [], []
 
     def recorded(module, inputs, **named):
@@ -228,17 +230,17 @@ def continued(model, cache, case):
 
 
 OUTPUTS = [("all_gather_into_tensor", ["4", "1", "4", "36"])]
-"""Bytes of both ranks' two sequences: for each head 8 values and a log-sum-exp."""
+"""The outputs for both ranks' two sequences as bytes: 8 values and a log-sum-exp per head."""
 QUERIES_AND_OUTPUTS = [
     ("all_gather_into_tensor", ["4", "1", "4", "20"]),
     ("all_to_all_single", ["2", "2", "1", "4", "68"]),
 ]
-"""Queries in latent space, 16 + 4 wide, and bytes of outputs there with a log-sum-exp."""
+"""Queries in latent space, 16 + 4 wide, and the outputs there as bytes, with a log-sum-exp."""
 
 
 @pytest.mark.slow
 def test_compiled_each_rank_attends_to_its_own_pages():
-    """No decode step gathers latents, which ranks have some more of with each page."""
+    """No decode step gathers latents, of which each page adds some more."""
     for of_rank in in_processes(compiled_steps, RANKS):
         for case, (expected, results, sites, collectives) in zip(COMPILED, of_rank, strict=True):
             torch.testing.assert_close(results, expected)

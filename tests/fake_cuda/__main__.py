@@ -1,4 +1,4 @@
-"""Lower steps for a GPU and print what it would run, a JSON object a step.
+"""Lower steps for a GPU and print what it would run, one JSON object per step.
 
 python -m tests.fake_cuda h100 '{"model": "v3", "cache": "static", "batch": 64, "tokens": 1, "layers": 2}' ...
 """

@@ -1,4 +1,4 @@
-"""Whole models of DeepSeek's sizes, of few dense layers, with a cache that has tokens already; all of it fake."""
+"""Whole models in DeepSeek's sizes, with few layers, all dense, and a cache with tokens; all tensors are fake."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mla_compile import BlockTable, PagedLatentCache, PagePool
 ROOT = Path(__file__).parents[2]
 L, R = 512, 64
 CONTEXT, ROOM, PAGE_SIZE = 4096, 8192, 64
-"""Tokens of each sequence before the step, for how many a cache that does not grow has room, and rows of a page."""
+"""Tokens of each sequence before the step, the capacity of a cache that does not grow, and tokens per page."""
 DTYPE = torch.bfloat16
 
 SIZES: dict[str, Any] = {
@@ -37,7 +37,7 @@ class Case:
     """One of `CACHES`."""
     batch: int
     tokens: int
-    """Of each sequence in this step, after `CONTEXT` others."""
+    """New tokens of each sequence in this step, after `CONTEXT` others."""
     layers: int = 2
     any_size: bool = False
     """Whether it is compiled for any number of sequences and of tokens before the step."""
@@ -83,7 +83,8 @@ def _dynamic(case: Case, model: Any) -> Any:
 def _static(case: Case, model: Any) -> Any:
     cache = transformers.StaticCache(config=model.config, max_cache_len=ROOM)
     for layer in cache.layers:
-        layer.cumulative_length = torch.zeros((), dtype=torch.int64, device="cuda")  # a value could not be moved there
+        # Made on the device, since a tensor with a value could not be moved there.
+        layer.cumulative_length = torch.zeros((), dtype=torch.int64, device="cuda")
         layer.lazy_initialization(*_tokens(case, 1))
     return cache
 
@@ -124,7 +125,7 @@ def call_of(case: Case) -> Callable[[], Any]:
 
 
 def _example(path: Path, case: Case) -> Callable[[], Any]:
-    """The layer of `examples/paged.py`, over a pool of ours."""
+    """One step of the layer of `examples/paged.py`, over a `PagePool`."""
     with torch.device("cuda"):
         layer = runpy.run_path(str(path))["PagedMLA"]().requires_grad_(False)
         lengths = torch.empty(case.batch, dtype=torch.int64)

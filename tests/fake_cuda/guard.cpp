@@ -1,4 +1,4 @@
-// A device guard for CUDA that does nothing: fake tensors on a device that is not there need no more.
+// A device guard for CUDA that does nothing, which is all that fake tensors on a missing device need.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {

@@ -1,4 +1,4 @@
-"""What Inductor would run, and what it knows of it: read from the code that it writes for a GPU."""
+"""Read from the code that Inductor writes for a GPU what it would launch and allocate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPS: dict[str, Callable[..., object]] = {
     "expanded_attention": expanded_attention.expanded_attention_gpu,
     "paged_expanded_attention": paged_expanded_attention.paged_expanded_attention_gpu,
 }
-"""What CUDA tensors get of ops that Inductor calls. All others it compiles, so that its code has to show them."""
+"""The CUDA implementations of ops that Inductor's code may call; everything else it compiles, so its code shows it."""
 _CALLED = re.compile(r"\b(?:(\w+)\.run\(|extern_kernels\.(\w+)\(|torch\.ops\.((?:\w+\.)+\w+)\(|\w+\.(copy_)\()")
 _OURS = re.compile(r"^((?:attend_latents|combine)_\d+) = async_compile\.triton\('\w+', \'{3}(.*?)^\'{3}", re.M | re.S)
 _ALLOCATED = re.compile(r"= empty_strided_cuda\((\(.*?\)), \(.*?\), torch\.(\w+)\)")
@@ -42,34 +42,34 @@ _ALLOCATED = re.compile(r"= empty_strided_cuda\((\(.*?\)), \(.*?\), torch\.(\w+)
 
 @dataclass(frozen=True)
 class Lowered:
-    """A compiled graph as a GPU would have it: numbers and names only, as it travels as JSON."""
+    """Facts about a graph compiled for a GPU: only numbers and names, since they are passed on as JSON."""
 
     paths: list[str]
-    """Of each attention."""
+    """The path of each attention."""
     ops: list[str]
-    """Ops of ours that the graph was rewritten to, before launches took their places."""
+    """The mla ops in the rewritten graph, before launches took their places."""
     launches: list[str]
-    """Kernels, library calls and copies in their order; what an op launches under the op's name."""
+    """Kernels, library calls and copies, in order; what an mla op launches is prefixed with the op's name."""
     written: dict[str, str]
-    """Kernels of ours that Inductor launches: the source that it wrote, by its name for it."""
+    """The source that Inductor wrote for each of this project's kernels that it launches, by Inductor's name for it."""
     buffers: list[int]
-    """Bytes of what the graph allocates, and of what its ops do; with symbols, at the sizes that it was traced with."""
+    """The bytes of each allocation of the graph and of its ops; symbolic sizes have the values of the trace."""
     host_calls: dict[str, int]
-    """Of each op, how many operations torch dispatches within one call of it, views and allocations included."""
+    """For each mla op, how many operations torch dispatches within one call, including views and allocations."""
     moving: list[str]
-    """Inputs that are written to, and whose addresses are not known to stay: CUDA graphs would be skipped."""
+    """Inputs that are written to and whose addresses may change, because of which CUDA graphs would be skipped."""
     no_graphs: str
-    """Why else CUDA graphs would be skipped."""
+    """Any other reason for which CUDA graphs would be skipped."""
     kernels: list[str]
-    """What the report says would compute ops that other projects' packages have too."""
+    """The lines of the report on which kernel would compute an op that other projects' packages can compute too."""
 
 
 class _Written(BaseException):
-    """Leaves Inductor once the code is there; not an `Exception`, which it would wrap."""
+    """Raised to leave Inductor once the code is written; not an `Exception`, which Inductor would wrap."""
 
 
 def lower(call: Callable[[], object]) -> Lowered:
-    """The first graph that a call compiles, which ends where it would run."""
+    """Facts about the first graph that a call compiles; the call ends where the graph would run."""
     compile_fx_inner, put_launches = backend.compile_fx_inner, backend.put_launches
     found: dict[str, Any] = {}
 
@@ -110,7 +110,7 @@ def lower(call: Callable[[], object]) -> Lowered:
 
 @dataclass(frozen=True)
 class _Op:
-    """One call of an op of ours."""
+    """One call of an mla op."""
 
     name: str
     launches: list[str]
@@ -119,7 +119,7 @@ class _Op:
 
 
 class _Dispatched(TorchDispatchMode):
-    """Notes operations: how many, those that launch something, and the bytes that they allocate."""
+    """Records operations: their number, those that launch something, and the bytes that they allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class _Dispatched(TorchDispatchMode):
 
 
 def _launched_by_ops(module: fx.GraphModule) -> Iterator[_Op]:
-    """What each op of a graph launches, on tensors without values."""
+    """What each mla op of a graph launches, when it is called on tensors without values."""
     for node in _ops_of(module.graph):
         name = node.target._schema.name.removeprefix("mla::")
         if name not in OPS:

@@ -1,4 +1,4 @@
-"""One GPU, as far as torch, Inductor and Triton ask for it before anything is launched."""
+"""Pretend that there is a GPU, as far as torch, Inductor and Triton ask before anything is launched."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mla_compile.kernels import native
 
 GUARD = Path(__file__).with_name("guard.cpp")
 RATES = {"h100": Device("H100", flops_per_s=8e14, bytes_per_s=3e12), "a100": Device("A100", 2.6e14, 1.6e12)}
-"""Of large products in bfloat16 and of copies, near what is commonly measured: they decide the paths."""
+"""Rates of large products in bfloat16 and of copies, near what is commonly measured; paths are chosen by them."""
 _H100 = {
     "name": "NVIDIA H100 80GB HBM3",
     "type": "cuda",
@@ -62,7 +62,7 @@ GPUS = {"h100": Properties(**_H100), "a100": Properties(**_A100)}
 
 
 class _Driver:
-    """Triton's, of a device that compiles and launches nothing."""
+    """Triton's driver, for a device for which nothing is compiled or launched."""
 
     def __init__(self, gpu: Any) -> None:
         self.gpu = gpu
@@ -87,14 +87,14 @@ class _Driver:
 
 @contextlib.contextmanager
 def present(name: str) -> Iterator[None]:
-    """Within it tensors with `device="cuda"` are fake, and what is compiled for them is for that one of `GPUS`.
+    """A context in which tensors with `device="cuda"` are fake, and code for them is compiled for one of `GPUS`.
 
-    The guard that torch's CUDA build brings is put out of its place. Raises: RuntimeError, with a GPU that is there, or
-    without a C++ compiler.
+    The device guard of a torch that was built for CUDA is replaced. Raises: RuntimeError, if there is a GPU, or no C++
+    compiler.
     """
     if torch.cuda.is_available() or torch.version.hip:
         raise RuntimeError("expected a machine without a GPU, and a torch that is not for AMD's")
-    # What the guard is registered with: torch links it, and keeps its names to itself.
+    # The library that the guard is registered with. Torch loads it, but does not make its symbols global.
     ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"), mode=ctypes.RTLD_GLOBAL)
     if native.start_library((GUARD,))() is None:
         raise RuntimeError("expected a C++ compiler, found none that torch finds")
@@ -126,7 +126,7 @@ def _patches(gpu: Any, rates: Device) -> Iterator[Any]:
     interface = {"get_compute_capability": gpu.cc, "is_available": True, "is_triton_capable": True}
     for name, answer in (interface | {"raise_if_triton_unavailable": None}).items():
         yield mock.patch.object(CudaInterface, name, staticmethod(_always(answer)))
-    # What looks for Triton's compiler, or traces patterns with tensors on the device.
+    # The following looks for Triton's compiler, or traces patterns with tensors on the device.
     has_triton = torch.utils._triton.has_triton
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("torch.") and vars(module).get("has_triton") is has_triton:

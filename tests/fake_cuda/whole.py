@@ -3,8 +3,8 @@
 python -m tests.fake_cuda.whole write FOLDER
 TRITON_INTERPRET=1 python -m tests.fake_cuda.whole run FOLDER
 
-Running prints of each case how far results and caches are from the same graph of ATen operations in float64: the
-greatest difference of a tensor over its greatest number.
+`run` prints for each case how far results and caches are from those of the same graph in float64: the greatest
+difference in a tensor, divided by its greatest number.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .written import run_written
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "q_lora_rank": 48, "intermediate_size": 96}
 SIZES |= {"qk_nope_head_dim": 16, "v_head_dim": 16}
 CACHES = {"pages": 2, "static": 2, "dynamic": 2, "fixed pages": 1}
-"""With so many sequences, each of 64 tokens before the step: it takes a new page of 16."""
+"""Kinds of cache, and the number of sequences. Each has 64 tokens, so that the step takes a new page of 16."""
 LAYERS = 3
 
 
 def write(folder: Path) -> None:
-    """The code of each case, and the graph before its ops became launches, in files of the cache's name."""
+    """Write the code of each case, and its graph before launches replaced the mla ops, to files named by the cache."""
     from mla_compile import backend
 
     from . import cases, lowering
@@ -61,7 +61,7 @@ def write(folder: Path) -> None:
 
 
 def _exact(graph: fx.Graph) -> tuple[list[Any], str]:
-    """Sizes, strides and dtypes of what a graph takes, and its code in float64 on the CPU."""
+    """Sizes, strides and dtypes of a graph's inputs, and the graph's code in float64 on the CPU."""
     given = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     exact = fx.Graph()
     exact.output(exact.graph_copy(graph, {}))
@@ -77,14 +77,14 @@ def _in_float64(argument: Any) -> Any:
 
 
 def run(folder: Path) -> dict[str, float]:
-    """Of each case how far it is from float64."""
+    """For each case, how far it is from float64."""
     import triton.language as tl
     from torch._inductor.runtime import triton_helpers
 
     import mla_compile.kernels.register  # noqa: F401  the ops
 
     class Library:
-        """In the place of CUDA's."""
+        """Takes the place of CUDA's libdevice."""
 
         exp, rsqrt = staticmethod(lambda x: tl.exp(x)), staticmethod(lambda x: tl.rsqrt(x))
 
@@ -104,7 +104,7 @@ def run(folder: Path) -> dict[str, float]:
 
 
 def _values(layouts: Sequence[Any]) -> list[Tensor]:
-    """Weights, caches, and numbers that may be pages, positions and tokens."""
+    """Random weights and caches, and integers that are valid as pages, positions and tokens."""
     made, values = torch.Generator().manual_seed(0), []
     for shape, stride, dtype in layouts:
         if dtype == torch.float32:

@@ -3,7 +3,7 @@
 python -m tests.fake_cuda.written write FOLDER
 TRITON_INTERPRET=1 python -m tests.fake_cuda.written run FOLDER
 
-Running prints what was launched, and how far the results are from float64, in units of what float32 explains.
+`run` prints what was launched, and how far results are from float64, in units of the error that float32 explains.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ B, N, L, R, PAGES, PAGE_SIZE, T, G = 3, 4, 32, 16, 9, 16, 70, 2
 SCALE = 0.2
 FP8 = torch.float8_e4m3fn
 CPP = {"cpp_wrapper": True, "triton.autotune_at_compile_time": False}
-"""As packages of AOTInductor are written, but not compiled."""
+"""Settings with which Inductor writes C++ as for packages of AOTInductor, but compiles none."""
 mla = torch.ops.mla
 
 
@@ -40,7 +40,7 @@ def paged_fp8(q: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, scales: T
 
 
 def one_page(q_latent: Tensor, q_rope: Tensor, pool: Tensor, table: Tensor, lengths: Tensor) -> Any:
-    """As of a static cache, whose length is the size of a page."""
+    """Over the single page per sequence of a static cache, whose length is the size of the page."""
     return paged(q_latent, q_rope, pool, table, lengths)
 
 
@@ -61,12 +61,12 @@ def merged(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> Any:
 
 
 def product(x: Tensor, weight: Tensor) -> Any:
-    """Of a part of the columns of x, with a transposed weight."""
+    """The product of some of the columns of x with a transposed weight."""
     return (mla.per_head_matmul(x[..., :L], weight.mT),)
 
 
 def step(q: Tensor, row: Tensor, pool: Tensor, table: Tensor, lengths: Tensor) -> Any:
-    """Queries, and a token's row that is written to its page: a norm (without a root) and a rotation of each."""
+    """Normalise (without a root) and rotate queries and a token's row, write the row to its page, and attend."""
     (q_latent, q_rope), (latent, k_rope) = (tensor.split([L, R], dim=-1) for tensor in (q, row))
     written = torch.cat([_normed(latent), _rotated(k_rope)], dim=-1)[:, 0]
     last = lengths - 1
@@ -92,7 +92,7 @@ class _Module(nn.Module):
 
 
 def cases(queries: int = 1) -> dict[Callable[..., Any], list[Tensor]]:
-    """Functions and what they are called with; as many queries a sequence where it may have several."""
+    """Functions and their arguments, with `queries` queries per sequence where a function takes several."""
     made = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -128,11 +128,11 @@ SYMBOLS: dict[Callable[..., Any], list[str]] = {
     named: ["bs", "bs", "bt", "bt", "bs"],
     merged: ["bs"] * 4,
 }
-"""Functions that are compiled for any size too: letters of the first dims of each argument."""
+"""Functions that are also compiled for symbolic sizes: for each argument, a letter for each of its first dims."""
 
 
 def larger() -> dict[Callable[..., Any], list[Tensor]]:
-    """Other sizes than those that were seen when the functions were compiled for any."""
+    """Arguments of other sizes than those with which functions were compiled for symbolic sizes."""
     made = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> Tensor:
@@ -159,7 +159,7 @@ def larger() -> dict[Callable[..., Any], list[Tensor]]:
 
 
 def _fake(tensor: Tensor, letters: str, known: dict[str, Any]) -> Tensor:
-    """A fake tensor of the shape, whose first dims are the symbols of these letters."""
+    """A fake tensor of the same shape, but with the symbols of some letters as its first dims."""
     from torch._dynamo.source import ConstantSource
     from torch._guards import detect_fake_mode
     from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -175,7 +175,7 @@ def _fake(tensor: Tensor, letters: str, known: dict[str, Any]) -> Tensor:
 
 
 def write(folder: Path) -> None:
-    """The code of each case, in files of its name, in Python and in C++; the ops of an exported program, lowered.
+    """Write the code of each case in Python and in C++, and the ops of a lowered exported program, to files.
 
     A torch that can write C++ only with a GPU writes none.
     """
@@ -203,7 +203,7 @@ def write(folder: Path) -> None:
         raise Written(code.value)
 
     given, several = cases(), cases(queries=2)
-    # The kernels of one case are those of others: what they read and write is asked once for all, not for each graph.
+    # Cases have the same kernels: what these read and write is found once for all, and not for each graph.
     remembered = accesses_remembered()
     with present("h100"), remembered, mock.patch.object(GraphLowering, "compile_to_module", stop), torch.no_grad():
         for function, any_size in [*((function, False) for function in given), *((each, True) for each in SYMBOLS)]:
@@ -215,7 +215,7 @@ def write(folder: Path) -> None:
             traced = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
             put_launches(traced.graph, "triton")
             write_in_parts(traced.graph)
-            # Before torch 2.13 C++ is written of kernels that a GPU has compiled.
+            # Before torch 2.13, C++ can only be written for kernels that a GPU has compiled.
             for cpp in (False, True) if hasattr(DeferredTritonCallWrapper, "generate_lazy") else (False,):
                 module = fx.GraphModule(traced, copy.deepcopy(traced.graph))
                 try:
@@ -230,7 +230,7 @@ def write(folder: Path) -> None:
 
 
 def run(folder: Path) -> dict[str, tuple[list[str], float]]:
-    """Of each case the kernels that were launched, and the error of its results."""
+    """For each case, the kernels that were launched, and the error of the results."""
     import mla_compile.kernels.register  # noqa: F401  the ops
 
     found = {}
@@ -248,7 +248,7 @@ def _name(function: Callable[..., Any], any_size: bool) -> str:
 
 
 def _error(result: Tensor, exact: Tensor) -> float:
-    """The greatest difference over what sums of float32 may be off by."""
+    """The greatest difference, divided by the error that sums in float32 may have."""
     difference = torch.where(result == exact, 0.0, result.double() - exact).abs().max()
     explained = torch.finfo(torch.float32).eps * (L + R + T) ** 0.5 * exact[exact.isfinite()].abs().max()
     return float((difference / explained).nan_to_num(torch.inf))
@@ -256,11 +256,11 @@ def _error(result: Tensor, exact: Tensor) -> float:
 
 _HEURISTICS = ("user_autotune", "pointwise", "reduction", "persistent_reduction")
 _BLOCKS = {"XBLOCK": 32, "R0_BLOCK": 16}
-"""Of kernels that are Inductor's own."""
+"""Block sizes of the kernels that are Inductor's own."""
 
 
 class _Kernel:
-    """What Inductor's code launches."""
+    """Runs a kernel, in Triton's interpreter, where Inductor's code launches it."""
 
     def __init__(self, source: str, file: Path, launches: list[str]) -> None:
         from torch._inductor.runtime import triton_helpers, triton_heuristics

@@ -1,4 +1,4 @@
-"""Triton kernels compiled for a GPU that need not be there, and what the compiler says of them."""
+"""Compile Triton kernels for a GPU that need not be present, and read what the compiler made of them."""
 
 from __future__ import annotations
 
@@ -43,36 +43,36 @@ from mla_compile.kernels.pages import Pages
 from .recorded import Launch
 
 SPILLED = (40, 2) if version("triton") < "3.9" else (0, 0)
-"""Bytes on the stack, and accesses to them in the loop over keys, where keys are shared out: Triton before 3.9 keeps
-some of what it knows of the sequences there, of which the loop of sm_100 reads up to two."""
+"""The most bytes of stack, and of accesses to it in the loop over keys, of a kernel whose keys are shared out over
+programs: Triton before 3.9 spills some numbers about the sequences, of which the loop of sm_100 reads up to two."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the compiler says of a kernel."""
+    """What the compiler made of a kernel."""
 
     shared: int
     """Bytes of shared memory."""
     registers: int
     stack: int
-    """Bytes of a thread that are not in registers: what is spilled (on AMD, scratch)."""
+    """Bytes of stack (on AMD, of scratch memory) per thread: what is spilled from registers."""
     assembly: str
-    """PTX, or AMD's."""
+    """PTX, or AMD's assembly."""
     loop: Counter[str]
-    """How often each instruction stands in the loop over keys, by its name up to the first dot; NVIDIA only."""
+    """The number of each machine instruction in the loop over keys, by its name up to the first dot; NVIDIA only."""
     whole: Counter[str]
-    """The same of all loops and what is around them."""
+    """The same for the whole kernel."""
 
     @property
     def spills_in_loop(self) -> int:
-        """Accesses to the stack in the loop."""
+        """The number of accesses to the stack in the loop over keys."""
         return self.loop["LDL"] + self.loop["STL"]
 
 
 def machine_of(arch: str) -> Machine:
-    """A machine of an architecture; of its size nothing here depends."""
+    """A machine of an architecture, with 132 multiprocessors, as an H100 has."""
     return Machine(arch, 132)
 
 
@@ -91,7 +91,7 @@ def compile_attention(
     rope: int = 64,
     tiles: Tiles | None = None,
 ) -> Record:
-    """The kernel that a decode step of DeepSeek launches, with some tiles or those of the table."""
+    """Compile the kernel of a decode step in DeepSeek's sizes, with the given tiles or those of the table."""
     machine = machine_of(arch)
     q = torch.empty(1, 1, heads, rank, dtype=dtype, device="meta")
     cache = torch.empty(1, page_size, rank, dtype=coded or dtype, device="meta")
@@ -121,7 +121,7 @@ def compile_attention(
 
 
 def compile_combination(arch: str, shared: bool = True, rank: int = 512) -> Record:
-    """The kernel that merges the parts of a decode step in bfloat16."""
+    """Compile the kernel that merges the parts of a decode step in bfloat16."""
     kernel = combining.combine
     types = dict.fromkeys(kernel.arg_names, "i32") | {"o": "*bf16", "lse": "*fp32"}
     types |= dict.fromkeys(("lengths", "starts"), "*i32")
@@ -141,9 +141,9 @@ def compile_chunk(
     widths: tuple[int, int, int] = (128, 64, 128),
     lengths: bool = False,
 ) -> Record:
-    """The kernel that a prefill of DeepSeek launches for a chunk, with the table's tiles; widths are `P, R, V`.
+    """Compile the kernel that a prefill launches for each chunk, with the table's tiles; `widths` are `P, R, V`.
 
-    `lengths`: of sequences of unequal lengths and numbers of queries.
+    With `lengths`, each sequence has a length and a number of queries of its own.
     """
     tiles = choose_chunk(machine_of(arch), *widths, dtype.itemsize, mask is not None)
     given = None if mask is None else torch.empty(1, 1, 1, 1, dtype=mask, device="meta")
@@ -160,7 +160,7 @@ def compile_chunk(
 
 
 def compile_gather(arch: str, fp8: bool, rank: int = 512, rope: int = 64, page_size: int = 64) -> Record:
-    """The kernel that gathers a chunk of DeepSeek's latents from their pages, in bfloat16 or FP8."""
+    """Compile the kernel that gathers a chunk of latents from their pages, in bfloat16 or FP8."""
     row = torch.empty(1, page_size, rank + rope, dtype=torch.bfloat16, device="meta")
     scales = torch.empty(1, page_size, rank // 128, device="meta") if fp8 else None
     number = torch.empty(1, dtype=torch.int32, device="meta")
@@ -175,7 +175,7 @@ def compile_gather(arch: str, fp8: bool, rank: int = 512, rope: int = 64, page_s
 
 
 def compile_append(arch: str, one_scale: bool, rank: int = 512, rope: int = 64) -> Record:
-    """The kernel that quantises tokens of DeepSeek in bfloat16 into a cache."""
+    """Compile the kernel that quantises tokens in bfloat16 into an FP8 cache."""
     types = dict.fromkeys(append.arg_names, "i32") | dict.fromkeys(("latent", "rope"), "*bf16")
     types |= {"slots": "*i64", "numbers": "*u8", "scales": "*fp32", "scale": "*fp32"}
     types |= {"rope_out": "*u8" if one_scale else "*bf16"}
@@ -184,7 +184,7 @@ def compile_append(arch: str, one_scale: bool, rank: int = 512, rope: int = 64) 
 
 
 def compile_merge(arch: str, columns: int = 512) -> Record:
-    """The kernel that merges two attentions in bfloat16."""
+    """Compile the kernel that merges the results of two attentions in bfloat16."""
     types = dict.fromkeys(merge.arg_names, "i32") | dict.fromkeys(("o_a", "o_b", "o"), "*bf16")
     types |= dict.fromkeys(("lse_a", "lse_b", "lse"), "*fp32")
     aligned = [name for name in types if types[name].startswith("*")]
@@ -192,7 +192,7 @@ def compile_merge(arch: str, columns: int = 512) -> Record:
 
 
 def compile_specialised(arch: str, causal: bool = False, index: str = "*i32") -> Record:
-    """The kernel of warps of their own tasks, in bfloat16, for sm_90 or sm_100."""
+    """Compile the warp-specialised decode kernel (Gluon) in bfloat16, for sm_90 or sm_100."""
     kernel = (warp_groups if arch == "sm_90" else tensor_memory).attend_pages
     types = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "pieces": "*i32"}
     types |= dict.fromkeys(("q_latent", "q_rope", "o"), "*bf16")
@@ -206,7 +206,7 @@ def compile_specialised(arch: str, causal: bool = False, index: str = "*i32") ->
 
 
 def compile_launch(arch: str, launch: Launch) -> Record:
-    """What a launch would run: with the types, the alignments and the options that Triton makes of its arguments."""
+    """Compile what a recorded launch would run, with the types, alignments and options that Triton derives for it."""
     target = _target(arch)
     backend = make_backend(target)
     kernel, given = launch.function, launch.constants
@@ -220,7 +220,7 @@ def compile_launch(arch: str, launch: Launch) -> Record:
 
 
 def compile_written(arch: str, source: str, file: Path) -> Record:
-    """A kernel as Inductor wrote it, with the types and options given there; Triton reads it from a file."""
+    """Compile a kernel that Inductor wrote, with the types and options in its source; Triton reads it from a file."""
     of = {}
 
     def kept(**options):
@@ -272,7 +272,7 @@ def _cuobjdump(flag: str, cubin: Path) -> str:
 
 
 def _code(sass: str) -> list[tuple[int, str]]:
-    """Addresses and instructions."""
+    """The addresses and instructions in a disassembly."""
     lines = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+ )?(.*?);", sass)
     return [(int(address, 16), text) for address, text in lines]
 
@@ -282,8 +282,10 @@ def _counted(code: list[tuple[int, str]]) -> Counter[str]:
 
 
 def _loop(code: list[tuple[int, str]]) -> Counter[str]:
-    """Instructions between the target of a backward branch and the branch: of the innermost loops around products the
-    longest."""
+    """The instructions of the loop over keys: the longest of the innermost loops that contain a matrix product.
+
+    A loop is what lies between the target of a backward branch and the branch.
+    """
     loops: list[tuple[int, int]] = []
     for address, text in code:
         branch = re.search(r"\bBRA(?:\.\w+)* (?:!?\w+, )*`?\(?(?:\.L_x_\d+|0x([0-9a-f]+))", text)

@@ -1,4 +1,4 @@
-"""The bundle of each op."""
+"""The bundle of arguments (`arguments.py`) of each op."""
 
 from mla_compile.kernels.append_latents.arguments import AppendLatents
 from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention, ExpandedAttentionBackward

@@ -1,4 +1,4 @@
-"""Fixtures of the kernels' tests."""
+"""Fixtures for the tests of the kernels."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from .recorded import recorded
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Waking a second thread for tensors of a few hundred numbers costs more than it saves."""
+    """Run on one thread: for tensors of a few hundred numbers, waking a second one costs more than it saves."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -21,7 +21,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def no_kernel_cache(tmp_path_factory):
-    """Kernels are compiled now, and not by an earlier version of them."""
+    """Use an empty Triton cache, so that kernels are compiled from their present source."""
     from triton import knobs
 
     with knobs.cache.scope():
@@ -31,7 +31,7 @@ def no_kernel_cache(tmp_path_factory):
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    """Native kernels cannot be built: what is left is made of ATen operations."""
+    """Let no C++ kernel be built, so that ops are computed by ATen operations."""
     monkeypatch.setattr(native, "load", lambda *_: None)
 
 
@@ -40,12 +40,13 @@ DISPATCHED = (torch.float32, torch.bfloat16, torch.float16, *CODED)
 
 @pytest.fixture(autouse=True)
 def nothing_dispatched():
-    """A test that compiled a model may have let torch call C++: the kernels under test are those of a test's own."""
+    """Take back the C++ kernels that an earlier test, which compiled a model, gave to torch's dispatcher."""
     if dispatcher.take_over.cache_info().currsize:
         withdraw()
 
 
 def withdraw():
+    """Take all C++ kernels back from torch's dispatcher."""
     for dtype in DISPATCHED[:3]:
         for keys in ((dtype, dtype), *((coded, rope) for coded in CODED for rope in (dtype, coded))):
             dispatcher.provide("latent_attention", (dtype, *keys), None)
@@ -57,7 +58,7 @@ def withdraw():
 
 @pytest.fixture
 def dispatched():
-    """What compiled graphs have: torch calls C++, and that the kernels."""
+    """As in compiled graphs: torch's dispatcher calls C++ code, which calls the kernels."""
     compiled.begin(DISPATCHED)
     compiled.make_ready(DISPATCHED)
     assert dispatcher.take_over() is not None
@@ -67,7 +68,7 @@ def dispatched():
 
 @pytest.fixture(params=["dispatched", "native", "aten"])
 def implementation(request):
-    """Every way to compute an op on CPU."""
+    """Each way to compute an op on CPU: C++ called by the dispatcher, C++ called from Python, ATen operations."""
     if request.param == "aten":
         request.getfixturevalue("no_compiler")
     if request.param == "dispatched":
@@ -77,6 +78,6 @@ def implementation(request):
 
 @pytest.fixture
 def launches():
-    """Every launch of the test, on tensors without values."""
+    """The Triton launches of a test, recorded instead of made, as for tensors without values."""
     with recorded() as found:
         yield found

@@ -1,15 +1,18 @@
-"""A Gluon kernel's Python run without a GPU: numbers, barriers and asynchronous operations as the machine has them.
+"""Run a Gluon kernel without a GPU: its numbers, barriers and asynchronous operations are emulated in Python.
 
-Triton's interpreter knows no Gluon. Here a kernel's functions run as they are written, on tensors of torch, with
-stand-ins for what Gluon gives them. Layouts are ignored: only the compiler can tell whether they fit. What is kept:
+Triton's interpreter does not support Gluon. Here a kernel's functions run as they are written, on torch's tensors, with
+stand-ins for the functions of Gluon. Layouts are ignored: only the compiler can tell whether they fit. What is
+emulated:
 
 - partitions of warps run side by side, in an order that is drawn anew at each operation on shared memory or a barrier;
-- a barrier counts arrivals and bytes, and has phases; to wait for what never comes is an error that says who waits;
-- a copy by TMA arrives at any time after it was asked for, and what it writes to is NaN in between;
-- a product of a warp group happens at any time before it is waited for, and reads shared memory then;
-- a product in tensor memory happens at any time after it was asked for; what it reads and writes there is in use;
-- what a thread wrote to shared memory itself, no asynchronous operation sees before a fence;
-- memory that nobody wrote is NaN, and an address out of bounds is an error.
+- a barrier counts arrivals and bytes, and has phases; to wait for a phase that never ends is an error that names the
+  partitions that wait;
+- a TMA copy arrives at any time after it was issued, and its target is NaN until then;
+- a product of a warp group happens at any time before it is waited for, and reads shared memory at that time;
+- a product in tensor memory happens at any time after it was issued; until then it is an error for a thread to read or
+  write its operands in tensor memory;
+- it is an error if an asynchronous operation uses shared memory that a thread wrote without a fence in between;
+- memory that was never written is NaN, and an address out of bounds is an error.
 """
 
 from __future__ import annotations
@@ -32,16 +35,16 @@ from .emulated_memory import Barrier, Barriers, Memory, Pointer, Sums, TensorMem
 
 DTYPES = {gl.int32: torch.int32, gl.int64: torch.int64, gl.float32: torch.float32, gl.bfloat16: torch.bfloat16}
 _STEPS = 32
-"""Operations for which the same partitions are slow, on average."""
+"""For how many operations, on average, the same partitions and asynchronous operations are held back."""
 
 
 class Hang(AssertionError):
-    """Nothing can go on, and something is waited for."""
+    """No partition can go on: those that are not done wait forever."""
 
 
 @dataclass(eq=False)
 class Partition:
-    """Warps of a function of their own."""
+    """The warps that run one function of `warp_specialize`."""
 
     name: str
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -57,7 +60,7 @@ class Partition:
 
 
 class Machine:
-    """A program's warps and what they asked for."""
+    """The warps of a program, and the asynchronous operations that they issued."""
 
     def __init__(self, program: int, seed: int) -> None:
         self.program = program
@@ -70,7 +73,7 @@ class Machine:
         self.stopping = False
 
     def switch(self) -> None:
-        """Somebody else may go on."""
+        """Let other partitions run and asynchronous operations happen before this partition goes on."""
         if self.specialised:
             me = self.current
             self.turn.release()
@@ -86,7 +89,7 @@ class Machine:
             try:
                 function(*arguments)
                 assert not partition.products, f"{partition.name} did not wait for its products"
-            except BaseException as error:  # for the thread that started this one
+            except BaseException as error:  # raised again by the thread that started this one
                 partition.error = error
             partition.done = True
             self.turn.release()
@@ -111,7 +114,7 @@ class Machine:
     def _alternate(self, partitions: list[Partition]) -> None:
         slow: list[Any] = []
         while not all(partition.done for partition in partitions):
-            if self.random.random() < 1 / _STEPS:  # some go ahead of others for a while
+            if self.random.random() < 1 / _STEPS:  # hold others back for a while
                 everything = [*partitions, self.copies, self.products, *(each.products for each in partitions)]
                 slow = [each for each in everything if self.random.random() < 1 / 2]
             able: list[Any] = [partition for partition in partitions if partition.can_run]
@@ -132,7 +135,7 @@ class Machine:
         assert not self.copies, "a copy that nobody waited for"
         assert not self.products, "a product that nobody waited for"
 
-    # What the kernel calls.
+    # The methods below are stand-ins for functions that kernels call.
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if dtype == torch.int64:
@@ -186,7 +189,8 @@ class Machine:
 
         def happens() -> None:
             left = kept if isinstance(kept, Tensor) else kept.asynchronous()
-            with _disable_current_modes():  # what looks at operands: scores of what was not loaded are hidden later
+            # Not checked by `Poisoned`: scores of keys that were not loaded are NaN, and are hidden later.
+            with _disable_current_modes():
                 product = left.float() @ b.asynchronous().float()
             result.value = result.value + product if use_acc else product
 
@@ -245,7 +249,7 @@ def _store(pointer: Pointer, values: Tensor, mask: Any = None) -> None:
 
 
 def _language(machine: Machine) -> types.SimpleNamespace:
-    """What stands for `triton.experimental.gluon.language`."""
+    """The stand-in for `triton.experimental.gluon.language`."""
     return types.SimpleNamespace(
         program_id=lambda axis: torch.tensor(machine.program),
         load=_load,
@@ -278,7 +282,7 @@ def _tensors(start: Any, stop: Any = None, step: Any = 1) -> Any:
 
 
 def _namespace(module: Any, machine: Machine) -> dict[str, Any]:
-    """A module's names for its functions to run here."""
+    """The global names of a kernel's module, with stand-ins for those of Gluon."""
     barriers = types.SimpleNamespace(
         init=machine.init, wait=machine.wait, arrive=machine.arrive, expect=machine.expect, MBarrierLayout=lambda: None
     )
@@ -306,7 +310,7 @@ def _namespace(module: Any, machine: Machine) -> dict[str, Any]:
 
 
 class Emulated:
-    """What stands for a kernel of a module: it is launched as the kernel is."""
+    """The stand-in for a kernel of a module, launched in the same way."""
 
     def __init__(self, module: Any, kernel: Any, seed: int) -> None:
         self.module, self.name, self.seed = module, kernel.fn.__name__, seed

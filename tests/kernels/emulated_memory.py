@@ -1,4 +1,4 @@
-"""What a kernel of `emulated` loads from, stores to and waits for: memories, addresses and barriers."""
+"""The memories, addresses and barriers of kernels that `emulated` runs."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Pointer:
 
 
 def pointer_to(tensor: Tensor) -> Pointer:
-    """To a tensor's first element; its storage is what may be reached."""
+    """A pointer to a tensor's first element, from which all of the tensor's storage may be reached."""
     storage = tensor.new_empty(0).set_(tensor.untyped_storage())
     return Pointer(storage, torch.tensor(tensor.storage_offset()))
 
 
 @dataclass
 class Memory:
-    """A view of shared memory, and for each element whether a thread wrote it since the last fence."""
+    """A view of shared memory; `unfenced` tells of each element whether a thread wrote it after the last fence."""
 
     machine: Any
-    """The `Machine` of `emulated`, which may go on elsewhere at each operation."""
+    """The `Machine` of `emulated`, which may switch to another partition at each operation."""
     data: Tensor
     unfenced: Tensor
 
@@ -66,14 +66,14 @@ class Memory:
         self.machine.current.written.append(self.unfenced)
 
     def asynchronous(self) -> Tensor:
-        """What an asynchronous operation reads."""
+        """The numbers that an asynchronous operation reads."""
         assert not self.unfenced.any(), "an asynchronous operation reads what was written without a fence"
         return self.data
 
 
 @dataclass
 class TensorMemory(Memory):
-    """A view of tensor memory. `uses` is of the whole allocation: products to come that read or write it."""
+    """A view of tensor memory; the views of an allocation share `uses`, an entry per pending product that uses it."""
 
     uses: list[int]
 
@@ -95,7 +95,7 @@ class TensorMemory(Memory):
 
 @dataclass
 class Barrier:
-    """Arrivals and bytes that a phase still waits for, and how many phases are over."""
+    """The arrivals and bytes for which the present phase still waits, and the number of phases that are over."""
 
     name: str
     count: int = 0
@@ -112,7 +112,7 @@ class Barrier:
 
 @dataclass
 class Barriers:
-    """Those of an allocation."""
+    """The barriers of an allocation."""
 
     all: list[Barrier]
 
@@ -122,6 +122,6 @@ class Barriers:
 
 @dataclass(eq=False)
 class Sums:
-    """The result of products that have not all happened."""
+    """The result of products, some of which may be pending."""
 
     value: Tensor

@@ -6,24 +6,27 @@ import torch
 from torch import Tensor
 
 FACTOR = 3.0
-"""An op may be this many times further from float64 than the plain equation in the same dtype. Another order of the
-same sums gives 1 on average; the greatest error of a small test's few numbers scatters around that. Where an op scales
-the query and not the scores, `worse` of both is the measure: 2.3 the most in 400 seeds of a case, with AVX2 and AVX-512
-alike, against 3.7 where the measure is scaled scores alone."""
+"""An op's result may be this many times further from float64 than that of the plain equation in the same dtype.
+
+Another order of the same sums gives a ratio of 1 on average; the greatest error of the few numbers of a small test
+scatters around that. Where an op scales the query and not the scores, the measure is the `worse` of both ways: then the
+ratio was at most 2.3 in 400 seeds of a case, with AVX2 and AVX-512 alike; with scaled scores alone it was up to 3.7.
+"""
 
 
 def worse(one: Tensor, other: Tensor, exact: Tensor) -> Tensor:
-    """Of the plain equation in two orders the result that is further from exact."""
+    """Of two results of the plain equation, computed in two orders, the one that is further from exact."""
     finite = exact.isfinite()
     distances = [(tensor.double() - exact).where(finite, 0).abs().max() for tensor in (one, other)]
     return one if distances[0] >= distances[1] else other
 
 
 def assert_as_close_as(measure: Tensor, actual: Tensor, exact: Tensor, merges: int = 0) -> None:
-    """Check actual against exact (float64), with the error of measure, of actual's dtype, as the unit.
+    """Check that actual is at most FACTOR times as far from exact (float64) as measure, which has actual's dtype.
 
-    The unit is at least one rounding of the largest value, since measure may be exact by chance. `merges` is how often
-    a running result was rounded to float32: each adds half an eps of the largest value, or of 1 for a weight.
+    The error of measure is counted as at least one rounding of the largest value, since measure may be exact by chance.
+    `merges` is how often a running result was rounded to float32: each time allows half an eps more of the largest
+    value, or of 1 for a weight.
     """
     assert measure.dtype == actual.dtype
     assert measure.shape == actual.shape

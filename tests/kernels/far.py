@@ -1,4 +1,4 @@
-"""Caches of more elements than 32 bits count, of which only a few are ever touched."""
+"""Caches whose offsets do not fit into 32 bits, of which only a few elements are ever touched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from mla_compile.fp8 import RowLayout
 
 BEYOND = 2**31
-"""An offset that a signed number of 32 bits does not hold."""
+"""The least offset that does not fit into a signed 32-bit number."""
 
 B, SQ, N, L, R, P, V, T = 3, 2, 2, 16, 8, 8, 8, 300
 
@@ -22,13 +22,14 @@ OPS = {
     "paged_latent_attention": (0,),
 }
 CASES = [(op, dim) for op, dims in OPS.items() for dim in dims]
-"""An op, and the dimension of its cache to spread: sequences or tokens, or pages."""
+"""Each op with the dim of its cache to spread: sequences or tokens of a dense cache, pages of a paged one."""
 
 
 def spread(tensor: Tensor, dim: int = 0) -> Tensor:
-    """The same numbers in the same shape, the last along `dim` more than 2^31 elements behind the first.
+    """A copy of the same shape, whose last slice along `dim` is at least 2^31 elements behind the first.
 
-    The stride along `dim` itself fits into 32 bits. Memory in between is zero, which the system maps when it is read.
+    The stride along `dim` itself fits into 32 bits. The memory in between is never written: the system need not provide
+    it.
     """
     sizes = tensor.movedim(dim, 0).shape
     inner = sizes[1:].numel()
@@ -42,7 +43,7 @@ def spread(tensor: Tensor, dim: int = 0) -> Tensor:
 
 
 def attention_case(op: str, dim: int, dtype: torch.dtype) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Arguments of an op, and the same with the cache spread along a dimension."""
+    """Arguments of an op, and the same arguments with the cache spread along a dim."""
     generator = torch.Generator().manual_seed(0)
 
     def make(*shape: int) -> Tensor:
@@ -66,7 +67,7 @@ def attention_case(op: str, dim: int, dtype: torch.dtype) -> tuple[tuple[Any, ..
 
 
 def append_case(one_scale: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Arguments of `append_latents`, and the same with the pages spread."""
+    """Arguments of `append_latents`, and the same arguments with the pages spread."""
     latent, k_rope = torch.randn(3, L).half(), torch.randn(3, R).half()
     slots = torch.tensor([0, 4 * 16 + 3, 2 * 16]).int()
     width = L + R if one_scale else RowLayout(L, R, latent.dtype).row_bytes

@@ -1,4 +1,4 @@
-"""MLA as people write it, independent of the library: in float64 the truth, in the dtype of a test the measure."""
+"""MLA written the naive way, independent of the library: exact in float64; in a test's dtype, the measure of error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Case = tuple[Tensor | None, int | None]
 
 
 def masks(batch: int, heads: int, queries: int, keys: int) -> dict[str, Case]:
-    """One case for each meaning that a mask can have, for `queries` that end where the keys do."""
+    """One case for each meaning that a mask can have; the queries are the last of the keys' tokens."""
     context = keys - queries
     lengths = torch.arange(1, batch + 1)[:, None, None, None] * keys // batch
     padding = torch.arange(keys) < lengths
@@ -41,7 +41,7 @@ def masks(batch: int, heads: int, queries: int, keys: int) -> dict[str, Case]:
 
 
 MASKS = tuple(masks(1, 1, 1, 1))
-"""Their names."""
+"""The names of the masks."""
 
 
 def case_of(sizes: tuple[int, ...], mask: str) -> Case:
@@ -62,12 +62,12 @@ class Inputs:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What `mla::expanded_attention` takes, in the order in which it does."""
+        """The tensors that `mla::expanded_attention` takes, in its order."""
         return self.q, self.latent, self.k_rope, self.w_uk, self.w_uv
 
     @property
     def absorbed(self) -> tuple[Tensor, ...]:
-        """What `mla::latent_attention` takes, in the order in which it does."""
+        """The tensors that `mla::latent_attention` takes, in its order."""
         q_nope, q_rope = self.q.split([self.w_uk.shape[1], self.k_rope.shape[2]], dim=-1)
         return torch.einsum("bsnp,npl->bsnl", q_nope, self.w_uk), q_rope, self.latent, self.k_rope
 
@@ -76,7 +76,7 @@ class Inputs:
 
 
 def make_inputs(sizes: tuple[int, int, int, int, int, int, int, int], dtype: torch.dtype = torch.float32) -> Inputs:
-    """Inputs for `B, Sq, T, N, L, P, R, V`: as a model has them, slices of one projection, one cache and one weight."""
+    """Inputs for `B, Sq, T, N, L, P, R, V`: slices of one projection, one cache and one weight, as in a model."""
     batch, queries, keys, heads, rank, nope, rope, value = sizes
     q = torch.randn(batch, heads, queries, nope + rope, dtype=dtype).transpose(1, 2)
     cache = torch.randn(batch, keys, rank + rope, dtype=dtype)
@@ -85,7 +85,7 @@ def make_inputs(sizes: tuple[int, int, int, int, int, int, int, int], dtype: tor
 
 
 def naive_mla(x: Inputs, case: Case) -> tuple[Tensor, Tensor]:
-    """All keys and values up-projected, softmax in at least float32: o `[B, Sq, N, V]`, lse `[B, Sq, N]`."""
+    """o `[B, Sq, N, V]`, lse `[B, Sq, N]`: all keys and values are up-projected, softmax is in at least float32."""
     mask, causal_offset = case
     k = torch.cat([x.latent[:, None] @ x.w_uk.mT, x.k_rope[:, None].expand(-1, x.w_uk.shape[0], -1, -1)], dim=-1)
     v = x.latent[:, None] @ x.w_uv.mT

@@ -1,4 +1,4 @@
-"""A latent cache cut into pages, as a pool that served many sequences has it."""
+"""A latent cache in pages that are in no order, as in a pool that has served many sequences."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def make_paged(
     index: torch.dtype = torch.int32,
     spare_pages: int = 2,
 ) -> Paged:
-    """Sequences of these lengths for `Sq, N, L, R`, in pages dealt out at random.
+    """Sequences of the given lengths and sizes `Sq, N, L, R`, in pages assigned at random.
 
-    Pages and rows out of use hold NaN; the table is a column range of a wider one, its unused entries point nowhere.
+    Unused pages and rows hold NaN. The table is a range of columns of a wider one; its unused entries are no pages.
     """
     queries, heads, rank, rope = sizes
     per_sequence = [-(-length // page_size) for length in lengths]
@@ -69,21 +69,22 @@ def make_paged(
 
 MOST = {FP8: 448, INT8: 127}
 CODED = [(4, False, FP8), (1, False, FP8), (1, True, FP8), (1, False, INT8), (1, True, INT8)]
-"""Groups of a scale, whether rope keys have it, and the dtype of the numbers."""
+"""Arguments of `quantised`: the number of scales per latent, whether rope keys are coded too, and the dtype."""
 
 
 def coded_numbers(numbers: Tensor, coded: torch.dtype) -> Tensor:
-    """Rounded to FP8 or INT8."""
+    """Numbers rounded to FP8 or INT8."""
     return (numbers.round() if coded == INT8 else numbers).to(coded)
 
 
 def quantised(
     x: Paged, groups: int, rope_too: bool = False, coded: torch.dtype = FP8
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The arguments with latent pages in FP8 or INT8, as views of one pool of bytes, and their scales.
+    """The arguments with latents in FP8 or INT8, and the scales.
 
-    A row is the latent in that, a float32 scale for each group of columns, and the rope part as it was; with
-    `rope_too` there is one scale for all and the rope part is as the latent is.
+    Latents, scales and rope keys are views of one pool of bytes. A row is the coded latent, a float32 scale for each of
+    `groups` groups of columns, and the rope key in its own dtype. With `rope_too`, the rope key is coded as well, with
+    one scale for everything, and the tensors are apart.
     """
     rank = x.q_latent.shape[3]
     pool = x.pool.float()
@@ -117,7 +118,7 @@ def quantised(
 
 @dataclass(frozen=True)
 class PagedHeads:
-    """The cache of a `Paged` (its arguments from latent_pages on), with q `[B, Sq, N, P + R]`, w_uk and w_uv."""
+    """The cache of a `Paged` (its `arguments` from the pages on), with q `[B, Sq, N, P + R]`, w_uk and w_uv."""
 
     q: Tensor
     cache: tuple[Tensor, ...]
@@ -147,7 +148,7 @@ def make_paged_heads(
     rope_too: bool = False,
     coded: torch.dtype = FP8,
 ) -> PagedHeads:
-    """As `make_paged`, for `Sq, N, L, P, R, V`; with `groups` in FP8 or INT8 as `quantised` says."""
+    """As `make_paged`, for sizes `Sq, N, L, P, R, V`; if `groups` is given, `quantised` codes the cache."""
     queries, heads, rank, nope, rope, value = sizes
     x = make_paged(lengths, (queries, heads, rank, rope), page_size, dtype, index)
     q = torch.randn(len(lengths), heads, queries, nope + rope, dtype=dtype).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""How the keys of sequences are shared out, as `kernels/_common/pieces.py` says it, in plain Python: the oracle."""
+"""Share out the keys of sequences over programs, as `kernels/_common/pieces.py` describes it, in plain Python."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from mla_compile.kernels._common.launch import LEAST_TILES
 
 Segment = tuple[int, int, int]
-"""A sequence, and its first tile of keys and one more than the last that a program takes."""
+"""A sequence, the first of its tiles of keys that a program takes, and one more than the last."""
 
 
 def line(tiles: Sequence[int], parts: int, own: int) -> tuple[int, list[int]]:
-    """What a piece takes, and where each sequence begins, and the next one would."""
+    """The size of a piece, and the places on the line where each sequence begins and where the last one ends."""
     payload = max(-(-(sum(tiles) + own * len(tiles)) // parts), LEAST_TILES)
     rooms = list(tiles)
     if len(tiles) <= parts and max(tiles) <= payload:
@@ -24,7 +24,7 @@ def line(tiles: Sequence[int], parts: int, own: int) -> tuple[int, list[int]]:
 
 
 def pieces(tiles: Sequence[int], parts: int, own: int) -> list[list[Segment]]:
-    """What each program takes: sequences without keys too."""
+    """The segments that each program takes; sequences without keys have one too."""
     payload, places = line(tiles, parts, own)
     found = []
     for first in range(0, parts * payload, payload):
@@ -40,5 +40,5 @@ def pieces(tiles: Sequence[int], parts: int, own: int) -> list[list[Segment]]:
 
 
 def makespan(tiles: Sequence[int], parts: int, own: int) -> int:
-    """How long the program takes that takes longest, in tiles of keys."""
+    """The time of the slowest program, in tiles of keys."""
     return max(sum(end - begin + own for _, begin, end in piece) for piece in pieces(tiles, parts, own))

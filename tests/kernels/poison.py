@@ -1,8 +1,8 @@
-"""What no one wrote is NaN or infinite, and no product of a library may be given it.
+"""Make unwritten memory NaN or infinite, and fail if the operand of a library's matrix product holds any of it.
 
-A library may read more of an operand than it multiplies (oneDNN's products of bfloat16 on AMX take the numbers of a row
-two at a time, an odd one with the first of the next row), and count on 0 times that being 0. On most machines nothing
-of that shows, so what shows here is the operand.
+A library may read more of an operand than it should multiply, multiply the rest by 0, and count on the result being 0:
+oneDNN's products of bfloat16 on AMX take the numbers of a row two at a time, an odd one with the first of the next row.
+On most machines this does not show in results, so the operands themselves are checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ATTEND = "_scaled_dot_product"
 class Poisoned(TorchDispatchMode):
     """Memory is `value` until it is written, and the operands of products are asserted to be finite.
 
-    The mla ops, in C++ as in Python, and loops are entered. `products` counts what was looked at.
+    So are those within loops and within the mla ops, in C++ and in Python. `products` counts the products checked.
     """
 
     supports_higher_order_operators = True

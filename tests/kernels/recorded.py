@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that are noted and not made."""
+"""Record launches of Triton kernels instead of making them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch
 
 
 def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor without values."""
+    """A tensor without values, on the meta device."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One call of a kernel."""
+    """One launch of a kernel."""
 
     kernel: str
-    """Its name."""
+    """The kernel's name."""
     function: Any
-    """What was launched."""
+    """The function that was launched."""
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
-    """With the compiler's options: all that is given by name."""
+    """The arguments given by name: the kernel's constants and the compiler's options."""
 
 
 class _Recorded:
-    """In the place of a kernel."""
+    """Takes the place of a kernel, and records its launches."""
 
     def __init__(self, name: str, function: Any, launches: list[Launch]) -> None:
         self._of, self._launches = (name, function), launches
@@ -42,7 +42,7 @@ class _Recorded:
 
 @contextlib.contextmanager
 def recorded(arch: str = "sm_90") -> Iterator[list[Launch]]:
-    """All launches of this project's kernels within it, on a machine of an architecture; tensors need no values."""
+    """The launches of this project's kernels within the context, on an imagined machine; tensors need no values."""
     from mla_compile.kernels._common import launch, machine
     from mla_compile.kernels.append_latents import triton as append_launcher
     from mla_compile.kernels.expanded_attention import triton as expanded_launcher

@@ -1,6 +1,6 @@
-"""Every kernel compiled for every architecture, in the shapes of DeepSeek, with what the compiler says of it.
+"""Every Triton kernel compiled for every architecture, in DeepSeek's shapes.
 
-A kernel that fits, spills nothing and uses the matrix units is what can be proved without a GPU.
+Without a GPU it can be shown that a kernel fits into shared memory, spills no registers and uses the matrix units.
 """
 
 import re
@@ -37,23 +37,23 @@ pytestmark = [
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 SOME = [arch if arch == "sm_90" else pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHITECTURES]
-"""For what differs little from what is compiled for all of them: one, and the others where there is time."""
+"""For kernels that differ little from those compiled for all: one architecture, and the others marked slow."""
 HEADS = {"V3": 128, "V2-Lite": 16}
 STACK = 16 if version("triton") < "3.9" else 0
-"""Where parts are fixed, Triton 3.6's assembler keeps up to four numbers of an address on the stack while the loop
-runs, except pages of 64 tokens without a mask."""
+"""The most bytes of stack, other than for pages of 64 tokens without a mask: with Triton 3.6, up to four numbers of an
+address are on the stack while the loop runs."""
 
 
 def assert_clean(record, arch, stack=0, in_loop=0):
     assert record.shared <= machine_of(arch).shared_bytes
     assert record.stack <= stack
     assert record.spills_in_loop <= in_loop
-    # The compiler has turned a kernel that cannot run into a trap, with no registers spilled at all.
+    # The compiler may turn a kernel that cannot run into a trap, which spills nothing.
     assert matrix_unit(record.assembly), "no product on a matrix unit"
 
 
 def matrix_unit(assembly):
-    """The instruction that multiplies."""
+    """The name of the matrix instruction in the assembly, or None."""
     names = ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "v_mfma")
     return next((name for name in names if name in assembly), None)
 
@@ -70,16 +70,17 @@ def test_paged_decode(arch, heads, work):
 
 
 def assert_each_score_once_and_no_wait_between(record):
-    """Of 64 rows and 64 keys: each of two warp groups computes its half of the scores, then its half of the sums.
+    """Check the loop over tiles of 64 keys, in which each of two warp groups computes half of the scores of 64 rows and
+    half of the sums.
 
-    Three products of scores, of which each is waited for, and two of sums, which run on into the next tile. What the
-    assembler cannot prove safe it runs one by one, with a wait after each instruction.
+    Three products give scores, and each is waited for; two give sums, and go on during the next tile. Products that
+    the assembler cannot prove safe it would serialise, with a wait after each instruction.
     """
     scores, sums = (512 + 64) // 16, 2 * 64 // 16
     assert record.loop["HGMMA"] == scores + sums
     assert record.loop["WARPGROUP"] <= 2 * (3 + 2)
-    assert record.loop["LDGSTS"] == 64 * 576 * 2 / 16 / 256  # all keys go to shared memory while others are used
-    assert record.loop["LDG"] == 1  # the next page
+    assert record.loop["LDGSTS"] == 64 * 576 * 2 / 16 / 256  # asynchronous copies of all keys, by 256 threads
+    assert record.loop["LDG"] == 1  # the number of the next page
 
 
 OF_CALLS = pytest.mark.parametrize(
@@ -89,24 +90,24 @@ OF_CALLS = pytest.mark.parametrize(
 
 @OF_CALLS
 def test_warp_groups(causal, index):
-    """Two consumers, each with its scores of 64 rows and 64 keys and two products of half of the sums."""
+    """Each of two consumer warp groups computes scores of 64 rows and 64 keys, and half of the sums by two products."""
     record = compile_specialised("sm_90", causal, index)
     assert record.shared <= machine_of("sm_90").shared_bytes
-    assert (record.stack, record.registers) == (0, 168)  # for 384 threads; 240 of a consumer's
+    assert (record.stack, record.registers) == (0, 168)  # per thread: the average of 384; a consumer's have 240
     assert_consumers(record)
-    assert record.whole["UTMALDG"] == 2 * (1 + 2)  # a page's own half, and the other with the rope keys
-    # Of pages that are not there; and of each consumer.
+    assert record.whole["UTMALDG"] == 2 * (1 + 2)  # for each of two pages: one half; the other half, and the rope keys
+    # For pages that do not exist; and for each consumer.
     assert_all_warps_are_there_before_one_arrives(record.assembly, 4 + 2 * 6)
 
 
 @OF_CALLS
 def test_tensor_memory(causal, index):
-    """One warp asks for all products: of 128 rows and 64 keys, and half of the sums."""
+    """One warp issues all products: the scores of 128 rows and 64 keys, and half of the sums."""
     record = compile_specialised("sm_100", causal, index)
     assert record.shared <= machine_of("sm_100").shared_bytes
     assert record.stack == 0
     assert record.whole["UTCHMMA"] == (512 + 64) // 16 + 64 // 16
-    assert record.whole["UTCBAR"] == 2 * 2  # both are told of twice: they are there, and what they read is free
+    assert record.whole["UTCBAR"] == 2 * 2  # after each product: its result is there, its operands are free
     assert record.whole["UTMALDG"] == (512 + 64) // 64
     assert_all_warps_are_there_before_one_arrives(record.assembly, 2 + 2)
 
@@ -115,12 +116,15 @@ def assert_consumers(record):
     scores, sums = (512 + 64) // 16, 2 * 64 // 16
     assert record.loop["HGMMA"] == scores + sums
     assert record.whole["HGMMA"] == 2 * (scores + sums)
-    # Products begin five times for each consumer and are waited for three times: none is run by itself.
+    # Each consumer begins products five times and waits for them three times, so that none is serialised.
     assert record.whole["WARPGROUP"] == 2 * (5 + 3)
 
 
 def assert_all_warps_are_there_before_one_arrives(assembly, count):
-    """A thread arrives at a barrier for its warp group: what the others do before has to be over."""
+    """Check that each of `count` arrivals at a barrier directly follows a synchronisation of warps.
+
+    One thread arrives for its warp group, so the other threads must have done what they have to do before.
+    """
     kinds = r"\b(bar\.(?:warp\.)?sync|(?:ld|st)\.shared|stmatrix|wgmma\.(?:mma|wait)|tcgen05\.(?:ld|st|wait)"
     kinds += r"|mbarrier\.(?:arrive\.shared|try_wait))"
     order = re.findall(kinds, assembly)
@@ -138,7 +142,7 @@ def test_queries_that_are_not_the_last(arch):
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_fp8(arch, heads):
-    # Kept before the loop and read behind it.
+    # 8 bytes are spilled before the loop and read after it.
     stack, in_loop = SPILLED
     assert_clean(
         compile_attention(arch, heads, coded=FP8), arch, max(stack, 8 * ((arch, heads) == ("sm_120", 16))), in_loop
@@ -147,7 +151,7 @@ def test_fp8(arch, heads):
 
 @pytest.mark.parametrize("arch", SOME)
 def test_int8(arch):
-    # Kept before the loop and read behind it.
+    # 8 bytes are spilled before the loop and read after it.
     stack, in_loop = SPILLED
     assert_clean(compile_attention(arch, 128, coded=torch.int8), arch, max(stack, 8 * (arch == "sm_90")), in_loop)
 
@@ -177,7 +181,7 @@ def test_kernels_without_products(arch, kernel):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_chunks_of_a_prefill(arch, causal):
-    """Heads of V3 and of V2-Lite have the same widths, and the kernel does not know how many there are."""
+    """Heads of V3 and of V2-Lite have the same widths, and the kernel does not depend on their number."""
     record = compile_chunk(arch, causal=causal, state=True)
     assert_clean(record, arch)
     if arch == "sm_90":
@@ -208,7 +212,7 @@ def test_chunks_are_gathered_without_the_stack(arch, fp8):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_chunks_of_other_widths(arch, widths, dtype, state):
     record = compile_chunk(arch, dtype, state=state, widths=widths)
-    if (arch, widths) == ("sm_100", (96, 0, 80)):  # two blocks of values: one address is kept on the stack
+    if (arch, widths) == ("sm_100", (96, 0, 80)):  # two blocks of values: one address is spilled
         assert (record.stack, record.spills_in_loop) <= (8, 2)
         assert record.shared <= machine_of(arch).shared_bytes
         assert matrix_unit(record.assembly) == "tcgen05.mma"
@@ -266,7 +270,7 @@ def test_keys_in_rows_and_keys_named(arch, kind, heads):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_masks(arch, kind, heads, work, mask, by_row):
     record = compile_attention(arch, heads, work=work, kind=kind, mask=mask, by_row=by_row)
-    # Numbers of an address, kept while the loop runs.
+    # Numbers of an address are on the stack while the loop runs.
     assert_clean(record, arch, max(8, STACK) if arch == "sm_90" else STACK)
 
 
@@ -275,7 +279,7 @@ def test_masks(arch, kind, heads, work, mask, by_row):
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_tile_that_autotuning_may_try(arch, heads, fp8):
-    """It runs: what it leaves on the stack is for the timer to judge."""
+    """Each fits and multiplies on matrix units; whether what it spills matters is left to the timer."""
     machine = machine_of(arch)
     table = choose(machine, heads, 512, 64, 2, fp8)
     for tiles in neighbours(table, lambda tiles: fits(machine, tiles, 512, 64, 2)):

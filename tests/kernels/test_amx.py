@@ -1,4 +1,4 @@
-"""Products of bfloat16 on a CPU with AMX: the tests of kernels where oneDNN believes in its tiles."""
+"""Products of bfloat16 on AMX: some tests of the kernels, run again in a process in which AMX is emulated."""
 
 import os
 import re

@@ -1,6 +1,6 @@
-"""The C++ kernels through their ops: tensors of any sizes, strides and offsets, drawn from a seed, against float64.
+"""The ops on CPU tensors of random sizes, strides and offsets, against float64.
 
-What lies between and around the numbers of an input is NaN: a kernel that reads it does not get away with it.
+Memory between and around the numbers of an input holds NaN, so that a kernel that reads it gives a wrong result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.flo
 
 
 class Draw:
-    """Sizes and tensors of a seed."""
+    """Random sizes and tensors from a seed."""
 
     def __init__(self, seed: int) -> None:
         self.source = random.Random(seed)
@@ -33,9 +33,9 @@ class Draw:
         return self.source.choice(sizes)
 
     def tensor(self, *shape: int, dense_last: bool = False) -> Tensor:
-        """Random numbers in a storage with NaN around them: dims in any order, steps, an offset, dims expanded.
+        """A random tensor with NaN around it in its storage: dims in any order, steps, offsets, or an expanded dim.
 
-        With `dense_last` the last dim has stride 1, as a slice of a cache has it.
+        With `dense_last` the last dim has stride 1, as in a slice of a cache.
         """
         source, rank = self.source, len(shape)
         kind = source.choice(["contiguous", "slice", "any", "expanded"])

@@ -1,4 +1,4 @@
-"""mla::append_latents: bytes of DeepSeek's layout and of one scale, and attention over what was appended."""
+"""mla::append_latents: the bytes that it writes, in DeepSeek's layout and with one scale, and attention over them."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SIZES = {"DeepSeek": (512, 64, 4), "one group": (40, 6, 3), "no rope": (256, 0, 
 
 
 def make(sizes, dtype=torch.bfloat16, tokens=7, one_scale=False):
-    """latent, k_rope, slots with one left out, rows with something in them, and a scale or None."""
+    """latent, k_rope, slots of which one is left out (-1), rows that are not zero, and a scale or None."""
     rank, rope, page_size = sizes
     latent = torch.randn(tokens, rank) * torch.rand(tokens, 1).mul(8).exp()
     places = torch.randperm(4 * page_size if 4 * page_size > tokens else 4 * tokens)
@@ -67,7 +67,7 @@ def test_what_is_read_again_is_what_was_appended(sizes, one_scale):
         if slot < 0:
             continue
         place = slot // page_size, slot % page_size
-        # e4m3 keeps four significant bits, and steps of 2^-9 below 2^-6, times the scale.
+        # e4m3 keeps four significant bits; below 2^-6 its steps are 2^-9, times the scale.
         allowed = latent[token].float().abs() / 16 + scales[place].max() * 2.0**-10
         assert ((read[place] - latent[token].float()).abs() <= allowed).all()
         if not one_scale:
@@ -99,13 +99,13 @@ def test_attention_over_what_was_appended():
     table, lengths = torch.tensor([[1, 0]]), torch.tensor([8])
     o, _ = torch.ops.mla.paged_latent_attention(q_latent, q_rope, numbers, ropes, table, lengths, True, 0.04, scales)
     exact, _ = torch.ops.mla.latent_attention(q_latent, q_rope, latent[None], k_rope[None], None, None, 0.04)
-    # Each value is off by 1/16 at most; weights by the same of a score of about 1.
+    # Each value is off by at most 1/16, and weights by as much, for scores of about 1.
     assert (o - exact).abs().max() < latent.abs().max() / 8
 
 
 @pytest.mark.parametrize("one_scale", [False, True])
 def test_opcheck(one_scale):
-    # The check of the schema compares with an op that torch lacks for FP8.
+    # To check the schema, torch compares tensors by an operation that it lacks for FP8.
     tests = ("test_faketensor", "test_aot_dispatch_dynamic") if one_scale else ALL_TESTS
     given = make(SIZES["one group"], torch.float32, one_scale=one_scale)
     torch.library.opcheck(append_latents.default, given, test_utils=tests)

@@ -1,4 +1,4 @@
-"""Training's attention gives a sequence the same bits in every run and in every batch, forward and backward."""
+"""In training, attention gives a sequence the same bits in every run and in every batch, forward and backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ B, N, L, P, R, V = 3, 6, 16, 12, 8, 10
 SIZES = {"some": (7, 20), "a chunk and more": (70, 90), "blocks of queries": (300, 300)}
 WORKSPACE = 64
 OF_WEIGHTS = (3, 4)
-"""Gradients that are sums over the batch."""
+"""Indices of the gradients of the weights, which are sums over the batch."""
 
 
 def padded(tokens: int) -> Tensor:
@@ -22,7 +22,7 @@ def padded(tokens: int) -> Tensor:
 
 
 def numbers(tokens: int) -> Tensor:
-    """Added to the scores; rows of the second sequence are hidden from every key by a finite number."""
+    """A bias added to the scores; for the second sequence it hides every key by a finite number."""
     mask = torch.randn(B, N, 1, tokens)
     mask[1] = -1e30
     return mask
@@ -32,7 +32,7 @@ MASKS = {"none": lambda tokens: None, "padding": padded, "numbers": numbers}
 
 
 def run(operands: list[Tensor], weights: list[Tensor], mask: Tensor | None, offset: int) -> list[Tensor]:
-    """Output, log-sum-exp and gradients of the operands and the weights."""
+    """Output, log-sum-exp, and the gradients of the operands and of the weights."""
     q, latent, k_rope, direction = operands
     settings = mask, offset, 0.3, WORKSPACE
     o, lse = torch.ops.mla.expanded_attention(q, latent, k_rope, *weights, *settings)

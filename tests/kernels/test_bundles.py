@@ -1,4 +1,4 @@
-"""A bundle is its op's schema: the same names in the same order with the same defaults."""
+"""A bundle of arguments mirrors its op's schema: the same names in the same order with the same defaults."""
 
 from dataclasses import MISSING, fields
 

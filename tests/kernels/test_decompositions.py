@@ -1,4 +1,4 @@
-"""The mla ops as ATen operations: each decomposition against float64, as its op is tested."""
+"""The decompositions of the mla ops into ATen operations, each against float64, as its op is tested."""
 
 import pytest
 import torch
@@ -48,9 +48,7 @@ def assert_right(result, reference, arguments):
 
 def test_every_op_has_one():
     own = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("mla::")}
-    general = {
-        name for name in own if name.endswith("_general")
-    }  # what the dispatcher's kernels hand on to, in no graph
+    general = {name for name in own if name.endswith("_general")}  # called by the dispatcher alone, never in a graph
     without = {"sealed_attention", "append_latents", "expanded_attention_backward", "latent_attention_backward"}
     assert {op._schema.name.split("::")[1] for op in decompositions.decompositions()} == own - without - general
 
@@ -87,7 +85,7 @@ def test_expanded_attention(dtype, mask, workspace_tokens, attend, monkeypatch):
 @pytest.mark.parametrize("causal_offset", [-6, -5, -4, -1, 0, 7, 50])
 def test_expanded_attention_stops_at_the_causal_limit(causal_offset):
     x = make_inputs((1, 5, 12, 2, 11, 7, 5, 9))
-    x.latent[:, max(5 + causal_offset, 0) :] = torch.nan  # of no query, and of no chunk of one key
+    x.latent[:, max(5 + causal_offset, 0) :] = torch.nan  # seen by no query, and in no chunk, since a chunk is one key
     tensors = x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
     o, lse = decomposed(mla.expanded_attention, *tensors, None, causal_offset, x.scale, 1)
     x.latent.nan_to_num_(0.0)

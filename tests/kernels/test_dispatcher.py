@@ -1,4 +1,4 @@
-"""Ops that torch's dispatcher calls in C++: what runs there, and what goes on to Python."""
+"""Ops that torch's dispatcher calls in C++: what is computed there, and what is passed on to Python."""
 
 import logging
 import os
@@ -45,12 +45,12 @@ IN_CPP = (
     "left padding and causal",
     "all hidden",
 )
-"""Masks of one row a sequence that hide keys before and after a range."""
+"""Masks that C++ handles: one row per sequence, in which the visible keys are a range."""
 
 
 @pytest.fixture
 def no_python(monkeypatch, dispatched):
-    """The general implementations are not called."""
+    """Torch calls C++, and an error is raised if a general implementation, in Python, is called."""
 
     def called(*arguments):
         raise AssertionError("the general implementation was called")
@@ -93,7 +93,7 @@ PAGES = {
 
 
 def expanded_attention_of_python(*arguments):
-    """By the general implementation, which a test without Python has taken away."""
+    """The result of the general implementation, which `no_python` has replaced."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expanded_native, "attend_in_chunks", chunks.attend_in_chunks)
         return torch.ops.mla.expanded_attention_general(*arguments)
@@ -172,7 +172,7 @@ PAGES_OF_HEADS = {
 
 
 def of_python(op, bundle, *arguments, **more):
-    """By the general implementation, which a test without Python has taken away."""
+    """The result of an op's general implementation, which `no_python` has replaced."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bundle, "check", lambda _: None)
         return getattr(torch.ops.mla, f"{op}_general")(*arguments, **more)
@@ -223,7 +223,7 @@ def test_merging_runs_no_python(no_python, shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (40, 6), (256, 0), (13, 3)])
 def test_appending_runs_no_python(no_python, rank, rope, dtype, one_scale, index):
-    """Numbers of all sizes: below the least step, at the ties of rounding, infinite and none at all."""
+    """Numbers of all magnitudes: below the least step, half way between two steps, infinite and NaN."""
     latent, k_rope = (torch.randn(2, 9, rank + rope) * torch.randn(9, 1).mul(20).exp2()).to(dtype)
     latent, k_rope = latent[:, rope:], k_rope[:, rank:]
     latent[3:6, ::7] = torch.tensor([0.0, torch.inf, torch.nan], dtype=dtype)[:, None]
@@ -242,7 +242,7 @@ def test_appending_runs_no_python(no_python, rank, rope, dtype, one_scale, index
 
 
 def test_every_number_is_appended_as_torch_rounds_it(no_python):
-    """All bit patterns of bfloat16, and of the float32 numbers next to those where rounding turns."""
+    """All bit patterns of bfloat16, and float32 numbers at and next to those that are half way between two steps."""
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     halfway = torch.arange(2**14, dtype=torch.int32).mul(2**17).view(torch.float32)
     close = [halfway, *(torch.nextafter(halfway, torch.tensor(end)) for end in (0.0, torch.inf))]
@@ -327,7 +327,7 @@ def test_gradients_are_refused_when_they_are_asked_for(dispatched):
 
 @pytest.mark.parametrize("op", ["expanded_attention", "latent_attention", "per_head_matmul"])
 def test_gradients_of_what_has_them(dispatched, op):
-    """Their formulas are in Python, the same with the library in C++ and without."""
+    """The formulas of gradients are in Python, the same with and without the dispatcher in C++."""
     x = make_inputs((1, 3, 5, 2, 8, 4, 4, 4))
     first, *others = {
         "expanded_attention": (x.q, x.latent, x.k_rope, x.w_uk, x.w_uv, None, None, x.scale, 2),

@@ -1,4 +1,4 @@
-"""mla::expanded_attention: against float64, over sizes, masks, dtypes, layouts and workspaces."""
+"""mla::expanded_attention against float64, for many sizes, masks, dtypes, layouts and workspaces."""
 
 import pytest
 import torch
@@ -27,11 +27,11 @@ HALF = {
     "no rope": (2, 3, 20, 2, 16, 5, 0, 12),
 }
 ATOL = 1000 * torch.finfo(torch.float64).eps
-"""Two orders of the same float64 sums of numbers around 1: an eps a term, and sums of at most a few hundred terms."""
+"""How far two orders of the same float64 sums of numbers around 1 may differ: an eps per term, a few hundred terms."""
 
 
 def assert_right(x, case, workspace_tokens):
-    """Check the op against float64, with naive MLA in the dtype of the inputs as the measure."""
+    """Check the op against float64, with naive MLA in the dtype of the inputs as the measure of error."""
     o, lse = expanded_attention(*x.tensors, *case, x.scale, workspace_tokens)
     exact, exact_lse = expanded_attention_reference(
         *x.map(torch.Tensor.double).tensors, *case, x.scale, workspace_tokens
@@ -153,7 +153,7 @@ def test_without_flash_attention_and_without_looking_at_mask_values(monkeypatch,
 
 
 class Largest(TorchDispatchMode):
-    """Records the most bytes of any tensor that an operation returns."""
+    """Records the bytes of the largest storage that an operation returns."""
 
     bytes = 0
 
@@ -174,7 +174,7 @@ def test_memory_is_bounded(case):
         expanded_attention(*x.tensors, *case, x.scale, workspace_tokens)
     output = 1024 * heads * 16 * 4
     queries = 1024 * heads * 24 * 4
-    # All keys expanded would take as much as the queries do, all scores 128 MiB: neither may exist.
+    # Expanded keys of all heads would take as much as the queries do, all scores 128 MiB.
     assert largest.bytes <= max(output, queries)
     expanded_keys_and_scores = 1024 * heads * (24 + 1024) * 4
     assert largest.bytes < expanded_keys_and_scores / 30

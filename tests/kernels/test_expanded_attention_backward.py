@@ -1,4 +1,4 @@
-"""Gradients of mla::expanded_attention: against float64, over sizes, masks, dtypes, workspaces, and what is wanted."""
+"""Gradients of mla::expanded_attention against float64, for many sizes, masks, dtypes and workspaces."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ NAMES = ("q", "latent", "k_rope", "w_uk", "w_uv")
 
 
 def equation(operands: tuple[Tensor, ...], case: Case, scale: float) -> tuple[Tensor, Tensor]:
-    """The op as an equation whose gradients are finite where a row sees no key; lse is 0 there."""
+    """The op as an equation, whose gradients are finite also where a row sees no key; lse is 0 there."""
     (q, latent, k_rope, w_uk, w_uv), (mask, offset) = operands, case
     nope = torch.einsum("bsnp,npl,btl->bnst", q[..., : w_uk.shape[1]], w_uk, latent)
     scores = scale * (nope + torch.einsum("bsnr,btr->bnst", q[..., w_uk.shape[1] :], k_rope))
@@ -46,7 +46,7 @@ def equation(operands: tuple[Tensor, ...], case: Case, scale: float) -> tuple[Te
 
 
 def gradients(function, x: Inputs, case: Case, direction: tuple[Tensor, Tensor | None], *rest) -> tuple[Tensor, ...]:
-    """Of the op's operands, of o along the one direction and of a finite lse along the other."""
+    """The gradients of the operands, for given gradients (`direction`) of o and, where it is finite, of lse."""
     operands = [t.detach().requires_grad_() for t in x.tensors]
     o, lse = function(operands, case, x.scale, *rest)
     total = (o * direction[0].to(o.dtype)).sum()
@@ -65,7 +65,7 @@ def directions(x: Inputs, with_lse: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def assert_right(x, case, workspace_tokens, with_lse=False):
-    """Check every gradient against float64, with autograd of the equation in the dtype of the inputs as the measure."""
+    """Check every gradient against float64; autograd of the equation in the inputs' dtype is the measure of error."""
     with torch.enable_grad():
         direction = directions(x, with_lse)
         exact = gradients(equation, x.map(Tensor.double), case, direction)
@@ -75,7 +75,7 @@ def assert_right(x, case, workspace_tokens, with_lse=False):
         assert truth.isfinite().all()
         if not truth.numel():
             continue  # a rope key without columns
-        # A weight is exp(score - lse): each of the two is rounded to half an eps of what is here up to 16.
+        # A weight is exp(score - lse); score and lse are up to 16 here, and each is rounded by half an eps of that.
         assert_as_close_as(plain, ours, truth, merges=32)
 
 
@@ -89,7 +89,7 @@ def test_float32(sizes, mask):
 @pytest.mark.parametrize("mask", [name for name in MASKS if name != "bias of finfo.min"])
 @pytest.mark.parametrize("sizes", [SIZES["square"], SIZES["after a context"]])
 def test_of_the_log_sum_exp(sizes, mask):
-    """Where a finite number hides a row from all keys, its lse holds nothing else, and has no derivative to compare."""
+    """Without `bias of finfo.min`: where that hides all keys of a row, lse is rounded to that number."""
     case = case_of(sizes, mask)
     assert_right(make_inputs(sizes), case, workspace_tokens=32, with_lse=True)
 
@@ -97,7 +97,7 @@ def test_of_the_log_sum_exp(sizes, mask):
 @pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "scattered keys", "bias"])
 @pytest.mark.parametrize("workspace_tokens", [1, 4, 1000])
 def test_groups_of_heads(monkeypatch, mask, workspace_tokens):
-    """A workspace of few tokens has room for the keys of one head; one of many for those of all."""
+    """A small workspace has room for the keys of one head, a large one for those of all heads."""
     sizes = (2, 19, 40, 7, 12, 6, 4, 6)
     case = case_of(sizes, mask)
     groups = []
@@ -190,7 +190,7 @@ def test_keys_that_no_query_sees_may_hold_nan_and_have_no_gradient(monkeypatch, 
 
 
 class Largest(TorchDispatchMode):
-    """Records the most bytes of any tensor that an operation returns."""
+    """Records the bytes of the largest storage that an operation returns."""
 
     bytes = 0
 
@@ -204,14 +204,14 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", [(None, 0), (torch.ones(1, 1, 1024, 1024, dtype=torch.bool).tril(), None)])
 def test_memory_is_bounded(case):
-    """No keys or values of all heads, and no scores, exist at any time."""
+    """No operation returns more than the queries of all heads, which are smaller than the scores of one head."""
     heads, workspace_tokens = 32, 128
     x = make_inputs((1, 1024, 1024, heads, 32, 16, 8, 16))
     o, lse = op(x.tensors, case, x.scale, workspace_tokens)
     with Largest() as largest:
         arguments = torch.ones_like(o), None, *x.tensors, *case, x.scale, workspace_tokens, o, lse
         expanded_attention_backward(*arguments, [True] * 5 + [False])
-    queries = 1024 * heads * 24 * 4  # those of all heads are an operand, and so is their gradient
+    queries = 1024 * heads * 24 * 4  # of all heads: an operand, and its gradient a result
     assert largest.bytes <= queries
     assert largest.bytes < 1024 * 1024 * 4
 

@@ -1,4 +1,4 @@
-"""What runs on a CPU reads and writes caches of more elements than 32 bits count."""
+"""On CPU, the ops read and write caches whose offsets do not fit into 32 bits."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""What is handed to products of a library is finite, whatever unwritten memory and unseen rows of a cache hold.
+"""Operands of a library's matrix products are finite, whatever unwritten memory and unseen rows of a cache hold.
 
-Every way in which an op can be computed on CPU; the Triton kernels are in `triton/test_finite_products.py`.
+This tests every way to compute an op on CPU; `triton/test_finite_products.py` tests the Triton kernels.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ POISON = "MLA_COMPILE_TESTS_POISON"
 
 @pytest.fixture
 def values_are_not_read(monkeypatch):
-    """As on a device where looking at a value of a tensor would stall it."""
+    """Let the ops read no value of a mask or table, as on a GPU, where that would stall the device."""
     for name, module in list(sys.modules.items()):
         if name.startswith("mla_compile.kernels") and hasattr(module, "reads_values"):
             monkeypatch.setattr(module, "reads_values", lambda tensor: False)
@@ -30,7 +30,7 @@ def values_are_not_read(monkeypatch):
 
 @pytest.fixture(scope="module")
 def poisoned_header(tmp_path_factory):
-    """Buffers of C++ that hold the number of a variable of the environment until they are written."""
+    """A `vector.h` whose buffers hold the number in an environment variable until they are written."""
     header = tmp_path_factory.mktemp("poisoned") / "vector.h"
     text = native.VECTOR.read_text()
     constructor = "ALIGNMENT))) {}"
@@ -42,7 +42,7 @@ def poisoned_header(tmp_path_factory):
 
 @pytest.fixture(params=["nan", "inf"])
 def poisoned_buffers(request, poisoned_header, monkeypatch):
-    """The kernels in C++ with such buffers."""
+    """Build the C++ kernels with such buffers, which hold NaN or infinity."""
     monkeypatch.setenv(POISON, request.param)
     for module in (expanded_attention, cached):
         sources = (poisoned_header, *module.KERNELS.sources[1:])

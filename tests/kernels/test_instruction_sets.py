@@ -1,4 +1,4 @@
-"""The C++ kernels as lesser CPUs, and those with more, run them: every way to multiply that this CPU can play."""
+"""The C++ kernels compiled for other CPUs: every way to multiply whose instructions this CPU has."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETS = {
     "AVX2": ({"cpp.march": "x86-64-v3", "cpp.simdlen": 256}, (), torch.cpu._is_avx2_supported),
     "SSE2": ({"cpp.march": "x86-64", "cpp.simdlen": 1}, (), torch.cpu._is_avx2_supported),
 }
-"""Inductor's settings, macros, and what tells whether this CPU has it."""
+"""For each way to multiply, Inductor's settings, macros, and a function that tells whether this CPU has it."""
 
 
 @cache
@@ -44,12 +44,12 @@ def built(name: str, sources: tuple[Path, ...], argtypes: tuple[str, ...], defin
 
 BF16, HALF = torch.bfloat16, (torch.bfloat16, torch.float16)
 ALL = [(name, t) for name in SETS for t in (*HALF, torch.float32) if name not in (TILES, NATIVE) or t == BF16]
-"""Instruction sets and dtypes; only bfloat16 has oneDNN's products and dot products."""
+"""Ways to multiply, and dtypes; oneDNN's products and AVX512-BF16's dot products are of bfloat16 only."""
 
 
 @pytest.fixture
 def dtype(request, monkeypatch):
-    """Kernels for this dtype are compiled for another CPU, and nothing else may compute."""
+    """Compile the kernels for another CPU, and let nothing else compute; the value is the dtype of the queries."""
     name, dtype = request.param
     settings, _, has = SETS[name]
     if not has():
@@ -64,7 +64,7 @@ def dtype(request, monkeypatch):
 
 
 SLOW = ("AVX-512", torch.float16), ("AVX-512", torch.float32), ("SSE2", torch.float32)
-"""Kernels take seconds to build, and those for the CPU itself, mostly one with AVX-512, have tests of their own."""
+"""Marked slow, since a kernel takes seconds to build; on CPUs with AVX-512, other tests run those of AVX-512 too."""
 
 
 def of(pairs):
@@ -94,7 +94,7 @@ MASKS = ("none", "causal", "causal, first queries see nothing", "right padding",
 def test_latent_attention(monkeypatch, dtype, sizes, threads, mask):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x = make_inputs(sizes, dtype)
-    # Rows of the cache are parts of rows of a wider one, whose rest and whose next rows hold NaN.
+    # The cache is a part of a larger one, whose other columns and rows hold NaN.
     batch, _, tokens, _, rank, _, rope, _ = sizes
     cache = torch.full((batch, tokens + 5, rank + rope + 3), torch.nan, dtype=dtype)
     cache[:, :tokens, 1 : rank + 1], cache[:, :tokens, rank + 1 : -2] = x.latent, x.k_rope
@@ -149,7 +149,7 @@ SCALED = {
     "one of an odd width, and rope keys too": ((1, True), (2, 3, 33, 7), 16),
     "no rope keys": ((2, False), (1, 16, 64, 0), 1),
 }
-"""Groups of a scale, and whether rope keys have it; sizes; tokens of a page."""
+"""Scales per latent, and whether rope keys are coded too; sizes `Sq, N, L, R`; tokens per page."""
 
 
 @pytest.mark.diagonal
@@ -179,11 +179,11 @@ def test_widened_products(monkeypatch, dtype, rows):
 
 @of([(name, t) for name, t in ALL if t in HALF])
 def test_every_number_is_read_as_it_is_and_written_rounded(dtype):
-    """Attention to one key is that key: all bit patterns of the cache's dtype, infinities and NaN excepted."""
+    """Attention to a single key gives its latent: for all bit patterns of the dtype, except infinities and NaN."""
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     numbers = numbers[numbers.isfinite()]
     if dtype == torch.bfloat16:
-        numbers = numbers[(numbers == 0) | (numbers.abs() >= torch.finfo(dtype).tiny)]  # dot products take less as 0
+        numbers = numbers[(numbers == 0) | (numbers.abs() >= torch.finfo(dtype).tiny)]  # below, dot products read 0
     q = torch.zeros(1, 1, 1, len(numbers), dtype=dtype)
     none = torch.zeros(1, 1, 0, dtype=dtype)
     o, _ = torch.ops.mla.latent_attention(q, none[:, None], numbers[None, None], none, None, None, 1.0)

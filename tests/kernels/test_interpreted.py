@@ -1,6 +1,7 @@
-"""The Triton kernels in Triton's interpreter: the tests of `tests/kernels/triton`, without a GPU.
+"""The tests of the Triton kernels, `tests/kernels/triton`, without a GPU: in Triton's interpreter.
 
-Triton reads TRITON_INTERPRET when it is imported, and Inductor imports it here: so this takes a process of its own.
+They need a process of their own, since Triton reads TRITON_INTERPRET when it is imported, and Inductor has imported it
+in this one.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""mla::latent_attention: against float64, over sizes, masks, dtypes and layouts."""
+"""mla::latent_attention against float64, for many sizes, masks, dtypes and layouts."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ SIZES = {
     "many queries": (1, 150, 200, 16, 24, 8, 4, 8),
 }
 ATOL = 1000 * torch.finfo(torch.float64).eps
-"""Two orders of the same float64 sums of numbers around 1: an eps a term, and sums of at most a few hundred terms."""
+"""How far two orders of the same float64 sums of numbers around 1 may differ: an eps per term, a few hundred terms."""
 
 
 def double(*tensors):
@@ -30,10 +30,10 @@ def double(*tensors):
 
 
 def assert_right(arguments, case, scale):
-    """Check the op against float64, with the reference in the dtype of the inputs as the measure."""
+    """Check the op against float64, with the reference in the dtype of the inputs as the measure of error."""
     o, lse = latent_attention(*arguments, *case, scale)
     exact = latent_attention_reference(*double(*arguments), *case, scale)
-    scaled = [q * scale for q in arguments[:2]]  # as the op does
+    scaled = [q * scale for q in arguments[:2]]  # the op scales queries
     measure = (
         latent_attention_reference(*arguments, *case, scale),
         latent_attention_reference(*scaled, *arguments[2:], *case, 1.0),
@@ -63,7 +63,7 @@ def test_float32(implementation, sizes, mask):
     assert_right(x.absorbed, case_of(sizes, mask), x.scale)
 
 
-# Rows, rank, rope and keys that fill no tile, exactly one, and many; sequences that share a thread, or have several.
+# Rows, rank, rope and keys that fill less than a tile, exactly one, and many; more sequences than threads, and fewer.
 TILES = {
     "one of everything": (1, 1, 1, 1, 1, 1, 1, 1),
     "one block of keys": (1, 1, 64, 16, 64, 8, 64, 8),
@@ -193,7 +193,7 @@ def assert_unseen_keys_may_hold_nan(written, queries):
 def test_mask_and_causal_limit_together_hide_nan(implementation):
     x = make_inputs((1, 2, 8, 2, 8, 4, 4, 4))
     mask = torch.ones(1, 1, 2, 8, dtype=torch.bool)
-    mask[..., 1, 5] = False  # the first query may not see key 5 for the causal limit, the second for the mask
+    mask[..., 1, 5] = False  # the causal limit hides key 5 from the first query, the mask hides it from the second
     arguments = x.absorbed
     expected = latent_attention(*arguments, mask, 4, x.scale)
     arguments[2][:, 5:] = torch.nan

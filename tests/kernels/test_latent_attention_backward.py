@@ -1,4 +1,4 @@
-"""Gradients of mla::latent_attention: those of expanded attention whose up-projections change nothing."""
+"""Gradients of mla::latent_attention, against those of expanded attention with identities as up-projections."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def op(operands: tuple[Tensor, ...], case: Case) -> tuple[Tensor, Tensor]:
 
 
 def gradients(function, operands, case, direction):
-    """Of the operands, of o along the one direction and of a finite lse along the other."""
+    """The gradients of the operands, for given gradients (`direction`) of o and, where it is finite, of lse."""
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in operands]
         o, lse = function(leaves, case)
@@ -52,7 +52,7 @@ def gradients(function, operands, case, direction):
 
 
 def assert_right(operands, case, *, with_lse=False):
-    """Check every gradient against float64, with autograd of the equation in the dtype of the inputs as the measure."""
+    """Check every gradient against float64; autograd of the equation in the inputs' dtype is the measure of error."""
     shape = operands[0].shape
     direction = torch.randn(shape, dtype=torch.float64), torch.randn(shape[:3]) if with_lse else None
     exact = gradients(naive, [t.double() for t in operands], case, direction)
@@ -129,13 +129,13 @@ def test_frozen_latents_ask_for_no_gradient():
 
 
 def test_memory_is_bounded():
-    """Neither scores nor what has heads and keys exist of all heads."""
+    """No operation returns more than the queries of all heads, which are much smaller than the scores of all heads."""
     heads, tokens, width = 64, 512, 24
     operands = make((1, tokens, tokens, heads, 16, 8))
     o, lse = op(operands, (None, 0))
     with Largest() as largest:
         latent_attention_backward(torch.ones_like(o), None, *operands, None, 0, SCALE, o, lse, [True] * 4 + [False])
-    queries = tokens * heads * width * 4  # those of all heads are an operand, and so is their gradient
+    queries = tokens * heads * width * 4  # of all heads: an operand, and its gradient a result
     assert largest.bytes <= queries
     assert largest.bytes < heads * tokens * tokens * 4 // 8
 

@@ -1,6 +1,6 @@
-"""Launches compiled as they are made: Triton compiles for the strides and addresses that it is given.
+"""Recorded launches, compiled with their own arguments: Triton specialises a kernel for strides and addresses.
 
-Of a stride that is no multiple of 16 elements it knows no alignment, and loads one element at a time.
+Where a stride is no multiple of 16 elements, it assumes no alignment, and loads one element at a time.
 """
 
 import re
@@ -33,7 +33,7 @@ SOME = ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_8
 
 QUICK = ("decode", "append", "merge")
 STACK = {("packed", 16): 40}
-"""Bytes that are kept there before the loop and read behind it."""
+"""By kind of pages and number of heads, bytes of stack that are written before the loop and read after it."""
 
 
 def cache(kind):
@@ -121,7 +121,7 @@ SOME_CALLS = [
 
 @pytest.mark.parametrize("call", SOME_CALLS)
 def test_every_launch_compiles_with_the_arguments_and_options_that_it_has(call):
-    """Triton warns of options that it will not take, and a warning is an error here."""
+    """Triton warns of options that it does not support, and warnings are errors in tests."""
     with recorded("sm_90") as launches:
         call()
     different = {(launch.kernel, str(sorted(launch.constants.items()))): launch for launch in launches}

@@ -1,4 +1,4 @@
-"""The ops in C++ as a library: in a process without `mla_compile`, and with it, imported before and after."""
+"""The library of the ops in C++: in a process without `mla_compile`, and with it, imported before or after."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def library(tmp_path_factory) -> Path:
 
 
 def run(text: str, *arguments: object) -> None:
-    """In a process of its own, which says nothing but that a torch for CUDA finds none."""
+    """Run code in a new process, which must print no errors, except that a torch for CUDA finds no GPU."""
     command = [sys.executable, "-c", text, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     said = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
@@ -98,7 +98,7 @@ def run(text: str, *arguments: object) -> None:
 
 
 def test_every_op_runs_without_python(library, tmp_path):
-    """Also of more rows than Python hands to a kernel, and of keys that lie as no kernel reads them."""
+    """Also for more rows than Python hands to a kernel, and for keys with strides that no kernel reads."""
     x = make_inputs((2, 3, 40, 4, 33, 8, 7, 8))
     few, many = x.absorbed, make_inputs((1, 80, 90, 5, 16, 8, 4, 8)).absorbed
     spread = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in few[2:]]
@@ -190,7 +190,7 @@ def test_of_half_precision_and_fp8(tmp_path):
             q = torch.randn(3, 3, 5, 38).to(dtype)
             calls.append(("paged_latent_attention", (q[..., :33], q[..., 33:], *x.cache, True, 0.2, x.scales)))
             calls.append(("paged_expanded_attention", (*x.arguments, True, x.scale, 20, x.scales)))
-    # Parts of rows of bytes are views of one memory in several dtypes, which no file takes.
+    # Latents and scales are views of one storage in several dtypes, which torch cannot save.
     calls = [(op, [t.clone() if torch.is_tensor(t) else t for t in arguments]) for op, arguments in calls]
     torch.save([], files[0])
     torch.save(calls, files[1])

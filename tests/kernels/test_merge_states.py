@@ -1,4 +1,4 @@
-"""mla::merge_states: two parts make the whole."""
+"""mla::merge_states: attention to two parts of the keys, merged, is attention to all keys."""
 
 import pytest
 import torch

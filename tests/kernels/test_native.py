@@ -1,4 +1,4 @@
-"""Building C++ kernels: each is built here, and what happens where that is impossible."""
+"""Building C++ kernels: those of the ops can be built, and code that does not compile gives no kernel."""
 
 import pytest
 import torch

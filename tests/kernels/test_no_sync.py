@@ -1,6 +1,6 @@
-"""What CUDA tensors get reads no value on the host, so that a step can be captured in a CUDA graph.
+"""The implementations for CUDA tensors read no value on the host, so that a step can be captured in a CUDA graph.
 
-The launchers run on meta tensors, which have no values: asking for one raises. The launches are recorded.
+They run here on meta tensors, which have no values, so that reading one raises. Launches are recorded and not made.
 """
 
 import pytest
@@ -108,7 +108,7 @@ def test_nothing_asks_for_a_value(launches, call):
     for launch in launches:
         assert all(isinstance(size, int) for size in launch.grid)
         assert all(isinstance(a, torch.Tensor | int | float) for a in launch.arguments)
-        assert "enable_fp_fusion" in launch.constants  # Triton 3.9 warns of a launch that does not say
+        assert "enable_fp_fusion" in launch.constants  # Triton 3.9 warns of a launch without it
 
 
 @pytest.mark.parametrize("ask", [torch.Tensor.item, bool, torch.Tensor.nonzero, torch.Tensor.tolist])
@@ -118,7 +118,7 @@ def test_a_value_would_be_missed(ask):
 
 
 def test_the_aten_path_would_be_caught():
-    """What has no kernel looks at which slots are left out."""
+    """The ATen implementation reads which slots are left out."""
     tokens, rows = (made(7, 512), made(7, 64)), made(10, 64, 656, dtype=torch.uint8)
     with pytest.raises((RuntimeError, NotImplementedError), match=r"meta"):
         append_latents.append_latents_aten(*tokens, made(7, dtype=torch.int64), rows)
@@ -134,7 +134,7 @@ GROWING = {
 
 @pytest.mark.parametrize("call", GROWING.values(), ids=GROWING)
 def test_nothing_is_compiled_anew_as_a_sequence_grows(launches, call):
-    """Triton compiles for whole numbers that are 1 or a multiple of 16, unless told not to."""
+    """Triton compiles anew for an integer that is 1 or a multiple of 16, unless told not to specialise it."""
     from mla_compile.kernels._common.kernel import attend_latents
 
     compiled = []

@@ -1,4 +1,4 @@
-"""mla::paged_expanded_attention: the reference against float64, what CPU tensors get against both."""
+"""mla::paged_expanded_attention: the reference against naive MLA per sequence, and the op on CPU against that."""
 
 import pytest
 import torch
@@ -32,11 +32,11 @@ SIZES = {
     "widths of other models": ([30], (6, 1, 320, 192, 64, 256), 16),
 }
 ATOL = 1000 * torch.finfo(torch.float64).eps
-"""Two orders of the same float64 sums of numbers around 1: an eps a term, and sums of at most a few hundred terms."""
+"""How far two orders of the same float64 sums of numbers around 1 may differ: an eps per term, a few hundred terms."""
 
 
 def contiguous_cache(x, b):
-    """The latents and rope keys of one sequence, one token after the other, by nothing but Python."""
+    """The latents and rope keys of one sequence in order, gathered in plain Python."""
     latent_pages, rope_pages, table, lengths = x.cache
     size = latent_pages.shape[1]
     places = [(int(table[b, j // size]), j % size) for j in range(int(lengths[b]))]
@@ -76,7 +76,7 @@ def test_reference_is_attention_over_each_sequence(case, causal):
 
 
 def assert_right(x, causal, workspace_tokens, op=paged_expanded_attention, **more):
-    """The op against the reference in float64, whose error in the dtype of the inputs is the measure."""
+    """Check the op against the reference in float64; the reference in the inputs' dtype is the measure of error."""
     given = more if x.scales is None else {"latent_scales": x.scales, **more}
     rest = causal, x.scale, workspace_tokens
     o, lse = op(*x.arguments, *rest, **given)
@@ -136,7 +136,7 @@ def test_queries_that_are_not_the_last(starts, counts):
 
 
 def masks(batch, heads, queries, keys):
-    """Masks over `keys` keys, of which no sequence has more."""
+    """Masks over `keys` keys; no sequence has more."""
     lowest = torch.finfo(torch.float32).min
     return {
         "some keys": torch.rand(batch, 1, 1, keys) < 0.6,
@@ -183,7 +183,7 @@ def test_any_strides():
 
 
 class Allocated(TorchDispatchMode):
-    """The bytes that operations return in memory which is none of their arguments': in all, and of the largest."""
+    """Counts the bytes of new memory that operations return: in all, and the most of one tensor."""
 
     total = largest = 0
 

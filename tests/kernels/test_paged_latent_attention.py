@@ -1,4 +1,4 @@
-"""mla::paged_latent_attention: the reference against float64, what is made of ATen operations against both."""
+"""mla::paged_latent_attention: the reference against attention per sequence, and the op on CPU against that."""
 
 import pytest
 import torch
@@ -25,11 +25,11 @@ SIZES = {
     "fewer keys than queries": ([2, 1, 6], (4, 2, 8, 4), 4),
 }
 ATOL = 1000 * torch.finfo(torch.float64).eps
-"""Two orders of the same float64 sums of numbers around 1: an eps a term, and sums of at most a few hundred terms."""
+"""How far two orders of the same float64 sums of numbers around 1 may differ: an eps per term, a few hundred terms."""
 
 
 def contiguous_cache(x, b):
-    """The latents of one sequence, one after the other, by nothing but Python."""
+    """The rows of one sequence in order, gathered in plain Python."""
     page_size = x.pool.shape[1]
     table = x.block_table[b].tolist()
     rows = [x.pool[table[j // page_size], j % page_size] for j in range(int(x.seq_lens[b]))]
@@ -94,7 +94,7 @@ def test_any_strides(implementation):
 
 
 STEP = {FP8: 1 / 16, INT8: 1 / 254}
-"""How far rounding is off, at most: e4m3 keeps four significant bits, int8 halves of a 127th of the greatest."""
+"""The greatest error of rounding: e4m3 keeps four significant bits; int8 has steps of 1/127 of the greatest number."""
 
 
 @pytest.mark.parametrize(("groups", "rope_too", "coded"), CODED)
@@ -111,7 +111,7 @@ def test_pages_in_few_bits(implementation, dtype, groups, rope_too, coded):
     assert_as_close_as(measure[0], o, exact[0])
     assert_as_close_as(measure[1].float(), lse, exact[1])
     unquantised = paged_latent_attention(*x.arguments, True, x.scale)[0]
-    # An average is off by what its values are, and its weights by as much again; half precision rounds besides.
+    # An average is off by as much as its values, and by as much again for its weights; half precision rounds besides.
     off = 2 * STEP[coded] + torch.finfo(dtype).eps
     assert (o.double() - unquantised.double()).abs().max() < off * x.pool.nan_to_num().abs().max()
 
@@ -158,7 +158,7 @@ def test_opcheck(dtype):
 def test_opcheck_fp8():
     x = make_paged([5, 9], (2, 3, 8, 4), 4)
     arguments, scales = quantised(x, 2)
-    # The others compute on their arguments in ways that torch has not for FP8.
+    # The other checks compute on their arguments with operations that torch lacks for FP8.
     tests = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(paged_latent_attention.default, (*arguments, True, x.scale, scales), test_utils=tests)
 

@@ -1,4 +1,4 @@
-"""In how many parts keys are attended to, and in which tiles."""
+"""The number of parts into which keys are cut, and the choice of tiles."""
 
 import pytest
 from torch._dynamo.source import ConstantSource
@@ -9,7 +9,7 @@ from mla_compile.kernels._common.parts import number_of_parts, number_of_pieces
 from mla_compile.kernels._common.tiles import choose, columns, family
 
 H200 = Machine("sm_90", 132)
-ROW_KEYS = 64 * (1152 + 2048) / 1152  # of a tile of 64 rows
+ROW_KEYS = 64 * (1152 + 2048) / 1152  # the cost of the partial result of 64 rows
 
 
 def parts(programs, keys, processors=132):
@@ -91,6 +91,6 @@ def test_tiles_fit_shared_memory(arch, rank, itemsize):
 
 
 def test_all_heads_and_queries_of_a_small_group_share_one_tile():
-    """Sixteen heads of one query, or 16 heads of four: the keys are read once."""
+    """For 16 heads of one query, or of four queries, keys are then read only once."""
     assert choose(H200, 16, 512, 64, 2, fp8=False).rows == 16
     assert choose(H200, 64, 512, 64, 2, fp8=False).rows == 64

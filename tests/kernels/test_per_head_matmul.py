@@ -15,12 +15,12 @@ def test_as_close_to_float64_as_a_product_in_its_dtype(implementation, batch, qu
     exact = per_head_matmul_reference(x.double(), weight.double())
     out = torch.ops.mla.per_head_matmul(x, weight)
     assert out.is_contiguous()
-    # Twelve products of a row and a column, each term rounded once on the way in, the sum once on the way out.
+    # Each of twelve terms is rounded once in float32, and the sum once in the dtype of the result.
     bound = (12 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps) * exact.abs().max()
     assert (out.double() - exact).abs().max() <= bound
 
 
-# I and O that fill no vector, and several with a rest; fewer heads than threads, and more.
+# I and O that fill less than a vector, and several with a remainder; fewer heads than threads, and more.
 SIZES = [(1, 1, 1), (2, 3, 5), (1, 37, 67), (9, 66, 33), (3, 128, 64)]
 
 
@@ -40,8 +40,8 @@ def test_the_native_kernel(monkeypatch, heads, inner, outer, rows, threads, inne
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
     exact = per_head_matmul_reference(x.double(), weight.double())
     out = torch.ops.mla.per_head_matmul(x, weight)
-    # Each of `inner` products and sums is rounded once, by half an eps of the sum of the products' sizes, and the
-    # result once more in its own dtype, or by half the least number of that.
+    # Each of `inner` multiply-adds is rounded once, by half an eps of the sum of the products' magnitudes. The result
+    # is rounded once more in its own dtype, by half an eps or, where it is subnormal, by less than a step.
     sizes = per_head_matmul_reference(x.double().abs(), weight.double().abs())
     rounded = torch.finfo(dtype).eps / 2 * exact.abs() + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     allowed = inner * torch.finfo(torch.float32).eps / 2 * sizes + (0 if dtype == torch.float32 else rounded)

@@ -60,7 +60,7 @@ def test_every_tile_of_keys_is_taken_once(tiles, parts, own):
 
 @given(tiles=TILES, parts=st.integers(1, 20), own=st.integers(1, 4))
 def test_what_is_cut_has_a_slot_for_each_part(tiles, parts, own):
-    """A program has one beginning at most that another goes on with, and goes on with one at most."""
+    """A program begins at most one sequence that another continues, and continues at most one."""
     for piece in pieces(tiles, parts, own):
         assert sum(begin > 0 for _, begin, _ in piece) <= 1
         assert sum(begin == 0 and end < tiles[b] for b, begin, end in piece) <= 1

@@ -1,4 +1,4 @@
-"""What a launcher works out is kept for the next call with the same shapes, strides and dtypes."""
+"""Launchers keep their plans for further calls with the same shapes, strides and dtypes."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def bundle(**changes):
 
 @pytest.fixture
 def plans(monkeypatch):
-    """The launcher's, none at first."""
+    """The plans of the launcher, none at first."""
     own = Plans()
     monkeypatch.setattr(launch, "PLANS", own)
     return own
@@ -116,7 +116,7 @@ def test_there_are_never_more_than_so_many():
 
 
 def prompt(**changes):
-    """Two chunks of 96 keys, of which 40 are this step's queries."""
+    """A prefill of 40 queries, the last of 96 tokens, whose keys are expanded in several chunks."""
     given = ExpandedAttention(
         q=made(1, 40, 4, 24 + R),
         latent=made(1, 96, L),

@@ -1,4 +1,4 @@
-"""A workspace of keys: heads before tokens, within its bound."""
+"""The share of the keys that goes through a workspace at a time: heads are cut before tokens."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""mla::sparse_latent_attention: against float64, over sizes, masks, dtypes and indices of every kind."""
+"""mla::sparse_latent_attention against float64, for many sizes, masks, dtypes and kinds of indices."""
 
 import pytest
 import torch
@@ -24,17 +24,17 @@ SIZES = {
     "one of many": ((1, 3, 70, 4, 24, 8, 8, 8), 1),
 }
 ATOL = 1000 * torch.finfo(torch.float64).eps
-"""Two orders of the same float64 sums of numbers around 1: an eps a term, and sums of at most a few hundred terms."""
+"""How far two orders of the same float64 sums of numbers around 1 may differ: an eps per term, a few hundred terms."""
 
 
 def make(sizes, named, dtype=torch.float32):
-    """q_latent, q_rope, latent, k_rope and indices without repetition."""
+    """(q_latent, q_rope, latent, k_rope), indices without repetition, and the scale."""
     x = make_inputs(sizes, dtype)
     return x.absorbed, torch.rand(sizes[0], sizes[1], sizes[2]).topk(named).indices, x.scale
 
 
 def as_mask(indices, tokens, case):
-    """The mask over all keys that attends to the same as distinct indices and a mask, and the causal offset."""
+    """A mask over all keys that hides the same keys as distinct indices and a mask; and the causal offset."""
     mask, causal_offset = case
     batch, queries, _ = indices.shape
     counts = torch.zeros(batch, queries, tokens + 1).scatter_(2, indices.where(indices >= 0, tokens).long(), 1.0)
@@ -47,7 +47,7 @@ def as_mask(indices, tokens, case):
 def assert_right(arguments, indices, case, scale, uniform=False):
     o, lse = sparse_latent_attention(*arguments, indices, *case, scale, uniform)
     exact = sparse_latent_attention_reference(*(t.double() for t in arguments), indices, *case, scale, uniform)
-    scaled = [q * scale for q in arguments[:2]]  # as the op does
+    scaled = [q * scale for q in arguments[:2]]  # the op scales queries
     measure = (
         sparse_latent_attention_reference(*arguments, indices, *case, scale, uniform),
         sparse_latent_attention_reference(*scaled, *arguments[2:], indices, *case, 1.0, uniform),
@@ -156,7 +156,7 @@ def test_what_nothing_attends_to_may_be_nan(implementation):
 
 
 STEP = {"FP8": 1 / 16, "FP8 of one scale": 1 / 16, "INT8": 1 / 254}
-"""How far rounding is off, at most: e4m3 keeps four significant bits, int8 halves of a 127th of the greatest."""
+"""The greatest error of rounding: e4m3 keeps four significant bits; int8 has steps of 1/127 of the greatest number."""
 
 
 def in_few_bits(arguments, dtype, kind):
@@ -191,7 +191,7 @@ def check_few_bits(op, dtype, kind, uniform):
     assert_as_close_as(measure[0], o, exact[0])
     assert_as_close_as(measure[1].float(), lse, exact[1])
     unquantised = sparse_latent_attention_reference(*arguments, indices, None, 28, scale, uniform)[0]
-    # An average is off by what its values are, and its weights by as much again; half precision rounds besides.
+    # An average is off by as much as its values, and by as much again for its weights; half precision rounds besides.
     off = 2 * STEP[kind] + torch.finfo(dtype).eps
     assert (o.double() - unquantised.double()).abs().max() < off * arguments[2].abs().max()
 
@@ -229,7 +229,7 @@ def test_work_and_memory_do_not_know_the_length_of_the_cache():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Sizes(TorchDispatchMode):
-        """Elements of everything that is made, the cache's and the mask's own views excepted."""
+        """Counts the elements of all tensors that operations return, except views."""
 
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""How many products on AMX's tiles attention takes, where they are counted: `python -m tests.pretended_amx`."""
+"""The number of AMX tile products that attention takes, counted where AMX is emulated (`tests.pretended_amx`)."""
 
 import os
 
@@ -10,7 +10,7 @@ from tests.pretended_amx.pretend import PLACES, products_of_tiles
 pytestmark = pytest.mark.skipif(PLACES not in os.environ, reason="runs where tiles are pretended (test_amx.py)")
 
 ROWS, TERMS = 16, 32
-"""A product on tiles is of [16, 32] by [32, 16] bfloat16."""
+"""A tile product multiplies [16, 32] by [32, 16] in bfloat16."""
 
 
 @pytest.mark.parametrize("tokens", [128, 1024])

@@ -1,4 +1,4 @@
-"""Tiles chosen by timing: by a timer of the test's own, on launches that are recorded instead of run."""
+"""Tiles chosen by timing, with timers of the tests' own and launches that are recorded instead of made."""
 
 import contextlib
 import json
@@ -25,14 +25,14 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch, tmp_path):
-    """Nothing is known, on disk or in memory; called, nothing in memory."""
+    """Begin with no known tiles, on disk or in memory; the value is a function that forgets those in memory."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "_KNOWN", {})
     return lambda: monkeypatch.setattr(tuning, "_KNOWN", {})
 
 
 class Timed:
-    """A timer that knows how long some tiles take, and what it was asked."""
+    """A timer that is told how long some tiles take, and records which it was asked to time."""
 
     def __init__(self, seconds):
         self.seconds, self.asked = seconds, []
@@ -136,7 +136,7 @@ def test_candidates_fit_the_machine(arch, heads):
 
 
 def test_candidates_for_hopper():
-    """What the estimates leave open: two tiles of more keys or several of fewer ahead, 4 warps or 8."""
+    """Choices that estimates leave open: a few large tiles of keys or several small ones in flight, 4 warps or 8."""
 
     def found(heads):
         default = choose(MACHINE, heads, 512, 64, 2, False)
@@ -147,7 +147,7 @@ def test_candidates_for_hopper():
 
 
 class Greedy:
-    """A timer to which the last of the launches with the fewest keys is the fastest."""
+    """A timer that reports the number of keys of a tile as the time, so that the smallest tile is the fastest."""
 
     def __init__(self, launches):
         self.launches, self.calls = launches, 0

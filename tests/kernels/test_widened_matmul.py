@@ -1,4 +1,4 @@
-"""`mla::widened_matmul` against float64: any strides, few rows and many, in groups and not."""
+"""`mla::widened_matmul` against float64, for any strides, few rows and many, with groups and without."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MANY = native.MOST_ROWS + 5
 
 
 def assert_close(out: Tensor, x: Tensor, weight: Tensor, ends: Tensor | None = None) -> None:
-    """Each product and each sum in float32 is rounded once, by half an eps of the sum of the products' sizes."""
+    """Check against float64: products and sums are rounded once, by half an eps of the sum of products' magnitudes."""
     doubles = x.double(), weight.double()
     exact = widened_matmul_reference(*doubles, ends)
     sizes = widened_matmul_reference(*(t.abs() for t in doubles), ends)
@@ -25,7 +25,7 @@ def assert_close(out: Tensor, x: Tensor, weight: Tensor, ends: Tensor | None = N
 
 
 def with_columns_apart(weight: Tensor) -> Tensor:
-    """The same weight `[..., K, M]`, whose rows are contiguous and no columns."""
+    """The same weight `[..., K, M]`, with contiguous rows instead of contiguous columns."""
     return weight.contiguous()
 
 
@@ -58,7 +58,7 @@ def test_rows_by_groups(implementation, dtype, counts, integers):
     assert_close(torch.ops.mla.widened_matmul(x, weight, ends), x, weight, ends)
 
 
-# K and M that fill no vector and no tile, and more terms than are summed at a time.
+# K and M that fill less than a vector and a tile, and more terms than are summed at a time.
 SIZES = [(1, 1), (5, 2), (37, 67), (2051, 7), (4100, 4)]
 
 
@@ -70,7 +70,7 @@ SIZES = [(1, 1), (5, 2), (37, 67), (2051, 7), (4100, 4)]
 def test_the_native_kernel(monkeypatch, inner, outer, rows, threads, dtype):
     monkeypatch.setattr(native, "multiply_by_panels", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    # What lies beside the operands is no number.
+    # Memory beside the operands is NaN.
     x = torch.full((rows, inner + 3), torch.nan, dtype=dtype)
     weight = torch.full((outer, inner + 5), torch.nan, dtype=dtype)
     x[:, 1:-2], weight[:, 2:-3] = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)

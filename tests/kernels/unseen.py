@@ -1,4 +1,4 @@
-"""Problems of each op, of which some cached rows are seen by no query: what lies there may be anything."""
+"""Problems of each attention op in which no query sees some of the cached rows, so that these may hold anything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Problem:
 
 
 Make = Callable[[torch.dtype, float], Problem]
-"""A problem in a dtype, with a number in each row that is not seen."""
+"""A function that makes a problem in a dtype, with a given number in each row that no query sees."""
 
 HIDING = ("none", "causal", "causal, last keys unseen", "right padding", "left padding and causal", "window")
 HIDING += ("scattered keys", "some rows hidden", "one value for all keys", "all hidden", "bias and causal")
@@ -65,7 +65,7 @@ def expanded_attention(sizes: tuple[int, ...], mask: str, workspace_tokens: int)
 
 
 def sparse_latent_attention(sizes: tuple[int, ...], mask: str) -> Make:
-    """Two thirds of the keys are named by some query or other, and one query names nothing."""
+    """Queries name keys among the first two thirds, and one query names none."""
 
     def make(dtype: torch.dtype, fill: float) -> Problem:
         x, case = rows(sizes, mask, dtype, fill)
@@ -136,13 +136,13 @@ def paged_expanded_attention(
 
 
 def _hide(pages: Tensor, table: Tensor, lengths: list[int], stops: list[int]) -> None:
-    """NaN in place of the tokens of each sequence from a position on."""
+    """Write NaN over the tokens of each sequence from its stop on."""
     for b, (length, stop) in enumerate(zip(lengths, stops, strict=True)):
         unseen = torch.arange(length)[max(stop, 0) :]
         pages[table[b, unseen // pages.shape[1]].long(), unseen % pages.shape[1]] = torch.nan
 
 
-# B, Sq, T, N, L, P, R, V: ranks and widths are odd, as products that take numbers two at a time want it.
+# B, Sq, T, N, L, P, R, V: ranks and widths are odd, the hard case for products that take numbers two at a time.
 ROWS = (2, 5, 40, 3, 11, 7, 5, 9)
 MANY_ROWS = (2, 90, 100, 3, 11, 7, 5, 9)
 

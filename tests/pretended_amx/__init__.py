@@ -1,6 +1,5 @@
-"""oneDNN's products on AMX's tiles, on a CPU with AVX-512 that has none: right as on one that has, and slow.
+"""Run oneDNN's matrix products for AMX on a CPU with AVX-512 but no AMX: with the same results, but slowly.
 
-What oneDNN then runs is the code that it generates for such CPUs; only the instructions of tiles are done by `tiles.c`.
-For the rest of its life a process believes in those tiles, so tests start another one:
-`python -m tests.pretended_amx PYTEST_ARGUMENTS`.
+oneDNN runs the code that it generates for CPUs with AMX; only the instructions on tiles are emulated, by `tiles.c`.
+This cannot be undone in a process, so tests start another one: `python -m tests.pretended_amx PYTEST_ARGUMENTS`.
 """

@@ -1,4 +1,4 @@
-"""pytest where oneDNN believes in AMX's tiles: python -m tests.pretended_amx tests/kernels -k bfloat16"""
+"""Run pytest in a process in which AMX is emulated: python -m tests.pretended_amx tests/kernels -k bfloat16"""
 
 from __future__ import annotations
 

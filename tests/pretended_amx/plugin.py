@@ -1,4 +1,4 @@
-"""The plugin of pytest that begins to pretend, and says at the end how many products there were on tiles."""
+"""A plugin of pytest that sets up the emulation of AMX, and prints at the end the number of products on tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Has this process's torch believe in AMX; `tiles.c` has to be in it already."""
+"""Make torch and oneDNN in this process take the CPU for one with AMX; `tiles.c` must be loaded already."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 import torch
 
 PLACES = "MLA_COMPILE_TESTS_CPUIDS"
-"""The variable of the environment for what `places_of_cpuid` gave: it takes seconds."""
+"""The environment variable that passes on the result of `places_of_cpuid`, which takes seconds."""
 NO_SYMBOLS = 70
 """The exit status where `places_of_cpuid` found nothing."""
 LIBRARIES = Path(torch.__file__).parent / "lib"
 ASKING = re.compile("Xbyak4util3Cpu|4dnnl4impl3cpu3x643amx")
-"""The functions of oneDNN that ask the CPU what it has, by their symbols."""
+"""Matches the symbols of oneDNN's functions that ask the CPU for its features."""
 LONGEST = 4096
-"""Bytes of such a function, at most."""
+"""The most bytes of such a function."""
 AMX_TILE = 0x32
-"""Where `cpuinfo_isa` keeps whether there are tiles, which torch asks."""
+"""The offset within `cpuinfo_isa` of the flag that there are tiles, which torch reads."""
 
 
 def missing() -> str | None:
-    """Why it can't be pretended here, or need not be."""
+    """Why AMX cannot be emulated here, or need not be; None if it can."""
     if sys.platform != "linux" or not torch.cpu._is_avx512_bf16_supported():
         return "needs Linux and a CPU with AVX512-BF16"
     if torch.cpu._is_amx_tile_supported():
@@ -36,8 +36,10 @@ def missing() -> str | None:
 
 
 def places_of_cpuid() -> list[int]:
-    """Where the instructions are in libtorch_cpu.so by which oneDNN asks the CPU what it has; none where it has no
-    symbols."""
+    """Addresses in libtorch_cpu.so of the instructions by which oneDNN asks the CPU for its features.
+
+    None are found where the library has no symbols.
+    """
     library = str(LIBRARIES / "libtorch_cpu.so")
     functions = (line.split() for line in _read("nm", "--defined-only", library).splitlines() if ASKING.search(line))
     addresses = [int(at, 16) for at, kind, name in functions if kind in "tTwW" and not name.endswith(".cold")]

@@ -1,9 +1,9 @@
-// A CPU's tiles (AMX) where it has none: each instruction of theirs is refused (SIGILL), done here, and passed over.
+// Emulates AMX on a CPU without it: each instruction on tiles raises SIGILL, is carried out here, and is skipped.
 //
-// Put before all libraries (LD_PRELOAD), so that oneDNN may use tiles: Linux is asked for leave, and so is the CPU, by
-// instructions (cpuid) that `pretend_tiles` writes over with one that is refused too. Only what oneDNN needs is said
-// of the CPU; that includes AVX512-FP16, without which oneDNN takes no tiles, and of which it needs one instruction.
-// Source of what the instructions do: Intel's Software Developer's Manual, volumes 1 (18) and 2.
+// This is loaded before all libraries (LD_PRELOAD). oneDNN asks Linux whether it may use tiles, which is answered here,
+// and asks the CPU for its features by cpuid, which `pretend_tiles` overwrites with an instruction that raises SIGILL
+// too. Only the features that oneDNN needs are claimed. They include AVX512-FP16, without which oneDNN uses no tiles,
+// and of which it runs one instruction. Source: Intel's Software Developer's Manual, volumes 1 (18) and 2.
 
 #define _GNU_SOURCE
 #include <cpuid.h>
@@ -47,7 +47,7 @@ static void die(const uint8_t* at, const char* why) {
   abort();
 }
 
-// Lets the first two bytes of this instruction be written. 0 if it worked.
+// Makes the first two bytes of an instruction writable. Returns 0 on success.
 static int writable(const uint8_t* at) {
   const uintptr_t page = sysconf(_SC_PAGESIZE), first = (uintptr_t)at;
   const uintptr_t from = first & -page, to = (first + 1 + page) & -page;
@@ -62,7 +62,7 @@ static void configure(const uint8_t* at, const Config* from) {
     if (config.bytes[i] > BYTES || config.rows[i] > ROWS) die(at, "a tile is too large");
 }
 
-// Two bfloat16 of each of 16 pairs as float32; what is subnormal is 0.
+// The first or second bfloat16 of each of 16 pairs as float32; subnormal numbers become 0.
 static __m512 number(__m512i pairs, int second) {
   const __m512i n = second ? _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)) : _mm512_slli_epi32(pairs, 16);
   const __mmask16 tiny = _mm512_testn_epi32_mask(n, _mm512_set1_epi32(0x7f800000));
@@ -91,7 +91,7 @@ static void add_bytes(uint8_t* to, const uint8_t* row, uint8_t (*columns)[BYTES]
   memcpy(to, sums, BYTES);
 }
 
-// Tile c += tile a times tile b, by pairs of bfloat16 (0x5c) or fours of bytes (0x5e), whose prefix tells their signs.
+// Tile c += tile a times tile b, by pairs of bfloat16 (0x5c) or fours of bytes (0x5e; the prefix tells their signs).
 static void multiply(const uint8_t* at, int prefix, int c, int a, int b) {
   const int rows = config.rows[c], bytes = config.bytes[c], terms = config.bytes[a] / 4;
   if (config.rows[a] != rows || config.bytes[b] != bytes || config.rows[b] != terms) die(at, "tiles do not fit");
@@ -142,7 +142,7 @@ static int64_t constant(const uint8_t** next, int bytes) {
   return value;
 }
 
-// Does the instruction, three bytes of VEX, an opcode and its operands, and returns where the next one is.
+// Carries out an instruction (three bytes of VEX, an opcode, operands), and returns the address of the next one.
 static const uint8_t* run(const uint8_t* at, const greg_t* registers) {
   if (at[0] != 0xc4 || (at[1] & 0x1f) != 2 || at[2] & 0x84) die(at, "not an instruction of tiles");
   const int prefix = at[2] & 3, third = ~(at[2] >> 3) & 15, opcode = at[3];
@@ -182,8 +182,8 @@ static const uint8_t* run(const uint8_t* at, const greg_t* registers) {
   return next;
 }
 
-// What reads float16 in AVX512-FP16 (vcvtph2psx) differs in a bit from what does in AVX-512: writes that over it, if no
-// other thread has.
+// Whether this is the instruction of AVX512-FP16 that reads float16 (vcvtph2psx). If so, it is overwritten with that of
+// AVX-512, which differs in one bit.
 static int reads_float16(uint8_t* at) {
   if (at[0] != 0x62 || (at[1] & 3) != 2 || (at[2] & 0x83) != 1 || at[3] & 0x10 || at[4] != 0x13) return 0;
   if (writable(at)) die(at, "code that cannot be written over");
@@ -204,14 +204,14 @@ static void refused(int number, siginfo_t* info, void* context) {
   registers[REG_RIP] = (greg_t)next;
 }
 
-// The signal is kept: faulthandler would take it.
+// Keeps the handler of SIGILL, which Python's faulthandler would replace.
 int sigaction(int number, const struct sigaction* to, struct sigaction* from) {
   static int (*next)(int, const struct sigaction*, struct sigaction*);
   if (!next) next = dlsym(RTLD_NEXT, "sigaction");
   return number == SIGILL && to && to->sa_sigaction != refused ? 0 : next(number, to, from);
 }
 
-// Linux gives leave to use tiles.
+// Answers in place of Linux that tiles may be used.
 long syscall(long number, ...) {
   static long (*next)(long, ...);
   if (!next) next = dlsym(RTLD_NEXT, "syscall");
@@ -225,7 +225,7 @@ long syscall(long number, ...) {
   return next(number, a[0], a[1], a[2], a[3], a[4], a[5]);
 }
 
-// Has the cpuid instructions at these places answered here. 0 if it worked.
+// Overwrites the cpuid instructions at these places, so that they are answered here. Returns 0 on success.
 int pretend_tiles(uint8_t** places, int count) {
   errors = dup(2);
   for (int i = 0; i < count; ++i) {

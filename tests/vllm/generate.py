@@ -15,7 +15,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 def layers(worker):
-    """Of the layers of a worker's model, what they are in vLLM's words, and the bytes of their pages."""
+    """The name of the backend of each layer of a worker's model, and the bytes of its pages."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
     layers = [module for module in worker.model_runner.model.modules() if isinstance(module, MLAAttention)]
@@ -39,5 +39,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function of ours is sent to the workers
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `layers` is sent to the workers
     main()

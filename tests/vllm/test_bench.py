@@ -1,4 +1,4 @@
-"""The benchmark of whole models with vLLM beside: its log-probabilities are those of transformers."""
+"""The benchmark of whole models runs vLLM with both backends, and finds its log-probabilities right."""
 
 import pytest
 

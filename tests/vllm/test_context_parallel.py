@@ -1,4 +1,4 @@
-"""Tokens shared out over ranks, without vLLM: slots against a loop, the sum of ranks against float64."""
+"""Tokens divided among ranks, tested without vLLM: slots against a loop, the sum over ranks against float64."""
 
 import math
 import sys
@@ -14,11 +14,11 @@ from tests.errors import assert_as_close_as_eager
 PAGE, L, R, N = 16, 32, 8, 4
 LENGTHS = [1, 70, 17, 64]
 TABLE = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(b))[:5] for b in range(4)])
-"""Of five pages a sequence, which hold 80 tokens on one rank alone."""
+"""A block table with five pages per sequence, which hold 80 tokens even on a single rank."""
 
 
 def by_hand(position, pages, ranks, interleave):
-    """Which rank has a token, and where: tokens are dealt out like cards, `interleave` at a time."""
+    """Which rank has a token, and in which slot: ranks take turns of `interleave` tokens."""
     places = [0] * ranks
     for token in range(position + 1):
         rank = token // interleave % ranks
@@ -30,7 +30,7 @@ def by_hand(position, pages, ranks, interleave):
 @pytest.mark.parametrize("interleave", [1, 2, 4, 16])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_token_has_one_slot_on_one_rank(ranks, interleave):
-    """The first sequence starts at its third token: slots are of positions, not of the order in a step."""
+    """The first sequence starts at its third token: slots depend on positions, not on the order within a step."""
     ranges = [range(2, 9), range(70), range(16, 17), range(0), range(40, 64)]
     table = torch.cat([TABLE, TABLE.flip(1)[:1]])
     starts = torch.tensor([0, *(len(r) for r in ranges)]).cumsum(0).int()
@@ -50,14 +50,14 @@ def test_every_token_has_one_slot_on_one_rank(ranks, interleave):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_shares_of_all_ranks_add_up_to_the_attention_to_all_tokens(dtype, ranks, interleave):
-    """Of the sequence of one token, all ranks but one have nothing."""
+    """Also for a sequence of one token, of which all ranks but one have nothing."""
     q, scale = torch.randn(4, N, L + R).to(dtype), 0.2
     keys = [torch.randn(length, L + R).to(dtype) for length in LENGTHS]
     starts = torch.tensor([0, *LENGTHS]).cumsum(0)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     parts = []
     for rank in range(ranks):
-        pages = torch.randn(20, PAGE, L + R).to(dtype)  # what others left there
+        pages = torch.randn(20, PAGE, L + R).to(dtype)  # what earlier sequences left there
         found = slots(starts, positions, disjoint(), PAGE, ranks, rank, interleave)
         write(torch.cat(keys)[:, :L], torch.cat(keys)[:, L:], pages, found)
         lengths = torch.tensor([int((row >= 0).sum()) for row in found.split(LENGTHS)])
@@ -72,7 +72,7 @@ def test_shares_of_all_ranks_add_up_to_the_attention_to_all_tokens(dtype, ranks,
 
 
 def disjoint():
-    """Pages of four sequences of which none has another's."""
+    """A block table of four sequences that have no page in common."""
     return torch.arange(20).view(4, 5).flip(1)
 
 
@@ -99,7 +99,7 @@ KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
 
 @pytest.fixture
 def vllm_of(monkeypatch):
-    """Makes a vLLM that only listens, and returns the kernels that it is given and its module for the sum."""
+    """A function that installs a fake vLLM, and returns the kernels that it is given and its module `dcp`."""
 
     def make(*, cpu=True, triton=False, exchange="ag_rs"):
         config = SimpleNamespace(parallel_config=SimpleNamespace(dcp_comm_backend=exchange))
@@ -124,7 +124,7 @@ def vllm_of(monkeypatch):
     install.cache_clear()
 
 
-def test_what_vllm_is_given_takes_what_its_kernels_take(vllm_of):
+def test_installed_functions_take_the_arguments_of_vllms_own(vllm_of):
     kernels, dcp = vllm_of()
     install()
     found = torch.zeros(6, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""vLLM on our kernels writes what transformers writes, in one process and with heads and tokens shared out.
+"""vLLM with this project's kernels writes what transformers writes, in one process and with heads and tokens divided.
 
 Needs vLLM for CPUs: `make vllm` makes an environment of its own and runs this there.
 """
@@ -33,10 +33,10 @@ ROPE = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A DeepSeek-V2 of two layers in float32, of latents as wide as vLLM wants, and what transformers writes with it.
+    """A DeepSeek-V2 of two layers in float32, with latents as wide as vLLM wants, and what transformers writes with it.
 
-    Rope is stretched, as all of DeepSeek's is: with plain rope vLLM 0.32 on CPUs gives other logits than transformers
-    from the second token on, whatever the backend.
+    Rope is stretched (yarn), as in all of DeepSeek's models: with plain rope, vLLM 0.32 on CPUs gives other logits than
+    transformers from the second token on, whatever the backend.
     """
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
@@ -87,7 +87,7 @@ def run(checkpoint, answer, **options):
 
 @pytest.fixture(scope="module")
 def write(checkpoint, tmp_path_factory):
-    """Gives the answer to options, from one run for all tests that ask for the same."""
+    """A function that gives the answer for some options, from one run for all tests that ask for the same."""
 
     @functools.cache
     def written(**options):
@@ -120,7 +120,7 @@ def test_ranks_that_share_out_tokens_write_the_same_and_have_room_for_twice_as_m
 
 
 def test_a_sequence_too_long_for_the_pages_of_a_rank_fits_into_those_of_two(checkpoint, write, tmp_path):
-    """The last has 121 tokens, five pages 80. A page at a time to each rank: the second has none of the first 16."""
+    """The longest has 121 tokens, five pages 80. Turns are whole pages: the second rank has none of the first 16."""
     refused = run(checkpoint[0], tmp_path / "answer.json", **HEADS, **FEW_PAGES)
     assert refused.returncode != 0
     assert "max seq len (128)" in refused.stdout + refused.stderr

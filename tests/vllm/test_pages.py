@@ -1,4 +1,4 @@
-"""What the backend computes, without vLLM: vLLM's pages against float64."""
+"""What the backend for vLLM computes over vLLM's pages, against float64, tested without vLLM."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What vLLM is told, in a vLLM that only listens."""
+"""What the plugin registers with vLLM, as a fake vLLM records it."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -12,7 +12,7 @@ PATH = "mla_compile.vllm.backend.MLACompileBackend"
 
 @pytest.fixture
 def listening(monkeypatch):
-    """Installs a vLLM of a version on a CPU or none, and returns what it is told."""
+    """A function that installs a fake vLLM of a version, on a CPU or not, and returns what is registered with it."""
 
     def install(version, *, cpu):
         told = []

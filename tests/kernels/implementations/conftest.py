@@ -1,4 +1,4 @@
-"""Packages of other projects that are there for a test, and nothing known of them before."""
+"""Stand-ins for other projects' packages, which a test may install."""
 
 import sys
 from pathlib import Path
@@ -14,10 +14,10 @@ INSTALLED = Path(__file__).with_name("installed")
 
 @pytest.fixture
 def install(monkeypatch, tmp_path):
-    """A function that begins a process in which the packages of some folders are all that there are."""
+    """A function that begins anew, as in a new process, with the packages in some folders of `installed`."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     names: set[str] = set()
-    # What else a developer's machine has does not count.
+    # Packages that this machine has do not count.
     monkeypatch.setattr(packages, "_exists", lambda top: top == "torch" or top in names)
 
     def forget():

@@ -1,4 +1,4 @@
-"""Another project's kernel computes what it takes, once it agreed with ours; else ours does, with a reason."""
+"""Another project's kernel computes what it takes, once it has agreed with the Triton kernel, which does the rest."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def problem(queries=2, heads=32, dtype=torch.bfloat16, index=torch.int32, page_s
 
 
 class Ours:
-    """What stands for the Triton kernel here, and how often it was asked."""
+    """A stand-in for the Triton kernel of this project, which counts its calls."""
 
     def __init__(self):
         self.calls = 0
@@ -64,7 +64,7 @@ def log(caplog):
 
 def assert_right(results, x):
     (o, lse), (expected, expected_lse) = results, exact(x)
-    # P, sums and results are rounded to 8 bits; there is no score but of bfloat16 numbers
+    # Weights and results may be rounded to 8 bits; scores are sums of products of such numbers, in float32.
     assert (o.double() - expected).abs().max() <= 2**-7 * x.latent_pages.nan_to_num(0).abs().max()
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=0)
     assert (o.dtype, o.is_contiguous(), lse.dtype, lse.is_contiguous()) == (x.q_latent.dtype, True, torch.float32, True)
@@ -80,7 +80,7 @@ def test_flash_mla_computes_what_it_takes(install, caplog, release, queries, ind
     results = attend(x, H100, ours)
     (line,) = chosen(caplog)
     assert line.startswith("mla::paged_latent_attention: FlashMLA")
-    assert ours.calls == 1  # for the trial
+    assert ours.calls == 1  # by the trial
     assert_right(results, x)
 
 
@@ -203,7 +203,7 @@ def _wide(*given):
 
 
 def changed(folder, old, new):
-    """A folder with the newest FlashMLA but for some of its text."""
+    """A folder with the newest FlashMLA, in which some text is replaced."""
     text = (INSTALLED / "flash_mla_2026/flash_mla/__init__.py").read_text()
     assert text.count(old) == 1
     (folder / "flash_mla").mkdir(parents=True)
@@ -258,7 +258,7 @@ def test_nothing_is_tried_while_a_graph_is_captured(install, monkeypatch):
 
 
 class Timed:
-    """A timer that knows how long each takes, and runs it."""
+    """A timer that is told how long each implementation takes, and runs what it times."""
 
     def __init__(self, **seconds):
         self.seconds, self.asked = seconds, []
@@ -276,7 +276,7 @@ class Timed:
 )
 def test_while_tuning_the_fastest_is_taken_and_kept_on_disk(install, tmp_path, caplog, seconds, fastest):
     install("flash_mla_2026")
-    timed, heads = Timed(**seconds), 8  # few enough that ours would be taken unmeasured
+    timed, heads = Timed(**seconds), 8  # so few that the Triton kernel is taken if nothing is measured
     with tuning.tuning(timed):
         attend(problem(1, heads), H100, Ours())
         attend(problem(1, heads), H100, Ours())

@@ -1,4 +1,4 @@
-"""cuDNN's attention in a prefill: a stand-in computes it on CPU, torch's own says what it takes and gives."""
+"""cuDNN's attention in a prefill: computed by a stand-in on CPU; torch's own, on meta tensors, gives shapes."""
 
 import dataclasses
 import logging
@@ -39,7 +39,7 @@ def problem(queries=9, tokens=9, heads=4, offset=0, workspace_tokens=64, batch=3
 
 
 def attention(query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, *, scale):
-    """What torch's schema has, computed in float32."""
+    """A stand-in with the signature of torch's op, computed in float32."""
     assert (attn_bias, compute_log_sumexp, dropout_p, return_debug_mask) == (None, True, 0.0, False)
     scores = query.float() @ key.float().mT * scale
     if is_causal:
@@ -97,7 +97,7 @@ def test_no_workspace_is_larger_than_it_may_be(monkeypatch):
     )
     cudnn.CUDNN.attend(torch, problem(24, 24, workspace_tokens=12))
     keys = [size for size in made if size[-1] == P + R]
-    assert keys == [(2, 24, P + R)] * 6  # half of the heads of a sequence at a time: 12 tokens of 4
+    assert keys == [(2, 24, P + R)] * 6  # two heads of a sequence at a time: 2 * 24 keys = 4 * 12
 
 
 REFUSED = {

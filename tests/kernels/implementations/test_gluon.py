@@ -1,4 +1,4 @@
-"""The warp-specialised kernel runs where it is asked for, takes the call, and agreed with the Triton kernel."""
+"""The warp-specialised kernel runs where it is asked for, takes the call, and has agreed with the Triton kernel."""
 
 import dataclasses
 import logging
@@ -24,11 +24,11 @@ ASKS = "Gluon has not run on a GPU yet: mla.kernels='gluon' enables it"
 
 @pytest.fixture(autouse=True)
 def begun(install, monkeypatch, caplog):
-    """A process with this library and nothing else; the kernel is there, and its launches are not made."""
+    """A process without other projects' packages; in place of the kernel, ATen operations compute."""
     install()
     monkeypatch.setattr(packages, "_exists", lambda top: top == "mla_compile")
     monkeypatch.setattr(gluon, "paged_latent_attention_gluon", lambda x: aten.attend(x))
-    monkeypatch.setattr(native, "load", lambda *_: None)  # C++ takes longer to compile than all else here
+    monkeypatch.setattr(native, "load", lambda *_: None)  # to compile C++ takes longer than all else here
     caplog.set_level(logging.INFO, logger=choose.__name__)
 
 
@@ -46,7 +46,7 @@ def attend(x, kernels="gluon"):
 
 
 def test_it_computes_where_it_is_asked_for(caplog):
-    assert attend(problem(1, 64)) == 1  # for the trial
+    assert attend(problem(1, 64)) == 1  # by the trial
     assert attend(problem(1, 64)) == 0
     assert [record.getMessage() for record in caplog.records] == ["mla::paged_latent_attention: Gluon"]
 
@@ -65,7 +65,7 @@ def test_asked_for_and_tuned_the_fastest_runs():
 
 
 def apart(x, of_page):
-    """The same problem in pages that are so many numbers apart."""
+    """The same problem, with pages that begin `of_page` numbers apart."""
     pages = x.latent_pages.shape[0]
     rows = torch.zeros(pages * of_page, dtype=torch.bfloat16).as_strided((pages, 64, 576), (of_page, 576, 1))
     return dataclasses.replace(x, latent_pages=rows[..., :512], rope_pages=rows[..., 512:])

@@ -1,4 +1,4 @@
-"""On a GPU: what is installed there agrees with ours, each implementation on the machine that it is for."""
+"""On a GPU, each implementation that is installed and for that GPU agrees with the Triton kernel of this project."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Repairs to Triton's interpreter, where that is what runs the kernels."""
+"""Repair and speed up Triton's interpreter, where it runs the kernels, and poison unwritten memory."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from .where import INTERPRETED
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """What a kernel does not write is NaN, and no product of a library may be given it."""
+    """Memory that a kernel does not write is NaN, and no library's matrix product may be given it."""
     with Poisoned(torch.nan):
         yield
 
@@ -38,7 +38,7 @@ def products_of_bfloat16(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def scalars_are_numbers(monkeypatch):
-    """Triton 3.6's interpreter makes a number of an array of one element, which numpy 2.4 no longer does."""
+    """Triton 3.6's interpreter converts an array of one element to a number, which numpy 2.4 refuses."""
     if not INTERPRETED:
         return
     from triton.runtime import interpreter
@@ -54,7 +54,7 @@ def scalars_are_numbers(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def in_less_time():
-    """Without what the interpreter does and nobody reads."""
+    """Skip work of the interpreter whose results are not used."""
     if not INTERPRETED:
         yield
         return
@@ -66,6 +66,6 @@ def in_less_time():
 
 @pytest.fixture(autouse=True)
 def infinities_are_numbers():
-    """An overflow to infinity, or log(0), is no reason for numpy to warn: on a GPU it is not one either."""
+    """Let numpy not warn of an overflow to infinity or of log(0), of which a GPU does not warn either."""
     with np.errstate(all="ignore"):
         yield

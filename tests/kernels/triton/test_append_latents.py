@@ -30,7 +30,7 @@ def test_the_bytes_of_the_reference(sizes, dtype, one_scale):
 
 
 def test_every_number_and_what_lies_between():
-    """Numbers of e4m3fn are themselves; those half way between two become the even one."""
+    """Numbers of e4m3fn stay as they are; a number half way between two is rounded to the even one."""
     numbers = torch.arange(127, dtype=torch.uint8).view(FP8).float()
     between = (numbers[1:] + numbers[:-1]) / 2
     latent = torch.cat([numbers, between, numbers * 0.999, -between, -numbers * 1.001])[None]

@@ -1,4 +1,4 @@
-"""The Triton kernel of mla::expanded_attention: against float64, with naive MLA in the same dtype as the measure."""
+"""The Triton kernel of mla::expanded_attention, against float64; naive MLA is the measure of error."""
 
 import dataclasses
 
@@ -152,7 +152,7 @@ def test_the_tiles_of_the_table():
     ],
 )
 def test_heads_come_first_where_they_keep_the_device_busy(mask, monkeypatch):
-    """Five tiles of queries a head, on one processor: each head sees all its keys at once, and no state is kept."""
+    """With five tiles of queries per head, on one processor, a head sees all its keys at once, and needs no state."""
     x, launch, launched = make_inputs((2, 70, 80, 3, 12, 8, 4, 8)), launcher._launch, []
 
     def note(operands, *arguments):

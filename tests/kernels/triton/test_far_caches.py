@@ -1,4 +1,4 @@
-"""The Triton kernels read and write caches of more elements than 32 bits count."""
+"""The Triton kernels read and write caches whose offsets do not fit into 32 bits."""
 
 import importlib
 

@@ -1,6 +1,6 @@
-"""What is handed to products of a library is finite around the Triton kernels too; the problems are those of the CPU.
+"""Operands of a library's matrix products are finite around the Triton kernels too, in the same problems as on CPU.
 
-Only chunked attention has such products: the other kernels multiply by themselves.
+Only chunked attention calls such products: the other kernels multiply by themselves.
 """
 
 import pytest
@@ -20,13 +20,13 @@ pytestmark = [*ON_GPU]
 
 TILES = Tiles(rows=16, keys=16, warps=4, stages=2)
 CHUNKED = {name: make for name, make in MAKE.items() if name.startswith(("expanded", "paged expanded"))}
-del CHUNKED["expanded, many queries"]  # minutes in the interpreter, and no other code than of few
+del CHUNKED["expanded, many queries"]  # takes minutes, and runs the same code as few queries
 MASKS = [name for name in CHUNKED if name.startswith("expanded, ")]
 SOME = [
     pytest.param(make, id=name, marks=[pytest.mark.slow] if name in MASKS[1::2] else [])
     for name, make in CHUNKED.items()
 ]
-"""Every other mask of a dense cache, and the rest where there is time."""
+"""All problems; every other mask of a dense cache is slow."""
 
 
 def compute(problem):

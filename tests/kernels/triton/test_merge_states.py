@@ -1,4 +1,4 @@
-"""The Triton kernel of mla::merge_states: against float64, with its equation in float32 as the measure."""
+"""The Triton kernel of mla::merge_states, against the reference in float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The Triton kernels of mla::paged_expanded_attention: against the reference in float64, as the CPU's way is tested."""
+"""The Triton kernels of mla::paged_expanded_attention, against the reference in float64, as the op is on CPU."""
 
 import dataclasses
 

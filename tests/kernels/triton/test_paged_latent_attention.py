@@ -1,4 +1,4 @@
-"""The Triton kernel of mla::paged_latent_attention: against its reference, and that against float64."""
+"""The Triton kernel of mla::paged_latent_attention, against the reference in float64."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ HALF = [
     pytest.param(case, id=name, marks=[pytest.mark.slow] if name in list(SIZES)[2::2] else [])
     for name, case in SIZES.items()
 ]
-"""In half precision every other one is slow: where keys lie is the same for all dtypes."""
+"""For half precision, every other case from the third on is slow, since addresses do not depend on the dtype."""
 
 
 def run(arguments, causal, scale, scales=None, split_tokens=None, tiles=TILES, mask=None, first=None):
@@ -72,7 +72,7 @@ def test_half_precision(case, dtype):
 
 @pytest.mark.parametrize("page_size", [37, 41, 64])
 def test_a_page_each_of_any_size(page_size):
-    """Dense caches are such pages."""
+    """A dense cache is passed as one page per sequence."""
     assert_right(make_paged([37, 0, 5], (2, 4, 24, 8), page_size, spare_pages=0), True)
 
 
@@ -190,7 +190,7 @@ def test_pages_in_few_bits(dtype, groups, rope_too, coded):
 
 @pytest.mark.parametrize("in_hardware", [False, True])
 def test_every_fp8_number(in_hardware):
-    """A sequence of one key returns its latent."""
+    """Attention to a single key gives its latent."""
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     latent = numbers.where(~numbers.float().isnan(), numbers[0]).view(1, 1, 256)
     assert torch.equal(only_key(latent, in_hardware), latent.float())
@@ -208,7 +208,7 @@ def test_an_fp8_nan_is_nan():
 
 
 def only_key(latent, in_hardware):
-    """Attention to one latent `[1, 1, L]` in FP8; machines before sm_89 have no conversion of it."""
+    """Attention to one coded latent `[1, 1, L]`; before sm_89, hardware has no conversion of FP8."""
     rank = latent.shape[2]
     q, rope = torch.zeros(1, 1, 1, rank), torch.zeros(1, 1, 1, 0)
     table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)

@@ -35,7 +35,7 @@ NAMES = {"sm_90": "attend_by_warp_groups", "sm_100": "attend_in_tensor_memory"}
 
 @pytest.fixture(autouse=True, params=MODULES)
 def machine(request):
-    """Each that there is a kernel for; a small imagined one where there is no GPU."""
+    """Each machine that has such a kernel; where there is no GPU, a small imagined one."""
     if INTERPRETED:
         return Machine(request.param, 4)
     if present().arch != request.param:
@@ -45,7 +45,7 @@ def machine(request):
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch, machine):
-    """The kernel of a module takes the place of the one that is launched, where there is no GPU."""
+    """Where there is no GPU, emulate the launched kernel; the value is a function that emulates that of a module."""
 
     def begin(module=MODULES[machine.arch], seed=0):
         kernel = Emulated(module, module.attend_pages, seed)
@@ -160,7 +160,7 @@ def test_it_is_used_once_it_agreed(machine, monkeypatch):
     torch.testing.assert_close(o.cpu(), run(machine, x)[0], atol=0, rtol=0)
 
 
-# Where what keeps warps apart stands.
+# Architectures and lines of the source that synchronise warps.
 SYNCHRONISING = [
     (arch, place)
     for arch, module in MODULES.items()

@@ -1,4 +1,4 @@
-"""What each program of the Triton kernels finds out from lengths: against the same in plain Python."""
+"""The share of the keys that each program of the Triton kernels finds from the lengths, against plain Python."""
 
 from __future__ import annotations
 

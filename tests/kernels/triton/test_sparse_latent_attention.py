@@ -1,4 +1,4 @@
-"""The Triton kernel of mla::sparse_latent_attention: against its reference, and that against float64."""
+"""The Triton kernel of mla::sparse_latent_attention, against the reference in float64."""
 
 import pytest
 import torch

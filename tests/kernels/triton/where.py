@@ -10,11 +10,11 @@ from mla_compile.kernels._common.machine import Machine, present
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 ON_GPU = () if INTERPRETED else (pytest.mark.gpu,)
-"""The marks of a test module of this folder."""
+"""The marks of each test module in this folder."""
 
 
 def machine() -> Machine:
-    """The GPU that there is; a small imagined one for the interpreter, so that small problems have several parts."""
+    """The present GPU; for the interpreter a small imagined one, so that small problems are cut into several parts."""
     return Machine("sm_90", 4) if INTERPRETED else present(torch.device("cuda", torch.cuda.current_device()))
 
 
