@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .attend import LOG2E, LOWEST
-from .pieces import CHUNK, cut_in_pieces, key_count, measured, part_size, passed_by
+from .pieces import cut_in_pieces, key_count, measured, part_size, passed_by
 
 AT_ONCE = tl.constexpr(8)
 """The number of parts whose greatest scores, and then sums, are loaded at a time."""
@@ -50,7 +50,9 @@ def combine(
     SPREAD: tl.constexpr,
     KEYS: tl.constexpr,
     LEAST: tl.constexpr,
+    LENGTHS: tl.constexpr,
 ):
+    queries, tokens = tl.full([], queries, tl.int32), tl.full([], tokens, tl.int32)  # as in the kernel before
     rows = heads if SOURCE == "named" else queries * heads
     tiles = tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
@@ -62,21 +64,21 @@ def combine(
         few = batch < parts
         index = tl.where(few, group, group + 1)
         on_all, longest = batch * 0, batch * 0
-        for at in range(0, batch, CHUNK):
-            b = tl.minimum(at + tl.arange(0, CHUNK), batch - 1)
+        for at in range(0, batch, LENGTHS):
+            b = tl.minimum(at + tl.arange(0, LENGTHS), batch - 1)
             start_of = tl.load(starts + b) if CAUSAL and STARTS else 0
             keys = key_count(tl.load(lengths + b), start_of, queries, tokens, 0, SOURCE, CAUSAL, STARTS)
-            on_all, longest = measured(on_all, longest, keys, at, batch, KEYS)
+            on_all, longest = measured(on_all, longest, keys, at, batch, KEYS, LENGTHS)
         payload, width = cut_in_pieces(on_all, longest, batch, parts, own, LEAST)
         found, begin, end = batch * 0, batch * 0, batch * 0
         following, behind, passed = batch * 0, batch * 0, batch * 0
-        for at in range(0, batch, CHUNK):
-            b = tl.minimum(at + tl.arange(0, CHUNK), batch - 1)
+        for at in range(0, batch, LENGTHS):
+            b = tl.minimum(at + tl.arange(0, LENGTHS), batch - 1)
             start_of = tl.load(starts + b) if CAUSAL and STARTS else 0
             keys = key_count(tl.load(lengths + b), start_of, queries, tokens, 0, SOURCE, CAUSAL, STARTS)
             found, begin, end, following, behind, passed = passed_by(
                 *(found, begin, end, following, behind, passed),
-                *(keys, at, batch, own, payload, width, index, few, KEYS),
+                *(keys, at, batch, own, payload, width, index, few, KEYS, LENGTHS),
             )
         first = begin // payload
         used = (end - 1) // payload - first + 1

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from .attend import LOWEST, add_keys, aligned, load_latents, load_mask, load_rows, rows_at
-from .pieces import CHUNK, cut_in_pieces, key_count, measured, part_size, passed_by
+from .pieces import cut_in_pieces, key_count, measured, part_size, passed_by
 from .store import store_part, store_result
 
 EARLIER_TRITON = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
@@ -131,8 +131,11 @@ def attend_latents(
     SAME_A: tl.constexpr,
     SAME_B: tl.constexpr,
     STAGES: tl.constexpr,
+    LENGTHS: tl.constexpr,
 ):
     scale = tl.full([], scale, tl.float32)  # Inductor passes float64, to which all scores would be promoted
+    # Inductor passes int64 where it knows no upper bound: what a loop updates would change its type in the loop.
+    queries, tokens = tl.full([], queries, tl.int32), tl.full([], tokens, tl.int32)
     rows = heads if SOURCE == "named" else queries * heads
     tiles = tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
@@ -148,21 +151,21 @@ def attend_latents(
     turns = 1
     if WORK == "shared":
         on_all, longest = batch * 0, batch * 0
-        for at in range(0, batch, CHUNK):
-            b = tl.minimum(at + tl.arange(0, CHUNK), batch - 1)
+        for at in range(0, batch, LENGTHS):
+            b = tl.minimum(at + tl.arange(0, LENGTHS), batch - 1)
             start_of = tl.load(starts + b) if CAUSAL and STARTS else 0
             keys = key_count(tl.load(lengths + b), start_of, queries, tokens, 0, SOURCE, CAUSAL, STARTS)
-            on_all, longest = measured(on_all, longest, keys, at, batch, KEYS)
+            on_all, longest = measured(on_all, longest, keys, at, batch, KEYS, LENGTHS)
         payload, width = cut_in_pieces(on_all, longest, batch, parts, own, LEAST)
         group, on_line, end_before = batch * 0, batch * 0, batch * 0
         following, behind, passed = batch * 0, batch * 0, batch * 0
-        for at in range(0, batch, CHUNK):
-            b = tl.minimum(at + tl.arange(0, CHUNK), batch - 1)
+        for at in range(0, batch, LENGTHS):
+            b = tl.minimum(at + tl.arange(0, LENGTHS), batch - 1)
             start_of = tl.load(starts + b) if CAUSAL and STARTS else 0
             keys = key_count(tl.load(lengths + b), start_of, queries, tokens, 0, SOURCE, CAUSAL, STARTS)
             group, on_line, end_before, following, behind, passed = passed_by(
                 *(group, on_line, end_before, following, behind, passed),
-                *(keys, at, batch, own, payload, width, part, False, KEYS),
+                *(keys, at, batch, own, payload, width, part, False, KEYS, LENGTHS),
             )
         piece = part * payload
         if end_before > piece:  # the last sequence that began before this piece continues in it

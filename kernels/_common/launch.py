@@ -18,7 +18,7 @@ from .combine import combine
 from .kernel import attend_latents
 from .launching import is_traced, launched
 from .machine import Machine
-from .parts import Work, combination, in_parts, number_of_parts, shared_out
+from .parts import Work, combination, in_parts, lengths_at_a_time, number_of_parts, shared_out
 from .plans import Plans, layout
 from .sizes import always, expected, is_symbol
 from .tiles import MaskKind, Tiles, choose, columns, fits, power_of_two
@@ -164,6 +164,7 @@ def _new_plan(
         "L": rank,
         "KEYS": tiles.keys,
         "LEAST": LEAST_TILES,
+        "LENGTHS": lengths_at_a_time(work.batch if work.kind == "shared" else 0),
         **combination(expected(work.combined), expected(rows), rank, machine.processors),
     }
     return _Plan(
@@ -258,6 +259,7 @@ def constants_of(
         "B": second,
         "ROPE": power_of_two(rope) if rope else 0,
         "LEAST": LEAST_TILES,
+        "LENGTHS": lengths_at_a_time(q_latent.shape[0] if work == "shared" else 0),
         **coded_constants(machine, rank, source.rope, source.scales),
         "STAGES": tiles.stages,
     }

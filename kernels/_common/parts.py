@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .sizes import expected, is_symbol
+from .sizes import always, expected, is_symbol
 from .tiles import power_of_two
 
 _LAUNCH_KEYS = 71
@@ -30,6 +30,8 @@ _COLUMNS = 128
 _COMBINING = 4
 """Programs per multiprocessor that combine parts: with 8 loads of 512 bytes each, they wait for 16 KiB at a time, which
 the multiprocessor's share of the bandwidth brings in half a microsecond."""
+_FEW_LENGTHS, _MANY_LENGTHS = 32, 1024
+"""How many lengths a program reads at a time: as many as a warp does alone, or enough for few rounds."""
 _MOST_ROWS = 8
 """The most rows of a program that combines parts: 1,024 numbers for 128 threads."""
 
@@ -71,6 +73,15 @@ def shared_out(batch: int, rows: int, tiles: int, processors: int, own: float) -
     cut = torch.sym_min(batch, pieces - 1)
     combined = torch.sym_max(cut, 1) if is_symbol(pieces) else cut  # not every launcher accepts an empty grid
     return Work("shared", pieces * tiles, pieces, slots, combined, batch, max(round(own), 1))
+
+
+def lengths_at_a_time(batch: int) -> int:
+    """How many lengths a program reads at a time, to find its piece of the keys of `batch` sequences; 0 means none.
+
+    Each program does so before its first key, and again when combining. Within a warp that takes no barriers; with
+    1,024 lengths each round takes about ten.
+    """
+    return _FEW_LENGTHS if always(batch <= _FEW_LENGTHS) else _MANY_LENGTHS
 
 
 def number_of_pieces(tiles: int, processors: int) -> int:

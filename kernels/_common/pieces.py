@@ -15,7 +15,8 @@ The result for the beginning of a sequence that another program continues goes t
 a continuation to the even slot. Where no sequence is longer than a payload, and there are no more sequences than
 programs, each has a program of its own: then nothing is cut, and it takes no longer.
 
-Each program finds its piece from the lengths by itself, so that sharing out needs no additional launch.
+Each program finds its piece from the lengths by itself, so that sharing out needs no additional launch. It reads them
+LENGTHS at a time.
 
 Kernels load the lengths and pass them to the functions here as values. To find what a kernel writes to, torch goes back
 from its stores, and stops at loads. It does not look into a function whose result enters an address, and assumes that
@@ -26,9 +27,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-CHUNK = tl.constexpr(1024)
-"""The number of lengths that are read at a time."""
 
 
 @triton.jit
@@ -64,9 +62,9 @@ def key_count(
 
 
 @triton.jit
-def measured(total, longest, keys, first, batch, KEYS: tl.constexpr):
-    """Update the number of tiles of all sequences, and of the longest, with CHUNK sequences from `first` on."""
-    tiles = tl.where(first + tl.arange(0, CHUNK) < batch, tl.cdiv(keys, KEYS), 0)
+def measured(total, longest, keys, first, batch, KEYS: tl.constexpr, LENGTHS: tl.constexpr):
+    """Update the number of tiles of all sequences, and of the longest, with LENGTHS sequences from `first` on."""
+    tiles = tl.where(first + tl.arange(0, LENGTHS) < batch, tl.cdiv(keys, KEYS), 0)
     return total + tl.sum(tiles, 0), tl.maximum(longest, tl.max(tiles, 0))
 
 
@@ -97,8 +95,9 @@ def passed_by(
     index,
     of_sequence,
     KEYS: tl.constexpr,
+    LENGTHS: tl.constexpr,
 ):
-    """Find piece `index` on the line, or with `of_sequence` sequence `index`: go on by CHUNK sequences from `first` on.
+    """Find piece `index` on the line, or with `of_sequence` sequence `index`: go on by LENGTHS sequences from `first`.
 
     Updates, for the sequences that begin before the piece, or those up to the sequence: their number (`count`), where
     the last of them begins (`begin`), where its keys end (`end`) and where the next one begins (`following`). Also
@@ -106,7 +105,7 @@ def passed_by(
     """
     before = tl.where(of_sequence, 2147483647, index * payload)
     until = tl.where(of_sequence, index + 1, batch)
-    b = first + tl.arange(0, CHUNK)
+    b = first + tl.arange(0, LENGTHS)
     tiles = tl.where(b < batch, tl.cdiv(keys, KEYS), 0)
     room = tl.where(b < batch, tl.where(width > 0, width, tiles) + own, 0)
     place = passed + tl.cumsum(room, 0) - room

@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from ... import cache_files
+from .agreement import difference
 from .machine import Machine
 from .tiles import LEAST, Tiles
 
@@ -35,6 +37,8 @@ _KNOWN: dict[tuple[Path, str], Tiles | str] = {}
 
 C = TypeVar("C", Tiles, str)
 """Candidates: tiles, or names."""
+
+Run: TypeAlias = Callable[[C], tuple[Tensor, Tensor]]
 
 
 @contextlib.contextmanager
@@ -67,12 +71,12 @@ def tuned(
     problem: Sequence[object],
     default: C,
     candidates: Callable[[], Sequence[C]],
-    run: Callable[[C], object],
+    run: Run[C],
 ) -> C:
     """The best candidate for a problem; `default` while tuning is off, or where nothing may or can be timed.
 
-    `problem` is everything that the choice may depend on besides the machine; `run` launches the problem with a
-    candidate.
+    `problem` is everything that the choice may depend on besides the machine; `run` computes the problem with a
+    candidate: o and lse. One whose results differ from the default's is not taken.
     """
     present = timer()
     if present is None:
@@ -109,24 +113,41 @@ def bucket(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def _fastest(timer: Timer, table: Sequence[C], others: Sequence[C], run: Callable[[C], object]) -> C | None:
+def _fastest(timer: Timer, table: Sequence[C], others: Sequence[C], run: Run[C]) -> C | None:
     from triton.errors import TritonError
 
-    best, best_time = None, float("inf")
+    best, best_time, expected = None, float("inf"), None
     # Launches that are being timed take the tiles that they are given.
     token = _TIMER.set(None)
     try:
         for candidate in dict.fromkeys(itertools.chain(table, others)):
             try:
+                result = run(candidate)
+                if expected is not None and (wrong := difference(result, expected)) is not None:
+                    _log.warning("%s %s", candidate, wrong)
+                    continue
                 time = timer(functools.partial(run, candidate))
-            except TritonError as error:  # needs more registers or memory than there are
+            except (TritonError, RuntimeError) as error:
+                if not _cannot_be_compiled(error):
+                    raise
                 _log.info("%s: %s", candidate, error)
                 continue
+            expected = result if expected is None else expected
             if time < best_time:
                 best, best_time = candidate, time
     finally:
         _TIMER.reset(token)
     return best
+
+
+def _cannot_be_compiled(error: Exception) -> bool:
+    """Whether Triton could not make a kernel: one that needs more registers or memory than there are, say.
+
+    Where a pass of the compiler fails, it raises a RuntimeError, as a GPU does whose kernel failed.
+    """
+    from triton.errors import TritonError
+
+    return isinstance(error, TritonError) or "PassManager::run failed" in str(error)
 
 
 def _device_seconds(call: Callable[[], object]) -> float:

@@ -26,7 +26,8 @@ def to_e4m3(value):
     word = value.to(tl.uint32, bitcast=True)
     exponent = tl.maximum((word >> 23) & 0xFF, 121)  # at least that of 2^-6, below which the step is constant
     step = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
-    steps = tl.abs(value) / step + 8388608.0  # where floats are 1 apart
+    per_step = ((257 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / step: a division may not be exact
+    steps = tl.abs(value) * per_step + 8388608.0  # where floats are 1 apart
     half = ((steps - 8388608.0) * step * 0.00390625).to(tl.float16).to(tl.uint16, bitcast=True)
     magnitude = tl.where(value == value, half >> 7, 0x7F)
     return (magnitude | ((word >> 24) & 0x80).to(tl.uint16)).to(tl.uint8)

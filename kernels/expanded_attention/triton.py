@@ -22,7 +22,7 @@ from .._common.launch import strides_of, word_of
 from .._common.machine import Machine
 from .._common.plans import Plans
 from .._common.tiles import Tiles, power_of_two
-from .._common.tuning import bucket, is_on, neighbours, tuned
+from .._common.tuning import Run, bucket, is_on, neighbours, tuned
 from ..share import in_even_groups, share_of
 from ..visibility import causal_stop
 from .arguments import ExpandedAttention, Expansion
@@ -201,7 +201,7 @@ def _new_plan(x: Expansion, keys: BatchKeys, machine: Machine, tiles: Tiles | No
     )
 
 
-def _tuned(machine: Machine, problem: tuple[Any, ...], run: Callable[[Tiles], object]) -> Tiles:
+def _tuned(machine: Machine, problem: tuple[Any, ...], run: Run[Tiles]) -> Tiles:
     """The fastest tiles, while tuning is on, for a problem as `attend_in_chunks` describes it."""
     dtype, nope, rope, columns, mask = problem[:5]
     widths = nope, rope, columns, dtype.itemsize

@@ -21,7 +21,7 @@ if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
 from .._common.combine import combine
 from .._common.launch import LEAST_TILES
 from .._common.machine import Machine, present
-from .._common.parts import Work, combination, shared_out
+from .._common.parts import Work, combination, lengths_at_a_time, shared_out
 from .._common.plans import Plans, layout
 from .arguments import PagedLatentAttention
 from .tensor_memory import ROWS
@@ -68,6 +68,7 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
         *(pieces, lengths, queries, tokens, *plan.own),
         LEAST=LEAST_TILES,
         SIZE=_PAGE,
+        LENGTHS=lengths_at_a_time(batch),
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -112,5 +113,12 @@ def _new_plan(machine: Machine, batch: int, rows: int) -> _Plan:
         kernel,
         (work.batch, work.parts, work.own),
         (work.combined * triton.cdiv(rows, combining["ROWS"]) * combining["SPREAD"],),
-        constants | {"LEAST": LEAST_TILES, **combining, "num_warps": 4, "enable_fp_fusion": True},
+        constants
+        | {
+            "LEAST": LEAST_TILES,
+            "LENGTHS": lengths_at_a_time(batch),
+            **combining,
+            "num_warps": 4,
+            "enable_fp_fusion": True,
+        },
     )

@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .._common.attend import LOG2E, LOWEST
-from .._common.pieces import CHUNK, cut_in_pieces, key_count, measured, passed_by
+from .._common.pieces import cut_in_pieces, key_count, measured, passed_by
 
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """The copy's name from Triton 3.7 on, or up to 3.6."""
@@ -58,24 +58,26 @@ OWN, REST, FREE_OWN, FREE_REST, WEIGHED, GREATEST, QUERIES, MET = (gl.constexpr(
 
 
 @triton.jit(do_not_specialize=("queries", "tokens", "batch", "parts", "own"))
-def share_out(pieces, lengths, queries, tokens, batch, parts, own, LEAST: tl.constexpr, SIZE: tl.constexpr):
+def share_out(
+    pieces, lengths, queries, tokens, batch, parts, own, LEAST: tl.constexpr, SIZE: tl.constexpr, LENGTHS: tl.constexpr
+):
     """Store what each program takes: the first sequence, its place on the line, and the number of sequences; the place
     and the size of the piece; and the tiles that each sequence is given on the line, if all are given as many."""
     part = tl.program_id(0)
     on_all, longest = batch * 0, batch * 0
-    for at in range(0, batch, CHUNK):
-        b = tl.minimum(at + tl.arange(0, CHUNK), batch - 1)
+    for at in range(0, batch, LENGTHS):
+        b = tl.minimum(at + tl.arange(0, LENGTHS), batch - 1)
         keys = key_count(tl.load(lengths + b), 0, queries, tokens, 0, "pages", False, False)
-        on_all, longest = measured(on_all, longest, keys, at, batch, SIZE)
+        on_all, longest = measured(on_all, longest, keys, at, batch, SIZE, LENGTHS)
     payload, width = cut_in_pieces(on_all, longest, batch, parts, own, LEAST)
     group, on_line, end_before = batch * 0, batch * 0, batch * 0
     following, behind, passed = batch * 0, batch * 0, batch * 0
-    for at in range(0, batch, CHUNK):
-        b = tl.minimum(at + tl.arange(0, CHUNK), batch - 1)
+    for at in range(0, batch, LENGTHS):
+        b = tl.minimum(at + tl.arange(0, LENGTHS), batch - 1)
         keys = key_count(tl.load(lengths + b), 0, queries, tokens, 0, "pages", False, False)
         group, on_line, end_before, following, behind, passed = passed_by(
             *(group, on_line, end_before, following, behind, passed),
-            *(keys, at, batch, own, payload, width, part, False, SIZE),
+            *(keys, at, batch, own, payload, width, part, False, SIZE, LENGTHS),
         )
     goes_on = end_before > part * payload
     group -= goes_on.to(tl.int32)

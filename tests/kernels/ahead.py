@@ -71,6 +71,10 @@ class Record:
         return self.loop["LDL"] + self.loop["STL"]
 
 
+WIDE = ("queries", "tokens")
+"""What Inductor passes as int64 to a kernel where no upper bound of it is known."""
+
+
 def machine_of(arch: str) -> Machine:
     """A machine of an architecture, with 132 multiprocessors, as an H100 has."""
     return Machine(arch, 132)
@@ -90,8 +94,12 @@ def compile_attention(
     rank: int = 512,
     rope: int = 64,
     tiles: Tiles | None = None,
+    wide: bool = False,
 ) -> Record:
-    """Compile the kernel of a decode step in DeepSeek's sizes, with the given tiles or those of the table."""
+    """Compile the kernel of a decode step in DeepSeek's sizes, with the given tiles or those of the table.
+
+    With `wide`, numbers that have no known upper bound are int64, as Inductor passes them.
+    """
     machine = machine_of(arch)
     q = torch.empty(1, 1, heads, rank, dtype=dtype, device="meta")
     cache = torch.empty(1, page_size, rank, dtype=coded or dtype, device="meta")
@@ -113,6 +121,7 @@ def compile_attention(
     types |= dict.fromkeys(("scales", "lse", "acc", "m_out", "total_out"), "*fp32")
     types |= dict.fromkeys(("table", "lengths", "starts"), "*i32")
     types["mask"] = {None: "*u8", torch.bool: "*i1"}.get(mask, "*fp32")
+    types |= dict.fromkeys(WIDE, "i64") if wide else {}
     if coded:
         types["latent"] = "*u8" if coded == FP8 else "*i8"
     aligned = [name for name in types if types[name].startswith("*")]
@@ -120,14 +129,22 @@ def compile_attention(
     return _compile(arch, attend_latents, types, constants, aligned, tiles.warps, tiles.stages)
 
 
-def compile_combination(arch: str, shared: bool = True, rank: int = 512) -> Record:
-    """Compile the kernel that merges the parts of a decode step in bfloat16."""
+def compile_combination(
+    arch: str, shared: bool = True, rank: int = 512, starts: bool = False, wide: bool = False
+) -> Record:
+    """Compile the kernel that merges the parts of a decode step in bfloat16; `wide` as for the step."""
     kernel = combining.combine
     types = dict.fromkeys(kernel.arg_names, "i32") | {"o": "*bf16", "lse": "*fp32"}
     types |= dict.fromkeys(("lengths", "starts"), "*i32")
     types |= dict.fromkeys(("acc", "m_in", "total_in"), "*fp32")
-    constants = {"SOURCE": "pages", "CAUSAL": True, "STARTS": False, "SHARED": shared, "L": rank}
-    constants |= {"KEYS": 32, "LEAST": LEAST_TILES, **combination(64, 128, rank, machine_of(arch).processors)}
+    types |= dict.fromkeys(WIDE, "i64") if wide else {}
+    constants = {"SOURCE": "pages", "CAUSAL": True, "STARTS": starts, "SHARED": shared, "L": rank}
+    constants |= {
+        "KEYS": 32,
+        "LEAST": LEAST_TILES,
+        "LENGTHS": 32,
+        **combination(64, 128, rank, machine_of(arch).processors),
+    }
     aligned = [name for name in types if types[name].startswith("*")]
     return _compile(arch, kernel, types, constants, aligned, 4, 1)
 

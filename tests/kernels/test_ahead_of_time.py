@@ -169,6 +169,12 @@ def test_combination(arch, shared):
     assert "trap;" not in record.assembly
 
 
+@pytest.mark.parametrize("starts", [False, True])
+def test_sizes_without_a_bound_are_taken(starts):
+    assert compile_attention("sm_90", 16, starts=starts, wide=True).stack == 0
+    assert compile_combination("sm_90", starts=starts, wide=True).stack == 0
+
+
 @pytest.mark.parametrize("kernel", ["merge", "append", "append with one scale"])
 @pytest.mark.parametrize("arch", SOME)
 def test_kernels_without_products(arch, kernel):

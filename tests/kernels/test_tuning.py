@@ -19,6 +19,7 @@ from .test_no_sync import chunks, decode, rows
 
 MACHINE = Machine("sm_90", 132)
 DEFAULT, FAST, SLOW = Tiles(16, 64, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 128, 8, 2)
+RESULTS = torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor([0.0, -torch.inf])
 SECONDS = {DEFAULT: 2.0, FAST: 1.0, SLOW: 3.0}
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 
@@ -35,14 +36,16 @@ class Timed:
     """A timer that is told how long some tiles take, and records which it was asked to time."""
 
     def __init__(self, seconds):
-        self.seconds, self.asked = seconds, []
+        self.seconds, self.asked, self.latest = seconds, [], None
 
     def run(self, tiles):
-        self.asked.append(tiles)
+        self.latest = tiles
+        return RESULTS
 
     def __call__(self, call):
         call()
-        seconds = self.seconds[self.asked[-1]]
+        self.asked.append(self.latest)
+        seconds = self.seconds[self.latest]
         if isinstance(seconds, Exception):
             raise seconds
         return seconds
@@ -99,9 +102,42 @@ def test_what_does_not_compile_is_left_out():
     assert best(Timed(dict.fromkeys(SECONDS, error)), ("another", 1)) == DEFAULT
 
 
-def test_other_errors_are_raised():
-    with pytest.raises(ZeroDivisionError):
-        best(Timed(SECONDS | {FAST: ZeroDivisionError()}))
+def test_what_a_pass_of_the_compiler_fails_on_is_left_out():
+    assert best(Timed(SECONDS | {FAST: RuntimeError("PassManager::run failed")})) == DEFAULT
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("an illegal memory access"), MemoryError()])
+def test_other_errors_are_raised(error):
+    with pytest.raises(type(error)):
+        best(Timed(SECONDS | {FAST: error}))
+
+
+WRONG = {
+    "o": (RESULTS[0] + torch.tensor([0, 0, 0.05]).bfloat16(), RESULTS[1]),
+    "o that is not a number": (RESULTS[0] * torch.nan, RESULTS[1]),
+    "lse": (RESULTS[0], torch.tensor([0.03, -torch.inf])),
+    "a row that sees keys": (RESULTS[0], torch.tensor([0.0, torch.inf])),
+    "dtype": (RESULTS[0].float(), RESULTS[1]),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_what_computes_something_else_is_not_taken_however_fast(wrong, caplog):
+    class Wrong(Timed):
+        def run(self, tiles):
+            return wrong if tiles == FAST else super().run(tiles)
+
+    assert best(Wrong(SECONDS)) == DEFAULT
+    assert f"{FAST} gives " in caplog.text
+
+
+def test_what_rounds_otherwise_is_taken():
+    class Rounded(Timed):
+        def run(self, tiles):
+            o, lse = super().run(tiles)
+            return (o * (1 + 2**-7), lse + 1e-5) if tiles == FAST else (o, lse)
+
+    assert best(Rounded(SECONDS)) == FAST
 
 
 def test_nothing_is_timed_without_tuning():
@@ -146,6 +182,12 @@ def test_candidates_for_hopper():
     assert found(16) >= {Tiles(16, 64, 8, 3), Tiles(16, 32, 8, 4), Tiles(16, 32, 4, 4), Tiles(16, 128, 8, 2)}
 
 
+@pytest.fixture
+def without_results(monkeypatch):
+    """Nothing is compared: recorded launches have no results."""
+    monkeypatch.setattr(tuning, "difference", lambda *_: None)
+
+
 class Greedy:
     """A timer that reports the number of keys of a tile as the time, so that the smallest tile is the fastest."""
 
@@ -158,6 +200,7 @@ class Greedy:
         return next(each.constants["KEYS"] for each in reversed(self.launches) if "ROWS" in each.constants)
 
 
+@pytest.mark.usefixtures("without_results")
 @pytest.mark.parametrize("call", [decode, rows, chunks], ids=["pages", "rows", "chunks"])
 def test_launches_take_what_was_found(launches, call):
     call()
@@ -178,6 +221,7 @@ def test_launches_take_what_was_found(launches, call):
     assert {launch.constants["KEYS"] for launch in launches} == {usual}
 
 
+@pytest.mark.usefixtures("without_results")
 def test_fixed_parts_are_never_tuned(launches):
     greedy = Greedy(launches)
     with tuning.tuning(greedy):
@@ -185,6 +229,7 @@ def test_fixed_parts_are_never_tuned(launches):
     assert greedy.calls == 0
 
 
+@pytest.mark.usefixtures("without_results")
 def test_lengths_of_one_power_of_two_are_one_problem(launches):
     greedy = Greedy(launches)
     with tuning.tuning(greedy):

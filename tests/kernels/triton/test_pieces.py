@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from mla_compile.kernels._common.launch import LEAST_TILES
-from mla_compile.kernels._common.pieces import CHUNK, cut_in_pieces, measured, passed_by
+from mla_compile.kernels._common.pieces import cut_in_pieces, measured, passed_by
 
 from ..pieces import line
 from .where import DEVICE, ON_GPU
@@ -22,26 +22,28 @@ CASES = {
     "whole": ([300, 290, 0], 8, 2),
     "one": ([5000], 7, 1),
     "empty": ([0, 0, 0], 4, 3),
-    "more than are looked at at a time": ([random.Random(i).randrange(90) for i in range(2500)], 9, 1),
+    "more than are looked at at a time": ([random.Random(i).randrange(90) for i in range(1100)], 9, 1),
     "one piece": ([40, 70], 1, 1),
 }
 
 
 @triton.jit
-def _places(lengths, out, batch, parts, own, of_sequence, KEYS: tl.constexpr, LEAST: tl.constexpr):
+def _places(
+    lengths, out, batch, parts, own, of_sequence, KEYS: tl.constexpr, LEAST: tl.constexpr, LENGTHS: tl.constexpr
+):
     index = tl.program_id(0)
     total, longest = batch * 0, batch * 0
-    for at in range(0, batch, CHUNK):
-        keys = tl.load(lengths + tl.minimum(at + tl.arange(0, CHUNK), batch - 1)).to(tl.int32)
-        total, longest = measured(total, longest, keys, at, batch, KEYS)
+    for at in range(0, batch, LENGTHS):
+        keys = tl.load(lengths + tl.minimum(at + tl.arange(0, LENGTHS), batch - 1)).to(tl.int32)
+        total, longest = measured(total, longest, keys, at, batch, KEYS, LENGTHS)
     payload, width = cut_in_pieces(total, longest, batch, parts, own, LEAST)
     count, begin, end = batch * 0, batch * 0, batch * 0
     following, behind, passed = batch * 0, batch * 0, batch * 0
-    for at in range(0, batch, CHUNK):
-        keys = tl.load(lengths + tl.minimum(at + tl.arange(0, CHUNK), batch - 1)).to(tl.int32)
+    for at in range(0, batch, LENGTHS):
+        keys = tl.load(lengths + tl.minimum(at + tl.arange(0, LENGTHS), batch - 1)).to(tl.int32)
         count, begin, end, following, behind, passed = passed_by(
             *(count, begin, end, following, behind, passed),
-            *(keys, at, batch, own, payload, width, index, of_sequence != 0, KEYS),
+            *(keys, at, batch, own, payload, width, index, of_sequence != 0, KEYS, LENGTHS),
         )
     tl.store(out + index * 7, payload)
     tl.store(out + index * 7 + 1, width)
@@ -52,13 +54,14 @@ def _places(lengths, out, batch, parts, own, of_sequence, KEYS: tl.constexpr, LE
     tl.store(out + index * 7 + 6, behind)
 
 
-def places(lengths, parts, own, indices, of_sequence):
+def places(lengths, parts, own, indices, of_sequence, at_a_time):
     out = torch.empty(indices, 7, dtype=torch.int32, device=DEVICE)
     given = torch.tensor(lengths, device=DEVICE)
     _places[(indices,)](
         *(given, out, len(lengths), parts, own, int(of_sequence)),
         KEYS=KEYS,
         LEAST=LEAST_TILES,
+        LENGTHS=at_a_time,
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -74,20 +77,22 @@ def expected(tiles, payload, places, until, before, end_of_piece):
     return [count, begin, end, places[count] if count else 0, behind]
 
 
+@pytest.mark.parametrize("at_a_time", [32, 1024])
 @pytest.mark.parametrize(("lengths", "parts", "own"), CASES.values(), ids=CASES)
-def test_pieces(lengths, parts, own):
+def test_pieces(lengths, parts, own, at_a_time):
     tiles = [-(-length // KEYS) for length in lengths]
     payload, where = line(tiles, parts, own)
-    for index, (found, _, *rest) in enumerate(places(lengths, parts, own, parts, False)):
+    for index, (found, _, *rest) in enumerate(places(lengths, parts, own, parts, False, at_a_time)):
         assert found == payload
         assert rest == expected(tiles, payload, where, len(tiles), index * payload, (index + 1) * payload)
 
 
+@pytest.mark.parametrize("at_a_time", [32, 1024])
 @pytest.mark.parametrize(("lengths", "parts", "own"), CASES.values(), ids=CASES)
-def test_sequences(lengths, parts, own):
+def test_sequences(lengths, parts, own, at_a_time):
     tiles = [-(-length // KEYS) for length in lengths]
     payload, where = line(tiles, parts, own)
     some = min(len(lengths), 5)
-    for b, (found, _, *rest) in enumerate(places(lengths, parts, own, some, True)):
+    for b, (found, _, *rest) in enumerate(places(lengths, parts, own, some, True, at_a_time)):
         assert found == payload
         assert rest == expected(tiles, payload, where, b + 1, 1 << 30, (b + 1) * payload)
