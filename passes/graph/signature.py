@@ -38,7 +38,8 @@ def signature(site: Site, code_said: object, sources: Sequence[fx.Node], environ
     )
     canonical = _Canonical({source: i for i, source in enumerate(sources)})
     values = canonical(said)
-    output = str(attention.node.meta["val"].shape)  # later code is traced with these very symbols
+    output = attention.node.meta["val"]
+    output = str(output.shape), output.dtype  # later code is traced with these very symbols
     return values, output, canonical.symbols(environment)
 
 

@@ -43,8 +43,9 @@ class Dense:
         """
         uniform = meaning.uniform_when_empty
         offset, kinds = (None, meaning.kinds) if uniform else without_causal(meaning.kinds)
-        masks = dict.fromkeys(mask for kind in kinds if uniform or not kind.at_hand for mask in kind.origin)
-        own = [kind for kind in kinds if kind not in masks and not (kind.origin and masks.keys() >= {*kind.origin})]
+        # Kinds that come from masks come from the same ones, of which one may be there twice.
+        masks = max((kind.origin for kind in kinds if uniform or not kind.at_hand), key=len, default=())
+        own = [kind for kind in kinds if kind not in masks and not (kind.origin and {*masks} >= {*kind.origin})]
         return cls((*masks, *own), offset, meaning.fill, site)
 
     @property
@@ -76,6 +77,9 @@ class Dense:
         added = masks[0][0].new_zeros((1, 1, 1, 1), dtype=dtype)
         for tensor, fill in masks:
             added = torch.where(tensor, added, fill) if tensor.dtype == torch.bool else added + tensor.to(dtype)
+        if dtype == torch.float64:  # a row that is hidden by numbers has a finite log-sum-exp, which is float32
+            lowest = torch.finfo(torch.float32).min
+            added = torch.where(added.isneginf(), added, added.clamp_min(lowest))
         return added, offset
 
     def sees(self, read: Reader) -> Tensor | None:

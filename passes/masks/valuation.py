@@ -108,7 +108,7 @@ def _index_of(read: Read, bindings: dict[Axis, Affine] | None) -> Index | None:
             if entry != Affine() and not isinstance(digit.extent, int):
                 return None
             entry = entry * digit.extent + place if isinstance(digit.extent, int) else place
-        index.append(entry)
+        index.append(entry + Affine(digits[0].before) if digits else entry)
     return tuple(index)
 
 

@@ -168,9 +168,9 @@ class ValuesCode:
 
     @property
     def said(self) -> object:
-        """The masks, and the scores, which the sites of other paths have as their pieces."""
+        """The masks, and what the sites of other paths have as their keys and pieces: the latent and the scores."""
         scores = [(s.query.read, s.key.read, s.summed, s.scale) for s in self.site.attention.scores]
-        return ValuesAlone.name, self.carrier.said, scores
+        return ValuesAlone.name, self.carrier.said, self.site.latent.read, self.site.value_heads, scores
 
     def __call__(self, *values: Any) -> Tensor:
         site, read = self.site, Reader(self.sources, values)

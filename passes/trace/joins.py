@@ -142,6 +142,8 @@ def _first(index: Form, dim: int) -> Size:
         if len(digits) > 1 or slowest.step != 1 or axes != (() if slowest.axis is None else (slowest.axis,)):
             raise Unaligned("positions that are not consecutive")
         first = total([first, slowest.before, slowest.start])
+    elif axes:
+        raise Unaligned("positions that are the same")
     if not known_at_most(0, first):
         raise Unaligned(f"an index {first} that may count from the end")
     return first

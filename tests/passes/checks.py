@@ -38,12 +38,15 @@ def _elements(value: Tensor) -> int:
 
 
 def compiled(
-    function: Function, tensors: Sequence[Tensor], symbolic: Sequence[Sequence[int]] = ()
+    function: Function,
+    tensors: Sequence[Tensor],
+    symbolic: Sequence[Sequence[int]] = (),
+    paths: Sequence[str] = ("absorbed", "chunked"),
 ) -> Iterator[tuple[str, fx.GraphModule, list[Outcome]]]:
     """For each path, the graph of `function` after the passes, its results compared with those from before."""
     traced = capture(function, *tensors, symbolic=symbolic)
     before = run(traced, *tensors)
-    for path in ("absorbed", "chunked"):
+    for path in paths:
         module = fx.GraphModule(traced, copy.deepcopy(traced.graph))
         outcomes = rewrite(module, path)
         check_right(before, run(module, *tensors))

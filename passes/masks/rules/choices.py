@@ -11,7 +11,20 @@ from ...algebra.terms import Axis
 from ...nodes.arguments import argument, arguments, aten, is_tensor
 from ...nodes.constants import constant_of
 from ...nodes.shapes import shape_of, size_of
-from ..positions import NEVER, Affine, AtMost, Conditional, Index, Named, Truth, Value, at, conjunction, negation
+from ..positions import (
+    ALWAYS,
+    NEVER,
+    Affine,
+    AtMost,
+    Conditional,
+    Index,
+    Named,
+    Truth,
+    Value,
+    at,
+    conjunction,
+    negation,
+)
 from .rule import INTEGERS, Rules, Values, number_of
 
 RULES = Rules()
@@ -95,10 +108,9 @@ def _scatter(values: Values, node: fx.Node, index: Index) -> Value | None:
     base_value = values(base, index)
     if node.target is aten.scatter.src:
         value = values.operand(node, index, filled) if is_tensor(filled) else None
-        if isinstance(value, Conditional) and value.then != value.otherwise:
-            return None
-        if not isinstance(value, Truth | Conditional):
-            return None
+        same_everywhere = value.then == value.otherwise if isinstance(value, Conditional) else value in (ALWAYS, NEVER)
+        if not same_everywhere:
+            return None  # which element is written to a key is known only at run time
     else:
         value = number_of(filled, node.meta["val"].dtype)
     key = index[dim]

@@ -18,7 +18,10 @@ from mla_compile.passes.mla.prove import prove
 from mla_compile.passes.trace.trace import Trace
 from tests.models import HIDDEN, Combined, L, R
 from tests.passes import spellings as mla
-from tests.passes.graphs import capture
+from tests.passes.checks import check_right
+from tests.passes.graphs import capture, run
+from tests.passes.graphs import rewrite as rewrite_graph
+from tests.passes.mla.test_near_misses import rotated
 
 
 class Stack(nn.Module):
@@ -101,3 +104,40 @@ def test_kinds_of_equal_fields_are_not_the_same_code():
 
     assert of(First(3)) == of(First(3))
     assert len({of(First(3)), of(Behind(3)), of(First(4)), of(First(3), Behind(1))}) == 4
+
+
+def test_layers_whose_results_differ_in_dtype_alone() -> None:
+    """Weights are cast to the dtype of the values in one layer, and the values to that of the weights in the other."""
+    tensors = [tensor.bfloat16() for tensor in mla.tensors()]
+    for order in ((True, False), (False, True)):
+
+        def layers(x, *more, order=order):
+            outputs = []
+            for i, wide in enumerate(order):
+                q, k, v = mla.naive(x + i, *more)
+                weights = (q @ k.mT * mla.SCALE).softmax(-1, dtype=torch.float32)
+                outputs.append(weights @ v.float() if wide else weights.to(v.dtype) @ v)
+            return tuple(outputs)
+
+        module = capture(layers, *tensors)
+        outcomes = rewrite_graph(module, "absorbed")
+        assert [outcome.path for outcome in outcomes] == ["absorbed", "absorbed"]
+        assert [o.dtype for o in run(module, *tensors)] == [o.dtype for o in layers(*tensors)]
+
+
+@pytest.mark.parametrize("parts", [lambda c: c.chunk(2, -1), lambda c: (c[..., 0::2], c[..., 1::2])])
+def test_layers_whose_latents_are_parts_of_one_tensor(parts) -> None:
+    x, latent, *more = mla.tensors()
+    latents = torch.cat([latent, latent.flip(1) * 2], -1)
+
+    def layers(x, latents, k_rope, w_q, w_kv):
+        outputs = []
+        for latent in parts(latents):
+            k, v = mla.up_projected(latent, w_kv)
+            outputs.append(mla.sealed(rotated(mla.queries(x, w_q)[..., : mla.P]), rotated(k), v))
+        return torch.stack(outputs)
+
+    module = capture(layers, x, latents, *more)
+    before = run(module, x, latents, *more)
+    assert [outcome.path for outcome in rewrite_graph(module, "values")] == ["values", "values"]
+    check_right(before, run(module, x, latents, *more))
