@@ -65,8 +65,9 @@ LONG = (
     "compile/test_artifacts.py",
     "compile/test_training_processes.py",
 )
-"""Files that take longest come first: of several processes, one that starts such a file when the others are done makes
-all wait. `make test` tells xdist to keep this order; by default it starts with the files that have the most tests."""
+"""The files that take longest, in the order in which they run first. If a process started one when the others are done,
+all would wait for it. `make test` tells xdist to keep this order; by default it starts with the files that have the
+most tests."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

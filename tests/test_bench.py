@@ -127,7 +127,7 @@ class TestCheck:
         assert {weight.dtype for weight in built.attention.parameters()} == {torch.bfloat16}
         exact = check.reference(built, workload, "dynamic")
         allowed = check.tolerance(built, workload, "dynamic", exact)
-        # A rounding of each of a few stages, and not what a sum in bfloat16 would lose.
+        # A few roundings, which are far less than what sums in bfloat16 would lose.
         assert torch.finfo(torch.bfloat16).eps <= allowed < 0.1
         eager, by_hand, mla = measure(built, workload, "dynamic", ["eager", "by-hand", "mla"], repeats=1)
         assert [result.status for result in (eager, by_hand, mla)] == ["ok"] * 3

@@ -1,4 +1,4 @@
-"""A layer on a GPU, here on the CPU: what is timed is right, and what is wrong gets no time."""
+"""The benchmark of a layer on a GPU, run on the CPU: what is timed is right, and what is wrong gets no time."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_steps_are_right_call_after_call():
 
 
 def test_compiled_steps_are_right_and_make_their_mask(monkeypatch):
-    """As whole models do: of a mask that is an input, the passes know nothing."""
+    """As whole models do, since the passes know nothing of a mask that is an input."""
     compiled, given = torch.compile, []
 
     def graph(module, inputs):

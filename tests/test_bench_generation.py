@@ -42,7 +42,7 @@ def model():
 
 @pytest.fixture
 def another(monkeypatch):
-    """Makes a forward hook what a compiler is."""
+    """A function that puts a forward hook in the place of the compiler."""
 
     def install(hook):
         monkeypatch.setattr(nn.Module, "compile", lambda self, backend: self.register_forward_hook(hook))
@@ -168,7 +168,7 @@ def test_a_slow_way_is_timed_for_fewer_steps(model, monkeypatch):
 
 
 class TestEngine:
-    """vLLM's engine, but for vLLM: `tests/vllm/test_bench.py` has that."""
+    """What surrounds vLLM's engine, without vLLM: `tests/vllm/test_bench.py` runs that."""
 
     WAYS = ENGINES
 
@@ -179,7 +179,7 @@ class TestEngine:
 
     @pytest.fixture
     def answering(self, model, monkeypatch):
-        """A process that gives the log-probabilities of transformers, off by so much."""
+        """A stand-in for vLLM's process, whose log-probabilities are those of transformers plus `off`."""
         asked = []
 
         def install(off):

@@ -1,6 +1,6 @@
 """Other projects' kernels in the benchmark: stand-ins with their signatures, computed in plain torch.
 
-A wrong argument is a wrong result, and that is no result.
+An argument with another meaning than the signature's gives a wrong result, which the benchmark's own check finds.
 """
 
 import importlib

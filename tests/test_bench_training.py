@@ -1,4 +1,4 @@
-"""`mla-compile bench --train` on a tiny layer: gradients that are no numbers are wrong. No test looks at a time."""
+"""`mla-compile bench --train` on a tiny layer: wrong gradients, NaN included, get no time. No test looks at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.test_bench import TINY
 
 
 class NoNumber(torch.autograd.Function):
-    """The same value, a gradient that is none."""
+    """The identity, with NaN as its gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -24,7 +24,7 @@ class NoNumber(torch.autograd.Function):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Modes that nobody compiles, `mla` with what a test says to its output, and no memory measured."""
+    """A function that makes all modes eager, with `spoil` applied to the output of `mla`. Memory is not measured."""
 
     def set_up(spoil):
         def step(mode, built):

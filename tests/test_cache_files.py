@@ -1,4 +1,4 @@
-"""Files beside Inductor's artifacts go where these go."""
+"""The project's own files beside Inductor's artifacts are saved and loaded with these."""
 
 import torch
 from torch.compiler._cache import CacheArtifactManager

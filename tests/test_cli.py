@@ -121,7 +121,7 @@ def test_commands_register_themselves():
 
 
 def test_explain_says_what_became_of_a_checkpoint(config, capsys):
-    """Of two layers of it; tests/test_docs.py has it whole."""
+    """With two of its layers; tests/test_docs.py runs the command on the whole checkpoint."""
     checkpoint = Path(__file__).parents[1] / "examples" / "tiny-deepseek-v3"
     layers = 2
     smaller = config(**json.loads((checkpoint / "config.json").read_text()) | {"num_hidden_layers": layers})

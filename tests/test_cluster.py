@@ -99,7 +99,7 @@ def test_bytes_and_messages_of_collectives():
 
 
 def test_a_collective_for_each_that_a_mesh_needs(v3):
-    """Per layer two sums, one where experts of several groups are sent tokens; embedding, head, and the next stage."""
+    """Two sums a layer, one if its experts are sent tokens of several groups; embedding, head, and the next stage."""
     layers = next(stages(v3, 1)), next(stages(v3, 2))
 
     def calls(mesh, stage=layers[0]):
@@ -361,7 +361,7 @@ def test_a_link_is_fitted_to_its_own_times():
 
 @pytest.mark.slow
 def test_the_predicted_order_of_four_meshes_is_the_measured_one(config):
-    """Between four processes of gloo, latency and bandwidth fitted to other calls."""
+    """Measured between four gloo processes. Latency and bandwidth are fitted to other calls."""
     model = read_model(config(**V3 | {"num_hidden_layers": 8}))
     fitted, found = measure(model, meshes_of(4), ranks=4, batch=16, repeats=9)
     predicted = {one.mesh: sum(map(fitted.seconds, one.exchanges)) for one in found}

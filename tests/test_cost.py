@@ -154,7 +154,7 @@ def test_a_symbol_without_hint_is_named():
 
 
 def test_sparse_flops_and_bytes_are_those_of_the_products_and_tensors():
-    """Two named keys of five are the dense cost with a context of two, but each query gathers its own."""
+    """Two named keys of five cost as much as a dense context of two, except that each query gathers its own."""
     few = Dims(**{**vars(SMALL), "T": 2})
     assert sparse(SMALL, 2, 2).flops == absorbed(few, 2).flops
     keys, indices = 2 * 2 * (4 + 1), 8 * 2 * 2 * 2

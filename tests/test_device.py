@@ -1,4 +1,4 @@
-"""Measured rates: stored once, read by everybody, measured again where the file is no good."""
+"""Measured rates: stored once, read by later processes, and measured again if the file is bad."""
 
 import json
 from dataclasses import asdict
@@ -22,7 +22,7 @@ def own_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def rates(monkeypatch):
-    """Stand-ins for the measurements; each pair handed out is counted."""
+    """Stand-ins for the measurements; a list of their calls."""
     calls = []
     monkeypatch.setattr(device_module, "_gemm_rate", lambda *_: calls.append("gemm") or 123456.0)
     monkeypatch.setattr(device_module, "_copy_rate", lambda *_: calls.append("copy") or 98765.0)

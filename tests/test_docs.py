@@ -25,7 +25,7 @@ REASON = re.compile(r"`(expected .*?)`", re.DOTALL)
 
 
 def blocks(page, language):
-    """A page's blocks of a language, each after as many empty lines as place it where it is in the file."""
+    """A page's blocks of a language, each after empty lines, so that its line numbers are those of the page."""
     text = page.read_text()
     return [
         "\n" * (text[: found.start()].count("\n") + 1) + found[2]

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 900
-"""For a process, on a machine with other things to do."""
+"""The time limit of a process, enough for a busy machine."""
 
 LAUNCHES = {
     Case("v3", "static", 64, 1): 16,
@@ -57,17 +57,17 @@ LAUNCHES = {
     Case("v2-lite", "pages", 64, 1): 15,
     Case("v2-lite", "fp8 pages", 1, 1): 16,
 }
-"""Kernels, library calls and copies of one more layer."""
+"""The most kernels, library calls and copies that one more layer adds."""
 ALWAYS = [Case("v3", "pages", 1, 1)]
 EXAMPLE = Case("examples/paged.py", "pages", 3, 1, layers=1)
 SAID = ("paged_latent_attention", "expanded_attention")
-"""Ops of whose kernels a report says which would run."""
+"""Ops for which a report names the kernel that would run."""
 WORKSPACE = 64 << 20
 """Bytes: what a chunk of a prefill is expanded to. The caches of 64 sequences take 576 MiB a layer."""
 
 
 def lowered(cases: Sequence[Case], gpu: str = "h100") -> list[Lowered]:
-    """What a process that believes in a GPU finds of each case."""
+    """What a process that is made to believe in a GPU finds for each case."""
     process = subprocess.run(
         [sys.executable, "-m", "tests.fake_cuda", gpu, *(json.dumps(dataclasses.asdict(case)) for case in cases)],
         cwd=ROOT,
@@ -83,13 +83,13 @@ def lowered(cases: Sequence[Case], gpu: str = "h100") -> list[Lowered]:
 
 @pytest.fixture(scope="module")
 def always() -> dict[Case, Lowered]:
-    """Of one layer and of two, in one process: most of what a process takes is importing torch."""
+    """Each case with one layer and with two, in one process: importing torch takes most of the time of a process."""
     cases = [dataclasses.replace(case, layers=layers) for case in ALWAYS for layers in (1, 2)] + [EXAMPLE]
     return dict(zip(cases, lowered(cases), strict=True))
 
 
 def check(one: Lowered, two: Lowered, case: Case) -> None:
-    """That a layer more is no more than that."""
+    """Check what two layers launch and allocate, and what the second one adds."""
     print(f"{case.name}\n  " + "\n  ".join(two.launches))  # what there is to save, with -s
     assert two.paths == ["chunked" if case.tokens > 4 else "absorbed"] * 2
     assert len(two.launches) - len(one.launches) <= LAUNCHES[case]
@@ -99,7 +99,7 @@ def check(one: Lowered, two: Lowered, case: Case) -> None:
     if case.tokens <= 4:  # Inductor launches all, and calls no op
         assert two.host_calls == {}
         assert sum(name.startswith("attend_latents_") for name in two.launches) == 2
-    if case.cache != "dynamic":  # which is copied with each token
+    if case.cache != "dynamic":  # a dynamic one is copied with each token
         assert max(two.buffers) <= WORKSPACE
 
 
@@ -128,7 +128,7 @@ def test_a_step_of_a_cache_that_grows(batch: int) -> None:
 
 @pytest.mark.slow
 def test_a_step_of_several_queries_over_pages_of_any_size() -> None:
-    """Pages are read where they are, and Inductor launches what reads them, whatever is a symbol."""
+    """Pages are read where they are, and Inductor launches what reads them, even if all sizes are symbols."""
     (step,) = lowered([Case("v3", "pages", 4, 4, layers=1, any_size=True)])
     assert step.host_calls == {}
     assert step.ops.count("paged_latent_attention") == 1
@@ -155,7 +155,7 @@ def test_the_example_with_pages(always: dict[Case, Lowered]) -> None:
 
 @pytest.mark.parametrize("name", ["attend_latents_0", "combine_1"])
 def test_the_machine_code_of_what_inductor_launches(name: str, always: dict[Case, Lowered], tmp_path: Path) -> None:
-    """As good as what the op itself launches: no more on the stack, no float64, which Inductor gives numbers as."""
+    """As good as that of what the op launches: no more stack, and no float64, which Inductor passes numbers as."""
     if not CUOBJDUMP.exists():
         pytest.skip("Triton's package carries no cuobjdump here")
     record = compile_written("sm_90", always[dataclasses.replace(ALWAYS[0], layers=1)].written[name], tmp_path / "k.py")
@@ -170,7 +170,7 @@ def test_the_machine_code_of_what_inductor_launches(name: str, always: dict[Case
         assert record.stack == 0
 
 
-def test_nothing_of_it_is_left_in_this_process(always: dict[Case, Lowered]) -> None:
+def test_this_process_still_sees_no_gpu(always: dict[Case, Lowered]) -> None:
     assert not torch.cuda.is_available()
     with pytest.raises((AssertionError, RuntimeError), match=r"not compiled with CUDA|no NVIDIA driver"):
         torch.empty(1, device="cuda")

@@ -1,4 +1,4 @@
-"""What torch asks of a Triton kernel is asked once for launches that are alike, and again for others."""
+"""torch's analysis of what a Triton kernel reads and writes runs once for equal launches, and again for others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def arguments(dtype: torch.dtype = torch.bfloat16, rows: int = 4, **constants: A
 
 @pytest.fixture
 def asked() -> Iterator[list[Any]]:
-    """The kernels that torch was asked of while a graph is compiled, in order."""
+    """The kernels that are analysed while a graph is compiled, in order. The analysis itself is replaced."""
     kernels: list[Any] = []
 
     def ask(kernel: Any, kwargs: dict[str, Any], descriptors: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a report says of the kernels that would run, from a graph alone; and the option that keeps to ours."""
+"""What a report says of the kernels that a graph would run, and the option `mla.kernels`."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def h100(monkeypatch):
 
 
 def graph(device="cuda", queries=1, page_size=64):
-    """Two layers with pages of their own, as they are in a graph without values."""
+    """Two layers with pages of their own, as a graph of fake tensors."""
     mode, made = FakeTensorMode(shape_env=ShapeEnv()), fx.Graph()
 
     def node(value, target=None, *arguments):

@@ -1,4 +1,4 @@
-"""Ops as launches that Inductor makes: its code for a GPU, run by Triton's interpreter."""
+"""Ops whose kernels Inductor launches itself: its code for a GPU, run by Triton's interpreter."""
 
 import json
 import os
@@ -37,7 +37,7 @@ LAUNCHES = {
 }
 """Those of any size are traced with few sequences and keys, and run with more."""
 MOST = 4.0
-"""Of what rounding explains: the bound of the kernels' own tests in float32."""
+"""The largest error, in units of what float32 sums may be off by (`_error` in `tests/fake_cuda/written.py`)."""
 
 
 def step(command, folder, module="written", **environment):
@@ -91,7 +91,7 @@ def test_a_lowered_program_launches(written):
 
 @pytest.mark.slow
 def test_a_step_of_a_model_gives_the_numbers_of_its_graph(tmp_path):
-    """Kernels that are several, rows that are written in parts, and all that goes before them in other layers."""
+    """With kernels that are merged, rows that are written in parts, and the layers around the attention."""
     from tests.fake_cuda.whole import CACHES, LAYERS, SIZES
 
     step("write", tmp_path, "whole")

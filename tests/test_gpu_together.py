@@ -1,4 +1,4 @@
-"""Which kernels become one: of a kind, none waiting for another, and the rest in an order that is left."""
+"""Which small kernels become one launch: of one kind, none depending on another, in an order that can be run."""
 
 import random
 from graphlib import TopologicalSorter
@@ -15,7 +15,7 @@ from tests.models import HIDDEN, Combined, L, R
 
 
 def test_a_rotation_of_queries_joins_a_write_of_keys():
-    """As V3's layer lies: two products and a norm before queries are rotated, a product before keys are."""
+    """As in V3's layer, where queries are rotated after two products and a norm, and keys after one product."""
     names = ["q_a", "q norm", "q_b", "rotate q", "kv_a", "latent norm", "rotate k", "attend"]
     waits = [[], [0], [1], [2], [], [4], [4, 5], [3, 6]]
     kinds = [None, "sum", None, "each", None, "sum", "each", None]
@@ -29,8 +29,8 @@ def test_a_rotation_of_queries_joins_a_write_of_keys():
     ]
 
 
-def test_what_waits_for_a_group_is_not_of_it():
-    """The third waits for the second through what waits for the first."""
+def test_what_depends_on_a_group_does_not_join_it():
+    """The last node does not join the first, since it depends on it through the third."""
     assert joined([[], [], [0], [1, 2]], ["a", "b", "b", "a"]) == [[0], [1, 2], [3]]
 
 
@@ -81,8 +81,8 @@ def test_inductor_is_asked_where_there_are_launches_and_the_user_says_nothing(mo
 
 
 @pytest.mark.skipif(not hasattr(config, "combo_kernel_max_distance"), reason="this torch asks for groups")
-def test_a_bound_of_memory_is_the_user_s_alone():
-    """Under one, torch has no groups of ours; it has one by default."""
+def test_a_bound_of_memory_that_the_user_sets_is_kept():
+    """While a bound is set, torch does not ask for our groups. Its default bound is lifted, the user's is not."""
     default, grouping = config.combo_kernel_peak_memory_pct_threshold, ForeachKernelSchedulerNode.__dict__
     groups = "group_algorithm_for_combo_kernels"
     before = grouping[groups]

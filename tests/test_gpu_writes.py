@@ -1,4 +1,4 @@
-"""Rows that are joined to be written, or to be cut: each part goes by itself, and what is written is the same."""
+"""Rows that are joined to be written or split: each part is written by itself, with the same result."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ def straight(pool, latent, rope):
 
 
 def one_place(pool, latent, rope):
-    """A place for each of several tokens, of one sequence."""
+    """Joined along the last dimension by its positive number, and viewed as rows."""
     return aten.index_put(pool, [PAGE, ROW], torch.cat([latent, rope], 2).view(2, W))
 
 
 def table(pool, latent, rope):
-    """Places of two dimensions."""
+    """Indices with two dimensions."""
     return aten.index_put(pool, [PAGE[:, None], ROW[:, None]], torch.cat([latent, rope], -1))
 
 
@@ -78,7 +78,7 @@ def whole_pages(pool, latent, rope):
 
 
 def other_tokens(pool, latent, rope):
-    """Joined one after the other: the columns are those of neither."""
+    """All latents, then all rope keys: columns of the rows are not those of the parts."""
     return aten.index_put(pool, [PAGE, ROW], torch.cat([latent.flatten(), rope.flatten()]).view(2, W))
 
 
@@ -87,7 +87,7 @@ def masked(pool, latent, rope):
 
 
 def over_columns(pool, latent, rope):
-    """A view whose columns are as many, and are others."""
+    """A view with as many columns, which are others."""
     return aten.index_put(pool, [PAGE, ROW], torch.cat([latent, rope], -1)[:, 0].view(W, 2).t().reshape(2, W))
 
 

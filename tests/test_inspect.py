@@ -34,7 +34,7 @@ def interpreted(module, inputs, **kwargs):
 
 
 def looked_into(module, tokens, past, **kwargs):
-    """The compilations of one call of a plain module in which nothing is generated."""
+    """The compilations of one call of a plain module, without generating code."""
     cache = module.empty_cache(1)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(backend, "compile_fx_inner", interpreted)

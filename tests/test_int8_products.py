@@ -1,4 +1,4 @@
-"""Products with weights in int8 stay what Inductor finds them by: `woq_matcher_count` is stock Inductor's."""
+"""Products with int8 weights stay in the form that Inductor looks for: `woq_matcher_count` is stock Inductor's."""
 
 from __future__ import annotations
 

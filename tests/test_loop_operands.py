@@ -1,4 +1,4 @@
-"""What a loop is given: the tensor itself, where its operand is a chain of views that ends where it began."""
+"""A loop gets the tensor itself in place of a chain of views that ends with the layout that it began with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ while_loop = torch.ops.higher_order.while_loop
 
 
 def loop(*operands: Tensor) -> tuple[Tensor, ...]:
-    """One turn that adds up the operands, each a matrix of three rows."""
+    """Two turns, each of which adds up the operands, matrices of three rows."""
 
     def turn(start: Tensor, total: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
         return start + 1, total + sum(row.sum(dtype=torch.float32) for row in rows)
@@ -28,7 +28,7 @@ def loop(*operands: Tensor) -> tuple[Tensor, ...]:
 
 
 def operands_of(function: Callable[..., object], *arguments: Tensor) -> list[str]:
-    """The targets of the nodes that a loop of the program gets, straightened."""
+    """The inputs that a loop of the program gets, or the targets of its other operands, once they are straightened."""
     (node,) = straightened(function, *arguments).graph.find_nodes(op="call_function", target=while_loop)
     return [operand.name if operand.op == "placeholder" else str(operand.target) for operand in node.args[3]]
 

@@ -1,4 +1,4 @@
-"""Packages of lowered programs, each in a process of its own: none ends it, and all are right against float64."""
+"""Packages of lowered programs, each in a process of its own: none crashes, and all are right against float64."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ ONE_SEQUENCE = Program(
     *(4, 48, 24, 8, 24, 64),
     *((1, 1), (2, 2048), (2, 4096)),
 )
-"""Its latents are views that end where they began, which AOTInductor reads after they are freed if a loop gets them."""
+"""Its latents are chains of views that end with the layout of the tensor. AOTInductor would read these after it freed
+them, if a loop got them."""
 
 PAGES_IN_FP8 = Program(
     *(0, "chunked", "fp8 pages", "causal lengths", "together", "sdpa", 1, torch.float32),
     *(2, 8, 4, 8, 8, 16),
     *((2, 2), (1, 9), (2, 16)),
 )
-"""Its pages are handed on as bytes, a view of another dtype."""
+"""Its pages go to the loop as bytes, a view as another dtype."""
 
 
 def wrong(*programs: Program) -> list[str]:

@@ -1,4 +1,4 @@
-"""What is the same is computed once, and nothing that somebody may change."""
+"""Equal computations of integers are merged, unless a result is returned or may be written to."""
 
 import torch
 from torch import Tensor
@@ -82,6 +82,6 @@ def test_a_result_that_is_written_to_is_its_own():
     assert calls(graph, torch.ops.aten.add.Tensor) == 2
 
 
-def test_chance_is_not_merged():
+def test_random_numbers_are_not_merged():
     module = make_fx(lambda x: x * torch.randint(9, (8,)) * torch.randint(9, (8,)))(X)
     assert merge_same_numbers(module.graph) == 0

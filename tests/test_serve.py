@@ -96,7 +96,7 @@ def one_by_one(engine, requests):
 
 
 async def ask_all(running, requests, seconds_between=0.0):
-    """The texts of all requests, half of them streamed, and of one more, which is left before it ends."""
+    """The texts of all requests, half of them streamed. Two more requests are abandoned before they end."""
 
     async def ask(i, prompt, count):
         await asyncio.sleep(i * seconds_between)
@@ -127,7 +127,7 @@ async def ask_all(running, requests, seconds_between=0.0):
 
 
 def test_each_of_many_requests_gets_what_it_would_get_alone(running):
-    """64 at a time, which want nine times the pages that there are, and two that are left."""
+    """64 at a time, which need nine times the pages that there are, and two that are abandoned."""
     requests = prompts(64)
     assert asyncio.run(ask_all(running, requests)) == one_by_one(running.engine, requests)
     deadline = time.monotonic() + 60

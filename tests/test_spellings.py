@@ -1,4 +1,4 @@
-"""MLA as a seed spells it is rewritten and stays right; what is no MLA stays as it is."""
+"""Modules that a seed composes: MLA is rewritten and right, however it is written; what is no MLA stays as it is."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_few_queries_attend_to_latents(spoiled: str) -> None:
 
 
 def test_one_query_whose_weights_are_returned_is_absorbed_whatever_is_asked_for() -> None:
-    """As many products are left as on that path: those of the loop over heads stay."""
+    """As many products are left as the absorbed path leaves: those of the loop over heads stay."""
     s = Spelling(absorbed="values", softmax="plain", scale="query", returned=True, loop="heads", cache="cat", queries=1)
     assert check(s, seed=0).path == "absorbed"
 
@@ -65,7 +65,7 @@ def test_groups_whose_heads_serve_several_queries_are_gated_and_scaled() -> None
 
 
 def test_every_choice_is_drawn() -> None:
-    """No choice is without a seed, or the rate of the command would not be about it."""
+    """Otherwise the rate that `python -m tests.spellings` prints would not cover every choice."""
     drawn = [draw(seed) for seed in range(1000)]
     for field in dataclasses.fields(Spelling):
         made_of = {getattr(spelling, field.name) for spelling in drawn}
@@ -74,14 +74,14 @@ def test_every_choice_is_drawn() -> None:
 
 
 def test_a_buffer_that_is_written_at_other_borders_has_a_reason() -> None:
-    """Its columns are said to be those of itself, and what they were put together from is looked for all the same."""
+    """Its columns count as the buffer's own, but the pieces that were written to it are looked for all the same."""
     s = Spelling(bias=True, weights="keys before values", keys="pad", padded="buffer", heads=4, value=5)
     assert "does not split by" in check(s, seed=0).reason
 
 
 @pytest.mark.parametrize("seed", [0, 7, 25, 40])
 def test_a_spelling_through_torch_compile(seed: int, without_codegen: None) -> None:
-    """Over several inputs: of one, eager's error may be small by chance."""
+    """Compared over several inputs: for one, eager's error may be small by chance."""
     spelling = draw(seed)
     module, _ = made(spelling, seed)
     inputs = [made(spelling, seed + i)[1] for i in range(8)]

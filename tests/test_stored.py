@@ -1,4 +1,4 @@
-"""Guards are read back as they were written."""
+"""Stored reports: guards are read back as they were written, and each report belongs to inputs of one kind."""
 
 import pytest
 import sympy
@@ -43,7 +43,7 @@ class Coded(torch.Tensor):
 
 
 def store(weight):
-    """That of a graph with one input."""
+    """The reports of a graph with one input."""
     graph = fx.Graph()
     graph.output(graph.placeholder("weight"))
     module = fx.GraphModule({}, graph)

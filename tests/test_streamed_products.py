@@ -12,7 +12,8 @@ def test_is_the_product(dtype):
     row, weight = row.to(dtype), weight.to(dtype)
     actual = mm_of_one_row(row, weight.t())
     exact = row.double() @ weight.double().t()
-    # Rounded once to the dtype; 300 sums in float32 or better, each of at most its share of an eps of the terms' sum.
+    # Rounded once to the dtype, after 300 additions in float32 or better, each off by at most an eps of the sum of all
+    # absolute terms.
     terms = (row.double().abs() @ weight.double().abs().t()).max()
     accumulated = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     allowed = torch.finfo(dtype).eps * exact.abs().max() + 300 * accumulated * terms

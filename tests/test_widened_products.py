@@ -61,7 +61,7 @@ def test_products_of_a_batch(no_library, dtype):
 
 @HALF
 def test_products_of_a_batch_with_given_matrices(no_library, dtype):
-    """As by groups: the matrices are widened as they are multiplied."""
+    """The matrices are widened as they are multiplied, as in products by groups."""
     x, y = torch.randn(5, 3, 64, dtype=dtype).transpose(0, 1), torch.randn(3, 40, 64, dtype=dtype).mT
     out = widened_bmm(x, y, are_given=lambda matrices: matrices is y)
     assert_rounded_once(out, x.double() @ y.double(), dtype)
@@ -69,7 +69,7 @@ def test_products_of_a_batch_with_given_matrices(no_library, dtype):
 
 @HALF
 def test_no_given_matrix_is_written_a_second_time(no_library, dtype):
-    """A batch of weights in a graph: no tensor as large as they are, in float32, is made."""
+    """For a batch of weights in a graph, no copy in float32 is made."""
 
     def products(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         return torch.bmm(x, weights.mT), torch.bmm(x, weights.mT * 2)
@@ -170,7 +170,7 @@ def compiled_products(module: nn.Module, xs: list[Tensor]) -> tuple[list[Tensor]
 
 @HALF
 def test_a_compiled_module(no_library, dtype):
-    """Of one token for each of two sequences, and of several: not one product in half precision."""
+    """With one token for each of two sequences, and with several, no product is in half precision."""
     module = Combined()
     module.o_proj = nn.Linear(N * V, HIDDEN)
     xs = [torch.randn(2, tokens, HIDDEN, dtype=torch.float64) for tokens in STEPS]

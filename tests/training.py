@@ -16,7 +16,7 @@ from mla_compile.passes.outcome import Outcome
 from mla_compile.training.rewrite import rewrite_for_training
 
 FACTOR = 8.0
-"""A gradient may be this many times further from float64 than eager's, like the results of spellings."""
+"""A gradient may be this many times further from float64 than eager's; derived in `tests/spellings/checks.py`."""
 DEVICE = Device("of the tests", 1e12, 1e11)
 
 

@@ -1,4 +1,4 @@
-"""Sequences with all their pages from the beginning: what a `BlockTable` does, with a length on the device."""
+"""Sequences that have all their pages from the start do what a `BlockTable` does, with their length on the device."""
 
 import pytest
 import torch

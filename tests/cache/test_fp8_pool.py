@@ -1,4 +1,4 @@
-"""A pool in FP8: the numbers of `append_latents`, the bytes that are promised, and the rules of every pool."""
+"""A pool in FP8: its rounding, which is that of `append_latents`, and the rules of every pool."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ from mla_compile.fp8 import FP8, LEAST, MOST, RowLayout
 
 L, R = 256, 8
 SPACING = 2.0**-3
-"""Of e4m3's numbers from 1 to 2, with 3 bits behind the point: rounding is off by up to half of that."""
+"""The distance between e4m3 numbers from 1 to 2, which have 3 bits after the point. Rounding is off by half at most."""
 SMALLEST = 2.0**-9
-"""The least number of e4m3 above 0, below which spacing does not shrink."""
+"""The least e4m3 number above 0, and the smallest distance between two numbers."""
 
 
 def filled(count=5, batch=2, dtype=torch.float32, **more):
-    """A pool, a table of tokens of very different sizes, and these."""
+    """A pool, a table, and the tokens in it, which differ widely in magnitude."""
     pool = FP8PagePool(1, L, R, pages=16, page_size=4, dtype=dtype, **more)
     table = BlockTable(pool, batch)
     tokens = (torch.randn(batch, count, L + R) * 10.0 ** torch.randint(-3, 3, (batch, count, 1))).to(dtype)
@@ -121,7 +121,7 @@ class Config(torch.nn.Linear):
         num_hidden_layers, kv_lora_rank, qk_rope_head_dim = 2, L, R
 
 
-def test_a_model_says_the_rest():
+def test_sizes_and_dtype_come_from_the_model():
     model = Config(1, 1, dtype=torch.bfloat16)
     cache = PagedLatentCache.of(model, pages=4, page_size=8, dtype=FP8)
     assert isinstance(cache.pool, FP8PagePool)

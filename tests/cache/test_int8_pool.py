@@ -1,4 +1,4 @@
-"""A pool in INT8: what is read is what was written, rounded to a 127th of a token's greatest."""
+"""A pool in INT8: what is read is what was written, rounded to 1/127 of the greatest magnitude of the token."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ L, R = 200, 8
 
 
 def filled(tokens, dtype=torch.float32):
-    """A pool of `[B, T, L + R]`, and a table of them."""
+    """A pool, and a table that holds `tokens` `[B, T, L + R]`."""
     pool = INT8PagePool(1, L, R, pages=16, page_size=4, dtype=dtype)
     table = BlockTable(pool, len(tokens))
     table.extend(tokens.shape[1])

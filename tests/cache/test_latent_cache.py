@@ -1,4 +1,4 @@
-"""The cache without transformers, in a model of one's own and where that is not installed."""
+"""The cache without transformers: called directly, also where transformers is not installed."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Pages and who holds them: every misuse says what was expected and changes nothing."""
+"""Pages and the tables that hold them: every misuse says what was expected, and changes nothing."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Block tables over one pool against lists of numbers: done in any order, each sequence reads its own."""
+"""Block tables over one pool against lists of numbers: after any operations, each sequence reads its own tokens."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ class Tables(RuleBasedStateMachine):
         rows = data.draw(st.lists(st.integers(0, table.batch - 1), min_size=table.batch, max_size=table.batch))
         other = table.fork(torch.tensor(rows))
         table.free()
-        other.own()  # as many pages were dropped as are copied
+        other.own()  # there is room: as many pages were freed as are copied
         sequences = self.expected.pop(table)
         self.expected[other] = [list(sequences[row]) for row in rows]
         return other

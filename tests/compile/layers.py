@@ -1,4 +1,4 @@
-"""A layer of MLA that is trained, and what a test checks of it."""
+"""MLA layers for tests of training, and the checks that these tests share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.training import assert_every_gradient
 
 expanded_attention = torch.ops.mla.expanded_attention.default
 stock = functools.partial(compile_fx, inner_compile=interpreted)
-"""Stock Inductor but for the code: what a forward keeps for its backward is decided before. For tests
-`without_codegen`."""
+"""Stock Inductor without code generation, for tests that use `without_codegen`. What a forward keeps for its backward
+is decided before that."""
 
 
 class Layer(nn.Module):
-    """MLA over a whole sequence. What a test changes it overrides."""
+    """MLA over a whole sequence. Subclasses override what their tests vary."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def hidden(dtype=torch.float32, tokens=13):
 
 
 def assert_trained(module, x, rewritten, *, autocast=False, outcomes=1):
-    """Check output and gradients against float64, and that so many attentions were rewritten."""
+    """Check output and gradients against float64, and that `rewritten` of `outcomes` attentions were rewritten."""
     compiled = assert_every_gradient(module, [x], autocast=autocast)
     assert len(compiled.outcomes) == outcomes
     assert sum(outcome.rewritten for outcome in compiled.outcomes) == rewritten
@@ -62,7 +62,7 @@ def assert_trained(module, x, rewritten, *, autocast=False, outcomes=1):
 
 
 class ByHand(Layer):
-    """A softmax of scores under a mask."""
+    """A softmax of masked scores, written out."""
 
     def attend(self, q, k, v):
         scores = q @ k.mT * q.shape[-1] ** -0.5
@@ -71,7 +71,7 @@ class ByHand(Layer):
 
 
 class DetachedKeys(Layer):
-    """No gradient passes the keys, which is not what the algebra gives."""
+    """Keys are detached, so gradients are not those of the algebra."""
 
     def up_projected(self, latent):
         k, v = super().up_projected(latent)
@@ -79,7 +79,7 @@ class DetachedKeys(Layer):
 
 
 class OneByOne(Layer):
-    """Writes one sequence after the other."""
+    """Writes the output of one sequence after the other into a buffer."""
 
     def attend(self, q, k, v):
         weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)

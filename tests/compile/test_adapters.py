@@ -1,4 +1,4 @@
-"""Adapters beside projections: a weight and what is added to it are one weight, whatever happens to the adapter."""
+"""Low-rank adapters beside projections: attention is rewritten, and stays right as they are switched or merged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EACH_CALL = pytest.mark.parametrize(
 
 
 def run(module, owner: nn.Module, dtype: torch.dtype, calls: tuple[int, ...] = STEPS) -> list[Tensor]:
-    """A prefill and decode steps, or the first of them."""
+    """The outputs of successive calls with so many tokens each."""
     generator = torch.Generator().manual_seed(1)
     cache, outputs = owner.empty_cache(2, dtype), []
     for steps in calls:
@@ -42,7 +42,7 @@ def assert_right(
     paths: tuple[str, ...] = ("absorbed", "chunked"),
     calls: tuple[int, ...] = STEPS,
 ) -> None:
-    """What is compiled against float64, with eager's distance as the unit; every attention becomes one of `paths`."""
+    """Check a compiled module against eager and float64, and that every attention takes one of `paths`."""
     before = len(mla_compile.reports())
     wide = copy.deepcopy(module).double()
     exact, eager = run(wide, wide, torch.float64, calls), run(module, module, dtype, calls)
@@ -83,13 +83,13 @@ def test_with_generated_code():
 
 @pytest.mark.usefixtures("without_codegen")
 @EACH_CALL
-@pytest.mark.filterwarnings("ignore:variant 8 of forward of Combined")  # as many ways as torch makes variants of
+@pytest.mark.filterwarnings("ignore:variant 8 of forward of Combined")  # the states of the adapters take all 8
 @pytest.mark.parametrize("kind", [Adapted, pytest.param(WithMagnitudes, marks=pytest.mark.slow)])
 def test_an_adapter_is_switched_while_the_model_is_compiled(kind, calls):
     module = Combined()
     adapter = adapt(module, "kv_b_proj", kind=kind, names=("one", "other"))["kv_b_proj"]
     compiled, found = torch.compile(module, backend="mla"), []
-    # The second of two adapters with magnitudes scales what the first one made: a sum of products times a tensor.
+    # With DoRA, the second adapter scales the result of the first: a sum of products times a tensor.
     two = {"paths": ("unchanged",)} if kind is WithMagnitudes else {}
 
     def look(**expected) -> None:
@@ -159,7 +159,7 @@ def test_dropout_that_is_off_changes_nothing(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_before_an_adapter_of_the_up_projection_makes_two_latents(kind):
-    """The same numbers as eager's, of one seed: unchanged, and not without the dropout."""
+    """The attention stays unchanged and its dropout stays too: from one seed, results and gradients are eager's."""
     module = Layer().requires_grad_(False)
     adapt(module.mla, "kv_b_proj", dropout=0.5, kind=kind)
     compiled, found = Rewritten(module.train()), []

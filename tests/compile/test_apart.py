@@ -14,7 +14,7 @@ HIDDEN, N, P, V, KEYS, VALUES = 48, 4, 16, 16, 12, 20
 
 
 class TwoLatents(nn.Module):
-    """Each from a projection of its own."""
+    """One latent for keys and one for values, each from a projection of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def test_steps_after_a_prompt_attend_to_both_latents_at_any_length() -> None:
             before = len(mla_compile.reports())
             o, after = compiled(x, past)
             expected = exact(x.double(), tuple(t.double() for t in past))[0]
-            assert_as_close_as_eager(o, layer(x, past)[0], expected, factor=4.0)  # of sums in another order
+            assert_as_close_as_eager(o, layer(x, past)[0], expected, factor=4.0)  # sums in another order
             paths += [site.path for report in mla_compile.reports()[before:] for site in report.sites]
             past = after
     assert paths == ["unchanged", "absorbed"]

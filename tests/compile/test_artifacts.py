@@ -53,10 +53,10 @@ for options in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def process():
-    """Run the script in a process of its own, with some options after others: all of them compile a function that no
-    other test does.
+    """A function that runs the script in a new process, with one set of options after another.
 
-    So they share the cache directory of all tests, and with it what takes longest: kernels in C++.
+    A random number in the compiled function makes sure that no other test has compiled it. So the processes can share
+    the cache directory of all tests, which has the C++ kernels, whose compilation takes longest.
     """
     script = SCRIPT.format(root=str(Path(__file__).parents[2]), salt=random.SystemRandom().random())
     folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "mla_compile"

@@ -1,4 +1,4 @@
-"""The backend as torch sees it: found by name, options, gradients, and graphs that are none of its business."""
+"""The backend as torch sees it: its name, its options, gradients, and graphs without MLA."""
 
 import math
 
@@ -14,7 +14,7 @@ from tests.models import HIDDEN, Combined, L, R
 
 
 class Ordinary(nn.Module):
-    """Multi-head attention with rope-free keys of full width: nothing for us."""
+    """Multi-head attention with rope-free keys of full width: nothing to rewrite."""
 
     def __init__(self):
         super().__init__()
@@ -116,8 +116,8 @@ def test_without_mla_the_generated_code_is_stock_inductors():
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("scale_first", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_softmax_of_no_name_is_seen(dtype, scale_first):
-    """Inductor's joint-graph passes, which come before, write `exp(a s - max(a s))` anew."""
+def test_a_softmax_that_is_written_out_is_found(dtype, scale_first):
+    """The passes see the graph before Inductor's joint-graph passes, which would rewrite `exp(a s - max(a s))`."""
 
     def attention(q, latent, weight):
         k, v = (latent @ weight).unflatten(2, (4, 16)).transpose(1, 2).chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Attention in branches of `torch.cond` and bodies of loops is attention like any other."""
+"""Attention in branches of `torch.cond` and in bodies of loops is rewritten like any other."""
 
 import copy
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("without_codegen")
 
 
 class InBranches(Layer):
-    """Attention in either branch, whose results are as the attention lays them out, in one branch through a tanh."""
+    """The same attention in both branches: one returns its results as the attention lays them out, one their tanh."""
 
     def both(self, x):
         q = self.mla.q_proj(x).unflatten(2, (N, P + R)).transpose(1, 2)
@@ -35,7 +35,7 @@ class InBranches(Layer):
 
 
 class InALoop(Layer):
-    """A layer three times, in a branch that is always taken."""
+    """A layer three times in a loop, in a branch that is always taken."""
 
     def forward(self, x):
         def step(i, x):
@@ -45,7 +45,7 @@ class InALoop(Layer):
 
 
 def call(layer, tokens, sign=1, **options):
-    """The sites of the compilation of one call, whose results are compared with eager's."""
+    """Compare the results of one compiled call with eager's; returns the sites of the compilation."""
     x = sign * torch.rand(2, tokens, HIDDEN)
     results, eager, exact = (
         torch.utils._pytree.tree_leaves(f(t))
@@ -75,7 +75,7 @@ def test_sizes_may_be_symbols_and_either_branch_is_right():
 
 
 def test_what_is_decided_of_one_branch_is_not_told_of_another():
-    """The code of the graphs around them is the same."""
+    """The outer graphs of the two calls have the same code, and differ only in a branch."""
     x = torch.randn(2, 13, HIDDEN)
     for ours in (torch.sin, Layer()):
         torch._dynamo.reset()

@@ -1,6 +1,6 @@
-"""`torch.use_deterministic_algorithms`: nothing complains, and numbers are the same in every run.
+"""Under `torch.use_deterministic_algorithms` nothing raises, and every run gives the same bits.
 
-Torch then fills what is allocated with NaN, so that what a kernel does not write shows.
+torch then fills new tensors with NaN, so elements that a kernel leaves unwritten show.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Graphs in which somebody says what is differentiated: a decoding step within `no_grad`, `torch.func` and the like."""
+"""Graphs that say themselves what is differentiated: with `no_grad` inside, or by `torch.func`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prompt(queries: int = 5):
 
 
 class Within(nn.Module):
-    """As DeepSeek's own inference code has it: `forward` says itself that it needs no gradients."""
+    """A module whose `forward` turns gradients off itself, as in DeepSeek's own inference code."""
 
     def __init__(self, context) -> None:
         super().__init__()

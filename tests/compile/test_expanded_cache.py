@@ -1,5 +1,5 @@
-"""A cache of expanded keys and values, as transformers 4.57 to 5.14 has it: what absorbs is the prefill, and the report
-says what to upgrade for the rest."""
+"""A cache of expanded keys and values, as in transformers 4.57 to 5.14: a decode step stays unchanged, and the report
+says what to upgrade."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH = 16
 
 
 class Growing:
-    """Keys and values behind those of earlier calls."""
+    """Appends keys and values to those of earlier calls."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.stored = torch.zeros(2, N, 0, P + R, dtype=dtype), torch.zeros(2, N, 0, V, dtype=dtype)
@@ -41,7 +41,7 @@ class Static:
 
 
 class Layer(nn.Module):
-    """DeepSeek-V3's attention that caches what it attends to."""
+    """DeepSeek-V3's attention, which caches the expanded keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_the_reason_says_what_to_upgrade(kind: type[Growing | Static], prefill: 
 
 @pytest.mark.usefixtures("without_codegen")
 def test_a_cache_of_other_keys_and_values_is_no_such_miss() -> None:
-    """Multi-head attention: keys and values of a weight each, roped, have no latent in common."""
+    """Multi-head attention: keys, with rope, and values have a weight each and no latent in common."""
 
     def attention(x: Tensor, w_k: Tensor, w_v: Tensor, past_k: Tensor, past_v: Tensor) -> Tensor:
         k = torch.cat([past_k, rope((x @ w_k).view(2, 3, N, R), 4)], dim=1).transpose(1, 2)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec
 SIZES = [(1, 0), (1, 1), (1, 93), (2, 5), (7, 0), (7, 94), (60, 3), (60, 61)]
 """Query tokens and tokens of the cache: both ends of each range, and both sides of where the paths cross."""
 COUNTING = Device("that only counts FLOPs", 1e9, 1e18)
-"""On it the paths of `Combined` cross at 352 T / (10 T + 352) queries (design: c T / (c + T)), at most 35."""
+"""On it the paths of `Combined` cross at 352 T / (10 T + 352) queries: c T / (c + T) with c = 35.2."""
 
 
 class Step(nn.Module):
@@ -75,7 +75,7 @@ def export(module, dtype=torch.float32, queries=3, tokens=7):
 
 
 def check(run, module, dtype=torch.float32):
-    """Each output, at all sizes together, against eager and float64."""
+    """Compare each output, over all sizes together, with eager and float64."""
     exact, results = copy.deepcopy(module).double(), []
     for queries, tokens in SIZES:
         arguments = inputs(queries, tokens, dtype)
@@ -86,12 +86,12 @@ def check(run, module, dtype=torch.float32):
 
 
 def graphs(program):
-    """Its graph and those of the branches and loops in it."""
+    """The graph of a program, and those of its branches and loops."""
     return [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
 
 
 def elements(program, symbols):
-    """The number of elements of every tensor of a program, with numbers for its symbols in the order they come in."""
+    """The number of elements of every tensor of a program, for the given values of its symbols, in their order."""
     values = [node.meta.get("val") for graph in graphs(program) for node in graph.nodes]
     tensors = [v for value in values for v in (value if isinstance(value, list | tuple) else (value,))]
     numbers = dict(zip(program.range_constraints, symbols, strict=True))
@@ -107,7 +107,7 @@ def targets(program):
     ("path", "ops", "dtype"),
     [
         ("absorbed", "latent_attention", torch.float32),
-        # test_a_program_that_was_stored has it in every run
+        # covered in every run by test_a_program_that_was_stored
         pytest.param("chunked", "expanded_attention", torch.float32, marks=pytest.mark.slow),
         ("chunked", "expanded_attention", torch.bfloat16),
     ],
@@ -122,7 +122,7 @@ def test_rewritten_and_lowered_are_right_for_all_sizes(path, ops, dtype):
     lowered = mla_compile.lower(program)
     assert not any("mla." in target for target in targets(lowered))
     check(lowered.module(), module, dtype)
-    for symbols in ([7, 94], [94, 7]):  # whichever is Sq; with it 101 keys
+    for symbols in ([7, 94], [94, 7]):  # 101 keys, whichever symbol is Sq
         up_projected = {2 * 101 * N * width for width in (P, R, V, P + R, P + V)}
         assert up_projected.isdisjoint(elements(program, symbols))
         assert up_projected.isdisjoint(elements(lowered, symbols))
@@ -184,7 +184,7 @@ class ByHand(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_softmax_in_float32_and_a_cast(dtype):
-    """`torch.export` asserts the dtype of what is cast: a reader that is none."""
+    """`torch.export` adds an assertion on each tensor that is cast, which must not count as another reader of it."""
     q, latent = torch.randn(2, 4, 3, 8, dtype=dtype), torch.randn(2, 1, 40, 16, dtype=dtype)
     arguments = q, latent, *(torch.randn(2, 4, 8, 16) / 4).to(dtype)
     program = mla_compile.rewrite(torch.export.export(ByHand(), arguments), options={"mla.strict": True})
@@ -193,7 +193,7 @@ def test_a_softmax_in_float32_and_a_cast(dtype):
 
 
 def test_lowered_but_for_kernels(step, monkeypatch):
-    """What C++ takes stays; attention under a mask tensor does not."""
+    """Ops for which there are C++ kernels stay; everything else is lowered."""
     monkeypatch.setattr(exported, "rates_of", lambda _: COUNTING)
     module, program = step
     lowered = mla_compile.lower(mla_compile.rewrite(program, options={"mla.workspace_tokens": 16}), kernels=True)
@@ -239,7 +239,7 @@ def test_a_program_that_was_stored(step):
 
 
 class Mixed(nn.Module):
-    """An MLA attention that is an output itself, and one of keys that are no up-projection."""
+    """An MLA attention whose result is an output of the graph, and an attention whose keys are no up-projection."""
 
     def forward(self, q, latent, w_uk, w_uv, k, v):
         first = nn.functional.scaled_dot_product_attention(q, latent @ w_uk.mT, latent @ w_uv.mT)
@@ -306,7 +306,7 @@ def test_a_package_with_kernels_runs_where_this_library_is_not(step, tmp_path, m
             assert_as_close_as_eager(*outputs)
 
 
-@pytest.mark.slow  # tests/test_lowered.py has one of one path
+@pytest.mark.slow  # packages of one path are in tests/test_lowered.py
 def test_a_package_of_both_paths(step, tmp_path, monkeypatch):
     monkeypatch.setattr(exported, "rates_of", lambda _: COUNTING)
     module, program = step
@@ -316,8 +316,8 @@ def test_a_package_of_both_paths(step, tmp_path, monkeypatch):
 
 
 class OwnKeys(nn.Module):
-    """Keys of a `kind` beside values of one latent: they are `normed`, each head has `own ropes`, or there is a
-    `soft cap`."""
+    """Values are up-projected from one latent, and so are keys, but these are `normed`, or half of their columns are
+    changed (`own ropes`), or the scores have a `soft cap`: the `kind`."""
 
     def __init__(self, kind):
         super().__init__()
@@ -344,7 +344,7 @@ OWN_KEYS = {"normed": "values", "own ropes": "absorbed", "soft cap": "chunked"}
 
 
 def program_of_own_keys(kind, monkeypatch):
-    """Its module, rewritten and lowered: any batch, number of queries and length of the cache."""
+    """The module of a kind, and its lowered program for any batch, number of queries and length of the cache."""
     monkeypatch.setattr(by_heads, "SCORES_BYTES", 1)  # a loop over heads
     module = OwnKeys(kind).eval()
     batch, queries, tokens = Dim("B", min=1, max=8), Dim("Sq", min=2, max=8), Dim("T", min=1, max=4000)
@@ -376,7 +376,7 @@ def test_keys_of_their_own(kind, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OWN_KEYS)
 def test_a_package_of_keys_of_their_own(kind, monkeypatch, tmp_path):
-    """That of a soft cap is a loop, which is handed the length of the cache as a number."""
+    """With a soft cap, the program has a loop, which gets the length of the cache as a number."""
     module, lowered = program_of_own_keys(kind, monkeypatch)
     package = torch._inductor.aoti_compile_and_package(lowered, package_path=str(tmp_path / "step.pt2"))
     check_own_keys(torch._inductor.aoti_load_package(package), module)

@@ -43,7 +43,7 @@ def inputs(queries, entries, pages=400):
 
 @pytest.fixture(scope="module")
 def programs():
-    """The module, its program for any number of queries and pages rewritten, that lowered, and what became of it."""
+    """The module, its rewritten program for any number of queries and pages, the lowered one, and the sites."""
     module = Paged().eval()
     shapes = {2: Dim("Sq", min=1, max=256)}, {0: Dim("pages", min=2)}, {1: Dim("entries", min=1, max=64)}, {}
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
@@ -66,7 +66,7 @@ def check(run, module):
 
 
 def ops_of(run, *given):
-    """Ops of pages that are called, whatever computes them: an op that is dispatched in C++ may call its `_general`."""
+    """The paged ops that a run calls. An op that C++ dispatches may call its `_general` form, which is the same op."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         run(*given)
     names = {event.name for event in profiled.events() if event.name.startswith("mla::paged")}
@@ -90,7 +90,7 @@ def test_lowered(programs):
 
 
 @pytest.mark.parametrize("lowered", [False, True])
-def test_memory_does_not_know_the_pool(programs, lowered):
+def test_memory_does_not_grow_with_the_pool(programs, lowered):
     run = programs[1 + lowered].module()
     for queries in (1, 200):
         taken = []

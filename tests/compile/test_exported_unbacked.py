@@ -1,4 +1,4 @@
-"""Exported programs whose sizes only a run knows: rewritten and lowered, as right as eager."""
+"""Exported programs with sizes that are known only at run time: rewritten and lowered, as right as eager."""
 
 import copy
 
@@ -51,7 +51,8 @@ def everything(x, cache, number):
 @pytest.mark.parametrize("path", ["absorbed", "chunked"])
 def test_lowered_they_attend_with_no_query(path, take, queries, number):
     module = Attention(take)
-    # Not as many queries as heads: torch 2.15 would fix their number, as that of any transposed view that is returned.
+    # More queries than heads: if the numbers were equal, torch 2.15 would fix that of queries, since a transposed view
+    # is returned.
     example = torch.randn(3, N + 1, HIDDEN), torch.randn(3, 12, L + R), torch.tensor(2)
     program = torch.export.export(module, example, dynamic_shapes=({1: Dim("S", min=0, max=64)}, None, None))
     program = mla_compile.rewrite(program, options={"mla.path": path, "mla.strict": True})

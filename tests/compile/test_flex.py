@@ -1,4 +1,4 @@
-"""flex_attention: its score and mask functions are read, and keys and values need not exist."""
+"""flex_attention is rewritten: the passes read its score and mask functions."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
 
 def as_transformers_writes_it(b, h, i, j):
-    """Each of several masks by itself, joined with one of all."""
+    """A causal mask and one of padding, joined with a mask that is true everywhere."""
     return b.new_ones((), dtype=torch.bool) & (j + 0 <= i + 0).to(b.device) & PADDED[b, j].to(b.device)
 
 
@@ -82,7 +82,7 @@ def test_two_query_heads_for_each_of_the_keys():
 
 
 @pytest.mark.usefixtures("without_codegen")
-def test_what_more_is_read_of_stays():
+def test_flex_attention_whose_lse_is_read_stays_unchanged():
     layer, given = Layer(), inputs()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="found flex_attention"):
         torch.compile(layer, backend="mla", options={"mla.strict": True})(*given, return_aux=AuxRequest(lse=True))

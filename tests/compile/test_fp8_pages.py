@@ -1,4 +1,4 @@
-"""Caches in FP8 pages, compiled: quantised in place as they are written, read as they are."""
+"""Compiled steps over a cache in FP8 pages: new tokens are quantised in place, and pages are read as they are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import mla_compile
-import mla_compile.kernels.register  # what `append_latents` does
+import mla_compile.kernels.register  # registers what `append_latents` does
 from mla_compile.device import rates_of
 from mla_compile.fp8 import RowLayout
 from tests.errors import DRAWS, assert_as_close_as_eager, assert_as_close_as_eager_on_average
@@ -117,6 +117,6 @@ def test_packed_rows_are_written_in_place_and_read_through_their_views() -> None
 
 
 def test_a_cache_in_fp8_is_not_what_a_device_is_measured_with() -> None:
-    """It may come first of all inputs."""
+    """Even if it is the first input, or the only one."""
     numbers, q = torch.zeros(1).to(FP8), torch.zeros(1)
     assert rates_of([numbers, q]) == rates_of([q]) == rates_of([numbers])

@@ -1,4 +1,4 @@
-"""Inductor's `freezing`: parameters are constants of the code, after the passes."""
+"""Inductor's `freezing`: parameters become constants of the generated code, after the passes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check(module: nn.Module, arguments, got) -> None:
 @pytest.mark.parametrize(
     ("dtype", "sizes", "path"),
     [
-        (torch.bfloat16, (2, 1, 40), "absorbed"),  # packed, where the CPU has products in bfloat16
+        (torch.bfloat16, (2, 1, 40), "absorbed"),  # weights are packed if the CPU has bfloat16 products
         (torch.float32, (1, 1, 40), "absorbed"),
         (torch.bfloat16, (1, 40, 0), "chunked"),
     ],
@@ -55,7 +55,7 @@ def test_parameters_are_constants_of_a_rewritten_graph(dtype, sizes, path):
 
 
 def test_other_parameters_are_other_code():
-    """Which torch's caches must not forget: the same graph of other constants."""
+    """torch's caches must tell the same graph with other constants apart."""
     arguments = inputs(2, 1, 40)
     for _ in range(2):
         torch._dynamo.reset()
@@ -84,7 +84,7 @@ def test_explain_leaves_parameters_where_they_are():
 
 
 def test_kernels_are_made_for_the_dtypes_of_parameters(monkeypatch):
-    """A model is called with numbers of tokens, which are integers."""
+    """The only input of a model may be token ids, which are integers."""
     seen = []
     monkeypatch.setattr(mla_compile.backend.cpp_kernels, "begin", lambda dtypes: seen.extend(dtypes))
 
@@ -103,7 +103,7 @@ def test_kernels_are_made_for_the_dtypes_of_parameters(monkeypatch):
 
 
 def test_inductors_own_decomposition_of_a_product_is_kept():
-    """Ours is of products of one row; Inductor's, of small ones whose sum has one term, is behind it."""
+    """Ours takes products of one row. Others go to Inductor's, which takes small products whose sum has one term."""
     graph = torch.fx.Graph()
     left, right = graph.placeholder("left"), graph.placeholder("right")
     graph.output((graph.call_function(torch.ops.aten.mm.default, (left, right)),))

@@ -68,7 +68,7 @@ def test_pages_in_fp8(mode):
 def check_pages_in_fp8(mode, device):
     numbers, scales = torch.randn(64, fp8.PAGE_SIZE, fp8.L).to(fp8.FP8), torch.rand(64, fp8.PAGE_SIZE, fp8.G)
     rope, table = torch.randn(64, fp8.PAGE_SIZE, fp8.R), torch.randperm(64)[:40].view(2, 20)
-    # Numbers of e4m3 with 7, that is 448 over a power of two, in each group: no rounding decides what is written.
+    # Each group has e4m3 numbers, of which 7 is the greatest: 448 over a power of two. Quantising rounds none of them.
     new = torch.randn(2, fp8.L + fp8.R).clamp(-6, 6).to(fp8.FP8).float()
     new[:, : fp8.L : fp8.L // fp8.G] = 7.0
     q, weight = torch.randn(2, fp8.N, 1, fp8.P + fp8.R), torch.randn(fp8.N * (fp8.P + fp8.V), fp8.L) / fp8.L**0.5
@@ -137,7 +137,7 @@ def test_several_tokens_over_pages_of_unequal_sequences(tokens, path, mode):
 
 
 @pytest.mark.parametrize(("tokens", "path"), [(1, "absorbed"), (300, "chunked")])
-def test_memory_does_not_know_the_pool(tokens, path):
+def test_memory_does_not_grow_with_the_pool(tokens, path):
     compiled = torch.compile(layers.step, backend="mla", options={"mla.path": path}, fullgraph=True)
     taken = []
     for pages in (layers.SMALL, layers.LARGE):

@@ -1,4 +1,4 @@
-"""The log of graphs and proofs: to loggers, to torch's own tools, in the words of the algebra."""
+"""The log of graphs and proofs, in loggers and in torch's own tools."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ def test_the_proof_of_each_attention_is_logged(caplog, without_codegen):
 
 
 def test_what_refused_an_attention_is_logged(caplog, without_codegen):
-    """Keys and values that a nonlinearity keeps from being an up-projection."""
+    """Keys and values go through a nonlinearity, so they are no up-projection."""
     latent, weight = torch.randn(1, 9, 6), torch.randn(6, 64)
     with caplog.at_level(logging.DEBUG, logger="mla_compile.graph_log"), torch.no_grad():
         torch.compile(refused, backend="mla")(torch.randn(1, 4, 3, 8), latent, weight)

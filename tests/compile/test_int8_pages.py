@@ -1,4 +1,4 @@
-"""A cache of one's own in int8 pages, compiled: quantised in place as it is written, read as it is."""
+"""A compiled step over a naive cache in int8 pages: new tokens are quantised in place, pages are read as they are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.errors import assert_as_close_as_eager
 
 
 def read(rows: Tensor, scales: Tensor, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Latents and rope keys in one row, under a scale a token."""
+    """Latents and rope keys, which share a row and its scale."""
     tokens = (rows[table].to(dtype) * scales[table][..., None].to(dtype)).flatten(1, 2)
     latent, k_rope = tokens.split([L, R], dim=-1)
     return latent, k_rope
@@ -40,7 +40,7 @@ def test_a_step_quantises_in_place_and_reads_the_pages() -> None:
             torch.rand(PAGES, PAGE_SIZE),
         )
         scales /= 50
-        new = torch.randint(-126, 127, (B, L + R)).float()  # exact, so that no rounding of one side puts it elsewhere
+        new = torch.randint(-126, 127, (B, L + R)).float()  # multiples of the scale: nothing is rounded
         new[:, 0] = 127
         return [q, weight, rows, scales, table, lengths, new / 64]
 

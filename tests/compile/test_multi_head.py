@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` whose keys and values are one latent, to which its `kdim` and `vdim` say the width."""
+"""`nn.MultiheadAttention` whose keys and values are one latent: `kdim` and `vdim` are its width."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_step_attends_to_the_latents(padded: bool) -> None:
     with torch.no_grad():
         o = torch.compile(layer, backend="mla")(x, past, **masks)
         expected = exact(x.double(), past.double(), **masks)
-        assert_as_close_as_eager(o, layer(x, past, **masks), expected, factor=4.0)  # of sums in another order
+        assert_as_close_as_eager(o, layer(x, past, **masks), expected, factor=4.0)  # sums in another order
     (site,) = mla_compile.last_report().sites
     assert (site.path, site.shapes["L"]) == ("absorbed", str(L))
 
@@ -65,7 +65,7 @@ def test_it_is_trained() -> None:
             found.append([o.detach(), *torch.autograd.grad(o.square().sum(), list(module.parameters()))])
     assert mla_compile.last_report().rewritten == 1
     for ours, eager, expected in zip(*found, strict=True):
-        assert_as_close_as_eager(ours, eager, expected, factor=8.0)  # keys and values are made in another order, too
+        assert_as_close_as_eager(ours, eager, expected, factor=8.0)  # so are those of keys and values
 
 
 @pytest.mark.usefixtures("without_codegen")

@@ -1,4 +1,4 @@
-"""Near misses that only a compiler sees: what else happens to the tensors of an attention still happens, and right."""
+"""Tensors of an attention that are also written to, returned or checked elsewhere: all this still happens."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_else_happens_still_happens(function: Callable[..., tuple[Tensor, .
         assert_as_close_as_eager_on_average(*zip(*results, strict=True))
 
 
-# What Dynamo makes of an assert statement; pytest makes something else of those in this file.
+# Dynamo makes these calls of assert statements. They are written out because pytest rewrites the statements here.
 
 
 def asserted_latent(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ BATCHES = {
 
 
 class Packed(nn.Module):
-    """Attention of new tokens of several sequences to all of them."""
+    """New tokens of several sequences attend to all tokens of their own sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def inputs(lengths: tuple[list[int], list[int]], dtype: torch.dtype) -> tuple[An
 
 
 def assert_as_close_as_eager(module: nn.Module, o: Tensor, x: Tensor, cached: Tensor, *rest: Any) -> None:
-    """Twice eager's error, and what rounding the output once more may do."""
+    """Allow twice eager's error, and one more rounding of the output."""
     exact = copy.deepcopy(module).double()(x.double(), cached.double(), *rest)
     eager = float((module(x, cached, *rest) - exact).abs().max())
     rounding = torch.finfo(o.dtype).eps * float(exact.abs().max())
@@ -82,7 +82,7 @@ def test_batches_of_any_lengths(dtype: torch.dtype) -> None:
     sites = [site for report in mla_compile.reports()[before:] for site in report.sites]
     assert {site.path for site in sites} == {"absorbed", "chunked"}
     assert {site.mask for site in sites} == {"sequences + causal"}
-    # sizes as they were, others; queries and keys of one number or two, either path
+    # Compiled for fixed and for dynamic sizes, for as many queries as keys and for fewer, and for either path.
     assert len(sites) <= 6
 
 

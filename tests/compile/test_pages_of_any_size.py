@@ -39,7 +39,7 @@ def by_position(cache: Cache) -> Tensor:
 
 
 def by_position_in_a_page_of_the_pool(cache: Cache) -> Tensor:
-    """The size is the pool's own, and not another symbol."""
+    """The page size is taken from the shape of the pool, and is not a symbol of its own."""
     position, size = torch.arange(cache.length), cache.pool.shape[1]
     return cache.pool[cache.table[:, position // size], position % size]
 

@@ -1,4 +1,4 @@
-"""Three naive modules nobody wrote for this library: found, rewritten, and as right as eager."""
+"""Naive modules in plain torch, with no thought of this library: rewritten, and as right as eager."""
 
 import copy
 
@@ -20,7 +20,7 @@ MODULES = {
     "absorbed by hand": lambda: Inference(absorb=True),
 }
 SOON = [pytest.param(name, marks=pytest.mark.slow) if name == "q-LoRA" else name for name in MODULES]
-"""Without the one whose queries alone are others, which tests of transformers' DeepSeek-V3 have."""
+"""The module that differs only in its queries is slow: tests of transformers' DeepSeek-V3 cover q-LoRA too."""
 
 
 def run(module, cache, xs):
@@ -84,7 +84,7 @@ def test_the_report_names_the_line_of_the_module():
 
 @pytest.mark.usefixtures("without_codegen")
 def test_lengths_that_the_code_writes_down():
-    """A `torch.tensor([...])` in the code is a constant of its graph, which pages take as it is."""
+    """Lengths from a `torch.tensor([...])` in the code are a constant of the graph, which the paged op takes."""
 
     def attend(q, pages, table):
         keys = pages[table].flatten(1, 2)[:, None].expand(-1, q.shape[1], -1, -1)

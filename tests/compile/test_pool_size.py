@@ -1,6 +1,7 @@
-"""A compiled step over pages touches what its sequences have, however large the pool: writes in place, reads in place.
+"""A compiled step writes and reads pages in place: it touches those of its sequences, however large the pool is.
 
-Counted and not timed: bytes that are allocated, and pages of the operating system that are touched for the first time.
+Nothing is timed. Bytes that are allocated are counted, and pages of the operating system that are touched for the first
+time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def by_index_copy(pool: Tensor, table: Tensor, lengths: Tensor, new: Tensor) -> 
 
 
 def by_slices(pool: Tensor, table: Tensor, lengths: Tensor, new: Tensor) -> None:
-    """For pages that lie side by side: sequence b has those from b ENTRIES on."""
+    """For pages that lie side by side: those of sequence b begin at page `b * ENTRIES`."""
     start = ENTRIES * PAGE_SIZE - new.shape[1]
     flat = pool.view(-1, L + R)
     for b in range(B):
@@ -45,11 +46,11 @@ def by_slices(pool: Tensor, table: Tensor, lengths: Tensor, new: Tensor) -> None
 
 
 COPIES = torch.__version__.startswith("2.11.")
-"""Whether stock Inductor too copies the pool of which `index_copy_` writes rows."""
+"""Whether stock Inductor too copies a pool to which `index_copy_` writes."""
 WRITES: tuple[Callable[[Tensor, Tensor, Tensor, Tensor], None], ...] = (
     (by_index_put, by_slices) if COPIES else (by_index_put, by_index_copy, by_slices)
 )
-"""What a layer each does with its pool."""
+"""How each layer writes to its pool."""
 
 
 def step(q: Tensor, pools: list[Tensor], table: Tensor, lengths: Tensor, weight: Tensor, new: Tensor) -> Tensor:
@@ -86,14 +87,14 @@ def inputs(queries: int, pages: int) -> tuple[Tensor, list[Tensor], Tensor, Tens
 
 
 def touched(call: Callable[[], object]) -> int:
-    """Pages of the operating system that were not in memory before."""
+    """How many pages of the operating system a call touches for the first time."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     call()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 @pytest.mark.parametrize(("queries", "path"), [(1, "absorbed"), (300, "chunked")])
-def test_a_step_does_not_know_how_large_the_pool_is(queries: int, path: str) -> None:
+def test_what_a_step_touches_does_not_grow_with_the_pool(queries: int, path: str) -> None:
     compiled = torch.compile(step, backend="mla", fullgraph=True, options={"mla.path": path})
     most, new = [], []
     for pages in (SMALL, LARGE):

@@ -1,4 +1,4 @@
-"""A module that keeps its up-projection in 8 bits, compiled: right, and never dequantised as a whole for one token."""
+"""An up-projection that is kept in 8 bits: for one query, generated code reads it in 8 bits, without a wider copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HIDDEN, N, L, P, R, V, T = 24, 4, 16, 8, 4, 8, 20
 
 
 class WeightOnly(nn.Module):
-    """A Linear without bias in int8, a scale for each output."""
+    """A Linear without bias, with int8 weights and a scale for each output."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()

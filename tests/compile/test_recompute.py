@@ -1,4 +1,4 @@
-"""What a training step keeps, and what its backward computes again: queries if asked, what adapters add always."""
+"""What a training step keeps, and what its backward recomputes: queries if asked, and always what adapters add."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.training import assert_gradients_close, gradients
 pytestmark = pytest.mark.usefixtures("without_codegen")
 LQ, TOKENS = 24, 64
 ATTENTION = N * V + N + L + R
-"""Output, log-sum-exp, latent and rope key."""
+"""Numbers of a token: output, log-sum-exp, latent and rope key."""
 
 
 def layer(q_lora: bool = True) -> Layer:
@@ -43,7 +43,7 @@ def kept(module: nn.Module, recompute: str, dtype: torch.dtype = torch.float32) 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_queries_are_not_kept_and_their_latent_is_anyway(dtype):
-    """Of DeepSeek-V3 in bf16 49,152 bytes a token, against 3,072."""
+    """For DeepSeek-V3 in bf16, queries take 49,152 bytes a token, and their latent 3,072."""
     module = layer().to(dtype)
     assert kept(module, "nothing", dtype) - kept(module, "queries", dtype) == N * (P + R)
     assert kept(module, "queries", dtype) >= ATTENTION + LQ
@@ -86,7 +86,7 @@ def test_an_adapter_beside_the_projection_of_queries():
 
 
 def test_a_softmax_by_hand():
-    """Whose result no node of Dynamo's graph is before a view of it."""
+    """No node of Dynamo's graph is the result itself, only a view of it."""
     module, x = ByHand(), hidden()
     module.mla = Combined(True)
     found = gradients(compiled(module), module, [x])
@@ -96,7 +96,7 @@ def test_a_softmax_by_hand():
 
 
 class Dropped(Layer):
-    """Dropout on the queries, each time another."""
+    """Random dropout on the queries."""
 
     def attend(self, q, k, v):
         return super().attend(torch.nn.functional.dropout(q, 0.5), k, v)
@@ -131,7 +131,7 @@ def test_a_checkpoint_computes_all_again_whatever_is_asked():
 
 
 def test_what_is_added_for_an_adapter_is_not_kept():
-    """Neither weights with its columns nor the latent with them."""
+    """Neither the weights nor the latent are kept in the form that the adapter's columns are joined to."""
     module = layer().requires_grad_(False)
     module.mla.kv_a_proj.requires_grad_(True)
     without = kept(module, "nothing")

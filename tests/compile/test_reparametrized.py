@@ -1,4 +1,4 @@
-"""Weights that are functions of other weights, taken from elsewhere, shared, or quantised where torch looks on."""
+"""Weights that are functions of others, passed in from outside, shared by two layers, or quantised by torch.ao."""
 
 import copy
 

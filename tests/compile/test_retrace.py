@@ -1,4 +1,4 @@
-"""The second trace: what its nodes say of where they came from."""
+"""The second trace: its nodes say from which nodes of Dynamo's graph they come."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.models import HIDDEN, Combined, L, R
 
 @pytest.mark.usefixtures("without_codegen")
 def test_nodes_come_from_dynamos(monkeypatch):
-    """As without us: comments in generated code name them, and so does what torch.profiler and tlparse show."""
+    """As in stock Inductor, where comments in generated code, torch.profiler and tlparse name these nodes."""
     written, traced = set(), []
     retrace = mla_compile.backend.retrace
 

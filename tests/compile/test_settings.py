@@ -1,4 +1,4 @@
-"""Settings that users bring along: attention is rewritten under each, and each does what it does in stock Inductor."""
+"""Settings that users combine with the backend: attention is rewritten, and each works as in stock Inductor."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_users_own_pass_runs_once(setting, sees, as_option):
 
 @torch.library.custom_op("mla_tests::linear", mutates_args=())
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A kernel of a user's."""
+    """A user's own kernel."""
     return x @ weight.T
 
 
@@ -134,7 +134,7 @@ def test_an_op_that_a_user_gave_a_decomposition_is_seen_through(monkeypatch):
 
 
 class Layers(nn.Module):
-    """Two layers that are a region each."""
+    """Two layers, each in a nested compile region."""
 
     def __init__(self) -> None:
         super().__init__()

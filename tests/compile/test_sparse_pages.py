@@ -1,4 +1,4 @@
-"""A decode step of DeepSeek-V3.2's kind over a naive cache in pages, compiled: the named keys are read in the pool."""
+"""A compiled decode step like DeepSeek-V3.2's, over a naive cache in pages: the chosen keys are read in the pool."""
 
 from __future__ import annotations
 

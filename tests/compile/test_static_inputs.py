@@ -1,4 +1,4 @@
-"""Inputs that stay where they are: what CUDA graphs are recorded for, and need not copy at each replay."""
+"""Inputs with fixed addresses are declared static to Inductor: CUDA graphs need not copy them at each replay."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.models import HIDDEN, Inference
 
 @pytest.fixture
 def static(monkeypatch):
-    """Shapes of the inputs that Inductor is told to stay, of each graph."""
+    """For each graph, the shapes of the inputs that are declared static to Inductor."""
     found = []
 
     def inner(module, inputs, **options):

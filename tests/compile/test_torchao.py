@@ -1,4 +1,4 @@
-"""torchao's quantised layers: of weights alone they are up-projections of what they were, and their numbers eager's."""
+"""torchao's quantised layers: if only weights are quantised, attention is rewritten; results are always eager's."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import mla_compile
 from examples.plain_mla import NaiveMLA
 
-# Importing and quantising warns of what torchao itself will remove.
+# On import and while it quantises, torchao warns of its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("without_codegen")]
 quantization = pytest.importorskip("torchao.quantization")
 
@@ -36,7 +36,7 @@ def test_weights_in_few_bits_are_absorbed(config):
 
 
 def test_latents_in_int8_stay_and_say_so_and_weights_alone_do_not_after_them():
-    """Both are one Dynamo graph, whose weights tell them apart: what is kept of one is not told of the other."""
+    """Both have one Dynamo graph and differ in their weights only: the stored report of one is not the other's."""
     (site,) = run(quantization.Int8DynamicActivationInt8WeightConfig()).sites
     assert not site.rewritten
     assert "found a product of quantised numbers, `aten._int_mm.default` in `" in site.reason

@@ -22,7 +22,7 @@ latent_attention = torch.ops.mla.latent_attention.default
 
 
 class Absorbed(Layer):
-    """Queries times W_UK against the latents, and the sums of latents times W_UV; what else is a subclass's."""
+    """Queries times W_UK attend to the latents, whose sums are multiplied by W_UV. Subclasses change parts of this."""
 
     keys_are_latents = values_are_latents = True
 
@@ -62,7 +62,7 @@ class KeysExpanded(Absorbed):
 
 
 class Biased(Absorbed):
-    """A bias of positions and a sink that learn."""
+    """A bias of positions and a sink, both learned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,8 @@ def test_compiled(dynamic):
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("kind", [Absorbed, ValuesExpanded, KeysExpanded])
 def test_no_scores_are_kept(kind):
-    """Of each token queries, latents, outputs as wide, these again for their product, lse, the layer's own."""
+    """The bound, for each token: queries, latents, outputs in latent space, these again for their product with W_UV,
+    the log-sum-exp, and what the layer itself keeps."""
     tokens = 128
     module, x = kind(), hidden(tokens=tokens).requires_grad_()
 

@@ -1,4 +1,4 @@
-"""Gradients of queries that see no key, under a finite number: they differ by whether it is added or takes a place."""
+"""Gradients of queries that see no key, under masks of a finite number, which is added to scores or replaces them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST = torch.finfo(torch.float32).min
 
 
 class ByHand(Layer):
-    """Under masks that are known, or of which nothing is known: the first tokens see no key, or no query does."""
+    """Hidden scores are replaced by `fill`. The first two tokens see no key."""
 
     fill = -1e4
 
@@ -29,7 +29,7 @@ class ByHand(Layer):
 
 
 class Padded(ByHand):
-    """Left padding, in the batch's first sequence as long as it is."""
+    """Left padding, which is all of the first sequence."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -42,7 +42,7 @@ class Padded(ByHand):
 
 
 class TwoMasks(Padded):
-    """The numbers of one are lower than the other's."""
+    """Two masks replace scores, by different numbers."""
 
     def weights(self, scores):
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -55,7 +55,7 @@ class Chosen(Padded):
 
 
 class Added(Padded):
-    """Gradients go through a sum, whatever it comes to."""
+    """The mask is added. Gradients go through a sum, however low it is."""
 
     def weights(self, scores):
         return (scores + torch.zeros(()).masked_fill(self.hidden(scores), LEAST)).softmax(-1)
@@ -67,7 +67,8 @@ class Capped(Padded):
 
 
 class Both(Padded):
-    """Where nothing is seen, what was added is as low as what took the place of scores: only some have gradients."""
+    """One mask is added, and another replaces scores by the same number. Of a query that sees no key, only scores that
+    were not replaced have gradients."""
 
     def weights(self, scores):
         padding = torch.zeros(()).masked_fill(~self.seen, LEAST)
@@ -76,7 +77,7 @@ class Both(Padded):
 
 
 class AbsorbedByHand(Absorbed):
-    """Absorbed, without up-projections that tell the heads."""
+    """Absorbed by hand: no up-projection tells heads apart."""
 
     def scores(self, q, k):
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(-2)
@@ -98,8 +99,8 @@ def test_other_spellings(kind):
     assert all(outcome.rewritten for outcome in rewritten.outcomes)
 
 
-def test_the_queries_are_what_has_no_gradient():
-    """Eager's are zeros: ours are no numbers that are nearly zero."""
+def test_queries_that_see_no_key_have_gradients_of_zero():
+    """Exactly zero, as in eager, and not nearly."""
     module = Padded(fill=LEAST)
     with torch.enable_grad():
         x = hidden().requires_grad_()
@@ -108,15 +109,15 @@ def test_the_queries_are_what_has_no_gradient():
     assert not found.any()
 
 
-def test_numbers_of_both_kinds_are_refused():
+def test_a_mask_that_is_added_beside_one_that_replaces_scores_is_refused():
     torch.manual_seed(0)
     rewritten = assert_every_gradient(Both(), [hidden()])
     (outcome,) = rewritten.outcomes
     assert outcome.reason.startswith("expected masks that either replace scores by a finite number or add to them")
 
 
-def test_an_infinite_number_leaves_no_doubt():
-    """A near miss of both: of what minus infinity takes the place of nothing is left in any row."""
+def test_a_mask_that_is_added_beside_one_of_minus_infinity_is_rewritten():
+    """A near miss of `Both`: scores that are replaced by minus infinity have no weight in any row."""
 
     class Infinite(Both):
         def weights(self, scores):

@@ -96,7 +96,7 @@ def test_every_gradient_is_as_close_to_float64_as_eager(kind, dtype):
 
 
 def test_gradients_by_differences():
-    """Of whatever the function of the scores reads, and of the layer's weights."""
+    """Of what the function of the scores reads, of the input and of the up-projection."""
     torch.manual_seed(0)
     module, x = Learned().double(), hidden(torch.float64, tokens=3)[:1].requires_grad_()
     rewritten = Rewritten(module)
@@ -133,7 +133,7 @@ def test_compiled(dynamic):
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", SIZES.values(), ids=SIZES)
 def test_with_generated_code(dynamic, monkeypatch):
-    """Of a loop over heads."""
+    """The code has a loop over heads."""
     monkeypatch.setattr(trained_by_heads, "SCORES_BYTES", 1)
     assert_compiled(dynamic, kind=Capped)
 
@@ -168,7 +168,7 @@ def test_under_autocast(kind):
 
 
 class Dropped(Capped):
-    """Dropout on the scores, each time another."""
+    """Random dropout on the scores."""
 
     def function(self, scores: Tensor) -> Tensor:
         return super().function(nn.functional.dropout(scores, 0.5))
@@ -182,7 +182,7 @@ def test_a_function_that_is_another_each_time_stays_as_it_is():
 
 
 class Sliced(Capped):
-    """Latents that lie among others, as in a cache with room for more tokens, where a view of all rows cannot be."""
+    """Latents that are a slice, as of a cache with room for more tokens: no view can merge their rows."""
 
     def latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
         latent, k_rope = super().latents(x)
@@ -200,7 +200,7 @@ def test_latents_that_are_a_slice():
 
 
 def assert_gradients_compiled(module: nn.Module) -> None:
-    """Those of a compiled module are eager's, and its attention is rewritten."""
+    """Check that the gradients of a compiled module are eager's, and that its attention is rewritten."""
     x = hidden()
     found = gradients(compiled(module), module, [x])
     for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
@@ -251,7 +251,7 @@ def test_queries_are_computed_again_if_asked():
 
 @pytest.mark.usefixtures("without_codegen")
 def test_a_checkpoint():
-    """Nothing is kept, scores neither: the loop runs again."""
+    """Nothing is kept, not even scores: the loop runs again."""
     module, x = Capped(), hidden()
     torch._dynamo.reset()
     step = torch.compile(lambda x: checkpoint(module, x, use_reentrant=False), backend="mla")
@@ -273,14 +273,14 @@ class Ropeless(Capped):
 
 @pytest.mark.usefixtures("without_codegen")
 def test_keys_without_rope_compiled():
-    """Inductor decomposes a join of one into a tensor of other strides than it has where it is traced."""
+    """Inductor decomposes a `cat` of one tensor into one with other strides than those of the trace."""
     assert_gradients_compiled(Ropeless())
 
 
 @pytest.mark.slow
 @torch.enable_grad()
 def test_keys_that_grow_by_a_number_of_tokens() -> None:
-    """Graphs of a loop are handed the symbol that sizes are made of, as here past + 3 keys."""
+    """The graphs of a loop get the symbol that sizes are made of. Here there are past + 3 keys."""
     torch.manual_seed(0)
     w_q, w_d, w_k, w_v = (torch.randn(shape) / 4 for shape in ((16, 32), (16, 12), (12, 32), (12, 32)))
     weights = [weight.requires_grad_() for weight in (w_q, w_d, w_k, w_v)]

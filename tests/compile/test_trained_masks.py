@@ -19,7 +19,7 @@ class Weighed(Layer):
 
 
 class FullLike(Weighed):
-    """What is hidden comes from a tensor like the scores, which no gradient enters."""
+    """What replaces hidden scores comes from `full_like`, through which no gradient goes."""
 
     def weights_of(self, scores: Tensor, seen: Tensor) -> Tensor:
         seen = seen | seen.logical_not().all(-1, keepdim=True)
@@ -32,7 +32,7 @@ class MaskedAgain(Weighed):
 
 
 class NoNumbers(Weighed):
-    """Its own gradients are no numbers."""
+    """Eager's own gradients are NaN."""
 
     def weights_of(self, scores: Tensor, seen: Tensor) -> Tensor:
         return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
@@ -44,7 +44,7 @@ def test_every_gradient_of_masked_weights(kind: type[Weighed]) -> None:
 
 
 class BiasedLatent(nn.Module):
-    """Its weights are returned beside the output."""
+    """Projections have biases, and attention weights are returned beside the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,6 +60,6 @@ class BiasedLatent(nn.Module):
         return weights @ self.heads(self.values(latent)), weights
 
 
-def test_keys_and_values_are_made_again_of_a_latent_with_a_bias() -> None:
+def test_keys_and_values_are_recomputed_from_a_latent_with_a_bias() -> None:
     (outcome,) = assert_every_gradient(BiasedLatent(), [torch.randn(2, 13, 16)]).outcomes
     assert outcome.rewritten

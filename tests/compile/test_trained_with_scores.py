@@ -1,4 +1,4 @@
-"""Attention whose weights are read elsewhere too, where gradients are needed: keys and values are made again."""
+"""Attention whose weights are read elsewhere too, where gradients are needed: keys and values are recomputed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Returned(Layer):
 
 
 class Written(Returned):
-    """Keys in a buffer of their own."""
+    """Keys are written into a buffer."""
 
     def up_projected(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         k, v = super().up_projected(latent)
@@ -52,7 +52,7 @@ class Mixed(Layer):
 
 
 class Gated(Returned):
-    """Keys and values of a token times one number: the latent times that is no tensor of the graph."""
+    """Keys and values of a token are multiplied by one number. The latent times that is no tensor of the graph."""
 
     def up_projected(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         gate = latent[:, None, :, :1].sigmoid()
@@ -102,7 +102,7 @@ def test_neither_keys_nor_values_are_kept(kind):
 
 
 class Dropped(Returned):
-    """Dropout on the latent of the keys, each time another."""
+    """Random dropout on the up-projected keys."""
 
     def up_projected(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         k, v = super().up_projected(latent)

@@ -54,7 +54,7 @@ def test_a_softmax_by_hand():
 
 
 class Shifted(ByHand):
-    """What is greatest of a row is taken from its scores, and is no operand of what is differentiated."""
+    """The detached maximum of a row is subtracted from its scores, so that the exponential does not overflow."""
 
     def greatest(self, scores):
         return scores.max(-1, keepdim=True)[0].detach()
@@ -78,7 +78,7 @@ def test_what_a_softmax_does_not_see_needs_no_gradients(layer):
 
 
 class Biased(Layer):
-    """Keys and values have biases, of which a softmax does not see those of the keys."""
+    """Keys and values have biases. Those of the keys do not change a softmax."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Biased(Layer):
 
 
 def test_what_a_softmax_does_not_see_has_a_gradient_of_zero():
-    """And not none, which optimizers pass over and ranks wait for."""
+    """Rather than None: optimizers skip parameters without gradients, and other ranks wait for these gradients."""
     torch.manual_seed(0)
     module = Biased()
     assert_trained(module, hidden(), rewritten=1)
@@ -102,7 +102,7 @@ def test_what_a_softmax_does_not_see_has_a_gradient_of_zero():
     assert module.of_values.grad.count_nonzero() > 0
 
 
-def test_nor_has_what_is_frozen_one():
+def test_no_gradient_of_zero_is_made_for_a_frozen_bias():
     torch.manual_seed(0)
     module = Biased()
     module.of_keys.requires_grad_(False)
@@ -111,7 +111,7 @@ def test_nor_has_what_is_frozen_one():
 
 
 class Written(Layer):
-    """Keys in a buffer of their own."""
+    """Keys are written into a buffer."""
 
     def up_projected(self, latent):
         k, v = super().up_projected(latent)
@@ -125,7 +125,7 @@ def test_keys_that_are_written_into_a_buffer():
 
 
 class InPlace(ByHand):
-    """Divides what it has."""
+    """Divides the output in place."""
 
     def attend(self, q, k, v):
         scores = q @ k.mT * q.shape[-1] ** -0.5
@@ -141,7 +141,7 @@ def test_a_result_that_is_written_in_pieces_or_over(layer):
 
 
 class DetachedLatent(Layer):
-    """What is detached goes into the projections: they learn, what is before does not."""
+    """The latent is detached: its up-projection learns, what it is made of does not."""
 
     def latents(self, x):
         latent, k_rope = super().latents(x)
@@ -153,7 +153,7 @@ def test_a_latent_that_is_detached():
 
 
 class Frozen(Layer):
-    """An encoder that does not learn, before what does."""
+    """Attention without gradients, as of a frozen encoder, and then with gradients."""
 
     def forward(self, x):
         with torch.no_grad():
@@ -215,7 +215,7 @@ def test_a_checkpoint():
 
 
 class Twice(nn.Module):
-    """Two layers, one of them checkpointed, and a residual stream."""
+    """Three layers and a residual stream: a plain layer, a checkpointed one, and one with detached keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def test_each_attention_for_itself():
 
 
 class Viewed(Layer):
-    """Asks for strides that the original attention has."""
+    """Views the output as only the strides of the original attention allow."""
 
     def attend(self, q, k, v):
         o = super().attend(q, k, v)
@@ -260,8 +260,8 @@ def test_an_input_that_is_a_view_of_one_that_is_written_to():
 
 @pytest.mark.usefixtures("without_codegen")
 def test_keys_and_values_are_not_kept_for_the_backward():
-    """By formula, of each token: hidden state, latent before and after its norm, rope key, queries, and outputs with
-    their lse."""
+    """The bound, for each token: queries, outputs with their log-sum-exp, latents and rope keys four times, and
+    N (P + V) numbers for all else."""
     module, tokens = Layer(), 64
     compiled = torch.compile(module, backend="mla", dynamic=False)
     x = hidden(tokens=tokens).requires_grad_()

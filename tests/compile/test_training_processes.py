@@ -24,7 +24,7 @@ WIDE = 12000
 
 
 class Model(nn.Module):
-    """Two layers and what is wide between them."""
+    """Two layers, and a wide MLP between them."""
 
     def __init__(self, *adapted: str) -> None:
         super().__init__()

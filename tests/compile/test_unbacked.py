@@ -1,4 +1,4 @@
-"""Sizes that only a run knows: elements of tensors (`.item()`) and counts (`nonzero`) in the place of lengths."""
+"""Lengths that are known only at run time: elements of tensors (`.item()`) and counts (`nonzero`)."""
 
 import copy
 
@@ -19,7 +19,7 @@ CASES = {
     "some keys": (some_keys, 1, "absorbed"),
     "some queries": (some_queries, 9, "chunked"),
 }
-"""What is taken, the number of queries, and the path."""
+"""What is selected, the number of queries, and the path."""
 
 
 def check(take, queries):
@@ -47,7 +47,7 @@ def test_a_size_that_only_a_run_knows_is_no_obstacle(take, queries, path):
 
 
 @pytest.mark.slow
-def test_so_it_is_in_generated_code():
+def test_a_size_that_only_a_run_knows_in_generated_code():
     (site,) = check(first, 1)
     assert site.path == "absorbed"
 

@@ -48,7 +48,7 @@ def test_generate_of_a_compiled_object_warns_and_runs():
     ids=["not compiled", "another backend", "a function as backend", "compiled in place too"],
 )
 def test_nobody_else_is_warned(make):
-    torch.compile(nn.Linear(1, 1), backend="mla")  # the backend is loaded, and with it what warns
+    torch.compile(nn.Linear(1, 1), backend="mla")  # loads the backend, and with it the hook that warns
     model = make(Writer())
     with warnings.catch_warnings(action="error"):
         assert model.generate(torch.randn(1, 2), steps=1).shape == (1, 2)

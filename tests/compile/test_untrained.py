@@ -1,4 +1,4 @@
-"""Graphs that need gradients and whose gradients are not those of the algebra: unchanged, with the reason."""
+"""Attention whose gradients are not those of the algebra, or that has dropout: unchanged, with the reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DetachedLatentOfValues(Layer):
 
 
 class GreatestOfValues(Layer):
-    """What is greatest of the scores is taken from them, detached, and scales the values besides."""
+    """The detached maximum of the scores is subtracted from them, and also scales the output."""
 
     def attend(self, q, k, v):
         scores = q @ k.mT * q.shape[-1] ** -0.5
@@ -51,7 +51,7 @@ class WithoutGradients(Layer):
 
 
 class Reversed(torch.autograd.Function):
-    """The same value, another gradient."""
+    """The identity, with its gradient negated."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""A decode whose keys are turned after their up-projection: values alone are absorbed, step by step."""
+"""Decode steps whose whole keys get a rope after their up-projection: only values are absorbed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Latents are cached; all of a key is turned, after a norm of each head."""
+    """Caches latents. Keys are normed per head, and then all of their columns are rotated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ def test_a_step_is_rewritten_and_right() -> None:
 
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_so_is_every_step_of_a_decode(dtype: torch.dtype) -> None:
+def test_every_step_of_a_decode_is_rewritten_and_right(dtype: torch.dtype) -> None:
     check(dtype, (1, 1, 2, 2), dynamic=True)
 
 
 def check(dtype: torch.dtype, counts: Sequence[int], *, dynamic: bool) -> None:
-    """Decode steps of so many tokens each take the path and are as near to float64 as eager's."""
+    """Check that decode steps of so many tokens each take the path and are as near to float64 as eager's."""
     torch.manual_seed(0)
     eager = Attention().to(dtype).requires_grad_(False)
     exact = Attention().double().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Variants of one function: sizes that vary open others of their tensor, and the last variant says so."""
+"""Variants of one function: once a size of a tensor varies, all its sizes are dynamic; the last variant warns."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ L, R, N, P, V, HIDDEN = 8, 4, 2, 4, 4, 12
 
 
 class Layer(nn.Module):
-    """MLA without rope, after a latent cache that it gives back longer."""
+    """MLA without rope. It returns its latent cache with the new tokens appended."""
 
     def __init__(self):
         super().__init__()

@@ -32,7 +32,7 @@ def over_heads(q, latent, w_uk, w_uv, mask):
 
 
 def over_batches(q, latent, w_uk, w_uv, mask):
-    """Two batches, of which the second has other queries, with one mask."""
+    """Two batches of queries over the same latents, under one mask."""
     both = torch.stack([q, -q], dim=1)
     whole = torch.vmap(lambda q: attend(q, latent, w_uk, w_uv, mask[:1, None]), in_dims=1)(both)
     return whole.transpose(0, 1)

@@ -153,7 +153,7 @@ _NEWER = {
     "hy_v4_vl": "HYV4VLConfig",
     "sarvam_mla": "SarvamMLAConfig",
 }
-"""What transformers 5.17 does not have, besides families of which it keeps other keys; the last two came with 5.24."""
+"""Families that transformers 5.17 lacks, each by its config class; the last two came with 5.24."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ FLEX = ("sdpa", "eager", "flex_attention")
 
 
 def _there(family: Family) -> Family:
-    """The family, of which a test that builds it is skipped where transformers is too old."""
+    """The family. A test that builds it is skipped if transformers is too old."""
     why = EXPANDED if family.name in _OF_INDEXED and not INDEXED else ""
     if not hasattr(hf, _NEWER.get(family.name, "PreTrainedModel")):
         why = "this transformers does not know the family"
@@ -229,7 +229,7 @@ TOKENS = sum(PHASES.values())
 
 WITH_LINEAR_ATTENTION = ("glm5_next", "kimi_linear", "bailing_hybrid")
 SHARED_OUT = tuple(name for name in FAMILIES if name not in (*WITH_LINEAR_ATTENTION, "deepseek_v4"))
-"""Those for which there is a `tp_plan`: DeepSeek-V4's keys are their values, of no `kv_lora_rank`."""
+"""Families for which there is a `tp_plan`. DeepSeek-V4 has no `kv_lora_rank`: its keys are its values."""
 
 
 def build(family: Family, attention: str) -> nn.Module:
@@ -325,7 +325,7 @@ def row(family: Family, attentions: tuple[str, ...], paths: tuple[str, ...]) -> 
 
 
 def rewritten_attentions(family: Family) -> tuple[str, ...]:
-    """The attention implementations whose scores are tensors of the graph."""
+    """The attention implementations in the table: all but `flex_attention`."""
     return tuple(name for name in family.attentions if name != "flex_attention")
 
 

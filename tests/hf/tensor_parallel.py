@@ -43,7 +43,7 @@ def generate(model, ids):
 
 
 def bytes_of(model):
-    """Of each parameter, the bytes that this rank holds. (On a CPU, of a file that is mapped: those it reads.)"""
+    """For each parameter, the bytes that this rank holds, or, of a file that is mapped into memory, reads."""
     return {name: getattr(p, "_local_tensor", p).nbytes for name, p in model.named_parameters()}
 
 

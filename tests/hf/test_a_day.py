@@ -1,4 +1,4 @@
-"""A day of a chat: prompts of any length, batches of any size, padded and not. Torch compiles eight variants."""
+"""A day of a chat: prompts of any length, batches of any size, padded and not, in eight compilations at most."""
 
 import random
 import warnings
@@ -40,7 +40,7 @@ def small():
 
 
 def turns(seed):
-    """Token ids and attention mask of each turn; all five batch sizes, and paddings, come."""
+    """Token ids and attention mask of each turn. All five batch sizes occur, and some turns are padded."""
     source = random.Random(seed)
     for turn in range(TURNS):
         batch, length = BATCHES[(turn * 3 + seed) % len(BATCHES)], source.choice(LENGTHS)

@@ -1,4 +1,4 @@
-"""Models under accelerate's hooks, which torch never compiles: what docs/troubleshooting.md says helps, helps."""
+"""Models under accelerate's hooks, which torch never compiles: the remedies of docs/troubleshooting.md help."""
 
 from __future__ import annotations
 

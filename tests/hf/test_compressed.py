@@ -34,7 +34,7 @@ FAMILY = replace(FAMILIES["deepseek_v4"], name="heavily compressed", build=heavi
 
 
 def last(model: nn.Module, ids: Tensor, queries: int) -> Tensor:
-    """The logits of the last queries, of which only the call is compiled: that before is the module's `forward`."""
+    """The logits of the last queries. Only their call is compiled: the one before them is the module's `forward`."""
     past = new_cache(model, "dynamic")
     model.forward(ids[:, :-queries], past_key_values=past, use_cache=True)
     return model(ids[:, -queries:], past_key_values=past, use_cache=True).logits
@@ -44,7 +44,7 @@ def last(model: nn.Module, ids: Tensor, queries: int) -> Tensor:
 def test_it_is_rewritten_and_right(queries: int) -> None:
     model, ids = build(FAMILY, "eager"), some_ids()[:, :TOKENS]
     other = ids.clone()
-    other[:, 0] = ids[:, 0] % 32 + 3  # which is seen behind the window only through the key of its group
+    other[:, 0] = ids[:, 0] % 32 + 3  # outside the window, it is seen only in the key of its group
     exactly, eager = last(exact(model), ids, queries), last(model, ids, queries)
     assert not torch.allclose(eager[:, -1], last(model, other, queries)[:, -1])
     watch = Watch()

@@ -1,4 +1,4 @@
-"""transformers' continuous batching over latents: whatever joins, leaves and waits, outputs are those of one by one."""
+"""transformers' continuous batching over latents: each request gets the tokens that it would get alone."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def configs(**more):
 
 
 def serve(model, requests, together, **more):
-    """What is written for each request, of which `together` run first, and the others join as those leave."""
+    """The tokens of each request. `together` of them begin at once, and the others join as these leave."""
     waiting, results = list(requests.items()), {}
 
     def add(count):
@@ -78,7 +78,7 @@ def serve(model, requests, together, **more):
 
 
 def test_requests_join_leave_wait_and_are_cancelled(model, requests, one_by_one):
-    """In a pool that a tenth of them fills."""
+    """In a pool that has room for a tenth of them."""
     pages = [-(-(len(prompt) + count) // 8) for prompt, count in requests.values()]
     assert sum(pages) > 10 * 40
     batched = ContinuousModel(model, pages=40, page_size=8)
@@ -128,7 +128,7 @@ def test_compiled_decoding_writes_the_same(requests):
 
 @pytest.mark.slow
 def test_all_steps_of_the_whole_checkpoint_compiled_write_the_same(requests):
-    """Besides, of rows of tokens: all keys new, or not; few queries, or many."""
+    """Up to three more compilations, for rows of prompt tokens: all keys new, or not; few queries, or many."""
     model = load()
     expected = write_one_by_one(model, requests)
     assert_compiled_as_eager(model, requests, expected, 5, "decode_compile_config", "varlen_compile_config")
@@ -156,7 +156,7 @@ def test_attention_that_takes_no_masks_is_refused(model, monkeypatch):
 
 
 def test_the_engines_own_cache_has_no_room_for_mla(model, requests):
-    """Why there is `ContinuousModel`; when this fails, transformers has learned it."""
+    """This is why there is `ContinuousModel`. If it fails, transformers may not need that any more."""
     outputs = model.generate_batch([requests["0"][0]], max_new_tokens=2, **configs(num_blocks=16, page_size=16))
     assert [output.generated_tokens for output in outputs.values()] == [[]]
     assert "must have same slice shapes" in next(iter(outputs.values())).error
@@ -181,7 +181,7 @@ def test_an_indexers_keys_are_not_paged():
 
 
 def test_an_engine_that_cannot_be_told_its_page_size(model, monkeypatch):
-    """As transformers' before 5.19."""
+    """As the engine of transformers before 5.19."""
     monkeypatch.setattr(continuous, "fields", lambda _: [])
     monkeypatch.setattr(transformers, "__version__", "5.18.0")
     with pytest.raises(mla_compile.CacheError, match=r"needs transformers 5\.19 or later, found 5\.18\.0"):

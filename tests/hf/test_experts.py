@@ -1,4 +1,4 @@
-"""Experts of a decode step on CPU: each row's products are sums that read its expert's weights, none the library's."""
+"""Experts of a decode step on CPU: each row reads its own expert's weights in a sum, with no product by groups."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.hf.families import FAMILIES, build, decoded, exact, interpreted, some
 def test_a_step_has_no_product_by_groups(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, product: str, library: bool
 ) -> None:
-    """Of a CPU whose library multiplies in this dtype, or not: there other products are widened."""
+    """`library` says whether the CPU's library has products in this dtype. If not, the prompt's are widened."""
     monkeypatch.setattr(widened_products, "has_products", lambda _: library)
     family, ids = FAMILIES["deepseek_v3"], some_ids()
     model = build(family, "sdpa").to(dtype)
@@ -40,13 +40,13 @@ def test_a_step_has_no_product_by_groups(
     seen: list[set[str]] = []
 
     def interpret(module: torch.fx.GraphModule, inputs: object, **kwargs: object) -> Any:
-        seen.append({str(node.target) for node in module.graph.nodes if len(node.args) > 2})  # with what groups it
+        seen.append({str(node.target) for node in module.graph.nodes if len(node.args) > 2})  # with groups
         return make_boxed_func(module.forward)
 
     with interpreted(family), mock.patch.object(backend, "compile_fx_inner", interpret):
         torch.compiler.reset()
         model.compile(backend="mla")
-        prompt = model(ids[:, :12])  # 24 tokens of two experts: more rows than few
+        prompt = model(ids[:, :12])  # 24 tokens with two experts each: more rows than `FEW_ROWS`
         actual = decoded(model, "dynamic", ids)
     assert not counters["graph_break"]
     assert prompt.logits.shape[1] == 12

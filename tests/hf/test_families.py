@@ -53,7 +53,7 @@ def readme_table() -> dict[tuple[str, str], list[str]]:
 
 @pytest.fixture(autouse=True)
 def on_any_machine(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With the settings of the test's family."""
+    """Run each test with the settings of its family, for the same device on every machine."""
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     with interpreted(parameters.get("family", FAMILIES["youtu"])):
         yield

@@ -1,4 +1,4 @@
-"""Pages that a batch has from the beginning, lengths on the device: a compiled step is one graph for all lengths."""
+"""A batch that has all its pages from the start, and its lengths on the device: one graph serves all lengths."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_generation_goes_on_from_a_forked_prompt():
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Each graph that is compiled, with which of its inputs stay where they are."""
+    """Each graph that is compiled, with which of its inputs are numbers and which are static."""
     found = []
 
     def inner(module, inputs, **options):

@@ -128,7 +128,7 @@ def test_what_is_compiled_for_one_call_serves_sampling_streaming_pipelines_and_p
 
 @pytest.mark.usefixtures("without_codegen")
 def test_transformers_compiles_decoding_itself(tokenizer):
-    """What `CompileConfig` asks for, transformers does for decoding, on accelerators or where this flag says so."""
+    """transformers applies `CompileConfig` to decoding alone, and on CPUs only if this flag is set."""
     model, way = load(layers=2), WAYS["static"]
     config = transformers.CompileConfig(backend="mla", fullgraph=True)
     config._compile_all_devices = True

@@ -1,4 +1,4 @@
-"""Models that see: their language model is rewritten, with an image before the text too."""
+"""Models with vision: their language model is rewritten, with an image before the text too."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.hf.families import (
 
 FAMILY = FAMILIES["kimi_k25"]
 SEEN = 4
-"""Tokens of an image of 4 x 4 patches, of which 2 x 2 are one token."""
+"""Tokens of an image of 4 x 4 patches: 2 x 2 patches are one token."""
 
 
 def logits(model: nn.Module, ids: Tensor, pixels: Tensor) -> Tensor:
-    """Those of a prompt of an image and words, and of the token after it."""
+    """The logits of a prompt of an image and words, and of the token after it."""
     cache, grid = new_cache(model, "dynamic"), torch.tensor([[1, 4, 4]])
     image = torch.full((1, SEEN), model.config.image_token_id)
     prompt = torch.cat([image, ids[:, :-1]], dim=1)
@@ -62,7 +62,7 @@ def test_a_prompt_with_an_image() -> None:
 
 
 IMAGE = 1
-"""The token in whose place a feature of an image goes."""
+"""The token that is replaced by a feature of an image."""
 TOWER = VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 8}
 
 
@@ -90,10 +90,11 @@ def mistral3() -> nn.Module:
         pytest.param(mistral3, 1, 16, 2, id="mistral3"),
     ],
 )
-def test_a_language_model_of_mla_under_a_model_that_sees(
+def test_a_language_model_with_mla_in_a_model_with_vision(
     model_of: Callable[[], nn.Module], layers: int, width: int, tokens: int
 ) -> None:
-    """transformers' own classes around both: a prompt of an image and words, and the token after."""
+    """transformers' general classes for a vision tower and a language model: a prompt of an image and words, and the
+    token after it."""
     family = Family(model_of.__name__, model_of)
     model, ids = build(family, "sdpa"), some_ids()[:1, :6]
     prompt = torch.cat([torch.full((1, tokens), IMAGE), ids[:, :-1]], dim=1)

@@ -25,7 +25,7 @@ def test_generation_is_that_with_a_dynamic_cache(search):
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_family_takes_it_for_a_dynamic_cache(name):
-    """Indexer keys grow likewise; sliding windows and states of linear attention are as transformers has them."""
+    """Keys of indexers grow like latents. Sliding windows and states of linear attention stay transformers' own."""
     model, ids = families.build(families.FAMILIES[name], "eager"), families.some_ids()
     caches = transformers.DynamicCache(config=model.config), LatentCache.of(model)
     for start, stop in ((0, 5), (5, 6), (6, 8)):
@@ -53,7 +53,7 @@ CHANGES = {
 @pytest.mark.diagonal
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
-def test_what_happens_to_a_cache_happens_to_it(family, change):
+def test_changes_to_it_are_those_of_a_dynamic_cache(family, change):
     model, ids = families.build(families.FAMILIES[family], "eager"), families.some_ids()
     found = []
     for cache in (transformers.DynamicCache(config=model.config), LatentCache.of(model, tokens=2)):

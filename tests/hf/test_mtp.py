@@ -1,4 +1,4 @@
-"""`generate(use_mtp=True)`: a compiled model checks what its own layers for several tokens propose."""
+"""`generate(use_mtp=True)`: a compiled model checks tokens that its multi-token-prediction layers propose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_to
 
 
 def random_layers(model: nn.Module, **_: Any) -> nn.Module:
-    """Those that a checkpoint would have."""
+    """Random layers in place of those that a checkpoint would have."""
     torch.manual_seed(3)
     layers = modeling_layers.MtpModel(model, model.config.num_mtp_layers).eval()
     layers.tie_with_main_model(model)

@@ -1,4 +1,4 @@
-"""One checkpoint has one function: prefill, decode steps and the forward of training give it, each as near as eager."""
+"""Prefill, decode steps and the forward of training give the same logits, each as near to float64 as eager."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def training(model, ids: Tensor) -> Tensor:
 
 def test_prefill_decode_and_training_agree():
     load = transformers.AutoModelForCausalLM.from_pretrained
-    # The other experts of transformers have no float64. In bfloat16 a router may choose others than in float64.
+    # Other implementations of experts take no float64. In bfloat16 a router may choose other experts than in float64.
     model = load(CHECKPOINT, dtype=torch.float32, experts_implementation="eager").eval()
     ids = torch.randint(model.config.vocab_size, (2, TOKENS))
     exact = prefill(copy.deepcopy(model).double(), ids)

@@ -146,8 +146,8 @@ def test_compiled_code_that_runs_out_of_pages_says_so_and_goes_on_when_there_are
 
 
 class Rounded(mla_compile.PagePool):
-    """Latents off by as much as rounding may be, up or down at random: in e4m3 half of the last of its 3 bits, in int8
-    half of a 127th of a token's greatest."""
+    """Latents with the largest errors of rounding, up or down at random: half of the last of the 3 bits of e4m3, or
+    half of 1/127 of a token's greatest magnitude in int8."""
 
     coded = torch.float8_e4m3fn
 
@@ -160,7 +160,7 @@ class Rounded(mla_compile.PagePool):
 
 @pytest.mark.parametrize("coded", [torch.float8_e4m3fn, torch.int8], ids=["FP8", "INT8"])
 def test_logits_in_few_bits_are_as_near_as_these_are(monkeypatch, coded):
-    """The distance to the unrounded ones is no greater than that of the worst of some roundings at random."""
+    """They are no further from unrounded logits than the worst of eight random roundings."""
     monkeypatch.setattr(Rounded, "coded", coded)
     model, inputs = build("v3"), prompt(2)
     plain = PagedLatentCache.of(model, pages=96, page_size=4)
@@ -214,7 +214,7 @@ def test_states_and_windows_are_kept_beside_the_pages(family, search):
 
 @pytest.mark.parametrize(("family", "cropped"), [*((family, 0) for family in MIXED), ("deepseek_v32", 5)])
 def test_a_fork_has_what_is_beside_the_pages_of_its_own(family, cropped):
-    """States, windows and an indexer's keys; the last are cropped before."""
+    """States, windows and an indexer's keys. The last are cropped before the fork."""
     model = families.build(families.FAMILIES[family], "sdpa")
     ids, more = prompt(2)["input_ids"], torch.randint(1, 60, (2, max(cropped, 1)))
     whole = torch.cat([ids, more], dim=1)
@@ -271,7 +271,7 @@ def test_an_indexers_keys_are_kept_beside_the_pages(search):
 def test_an_indexers_keys_are_not_shared_out_over_a_mesh():
     model = families.build(families.FAMILIES["deepseek_v32"], "sdpa")
     with pytest.raises(mla_compile.CacheMismatchError, match="have a DynamicIndexedLayer: let"):
-        mla_compile.PagedLatentCache.of(model, pages=4, mesh=object())  # never asked
+        mla_compile.PagedLatentCache.of(model, pages=4, mesh=object())  # refused before it is used
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def case(family, plan="ours", experts=False, prompts=()):
 
 
 def run(folder, cases, models):
-    """What each rank found of each case, having loaded the models from disk."""
+    """For each case, what each rank found. The ranks load the models from disk."""
     for name, model in models.items():
         model.save_pretrained(folder / name)
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -43,7 +43,8 @@ def run(folder, cases, models):
 
 
 def assert_each_has_its_heads(model, ranks):
-    """Tokens as of one process, logits as close to float64 as eager's, N/k heads of 1/k of the bytes."""
+    """Check that tokens are those of one process, that logits are as close to float64 as eager's, and that each of k
+    ranks has N / k heads in 1 / k of the bytes."""
     ids = torch.arange(2, 102)[None] % 60
     expected, _ = generate(model, ids)
     whole = {name: p.nbytes for name, p in model.named_parameters()}
@@ -72,7 +73,7 @@ def assert_each_has_its_heads(model, ranks):
 
 @pytest.mark.slow
 def test_v3s_heads_are_shared_out_and_left_whole_by_transformers_own_plan(tmp_path):
-    """Under continuous batching, in which the first rank says what all write, too."""
+    """Under continuous batching too, where the first rank decides what all write."""
     config = transformers.DeepseekV3Config(**families.PLAIN | families.EXPERTS | {"num_hidden_layers": 1})
     config.first_k_dense_replace = 0
     torch.manual_seed(0)
@@ -92,7 +93,7 @@ def test_v3s_heads_are_shared_out_and_left_whole_by_transformers_own_plan(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SHARED_OUT)
 def test_the_heads_of_every_family_are_shared_out(tmp_path, family):
-    """Where there are experts to share out whole, so too."""
+    """Also with expert parallelism, where transformers has rules for it."""
     model = families.build(FAMILIES[family], FAMILIES[family].attentions[0])
     whole = [False, True] if model.config.get_text_config().base_model_ep_plan else [False]
     for ranks in run(tmp_path, [case(family, experts=experts) for experts in whole], {family: model}):

@@ -26,7 +26,7 @@ PROJECTIONS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_pro
 
 
 class Sentences(torch.utils.data.Dataset):
-    """Eight of 15 tokens, the same each time."""
+    """Eight sentences of 15 tokens, the same each time."""
 
     def __init__(self) -> None:
         self.ids = torch.randint(50, (8, 15), generator=torch.Generator().manual_seed(0))
@@ -98,7 +98,8 @@ def dora(projection: str) -> tuple[nn.Module, torch.Tensor]:
 
 
 def test_dora_of_peft_ends_a_graph():
-    """It asks for the module of a weight's class: beside `kv_b_proj` that is between the latent and the keys."""
+    """It looks at the module name of a weight's class, which Dynamo cannot trace. Beside `kv_b_proj`, the graph would
+    end between the latent and the keys."""
     model, x = dora("kv_b_proj")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="startswith"):
         gradients(Rewritten(model), model, [x])
@@ -128,7 +129,7 @@ TorchDynamoPlugin(backend="mla")
 
 
 def test_accelerate_knows_a_list_of_backends():
-    """Why it has to be told of `mla`."""
+    """This is why it has to be told of `mla`."""
     ran = subprocess.run([sys.executable, "-c", TOLD], capture_output=True, text=True, check=True)
     assert ran.stdout.startswith("'MLA' is not a valid DynamoBackend")
 

@@ -52,7 +52,7 @@ def tokens(padded: bool = False) -> dict[str, Tensor]:
 
 
 def gradients(run, model, batch, autocast=False) -> list[Tensor]:
-    """Loss, and the gradients of all weights; zeros of those without."""
+    """Loss, and the gradients of all weights; zeros for weights without."""
     model.zero_grad()
     with torch.enable_grad():
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):

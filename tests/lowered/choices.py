@@ -40,7 +40,7 @@ class Program:
     batch: Span
     queries: Span
     tokens: Span
-    """Of the cache, in pages where it is one in pages."""
+    """The length of the cache, counted in pages if it has pages."""
 
 
 def draw(seed: int) -> Program:
@@ -107,7 +107,7 @@ def sizes(program: Program) -> list[tuple[int, int, int]]:
 
 
 def _enough(program: Program, queries: int, tokens: int) -> int:
-    """So many tokens that each query of a causal mask sees one."""
+    """Enough tokens for each query of a causal mask to see one."""
     return max(tokens, queries) if needs_a_key_a_query(program) else tokens
 
 
@@ -116,7 +116,7 @@ def needs_a_key_a_query(program: Program) -> bool:
 
 
 def example(program: Program) -> tuple[int, int, int]:
-    """Sizes to export with: none that torch takes for a constant."""
+    """Sizes to export with. Torch would take 0 and 1 for constants."""
     b, q, t = (
         low if low == high else max(low + 1, 3) for low, high in (program.batch, program.queries, program.tokens)
     )
@@ -124,7 +124,7 @@ def example(program: Program) -> tuple[int, int, int]:
 
 
 def dims(program: Program) -> dict[str, Any]:
-    """`Dim`s of the ranges, or what says that there is one size."""
+    """A `Dim` for each range, or `STATIC` for a single size."""
     spans = {"B": program.batch, "Sq": program.queries, "T": program.tokens}
     return {
         name: torch.export.Dim.STATIC if low == high else torch.export.Dim(name, min=low, max=high)

@@ -18,7 +18,7 @@ PAGES = 3
 
 
 class Layer(nn.Module):
-    """Projections of one attention, and the attention to keys that are there already or put behind them."""
+    """One attention with its projections, over keys that are given or to which new ones are appended."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Model(nn.Module):
 
 
 def inputs(program: Program, sizes: tuple[int, int, int], generator: torch.Generator) -> tuple[Any, ...]:
-    """What a `Model` takes, in float64 but for fp8, bool and whole numbers."""
+    """What a `Model` takes: float64, except for FP8 numbers, their scales, bools and integers."""
     p, (batch, queries, tokens) = program, sizes
 
     def normal(*shape: int) -> Tensor:
@@ -154,7 +154,7 @@ def inputs(program: Program, sizes: tuple[int, int, int], generator: torch.Gener
 
 
 def dynamic_shapes(program: Program) -> dict[str, Any]:
-    """What `torch.export.export` takes of that name, for what `inputs` gives."""
+    """The argument of `torch.export.export` of that name, for what `inputs` gives."""
     p, of = program, dims(program)
     batch, queries, tokens = of["B"], of["Sq"], of["T"]
     more: tuple[Any, ...] = ()

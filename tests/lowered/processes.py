@@ -1,4 +1,4 @@
-"""A process for each program: what ends one is an outcome of that program."""
+"""Run each program in a process of its own: a crash is the outcome of that program alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from .choices import Program
 
 SECONDS = 900
-"""After which a program counts as one that hangs."""
+"""How long a program may say nothing before it counts as hanging."""
 _PRELOADED = ["tests.lowered.processes", "tests.lowered.run", "torch._inductor.compile_fx", "torch._inductor.package"]
 
 

@@ -22,13 +22,13 @@ from .choices import Program, example, sizes
 from .module import Model, dynamic_shapes, inputs
 
 FACTOR = 3.0
-"""How many times further from float64 than eager a result may be: that of `tests.kernels.errors`, as a run is small."""
+"""How many times further from float64 than eager a result may be, as in `tests/kernels/errors.py`: runs are small."""
 COUNTING = Device("that only counts FLOPs", 1e9, 1e18)
 _READ_TWICE = re.compile(r"assign_tensors_out\(RAIIAtenTensorHandle\((\w+)\), &\w*while_loop_")
 
 
 class Wrong(AssertionError):
-    """A package that is not what its program says."""
+    """A package whose code or results are wrong."""
 
 
 def run(program: Program, folder: Path, say: Callable[[str], None]) -> None:
@@ -75,7 +75,7 @@ def make(program: Program, module: Model, folder: Path, say: Callable[[str], Non
 
 
 def read_twice(package: str) -> list[str]:
-    """Handles of the C++ in a package that a loop gives to its condition and to its body: the first one frees them."""
+    """Handles in a package's C++ that a loop gives both to its condition, which frees them, and to its body."""
     with zipfile.ZipFile(package) as archive:
         sources = [archive.read(name).decode() for name in archive.namelist() if name.endswith("wrapper.cpp")]
     if not sources:
@@ -84,7 +84,7 @@ def read_twice(package: str) -> list[str]:
 
 
 def cast(given: Any, dtype: torch.dtype) -> Any:
-    """Numbers of a model's dtype in another; scales stay float32 but for float64, fp8 is what it is."""
+    """Cast a model's inputs to `dtype`. Scales are cast only to float64, and FP8 numbers not at all."""
 
     def one(t: Tensor) -> Tensor:
         if t.dtype == torch.float32 and dtype != torch.float64:
@@ -95,7 +95,7 @@ def cast(given: Any, dtype: torch.dtype) -> Any:
 
 
 def check(program: Program, size: tuple[int, int, int], own: Tensor, eager: Tensor, exact: Tensor) -> None:
-    """A result's distance to float64 against eager's in the same dtype, of which the least is one rounding a layer.
+    """Check a result's distance to float64 against eager's in the same dtype, which counts as one rounding at least.
 
     Each merge of two chunks rounds a running float32 result once more.
     """
