@@ -26,7 +26,7 @@ from .causal import Causal, after_query
 from .joined import Joined, joined, part_of
 from .kind import Kind
 from .kinds import RULES, WORDS, recognise
-from .positions import ALWAYS, Affine, AtMost, Conditional, Literal, Truth, conjunction, negation
+from .positions import ALWAYS, Affine, AtMost, Conditional, Literal, Named, Truth, conjunction, negation
 from .sequences import Sequences
 from .tensor import tensor_mask
 from .valuation import Valuation
@@ -152,8 +152,13 @@ def _without_implied(kinds: Sequence[Kind]) -> list[Kind]:
 
 
 def _all_see_some(literals: Sequence[Literal], site: Site) -> bool:
-    """Whether every query provably sees the first key, the last, or the last one that an upper limit leaves it."""
+    """Whether every query provably sees some key: the first, the last, the last one that an upper limit leaves it, or
+    one that is named, if names are all that there is."""
     axis = site.attention.keys[0]
+    if len(literals) == 1 and isinstance(literals[0], Named):
+        (names,) = literals
+        some = known_at_most(1, names.named.size) and known_at_most(names.extent, axis.size)
+        return some and names.key == axis and not names.inverted
     key = Affine(0, ((axis, 1),))
     inequalities = [literal.what for literal in literals if isinstance(literal, AtMost)]
     if len(inequalities) < len(literals):

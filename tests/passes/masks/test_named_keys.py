@@ -129,3 +129,19 @@ def test_what_names_keys_otherwise_is_not_sparse(mask: Mask) -> None:
     (outcome,) = rewrite(module, "sparse")
     assert outcome.path in ("absorbed", "chunked")
     check_right(run(before, *tensors), run(module, *tensors))
+
+
+@pytest.mark.parametrize(("queries", "some_see_nothing"), [(1, False), (SQ, True)])
+@pytest.mark.parametrize("symbolic", [(), [*mla.UNKNOWN, (), (), (0, 1, 2)]], ids=["known sizes", "symbolic sizes"])
+def test_where_each_query_sees_a_key_that_it_names_the_mean_of_all_is_not_taken(
+    queries: int, some_see_nothing: bool, symbolic: Sequence[Sequence[int]]
+) -> None:
+    """It would read the whole cache. The last query, which sees all keys, sees those that it names."""
+
+    def mask(s: int, t: int, x: Tensor) -> Tensor:
+        named = torch.zeros(x.shape, dtype=torch.bool).scatter(-1, x.topk(4).indices, True)[:, None]
+        return added(named & causal(s, t), MINIMUM)
+
+    module = sparse(by_hand(mask), (*mla.tensors(queries=queries), SCORES[:, :queries]), symbolic)
+    (node,) = (n for n in module.graph.nodes if n.target is torch.ops.mla.sparse_latent_attention.default)
+    assert node.args[8] == some_see_nothing
