@@ -155,10 +155,10 @@ def _all_see_some(literals: Sequence[Literal], site: Site) -> bool:
     """Whether every query provably sees some key: the first, the last, the last one that an upper limit leaves it, or
     one that is named, if names are all that there is."""
     axis = site.attention.keys[0]
-    if len(literals) == 1 and isinstance(literals[0], Named):
-        (names,) = literals
-        some = known_at_most(1, names.named.size) and known_at_most(names.extent, axis.size)
-        return some and names.key == axis and not names.inverted
+    match literals:
+        case [Named() as names]:
+            some = known_at_most(1, names.named.size) and known_at_most(names.extent, axis.size)
+            return some and names.key == axis and not names.inverted
     key = Affine(0, ((axis, 1),))
     inequalities = [literal.what for literal in literals if isinstance(literal, AtMost)]
     if len(inequalities) < len(literals):

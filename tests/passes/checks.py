@@ -30,10 +30,11 @@ def check_right(before: Tensor, after: Tensor) -> None:
 def unfolded(module: fx.GraphModule) -> list[fx.Node]:
     """The tensors of a graph that have a head axis and a key axis, by their number of elements (see `spellings`)."""
     tensors = [node for node in module.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
-    return [node for node in tensors if (count := _elements(node.meta["val"])) and count % (N * T) == 0]
+    return [node for node in tensors if (count := elements(node.meta["val"])) and count % (N * T) == 0]
 
 
-def _elements(value: Tensor) -> int:
+def elements(value: Tensor) -> int:
+    """How many elements a tensor has; at the sizes that it was traced with, if there are symbols among them."""
     return math.prod(int(size) if isinstance(size, int) else size.node.hint for size in value.shape)
 
 
@@ -44,7 +45,13 @@ def compiled(
     paths: Sequence[str] = ("absorbed", "chunked"),
 ) -> Iterator[tuple[str, fx.GraphModule, list[Outcome]]]:
     """For each path, the graph of `function` after the passes, its results compared with those from before."""
-    traced = capture(function, *tensors, symbolic=symbolic)
+    return on_both_paths(capture(function, *tensors, symbolic=symbolic), tensors)
+
+
+def on_both_paths(
+    traced: fx.GraphModule, tensors: Sequence[Tensor]
+) -> Iterator[tuple[str, fx.GraphModule, list[Outcome]]]:
+    """For each path, a copy of a graph after the passes, its results compared with those from before."""
     before = run(traced, *tensors)
     for path in paths:
         module = fx.GraphModule(traced, copy.deepcopy(traced.graph))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -16,6 +18,7 @@ from mla_compile import ops as ops  # defines the ops
 from mla_compile.coded import CODED
 from mla_compile.cost import Device
 from mla_compile.passes.outcome import Outcome
+from mla_compile.passes.paths import absorbed
 from mla_compile.passes.pipeline import Pipeline
 
 DEVICE = Device("of the tests", 1e12, 1e11)
@@ -183,6 +186,18 @@ def values(module: fx.GraphModule, *tensors: Tensor) -> dict[fx.Node, Any]:
     with torch.no_grad():
         interpreter.run(*tensors)
     return interpreter.env
+
+
+def on_a_gpu() -> AbstractContextManager[object]:
+    """Within this context, or a function that it decorates, no kernel looks at masks, as on a GPU: the absorbed path,
+    too, reads a dense cache up to its lengths."""
+    return mock.patch.object(absorbed, "_LOOK_AT_MASKS", set())
+
+
+def shapes_of(module: fx.GraphModule) -> ShapeEnv:
+    """The environment that knows the symbols of a graph and the guards on them."""
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    return torch._guards.detect_fake_mode(inputs).shape_env
 
 
 def rewrite(module: fx.GraphModule, path: str = "absorbed", workspace_tokens: int = 4) -> list[Outcome]:

@@ -46,8 +46,6 @@ class Case:
     mask: Mask
     words: str
     more: tuple[Tensor, ...] = ()
-    static: str = ""
-    """The words where sizes are known, if these say more."""
 
 
 def causal(s: int, t: int) -> Tensor:

@@ -52,8 +52,8 @@ def heads() -> Tensor:
     return torch.arange(1, N + 1)[:, None, None].double() / N
 
 
-def first_head_assigned(scores: Tensor) -> Tensor:
-    """Assigned at a mask over heads and sequences: one head of each sequence attends to all keys alike."""
+def own_head_assigned(scores: Tensor) -> Tensor:
+    """Assigned at a mask over heads and sequences: head b of sequence b attends to all keys alike."""
     scores = scores.transpose(0, 1).clone()
     scores[torch.arange(N)[:, None] == torch.arange(B)] = -1e30
     return scores.transpose(0, 1)
@@ -194,7 +194,7 @@ REWRITTEN: dict[str, Function] = {
     "scores assigned at a mask": scored(assigned()),
     "scores put at a mask": scored(put(-torch.inf)),
     "rows of nothing assigned": scored(assigned(blind=True)),
-    "scores of some sequences and heads assigned": scored(first_head_assigned),
+    "scores of some sequences and heads assigned": scored(own_head_assigned),
     "-inf, then -1e4 over some of it": scored(lambda s: filled(-1e4, blind=True)(filled(-torch.inf, shift=-1)(s))),
 }
 
@@ -289,7 +289,6 @@ def test_the_lowest_number_is_infinite_once_it_is_multiplied(mask: Function) -> 
 
 
 NO_SOFTMAX: dict[str, Function] = {
-    "a number added to the sum": powers(torch.exp, lambda e: e / (e.sum(-1, keepdim=True) + 1e-6), shifted),
     "a least sum": powers(torch.exp, lambda e: e / e.sum(-1, keepdim=True).clamp_min(1e-6)),
     "a number added, of powers of 2": powers(torch.exp2, lambda e: e / (e.sum(-1, keepdim=True) + 1e-6), shifted),
     "normalized": powers(torch.exp, lambda e: F.normalize(e, p=1, dim=-1)),

@@ -24,14 +24,6 @@ def joined(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor,
     return mla.softmax(mla.queries(x, w_q), torch.cat([k_nope, mla.to_heads(made) if made.dim() == 3 else made], -1), v)
 
 
-def masked(fill: float) -> Function:
-    def added(scores: Tensor) -> Tensor:
-        hidden = torch.ones(SQ, T).tril(T - SQ) == 0
-        return scores + torch.zeros(SQ, T).double().masked_fill(hidden, fill)
-
-    return lambda *args: mla.softmax(*mla.naive(*args), added)
-
-
 def prefill_and_decode(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
     """One scale for one query, another for many."""
     q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)
@@ -151,70 +143,46 @@ def deepseek_absorb(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv
     return torch.einsum("bshc,hdc->bshd", o, w[:, -V:])
 
 
-ODD: dict[str, tuple[Function, str | None]] = {
-    "causal with one query and many keys": (
-        lambda x, *rest: mla.sealed(*mla.naive(x[:, :1], *rest), causal=True),
-        None,
+ODD: dict[str, Function] = {
+    "causal with one query and many keys": lambda x, *rest: mla.sealed(*mla.naive(x[:, :1], *rest), causal=True),
+    "another scale for one query": prefill_and_decode,
+    "a rope key divided by the number of heads": lambda *a: joined(*a, lambda k: k / N),
+    "two scales and a constant": two_scales,
+    "a cache that is normed and turned at every step": unnormed_cache,
+    "rope key before latent in the cache": swapped_cache,
+    "keys and values stacked from heads": heads_apart,
+    "a weight a head in a list": weights_apart,
+    "scores by baddbmm": scores_by_baddbmm(lambda q, k: (q.new_empty(1, 1, 1), 0)),
+    "scores by baddbmm with a bias": scores_by_baddbmm(
+        lambda q, k: (torch.zeros(SQ, T).double().masked_fill(torch.ones(SQ, T).tril(3) == 0, -1e9), 1)
     ),
-    "causal with fewer queries than keys": (lambda *a: mla.sealed(*mla.naive(*a), causal=True), None),
-    "no mask in a decoder": (mla.combined_sdpa, None),
-    "another scale for one query": (prefill_and_decode, None),
-    "a rope key divided by the number of heads": (lambda *a: joined(*a, lambda k: k / N), None),
-    "two scales and a constant": (two_scales, None),
-    "a mask of -1e4": (masked(-1e4), None),
-    "a mask of the least number": (masked(torch.finfo(torch.float64).min), None),
-    "scores filled with -1e4": (
-        lambda *a: mla.softmax(*mla.naive(*a), lambda s: s.masked_fill(torch.ones(SQ, T).tril(3) == 0, -1e4)),
-        None,
-    ),
-    "a cache that is normed and turned at every step": (unnormed_cache, None),
-    "rope key before latent in the cache": (swapped_cache, None),
-    "keys and values stacked from heads": (heads_apart, None),
-    "a weight a head in a list": (weights_apart, None),
-    "scores by baddbmm": (scores_by_baddbmm(lambda q, k: (q.new_empty(1, 1, 1), 0)), None),
-    "scores by baddbmm with a bias": (
-        scores_by_baddbmm(
-            lambda q, k: (torch.zeros(SQ, T).double().masked_fill(torch.ones(SQ, T).tril(3) == 0, -1e9), 1)
-        ),
-        None,
-    ),
-    "scores by baddbmm on those of the rope keys": (scores_in_two_steps, None),
+    "scores by baddbmm on those of the rope keys": scores_in_two_steps,
     "a buffer of zeros by index_copy": (
-        lambda *a: mla.softmax(*mla.naive(*a)[:2], filled(torch.zeros_like, mla.naive(*a)[2])),
-        None,
+        lambda *a: mla.softmax(*mla.naive(*a)[:2], filled(torch.zeros_like, mla.naive(*a)[2]))
     ),
-    "a cache that is written token by token": (token_by_token, None),
-    "rope as complex numbers after the heads": (lambda *a: joined(*a, complex_rope), None),
+    "a cache that is written token by token": token_by_token,
+    "rope as complex numbers after the heads": lambda *a: joined(*a, complex_rope),
     "rope by roll after the heads": (
-        lambda *a: joined(*a, lambda k: mla.to_heads(k) * 0.5 + mla.to_heads(k).roll(1, -1)),
-        None,
+        lambda *a: joined(*a, lambda k: mla.to_heads(k) * 0.5 + mla.to_heads(k).roll(1, -1))
     ),
-    "all keys before all values": (rows_of_keys_first, None),
-    "time first": (time_first, None),
-    "einops": (rearranged, None),
-    "a constant added to the scores": (lambda *a: mla.softmax(*mla.naive(*a), lambda s: s + 2.5), None),
-    "scores taken from a number": (
-        lambda *a: mla.softmax(*mla.naive(*a), lambda s: torch.rsub(s, 1.0)),
-        None,
-    ),
+    "all keys before all values": rows_of_keys_first,
+    "time first": time_first,
+    "einops": rearranged,
+    "a constant added to the scores": lambda *a: mla.softmax(*mla.naive(*a), lambda s: s + 2.5),
+    "scores taken from a number": lambda *a: mla.softmax(*mla.naive(*a), lambda s: torch.rsub(s, 1.0)),
     "a multiple of a bias": (
-        lambda *a: mla.softmax(*mla.naive(*a), lambda s: torch.add(s, torch.arange(T).double(), alpha=-0.5)),
-        None,
+        lambda *a: mla.softmax(*mla.naive(*a), lambda s: torch.add(s, torch.arange(T).double(), alpha=-0.5))
     ),
-    "absorbed as DeepSeek does": (deepseek_absorb, None),
+    "absorbed as DeepSeek does": deepseek_absorb,
 }
-"""Each with a part of the reason why it stays unchanged; None if it is rewritten."""
 
 
-@pytest.mark.parametrize(("function", "reason"), ODD.values(), ids=ODD)
-def test_odd_code_is_computed_as_it_says(function: Function, reason: str | None) -> None:
+@pytest.mark.parametrize("function", ODD.values(), ids=ODD)
+def test_odd_code_is_rewritten(function: Function) -> None:
     module = capture(function, *mla.tensors())
     before = run(module, *mla.tensors())
     outcomes = rewrite(module, "absorbed")
-    assert outcomes
-    for outcome in outcomes:
-        assert outcome.rewritten == (reason is None), outcome.reason
-        assert reason is None or reason in outcome.reason
+    assert {outcome.path for outcome in outcomes} == {"absorbed"}
     check_right(before, run(module, *mla.tensors()))
     assert math.isfinite(before.sum())
 

@@ -174,7 +174,7 @@ def test_whatever_happens_to_scores_happens_to_absorbed_ones(change: Function, b
     assert not [node for node in unfolded(module) if node.meta["val"].shape[-1] in (P, V, P + R)]
 
 
-@pytest.mark.parametrize("where", ["keys and values", "after the view", "addmm"])
+@pytest.mark.parametrize("where", ["after the view", "addmm"])
 @pytest.mark.parametrize("symbolic", [(), UNKNOWN], ids=["known", "unknown"])
 def test_an_up_projection_with_a_bias(where: str, symbolic: Sequence[Sequence[int]]) -> None:
     """The keys' bias adds one number to each row of scores, the values' one vector to each row of the output."""

@@ -27,7 +27,7 @@ Each distance is the greatest of only a few dozen errors, so their quotient vari
 reaches 4 for some and 8 for none; for a wrong one it is in the thousands.
 """
 PATHS = ("absorbed", "chunked")
-_MISSED = Outcome("", "", "", "unchanged", "no attention was found")
+MISSED = Outcome("", "", "", "unchanged", "no attention was found")
 
 
 class _Sealed(TorchFunctionMode):
@@ -106,7 +106,7 @@ def check(spelling: Spelling, seed: int) -> Outcome:
         found = rewrite(rewritten, path)
         # A loop that is left unchanged has one outcome for each of its pieces.
         assert len(found) <= 1 or not any(outcome.rewritten for outcome in found), "expected one attention"
-        outcomes += found[:1] or [_MISSED]
+        outcomes += found[:1] or [MISSED]
         assert_as_close_as_eager(rewritten(*copies(tensors)), eager, exact, FACTOR)
         if found and found[0].rewritten:
             kept = spelling.sprinkled == "asserts"  # the keys that are asserted about have to exist

@@ -12,7 +12,7 @@ from mla_compile.passes.code.differentiable import OVER_GROUPS
 from mla_compile.passes.outcome import Outcome
 from tests.training import FACTOR, Rewritten, assert_gradients_close, gradients
 
-from .checks import _MISSED, copies, made
+from .checks import MISSED, copies, made
 from .choices import Spelling
 from .module import Attention
 
@@ -33,7 +33,7 @@ def check_training(spelling: Spelling, seed: int) -> Outcome:
     rewritten = Rewritten(module, path="chunked", workspace_tokens=4)
     first = _gradients(module, rewritten, inputs)
     assert len(rewritten.outcomes) <= 1, f"expected one attention, found {len(rewritten.outcomes)}"
-    outcome = rewritten.outcomes[0] if rewritten.outcomes else _MISSED
+    outcome = rewritten.outcomes[0] if rewritten.outcomes else MISSED
     ops = torch.ops.mla.expanded_attention.default, torch.ops.mla.latent_attention.default, OVER_GROUPS
     again = [node for graph in rewritten.graphs for node in graph.graph.nodes if "recompute" in node.meta]
     assert outcome.rewritten == (bool(again) or any(map(rewritten.nodes, ops)))

@@ -130,12 +130,9 @@ def joined() -> tuple[World, Form]:
     return World({"a": a, "b": b, "j": array}), Form(((row,), (along,)), Term(read, Join(along, segments)))
 
 
-@pytest.mark.parametrize("begin", range(7))
-@pytest.mark.parametrize("size", range(1, 8))
+@pytest.mark.parametrize(("begin", "size"), [(begin, size) for size in range(2, 8) for begin in range(8 - size)])
 def test_a_slice_of_a_join_keeps_the_pieces_that_it_reaches(begin: int, size: int) -> None:
     here, form = joined()
-    if begin + size > 7 or size == 1:
-        return
     axis = form.dims[1][0]
     here.check(change(form, {axis: Slice(Axis(size), begin)}), here.tensors["j"][:, begin : begin + size])
 

@@ -140,4 +140,6 @@ def test_attention_to_all_keys_leaves_it_to_inductor() -> None:
     before = run(module, *tensors)
     (outcome,) = rewrite(module, "absorbed")
     assert outcome.path == "absorbed"
+    (call,) = (n.args for n in module.graph.nodes if n.target is torch.ops.mla.latent_attention.default)
+    assert call[2].meta["val"].dtype == torch.float64
     check_right(before, run(module, *tensors))

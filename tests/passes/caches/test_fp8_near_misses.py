@@ -128,6 +128,7 @@ NEAR_MISSES = (
 )
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("path", OPS)
 @pytest.mark.parametrize("read", NEAR_MISSES)
 def test_what_the_op_does_not_take_is_dequantised_first(read: Read, path: str) -> None:

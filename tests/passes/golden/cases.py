@@ -16,8 +16,7 @@ PAGE_SIZE, PAGES, GROUPS, TOPK = 4, 9, 2, 5
 class Case:
     """A function and its inputs, and the path that is asked for; `symbolic[i]` are the symbolic dimensions of input i.
 
-    `exported`: the graph takes no guards. `on_a_gpu`: the case is about devices whose kernels do not look at masks;
-    `text_of` does not read it.
+    `exported`: the graph takes no guards. `on_a_gpu`: as on devices whose kernels do not look at masks.
     """
 
     function: Callable[..., Tensor]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
-
-import torch
 
 from mla_compile.passes.attention.attention import Attention
 from mla_compile.passes.attention.find import find
@@ -17,7 +16,7 @@ from mla_compile.passes.text.proofs import choice_text
 from mla_compile.passes.text.sites import site_text
 from mla_compile.passes.trace.trace import Trace
 from tests.passes.golden.cases import CASES, Case
-from tests.passes.graphs import DEVICE, capture
+from tests.passes.graphs import DEVICE, capture, on_a_gpu, shapes_of
 
 FOLDER = Path(__file__).parent
 
@@ -37,11 +36,9 @@ def text_of(case: Case) -> str:
     proved = prove_or_values_alone(attention, trace)
     site = site_text(proved)
     mask = mask_text(proved, understand(proved, trace))
-    mode = torch._guards.detect_fake_mode([node.meta["val"] for node in module.graph.nodes if "val" in node.meta])
-    assert mode is not None
-    assert mode.shape_env is not None
-    ranges = dict(mode.shape_env.var_to_range) if case.exported else None
-    (result,) = Pipeline(DEVICE, case.path, 4, ranges)(module)
+    ranges = dict(shapes_of(module).var_to_range) if case.exported else None
+    with on_a_gpu() if case.on_a_gpu else nullcontext():
+        (result,) = Pipeline(DEVICE, case.path, 4, ranges)(module)
     outcome = result.outcome
     choice = f"{outcome.path}: {outcome.reason}\n" if result.choice is None else choice_text(result.choice)
     sections = {"site": site, "mask": mask, "choice": choice, "before": before, "after": graph_text(module.graph)}

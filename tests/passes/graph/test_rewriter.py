@@ -1,14 +1,14 @@
-"""The rewritten graph of the absorbed and the chunked path, line by line, and what a rewrite keeps of the old graph."""
+"""What a rewrite keeps of the old graph; `golden` has the rewritten graphs, line by line."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from tests.passes import spellings as mla
 from tests.passes.graphs import capture, rewrite, run
-from tests.passes.spellings import SCALE, UNKNOWN, L, N, P, R, T, V
+from tests.passes.spellings import UNKNOWN, L, N, P, R, T, V
 
 
 def attention(q: Tensor, latent: Tensor, k_rope: Tensor, w_kv: Tensor, mask: Tensor) -> Tensor:
@@ -23,89 +23,8 @@ def tensors() -> tuple[Tensor, ...]:
     return q, latent, k_rope, w_kv, torch.ones(mla.SQ, T, dtype=torch.bool).tril(8)
 
 
-def readable(module: fx.GraphModule) -> str:
-    """One line per node: its number, shape, op and arguments. Inputs keep their names."""
-    names: dict[fx.Node, str] = {}
-    lines = []
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            names[node] = str(node.target).removesuffix("_1")
-            continue
-        arguments = fx.node.map_arg(node.args, lambda n: _Name(names[n]))
-        text = ", ".join("scale" if a == SCALE else str(a) for a in arguments)
-        if node.op == "output":
-            lines.append(f"return {text}")
-            continue
-        names[node] = f"%{len(lines)}"
-        value = node.meta.get("val")
-        shape = f": {[*value.shape]}" if isinstance(value, Tensor) else ""
-        op = (
-            str(node.target).removesuffix(".default")
-            if isinstance(node.target, torch._ops.OpOverload)
-            else node.target.__name__
-        )
-        lines.append(f"{names[node]}{shape} = {op}({text})")
-    return "\n".join(lines)
-
-
-class _Name(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-GOLDEN = {
-    "absorbed": """
-%0: [2, 3, 5, 4] = aten.slice.Tensor(q, 3, 0, 4)
-%1: [2, 3, 5, 2] = aten.slice.Tensor(q, 3, 4, 6)
-%2: [1, 3, 11] = aten.unsqueeze(mask, 0)
-%3: [1, 1, 3, 11] = aten.unsqueeze(%2, 1)
-%4: [7, 5, 10] = aten.reshape(w_kv, [7, 5, 10])
-%5: [7, 5, 4] = aten.slice.Tensor(%4, 2, 0, 4)
-%6: [5, 4, 7] = aten.permute(%5, [1, 2, 0])
-%7: [7, 5, 10] = aten.reshape(w_kv, [7, 5, 10])
-%8: [7, 5, 6] = aten.slice.Tensor(%7, 2, 4, 10)
-%9: [5, 6, 7] = aten.permute(%8, [1, 2, 0])
-%10: [2, 3, 5, 7] = mla.per_head_matmul(%0, %6)
-%11 = mla.latent_attention(%10, %1, latent, k_rope, %3, None, scale)
-%12: [2, 3, 5, 7] = getitem(%11, 0)
-%13: [5, 7, 6] = aten.transpose.int(%9, 1, 2)
-%14: [2, 3, 5, 6] = mla.per_head_matmul(%12, %13)
-%15: [2, 5, 3, 6] = aten.permute(%14, [0, 2, 1, 3])
-return %15
-""",
-    "chunked": """
-%0: [2, 3, 5, 4] = aten.slice.Tensor(q, 3, 0, 4)
-%1: [2, 3, 5, 2] = aten.slice.Tensor(q, 3, 4, 6)
-%2: [1, 3, 11] = aten.unsqueeze(mask, 0)
-%3: [1, 1, 3, 11] = aten.unsqueeze(%2, 1)
-%4: [7, 5, 10] = aten.reshape(w_kv, [7, 5, 10])
-%5: [7, 5, 4] = aten.slice.Tensor(%4, 2, 0, 4)
-%6: [5, 4, 7] = aten.permute(%5, [1, 2, 0])
-%7: [7, 5, 10] = aten.reshape(w_kv, [7, 5, 10])
-%8: [7, 5, 6] = aten.slice.Tensor(%7, 2, 4, 10)
-%9: [5, 6, 7] = aten.permute(%8, [1, 2, 0])
-%10: [2, 3, 5, 6] = aten.cat([%0, %1], -1)
-%11 = mla.expanded_attention(%10, latent, k_rope, %6, %9, %3, None, scale, 4)
-%12: [2, 3, 5, 6] = getitem(%11, 0)
-%13: [2, 5, 3, 6] = aten.permute(%12, [0, 2, 1, 3])
-return %13
-""",
-}
-
-
-@pytest.mark.parametrize("path", GOLDEN)
-def test_the_rewritten_graph(path: str) -> None:
-    module = capture(attention, *tensors())
-    before = run(module, *tensors())
-    rewrite(module, path, workspace_tokens=4)
-    assert readable(module) == GOLDEN[path].strip()
-    torch.testing.assert_close(run(module, *tensors()), before, rtol=0, atol=1e-13)
-
-
 @pytest.mark.parametrize("symbolic", [(), UNKNOWN], ids=["known", "unknown"])
-@pytest.mark.parametrize("path", GOLDEN)
+@pytest.mark.parametrize("path", ["absorbed", "chunked"])
 def test_the_new_output_has_the_shape_and_dtype_of_the_old(path: str, symbolic: list[tuple[int, ...]]) -> None:
     module = capture(attention, *tensors(), symbolic=symbolic)
     old = module.graph.output_node().args[0].meta["val"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.errors import assert_as_close_as_eager
-from tests.passes.caches.test_pages import OPS, PAGE_SIZE, attend, gathered_bytes, inputs
+from tests.passes.caches.test_pages import OPS, PAGE_SIZE, attend, gathered_elements, inputs
 from tests.passes.graphs import capture, rewrite, run, value_of
 
 T = 3 * PAGE_SIZE
@@ -76,7 +76,7 @@ def compiled(mask, queries, *lengths, path="absorbed"):
     module = capture(decode, *tensors)
     (outcome,) = rewrite(module, path)
     assert outcome.reason.endswith("reads the pages")
-    assert gathered_bytes(module) == 0
+    assert gathered_elements(module) == 0
     for each in lengths:
         given = (*tensors[:-1], torch.tensor(each))
         exact = decode(*(t.double() if t.is_floating_point() else t for t in given))
@@ -84,6 +84,7 @@ def compiled(mask, queries, *lengths, path="absorbed"):
     return module, tensors[:-1], outcome
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("queries", "path"), [(1, "absorbed"), (3, "absorbed"), (3, "chunked")])
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
 def test_lengths_reach_the_op(spelling, queries, path):
@@ -129,6 +130,7 @@ NEAR_MISSES = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("path", OPS)
 @pytest.mark.parametrize("mask", NEAR_MISSES.values(), ids=NEAR_MISSES)
 def test_what_is_no_number_of_keys_stays_a_mask(mask, path):

@@ -17,13 +17,12 @@ from mla_compile.passes.masks import kinds, meaning
 from mla_compile.passes.masks.kind import Filled, Kind
 from mla_compile.passes.masks.pairs import Pairs
 from mla_compile.passes.outcome import Outcome
-from mla_compile.passes.paths import absorbed
 from tests.errors import assert_as_close_as_eager
 from tests.passes import spellings as mla
 from tests.passes.caches import test_fp8_pages as fp8
 from tests.passes.caches import test_pages as pages
 from tests.passes.checks import check_right
-from tests.passes.graphs import capture, rewrite, run
+from tests.passes.graphs import capture, on_a_gpu, rewrite, run
 from tests.passes.mask_cases import MINIMUM, added, attention
 
 B, SQ, T = 2, 3, 12
@@ -156,9 +155,9 @@ def rewritten(cache: Cache, mask: Masks) -> Iterator[tuple[fx.GraphModule, Outco
 
 
 @pytest.fixture(autouse=True)
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that no kernel looks at masks, so that every path reads a dense cache up to its lengths."""
-    monkeypatch.setattr(absorbed, "_LOOK_AT_MASKS", set())
+def every_path_reads_up_to_lengths() -> Iterator[None]:
+    with on_a_gpu():
+        yield
 
 
 @pytest.mark.diagonal
@@ -203,7 +202,8 @@ def test_what_a_kind_forgets_is_not_lost_where_sizes_are_symbols(
     before = run(traced, *tensors)
     for path in ("absorbed", "chunked"):
         module = fx.GraphModule(traced, copy.deepcopy(traced.graph))
-        rewrite(module, path)
+        (outcome,) = rewrite(module, path)
+        assert outcome.path == path
         check_right(before, run(module, *tensors))
 
 

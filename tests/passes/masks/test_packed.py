@@ -60,7 +60,6 @@ def of_some_block(cu: Tensor, n: int) -> Tensor:
 
 MASKS: dict[str, tuple[Function, str]] = {
     "one sequence": (same, "tensor"),
-    "one sequence, causal": (lambda cu, n: same(cu, n) & causal(n), "causal + tensor"),
     "one sequence, tril": (lambda cu, n: same(cu, n).tril(), "causal + tensor"),
     "one sequence, causal by positions": (
         lambda cu, n: same(cu, n) & (positions(cu, n)[:, None] >= positions(cu, n)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 from tests.passes import spellings as mla
 from tests.passes.checks import check_right, unfolded
@@ -68,7 +68,7 @@ def unwritten_columns(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_
     k = k_nope.new_empty(*k_nope.shape[:3], P + R + 1)
     k[..., :P] = k_nope
     k[..., P + 1 :] = k_rope[:, None]
-    return mla.softmax(torch.cat([q, q[..., :1] * 0], -1), k, v).nan_to_num() * 0
+    return mla.softmax(torch.cat([q, q[..., :1] * 0], -1), k, v)
 
 
 def softmax_over_queries(*args: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
         lambda *a: changed_weights(lambda p: p[..., :1].expand(-1, -1, -1, T))(*a),
         "found that only a part of them is",
     ),
-    "dropout": (lambda *a: mla.sealed(*mla.naive(*a), dropout=0.5) * 0, "without dropout"),
+    "dropout": (lambda *a: mla.sealed(*mla.naive(*a), dropout=0.5), "without dropout"),
     "one key": (
         lambda x, latent, k_rope, *w: mla.softmax(*mla.naive(x, latent[:, :1], k_rope[:, :1], *w)),
         "expected several keys",
@@ -179,14 +179,20 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
 def test_a_near_miss_stays_as_it_is(function: Function, reason: str) -> None:
     module = capture(function, *mla.tensors())
     code = module.code
-    before = run(module, *mla.tensors())
+    before = seeded(module)
     (outcome,) = rewrite(module)
     assert outcome.path == "unchanged"
     assert outcome.reason.startswith("expected ")
     assert reason in outcome.reason
     assert not outcome.trail or outcome.trail[0].startswith("`")
     assert module.code == code
-    check_right(before, run(module, *mla.tensors()))
+    if function is not unwritten_columns:  # what these hold is another number each time
+        check_right(before, seeded(module))
+
+
+def seeded(module: fx.GraphModule) -> Tensor:
+    torch.manual_seed(0)  # of dropout
+    return run(module, *mla.tensors())
 
 
 @pytest.mark.parametrize("function", [latent_of_each_head, tokens_make_the_weight])
@@ -248,6 +254,7 @@ def test_weights_that_meet_two_values_exist_once() -> None:
     module = capture(attention, *mla.tensors())
     before = run(module, *mla.tensors())
     assert [outcome.path for outcome in rewrite(module)] == ["absorbed", "absorbed"]
+    assert [node.target for node in module.graph.nodes].count(torch.ops.aten._softmax.default) == 1
     check_right(before, run(module, *mla.tensors()))
 
 

@@ -118,6 +118,7 @@ def test_the_sentence_says_where_the_trace_stopped(function: Function, sentence:
     assert outcome.reason.rpartition(", at `")[0] == sentence
 
 
+@pytest.mark.usefixtures("without_codegen")
 def test_the_sentence_has_the_line_of_source() -> None:
     def attention(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)

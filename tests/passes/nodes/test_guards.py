@@ -8,12 +8,8 @@ from mla_compile.passes.code.reading import write_as
 from mla_compile.passes.nodes.guards import GuardNeeded, equal_by_guard, no_guards
 from mla_compile.passes.paths import one_op
 from mla_compile.passes.pipeline import Pipeline
-from tests.passes.graphs import DEVICE, capture
+from tests.passes.graphs import DEVICE, capture, shapes_of
 from tests.passes.spellings import HIDDEN
-
-
-def environment_of(module):
-    return torch._guards.detect_fake_mode([node.meta.get("val") for node in module.graph.nodes]).shape_env
 
 
 def outcome_of(module, ranges):
@@ -52,7 +48,7 @@ def test_an_attention_whose_code_needs_one_stays_unchanged(monkeypatch):
 
     tensors = torch.randn(4, 3, 8), torch.randn(9, 16), torch.randn(4, 16, 8), torch.randn(4, 16, 8)
     module = capture(attention, *tensors, symbolic=[[], [0]])
-    environment = environment_of(module)
+    environment = shapes_of(module)
     before, ranges = str(module.graph), {s: ValueRanges(2, 100) for s in environment.var_to_range}
 
     def only_short(tensor, layout, dims, realize):

@@ -6,18 +6,12 @@ Prefill does so on any device, decoding on a GPU.
 import pytest
 import torch
 
-from mla_compile.passes.paths import absorbed
 from tests.passes.caches.test_pages import OPS, PAGED, L, R, attend, inputs
-from tests.passes.graphs import capture, rewrite, run
+from tests.passes.graphs import capture, on_a_gpu, rewrite, run
 from tests.passes.masks.test_bounds import LENGTHS, NEAR_MISSES, SPELLINGS, T
 
 DENSE = torch.ops.mla.latent_attention.default
 CHUNKED = torch.ops.mla.expanded_attention.default
-
-
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(absorbed, "_LOOK_AT_MASKS", set())
 
 
 def rewritten(mask, queries, path="absorbed"):
@@ -37,7 +31,8 @@ def rewritten(mask, queries, path="absorbed"):
     return [node for node in module.graph.nodes if node.target in (*OPS.values(), DENSE, CHUNKED)]
 
 
-@pytest.mark.usefixtures("on_a_gpu")
+@on_a_gpu()
+@pytest.mark.diagonal
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
 def test_lengths_take_the_place_of_a_mask(spelling, queries):
@@ -53,7 +48,7 @@ def test_lengths_take_the_place_of_a_mask(spelling, queries):
     assert not any(getattr(n.meta["val"], "dtype", None) == torch.bool for n in op.graph.nodes if n.op != "output")
 
 
-@pytest.mark.usefixtures("on_a_gpu")
+@on_a_gpu()
 @pytest.mark.parametrize("mask", NEAR_MISSES.values(), ids=NEAR_MISSES)
 def test_what_is_no_number_of_keys_stays_a_mask(mask):
     (op,) = rewritten(mask, 3)
@@ -61,7 +56,7 @@ def test_what_is_no_number_of_keys_stays_a_mask(mask):
     assert op.args[4] is not None
 
 
-@pytest.mark.usefixtures("on_a_gpu")
+@on_a_gpu()
 def test_a_limit_that_the_graph_knows_stays_an_offset():
     (op,) = rewritten(lambda n, q: torch.arange(T) <= torch.arange(q)[:, None] + 6, 3)
     assert (op.target, op.args[4], op.args[5]) == (DENSE, None, 6)

@@ -88,6 +88,7 @@ def compiled(
         yield path, module, outcome
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_both_paths_are_taken_and_right(batch: Any, window: tuple[int, int]) -> None:

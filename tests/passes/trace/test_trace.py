@@ -15,7 +15,7 @@ from mla_compile.passes.algebra.terms import Form, Join, Product, Scaled, Sum, U
 from mla_compile.passes.nodes.arguments import is_tensor
 from mla_compile.passes.nodes.shapes import hint_of
 from mla_compile.passes.trace.trace import Trace
-from tests.passes.graphs import capture, values
+from tests.passes.graphs import capture, shapes_of, values
 from tests.passes.meaning import World
 
 
@@ -45,10 +45,9 @@ def check_all(module: fx.GraphModule, *tensors: Tensor) -> Form:
             _, left, right = (results[operand] for operand in node.args)
             world.tensors[Unread(node)] = _array(PRODUCTS[node.target](left, right))
     output = next(iter(reversed(module.graph.nodes))).args[0]
-    mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])
     symbols = {s for node in results if is_tensor(node) for size in trace[node].shape if (s := size) != 0}
     free = {symbol for size in symbols if not isinstance(size, int) for symbol in size.free_symbols}
-    world.symbols = {symbol: hint_of(symbol, mode.shape_env) for symbol in free}
+    world.symbols = {symbol: hint_of(symbol, shapes_of(module)) for symbol in free}
     for node in results:
         if is_tensor(node):
             try:
