@@ -13,6 +13,7 @@ from mla_compile.passes.outcome import Outcome
 from tests.passes.graphs import capture, rewrite, run
 from tests.passes.spellings import HIDDEN, Function, L, N, P, R, T
 
+PATHS = ("absorbed", "chunked")
 TERMS = HIDDEN + L + P + R + T
 """How many products are summed, one sum after the other, on the way from an input to the output."""
 
@@ -42,14 +43,14 @@ def compiled(
     function: Function,
     tensors: Sequence[Tensor],
     symbolic: Sequence[Sequence[int]] = (),
-    paths: Sequence[str] = ("absorbed", "chunked"),
+    paths: Sequence[str] = PATHS,
 ) -> Iterator[tuple[str, fx.GraphModule, list[Outcome]]]:
     """For each path, the graph of `function` after the passes, its results compared with those from before."""
-    return on_both_paths(capture(function, *tensors, symbolic=symbolic), tensors)
+    return on_paths(capture(function, *tensors, symbolic=symbolic), tensors, paths)
 
 
-def on_both_paths(
-    traced: fx.GraphModule, tensors: Sequence[Tensor]
+def on_paths(
+    traced: fx.GraphModule, tensors: Sequence[Tensor], paths: Sequence[str] = PATHS
 ) -> Iterator[tuple[str, fx.GraphModule, list[Outcome]]]:
     """For each path, a copy of a graph after the passes, its results compared with those from before."""
     before = run(traced, *tensors)

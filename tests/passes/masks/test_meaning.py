@@ -24,7 +24,7 @@ from mla_compile.passes.mla.prove import prove
 from mla_compile.passes.mla.site import Site
 from mla_compile.passes.trace.trace import Trace
 from tests.passes import spellings as mla
-from tests.passes.checks import on_both_paths
+from tests.passes.checks import on_paths
 from tests.passes.graphs import capture, rewrite, values
 from tests.passes.mask_cases import (
     ADDED,
@@ -107,7 +107,7 @@ def test_a_known_mask(name: str, symbolic: bool) -> None:
     expected = case.mask(SQ, T, *case.more).expand(B, 1, SQ, T)[:, 0].numpy()
     np.testing.assert_array_equal(attends(meaning, site, module, tensors), expected)
     if not symbolic or name in SYMBOLIC:
-        for path, _, (outcome,) in on_both_paths(module, tensors):
+        for path, _, (outcome,) in on_paths(module, tensors):
             assert outcome.path == path
 
 
@@ -120,7 +120,7 @@ def test_a_known_mask_that_is_added(case: Case, spelling: Callable[[Mask], mla.F
     assert not any(isinstance(kind, TensorMask) for kind in meaning.kinds)
     expected = (case.mask(SQ, T, *case.more) == 0).expand(B, 1, SQ, T)[:, 0].numpy()
     np.testing.assert_array_equal(attends(meaning, site, module, tensors), expected)
-    for path, _, (outcome,) in on_both_paths(module, tensors):
+    for path, _, (outcome,) in on_paths(module, tensors):
         assert outcome.path == path
 
 
@@ -152,7 +152,7 @@ def test_any_other_mask_is_a_tensor_or_padding(case: Case) -> None:
     tensors = (*mla.tensors(), *case.more)
     meaning, _, module = understood(attention(case.mask), tensors, symbolic=False)
     assert meaning.words == case.words
-    for path, _, (outcome,) in on_both_paths(module, tensors):
+    for path, _, (outcome,) in on_paths(module, tensors):
         assert outcome.path == path
 
 
@@ -215,7 +215,7 @@ def test_a_causal_flag_and_a_causal_mask_hold_both() -> None:
 
     meaning, _, module = understood(both, mla.tensors(), symbolic=False)
     assert meaning.kinds == (Causal(0),)
-    for path, _, (outcome,) in on_both_paths(module, mla.tensors()):
+    for path, _, (outcome,) in on_paths(module, mla.tensors()):
         assert outcome.path == path
 
 
@@ -227,5 +227,5 @@ def test_a_causal_flag_and_a_causal_mask_of_an_offset_that_may_be_less_hold_both
     meaning, _, module = understood(both, mla.tensors(), symbolic=True)
     assert [type(kind) for kind in meaning.kinds] == [Causal, Causal]
     assert meaning.words == "causal"
-    for path, _, (outcome,) in on_both_paths(module, mla.tensors()):
+    for path, _, (outcome,) in on_paths(module, mla.tensors()):
         assert outcome.path == path
