@@ -36,13 +36,16 @@ LAUNCHES = {
     "merged_of_any_size": ["merge_0"],
 }
 """Those of any size are traced with few sequences and keys, and run with more."""
+SLOW = ("paged_fp8", "one_page", "masked", "named", "rows_of_any_size", "merged_of_any_size")
+"""Each op is launched by default with sizes that are known or with symbols, and attention over pages with both."""
+SOME = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAUNCHES]
 MOST = 4.0
 """The largest error, in units of what float32 sums may be off by (`_error` in `tests/fake_cuda/written.py`)."""
 
 
-def step(command, folder, module="written", **environment):
+def step(command, folder, *names, module="written", **environment):
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.fake_cuda.{module}", command, str(folder)],
+        [sys.executable, "-W", "ignore", "-m", f"tests.fake_cuda.{module}", command, str(folder), *names],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
@@ -54,18 +57,25 @@ def step(command, folder, module="written", **environment):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def names(request):
+    """The cases of the tests that run."""
+    of_tests = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    return sorted({call.params["name"] for call in of_tests if call is not None})
+
+
+@pytest.fixture(scope="module")
+def written(names, tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")
-    step("write", folder)
+    step("write", folder, *names)
     return folder
 
 
 @pytest.fixture(scope="module")
-def found(written):
-    return json.loads(step("run", written, TRITON_INTERPRET="1"))
+def found(names, written):
+    return json.loads(step("run", written, *names, TRITON_INTERPRET="1"))
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", SOME)
 def test_what_inductor_launches_gives_the_numbers_of_the_op(name, written, found):
     launches, error = found[name]
     assert "torch.ops.mla" not in (written / f"{name}.py").read_text().partition("def call(")[2]
@@ -73,7 +83,7 @@ def test_what_inductor_launches_gives_the_numbers_of_the_op(name, written, found
     assert error < MOST
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", SOME)
 def test_it_launches_from_cpp_too(name, written):
     if not (written / f"{name}.cpp").exists():
         pytest.skip("this torch asks a GPU for kernels before it writes C++")
@@ -94,8 +104,8 @@ def test_a_step_of_a_model_gives_the_numbers_of_its_graph(tmp_path):
     """With kernels that are merged, rows that are written in parts, and the layers around the attention."""
     from tests.fake_cuda.whole import CACHES, LAYERS, SIZES
 
-    step("write", tmp_path, "whole")
-    errors = json.loads(step("run", tmp_path, "whole", TRITON_INTERPRET="1"))
+    step("write", tmp_path, module="whole")
+    errors = json.loads(step("run", tmp_path, module="whole", TRITON_INTERPRET="1"))
     assert errors.keys() == CACHES.keys()
     # Nine products a layer, one after the other, of at most so many numbers, each rounded to float32.
     assert max(errors.values()) < torch.finfo(torch.float32).eps * (LAYERS * 9 * SIZES["intermediate_size"]) ** 0.5

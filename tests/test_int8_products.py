@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -88,9 +89,16 @@ class Quantised(nn.Module):
         return self.product(x + self.attention(x, cache)[0], self.weight, self.scales)
 
 
-@SPELLINGS
-@pytest.mark.parametrize("freezing", [False, True], ids=["", "freezing"])
-@pytest.mark.parametrize("tokens", [1, 3])
+SOME = [(cast_and_transposed, False, 1), (transposed_and_cast, True, 1)]
+SOME += [(transposed_and_cast, False, 3), (cast_and_transposed, True, 3)]
+"""Each two values of spelling, freezing and number of tokens occur together; the other cases are slow."""
+CASES = [
+    pytest.param(*case, marks=() if case in SOME else pytest.mark.slow)
+    for case in itertools.product((cast_and_transposed, transposed_and_cast), (False, True), (1, 3))
+]
+
+
+@pytest.mark.parametrize(("product", "freezing", "tokens"), CASES)
 def test_inductor_finds_them(product, freezing, tokens):
     module = Quantised(product).bfloat16()
     cache = tuple(torch.randn(1, 9, t.shape[-1]).bfloat16() for t in Combined.empty_cache(1))

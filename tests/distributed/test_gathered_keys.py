@@ -181,7 +181,7 @@ MASKED = {
     f"{layout}, {mask}, {Sq} queries": Case(
         layout, "masks", Sq, mask, compiled=coded == (layout, mask, Sq), code=coded == (layout, mask, Sq)
     )
-    for coded in [("by_page", "causal", 3)]
+    for coded in [("by_page", "lengths", 3)]
     for layout in ("along_tokens", "by_token", "by_page")
     for mask in ("causal", "lengths")
     for Sq in (1, 3)

@@ -42,7 +42,7 @@ def spread(tensor: Tensor, dim: int = 0) -> Tensor:
     return far.copy_(tensor)
 
 
-def attention_case(op: str, dim: int, dtype: torch.dtype) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def attention_case(op: str, dim: int, dtype: torch.dtype, tokens: int = T) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments of an op, and the same arguments with the cache spread along a dim."""
     generator = torch.Generator().manual_seed(0)
 
@@ -51,17 +51,17 @@ def attention_case(op: str, dim: int, dtype: torch.dtype) -> tuple[tuple[Any, ..
 
     q = make(B, SQ, N, L + R)
     absorbed = q[..., :L], q[..., L:]
-    cache = make(5, 16, L + R) if op == "paged_latent_attention" else make(B, T, L + R)
+    cache = make(5, 16, L + R) if op == "paged_latent_attention" else make(B, tokens, L + R)
     if op == "paged_latent_attention":
         table, lengths = (torch.tensor(t).int() for t in ([[4, 0], [3, 1], [2, 4]], [25, 18, 32]))
         before, after = absorbed, (table, lengths, True, 0.2)
     elif op == "sparse_latent_attention":
-        indices = torch.tensor([[[0, T - 1, 7], [3, -1, T - 2]]]).int().expand(B, -1, -1)
+        indices = torch.tensor([[[0, tokens - 1, 7], [3, -1, tokens - 2]]]).int().expand(B, -1, -1)
         before, after = absorbed, (indices, None, None, 0.2, False)
     elif op == "expanded_attention":
-        before, after = (make(B, SQ, N, P + R),), (make(N, P, L), make(N, V, L), None, T - SQ, 0.2, 64)
+        before, after = (make(B, SQ, N, P + R),), (make(N, P, L), make(N, V, L), None, tokens - SQ, 0.2, 64)
     else:
-        before, after = absorbed, (None, T - SQ, 0.2)
+        before, after = absorbed, (None, tokens - SQ, 0.2)
     near, far = ((*before, c[..., :L], c[..., L:], *after) for c in (cache, spread(cache, dim)))
     return near, far
 

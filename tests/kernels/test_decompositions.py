@@ -95,6 +95,7 @@ def test_expanded_attention_stops_at_the_causal_limit(causal_offset):
     assert_as_close_as(eager_lse, lse, exact_lse, 12)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("uniform", [True, False])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -27,6 +27,7 @@ from mla_compile.kernels.per_head_matmul import per_head_matmul_reference
 from mla_compile.kernels.sparse_latent_attention import native as sparse_native
 from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_reference
 
+from .conftest import withdraw
 from .errors import assert_as_close_as
 from .naive import case_of, make_inputs
 from .paged import CODED, INT8, make_paged, make_paged_heads, quantised
@@ -306,7 +307,8 @@ def test_what_has_no_kernel_goes_on_to_python(dispatched, call):
     else:
         actual = torch.ops.mla.per_head_matmul(x.q[..., :24], x.w_uk)
         expected = per_head_matmul_reference(x.q[..., :24], x.w_uk)
-    torch.testing.assert_close(actual, expected)
+    # Sums in two orders, of some tens of products of numbers around 1.
+    torch.testing.assert_close(actual, expected, rtol=0, atol=100 * torch.finfo(torch.float64).eps)
 
 
 def test_a_kernel_that_is_taken_back_is_not_called(no_python):
@@ -327,24 +329,24 @@ def test_gradients_are_refused_when_they_are_asked_for(dispatched):
 
 @pytest.mark.parametrize("op", ["expanded_attention", "latent_attention", "per_head_matmul"])
 def test_gradients_of_what_has_them(dispatched, op):
-    """The formulas of gradients are in Python, the same with and without the dispatcher in C++."""
+    """The formulas of gradients are in Python, the same with the dispatcher in C++ as after it."""
     x = make_inputs((1, 3, 5, 2, 8, 4, 4, 4))
     first, *others = {
         "expanded_attention": (x.q, x.latent, x.k_rope, x.w_uk, x.w_uv, None, None, x.scale, 2),
         "latent_attention": (*x.absorbed, None, None, x.scale),
         "per_head_matmul": (x.q[..., :4], x.w_uk),
     }[op]
-    with torch.enable_grad():
-        results = getattr(torch.ops.mla, op)(first.clone().requires_grad_(), *others)
-        result = results if op == "per_head_matmul" else results[0]
-        assert type(result.grad_fn).__name__ == f"GeneratedBackwardFor_mla_{op}_defaultBackward"
-        result.sum().backward()
-
-
-def test_gradients_of_a_matrix_a_head():
-    operands = torch.randn(2, 3, 4, 5, dtype=torch.float64), torch.randn(4, 5, 6, dtype=torch.float64)
-    with torch.enable_grad():
-        assert torch.autograd.gradcheck(torch.ops.mla.per_head_matmul, [t.requires_grad_() for t in operands])
+    gradients = []
+    for over in (False, True):
+        if over:
+            withdraw()
+        with torch.enable_grad():
+            results = getattr(torch.ops.mla, op)(leaf := first.clone().requires_grad_(), *others)
+            result = results if op == "per_head_matmul" else results[0]
+            assert type(result.grad_fn).__name__ == f"GeneratedBackwardFor_mla_{op}_defaultBackward"
+            gradients += torch.autograd.grad(result.square().sum(), leaf)
+    assert gradients[0].any()
+    assert torch.equal(*gradients)
 
 
 WITHOUT_A_COMPILER = """

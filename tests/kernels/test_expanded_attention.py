@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_compile.errors import KernelError
 from mla_compile.kernels import visibility
 from mla_compile.kernels.expanded_attention import aten, chunks, expanded_attention_reference
+from tests.memory import peak
 
 from .errors import assert_as_close_as
 from .naive import MASKS, case_of, make_inputs, naive_mla
@@ -97,6 +97,7 @@ def test_any_workspace(workspace_tokens, mask):
     assert_right(make_inputs(sizes), case, workspace_tokens)
 
 
+@pytest.mark.parametrize("implementation", ["native", "aten"], indirect=True)  # C++ alone has other tiles
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.usefixtures("implementation")
 def test_tiles_of_queries_and_heads(monkeypatch, mask):
@@ -152,32 +153,21 @@ def test_without_flash_attention_and_without_looking_at_mask_values(monkeypatch,
     assert_right(make_inputs(sizes), case_of(sizes, mask), workspace_tokens=32)
 
 
-class Largest(TorchDispatchMode):
-    """Records the bytes of the largest storage that an operation returns."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(t, torch.Tensor):
-                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
-        return out
-
-
-@pytest.mark.parametrize("case", [(None, 0), (torch.ones(1, 1, 1024, 1024, dtype=torch.bool).tril(), None)])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.usefixtures("implementation")
-def test_memory_is_bounded(case):
-    heads, workspace_tokens = 32, 64
-    x = make_inputs((1, 1024, 1024, heads, 32, 16, 8, 16))
-    with Largest() as largest:
-        expanded_attention(*x.tensors, *case, x.scale, workspace_tokens)
-    output = 1024 * heads * 16 * 4
-    queries = 1024 * heads * 24 * 4
-    # Expanded keys of all heads would take as much as the queries do, all scores 128 MiB.
-    assert largest.bytes <= max(output, queries)
-    expanded_keys_and_scores = 1024 * heads * (24 + 1024) * 4
-    assert largest.bytes < expanded_keys_and_scores / 30
+def test_memory_does_not_depend_on_the_number_of_keys(masked):
+    """It takes copies of the queries, the output, and the scores, keys and values of a chunk for all heads at most."""
+    heads, queries, workspace_tokens, nope, rope, value = 32, 64, 64, 16, 8, 16
+    taken = []
+    for tokens in (512, 1024):
+        x = make_inputs((1, queries, tokens, heads, 32, nope, rope, value))
+        mask = torch.ones(1, 1, queries, tokens, dtype=torch.bool).tril(tokens - queries)
+        case = (mask, None) if masked else (None, tokens - queries)
+        taken.append(peak(lambda x=x, case=case: expanded_attention(*x.tensors, *case, x.scale, workspace_tokens)))
+    assert taken[0] == taken[1]
+    width = nope + rope + value
+    of_a_head = queries * width + workspace_tokens * (queries + width)
+    assert taken[0] <= heads * of_a_head * 4
 
 
 @pytest.mark.parametrize("case", [(None, None), (None, 2), (torch.rand(1, 1, 3, 5) < 0.5, None)])

@@ -63,8 +63,9 @@ def dtype(request, monkeypatch):
     return dtype
 
 
-SLOW = ("AVX-512", torch.float16), ("AVX-512", torch.float32), ("SSE2", torch.float32)
-"""Marked slow, since a kernel takes seconds to build; on CPUs with AVX-512, other tests run those of AVX-512 too."""
+SLOW = ("AVX-512", torch.float16), ("AVX-512", torch.float32), ("AVX2", torch.float32)
+SLOW += ("SSE2", torch.float16), ("SSE2", torch.float32)
+"""Marked slow, since a kernel takes seconds to build; other tests run those of the CPU's own instructions too."""
 
 
 def of(pairs):

@@ -6,10 +6,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_compile.errors import KernelError
+from tests.memory import peak
 
 from .errors import assert_as_close_as
 from .naive import MASKS, Case, case_of, masks
-from .test_expanded_attention_backward import Largest, equation
+from .test_expanded_attention_backward import equation
 
 latent_attention = torch.ops.mla.latent_attention
 latent_attention_backward = torch.ops.mla.latent_attention_backward
@@ -82,9 +83,9 @@ def test_half_precision(mask, dtype):
 
 @pytest.mark.parametrize("mask", ["none", "causal", "causal, first queries see nothing", "scattered keys", "bias"])
 def test_gradcheck(mask):
-    bias, offset = masks(2, 3, 4, 5)[mask]
+    bias, offset = masks(2, 2, 3, 4)[mask]
     case = (bias.double() if bias is not None and bias.is_floating_point() else bias, offset)
-    operands = [t.requires_grad_() for t in make((2, 4, 5, 3, 4, 2), torch.float64)]
+    operands = [t.requires_grad_() for t in make((2, 3, 4, 2, 3, 2), torch.float64)]
     with torch.enable_grad():
         assert torch.autograd.gradcheck(lambda *given: op(given, case)[0], operands)
 
@@ -93,12 +94,13 @@ def test_gradcheck(mask):
 def test_a_bias_that_learns(shape):
     operands, found = make((2, 7, 9, 3, 8, 2)), []
     values, direction = torch.randn(shape), torch.randn(2, 7, 3, 8)
-    for function, dtype in ((naive, torch.float64), (op, torch.float32)):
+    for function, dtype in ((naive, torch.float64), (naive, torch.float32), (op, torch.float32)):
         bias = values.to(dtype).requires_grad_()
         with torch.enable_grad():
             o, _ = function([t.to(dtype) for t in operands], (bias, 2))
             found += torch.autograd.grad((o * direction.to(dtype)).sum(), bias)
-    torch.testing.assert_close(found[1], found[0].float())
+    exact, measure, actual = found
+    assert_as_close_as(measure, actual, exact, merges=32)
 
 
 @pytest.mark.parametrize("wanted", range(1, 16))
@@ -129,15 +131,16 @@ def test_frozen_latents_ask_for_no_gradient():
 
 
 def test_memory_is_bounded():
-    """No operation returns more than the queries of all heads, which are much smaller than the scores of all heads."""
+    """The workspace has room for 8 heads' keys, whose scores may not all be there at once."""
     heads, tokens, width = 64, 512, 24
     operands = make((1, tokens, tokens, heads, 16, 8))
     o, lse = op(operands, (None, 0))
-    with Largest() as largest:
-        latent_attention_backward(torch.ones_like(o), None, *operands, None, 0, SCALE, o, lse, [True] * 4 + [False])
-    queries = tokens * heads * width * 4  # of all heads: an operand, and its gradient a result
-    assert largest.bytes <= queries
-    assert largest.bytes < heads * tokens * tokens * 4 // 8
+    arguments = torch.ones_like(o), None, *operands, None, 0, SCALE, o, lse, [True] * 4 + [False]
+    taken = peak(lambda: latent_attention_backward(*arguments))
+    queries = tokens * heads * width * 4  # both parts joined, the gradient, and its two parts
+    latents = tokens * width * 4
+    scores_of_a_head = tokens * tokens * 4
+    assert taken <= 3 * queries + latents + scores_of_a_head
 
 
 @pytest.mark.parametrize("case", [(None, None), (None, 2), (torch.rand(1, 1, 3, 5) < 0.5, None)])

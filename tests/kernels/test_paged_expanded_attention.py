@@ -1,14 +1,15 @@
 """mla::paged_expanded_attention: the reference against naive MLA per sequence, and the op on CPU against that."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mla_compile.errors import KernelError
 from mla_compile.kernels import pages, visibility
 from mla_compile.kernels.expanded_attention import chunks
 from mla_compile.kernels.paged_expanded_attention import aten, paged_expanded_attention_reference
+from tests.memory import peak
 
 from .errors import assert_as_close_as
 from .naive import Inputs, naive_mla
@@ -152,18 +153,30 @@ def masks(batch, heads, queries, keys):
 MASKS = tuple(masks(1, 1, 1, 1))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("implementation", ["native", "aten"], indirect=True)  # C++ alone takes no mask
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("counts", [None, COUNTS[0]], ids=str)
-@pytest.mark.parametrize("mask", [None, *MASKS])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.usefixtures("implementation")
 def test_masks_and_values_that_are_looked_at_or_not(mask, counts, causal, looks, monkeypatch):
     for module in (aten, chunks, pages, visibility):
         monkeypatch.setattr(module, "reads_values", lambda tensor: looks)
     x = make_paged_heads(*SIZES["prefill"])
     given = {"query_lens": None if counts is None else torch.tensor(counts)}
-    given["mask"] = None if mask is None else masks(3, 4, 70, 75)[mask]
-    assert_right(x, causal, 20, **given)
+    assert_right(x, causal, 20, mask=masks(3, 4, 70, 75)[mask], **given)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("counts", [None, COUNTS[0]], ids=str)
+@pytest.mark.usefixtures("implementation")
+def test_values_that_are_not_looked_at(counts, causal, monkeypatch):
+    for module in (aten, chunks, pages, visibility):
+        monkeypatch.setattr(module, "reads_values", lambda tensor: False)
+    assert_right(
+        make_paged_heads(*SIZES["prefill"]), causal, 20, query_lens=None if counts is None else torch.tensor(counts)
+    )
 
 
 @pytest.mark.parametrize(("groups", "rope_too", "coded"), CODED)
@@ -176,47 +189,23 @@ def test_pages_in_few_bits(dtype, groups, rope_too, coded):
 
 def test_any_strides():
     x = make_paged_heads(*SIZES["after a context"])
-    arguments = [t.transpose(0, -1).contiguous().transpose(0, -1) for t in x.arguments]
-    expected = paged_expanded_attention(*x.arguments, True, x.scale, 20)
-    for actual, wanted in zip(paged_expanded_attention(*arguments, True, x.scale, 20), expected, strict=True):
-        torch.testing.assert_close(actual, wanted)
-
-
-class Allocated(TorchDispatchMode):
-    """Counts the bytes of new memory that operations return: in all, and the most of one tensor."""
-
-    total = largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given, made = (
-            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tree_leaves(what) if is_tensor(t)}
-            for what in ((args, kwargs), out)
-        )
-        new = [size for place, size in made.items() if place not in given]
-        self.total, self.largest = self.total + sum(new), max([self.largest, *new])
-        return out
-
-
-def is_tensor(value):
-    return isinstance(value, torch.Tensor)
+    q, *cache, w_uk, w_uv = (t.transpose(0, -1).contiguous().transpose(0, -1) for t in x.arguments)
+    assert_right(replace(x, q=q, cache=tuple(cache), w_uk=w_uk, w_uv=w_uv), True, 20)
 
 
 @pytest.mark.parametrize("groups", [None, 1])
-def test_memory_knows_neither_pool_nor_table(groups):
-    taken = []
-    for spare in (0, 2000):
-        torch.manual_seed(0)
-        x = make_paged_heads([600], (600, 4, 32, 8, 8, 8), 16, groups=groups)
+@pytest.mark.usefixtures("implementation")
+def test_memory_depends_neither_on_pool_nor_table_nor_keys(groups):
+    taken = set()
+    for spare, tokens in ((0, 600), (2000, 600), (0, 1200)):
+        x = make_paged_heads([tokens], (60, 4, 32, 8, 8, 8), 16, groups=groups)
         more = [part.new_zeros(spare, *part.shape[1:]) for part in x.cache[:2]]
         pools = [torch.cat([part, rows]) for part, rows in zip(x.cache[:2], more, strict=True)]
         table = torch.cat([x.cache[2], x.cache[2].new_full((1, spare), 10**6)], dim=1)
         scales = None if groups is None else torch.cat([x.scales, x.scales.new_zeros(spare, *x.scales.shape[1:])])
-        with Allocated() as allocated:
-            paged_expanded_attention(x.q, *pools, table, x.cache[3], x.w_uk, x.w_uv, True, x.scale, 64, scales)
-        taken.append((allocated.total, allocated.largest))
-    assert taken[0] == taken[1]
-    assert taken[0][1] <= x.q.nbytes
+        arguments = x.q, *pools, table, x.cache[3], x.w_uk, x.w_uv, True, x.scale, 64, scales
+        taken.add(peak(lambda arguments=arguments: paged_expanded_attention(*arguments)))
+    assert len(taken) == 1, taken
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

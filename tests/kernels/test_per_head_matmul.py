@@ -72,3 +72,9 @@ def test_opcheck():
 def test_a_wrong_weight_is_refused():
     with pytest.raises(KernelError, match=r"expected weight of shape \[N, I, O\] = \[4, 5, 6\], found \[4, 7, 6\]"):
         torch.ops.mla.per_head_matmul(torch.randn(2, 3, 4, 5), torch.randn(4, 7, 6))
+
+
+def test_gradients_of_a_matrix_a_head():
+    operands = torch.randn(2, 3, 4, 5, dtype=torch.float64), torch.randn(4, 5, 6, dtype=torch.float64)
+    with torch.enable_grad():
+        assert torch.autograd.gradcheck(torch.ops.mla.per_head_matmul, [t.requires_grad_() for t in operands])

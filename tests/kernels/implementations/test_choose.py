@@ -239,7 +239,6 @@ def test_the_first_home_that_fits_is_used(install, tmp_path, caplog):
     install("flash_mla_2025", changed(tmp_path / "site", *CHANGED["a function that is gone"][0]))
     attend(problem(), H100, Ours())
     assert "sgl_kernel.flash_mla" in sys.modules
-    assert "triton is not known to be faster" not in chosen(caplog)[0]
     assert chosen(caplog)[0].startswith("mla::paged_latent_attention: FlashMLA")
 
 

@@ -11,8 +11,8 @@ from .where import INTERPRETED
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """Memory that a kernel does not write is NaN, and no library's matrix product may be given it."""
-    with Poisoned(torch.nan):
-        yield
+    with Poisoned(torch.nan) as poisoned:
+        yield poisoned
 
 
 @pytest.fixture(autouse=True)

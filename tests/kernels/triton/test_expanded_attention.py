@@ -106,19 +106,6 @@ def test_rows_that_finite_numbers_hide_stay_uniform_over_chunks():
     assert (o - mean).abs().max() < 50 * torch.finfo(torch.float32).eps * x.latent.abs().max()
 
 
-def test_keys_that_no_query_sees_may_hold_nan():
-    x = make_inputs((2, 4, 40, 2, 12, 8, 4, 8))
-    mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
-    mask[0, ..., :7] = False
-    mask[1, ..., 11:20] = False
-    expected = run(x, (mask, 30), 16)
-    for cache in (x.latent, x.k_rope):
-        cache.masked_fill_(~mask[:, 0, 0, :, None], torch.nan)
-        cache[:, 34:] = torch.nan
-    for actual, wanted in zip(run(x, (mask, 30), 16), expected, strict=True):
-        assert torch.equal(actual, wanted)
-
-
 def test_any_strides():
     x = make_inputs((2, 7, 30, 2, 12, 8, 4, 8))
     other = dataclasses.replace(
@@ -127,8 +114,7 @@ def test_any_strides():
         latent=x.latent.transpose(0, 1).contiguous().transpose(0, 1),
         k_rope=x.k_rope.contiguous(),
     )
-    for actual, wanted in zip(run(other, (None, 23), 16), run(x, (None, 23), 16), strict=True):
-        torch.testing.assert_close(actual, wanted)
+    assert_right(other, (None, 23), 16)
 
 
 def test_heads_in_groups(monkeypatch):
@@ -146,7 +132,7 @@ def test_the_tiles_of_the_table():
     "mask",
     [
         pytest.param("none", marks=pytest.mark.slow),
-        "causal",
+        pytest.param("causal", marks=pytest.mark.slow),
         pytest.param("left padding and causal", marks=pytest.mark.slow),
         "bool of each head and query",
     ],

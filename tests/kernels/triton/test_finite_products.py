@@ -12,7 +12,7 @@ from mla_compile.kernels.expanded_attention.triton import expanded_attention_tri
 from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
 from mla_compile.kernels.paged_expanded_attention.triton import paged_expanded_attention_triton
 
-from ..poison import Poisoned, assert_the_same
+from ..poison import assert_the_same
 from ..unseen import MAKE
 from .where import ON_GPU, machine, to_device
 
@@ -22,11 +22,9 @@ TILES = Tiles(rows=16, keys=16, warps=4, stages=2)
 CHUNKED = {name: make for name, make in MAKE.items() if name.startswith(("expanded", "paged expanded"))}
 del CHUNKED["expanded, many queries"]  # takes minutes, and runs the same code as few queries
 MASKS = [name for name in CHUNKED if name.startswith("expanded, ")]
-SOME = [
-    pytest.param(make, id=name, marks=[pytest.mark.slow] if name in MASKS[1::2] else [])
-    for name, make in CHUNKED.items()
-]
-"""All problems; every other mask of a dense cache is slow."""
+SLOW = [*MASKS[1::2], "paged expanded, queries that are not the last", "paged expanded, a mask"]
+SOME = [pytest.param(make, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, make in CHUNKED.items()]
+"""All problems; slow are every other mask of a dense cache, and what other problems have together with padding."""
 
 
 def compute(problem):
@@ -38,15 +36,14 @@ def compute(problem):
     return paged_expanded_attention_triton(PagedExpandedAttention(*arguments, None, *more), machine(), TILES)
 
 
-@pytest.mark.parametrize("value", [torch.nan])
 @pytest.mark.parametrize("make", SOME)
-def test_chunks(make, value):
+def test_chunks(make, poisoned_memory):
     torch.manual_seed(0)
     expected = compute(make(torch.bfloat16, 0.0))
     torch.manual_seed(0)
-    problem = make(torch.bfloat16, value)
-    with Poisoned(value) as poisoned:
-        actual = compute(problem)
-    assert poisoned.products
+    problem = make(torch.bfloat16, torch.nan)
+    before = poisoned_memory.products
+    actual = compute(problem)
+    assert poisoned_memory.products > before
     assert expected[0].isfinite().all()
     assert_the_same(actual, expected)

@@ -103,14 +103,15 @@ def test_shared_keys_of_queries_that_are_not_the_last():
 
 
 def test_shared_keys_in_fp8_give_the_same_numbers_each_time():
-    x = make_paged([500, 7, 90], (2, 3, 48, 8), 16, torch.bfloat16)
+    x = make_paged([300, 7, 90], (2, 3, 48, 8), 16, torch.bfloat16)
     arguments, scales = quantised(x, 1)
     first, second = (run(arguments, True, x.scale, scales) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    whole = run(arguments, True, x.scale, scales, split_tokens=1024)
-    exact = paged_latent_attention_reference(*arguments, True, x.scale, scales)
-    for shared, once, wanted in zip(first, whole, exact, strict=True):
-        assert_as_close_as(once.float(), shared.float(), wanted.double())
+    exact_arguments = [t.double() if t.dtype == torch.bfloat16 else t for t in arguments]
+    exact = paged_latent_attention_reference(*exact_arguments, True, x.scale, scales)
+    measure = paged_latent_attention_reference(*arguments, True, x.scale, scales)
+    assert_as_close_as(measure[0], first[0], exact[0])
+    assert_as_close_as(measure[1].float(), first[1], exact[1])
 
 
 def assert_right_with(x, causal, **more):

@@ -1,0 +1,80 @@
+"""What machine code must have and must not: products on matrix units, nothing on the stack, waits in their places."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+from .ahead import machine_of
+
+
+def assert_clean(record, arch, stack=0, in_loop=0):
+    assert record.shared <= machine_of(arch).shared_bytes
+    assert record.stack <= stack
+    assert record.spills_in_loop <= in_loop
+    # The compiler may turn a kernel that cannot run into a trap, which spills nothing.
+    assert matrix_unit(record.assembly), "no product on a matrix unit"
+
+
+def matrix_unit(assembly):
+    """The name of the matrix instruction in the assembly, or None."""
+    names = ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "v_mfma")
+    return next((name for name in names if name in assembly), None)
+
+
+def assert_warp_groups(record):
+    """Check the kernel for sm_90 whose warps have tasks of their own.
+
+    Each of two consumer warp groups computes scores of 64 rows and 64 keys, and half of the sums by two products.
+    """
+    assert record.shared <= machine_of("sm_90").shared_bytes
+    assert (record.stack, record.registers) == (0, 168)  # per thread: the average of 384; a consumer's have 240
+    assert_consumers(record)
+    assert record.whole["UTMALDG"] == 2 * (1 + 2)  # for each of two pages: one half; the other half, and the rope keys
+    # For pages that do not exist; and for each consumer.
+    assert_all_warps_are_there_before_one_arrives(record.assembly, 4 + 2 * 6)
+
+
+def assert_tensor_memory(record):
+    """Check that for sm_100: one warp issues all products, the scores of 128 rows and 64 keys, and half of the sums."""
+    assert record.shared <= machine_of("sm_100").shared_bytes
+    assert record.stack == 0
+    assert record.whole["UTCHMMA"] == (512 + 64) // 16 + 64 // 16
+    assert record.whole["UTCBAR"] == 2 * 2  # after each product: its result is there, its operands are free
+    assert record.whole["UTMALDG"] == (512 + 64) // 64
+    assert_all_warps_are_there_before_one_arrives(record.assembly, 2 + 2)
+
+
+def assert_each_score_once_and_no_wait_between(record):
+    """Check the loop over tiles of 64 keys, in which each of two warp groups computes half of the scores of 64 rows and
+    half of the sums.
+
+    Three products give scores, and each is waited for; two give sums, and go on during the next tile. Products that
+    the assembler cannot prove safe it would serialise, with a wait after each instruction.
+    """
+    scores, sums = (512 + 64) // 16, 2 * 64 // 16
+    assert record.loop["HGMMA"] == scores + sums
+    assert record.loop["WARPGROUP"] <= 2 * (3 + 2)
+    assert record.loop["LDGSTS"] == 64 * 576 * 2 / 16 / 256  # asynchronous copies of all keys, by 256 threads
+    assert record.loop["LDG"] == 1  # the number of the next page
+
+
+def assert_consumers(record):
+    scores, sums = (512 + 64) // 16, 2 * 64 // 16
+    assert record.loop["HGMMA"] == scores + sums
+    assert record.whole["HGMMA"] == 2 * (scores + sums)
+    # Each consumer begins products five times and waits for them three times, so that none is serialised.
+    assert record.whole["WARPGROUP"] == 2 * (5 + 3)
+
+
+def assert_all_warps_are_there_before_one_arrives(assembly, count):
+    """Check that each of `count` arrivals at a barrier directly follows a synchronisation of warps.
+
+    One thread arrives for its warp group, so the other threads must have done what they have to do before.
+    """
+    kinds = r"\b(bar\.(?:warp\.)?sync|(?:ld|st)\.shared|stmatrix|wgmma\.(?:mma|wait)|tcgen05\.(?:ld|st|wait)"
+    kinds += r"|mbarrier\.(?:arrive\.shared|try_wait))"
+    order = re.findall(kinds, assembly)
+    arrivals = [before for before, this in pairwise(order) if this == "mbarrier.arrive.shared"]
+    assert len(arrivals) == count
+    assert set(arrivals) <= {"bar.sync", "bar.warp.sync"}
