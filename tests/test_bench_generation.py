@@ -280,6 +280,7 @@ class TestTable:
 
 class TestCommand:
     def test_it_writes_what_it_prints(self, monkeypatch, capsys, tmp_path):
+        monkeypatch.setattr("mla_compile.bench.generation.run.measure_device", lambda *_: DEVICE)
         monkeypatch.setitem(models.MODELS, "v2-lite", TINY)
         csv_file, json_file = tmp_path / "rows.csv", tmp_path / "rows.json"
         options = "--layers 2 --modes eager --contexts 5 --prefill 4 --batches 1 3 --repeats 2 --dtype bfloat16"

@@ -121,9 +121,9 @@ def test_commands_register_themselves():
 
 
 def test_explain_says_what_became_of_a_checkpoint(config, capsys):
-    """With two of its layers; tests/test_docs.py runs the command on the whole checkpoint."""
+    """With one of its layers; tests/test_docs.py runs the command on the whole checkpoint."""
     checkpoint = Path(__file__).parents[1] / "examples" / "tiny-deepseek-v3"
-    layers = 2
+    layers = 1
     smaller = config(**json.loads((checkpoint / "config.json").read_text()) | {"num_hidden_layers": layers})
     (smaller / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
     assert cli.main(["explain", str(smaller), "--tokens", "8", "--json"]) == 0

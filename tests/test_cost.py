@@ -220,7 +220,7 @@ def roofline_path(dims, device, element_size, workspace_tokens, topk=None):
     return min(costs, key=lambda path: seconds(costs[path]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     shape=shapes,
     fixed=st.fixed_dictionaries({"N": st.integers(1, 128), "L": widths, "P": widths, "R": widths, "V": widths}),

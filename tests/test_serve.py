@@ -127,8 +127,8 @@ async def ask_all(running, requests, seconds_between=0.0):
 
 
 def test_each_of_many_requests_gets_what_it_would_get_alone(running):
-    """64 at a time, which need nine times the pages that there are, and two that are abandoned."""
-    requests = prompts(64)
+    """32 at a time, which need four times the pages that there are, and two that are abandoned."""
+    requests = prompts(32)
     assert asyncio.run(ask_all(running, requests)) == one_by_one(running.engine, requests)
     deadline = time.monotonic() + 60
     while running.unfinished():

@@ -140,6 +140,7 @@ def test_a_graph_without_attention_says_so():
     assert mla_compile.last_report().note == "stock Inductor, no attention in the graph"
 
 
+@pytest.mark.slow  # test_deterministic.py has some in every run
 def test_gradients_through_generated_code():
     module = Combined()
     with torch.enable_grad():

@@ -5,6 +5,7 @@ torch then fills new tensors with NaN, so elements that a kernel leaves unwritte
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import mla_compile
 from tests.compile.layers import Layer, hidden
 from tests.models import Combined
-from tests.training import gradients
+from tests.training import assert_gradients_close, gradients
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
@@ -30,9 +31,12 @@ def deterministic() -> Iterator[None]:
 def test_training_steps_give_the_same_bits(dtype: torch.dtype) -> None:
     module = Layer().to(dtype)
     x = hidden(dtype, tokens=40)
+    wide = copy.deepcopy(module).double()
+    exact = gradients(wide, wide, [x.double()])
     compiled = torch.compile(module, backend="mla", dynamic=False)
     first, second = (gradients(compiled, module, [x]) for _ in range(2))
     assert mla_compile.last_report().rewritten == 1
+    assert_gradients_close(first, gradients(module, module, [x]), exact)
     for one, other in zip(first, second, strict=True):
         assert one.isfinite().all()
         assert torch.equal(one, other)

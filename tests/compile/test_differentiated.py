@@ -75,6 +75,7 @@ def of_each_sample(loss, x):
     return torch.vmap(torch.func.grad(loss))(x[:, None])
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("differentiated", [by_grad, by_jvp, of_each_sample])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_graph_that_differentiates_itself_is_left_to_inductor(differentiated, enabled):

@@ -166,7 +166,8 @@ def test_a_cache_in_buffers_is_written():
     module = Buffers().eval()
     exact, example = copy.deepcopy(module).double(), (torch.randn(2, 3, HIDDEN),)
     program = torch.export.export(copy.deepcopy(module), example, dynamic_shapes=({1: Dim("Sq", min=1, max=24)},))
-    run = mla_compile.lower(mla_compile.rewrite(program, options={"mla.strict": True})).module()
+    options = {"mla.path": "absorbed", "mla.strict": True}
+    run = mla_compile.lower(mla_compile.rewrite(program, options=options)).module()
     for queries in (6, 1, 1, 3):
         x = torch.randn(2, queries, HIDDEN)
         assert_as_close_as_eager(run(x), module(x), exact(x.double()))

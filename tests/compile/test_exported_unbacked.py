@@ -22,13 +22,14 @@ def masked(x, cache, number):
 
 @pytest.mark.parametrize(
     ("take", "path"),
-    [(from_one_on, "absorbed or chunked"), (masked, "absorbed or chunked"), (some_queries, "chunked")],
+    [(from_one_on, "absorbed or chunked"), (masked, "absorbed"), (some_queries, "chunked")],
 )
 def test_rewritten_and_lowered_they_are_right(take, path):
     module = Attention(take)
     example = torch.randn(3, 4, HIDDEN), torch.randn(3, 12, L + R), torch.tensor(5)
     program = torch.export.export(module, example, dynamic_shapes=({1: Dim.AUTO}, {1: Dim.AUTO}, None))
-    rewritten = mla_compile.rewrite(program)
+    options = {"mla.path": path} if path == "absorbed" else {}
+    rewritten = mla_compile.rewrite(program, options=options)
     (site,) = mla_compile.last_report().sites
     assert site.path == path
     runs = rewritten.module(), mla_compile.lower(rewritten).module()

@@ -66,6 +66,7 @@ def test_both_paths_are_right_at_every_shape(name, batch, path):
     assert {site.path for report in reports for site in report.sites} == {path}
 
 
+@pytest.mark.slow  # test_artifacts.py has both paths, of symbolic lengths, in every run
 def test_with_generated_code():
     reports = check(Combined(), torch.float32)
     assert all(report.rewritten == 1 for report in reports)

@@ -159,7 +159,7 @@ def test_a_checkpoint():
 
 @pytest.mark.parametrize(
     "dynamic",
-    [pytest.param(False, marks=pytest.mark.slow, id="known sizes"), pytest.param(True, id="symbolic sizes")],
+    [pytest.param(False, id="known sizes"), pytest.param(True, marks=pytest.mark.slow, id="symbolic sizes")],
 )
 def test_compiled(dynamic):
     module, x = Biased(), hidden()
@@ -171,7 +171,7 @@ def test_compiled(dynamic):
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("kind", [Absorbed, ValuesExpanded, KeysExpanded])
+@pytest.mark.parametrize("kind", [Absorbed, ValuesExpanded, pytest.param(KeysExpanded, marks=pytest.mark.slow)])
 def test_no_scores_are_kept(kind):
     """The bound, for each token: queries, latents, outputs in latent space, these again for their product with W_UV,
     the log-sum-exp, and what the layer itself keeps."""

@@ -46,7 +46,7 @@ def test_a_step_is_rewritten_and_right() -> None:
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_every_step_of_a_decode_is_rewritten_and_right(dtype: torch.dtype) -> None:
     check(dtype, (1, 1, 2, 2), dynamic=True)
 

@@ -69,7 +69,7 @@ def _longcat_flash() -> nn.Module:
 
 def _glm5_next() -> nn.Module:
     linear = LINEAR | {"layer_types": ["linear_attention", "indexed_attention"], "index_kpool": 2}
-    text = ROUTED | INDEXER | linear | {"qk_rope_head_dim": 0}
+    text = ROUTED | INDEXER | linear | {"qk_rope_head_dim": 0, "hc_sinkhorn_iters": 3}
     vision = VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
     return hf.Glm5NextForConditionalGeneration(hf.Glm5NextConfig(text_config=text, vision_config=vision))
 
@@ -107,6 +107,7 @@ def _deepseek_v4() -> nn.Module:
         mlp_layer_types=["hash_moe", "moe", "moe"],
         sliding_window=4,
         hc_mult=2,
+        hc_sinkhorn_iters=3,
         o_groups=2,
         o_lora_rank=8,
     )

@@ -28,13 +28,14 @@ def example():
     return runpy.run_path(str(FOLDER / "export.py"))
 
 
-def test_logits_and_caches(example):
-    model = build("v3")
+@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_logits_and_caches(example, layers):
+    model = build("v3", layers=layers)
     step, exact = example["Step"](model), example["Step"](copy.deepcopy(model).double())
     program = mla_compile.lower(mla_compile.rewrite(example["export"](model), options={"mla.strict": True}))
-    assert mla_compile.last_report().rewritten == 2
+    assert mla_compile.last_report().rewritten == layers
     run = program.module()
-    cache = tuple(torch.zeros(2, 1, 0, width) for width in (16, 8))
+    cache = tuple(torch.zeros(layers, 1, 0, width) for width in (16, 8))
     exact_cache = tuple(t.double() for t in cache)
     for queries in (6, 1, 1, 40, 1):
         ids = torch.randint(64, (1, queries))

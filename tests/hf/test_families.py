@@ -102,6 +102,7 @@ def test_every_phase_of_every_family(family: Family, attention: str, cache: str)
     check_phases(family, attention, cache, dict(zip(PHASES, reports, strict=True)))
 
 
+@pytest.mark.slow  # test_flex.py has one in every run
 def test_functions_of_flex_attention_are_read() -> None:
     family, ids = FAMILIES["youtu"], some_ids()
     eager = build(family, "sdpa")  # flex_attention does not run uncompiled, nor in float64

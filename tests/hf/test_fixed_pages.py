@@ -100,7 +100,7 @@ def test_64_tokens_are_one_graph_that_knows_no_length_and_writes_in_place(graphs
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize(("search", "layers"), [("greedy", 2), ("beams", 1)])
+@pytest.mark.parametrize(("search", "layers"), [pytest.param("greedy", 2, marks=pytest.mark.slow), ("beams", 1)])
 def test_compiled_generation_is_eagers(search, layers):
     model, inputs = build("v3", layers=layers), prompt(2, padded=True)
     expected = generate(model, inputs, None, SEARCHES[search])

@@ -17,7 +17,7 @@ def model(layers):
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize(("padding", "layers"), [(0, 2), (4, 1)])
+@pytest.mark.parametrize(("padding", "layers"), [pytest.param(0, 2, marks=pytest.mark.slow), (4, 1)])
 def test_logits_are_those_of_eager_attention(padding, layers):
     ids, seen = torch.randint(1, 64, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
     seen[1, :padding] = 0

@@ -66,7 +66,10 @@ def with_lora(model: nn.Module, *projections: str, **settings: object) -> nn.Mod
     return peft.get_peft_model(model, config)
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "adapted",
+    [pytest.param(False, marks=pytest.mark.slow, id="all weights"), pytest.param(True, id="adapters")],
+)
 def test_the_trainer_trains_a_compiled_model(adapted, tmp_path):
     model = model_of("deepseek_v3")
     if adapted:

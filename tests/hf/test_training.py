@@ -97,7 +97,7 @@ def test_a_padded_batch(attention):
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 def test_checkpointed_layers():
-    model = model_of("deepseek_v3", LAYERS)
+    model = model_of("deepseek_v3")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_trained(model, tokens())
 
