@@ -83,6 +83,16 @@ def assert_all_rewritten(model, most):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("name", ["left padding", "static"])
+def test_compiled_tokens_are_eagers(name, tokenizer):
+    model, way = load(layers=1), WAYS[name]
+    expected = generate(model, tokenizer, way)
+    model.compile(backend="mla")
+    assert torch.equal(generate(model, tokenizer, way), expected)
+    assert_all_rewritten(model, way.most)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_compiled_tokens_of_the_whole_checkpoint_are_eagers(name, tokenizer):
