@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from .cache import BlockTable, FP8PagePool, INT8PagePool, PagePool
+from .dynamo.known_to_accelerate import register_with_accelerate
 from .errors import (
     CacheError,
     CacheMismatchError,
@@ -17,11 +18,10 @@ from .errors import (
     VerifyError,
 )
 from .explaining import explain
-from .known_to_accelerate import register_with_accelerate
 from .options import Options
+from .parallel.tensor_parallel import tp_plan
 from .passes.outcome import Outcome
 from .report import Report, last_report, reports
-from .tensor_parallel import tp_plan
 from .version import __version__
 
 if TYPE_CHECKING:

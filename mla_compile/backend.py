@@ -43,37 +43,38 @@ from mla_compile.kernels.implementations.implementation import AUTO
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.paths.absorbed import Absorbed
 
-from . import differentiated, ops, variants
+from . import ops
 from . import options as option_parser
 from .artifacts import cache_tag
-from .control_flow import copy_parts, parts
-from .dynamo_graph import copied, inline_regions
-from .flex import write_out
-from .frozen import compile_frozen, parameters
-from .gpu_accesses import accesses_remembered
-from .gpu_kernels import kernels_of, packages_for
-from .gpu_launches import put_launches
-from .gpu_products import products_of
-from .gpu_together import together
-from .gpu_writes import write_in_parts
+from .dynamo import differentiated, variants
+from .dynamo.control_flow import copy_parts, parts
+from .dynamo.flex import write_out
+from .dynamo.graph import copied, inline_regions
+from .dynamo.seal import CACHEABLE, seal_with_parts
+from .dynamo.uncompiled import warn_of_generate
 from .graph_log import is_observed, log_graph
-from .interpreted import interpreted
-from .loops import settings_of_loops
+from .inductor.frozen import compile_frozen, parameters
+from .inductor.gpu_accesses import accesses_remembered
+from .inductor.gpu_kernels import kernels_of, packages_for
+from .inductor.gpu_launches import put_launches
+from .inductor.gpu_products import products_of
+from .inductor.gpu_together import together
+from .inductor.gpu_writes import write_in_parts
+from .inductor.interpreted import interpreted
+from .inductor.loops import settings_of_loops
+from .inductor.retrace import decompositions_of_others, retrace
 from .options import Options
-from .replicated import with_replicated_heads
+from .parallel.replicated import with_replicated_heads
 from .report import Report, record
-from .retrace import decompositions_of_others, retrace
 from .rewriting import raise_strict, rewrite_graph
-from .seal import CACHEABLE, seal_with_parts
 from .stored import ReportStore
 from .training.rewrite import Check, rewrite_for_training
-from .uncompiled import warn_of_generate
 from .verify import Verified
 
 if torch.distributed.is_available():
     # The sharding rules need private parts of torch. If these have changed, our ops fail on DTensors, but nothing else.
     with contextlib.suppress(ImportError, AttributeError):
-        from . import sharding
+        from .parallel import sharding
 
         sharding.register()
 

@@ -22,13 +22,13 @@ from mla_compile.kernels.implementations.implementation import OURS
 from mla_compile.passes.paths.all import AUTO
 
 from .device import rates_of
+from .dynamo.seal import seal_exported, unseal_exported
 from .errors import OptionError
-from .gpu_launches import put_launches
-from .loop_operands import straighten_loop_operands
+from .inductor.gpu_launches import put_launches
+from .inductor.loop_operands import straighten_loop_operands
 from .options import OFF, parse
 from .report import Report, record
 from .rewriting import raise_strict, rewrite_graph
-from .seal import seal_exported, unseal_exported
 from .verify import check
 
 NOTE = "exported program"

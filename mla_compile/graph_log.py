@@ -22,7 +22,7 @@ from torch._inductor import config as inductor_config
 from mla_compile.passes.pipeline import Result
 from mla_compile.passes.text.proofs import proof_text
 
-from .control_flow import copy_parts
+from .dynamo.control_flow import copy_parts
 
 _dynamo_utils: Any = dynamo_utils  # the stubs of these two lack what is used here
 _logging: Any = torch._logging

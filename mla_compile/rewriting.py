@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from .control_flow import lay_out, layouts_of, parts
 from .cost import Device
+from .dynamo.control_flow import lay_out, layouts_of, parts
 from .errors import StrictError
 from .graph_log import log_graph, log_results, snapshot
 from .options import Options

@@ -20,8 +20,8 @@ from torch.utils._sympy import functions
 from mla_compile.passes.nodes.shapes import hint_of
 
 from . import cache_files
-from .control_flow import code_of
-from .dynamo_graph import EXAMPLE
+from .dynamo.control_flow import code_of
+from .dynamo.graph import EXAMPLE
 from .report import Report
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .control_flow import parts
+from .dynamo.control_flow import parts
 from .errors import VerifyError
 from .passes.outcome import Outcome
 

@@ -49,7 +49,7 @@ LONG = (
     "test_spellings.py",
     "compile/test_trained_by_heads.py",
     "kernels/test_library.py",
-    "test_gpu_launches.py",
+    "inductor/test_gpu_launches.py",
     "test_bench.py",
     "compile/test_adapters.py",
     "test_fake_cuda.py",

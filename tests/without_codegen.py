@@ -10,7 +10,7 @@ from unittest import mock
 from torch._functorch import config as functorch_config
 
 from mla_compile import backend
-from mla_compile.interpreted import interpreted
+from mla_compile.inductor.interpreted import interpreted
 
 
 @contextlib.contextmanager

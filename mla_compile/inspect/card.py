@@ -12,8 +12,8 @@ from torch import fx
 from mla_compile.passes.mla.why_not import name
 from mla_compile.passes.outcome import Outcome
 
-from ..control_flow import located
 from ..cost import Device
+from ..dynamo.control_flow import located
 from ..rewriting import AFTER, BEFORE
 from .collect import Compilation, Proved
 from .costs import AS_WRITTEN, Model, PathCost, expands, style

@@ -21,9 +21,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mla_compile.dynamo_graph import EXAMPLE
+from mla_compile.dynamo.graph import EXAMPLE
+from mla_compile.dynamo.seal import seal
 from mla_compile.passes.nodes.common_subexpressions import CommonSubexpressions
-from mla_compile.seal import seal
 
 _WRITING = ("triton_kernel_wrapper_mutation", "auto_functionalized", "with_effects")
 """Prefixes of the names of higher-order operators that write to their inputs."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.dynamo_graph import tensors_of
+from mla_compile.dynamo.graph import tensors_of
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
 

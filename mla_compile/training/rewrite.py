@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from mla_compile.cost import Device
-from mla_compile.dynamo_graph import copied
+from mla_compile.dynamo.graph import copied
 from mla_compile.options import KEEP_ALL, QUERIES, Options
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.outcome import Outcome, unchanged

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from mla_compile.dynamo_graph import EXAMPLE
+from mla_compile.dynamo.graph import EXAMPLE
 from mla_compile.passes.code.splicing import adopted
 from mla_compile.passes.nodes.arguments import is_repeatable
 from mla_compile.passes.nodes.refusal import Refusal

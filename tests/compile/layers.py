@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 
-from mla_compile.interpreted import interpreted
+from mla_compile.inductor.interpreted import interpreted
 from tests.models import HIDDEN, Combined, N, P, R, V, rope
 from tests.training import assert_every_gradient
 

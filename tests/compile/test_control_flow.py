@@ -9,10 +9,10 @@ from torch._higher_order_ops import while_loop
 
 import mla_compile
 from mla_compile import backend
+from mla_compile.inductor.interpreted import interpreted
 from mla_compile.inspect.collect import compilations
 from mla_compile.inspect.folder import write
 from mla_compile.inspect.page import Inspection
-from mla_compile.interpreted import interpreted
 from tests.compile.layers import Layer
 from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, N, P, R

@@ -7,7 +7,7 @@ from torch.fx import symbolic_trace
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 import mla_compile
-from mla_compile.flex import _is_element_by_element
+from mla_compile.dynamo.flex import _is_element_by_element
 
 B, N, P, R, V, L, S = 2, 4, 6, 2, 5, 8, 9
 DOCUMENTS = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2])

@@ -12,7 +12,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import mla_compile
-from mla_compile.retrace import retrace
+from mla_compile.inductor.retrace import retrace
 from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, Combined, L, R
 

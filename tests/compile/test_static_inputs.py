@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mla_compile import backend
-from mla_compile.dynamo_graph import copied
-from mla_compile.interpreted import interpreted
+from mla_compile.dynamo.graph import copied
+from mla_compile.inductor.interpreted import interpreted
 from tests.models import HIDDEN, Inference
 
 

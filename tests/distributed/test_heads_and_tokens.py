@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import mla_compile
 from mla_compile import PagedLatentCache, backend
-from mla_compile.interpreted import interpreted
+from mla_compile.inductor.interpreted import interpreted
 from tests.distributed.processes import in_processes
 from tests.distributed.test_shared_cache import PAGE, build, generated
 

@@ -10,8 +10,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import mla_compile
 import mla_compile.backend
-from mla_compile import ops, sharding
+from mla_compile import ops
 from mla_compile.fp8 import quantised
+from mla_compile.parallel import sharding
 from tests.distributed import naive
 from tests.distributed.processes import in_processes
 
@@ -252,5 +253,5 @@ def test_naive_attention_to_dtensors_is_rewritten():
 
 def test_the_backend_can_be_imported_where_torch_lacks_a_function_for_sharding():
     code = "from torch.distributed.tensor._ops import utils; del utils.expand_to_full_mesh_op_strategy"
-    code += "; import sys, mla_compile.backend; assert 'mla_compile.sharding' not in sys.modules"
+    code += "; import sys, mla_compile.backend; assert 'mla_compile.parallel.sharding' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

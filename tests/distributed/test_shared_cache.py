@@ -10,7 +10,7 @@ from torch.distributed.tensor import init_device_mesh
 import mla_compile
 from mla_compile import PagedLatentCache, backend
 from mla_compile.cache.shares import Shares
-from mla_compile.interpreted import interpreted
+from mla_compile.inductor.interpreted import interpreted
 from tests.distributed.processes import in_processes
 
 transformers = pytest.importorskip("transformers")

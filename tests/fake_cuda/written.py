@@ -187,11 +187,11 @@ def write(folder: Path, names: Sequence[str]) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     import mla_compile
-    from mla_compile.gpu_accesses import accesses_remembered
-    from mla_compile.gpu_launches import put_launches
-    from mla_compile.gpu_products import products_of
-    from mla_compile.gpu_together import together
-    from mla_compile.gpu_writes import write_in_parts
+    from mla_compile.inductor.gpu_accesses import accesses_remembered
+    from mla_compile.inductor.gpu_launches import put_launches
+    from mla_compile.inductor.gpu_products import products_of
+    from mla_compile.inductor.gpu_together import together
+    from mla_compile.inductor.gpu_writes import write_in_parts
 
     from .pretend import present
 

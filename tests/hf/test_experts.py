@@ -15,7 +15,8 @@ import transformers
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 
-from mla_compile import backend, widened_products
+from mla_compile import backend
+from mla_compile.inductor import widened_products
 from tests.errors import assert_as_close_as_eager
 from tests.hf.families import EXPERTS, FAMILIES, PLAIN, build, decoded, exact, interpreted, some_ids
 

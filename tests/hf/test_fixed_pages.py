@@ -5,7 +5,7 @@ import torch
 
 import mla_compile
 from mla_compile import PagedLatentCache, backend
-from mla_compile.interpreted import interpreted
+from mla_compile.inductor.interpreted import interpreted
 from tests.hf import families
 from tests.hf.test_deepseek import build
 from tests.hf.test_paged_cache import SEARCHES, generate, prompt

@@ -39,7 +39,7 @@ def sealed(
     causal: bool = False,
     **kw: object,
 ) -> Tensor:
-    """SDPA as `mla_compile.seal` writes it."""
+    """SDPA as `mla_compile.dynamo.seal` writes it."""
     return torch.ops.mla.sealed_attention(q, k, v, mask, dropout, causal, kw.get("scale"), kw.get("enable_gqa", False))
 
 

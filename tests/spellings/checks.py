@@ -31,7 +31,7 @@ MISSED = Outcome("", "", "", "unchanged", "no attention was found")
 
 
 class _Sealed(TorchFunctionMode):
-    """Writes SDPA as `mla_compile.seal` does."""
+    """Writes SDPA as `mla_compile.dynamo.seal` does."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

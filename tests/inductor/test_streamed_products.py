@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_compile.streamed_products import FEW_ROWS, grouped_mm_of_few_rows, mm_of_one_row
+from mla_compile.inductor.streamed_products import FEW_ROWS, grouped_mm_of_few_rows, mm_of_one_row
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)

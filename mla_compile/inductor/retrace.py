@@ -14,10 +14,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..dynamo.seal import unseal
+from ..ops import SEALED
 from .int8_products import products_with_int8
-from .ops import SEALED
 from .same_numbers import merge_same_numbers
-from .seal import unseal
 from .streamed_products import grouped_mm_of_few_rows, mm_of_one_row
 from .widened_products import widened_addmm, widened_bmm, widened_grouped_mm, widened_mm
 

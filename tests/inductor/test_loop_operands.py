@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.export import Dim
 
 import mla_compile
-from mla_compile.loop_operands import straighten_loop_operands
+from mla_compile.inductor.loop_operands import straighten_loop_operands
 from tests.models import HIDDEN, Combined, L, R
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")

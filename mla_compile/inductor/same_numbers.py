@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from .passes.nodes.arguments import is_repeatable
+from ..passes.nodes.arguments import is_repeatable
 
 
 def merge_same_numbers(graph: fx.Graph) -> int:

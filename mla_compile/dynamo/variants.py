@@ -21,7 +21,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
-from .dynamo_graph import EXAMPLE
+from .graph import EXAMPLE
 
 _MOST_SHOWN = 4
 Shapes = dict[str, str]

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 from torch._higher_order_ops import triton_kernel_wrap
 
-from mla_compile.gpu_accesses import accesses_remembered
+from mla_compile.inductor.gpu_accesses import accesses_remembered
 from mla_compile.kernels._common.launching import _configured
 from mla_compile.kernels.append_latents.kernel import append
 from mla_compile.kernels.merge_states.kernel import merge

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile.same_numbers import merge_same_numbers
+from mla_compile.inductor.same_numbers import merge_same_numbers
 
 
 def merged(function, *inputs):

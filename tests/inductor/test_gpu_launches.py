@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or torch.version.hip is not None, reason="there is a GPU, or torch takes AMD's for one"
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LAUNCHES = {
     "paged": ["attend_latents_0", "combine_1"],
     "paged_fp8": ["attend_latents_0", "combine_1"],

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from mla_compile.passes.nodes.shapes import hints_of, size_of
 
-from .dynamo_graph import copied
+from .graph import copied
 
 _OPERATORS = {"cond", "while_loop"}
 """The names of torch's operators whose graphs may be changed. Not scan and map: Inductor traces their bodies again, and

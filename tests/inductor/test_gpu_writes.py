@@ -5,7 +5,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile.gpu_writes import write_in_parts
+from mla_compile.inductor.gpu_writes import write_in_parts
 
 aten = torch.ops.aten
 L, R, W = 6, 2, 8

@@ -10,7 +10,7 @@ from torch._inductor import config
 from torch._inductor.scheduler import ForeachKernelSchedulerNode
 
 from mla_compile import backend
-from mla_compile.gpu_together import joined, together
+from mla_compile.inductor.gpu_together import joined, together
 from tests.models import HIDDEN, Combined, L, R
 
 

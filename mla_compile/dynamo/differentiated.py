@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .dynamo_graph import EXAMPLE, tensors_of
+from .graph import EXAMPLE, tensors_of
 
 _OWN = {"_grad_increment_nesting", "_jvp_increment_nesting", "_autograd_grad", "grad"}
 """Names of functions in a graph that differentiates or begins to: those of `torch.func` and `torch.autograd.grad`."""

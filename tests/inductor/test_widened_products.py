@@ -13,10 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_compile
-from mla_compile import backend, widened_products
+from mla_compile import backend
 from mla_compile.cpu_products import has_products
-from mla_compile.retrace import retrace
-from mla_compile.widened_products import widened_addmm, widened_bmm, widened_grouped_mm, widened_mm
+from mla_compile.inductor import widened_products
+from mla_compile.inductor.retrace import retrace
+from mla_compile.inductor.widened_products import widened_addmm, widened_bmm, widened_grouped_mm, widened_mm
 from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, Combined, N, V
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 _WITHOUT_RULES: dict[str, dict[str, str]] = {
     "axk1": {},

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
-from .dynamo_graph import EXAMPLE
-from .ops import SEALED
-from .passes.nodes.walk import makers, walk
+from ..ops import SEALED
+from ..passes.nodes.walk import makers, walk
+from .graph import EXAMPLE
 
 FLEX = torch.ops.higher_order.flex_attention
 _INDICES = 4

@@ -15,7 +15,7 @@ from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile.int8_products import products_with_int8
+from mla_compile.inductor.int8_products import products_with_int8
 from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, Combined
 

@@ -15,7 +15,7 @@ from torch import fx
 from torch._inductor import ir, lowering
 from torch._inductor.kernel.bmm import aten_bmm
 
-from .ops import per_head_matmul
+from ..ops import per_head_matmul
 
 _OP = per_head_matmul.default
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .cpu_products import has_products
-from .ops import widened_matmul
+from ..cpu_products import has_products
+from ..ops import widened_matmul
 
 AreGiven = Callable[[Tensor], bool]
 """Whether matrices are in memory anyway: inputs of the graph, or views of them."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .passes.code.differentiable import OVER_GROUPS
+from ..passes.code.differentiable import OVER_GROUPS
 
 _LOOPS = (OVER_GROUPS, torch.ops.higher_order.while_loop)
 

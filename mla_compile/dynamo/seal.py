@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from ..ops import SEALED
+from ..passes.nodes.arguments import all_arguments
 from .control_flow import parts
-from .ops import SEALED
-from .passes.nodes.arguments import all_arguments
 
 _TENSORS = ("query", "key", "value", "attn_mask")
 

@@ -9,7 +9,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 pytest.importorskip("triton")
 
 import mla_compile
-from mla_compile import backend, gpu_kernels
+from mla_compile import backend
+from mla_compile.inductor import gpu_kernels
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels.implementations import choose
 from mla_compile.report import Report, merged

@@ -15,7 +15,7 @@ from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSch
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor.experimental import register_sharding
 
-from . import ops
+from .. import ops
 
 Placements = tuple[list[Placement], list[Placement | None]]
 """The placements of the results, and of the arguments (None for one that is not a tensor)."""

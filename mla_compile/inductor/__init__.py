@@ -1,0 +1,1 @@
+"""What Inductor is given and told once a graph is rewritten: launches, products, loops, decompositions."""

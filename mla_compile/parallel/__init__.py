@@ -1,0 +1,1 @@
+"""Attention whose heads or tokens are shared out over ranks."""
