@@ -60,13 +60,6 @@ def call(layer, tokens, sign=1, **options):
     return mla_compile.last_report().sites
 
 
-@pytest.mark.parametrize(("kind", "sites"), [(InBranches, 2), (InALoop, 1)])
-def test_it_is_rewritten(kind, sites):
-    found = call(kind(), 13)
-    assert [site.rewritten for site in found] == [True] * sites
-    assert len({site.node for site in found}) == sites
-
-
 def test_sizes_may_be_symbols_and_either_branch_is_right():
     layer = InBranches()
     for tokens, sign in ((13, 1), (13, -1), (24, 1)):
@@ -83,11 +76,13 @@ def test_what_is_decided_of_one_branch_is_not_told_of_another():
     assert mla_compile.last_report().rewritten == 1
 
 
-@pytest.mark.parametrize("kind", [InBranches, InALoop])
-def test_it_is_verified(kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "sites"), [(InBranches, 2), (InALoop, 1)])
+def test_it_is_rewritten_and_verified(kind, sites, monkeypatch):
     checked = []
     monkeypatch.setattr("mla_compile.verify.compare", lambda original, rewritten, site: checked.append(site.path))
-    call(kind(), 13, options={"mla.verify": True})
+    found = call(kind(), 13, options={"mla.verify": True})
+    assert [site.rewritten for site in found] == [True] * sites
+    assert len({site.node for site in found}) == sites
     assert len(checked) == (1 if kind is InBranches else 3)  # the branch that is taken, in each round
 
 

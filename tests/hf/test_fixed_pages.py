@@ -72,8 +72,8 @@ def written(module):
 
 @pytest.mark.parametrize(
     ("kind", "layers"),
-    [({}, 2), ({"dtype": FP8}, 1), ({"dtype": torch.int8}, 1)],
-    ids=["model's dtype", "FP8", "INT8"],
+    [({}, 2), ({"dtype": FP8}, 1), ({"dtype": FP8, "scale": 0.01}, 1), ({"dtype": torch.int8}, 1)],
+    ids=["model's dtype", "FP8", "FP8 of one scale", "INT8"],
 )
 def test_64_tokens_are_one_graph_that_knows_no_length_and_writes_in_place(graphs, kind, layers):
     model, tokens = build("v3", layers=layers), torch.randint(1, 64, (2, 72))

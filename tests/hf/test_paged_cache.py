@@ -101,7 +101,7 @@ CODED = {
 @pytest.mark.parametrize(
     ("search", "kind"),
     [
-        ("greedy", "FP8 of one scale"),
+        pytest.param("greedy", "FP8 of one scale", marks=pytest.mark.slow),  # one in test_fixed_pages.py
         pytest.param("beams", "FP8", marks=pytest.mark.slow),  # beams have a test above, FP8 one in test_fixed_pages.py
         pytest.param("greedy", "INT8", marks=pytest.mark.slow),  # its logits have one below
     ],
