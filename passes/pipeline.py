@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from .graph.gathers import remove_unused, waits_for_gathers
 from .graph.in_place import write_in_place
 from .graph.rephrased import rephrase
 from .graph.rewriter import Rewriter
+from .graph.strides import keep_strides
 from .masks.meaning import Meaning, understand
 from .mla.nearest import with_nearest_queries
 from .mla.queries import query_latent
@@ -93,7 +94,7 @@ class Pipeline:
         rewriter = Rewriter(graph, self.workspace_tokens, choose.environment)
         trace = Trace(graph)
         waits = waits_for_gathers(graph)
-        with nullcontext() if self.ranges is None else no_guards(choose.environment):
+        with self._guards(choose):
             results = [self._treat(found, trace, choose, rewriter) for found in list(find(graph, trace))]
         if any(result.outcome.rewritten for result in results):
             if not self.training:
@@ -103,6 +104,9 @@ class Pipeline:
                     remove_unused(waits)
                     graph.eliminate_dead_code()
             _relax_views(graph)
+            if not self.training:
+                with self._guards(choose):
+                    keep_strides(graph, rewriter.replaced)
             graph.lint()
             module.recompile()
         return results
@@ -112,6 +116,10 @@ class Pipeline:
         rewritten (see `graph/rephrased`)."""
         if not self.training and self.ranges is None:
             rephrase(module, self._chooser(module))
+
+    def _guards(self, choose: Chooser) -> AbstractContextManager[None]:
+        """A context in which an exported program takes no guards."""
+        return nullcontext() if self.ranges is None else no_guards(choose.environment)
 
     def _chooser(self, module: fx.GraphModule) -> Chooser:
         mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])

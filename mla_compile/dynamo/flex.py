@@ -4,6 +4,8 @@
     ->  sealed_attention(q, k, v, mask_mod(b, h, i, j))                         if scores are not modified, else
         softmax(where(mask_mod(b, h, i, j), score_mod(q k, b, h, i, j), -inf)) v
 
+Of a block mask only `mask_mod` is read, as by flex_attention without compilation: its blocks say where that is False.
+
 The functions take one score and its four indices. If all their operations are elementwise, they can take all scores at
 once, with indices that broadcast. Once the attention is rewritten, no full matrix of scores or masks is left.
 """

@@ -21,7 +21,8 @@ class Rewriter:
 
     def __init__(self, graph: fx.Graph, workspace_tokens: int, environment: ShapeEnv | None) -> None:
         self.graph, self.workspace_tokens, self.environment = graph, workspace_tokens, environment
-        self._replaced: dict[fx.Node, fx.Node] = {}
+        self.replaced: dict[fx.Node, fx.Node] = {}
+        """The nodes that were replaced, with what replaced them."""
         self._traced: dict[Hashable, fx.Graph] = {}
 
     def __call__(self, site: Site, form: Form | Either) -> fx.Node:
@@ -32,8 +33,8 @@ class Rewriter:
         """
         output = site.node
         for part in form.parts(site, self.workspace_tokens):
-            if part.place in self._replaced:  # scores that two attentions share
-                output = self._replaced[part.place]
+            if part.place in self.replaced:  # scores that two attentions share
+                output = self.replaced[part.place]
                 continue
             output = self._put(part.place, self._graph_of(site, part.code), part.code.sources)
         return output
@@ -44,7 +45,7 @@ class Rewriter:
             return graph_of(code, self._values(code.sources))
         key = (
             signature(site, code.said, code.sources, self.environment),
-            tuple(source in self._replaced for source in code.sources),
+            tuple(source in self.replaced for source in code.sources),
         )
         traced = self._traced.get(key)
         if traced is None:
@@ -55,15 +56,15 @@ class Rewriter:
         return traced
 
     def _values(self, sources: Sequence[fx.Node]) -> list[Any]:
-        return [self._replaced.get(node, node).meta["val"] for node in sources]
+        return [self.replaced.get(node, node).meta["val"] for node in sources]
 
     def _put(self, place: fx.Node, traced: fx.Graph, sources: Sequence[fx.Node]) -> fx.Node:
         """Replace a node by traced code that takes `sources`."""
         with self.graph.inserting_before(place):
-            output = inline(self.graph, traced, [self._replaced.get(node, node) for node in sources], place)
+            output = inline(self.graph, traced, [self.replaced.get(node, node) for node in sources], place)
         place.replace_all_uses_with(output)
         self.graph.erase_node(place)  # fx takes a sealed attention to be impure, so no pass would remove it
-        self._replaced[place] = output
+        self.replaced[place] = output
         return output
 
     def _guards(self) -> int:

@@ -13,13 +13,15 @@ def per_head(x: Tensor, weight: Tensor, read: Read | None) -> Tensor:
 
     A weight that is made from an input, by a cast or by dequantising, would have to be written for the op and read
     again. For one row it is therefore multiplied where it is made: Inductor's loop reads it in the few bits in which it
-    is kept.
+    is kept. Factors of two dtypes are promoted, as users do who keep scores or attention weights in float32.
     """
     sizes = x.shape[0], x.shape[1]
-    if all(isinstance(size, int) and size == 1 for size in sizes) and read is not None and _is_made(read):
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return (x.to(dtype).unsqueeze(-1) * weight.to(dtype)).sum(-2).to(x.dtype)
-    out: Tensor = torch.ops.mla.per_head_matmul(x, weight)
+    result = torch.promote_types(x.dtype, weight.dtype)
+    made = weight.dtype != result or (read is not None and _is_made(read))
+    if made and all(isinstance(size, int) and size == 1 for size in sizes):
+        dtype = torch.promote_types(result, torch.float32)
+        return (x.to(dtype).unsqueeze(-1) * weight.to(dtype)).sum(-2).to(result)
+    out: Tensor = torch.ops.mla.per_head_matmul(x.to(result), weight.to(result))
     return out
 
 

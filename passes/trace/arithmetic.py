@@ -9,10 +9,10 @@ from torch import fx
 
 from ..algebra import elementwise, joins, operations
 from ..algebra.sizes import Unaligned, known_at_most
-from ..algebra.terms import Form, Unread
+from ..algebra.terms import Form, Join, Product, Sum, Term, Unread
 from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
 from ..nodes.shapes import shape_of, size_of
-from .coded import dequantized_read, is_coded, widened, widens
+from .coded import WIDE, dequantized_read, is_coded, widened, widens
 from .handler import Forms, Handlers, pointwise
 from .weights import with_scaled_weight
 
@@ -38,7 +38,17 @@ def _cast(trace: Forms, node: fx.Node) -> Form:
     floating = before.is_floating_point and after.is_floating_point
     if not floating and not widens(trace[source], source, after):
         return pointwise(trace, node)
+    # To fewer bits than a model computes in, users round on purpose, as quantised keys would be.
+    if after not in WIDE and _is_computed(trace[source].term):
+        return pointwise(trace, node)
     return operations.cast(trace[source], after)
+
+
+def _is_computed(term: Term) -> bool:
+    """Whether an element, or a piece of what it is joined from, is a product or a sum."""
+    if isinstance(term.parts, Join):
+        return any(_is_computed(segment.term) for segment in term.parts.segments)
+    return isinstance(term.parts, Product | Sum)
 
 
 @HANDLERS.of(aten.mm.default, aten.mv.default)

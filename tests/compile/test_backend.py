@@ -227,6 +227,22 @@ def test_a_latent_that_serves_something_else_too_is_still_right():
 
 
 @pytest.mark.usefixtures("without_codegen")
+def test_an_output_that_is_viewed_behind_a_graph_break():
+    """Its view needs the strides that eager has."""
+
+    def attend(q, latent, weight):
+        k, v = (latent @ weight).unflatten(-1, (4, 24)).transpose(1, 2).split([16, 8], dim=-1)
+        o = F.scaled_dot_product_attention(q, k, v)
+        torch._dynamo.graph_break()
+        return o.view(-1, 8)
+
+    inputs = torch.randn(2, 4, 3, 16), torch.randn(2, 50, 6), torch.randn(6, 96)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(attend, backend="mla")(*inputs), attend(*inputs))
+    assert any(report.rewritten for report in mla_compile.reports())
+
+
+@pytest.mark.usefixtures("without_codegen")
 def test_a_mask_of_the_wrong_shape_is_an_error_as_in_eager():
     x, cache = decode_inputs()
     mask = torch.ones(1, 1, 1, 17, dtype=torch.bool)

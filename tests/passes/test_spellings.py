@@ -97,6 +97,31 @@ def test_bfloat16_with_a_float32_softmax(path: str) -> None:
     assert (after.double() - exact).abs().max() <= 2 * before
 
 
+def _weights_wide(q: Tensor, k: Tensor, v: Tensor, wide: torch.dtype) -> Tensor:
+    return (q @ k.mT * SCALE).tanh().softmax(-1, dtype=wide) @ v.to(wide)
+
+
+def _scores_wide(q: Tensor, k: Tensor, v: Tensor, wide: torch.dtype) -> Tensor:
+    return (q.to(wide) @ k.to(wide).mT * SCALE).tanh().softmax(-1).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (mla.B, SQ)], ids=["a row", "rows"])
+@pytest.mark.parametrize("attend", [_weights_wide, _scores_wide])
+def test_bfloat16_with_products_in_float32_around_a_function_of_the_scores(
+    attend: Function, rows: tuple[int, int]
+) -> None:
+    """The error is at most twice that of the graph before the passes."""
+    halves = [t.bfloat16() for t in mla.tensors(*rows)]
+    module = capture(lambda *args: attend(*mla.naive(*args), torch.float32), *halves)
+    exact = attend(*mla.naive(*(t.double() for t in halves)), torch.float64)
+    before = run(module, *halves)
+    (outcome,) = rewrite(module)
+    assert outcome.path == "absorbed"
+    after = run(module, *halves)
+    assert after.dtype == before.dtype
+    assert (after.double() - exact).abs().max() <= 2 * (before.double() - exact).abs().max()
+
+
 def test_two_layers_and_the_second_reads_what_the_first_became() -> None:
     def layers(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         first = mla.combined_sdpa(x, latent, k_rope, w_q, w_kv).transpose(1, 2).flatten(2)

@@ -150,6 +150,11 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     ),
     "a scale on the values": (changed_values(lambda v: v * 2), "values without a scale"),
     "a nonlinearity on the values": (changed_values(torch.relu), "found `relu`"),
+    "keys rounded to FP8": (changed_keys(lambda k: k.to(torch.float8_e4m3fn).to(k.dtype)), "found `_to_copy"),
+    "values rounded to FP8, by a scale": (
+        changed_values(lambda v: (v * 100).to(torch.float8_e5m2).to(v.dtype) / 100),
+        "found `div",
+    ),
     "values of other heads": (changed_values(lambda v: v.roll(1, 1)), "found `roll`"),
     "Llama with rope on all of the keys": (llama, "an up-projection of"),
     "keys and values cached unfolded": (expanded_cache, "keys and values that are stored expanded"),
