@@ -115,8 +115,9 @@ def _strides(value: Tensor) -> Iterator[Size]:
 
 def _order(value: Tensor) -> list[int]:
     """The dimensions of a tensor by decreasing stride."""
-    strides = [size_of(stride) for stride in value.stride()]
-    symbols = [stride for stride in value.stride() if isinstance(stride, torch.SymInt)]
+    given: tuple[int | torch.SymInt, ...] = value.stride()
+    strides = [size_of(stride) for stride in given]
+    symbols = [stride for stride in given if isinstance(stride, torch.SymInt)]
     hints = hints_of(strides, symbols[0].node.shape_env) if symbols else {}
     numbers = [int(stride.subs(hints)) if not isinstance(stride, int) else stride for stride in strides]
     return sorted(range(len(numbers)), key=lambda dim: -numbers[dim])
