@@ -114,8 +114,6 @@ def bucket(size: int) -> int:
 
 
 def _fastest(timer: Timer, table: Sequence[C], others: Sequence[C], run: Run[C]) -> C | None:
-    from triton.errors import TritonError
-
     best, best_time, expected = None, float("inf"), None
     # Launches that are being timed take the tiles that they are given.
     token = _TIMER.set(None)
@@ -127,7 +125,7 @@ def _fastest(timer: Timer, table: Sequence[C], others: Sequence[C], run: Run[C])
                     _log.warning("%s %s", candidate, wrong)
                     continue
                 time = timer(functools.partial(run, candidate))
-            except (TritonError, RuntimeError) as error:
+            except Exception as error:
                 if not _cannot_be_compiled(error):
                     raise
                 _log.info("%s: %s", candidate, error)

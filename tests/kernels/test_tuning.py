@@ -131,11 +131,12 @@ def test_what_computes_something_else_is_not_taken_however_fast(wrong, caplog):
     assert f"{FAST} gives " in caplog.text
 
 
-def test_what_rounds_otherwise_is_taken():
+@pytest.mark.parametrize(("dtype", "off"), [(torch.bfloat16, 2**-7), (torch.float32, 1e-5)])
+def test_what_rounds_otherwise_is_taken(dtype, off):
     class Rounded(Timed):
         def run(self, tiles):
             o, lse = super().run(tiles)
-            return (o * (1 + 2**-7), lse + 1e-5) if tiles == FAST else (o, lse)
+            return (o.to(dtype) * (1 + off), lse + 1e-5) if tiles == FAST else (o.to(dtype), lse)
 
     assert best(Rounded(SECONDS)) == FAST
 
