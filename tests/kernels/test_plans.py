@@ -92,6 +92,7 @@ def test_tiles_that_were_measured_are_not_what_is_kept_for_calls_that_do_not_ask
 ):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "_KNOWN", {})
+    monkeypatch.setattr(tuning, "difference", lambda *_: None)  # recorded launches have no results
     paged_latent_attention_triton(bundle(), H100)
     table = launches[0].constants
     seconds = iter(range(1000, 0, -1))  # the last is the fastest
