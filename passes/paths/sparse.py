@@ -29,8 +29,13 @@ class Sparse(OneOp):
     may_be_asked = False
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
-        """Sites whose masks name keys for all heads alike."""
-        return NamedKeys.of(site, meaning) is not None
+        """Sites whose masks name keys for all heads alike.
+
+        Where a query that sees no key attends to all alike, the log-sum-exp of its scores is not told, and then nor is
+        whether its weights are numbers.
+        """
+        told = not (meaning.uniform_when_empty and site.attention.numbers)
+        return told and NamedKeys.of(site, meaning) is not None
 
     def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
         """See `sparse_cost`.

@@ -145,3 +145,20 @@ def test_where_each_query_sees_a_key_that_it_names_the_mean_of_all_is_not_taken(
     module = sparse(by_hand(mask), (*mla.tensors(queries=queries), SCORES[:, :queries]), symbolic)
     (node,) = (n for n in module.graph.nodes if n.target is torch.ops.mla.sparse_latent_attention.default)
     assert node.args[8] == some_see_nothing
+
+
+def test_weights_that_are_no_numbers_where_a_query_sees_none_of_its_keys() -> None:
+    """It attends to all keys alike, so that its weights are numbers: the path `absorbed` knows, `sparse` does not."""
+
+    def function(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor, best: Tensor) -> Tensor:
+        q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)
+        named = torch.zeros(best.shape, dtype=torch.bool).scatter(-1, best.topk(3).indices, True)[:, None]
+        hidden = ~(named & (arange(T) <= arange(SQ)[:, None]))
+        return (q @ k.mT * mla.SCALE).masked_fill(hidden, -1e9).softmax(-1).nan_to_num() @ v
+
+    tensors = (*mla.tensors(), NOWHERE)
+    module = capture(function, *tensors)
+    before = run(module, *tensors)
+    (outcome,) = rewrite(module, "sparse")
+    assert outcome.path == "absorbed"
+    check_right(before, run(module, *tensors), score=1e9)
