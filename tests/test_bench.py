@@ -121,7 +121,8 @@ class TestCheck:
                 error = check.error(modes.MODES[mode](built), built, workload, "dynamic", exact)
                 assert 0 < error < check.tolerance(built, workload, "dynamic", exact)
 
-    @pytest.mark.parametrize("workload", [DECODE, pytest.param(PREFILL, marks=pytest.mark.slow)], ids=str)
+    @pytest.mark.slow
+    @pytest.mark.parametrize("workload", [DECODE, PREFILL], ids=str)
     def test_half_precision_is_measured_by_transformers_own_error(self, workload):
         built = build(replace(TINY["v3"], dtype="bfloat16"))
         assert {weight.dtype for weight in built.attention.parameters()} == {torch.bfloat16}

@@ -46,7 +46,7 @@ def steps(monkeypatch):
     ("spoil", "status", "words"),
     [
         (lambda output: output, 0, ""),
-        (NoNumber.apply, 1, "is inf away from float64, rounding explains at most"),
+        pytest.param(NoNumber.apply, 1, "is inf away from float64, rounding explains at most", marks=pytest.mark.slow),
         (lambda output: 1.01 * output, 1, " away from float64, rounding explains at most"),
     ],
     ids=["right", "no numbers", "other numbers"],

@@ -1,8 +1,8 @@
 """A pool of pages for latents and rope keys that counts the holders of each page.
 
 A page number stands for one page in every layer. A page may have several holders (sequences with a common prefix) and
-is free again when the last one releases it. All is plain torch. The methods that run in a model's forward (`take`,
-`write`, `read`) read no tensor values on the host, so that they compile without a graph break.
+is free again when the last one releases it. All is plain torch. The methods that run in a model's forward
+(`take_where`, `write`, `read`) read no tensor values on the host, so that they compile without a graph break.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CacheMismatchError, FreedError, OutOfPagesError, PageIndexError
+from ..errors import CacheMismatchError, FreedError, PageIndexError
+from .checks import check_free
 
 
 def check_count(name: str, count: Any) -> None:
@@ -108,11 +109,7 @@ class PagePool:
 
     def require(self, count: int) -> None:
         """Raise OutOfPagesError unless `count` pages are free."""
-        if count > self.available:
-            raise OutOfPagesError(
-                f"expected {count} free pages, found {self.available} of {self.pages} "
-                f"({self.page_size} tokens each): free a sequence or make the pool larger"
-            )
+        check_free(count, self.available, self.pages, self.page_size)
 
     def take(self, count: int) -> Tensor:
         """Take `count` free pages, `[count]`, each of which then has one holder.
@@ -129,11 +126,8 @@ class PagePool:
         """Take `count` pages; return `pages` with the `place`-th of these wherever `new` is True.
 
         The same page may appear several times. `place` is at least -1, and from 0 to count - 1 where `new` is True. No
-        size depends on the number of new pages.
-
-        Raises: OutOfPagesError, with nothing taken.
+        size depends on the number of new pages. That so many are free is for the caller to check: see `checks.py`.
         """
-        self.require(count)
         pages = torch.where(new, self._free[self.available - 1 - place], pages)
         self.references[pages] = torch.where(new, 1, self.references[pages])
         self.available -= count

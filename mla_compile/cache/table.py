@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import CacheMismatchError, FreedError
+from .checks import check_free, check_length, if_there_are_pages
 from .pool import PagePool, stays
 
 
@@ -69,16 +70,18 @@ class BlockTable:
         page_size, before = self.page_tokens, self.used
         after = self._pages_for(self.length + count)
         taken = after - before  # by each sequence
-        self.pool.require(self.batch * taken)
-        if after > self.max_pages:
-            raise CacheMismatchError(
-                f"expected at most {self.max_pages} pages per sequence, found {after} for {self.length + count} tokens"
-            )
+        free = self.batch * taken, self.pool.available, self.pool.pages, self.pool.page_size
+        length = after, self.max_pages, self.length + count
+        if not torch.compiler.is_compiling():
+            check_free(*free)
+            check_length(*length)
         if self._shares_tail:
             self._copy_tail(self.batch * taken)
         column = torch.arange(self.length, self.length + count, device=self.pool.device) // page_size
         sequence = torch.arange(self.batch, device=self.pool.device)[:, None]
         new, place = (column >= before).expand(self.batch, -1), sequence * taken + column - before
+        if torch.compiler.is_compiling():
+            place = if_there_are_pages(place, *free, *length)
         self.pages[:, column] = self.pool.take_where(new, place, self.pages[:, column], self.batch * taken)
         self.length += count
 

@@ -12,17 +12,17 @@ from .arguments import arguments, aten
 
 
 def constant_of(value: Any) -> float | None:
-    """The number that a tensor of one value holds, if it is a constant of the graph; else None."""
+    """The number that a tensor of one value holds, in its dtype, if it is a constant of the graph; else None."""
     if isinstance(value, int | float):
         return float(value)
     if isinstance(value, fx.Node) and value.op == "call_function":
         match value.target:
             case aten.full.default | aten.full_like.default:
-                return constant_of(arguments(value)[1])
+                return _rounded(constant_of(arguments(value)[1]), value)
+            case aten.scalar_tensor.default | aten._to_copy.default:
+                return _rounded(constant_of(arguments(value)[0]), value)
             case (
-                aten.scalar_tensor.default
-                | aten.lift_fresh_copy.default
-                | aten._to_copy.default
+                aten.lift_fresh_copy.default
                 | aten.expand.default
                 | aten.clone.default
                 | aten.detach.default
@@ -35,3 +35,11 @@ def constant_of(value: Any) -> float | None:
             with unset_fake_temporarily():  # the compiler's fake mode, in which no tensor has a value
                 return float(tensor.item())
     return None
+
+
+def _rounded(number: float | None, node: fx.Node) -> float | None:
+    """A number as a tensor in the dtype of `node` holds it: 0.1 in bfloat16 is 0.10009765625."""
+    if number is None:
+        return None
+    with unset_fake_temporarily():
+        return float(torch.tensor(number, dtype=torch.float64).to(node.meta["val"].dtype).item())

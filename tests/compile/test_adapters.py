@@ -66,7 +66,8 @@ def test_adapters_beside_every_projection(dtype, kind, path):
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("path", ["absorbed", pytest.param("chunked", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["absorbed", "chunked"])
 def test_adapters_in_float32_beside_a_weight_in_bfloat16(path):
     module = Combined().bfloat16()
     adapt(module, "kv_b_proj")

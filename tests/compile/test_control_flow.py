@@ -86,6 +86,7 @@ def test_it_is_rewritten_and_verified(kind, sites, monkeypatch):
     assert len(checked) == (1 if kind is InBranches else 3)  # the branch that is taken, in each round
 
 
+@pytest.mark.slow
 def test_where_gradients_are_needed_it_stays_and_the_report_says_so():
     layer, x = InBranches(), torch.rand(2, 13, HIDDEN)
     with torch.enable_grad():

@@ -42,7 +42,7 @@ def test_training_steps_give_the_same_bits(dtype: torch.dtype) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("path", ["absorbed", "chunked"])
+@pytest.mark.parametrize("path", ["absorbed", pytest.param("chunked", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_prompts_and_steps_give_the_same_bits(path: str, dtype: torch.dtype) -> None:
     module = Combined().to(dtype)

@@ -109,7 +109,7 @@ def targets(program):
         ("absorbed", "latent_attention", torch.float32),
         # covered in every run by test_a_program_that_was_stored
         pytest.param("chunked", "expanded_attention", torch.float32, marks=pytest.mark.slow),
-        ("chunked", "expanded_attention", torch.bfloat16),
+        pytest.param("chunked", "expanded_attention", torch.bfloat16, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -368,7 +368,10 @@ def check_own_keys(run, module):
         assert_as_close_as_eager(run(*given), module(*given), exact(*(t.double() for t in given)))
 
 
-@pytest.mark.parametrize("kind", OWN_KEYS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("normed", marks=pytest.mark.slow), pytest.param("own ropes", marks=pytest.mark.slow), "soft cap"],
+)
 def test_keys_of_their_own(kind, monkeypatch):
     module, lowered = program_of_own_keys(kind, monkeypatch)
     check_own_keys(lowered.module(), module)

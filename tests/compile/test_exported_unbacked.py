@@ -22,7 +22,11 @@ def masked(x, cache, number):
 
 @pytest.mark.parametrize(
     ("take", "path"),
-    [(from_one_on, "absorbed or chunked"), (masked, "absorbed"), (some_queries, "chunked")],
+    [
+        (from_one_on, "absorbed or chunked"),
+        pytest.param(masked, "absorbed", marks=pytest.mark.slow),
+        (some_queries, "chunked"),
+    ],
 )
 def test_rewritten_and_lowered_they_are_right(take, path):
     module = Attention(take)

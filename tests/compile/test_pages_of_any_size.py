@@ -55,7 +55,9 @@ def attend(q: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
-@pytest.mark.parametrize("read", [by_position, by_position_in_a_page_of_the_pool, whole_pages])
+@pytest.mark.parametrize(
+    "read", [by_position, pytest.param(by_position_in_a_page_of_the_pool, marks=pytest.mark.slow), whole_pages]
+)
 def test_the_pages_are_read_and_another_size_of_them_is_right_too(read) -> None:
     def step(q: Tensor, weight: Tensor, cache: Cache) -> Tensor:
         return attend(q, weight, read(cache))

@@ -19,8 +19,10 @@ MODULES = {
     "two summed scores": Inference,
     "absorbed by hand": lambda: Inference(absorb=True),
 }
-SOON = [pytest.param(name, marks=pytest.mark.slow) if name == "q-LoRA" else name for name in MODULES]
-"""The module that differs only in its queries is slow: tests of transformers' DeepSeek-V3 cover q-LoRA too."""
+SLOW = "q-LoRA", "two summed scores"
+SOON = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODULES]
+"""Slow are the module that differs only in its queries (tests of transformers' DeepSeek-V3 cover q-LoRA too), and the
+one with two scores, which `absorbed by hand` has too."""
 
 
 def run(module, cache, xs):

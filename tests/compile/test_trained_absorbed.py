@@ -157,11 +157,25 @@ def test_a_checkpoint():
     assert len(rewritten.nodes(latent_attention)) == 1
 
 
+SIZES = {"known sizes": False, "symbolic sizes": True}
+
+
+@pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize(
     "dynamic",
     [pytest.param(False, id="known sizes"), pytest.param(True, marks=pytest.mark.slow, id="symbolic sizes")],
 )
 def test_compiled(dynamic):
+    assert_compiled(dynamic)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", SIZES.values(), ids=SIZES)
+def test_with_generated_code(dynamic):
+    assert_compiled(dynamic)
+
+
+def assert_compiled(dynamic):
     module, x = Biased(), hidden()
     torch._dynamo.reset()
     found = gradients(torch.compile(module, backend="mla", dynamic=dynamic), module, [x])

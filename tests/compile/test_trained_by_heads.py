@@ -123,9 +123,11 @@ def assert_compiled(dynamic, kind=Learned):
 SIZES = {"known sizes": False, "symbolic sizes": True}
 
 
-@pytest.mark.diagonal
 @pytest.mark.usefixtures("scores_bytes", "without_codegen")
-@pytest.mark.parametrize("dynamic", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(
+    "dynamic",
+    [pytest.param(False, id="known sizes"), pytest.param(True, marks=pytest.mark.slow, id="symbolic sizes")],
+)
 def test_compiled(dynamic):
     assert_compiled(dynamic)
 

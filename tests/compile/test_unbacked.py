@@ -20,6 +20,10 @@ CASES = {
     "some queries": (some_queries, 9, "chunked"),
 }
 """What is selected, the number of queries, and the path."""
+SOME = [
+    pytest.param(*case, id=name, marks=[pytest.mark.slow] if name in ("from one on", "some keys") else [])
+    for name, case in CASES.items()
+]
 
 
 def check(take, queries):
@@ -38,7 +42,7 @@ def check(take, queries):
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize(("take", "queries", "path"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("take", "queries", "path"), SOME)
 def test_a_size_that_only_a_run_knows_is_no_obstacle(take, queries, path):
     (site,) = check(take, queries)
     assert site.path == path

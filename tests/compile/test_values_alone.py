@@ -41,6 +41,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2), latent
 
 
+@pytest.mark.slow
 def test_a_step_is_rewritten_and_right() -> None:
     check(torch.float32, (1,), dynamic=False)
 

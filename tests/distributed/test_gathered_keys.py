@@ -188,10 +188,7 @@ MASKED = {
 }
 SOON = ("along_tokens, causal, 3", "along_tokens, lengths, 1", "by_token, causal, 1", "by_token, lengths, 3")
 SOON += ("by_page, causal, 1", "by_page, lengths, 3")
-SOME_MASKED = [
-    pytest.param(case, id=name, marks=() if name.startswith(SOON) else pytest.mark.slow)
-    for name, case in MASKED.items()
-]
+SLOW_MASKED = [name for name in MASKED if not name.startswith(SOON)]
 """Each two values of layout, mask and number of queries occur together in a case that is not slow."""
 SAME_QUERIES = {mask: Case("by_token", "queries", 2, mask) for mask in ("none", "causal", "lengths")}
 HALF = {
@@ -243,6 +240,19 @@ CUT = {
         ("by_page", "queries", 3, "causal", 8, 3, True, "chunked"),  # all on the first rank
     )
 }
+SLOW_FORMS = "the same, chunked", "weights that may not be the same", "messages are what counts"
+
+
+def but_for_slow(cases, *slow):
+    """The parameters of a test, of which those of these names are slow."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), id=name, marks=[pytest.mark.slow] * (name in slow)
+        )
+        for name, case in cases.items()
+    ]
+
+
 UNPROVED = {
     "mla.same_on_ranks is nothing": Case("along_tokens", "nothing"),
     "other ranks may have other masks (mla.same_on_ranks)": Case("along_tokens", "program", 1, "lengths"),
@@ -280,7 +290,7 @@ def test_any_spelling_of_the_gather(found, case):
         ]
 
 
-@pytest.mark.parametrize("case", SOME_MASKED)
+@pytest.mark.parametrize("case", but_for_slow(MASKED, *SLOW_MASKED))
 def test_masks_are_told_by_position(found, case):
     """Also for ranks without keys: not every rank has one of the last sequence's one or three tokens."""
     for one in found[case]:
@@ -329,13 +339,13 @@ def assert_form(one, case, form, ranks):
     assert one["counted"] == sorted((f"c10d_functional.{name}", 1) for name, _ in one["graph"])
 
 
-@pytest.mark.parametrize(("case", "form"), FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(("case", "form"), but_for_slow(FORMS, *SLOW_FORMS))
 def test_forms_of_the_exchange(found, case, form):
     for one in found[case]:
         assert_form(one, case, form, 2)
 
 
-@pytest.mark.parametrize("case", CUT.values(), ids=CUT)
+@pytest.mark.parametrize("case", but_for_slow(CUT, *list(CUT)[::2]))
 def test_keys_that_are_the_first_of_what_is_gathered(found, case):
     for one in found[case]:
         assert_exchanged(one, case.path)

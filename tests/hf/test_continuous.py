@@ -95,7 +95,9 @@ def test_generate_batch_writes_what_generate_does(model, requests, one_by_one):
         assert output.generated_tokens == one_by_one[name][:4]
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=["FP8", "INT8"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, pytest.param(torch.int8, marks=pytest.mark.slow)], ids=["FP8", "INT8"]
+)
 def test_in_few_bits_it_writes_what_generate_does_in_few_bits(model, requests, dtype):
     prompts = [requests[name][0] for name in "123"]
     batched = ContinuousModel(model, pages=64, page_size=16, dtype=dtype)

@@ -26,7 +26,7 @@ ONE_LAYER = PLAIN | EXPERTS | {"num_hidden_layers": 1, "first_k_dense_replace": 
 @pytest.mark.parametrize(
     ("dtype", "product", "library"),
     [
-        (torch.float32, "grouped_mm_fallback", True),
+        pytest.param(torch.float32, "grouped_mm_fallback", True, marks=pytest.mark.slow),
         (torch.bfloat16, "_grouped_mm", True),
         (torch.bfloat16, "widened_matmul", False),
     ],

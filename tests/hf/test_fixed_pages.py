@@ -72,8 +72,12 @@ def written(module):
 
 @pytest.mark.parametrize(
     ("kind", "layers"),
-    [({}, 2), ({"dtype": FP8}, 1), ({"dtype": FP8, "scale": 0.01}, 1), ({"dtype": torch.int8}, 1)],
-    ids=["model's dtype", "FP8", "FP8 of one scale", "INT8"],
+    [
+        pytest.param({}, 2, id="model's dtype"),
+        pytest.param({"dtype": FP8}, 1, id="FP8"),
+        pytest.param({"dtype": FP8, "scale": 0.01}, 1, id="FP8 of one scale", marks=pytest.mark.slow),
+        pytest.param({"dtype": torch.int8}, 1, id="INT8", marks=pytest.mark.slow),
+    ],
 )
 def test_64_tokens_are_one_graph_that_knows_no_length_and_writes_in_place(graphs, kind, layers):
     model, tokens = build("v3", layers=layers), torch.randint(1, 64, (2, 72))

@@ -87,7 +87,7 @@ def mistral3() -> nn.Module:
     ("model_of", "layers", "width", "tokens"),
     [
         pytest.param(llava, 2, 8, 4, id="llava", marks=pytest.mark.slow),
-        pytest.param(mistral3, 1, 16, 2, id="mistral3"),
+        pytest.param(mistral3, 1, 16, 2, id="mistral3", marks=pytest.mark.slow),
     ],
 )
 def test_a_language_model_with_mla_in_a_model_with_vision(

@@ -129,20 +129,20 @@ def assert_compiled_generates(model, inputs, more, expected, kind):
 
 
 @pytest.mark.usefixtures("without_codegen")
-def test_compiled_code_that_runs_out_of_pages_says_so_and_goes_on_when_there_are_some():
+def test_compiled_code_that_runs_out_of_pages_says_so_and_stays_compiled():
     model, inputs = build("v3", layers=1), prompt(1)
     expected = generate(model, inputs, None, {})
-    model.compile(backend="mla")
+    model.compile(backend="mla", fullgraph=True)
     cache = PagedLatentCache.of(model, pages=4, page_size=4)
     with pytest.raises(mla_compile.OutOfPagesError, match="expected 1 free pages, found 0 of 4"):
         generate(model, inputs, cache, {})
     assert cache.get_seq_length() == 16
+    assert cache.pool.available == 0
     cache.reset()
     assert cache.pool.available == 4
-    fewer = {"max_new_tokens": 2, "min_new_tokens": 2}
-    assert torch.equal(generate(model, inputs, cache, fewer), expected[:, : 9 + 2])
-    roomy = PagedLatentCache.of(model, pages=96, page_size=4)
-    assert torch.equal(generate(model, inputs, roomy, {}), expected)
+    fewer = {"max_new_tokens": 7, "min_new_tokens": 7}
+    assert torch.equal(generate(model, inputs, cache, fewer), expected[:, : 9 + 7])
+    assert [report.rewritten for report in mla_compile.reports()] == [1, 1, 1]
 
 
 class Rounded(mla_compile.PagePool):

@@ -88,10 +88,12 @@ def test_an_adapter_of_peft_beside_a_projection(projection):
     assert_trained(with_lora(model_of("deepseek_v3"), projection), tokens())
 
 
+@pytest.mark.slow
 def test_adapters_of_peft_beside_all_projections():
     assert_trained(with_lora(model_of("deepseek_v3", LAYERS), *PROJECTIONS), tokens())
 
 
+@pytest.mark.slow
 def test_rank_stabilized_adapters_of_peft():
     assert_trained(with_lora(model_of("deepseek_v3"), "kv_b_proj", use_rslora=True), tokens())
 

@@ -118,6 +118,7 @@ def test_attention_dropout_stays_as_it_is():
     assert all(reason.startswith("expected attention without dropout") for reason in reasons)
 
 
+@pytest.mark.slow
 def test_gradients_of_two_batches_add_up():
     """Gradient accumulation: one model, several calls before a step."""
     model, batches = model_of("deepseek_v3"), [tokens(), tokens()]

@@ -63,8 +63,7 @@ def dtype(request, monkeypatch):
     return dtype
 
 
-SLOW = ("AVX-512", torch.float16), ("AVX-512", torch.float32), ("AVX2", torch.float32)
-SLOW += ("SSE2", torch.float16), ("SSE2", torch.float32)
+SLOW = [(name, dtype) for name in ("AVX-512", "AVX2", "SSE2") for dtype in (torch.float16, torch.float32)]
 """Marked slow, since a kernel takes seconds to build; other tests run those of the CPU's own instructions too."""
 
 

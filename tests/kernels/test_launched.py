@@ -94,7 +94,7 @@ def test_decode_loads_whole_words_and_leaves_nothing_on_the_stack(arch, heads, k
     ("arch", "kernel", "queries", "check"),
     [
         ("sm_90", "attend_by_warp_groups", 1, assert_warp_groups),
-        ("sm_100", "attend_in_tensor_memory", 2, assert_tensor_memory),
+        pytest.param("sm_100", "attend_in_tensor_memory", 2, assert_tensor_memory, marks=pytest.mark.slow),
     ],
 )
 def test_warps_of_their_own_tasks_leave_nothing_on_the_stack(arch, kernel, queries, check):

@@ -89,7 +89,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+SLOW = "full pages", "one sequence, cut"
+SOME = [pytest.param(case, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, case in CASES.items()]
+"""Slow is what `odd lengths` and `several, cut` have too."""
+
+
+@pytest.mark.parametrize("case", SOME)
 def test_of_any_length(machine, case):
     assert_right(machine, make(*case))
 

@@ -199,7 +199,8 @@ def test_compiled_it_is_as_right_as_eager(dtype: torch.dtype, dynamic: bool, mon
     check_compiled(dtype, dynamic, monkeypatch)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_code_that_inductor_makes_of_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled by Inductor, with symbolic lengths."""
     check_compiled(dtype, True, monkeypatch)
