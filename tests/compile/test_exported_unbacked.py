@@ -25,7 +25,7 @@ def masked(x, cache, number):
     [
         (from_one_on, "absorbed or chunked"),
         pytest.param(masked, "absorbed", marks=pytest.mark.slow),
-        (some_queries, "chunked"),
+        pytest.param(some_queries, "chunked", marks=pytest.mark.slow),
     ],
 )
 def test_rewritten_and_lowered_they_are_right(take, path):

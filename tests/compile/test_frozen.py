@@ -40,7 +40,7 @@ def check(module: nn.Module, arguments, got) -> None:
     [
         (torch.bfloat16, (2, 1, 40), "absorbed"),  # weights are packed if the CPU has bfloat16 products
         (torch.float32, (1, 1, 40), "absorbed"),
-        (torch.bfloat16, (1, 40, 0), "chunked"),
+        pytest.param(torch.bfloat16, (1, 40, 0), "chunked", marks=pytest.mark.slow),
     ],
 )
 def test_parameters_are_constants_of_a_rewritten_graph(dtype, sizes, path):

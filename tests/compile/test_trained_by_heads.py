@@ -156,7 +156,7 @@ class Autocast(Capped):
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("kind", [Capped, Autocast])
+@pytest.mark.parametrize("kind", [pytest.param(Capped, marks=pytest.mark.slow), Autocast])
 def test_under_autocast(kind):
     torch.manual_seed(0)
     module, x = kind(), hidden()

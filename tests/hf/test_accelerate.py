@@ -39,7 +39,7 @@ def offloaded(model: nn.Module) -> nn.Module:
 CASES = [
     pytest.param(everywhere, False, marks=pytest.mark.slow),
     pytest.param(on_layers, True, marks=pytest.mark.slow),
-    (offloaded, True),
+    pytest.param(offloaded, True, marks=pytest.mark.slow),
 ]
 
 

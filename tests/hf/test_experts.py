@@ -27,7 +27,7 @@ ONE_LAYER = PLAIN | EXPERTS | {"num_hidden_layers": 1, "first_k_dense_replace": 
     ("dtype", "product", "library"),
     [
         pytest.param(torch.float32, "grouped_mm_fallback", True, marks=pytest.mark.slow),
-        (torch.bfloat16, "_grouped_mm", True),
+        pytest.param(torch.bfloat16, "_grouped_mm", True, marks=pytest.mark.slow),
         (torch.bfloat16, "widened_matmul", False),
     ],
     ids=str,

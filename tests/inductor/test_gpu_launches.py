@@ -36,7 +36,7 @@ LAUNCHES = {
     "merged_of_any_size": ["merge_0"],
 }
 """Those of any size are traced with few sequences and keys, and run with more."""
-SLOW = ("paged_fp8", "one_page", "masked", "named", "rows_of_any_size", "merged_of_any_size")
+SLOW = ("paged_fp8", "one_page", "rows", "masked", "named", "rows_of_any_size", "merged_of_any_size")
 """Each op is launched by default with sizes that are known or with symbols, and attention over pages with both."""
 SOME = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAUNCHES]
 MOST = 4.0

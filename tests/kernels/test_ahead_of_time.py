@@ -107,7 +107,7 @@ def test_combination(arch, shared):
     assert "trap;" not in record.assembly
 
 
-@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize("starts", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sizes_without_a_bound_are_taken(starts):
     assert compile_attention("sm_90", 16, starts=starts, wide=True).stack == 0
     assert compile_combination("sm_90", starts=starts, wide=True).stack == 0
