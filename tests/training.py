@@ -90,6 +90,13 @@ def assert_gradients_close(
         assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}, eager's {unit:.3g}"
 
 
+def assert_gradients_of(function: Any, module: nn.Module, inputs: Sequence[Tensor]) -> None:
+    """Check the first output and all gradients of a function that computes what `module` does against float64."""
+    wide = copy.deepcopy(module).double()
+    exact = gradients(wide, wide, [x.double() for x in inputs])
+    assert_gradients_close(gradients(function, module, inputs), gradients(module, module, inputs), exact)
+
+
 def assert_every_gradient(module: nn.Module, inputs: Sequence[Tensor], *, autocast: bool = False) -> Rewritten:
     """Check the first output and all gradients of a rewritten module against float64; returns the rewritten module."""
     wide = copy.deepcopy(module).double()

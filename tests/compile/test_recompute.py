@@ -14,7 +14,7 @@ from mla_compile.bench.memory import kept_for_backward
 from tests.adapters import adapt
 from tests.compile.layers import ByHand, Layer, hidden
 from tests.models import HIDDEN, Combined, L, N, P, R, V
-from tests.training import assert_gradients_close, gradients
+from tests.training import assert_gradients_close, assert_gradients_of, gradients
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 LQ, TOKENS = 24, 64
@@ -79,9 +79,7 @@ def test_an_adapter_beside_the_projection_of_queries():
     module.mla.q_proj[2].requires_grad_(False)
     adapt(module.mla.q_proj, "2")
     x = hidden()
-    found = gradients(compiled(module), module, [x])
-    for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert_gradients_of(compiled(module), module, [x])
     assert mla_compile.last_report().sites[0].reason.endswith("and so are queries")
 
 
@@ -89,9 +87,7 @@ def test_a_softmax_by_hand():
     """No node of Dynamo's graph is the result itself, only a view of it."""
     module, x = ByHand(), hidden()
     module.mla = Combined(True)
-    found = gradients(compiled(module), module, [x])
-    for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert_gradients_of(compiled(module), module, [x])
     assert mla_compile.last_report().sites[0].reason.endswith("and so are queries")
 
 
@@ -125,9 +121,7 @@ def test_a_checkpoint_computes_all_again_whatever_is_asked():
         return checkpoint(module, x, use_reentrant=False)
 
     x = hidden()
-    found = gradients(compiled(checkpointed), module, [x])
-    for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert_gradients_of(compiled(checkpointed), module, [x])
 
 
 def test_what_is_added_for_an_adapter_is_not_kept():

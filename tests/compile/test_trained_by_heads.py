@@ -16,7 +16,7 @@ from mla_compile.passes.code.differentiable import OVER_GROUPS
 from mla_compile.passes.paths import trained_by_heads
 from tests.compile.layers import Layer, hidden, stock
 from tests.models import Combined, L, N, P, R, V
-from tests.training import Rewritten, assert_every_gradient, assert_gradients_close, gradients
+from tests.training import Rewritten, assert_every_gradient, assert_gradients_close, assert_gradients_of, gradients
 
 TOKENS = 64
 
@@ -114,9 +114,7 @@ def compiled(module, **options):
 def assert_compiled(dynamic, kind=Learned):
     module, x = kind(), hidden()
     torch._dynamo.reset()
-    found = gradients(torch.compile(module, backend="mla", dynamic=dynamic), module, [x])
-    for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert_gradients_of(torch.compile(module, backend="mla", dynamic=dynamic), module, [x])
     assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
 
 
@@ -204,9 +202,7 @@ def test_latents_that_are_a_slice():
 def assert_gradients_compiled(module: nn.Module) -> None:
     """Check that the gradients of a compiled module are eager's, and that its attention is rewritten."""
     x = hidden()
-    found = gradients(compiled(module), module, [x])
-    for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert_gradients_of(compiled(module), module, [x])
     assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
 
 
@@ -220,9 +216,7 @@ def test_frozen_weights_have_no_gradient():
     module, x = Learned(), hidden()
     module.requires_grad_(False)
     module.cap.requires_grad_(True)
-    found = gradients(compiled(module), module, [x])
-    for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert_gradients_of(compiled(module), module, [x])
     assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
 
 
@@ -245,9 +239,7 @@ def test_neither_scores_nor_keys_are_kept():
 def test_queries_are_computed_again_if_asked():
     module, x = Capped(), hidden()
     module.mla = Combined(True)
-    found = gradients(compiled(module, **{"mla.recompute": "queries"}), module, [x])
-    for ours, plain in zip(found, gradients(module, module, [x]), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert_gradients_of(compiled(module, **{"mla.recompute": "queries"}), module, [x])
     assert mla_compile.last_report().sites[0].reason.endswith(", and so are queries")
 
 
@@ -257,8 +249,7 @@ def test_a_checkpoint():
     module, x = Capped(), hidden()
     torch._dynamo.reset()
     step = torch.compile(lambda x: checkpoint(module, x, use_reentrant=False), backend="mla")
-    for ours, plain in zip(gradients(step, module, [x]), gradients(module, module, [x]), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert_gradients_of(step, module, [x])
     assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
     given = x.clone().requires_grad_()
     assert not kept_for_backward(lambda: step(given), (given, *module.parameters()))
