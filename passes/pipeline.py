@@ -18,6 +18,7 @@ from .attention.find import find
 from .caches.grown import copying
 from .graph.gathers import remove_unused, waits_for_gathers
 from .graph.in_place import write_in_place
+from .graph.overwritten import drop_overwritten
 from .graph.rephrased import rephrase
 from .graph.rewriter import Rewriter
 from .graph.strides import keep_strides
@@ -103,6 +104,7 @@ class Pipeline:
                 if waits:
                     remove_unused(waits)
                     graph.eliminate_dead_code()
+                drop_overwritten(graph, rewriter.replaced)
             _relax_views(graph)
             if not self.training:
                 with self._guards(choose):

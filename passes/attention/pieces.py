@@ -11,7 +11,7 @@ from torch import fx
 
 from ..algebra.factored import factored
 from ..algebra.terms import Form, Product
-from ..nodes.arguments import aten, is_tensor
+from ..nodes.arguments import arguments, aten, is_tensor
 from ..trace.trace import Trace
 
 PRODUCTS = (aten.bmm.default, aten.mm.default)
@@ -42,7 +42,7 @@ def pieces_of(node: fx.Node, trace: Trace) -> set[fx.Node]:
         return set()
     products, between, unread = set[fx.Node](), {node}, set[fx.Node]()
     for earlier in reversed(node.graph.nodes):
-        users = earlier.users.keys() - unread
+        users = {user for user in earlier.users.keys() - unread if not _overwrites(user, earlier, trace)}
         if earlier is node or earlier.op != "call_function":
             continue
         if not users and not earlier.is_impure():
@@ -50,3 +50,12 @@ def pieces_of(node: fx.Node, trace: Trace) -> set[fx.Node]:
         elif users and users <= between:
             (products if earlier.target in PRODUCTS else between).add(earlier)
     return products | between - {node}
+
+
+def _overwrites(write: fx.Node, target: fx.Node, trace: Trace) -> bool:
+    """Whether a write to a slice is one to all of `target`, of which it then reads nothing: a write to all sequences,
+    for instance, if their number is a symbol."""
+    if write.target is not aten.slice_scatter.default:
+        return False
+    into, source = arguments(write)[:2]
+    return into is target and source is not target and trace[write] == trace[source]

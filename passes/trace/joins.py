@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from ..algebra import joins, operations
@@ -69,10 +71,11 @@ def _slice_scatter(trace: Forms, node: fx.Node) -> Form:
     target, source = arguments(node)[:2]
     dim = argument(node, "dim") % len(shape_of(node))
     whole, size = shape_of(node)[dim], shape_of(source)[dim]
+    held, step = _as_held(trace, source, target), argument(node, "step")
+    if step != 1:
+        return _written_every(node, trace[target], held, dim, step)
     start = start_of(argument(node, "start"), argument(node, "end"), whole, size)
-    if argument(node, "step") != 1:
-        raise Unaligned("a write to a slice with a step")
-    return _written(node, trace[target], _as_held(trace, source, target), dim, start)
+    return _written(node, trace[target], held, dim, start)
 
 
 @HANDLERS.of(aten.select_scatter.default)
@@ -147,6 +150,20 @@ def _first(index: Form, dim: int) -> Size:
     if not known_at_most(0, first):
         raise Unaligned(f"an index {first} that may count from the end")
     return first
+
+
+def _written_every(node: fx.Node, target: Form, source: Form, dim: int, step: Size) -> Form:
+    """`target` with `source` written to every index of dimension `dim` that is one number modulo `step`, as ropes write
+    to even and to odd columns: the columns of a view with `step` of them in a row."""
+    start, size = size_of(argument(node, "start") or 0), source.shape[dim]
+    if not (known_at_most(0, start) and known_at_most(start + 1, step)) or not same(size * step, target.shape[dim]):
+        raise Unaligned("a write to a slice with a step, in part")
+    rows = operations.view(target, (*target.shape[:dim], size, step, *target.shape[dim + 1 :]))
+    written = operations.view(_written(node, rows, _unsqueezed(source, dim + 1), dim + 1, start), target.shape)
+    if written.term.read.source is not node:
+        return written
+    read = operations.read_of(node, written.dims, written.term.axes).read
+    return replace(written, term=replace(written.term, read=read))
 
 
 def _written(node: fx.Node, target: Form, source: Form, dim: int, start: Size) -> Form:

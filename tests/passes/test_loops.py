@@ -111,6 +111,25 @@ def test_a_loop_is_one_attention(function: Function) -> None:
     check_rewritten(function, mla.tensors())
 
 
+@pytest.mark.parametrize("values", [False, True], ids=["scores", "products"])
+def test_a_loop_over_heads_of_an_unknown_number_of_sequences_is_one_attention(values: bool) -> None:
+    """Each head is written to a slice of all sequences."""
+
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        scores, o = q.new_zeros(q.shape[0], N, SQ, T), q.new_zeros(q.shape[0], N, SQ, V)
+        for n in range(N):
+            scores[:, n] = torch.bmm(q[:, n], k[:, n].mT)
+        w = (scores * SCALE).softmax(-1)
+        if not values:
+            return w @ v
+        for n in range(N):
+            o[:, n] = torch.bmm(w[:, n], v[:, n])
+        return o
+
+    check_rewritten(attention, mla.tensors(), symbolic=[(0,), (0,), (0,)])
+
+
 def values_of_others(change: Callable[[Tensor, Tensor, int], Tensor]) -> Function:
     def attention(*args: Tensor) -> Tensor:
         q, k, v = mla.naive(*args)

@@ -133,6 +133,15 @@ def two_scales(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Ten
     return (q_nope @ k_nope.mT / 2 + torch.sub(q_rope @ k_rope[:, None].mT * 3, 1.0)).softmax(-1) @ v
 
 
+def normed_after_heads(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Keys are the latents with a norm, which is computed after the latents were expanded to all heads."""
+    _, v = mla.up_projected(latent, w_kv)
+    w_uk, _ = mla.weights(w_kv)
+    k = mla.to_heads(latent)
+    k = k * k.pow(2).mean(-1, keepdim=True).rsqrt()
+    return mla.softmax(mla.queries(x, w_q)[..., :P] @ w_uk, k, v)
+
+
 def deepseek_absorb(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
     """The absorbed branch of DeepSeek's own inference code: two score products against the caches."""
     w = w_kv.t().reshape(N, P + V, L)
@@ -173,6 +182,7 @@ ODD: dict[str, Function] = {
     "a multiple of a bias": (
         lambda *a: mla.softmax(*mla.naive(*a), lambda s: torch.add(s, torch.arange(T).double(), alpha=-0.5))
     ),
+    "a norm of keys after the heads": normed_after_heads,
     "absorbed as DeepSeek does": deepseek_absorb,
 }
 
@@ -185,6 +195,24 @@ def test_odd_code_is_rewritten(function: Function) -> None:
     assert {outcome.path for outcome in outcomes} == {"absorbed"}
     check_right(before, run(module, *mla.tensors()))
     assert math.isfinite(before.sum())
+
+
+def turned_in_turn(k_rope: Tensor) -> Tensor:
+    """A rope that writes even and odd columns into an empty tensor, after its keys were expanded to all heads."""
+    before, angle = mla.to_heads(k_rope), torch.arange(T).double()[:, None]
+    turned = torch.empty_like(before)
+    turned[..., 0::2] = before[..., 0::2] * angle.cos() - before[..., 1::2] * angle.sin()
+    turned[..., 1::2] = before[..., 0::2] * angle.sin() + before[..., 1::2] * angle.cos()
+    return turned
+
+
+@pytest.mark.parametrize("path", ["absorbed", "chunked"])
+def test_all_heads_share_rope_keys_that_are_written_in_turn(path: str) -> None:
+    module = capture(lambda *args: joined(*args, turned_in_turn), *mla.tensors())
+    before = run(module, *mla.tensors())
+    (outcome,) = rewrite(module, path)
+    assert (outcome.path, outcome.mask, outcome.shapes["R"]) == (path, "none", str(R)), outcome.reason
+    check_right(before, run(module, *mla.tensors()))
 
 
 def down_projected(way: str, normed: bool) -> Function:

@@ -312,6 +312,22 @@ PARTS: dict[str, tuple[Callable[..., Tensor], type | None]] = {
         lambda x, y: torch.empty(2, 2, 4).double().select_scatter(x[:, 0], 1, 0).select_scatter(y[:, 1], 1, 1),
         None,
     ),
+    "even and odd columns written": (
+        lambda x, y: torch.empty_like(x).slice_scatter(x[..., 2:], 2, 1, step=2).slice_scatter(x[..., :2], 2, 0, 4, 2),
+        None,
+    ),
+    "even and odd columns of a broadcast, written": (
+        lambda x, y: (
+            torch.empty_like(x[:1].expand(3, -1, -1))
+            .slice_scatter(x[:1, :, 2:].neg().expand(3, -1, -1), 2, 0, 4, 2)
+            .slice_scatter(x[:1, :, :2].exp().expand(3, -1, -1), 2, 1, 4, 2)
+        ),
+        None,
+    ),
+    "odd columns of a product written": (lambda x, y: torch.slice_scatter(y @ y.mT @ y, x[..., :2], 2, 1, 4, 2), Join),
+    "odd rows written": (lambda x, y: y[:, :2].slice_scatter(x[:, :1], 1, 1, 2, 2), None),
+    "one of the odd columns written": (lambda x, y: torch.slice_scatter(x, (y @ y.mT)[..., :1], 2, 1, 3, 2), None),
+    "columns written from the third on": (lambda x, y: torch.slice_scatter(x, (y @ y.mT)[..., :1], 2, 2, 4, 2), None),
     "index_copy in a row": (lambda x, y: x.index_copy(2, torch.arange(1, 3), (y @ y.mT)[..., :2]), Join),
     "index_copy of all": (lambda x, y: x.index_copy(2, torch.arange(4), y @ y.mT @ y), Product),
     "index_copy of places one on": (lambda x, y: x.index_copy(2, torch.arange(2) + 1, (y @ y.mT)[..., :2]), Join),
@@ -333,6 +349,10 @@ PARTS: dict[str, tuple[Callable[..., Tensor], type | None]] = {
     "flip of a broadcast": (lambda x, y: x[:1].expand(3, -1, -1).flip(1).view(3, -1), None),
     "roll of a broadcast": (lambda x, y: x[:, None].expand(-1, 3, -1, -1).roll(1, -1), None),
     "roll of all": (lambda x, y: x[:1].expand(3, -1, -1).roll(1), None),
+    "means of a broadcast": (lambda x, y: x[:, None].expand(-1, 3, -1, -1).pow(2).mean(-1, keepdim=True), None),
+    "sums of a broadcast": (lambda x, y: x[:1, None].expand(2, 3, -1, -1).sum((0, 2)).view(-1), None),
+    "the greatest of a broadcast": (lambda x, y: x[:, None].expand(-1, 3, -1, -1).amax((1, -1)), None),
+    "a sum of all": (lambda x, y: x[:, None].expand(-1, 3, -1, -1).sum(()), None),
     "complex of a broadcast": (
         lambda x, y: torch.view_as_real(
             torch.view_as_complex(x[:, None].expand(-1, 3, -1, -1).reshape(2, 3, -1, 2, 2)) * (1 + 1j)
