@@ -36,6 +36,7 @@ class InTraining(OneOp):
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse packed sequences too, and numbers that replace scores beside others that are added: in a row where all
         scores are as low, only some may have lost their gradients."""
+        super().refuse(site, asked=asked)
         if site.attention.packed is not None:
             reason = (
                 "expected attention in which all queries have the same keys where gradients are "
@@ -49,7 +50,6 @@ class InTraining(OneOp):
         if _replaces(site) and (site.attention.causal or not all(mask.attends for mask in site.attention.masks)):
             reason = "expected masks that either replace scores by a finite number or add to them, found both"
             raise Refusal(site.node, reason, "fill with -math.inf, or add both masks")
-        super().refuse(site, asked=asked)
 
     def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
         """Keys that are one tensor."""

@@ -11,7 +11,7 @@ from tests.passes import spellings as mla
 from tests.passes.checks import check_right
 from tests.passes.graphs import capture, rewrite, run
 from tests.passes.spellings import SCALE, SQ, B, Function, L, N, P, R, T, V
-from tests.training import assert_every_gradient
+from tests.training import Rewritten, assert_every_gradient, gradients
 
 
 def of_each_head(k_rope: Tensor) -> Tensor:
@@ -80,6 +80,16 @@ def test_many_queries_stay_as_they_are() -> None:
     assert outcome.path == "unchanged"
     assert "expected rope keys that all heads share for many queries, found `" in outcome.reason
     assert module.code == code
+
+
+@pytest.mark.parametrize("function", [by_hand, two_scores])
+def test_the_reason_is_theirs_in_training_too(function: Function) -> None:
+    """What they add to the scores is no mask of the user's."""
+    rewritten = Rewritten(function)
+    gradients(rewritten, nn.Module(), mla.tensors())
+    (outcome,) = rewritten.outcomes
+    assert outcome.path == "unchanged"
+    assert "expected rope keys that all heads share for many queries, found `" in outcome.reason
 
 
 def test_under_a_soft_cap_they_stay_as_they_are() -> None:
