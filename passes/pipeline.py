@@ -22,6 +22,7 @@ from .graph.overwritten import drop_overwritten
 from .graph.rephrased import rephrase
 from .graph.rewriter import Rewriter
 from .graph.strides import keep_strides
+from .masks.given import given_mask
 from .masks.meaning import Meaning, understand
 from .mla.nearest import with_nearest_queries
 from .mla.queries import query_latent
@@ -181,7 +182,7 @@ def _rewritten(site: Site, meaning: Meaning, choice: Choice) -> Outcome:
     frame = common_frame(site.node, _sources(site))
     shapes = {name: str(size) for name, size in site.sizes.items()}
     absorbing = "" if site.unproved_keys is None else f"to have keys absorbed too, {site.unproved_keys.remedy}"
-    hint = "; ".join(filter(None, (copying(site), absorbing)))
+    hint = "; ".join(filter(None, (copying(site), given_mask(site, meaning), absorbing)))
     return rewritten(site.node, frame, choice.word, choice.reason, shapes, choice.guards, meaning.words, hint)
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import fx
 
 from ..algebra.sizes import same
-from ..nodes.arguments import arguments, aten
+from ..nodes.arguments import arguments, aten, is_view
 from ..nodes.shapes import shape_of, size_of
 
 
@@ -39,17 +40,12 @@ def drop_overwritten(graph: fx.Graph, replaced: Mapping[fx.Node, fx.Node]) -> No
 def _is_used_by(source: fx.Node, user: fx.Node) -> bool:
     """Whether a node, and what it is a view of, is computed for one user alone."""
     while source.op == "call_function" and source.users.keys() == {user}:
-        if not _may_be_a_view(source):
+        if isinstance(source.target, torch._ops.OpOverload) and not is_view(source.target):
             return True
         if len(source.all_input_nodes) != 1:
             return False
         source, user = source.all_input_nodes[0], source
     return False
-
-
-def _may_be_a_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is None or any(result.alias_info is not None for result in schema.returns)
 
 
 def _is_all(node: fx.Node, source: fx.Node, before: Mapping[fx.Node, fx.Node]) -> bool:

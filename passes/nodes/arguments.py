@@ -36,6 +36,11 @@ def is_repeatable(op: torch._ops.OpOverload) -> bool:
     return not op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
 
 
+def is_view(op: torch._ops.OpOverload) -> bool:
+    """Whether what an op returns may share memory with an operand."""
+    return any(result.alias_info is not None for result in op._schema.returns)
+
+
 def is_pointwise(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
