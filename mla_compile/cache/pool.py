@@ -126,8 +126,13 @@ class PagePool:
         """Take `count` pages; return `pages` with the `place`-th of these wherever `new` is True.
 
         The same page may appear several times. `place` is at least -1, and from 0 to count - 1 where `new` is True. No
-        size depends on the number of new pages. That so many are free is for the caller to check: see `checks.py`.
+        size depends on the number of new pages. In compiled code the caller has checked that so many are free (see
+        `checks.py`).
+
+        Raises: OutOfPagesError, with nothing taken.
         """
+        if not torch.compiler.is_compiling():
+            self.require(count)
         pages = torch.where(new, self._free[self.available - 1 - place], pages)
         self.references[pages] = torch.where(new, 1, self.references[pages])
         self.available -= count

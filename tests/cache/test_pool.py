@@ -32,6 +32,15 @@ def test_out_of_pages_changes_nothing():
     assert b.length == 6
 
 
+def test_a_pool_gives_no_more_pages_than_are_free_without_a_table_too():
+    pages = pool()
+    new, place = torch.tensor([True] * 5), torch.arange(5)
+    with pytest.raises(mla_compile.OutOfPagesError, match="expected 5 free pages, found 4 of 4"):
+        pages.take_where(new, place, torch.zeros(5, dtype=torch.int64), 5)
+    assert pages.available == 4
+    assert not pages.references.any()
+
+
 def test_a_fork_that_cannot_be_copied_stays_as_it_is():
     pages = pool(pages=2)
     a = filled(pages, 3, 1.0)

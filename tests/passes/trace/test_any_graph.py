@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.passes.graphs import capture
-from tests.passes.trace.test_trace import check_all, whole
+from tests.passes.trace.forms import check_all, whole
 
 STEPS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "transpose": lambda x, y, n: x.transpose(n % 3, (n + 1) % 3),
