@@ -41,6 +41,7 @@ def decompositions(kernels: bool = False) -> dict[Any, Callable[..., Any]]:
         mla.merge_states.default: _as_the_op(merge_states_reference),
         mla.per_head_matmul.default: per_head_matmul_decomposition,
         mla.widened_matmul.default: widened_matmul_reference,
+        mla.grow_cache.default: grow_cache_decomposition,
     }
     return {op: _unless_taken(op, decomposition) for op, decomposition in table.items()} if kernels else table
 
@@ -48,6 +49,11 @@ def decompositions(kernels: bool = False) -> dict[Any, Callable[..., Any]]:
 def per_head_matmul_decomposition(x: Tensor, weight: Tensor) -> Tensor:
     """`mla::per_head_matmul` in a form that can be traced, rounded once, as the op is."""
     return per_head_matmul_reference(x, weight).contiguous()
+
+
+def grow_cache_decomposition(past: Tensor, new: Tensor, dim: int) -> Tensor:
+    """`mla::grow_cache` in new memory."""
+    return torch.cat([past, new], dim).contiguous()
 
 
 def _unless_taken(op: torch._ops.OpOverload, decomposition: Callable[..., Any]) -> Callable[..., Any]:

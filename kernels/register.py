@@ -7,6 +7,7 @@ that name.
 from mla_compile.kernels import (
     append_latents,
     expanded_attention,
+    grow_cache,
     latent_attention,
     merge_states,
     paged_expanded_attention,
@@ -19,6 +20,7 @@ from mla_compile.kernels import (
 __all__ = [
     "append_latents",
     "expanded_attention",
+    "grow_cache",
     "latent_attention",
     "merge_states",
     "paged_expanded_attention",

@@ -52,6 +52,7 @@ from .dynamo.flex import write_out
 from .dynamo.graph import copied, inline_regions
 from .dynamo.seal import CACHEABLE, seal_with_parts
 from .dynamo.uncompiled import warn_of_generate
+from .dynamo.wrappers import pass_over_shared_wrappers
 from .graph_log import is_observed, log_graph
 from .inductor.frozen import compile_frozen, parameters
 from .inductor.gpu_accesses import accesses_remembered
@@ -60,6 +61,7 @@ from .inductor.gpu_launches import put_launches
 from .inductor.gpu_products import products_of
 from .inductor.gpu_together import together
 from .inductor.gpu_writes import write_in_parts
+from .inductor.growing_caches import use_memory_again
 from .inductor.interpreted import interpreted
 from .inductor.loops import settings_of_loops
 from .inductor.retrace import decompositions_of_others, retrace
@@ -138,6 +140,7 @@ def _compile(
         record(report)
         if report.rewritten:
             variants.remember(module)
+            pass_over_shared_wrappers()
         if inductor.get("max_autotune"):
             compiled = _within(tuning, compiled)
         if ours.kernels == AUTO:
@@ -326,6 +329,7 @@ class _Compilation:
         retraced = self._timed("retrace", retrace, module)
         if not inductor_config.freezing:  # freezing runs these passes itself
             retraced = self._timed("joint_passes", _recursive_joint_graph_passes, retraced)
+        use_memory_again(retraced)
         log_graph("mla_retraced", retraced)
         self.kernels = kernels_of(retraced.graph, self.options.kernels)
         if "get_decomp_fn" in kwargs:

@@ -28,12 +28,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .op_fakes import register_fakes
 from .op_gradients import differentiate_by_op, differentiate_per_head_matmul, refuse_to_differentiate
 
 __all__ = [
     "append_latents",
     "expanded_attention",
     "expanded_attention_backward",
+    "grow_cache",
     "latent_attention",
     "latent_attention_backward",
     "merge_states",
@@ -104,6 +106,7 @@ _define(
 )
 _define("per_head_matmul(Tensor x, Tensor weight) -> Tensor")
 _define("widened_matmul(Tensor x, Tensor weight, Tensor? ends=None) -> Tensor")
+_define("grow_cache(Tensor past, Tensor new, int dim) -> Tensor")
 
 sealed_attention = torch.ops.mla.sealed_attention
 """`torch.nn.functional.scaled_dot_product_attention`, opaque to decomposition.
@@ -277,6 +280,18 @@ Returns: `[S, M]`, contiguous, float32 (float64 for float64 operands), not round
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
+grow_cache = torch.ops.mla.grow_cache
+"""`torch.cat([past, new], dim)` of a cache, on CPU in memory that an earlier result of this op gave back.
+
+A cache that is copied as it grows, by some tokens at a step, needs new memory for each step. The system would zero
+every page of it anew, which costs more than attention to what it holds. Never is more memory kept for later than
+results of this op take.
+
+Args: past and new of one rank, dtype and device, whose sizes differ in dimension dim alone.
+Returns: their concatenation, contiguous.
+Raises: KernelError (a ValueError) naming the expected and the found shape, dtype or dimension.
+"""
+
 
 def _sealed_attention(
     query: Tensor,
@@ -317,58 +332,9 @@ def _register_autocast(device_type: str) -> None:
     _LIBRARY.impl("sealed_attention", sealed_attention_under_autocast, key)
 
 
-def _latent_attention_fake(q_latent: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    """The fake of every attention over latents: the shapes of its results depend on the query alone."""
-    return q_latent.new_empty(q_latent.shape), q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32)
-
-
-def _expanded_attention_fake(
-    q: Tensor, latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, *others: Any, **named: Any
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*q.shape[:3], w_uv.shape[1])), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def _paged_expanded_attention_fake(
-    q: Tensor,
-    latent_pages: Tensor,
-    rope_pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    *others: Any,
-    **named: Any,
-) -> tuple[Tensor, Tensor]:
-    return _expanded_attention_fake(q, latent_pages, rope_pages, w_uk, w_uv)
-
-
-def _merge_states_fake(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    return o_a.new_empty(o_a.shape), lse_a.new_empty(lse_a.shape)
-
-
-def _append_latents_fake(*arguments: Any, **named: Any) -> None:
-    return None
-
-
-def _per_head_matmul_fake(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:3], weight.shape[2]))
-
-
-def _widened_matmul_fake(x: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[-1]), dtype=torch.promote_types(x.dtype, torch.float32))
-
-
 _LIBRARY.impl("sealed_attention", _sealed_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("mla::sealed_attention", _sealed_attention, lib=_LIBRARY)
-torch.library.register_fake("mla::latent_attention", _latent_attention_fake, lib=_LIBRARY)
-torch.library.register_fake("mla::paged_latent_attention", _latent_attention_fake, lib=_LIBRARY)
-torch.library.register_fake("mla::sparse_latent_attention", _latent_attention_fake, lib=_LIBRARY)
-torch.library.register_fake("mla::expanded_attention", _expanded_attention_fake, lib=_LIBRARY)
-torch.library.register_fake("mla::paged_expanded_attention", _paged_expanded_attention_fake, lib=_LIBRARY)
-torch.library.register_fake("mla::merge_states", _merge_states_fake, lib=_LIBRARY)
-torch.library.register_fake("mla::append_latents", _append_latents_fake, lib=_LIBRARY)
-torch.library.register_fake("mla::per_head_matmul", _per_head_matmul_fake, lib=_LIBRARY)
-torch.library.register_fake("mla::widened_matmul", _widened_matmul_fake, lib=_LIBRARY)
+register_fakes(_LIBRARY)
 differentiate_by_op(_LIBRARY, "latent_attention", 5)
 differentiate_by_op(_LIBRARY, "expanded_attention", 6)
 differentiate_per_head_matmul(_LIBRARY)

@@ -41,6 +41,7 @@ TORCH_LIBRARY_IMPL(mla, CPU, m) {
   m.impl("merge_states", merge_states);
   m.impl("append_latents", append_latents);
   m.impl("widened_matmul", widened_matmul);
+  m.impl("grow_cache", grow_cache);
 }
 
 // These take precedence over the formulas of `mla_compile.ops`. Ops that mutate have no formula.
@@ -48,6 +49,6 @@ TORCH_LIBRARY_IMPL(mla, AutogradCPU, m) {
   if (taken(c10::DispatchKey::AutogradCPU)) return;
   for (const char* op : {"latent_attention", "paged_latent_attention", "sparse_latent_attention", "expanded_attention",
                          "paged_expanded_attention", "per_head_matmul", "merge_states",
-                         "widened_matmul"})
+                         "widened_matmul", "grow_cache"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<differentiate_if_asked>());
 }

@@ -27,7 +27,7 @@ SOURCES = (
     *(_HERE / f"{name}.h" for name in ("common", "cached", "latent_attention", "paged_latent_attention")),
     *(_HERE / f"{name}.h" for name in ("sparse_latent_attention", "expanded_attention", "paged_expanded_attention")),
     *(_HERE / f"{name}.h" for name in ("per_head_matmul", "merge_states", "append_latents")),
-    *(_HERE / f"{name}.h" for name in ("widened_matmul", "gradients")),
+    *(_HERE / f"{name}.h" for name in ("widened_matmul", "used_again", "grow_cache", "gradients")),
     _HERE / "dispatcher.cpp",
 )
 PLACES = list(TYPES)

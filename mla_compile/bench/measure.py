@@ -73,6 +73,8 @@ def measure(
 
     inputs = make_inputs(built, workload, cache_kind)
     seconds: dict[str, list[float]] = {mode: [] for mode in steps}
+    kept: dict[str, object] = {}
+    """Each mode's latest cache: in a sequence it is there while the next step makes another."""
     gc.collect()
     gc.disable()
     try:
@@ -83,6 +85,7 @@ def measure(
                     start = time.perf_counter()
                     step(arguments)
                     seconds[mode].append(time.perf_counter() - start)
+                    kept[mode] = arguments
     finally:
         gc.enable()
     for mode in steps:

@@ -35,6 +35,8 @@ class _Function:
     code: CodeType
     owner: str
     variants: list[Shapes] = field(default_factory=list)
+    objects: set[int] = field(default_factory=set)
+    """The identities of its `self`s."""
 
     def __str__(self) -> str:
         file = "/".join(self.code.co_filename.split("/")[-3:])
@@ -58,6 +60,7 @@ def remember(module: fx.GraphModule) -> None:
         owner = type(root.f_locals["self"]).__name__ if "self" in root.f_locals else root.f_globals.get("__name__", "?")
         function = _functions[now.frame_id] = _Function(root.f_code, owner)
     inputs = dict(_inputs(module.graph))
+    function.objects.add(id(root.f_locals.get("self")))
     function.variants.append({name: _sizes(node) for name, node in inputs.items()})
     _open_sizes(root, {name for name, node in inputs.items() if _grows(node)})
     count = now.frame_compile_id + 1
@@ -128,14 +131,15 @@ def _arguments(root: Any) -> Iterator[str]:
 def _last_variant(function: _Function, count: int) -> str:
     return (
         f"variant {count} of {function}, the last that torch compiles: for inputs of another kind it will run "
-        f"uncompiled, tens of times slower. What differed: {'; '.join(_differences(function.variants))}. Set "
+        f"uncompiled, tens of times slower. What differed: {'; '.join(_differences(function))}. Set "
         f"torch._dynamo.config.recompile_limit = {8 * count} before the first call, or call it "
         "with fewer kinds of inputs"
     )
 
 
-def _differences(variants: list[Shapes]) -> list[str]:
+def _differences(function: _Function) -> list[str]:
     """A line for each group of inputs that differed between variants; inputs with the same history share a line."""
+    variants, objects = function.variants, len(function.objects)
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in dict.fromkeys(name for variant in variants for name in variant):
         history = tuple(dict.fromkeys(variant.get(name, "none") for variant in variants))
@@ -145,7 +149,8 @@ def _differences(variants: list[Shapes]) -> list[str]:
         _short(first) + (f" and {len(others)} others" if others else "") + ": " + ", ".join(history)
         for history, (first, *others) in alike.items()
     ]
-    return lines[:_MOST_SHOWN] + ([f"{len(lines) - _MOST_SHOWN} more"] if len(lines) > _MOST_SHOWN else [])
+    several = [f"self: {objects} of them"] if objects > 1 else []
+    return several + lines[:_MOST_SHOWN] + ([f"{len(lines) - _MOST_SHOWN} more"] if len(lines) > _MOST_SHOWN else [])
 
 
 def _short(source: str) -> str:

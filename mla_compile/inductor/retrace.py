@@ -18,6 +18,7 @@ from ..dynamo.seal import unseal
 from ..ops import SEALED
 from .int8_products import products_with_int8
 from .same_numbers import merge_same_numbers
+from .sizes_from_data import bmm_of_sizes_from_data
 from .streamed_products import grouped_mm_of_few_rows, mm_of_one_row
 from .widened_products import widened_addmm, widened_bmm, widened_grouped_mm, widened_mm
 
@@ -47,7 +48,7 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
         ),
         aten.addmm.default: _first_that_can(widened_addmm, inductors[aten.addmm.default]),
         aten.bmm.default: _first_that_can(
-            inductors[aten.bmm.default], functools.partial(widened_bmm, are_given=are_given)
+            bmm_of_sizes_from_data, inductors[aten.bmm.default], functools.partial(widened_bmm, are_given=are_given)
         ),
         aten._grouped_mm.default: grouped_mm,
     }

@@ -55,6 +55,27 @@ def test_the_last_variant_says_which_function_it_is_what_differed_and_what_to_do
 
 
 @pytest.mark.usefixtures("without_codegen")
+def test_layers_of_a_graph_that_breaks_are_named_as_what_differed():
+    class Numbered(Layer):
+        def __init__(self, number):
+            super().__init__()
+            self.number = number
+
+        def forward(self, x, past):
+            return super().forward(x * self.number, past)
+
+    def model(x, past):
+        for layer in layers:
+            torch._dynamo.graph_break()
+            layer(x, past)
+
+    layers = nn.ModuleList([Numbered(1), Numbered(2)])
+    said = pytest.warns(UserWarning, match=r"variant 2 of forward of Numbered .* What differed: self: 2 of them")
+    with torch._dynamo.config.patch(recompile_limit=2), said:
+        torch.compile(model, backend="mla")(torch.randn(2, 1, HIDDEN), torch.randn(2, 5, L))
+
+
+@pytest.mark.usefixtures("without_codegen")
 @pytest.mark.filterwarnings("error")
 def test_a_cache_that_stays_as_long_is_not_compiled_for_any_length():
     layer = torch.compile(Layer(), backend="mla")

@@ -2,6 +2,7 @@
 
 from mla_compile.kernels.append_latents.arguments import AppendLatents
 from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention, ExpandedAttentionBackward
+from mla_compile.kernels.grow_cache.arguments import GrowCache
 from mla_compile.kernels.latent_attention.arguments import LatentAttention, LatentAttentionBackward
 from mla_compile.kernels.merge_states.arguments import MergeStates
 from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
@@ -14,6 +15,7 @@ BUNDLES = {
     "append_latents": AppendLatents,
     "expanded_attention": ExpandedAttention,
     "expanded_attention_backward": ExpandedAttentionBackward,
+    "grow_cache": GrowCache,
     "latent_attention": LatentAttention,
     "latent_attention_backward": LatentAttentionBackward,
     "merge_states": MergeStates,

@@ -14,6 +14,7 @@ from mla_compile import ops
 from mla_compile.fp8 import RowLayout
 from mla_compile.kernels.decompositions import decompositions
 from mla_compile.kernels.expanded_attention import expanded_attention_reference
+from mla_compile.kernels.grow_cache import grow_cache_reference
 from mla_compile.kernels.latent_attention import latent_attention_reference
 from mla_compile.kernels.library import OPS
 from mla_compile.kernels.paged_expanded_attention import paged_expanded_attention_reference
@@ -113,6 +114,7 @@ def test_every_op_runs_without_python(library, tmp_path):
         "paged_expanded_attention": paged_expanded_attention_reference,
         "per_head_matmul": per_head_matmul_reference,
         "widened_matmul": widened_matmul_reference,
+        "grow_cache": grow_cache_reference,
     }
     calls = [
         ("latent_attention", (*few, None, 37, 0.2)),
@@ -128,6 +130,7 @@ def test_every_op_runs_without_python(library, tmp_path):
         ("widened_matmul", (x.latent[0, :5], x.w_uk[0].t())),
         ("widened_matmul", (x.latent[0], x.w_uk.mT, torch.tensor([1, 1, 3, 40]))),
         ("widened_matmul", (x.q[0, 0, :, :8], x.w_uk[0])),
+        ("grow_cache", (torch.randn(1, 600, 512), torch.randn(1, 2, 512), 1)),
     ]
     o, lse = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4)
     rows = torch.zeros(2, 3, RowLayout(8, 4, torch.float32).row_bytes, dtype=torch.uint8)
