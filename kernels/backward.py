@@ -35,7 +35,8 @@ _SCORES = 1 << 22
 class Attended:
     """An attention and the gradients of its results: see `mla::expanded_attention_backward`.
 
-    If `w_uk` or `w_uv` is None, the keys or values are the latent itself, and P or V is L.
+    If `w_uk` or `w_uv` is None, the keys or values are the latent itself, and P or V is L. The rope keys may be those
+    of each head, `[B, T, N, R]`.
     """
 
     grad_o: Tensor
@@ -133,7 +134,8 @@ def attend_backward(x: Attended) -> list[Tensor]:
                 visibility.keys(range(query_count)),
                 x.scale,
             )
-            _add_group(rows, (x.latent[b], x.k_rope[b]), (w_uk, w_uv), _of(totals, b, group), by_flash)
+            cache = x.latent[b], _ropes(x.k_rope, b, group)
+            _add_group(rows, cache, (w_uk, w_uv), _of(totals, b, group), by_flash)
     found = (totals.q, totals.latent, totals.k_rope, totals.w_uk, totals.w_uv, totals.mask)
     return [
         total.to(operand.dtype)
@@ -158,11 +160,17 @@ def _of(totals: _Gradients, b: int, group: slice) -> _Gradients:
     return _Gradients(
         None if totals.q is None else totals.q[b, :, group].transpose(0, 1),
         None if totals.latent is None else totals.latent[b],
-        None if totals.k_rope is None else totals.k_rope[b],
+        None if totals.k_rope is None else _ropes(totals.k_rope, b, group),
         None if totals.w_uk is None else totals.w_uk[group],
         None if totals.w_uv is None else totals.w_uv[group],
         _own(totals.mask, b, group),
     )
+
+
+def _ropes(k_rope: Tensor, b: int, group: slice) -> Tensor:
+    """The rope keys of a sequence and a group of heads, or their gradients: `[T, R]` if all heads share them, else
+    `[T, H, R]`."""
+    return k_rope[b] if k_rope.dim() == 3 else k_rope[b, :, group]
 
 
 def _own(mask: Tensor | None, b: int, group: slice) -> Tensor | None:
@@ -180,23 +188,28 @@ def _add_group(
     totals: _Gradients,
     by_flash: bool,
 ) -> None:
-    """Add the contribution of one group of heads of a sequence to the totals; cache is `[T, L]` and `[T, R]`."""
+    """Add the contribution of one group of heads of a sequence to the totals.
+
+    The cache is `[T, L]` and, as `_ropes` gives them, the rope keys.
+    """
     (w_uk, w_uv), keys, dtype = weights, rows.keys, rows.q.dtype
     if len(keys) == 0:
         return
-    latent, k_rope = (take(part, keys, 0).to(dtype) for part in cache)
+    latent, ropes = (take(part, keys, 0).to(dtype) for part in cache)
+    shared = ropes.dim() == 2
+    ropes = ropes[None] if shared else ropes.transpose(0, 1)
     blanks = rows.visibility.blanks(range(rows.q.shape[1]), keys)
     if blanks is not None:
-        latent, k_rope = (part.masked_fill(blanks[0][:, None], 0.0) for part in (latent, k_rope))
+        latent, ropes = (part.masked_fill(blanks[0][:, None], 0.0) for part in (latent, ropes))
     heads, columns = rows.q.shape[0], rows.o.shape[2]
-    nope = rows.q.shape[2] - k_rope.shape[1]
+    nope = rows.q.shape[2] - ropes.shape[2]
     # Flash attention requires keys and values of equal width; a gradient of lse needs one more column.
-    width = max(nope + k_rope.shape[1], columns + (rows.d_lse is not None)) if by_flash else None
-    k = _of_heads(latent, w_uk, heads, width or nope + k_rope.shape[1], k_rope)
+    width = max(rows.q.shape[2], columns + (rows.d_lse is not None)) if by_flash else None
+    k = _of_heads(latent, w_uk, heads, width or rows.q.shape[2], ropes)
     v = _of_heads(latent, w_uv, heads, width or columns)
     dq, dk, dv = _by_flash(rows, k, v) if by_flash else _composed(rows, k, v, totals.mask)
     del k, v
-    dk_nope, dk_rope, dv = dk[..., :nope], dk[..., nope : nope + k_rope.shape[1]], dv[..., :columns]
+    dk_nope, dk_rope, dv = dk[..., :nope], dk[..., nope : rows.q.shape[2]], dv[..., :columns]
     if totals.q is not None:
         totals.q += dq[..., : rows.q.shape[2]]
     if totals.latent is not None:
@@ -208,7 +221,7 @@ def _add_group(
         if not isinstance(keys, range):
             totals.latent.index_add_(0, keys, part)
     if totals.k_rope is not None:
-        part = dk_rope.sum(0)
+        part = dk_rope.sum(0) if shared else dk_rope.transpose(0, 1)
         if isinstance(keys, range):
             totals.k_rope.narrow(0, keys.start, len(keys)).add_(part)
         else:
@@ -219,16 +232,18 @@ def _add_group(
         totals.w_uv += dv.mT @ latent
 
 
-def _of_heads(latent: Tensor, weight: Tensor | None, heads: int, width: int, k_rope: Tensor | None = None) -> Tensor:
-    """`[H, T, width]`: the latent, up-projected if there is a weight, then the rope key if given, padded with zeros."""
-    whole = latent.new_zeros((1 if weight is None else heads, latent.shape[0], width))
+def _of_heads(latent: Tensor, weight: Tensor | None, heads: int, width: int, ropes: Tensor | None = None) -> Tensor:
+    """`[H, T, width]`: the latent, up-projected if there is a weight, then rope keys `[1 or H, T, R]` if given, padded
+    with zeros."""
+    alike = weight is None and (ropes is None or ropes.shape[0] == 1)
+    whole = latent.new_zeros((1 if alike else heads, latent.shape[0], width))
     columns = latent.shape[1] if weight is None else weight.shape[1]
     if weight is None:
         whole[..., :columns] = latent
     else:
         torch.bmm(latent.expand(heads, -1, -1), weight.mT, out=whole[..., :columns])
-    if k_rope is not None:
-        whole[..., columns : columns + k_rope.shape[1]] = k_rope
+    if ropes is not None:
+        whole[..., columns : columns + ropes.shape[2]] = ropes
     return whole.expand(heads, -1, -1)
 
 

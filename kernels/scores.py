@@ -19,7 +19,7 @@ def causal_mask(queries: int, keys: int, causal_offset: int | None, device: torc
 
 
 def blanked(parts: tuple[Tensor, ...], mask: Tensor | None, causal: Tensor | None) -> tuple[Tensor, ...]:
-    """The parts `[B, T, width]` with 0 for keys that a bool mask or a causal limit hides from every query.
+    """The parts `[B, T, ...]` with 0 for keys that a bool mask or a causal limit hides from every query.
 
     Such keys may hold anything, and 0 times NaN is NaN. mask `[B or 1, N or 1, Sq or 1, T or 1]`, causal `[Sq, T]`.
     """
@@ -28,8 +28,8 @@ def blanked(parts: tuple[Tensor, ...], mask: Tensor | None, causal: Tensor | Non
         seen = causal[None] if seen is None else seen & causal
     if seen is None:
         return parts
-    hidden = ~seen.any(1)[..., None]
-    return tuple(part.masked_fill(hidden, 0.0) for part in parts)
+    hidden = ~seen.any(1)
+    return tuple(part.masked_fill(hidden[(..., *[None] * (part.dim() - 2))], 0.0) for part in parts)
 
 
 def softmax_with_lse(scores: Tensor, mask: Tensor | None, causal: Tensor | None) -> tuple[Tensor, Tensor]:

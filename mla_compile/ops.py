@@ -191,9 +191,11 @@ expanded_attention = torch.ops.mla.expanded_attention
     k[b, j, n] = cat(w_uk[n] latent[b, j], k_rope[b, j]);  v[b, j, n] = w_uv[n] latent[b, j]
     o[b, i, n] = sum_j softmax_j(scale * q[b, i, n] . k[b, j, n] + mask[b, n, i, j]) v[b, j, n]
 
-Args: q `[B, Sq, N, P + R]` with the nope part first, latent `[B, T, L]`, k_rope `[B, T, R]`, w_uk `[N, P, L]`, w_uv
-`[N, V, L]`, all of one floating dtype; mask and causal_offset as described for the module; scale; workspace_tokens, the
-largest number of tokens whose keys and values exist at one time (at least 1).
+Heads may have rope keys of their own: with k_rope `[B, T, N, R]`, k[b, j, n] ends with k_rope[b, j, n].
+
+Args: q `[B, Sq, N, P + R]` with the nope part first, latent `[B, T, L]`, k_rope `[B, T, R]` or `[B, T, N, R]`,
+w_uk `[N, P, L]`, w_uv `[N, V, L]`, all of one floating dtype; mask and causal_offset as described for the module;
+scale; workspace_tokens, the largest number of tokens whose keys and values exist at one time (at least 1).
 Returns: o `[B, Sq, N, V]`, contiguous, of q's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """

@@ -38,8 +38,14 @@ Tensor room_for(const Tensor& like, int64_t rows, int64_t columns) {
   return at::empty({rows * (columns + CACHE_LINE / like.element_size())}, like.options());
 }
 
-// Loads some of the keys of one sequence: latents `[C, L]` and rope keys `[C, R]` in a dtype.
-typedef std::function<std::pair<Tensor, Tensor>(int64_t first, int64_t count, at::ScalarType dtype)> Load;
+// A group of heads.
+struct Heads {
+  int64_t first, count;
+};
+
+// Loads some of the keys of one sequence: latents `[C, L]` and the rope keys of a group of heads, `[C, R]` if all heads
+// share them, else `[C, H, R]`, in a dtype.
+typedef std::function<std::pair<Tensor, Tensor>(Heads heads, int64_t first, int64_t count, at::ScalarType dtype)> Load;
 
 // What the queries of one sequence see: keys before `stop`, and of those query i sees keys up to i + offset.
 struct Seen {
@@ -54,25 +60,27 @@ struct Seen {
 
 // Attention of a group of heads of one sequence: q `[Sq, H, P + R]`, weights `[H P, L]` and `[H V, L]`. Fills
 // o `[Sq, H, V]`, zeros at first, and lse `[Sq, H]`, -inf at first.
-void attend_heads(const OfChunks& chunks, const Tensor& q, const Load& load, const Tensor& w_uk, const Tensor& w_uv,
-                  const Seen& seen, int64_t size, float scale, const Tensor& o, const Tensor& lse) {
-  const int64_t queries = q.size(0), heads = q.size(1), value = o.size(2);
+void attend_heads(const OfChunks& chunks, const Tensor& q, Heads group, const Load& load, const Tensor& w_uk,
+                  const Tensor& w_uv, const Seen& seen, int64_t size, float scale, const Tensor& o,
+                  const Tensor& lse) {
+  const int64_t queries = q.size(0), heads = group.count, value = o.size(2);
   const int64_t stop = seen.stop, cut = std::min(seen.cut, stop), most = std::min(size, stop);
   const Tensor memory = room_for(w_uk, most, w_uk.size(0)), other_memory = room_for(w_uv, w_uv.size(0), most);
   for (int64_t start = 0, end; start < stop; start = end) {
     end = std::min(start + size, start < cut ? cut : stop);
     const int64_t count = end - start;
-    auto [here, rope] = load(start, count, chunks.dtype);
+    auto [here, rope] = load(group, start, count, chunks.dtype);
     here = even(here);
-    if (rope.size(1) > 1 && rope.stride(1) != 1) rope = rope.contiguous();
+    if (rope.size(-1) > 1 && rope.stride(-1) != 1) rope = rope.contiguous();
     Tensor k = rows_in(memory, count, w_uk.size(0)), v = rows_in(other_memory, w_uv.size(0), count);
     at::mm_out(k, here, w_uk.t());
     at::mm_out(v, w_uv, here.t());
     const int64_t nope = w_uk.size(0) / heads;
     chunks.kernel(q.data_ptr(), k.data_ptr(), rope.data_ptr(), v.data_ptr(), 0, o.data_ptr<float>(),
-                  lse.data_ptr<float>(), heads, queries, count, nope, rope.size(1), value, q.stride(1), q.stride(0),
-                  nope, k.stride(0), rope.stride(0), value * v.stride(0), v.stride(0), 0, 0, 0, o.stride(1),
-                  o.stride(0), lse.stride(1), lse.stride(0), seen.offset - start, scale, at::get_num_threads());
+                  lse.data_ptr<float>(), heads, queries, count, nope, rope.size(-1), value, q.stride(1), q.stride(0),
+                  nope, k.stride(0), rope.dim() == 3 ? rope.stride(1) : 0, rope.stride(0), value * v.stride(0),
+                  v.stride(0), 0, 0, 0, o.stride(1), o.stride(0), lse.stride(1), lse.stride(0), seen.offset - start,
+                  scale, at::get_num_threads());
   }
 }
 
@@ -103,8 +111,8 @@ Attended attend_in_chunks(const OfChunks& chunks, const Tensor& q, const std::ve
       };
       const Tensor out = own(o);
       const Tensor state = o.scalar_type() == at::kFloat ? out : at::zeros(out.sizes(), lse.options());
-      attend_heads(chunks, own(dense), sequence.load, of_keys, of_values, sequence.seen, workspace_tokens,
-                   static_cast<float>(scale), state, own(lse));
+      attend_heads(chunks, own(dense), {head, some}, sequence.load, of_keys, of_values, sequence.seen,
+                   workspace_tokens, static_cast<float>(scale), state, own(lse));
       if (!state.is_same(out)) out.copy_(state);
     }
   }
@@ -120,12 +128,13 @@ bool weights_fit(const Tensor& q, const Tensor& w_uk, const Tensor& w_uv, int64_
 Attended expanded_attention(const Tensor& q, const Tensor& latent, const Tensor& k_rope, const Tensor& w_uk,
                             const Tensor& w_uv, const std::optional<Tensor>& mask,
                             std::optional<int64_t> causal_offset, double scale, int64_t workspace_tokens) {
-  const bool ranks =
-      q.dim() == 4 && latent.dim() == 3 && k_rope.dim() == 3 && w_uk.dim() == 3 && w_uv.dim() == 3;
+  const bool own_ropes = k_rope.dim() == 4;  // [B, T, N, R] instead of [B, T, R]
+  const bool ranks = q.dim() == 4 && latent.dim() == 3 && (k_rope.dim() == 3 || own_ropes) && w_uk.dim() == 3 &&
+                     w_uv.dim() == 3;
   const OfChunks chunks(q.scalar_type());
   const bool fits = ranks && latent.size(0) == q.size(0) && k_rope.sizes().slice(0, 2) == latent.sizes().slice(0, 2) &&
-                    weights_fit(q, w_uk, w_uv, latent.size(2), k_rope.size(2)) && workspace_tokens > 0 &&
-                    alike(q, {latent, k_rope, w_uk, w_uv});
+                    weights_fit(q, w_uk, w_uv, latent.size(2), k_rope.size(-1)) && workspace_tokens > 0 &&
+                    (!own_ropes || k_rope.size(2) == q.size(2)) && alike(q, {latent, k_rope, w_uk, w_uv});
   if (!chunks.kernel || !fits || is_given(mask)) {
     static const auto op =
         general<Attended(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
@@ -135,8 +144,10 @@ Attended expanded_attention(const Tensor& q, const Tensor& latent, const Tensor&
   }
   std::vector<Sequence> sequences;
   for (int64_t b = 0; b < q.size(0); ++b) {
-    const auto load = [&, b](int64_t first, int64_t count, at::ScalarType dtype) {
-      return std::pair(latent[b].narrow(0, first, count).to(dtype), k_rope[b].narrow(0, first, count).to(dtype));
+    const auto load = [&, b](Heads heads, int64_t first, int64_t count, at::ScalarType dtype) {
+      const Tensor rope = k_rope[b].narrow(0, first, count);
+      return std::pair(latent[b].narrow(0, first, count).to(dtype),
+                       (own_ropes ? rope.narrow(1, heads.first, heads.count) : rope).to(dtype));
     };
     sequences.push_back({b, q.size(1), Seen(q.size(1), latent.size(1), causal_offset), load});
   }

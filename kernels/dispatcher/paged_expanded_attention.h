@@ -75,7 +75,7 @@ Attended paged_expanded_attention(const Tensor& q, const Tensor& latent_pages, c
     if (causal)
       offset = is_given(first_positions) ? Integers(*first_positions)[b * first_positions->stride(0)]
                                          : lengths[b] - queries[b];
-    const auto load = [keys](int64_t first, int64_t count, at::ScalarType dtype) {
+    const auto load = [keys](Heads, int64_t first, int64_t count, at::ScalarType dtype) {
       return keys.load(first, count, dtype);
     };
     sequences.push_back({b, queries[b], Seen(queries[b], lengths[b], offset), load});

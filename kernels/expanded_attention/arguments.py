@@ -45,14 +45,20 @@ class ExpandedAttention:
     scale: float
     workspace_tokens: int
 
+    @property
+    def ropes(self) -> Tensor:
+        """The rope keys, `[B, T, 1, R]` if all heads share them, `[B, T, N, R]` if each has its own."""
+        return self.k_rope if self.k_rope.dim() == 4 else self.k_rope[:, :, None]
+
     def check(self) -> None:
         """Check shapes, dtypes and devices. Raises: KernelError."""
-        specs = {"q": "B Sq N P+R", "latent": "B T L", "k_rope": "B T R", "w_uk": "N P L", "w_uv": "N V L"}
+        rope = "B T N R" if self.k_rope.dim() == 4 else "B T R"
+        specs = {"q": "B Sq N P+R", "latent": "B T L", "k_rope": rope, "w_uk": "N P L", "w_uv": "N V L"}
         tensors: dict[str, Tensor] = {name: getattr(self, name) for name in specs}
         for name, spec in specs.items():
             check_rank(OP, name, tensors[name], spec)
         dims = dict(zip(("B", "Sq", "N"), self.q.shape, strict=False))
-        dims |= {"T": self.latent.shape[1], "L": self.latent.shape[2], "R": self.k_rope.shape[2]}
+        dims |= {"T": self.latent.shape[1], "L": self.latent.shape[2], "R": self.k_rope.shape[-1]}
         dims |= {"P": self.w_uk.shape[1], "V": self.w_uv.shape[1], "P+R": self.w_uk.shape[1] + dims["R"]}
         check_shapes(OP, dims, **{name: (tensors[name], spec) for name, spec in specs.items()})
         check_alike(OP, **tensors)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -34,13 +35,13 @@ _CACHE_LINE = 64
 """Bytes."""
 
 
-Load = Callable[[KeyPositions, torch.dtype], tuple[Tensor, Tensor]]
-"""The latents `[C, L]` and rope keys `[C, R]` of a sequence at some positions, in a dtype."""
+Load = Callable[[slice, KeyPositions, torch.dtype], tuple[Tensor, Tensor]]
+"""Latents `[C, L]` of a sequence, and rope keys `[C, 1 or H, R]` of some heads, at some positions and in a dtype."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys and values of a chunk: nope `[H, C, P]`, rope `[C, R]`, v `[H, C, V]`, of any strides."""
+    """The keys and values of a chunk: nope `[H, C, P]`, rope `[1 or H, C, R]`, v `[H, C, V]`, of any strides."""
 
     nope: Tensor
     rope: Tensor
@@ -80,8 +81,9 @@ def attend_in_chunks(x: ExpandedAttention, arithmetic: Arithmetic) -> tuple[Tens
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     for b in range(q.shape[0]):
 
-        def load(keys: KeyPositions, dtype: torch.dtype, b: int = b) -> tuple[Tensor, Tensor]:
-            return take(x.latent[b], keys, 0).to(dtype), take(x.k_rope[b], keys, 0).to(dtype)
+        def load(heads: slice, keys: KeyPositions, dtype: torch.dtype, b: int = b) -> tuple[Tensor, Tensor]:
+            ropes = x.ropes[b] if x.ropes.shape[2] == 1 else x.ropes[b, :, heads]
+            return take(x.latent[b], keys, 0).to(dtype), take(ropes, keys, 0).to(dtype)
 
         seen = mask if mask is None or mask.shape[0] == 1 else mask[b : b + 1]
         visibility = Visibility(seen, x.causal_offset, x.latent.shape[1], x.latent.device)
@@ -104,7 +106,7 @@ def attend_sequence(
             mask = mask[:, group]
         _attend_heads(
             q[:, group].transpose(0, 1),
-            load,
+            partial(load, group),
             (x.w_uk[group], x.w_uv[group]),
             replace(visibility, mask=mask),
             x.scale,
@@ -151,7 +153,7 @@ def lost_rows(dtype: torch.dtype, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _attend_heads(
     q: Tensor,
-    load: Load,
+    load: Callable[[KeyPositions, torch.dtype], tuple[Tensor, Tensor]],
     weights: tuple[Tensor, Tensor],
     visibility: Visibility,
     scale: float,
@@ -174,11 +176,12 @@ def _attend_heads(
     positions = visibility.keys(range(query_count))
     workspace = Workspace(w_uk, w_uv, min(workspace_tokens, len(positions)))
     for chunk in _chunks(visibility, positions, workspace_tokens):
-        latent, k_rope = load(chunk, arithmetic.dtype)
+        latent, ropes = load(chunk, arithmetic.dtype)
         blanks = visibility.blanks(range(query_count), chunk)
         if blanks is not None:
-            latent, k_rope = (part.masked_fill(blanks[0][:, None], 0.0) for part in (latent, k_rope))
-        arithmetic.attend(q, workspace.expand(latent, k_rope), visibility, chunk, scale, (o, lse))
+            latent = latent.masked_fill(blanks[0][:, None], 0.0)
+            ropes = ropes.masked_fill(blanks[0][:, None, None], 0.0)
+        arithmetic.attend(q, workspace.expand(latent, ropes), visibility, chunk, scale, (o, lse))
     if o is not out[0]:
         out[0].copy_(o)
     out[1].copy_(lse)
@@ -207,15 +210,15 @@ class Workspace:
         self._k = w_uk.new_empty(size * (self._w_uk.shape[0] + self._gap))
         self._v = w_uv.new_empty(self._w_uv.shape[0] * (size + self._gap))
 
-    def expand(self, latent: Tensor, k_rope: Tensor) -> Keys:
-        """Up-project latents `[C, L]`."""
+    def expand(self, latent: Tensor, ropes: Tensor) -> Keys:
+        """Up-project latents `[C, L]`, beside rope keys `[C, 1 or H, R]`."""
         k = self._rows(self._k, latent.shape[0], self._w_uk.shape[0])
         v = self._rows(self._v, self._w_uv.shape[0], latent.shape[0])
         latent = _even(latent)
         torch.mm(latent, self._w_uk.T, out=k)
         torch.mm(self._w_uv, latent.T, out=v)
         nope, values = k.unflatten(1, (self._heads, -1)), v.unflatten(0, (self._heads, -1))
-        return Keys(nope.transpose(0, 1), k_rope, values.transpose(1, 2))
+        return Keys(nope.transpose(0, 1), ropes.transpose(0, 1), values.transpose(1, 2))
 
     def _rows(self, memory: Tensor, rows: int, columns: int) -> Tensor:
         return memory[: rows * (columns + self._gap)].view(rows, -1)[:, :columns]

@@ -23,10 +23,10 @@ def attend_to_dense(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(x.q.dtype, torch.float32)
 
     def load(positions: Positions, cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        latent, k_rope = (part.index_select(1, positions.inside).to(dtype) for part in cache)
-        return latent, k_rope
+        latent, ropes = (part.index_select(1, positions.inside).to(dtype) for part in cache)
+        return latent, ropes
 
-    return attend_in_loop(x, load, (x.latent, x.k_rope), x.causal_offset, x.latent.shape[1])
+    return attend_in_loop(x, load, (x.latent, x.ropes), x.causal_offset, x.latent.shape[1])
 
 
 def attend_in_loop(
@@ -40,9 +40,9 @@ def attend_in_loop(
 ) -> tuple[Tensor, Tensor]:
     """o `[B, Sq, N, V]` and lse `[B, Sq, N]` of a bundle's queries under its mask.
 
-    `load` gets the positions of a chunk and the cache, and returns latents `[B, C, L]` and rope keys `[B, C, R]` in at
-    least float32. `tokens`, lengths and causal offset are those of `attend_over_chunks`. Padding, bool `[B, Sq]`, marks
-    queries that do not count.
+    `load` gets the positions of a chunk and the cache, and returns latents `[B, C, L]` and rope keys
+    `[B, C, 1 or N, R]` in at least float32. `tokens`, lengths and causal offset are those of `attend_over_chunks`.
+    Padding, bool `[B, Sq]`, marks queries that do not count.
     """
     q, mask, weights = x.q, x.mask, (x.w_uk, x.w_uv)
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -59,9 +59,10 @@ def attend_in_loop(
         if padding is not None:
             hidden = hidden | padding[..., None]
         hidden = hidden.all(1)[..., None]
-        here, rope_here = (part.masked_fill(hidden, 0.0) for part in load(positions, cache))
+        here, ropes = load(positions, cache)
+        here, ropes = here.masked_fill(hidden, 0.0), ropes.masked_fill(hidden[..., None], 0.0)
         k_nope, v = (torch.matmul(here[:, None], w.transpose(1, 2)) for w in (w_uk, w_uv))
-        k = torch.cat([k_nope, rope_here[:, None].expand(-1, w_uk.shape[0], -1, -1)], dim=-1)
+        k = torch.cat([k_nope, ropes.transpose(1, 2).expand(-1, w_uk.shape[0], -1, -1)], dim=-1)
         return attend(q_heads, k, v, bias, x.scale)
 
     o, lse = attend_over_chunks(

@@ -17,7 +17,7 @@ from .aten import attend
 
 def attend_on_gpu(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
     """o and lse."""
-    if not small(x.mask) or not suits(x.q, x.latent, x.k_rope):
+    if not small(x.mask) or not suits(x.q, x.latent, x.ropes.transpose(1, 2)):
         return attend(x)
     from .._common.machine import present
     from ..implementations.choose import attend as attend_by_the_best

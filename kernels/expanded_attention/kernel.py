@@ -6,7 +6,7 @@ all the lowest finite number lose nothing.
 
     q         [B, Sq, H, P + R]                   any strides but 1 in the last dim, the nope part first
     k, v      [H, B, C, P], [H, B, C, V]          the workspace
-    rope      [B, C, R]                           from the cache, shared by all heads
+    rope      [B, C, H, R]                        from the cache, with a stride of 0 where heads share it
     mask      [B, H, Sq, C], any strides, 0 where it broadcasts
     lengths, starts, counts   [B]                 for sequences of unequal lengths, whose chunk starts at `begin`: the
                                                   number of tokens, the position of the first query, and the number of
@@ -58,6 +58,7 @@ def attend_chunk(
     v_stride_b,
     rope_stride_b,
     rope_stride_t,
+    rope_stride_n,
     mask_stride_b,
     mask_stride_n,
     mask_stride_s,
@@ -124,7 +125,7 @@ def attend_chunk(
         q_r = load_rows(q + P, q_rows, exists, 0, R, ROPE)  # [ROWS, ROPE]
     k += head * k_stride_h + b * k_stride_b
     v += head * v_stride_h + b * v_stride_b
-    rope += b * rope_stride_b
+    rope += b * rope_stride_b + head * rope_stride_n
     if MASK != "none":
         first_row = (tile * ROWS).to(tl.int64)
         mask += b * mask_stride_b + head * mask_stride_n + first_row * mask_stride_s

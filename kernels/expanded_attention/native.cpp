@@ -1,7 +1,7 @@
 // Attention of many queries to a chunk of up-projected keys and values: flash attention on CPU cores, sums in float32.
 //
 //     q      [heads, queries, P + R]          any strides, but 1 in the last dim; the same holds for the others
-//     k      [heads, keys, P], k_rope [keys, R]
+//     k      [heads, keys, P], k_rope [heads, keys, R]   with a stride of 0 where heads share the rope keys
 //     v      [heads, V, keys]                 keys last, so that both products read rows with a last stride of 1
 //     bias   [heads, queries, keys] or null   any strides, -inf hides
 //     o      [heads, queries, V], lse [heads, queries]    float32: on entry the state after earlier chunks, updated
@@ -124,7 +124,7 @@ struct Problem {
   const float* bias;
   float *o, *lse;
   int64_t heads, queries, keys, nope, rope, value;
-  int64_t q_head, q_row, k_head, k_key, rope_key, v_head, v_column, bias_head, bias_row, bias_key;
+  int64_t q_head, q_row, k_head, k_key, rope_head, rope_key, v_head, v_column, bias_head, bias_row, bias_key;
   int64_t o_head, o_row, lse_head, lse_row, offset;
   float scale;
 
@@ -235,7 +235,7 @@ void attend_block(const Problem& p, int64_t head, int64_t key, const Rows& of, c
   const Lane *nope = of.packed(), *rope = nope + Panel::lines(p.nope) * PANEL;
   float *scores = w.scores.data(), *o = of.o.data();
   multiply({{p.k + head * p.k_head + key * p.k_key, p.k_key, p.nope, nope},
-            {p.k_rope + key * p.rope_key, p.rope_key, p.rope, rope}},
+            {p.k_rope + head * p.rope_head + key * p.rope_key, p.rope_key, p.rope, rope}},
            count, [&](int64_t at, vec sum) { store(scores + at, sum * p.scale); });
   if (p.bias) add_bias(p, head, of.first, of.count, key, count, scores);
   if (key + count - 1 > of.first + p.offset) hide_later_keys(p, of.first, key, count, scores);
@@ -266,14 +266,14 @@ extern "C" const int64_t bytes_of_a_key = sizeof(Key);
 
 extern "C" void kernel(const void* q, const void* k, const void* k_rope, const void* v, uintptr_t bias, float* o,
                        float* lse, int64_t heads, int64_t queries, int64_t keys, int64_t nope, int64_t rope,
-                       int64_t value, int64_t q_head, int64_t q_row, int64_t k_head, int64_t k_key, int64_t rope_key,
-                       int64_t v_head, int64_t v_column, int64_t bias_head, int64_t bias_row, int64_t bias_key,
-                       int64_t o_head, int64_t o_row, int64_t lse_head, int64_t lse_row, int64_t offset, float scale,
-                       int64_t threads) {
+                       int64_t value, int64_t q_head, int64_t q_row, int64_t k_head, int64_t k_key,
+                       int64_t rope_head, int64_t rope_key, int64_t v_head, int64_t v_column, int64_t bias_head,
+                       int64_t bias_row, int64_t bias_key, int64_t o_head, int64_t o_row, int64_t lse_head,
+                       int64_t lse_row, int64_t offset, float scale, int64_t threads) {
   const Problem p{static_cast<const Number*>(q), static_cast<const Key*>(k), static_cast<const Key*>(k_rope),
                   static_cast<const Key*>(v), reinterpret_cast<const float*>(bias), o, lse,
                   heads, queries, keys, nope, rope, value,
-                  q_head, q_row, k_head, k_key, rope_key, v_head, v_column, bias_head, bias_row, bias_key,
+                  q_head, q_row, k_head, k_key, rope_head, rope_key, v_head, v_column, bias_head, bias_row, bias_key,
                   o_head, o_row, lse_head, lse_row, offset, scale};
   // As many panels per task as leave each thread some tasks.
   const int64_t together = std::min(std::max(heads * p.panels() / (threads * TASKS_OF_A_THREAD), int64_t{1}), TOGETHER);

@@ -28,7 +28,7 @@ from .chunks import Arithmetic, Keys, attend_in_chunks, masked_tiles
 _HERE = Path(__file__).parent
 KERNELS = Kernels(
     (VECTOR, ATTEND, NUMBER, PAIRS, _HERE / "call.h", _HERE / "native.cpp"),
-    ("const void*",) * 4 + ("uintptr_t",) + ("float*",) * 2 + ("int64_t",) * 21 + ("float", "int64_t"),
+    ("const void*",) * 4 + ("uintptr_t",) + ("float*",) * 2 + ("int64_t",) * 22 + ("float", "int64_t"),
 )
 
 
@@ -69,7 +69,7 @@ class Native:
         state: tuple[Tensor, Tensor],
     ) -> None:
         """See `Arithmetic`."""
-        if keys.rope.shape[1] > 1 and keys.rope.stride(1) != 1:
+        if keys.rope.shape[2] > 1 and keys.rope.stride(2) != 1:
             keys = Keys(keys.nope, keys.rope.contiguous(), keys.v)
         if visibility.mask is not None:
             for queries, bias in masked_tiles(visibility, chunk, q.shape[1], torch.float32):
@@ -84,13 +84,13 @@ class Native:
         self, q: Tensor, keys: Keys, bias: Tensor | None, offset: int, scale: float, state: tuple[Tensor, Tensor]
     ) -> None:
         """bias `[1, H or 1, s or 1, C]`; query i sees keys up to i + offset."""
-        nope, rope, v = keys.nope, keys.rope, keys.v
         heads, query_count, _ = q.shape
+        nope, rope, v = keys.nope, keys.rope.expand(heads, -1, -1), keys.v
         bias_strides = (0, 0, 0) if bias is None else bias.expand(1, heads, query_count, v.shape[1]).stride()[1:]
         self.kernel(
             *(q, nope, rope, v, 0 if bias is None else bias.data_ptr(), *state),
-            *(heads, query_count, v.shape[1], nope.shape[2], rope.shape[1], v.shape[2]),
-            *(*q.stride()[:2], *nope.stride()[:2], rope.stride(0), v.stride(0), v.stride(2), *bias_strides),
+            *(heads, query_count, v.shape[1], nope.shape[2], rope.shape[2], v.shape[2]),
+            *(*q.stride()[:2], *nope.stride()[:2], *rope.stride()[:2], v.stride(0), v.stride(2), *bias_strides),
             *(*state[0].stride()[:2], *state[1].stride()),
             *(offset, scale, torch.get_num_threads()),
         )

@@ -13,9 +13,9 @@ from .arguments import ExpandedAttention
 def attend_to_expanded(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
     """o and lse `[B, Sq, N]`, both in the dtype of the inputs, float64 included. There is no workspace."""
     causal = causal_mask(x.q.shape[1], x.latent.shape[1], x.causal_offset, x.latent.device)
-    latent, k_rope = blanked((x.latent, x.k_rope), x.mask, causal)
+    latent, ropes = blanked((x.latent, x.ropes), x.mask, causal)
     k_nope = torch.einsum("btl,npl->btnp", latent, x.w_uk)
-    k = torch.cat([k_nope, k_rope[:, :, None].expand(-1, -1, x.w_uk.shape[0], -1)], dim=-1)
+    k = torch.cat([k_nope, ropes.expand(-1, -1, x.w_uk.shape[0], -1)], dim=-1)
     v = torch.einsum("btl,nvl->btnv", latent, x.w_uv)
     weights, lse = softmax_with_lse(x.scale * torch.einsum("bsnd,btnd->bnst", x.q, k), x.mask, causal)
     return torch.einsum("bnst,btnv->bsnv", weights, v), lse.transpose(1, 2)

@@ -71,7 +71,8 @@ class BatchKeys:
     rope: int
     """R."""
     take: Callable[[slice, Chunk, Tensor], tuple[Tensor, Tensor]]
-    """Latents `[b, C, L]` and rope keys `[b, C, R]` of some sequences and a chunk: views, or copies in a workspace."""
+    """Latents `[b, C, L]` and rope keys `[b, C, 1 or N, R]` of some sequences and a chunk: views, or copies in a
+    workspace."""
     copied: int = 0
     """Elements per key that `take` copies to the workspace."""
     causal_offset: int | None = None
@@ -86,14 +87,14 @@ def expanded_attention_triton(
     x: ExpandedAttention, machine: Machine, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
     """o and lse, on a machine."""
-    latent, k_rope = x.latent, x.k_rope
-    k_rope = k_rope if k_rope.shape[2] < 2 or k_rope.stride(2) == 1 else k_rope.contiguous()
+    latent, ropes = x.latent, x.ropes
+    ropes = ropes if ropes.shape[3] < 2 or ropes.stride(3) == 1 else ropes.contiguous()
 
     def take(part: slice, chunk: Chunk, workspace: Tensor) -> tuple[Tensor, Tensor]:
-        return latent[part, chunk.start : chunk.stop], k_rope[part, chunk.start : chunk.stop]
+        return latent[part, chunk.start : chunk.stop], ropes[part, chunk.start : chunk.stop]
 
     tokens = causal_stop(x.causal_offset, range(x.q.shape[1]), latent.shape[1])
-    keys = BatchKeys(tokens, k_rope.shape[2], take, causal_offset=x.causal_offset)
+    keys = BatchKeys(tokens, ropes.shape[3], take, causal_offset=x.causal_offset)
     return attend_in_chunks(x, keys, machine, tiles)
 
 
@@ -126,13 +127,13 @@ def attend_in_chunks(x: Expansion, keys: BatchKeys, machine: Machine, tiles: Til
             for i, chunk in enumerate(chunks):
                 if taken is None or len(chunks) > 1:
                     taken = keys.take(part[0], chunk, copies)
-                latent, k_rope = taken
+                latent, ropes = taken
                 seen = _part_of(mask, part, chunk)
                 if seen is not None and seen.dtype == torch.bool:
                     latent = latent.masked_fill(_hidden(seen, chunk, queries, keys, lengths)[..., None], 0.0)
                 k, v = _expand(latent, w_uk[part[1]], w_uv[part[1]], workspace)
                 _launch(
-                    (q[part[0], :, part[1]], k, k_rope, v),
+                    (q[part[0], :, part[1]], k, ropes if ropes.shape[2] == 1 else ropes[:, :, part[1]], v),
                     seen,
                     lengths,
                     (o[part[0], :, part[1]], lse[part[0], :, part[1]]),
@@ -297,7 +298,7 @@ def _launch(
         *q.stride()[:3],
         *k.stride()[:2],
         *v.stride()[:2],
-        *rope.stride()[:2],
+        *rope.expand(-1, -1, heads, -1).stride()[:3],
         *strides_of(mask, 4),
         *out[0].stride()[:3],
         *out[1].stride(),

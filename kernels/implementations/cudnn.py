@@ -34,14 +34,15 @@ def _attend(module: Any, x: ExpandedAttention) -> tuple[Tensor, Tensor]:
     o = x.q.new_empty((batch, queries, heads, columns))
     lse = x.q.new_empty((batch, queries, heads), dtype=torch.float32)
     for b in range(0, batch, share.sequences):
-        latent, k_rope = (t[b : b + share.sequences, :tokens] for t in (x.latent, x.k_rope))
+        latent, ropes = (t[b : b + share.sequences, :tokens] for t in (x.latent, x.ropes))
         rows = latent.reshape(1, -1, rank)
         for head in range(0, heads, group):
             part = slice(b, b + share.sequences), slice(None), slice(head, head + group)
             w_uk, w_uv = x.w_uk[part[2]], x.w_uv[part[2]]
             k = x.q.new_empty((len(w_uk), rows.shape[1], width))
             torch.bmm(rows.expand(len(w_uk), -1, -1), w_uk.mT, out=k[..., :nope])
-            k[..., nope:] = k_rope.reshape(1, rows.shape[1], -1)
+            own = ropes if ropes.shape[2] == 1 else ropes[:, :, part[2]]
+            k[..., nope:] = own.reshape(rows.shape[1], -1, width - nope).transpose(0, 1)
             v = torch.bmm(rows.expand(len(w_uv), -1, -1), w_uv.mT)
             k, v = (t.unflatten(1, latent.shape[:2]).transpose(0, 1) for t in (k, v))
             o[part], lse[part] = _attend_to(module.ops.aten, x.q[part], k, v, x.causal_offset, x.scale)

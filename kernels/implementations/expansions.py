@@ -42,7 +42,7 @@ class Expanded:
         """The problem of a call; None where sizes are symbols."""
         offset, tokens = x.causal_offset, tokens_of(x)
         (batch, _, heads, _), (_, nope, _), columns = x.q.shape, x.w_uk.shape, x.w_uv.shape[1]
-        rope = x.k_rope.shape[2]
+        rope = x.k_rope.shape[-1]
         sizes = batch, heads, nope, rope, columns, tokens, x.workspace_tokens, 0 if offset is None else offset
         if not all(isinstance(size, int) for size in sizes):
             return None
@@ -100,7 +100,7 @@ def small(x: ExpandedAttention) -> ExpandedAttention:
         x,
         q=normal(2, queries, *x.q.shape[2:]),
         latent=normal(2, tokens, rank),
-        k_rope=normal(2, tokens, x.k_rope.shape[2]),
+        k_rope=normal(2, tokens, *x.k_rope.shape[2:]),
         w_uk=normal(*x.w_uk.shape) * rank**-0.5,
         w_uv=normal(*x.w_uv.shape) * rank**-0.5,
         causal_offset=min(x.causal_offset, tokens - queries) if x.causal_offset else x.causal_offset,

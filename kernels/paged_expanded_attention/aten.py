@@ -49,13 +49,12 @@ def attend(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
         if seen is not None and seen.shape[2] != 1:
             seen = seen[:, :, :count]
 
-        def load(keys: KeyPositions, dtype: torch.dtype, b: int = b) -> tuple[Tensor, Tensor]:
+        def load(heads: slice, keys: KeyPositions, dtype: torch.dtype, b: int = b) -> tuple[Tensor, Tensor]:
             places = keys if isinstance(keys, Tensor) else torch.arange(keys.start, keys.stop, device=device)
-            if pages.scales is None:
-                return pages.load(b, places, dtype)
             # Scales are float32; multiplying in float32 rounds the result only once.
-            latent, k_rope = pages.load(b, places, torch.promote_types(dtype, torch.float32))
-            return latent.to(dtype), k_rope.to(dtype)
+            wide = dtype if pages.scales is None else torch.promote_types(dtype, torch.float32)
+            latent, k_rope = pages.load(b, places, wide)
+            return latent.to(dtype), k_rope.to(dtype)[:, None]
 
         rows, seen, level = leveled(q[b : b + 1, :count], seen)
         attend_sequence(

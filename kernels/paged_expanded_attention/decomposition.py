@@ -44,7 +44,8 @@ def attend_to_pages(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
         page = table.index_select(1, chunk.inside // page_size)
         latent, k_rope = pages[page, chunk.inside % page_size], rope.index_select(1, chunk.inside)
         own = None if scales is None else scales.index_select(1, chunk.inside)
-        return dequantised(latent, k_rope, own, dtype)
+        latent, k_rope = dequantised(latent, k_rope, own, dtype)
+        return latent, k_rope[:, :, None]
 
     cache, offsets = (bytes_of(x.latent_pages), table, rope, scales), starts if x.causal else None
     result = attend_in_loop(replace(x, q=q, mask=mask), load, cache, offsets, capacity, lengths, padding)

@@ -69,7 +69,7 @@ def paged_expanded_attention_triton(
             num_warps=WARPS,
             enable_fp_fusion=True,
         )
-        return latent_out, rope_out
+        return latent_out, rope_out[:, :, None]
 
     keys = BatchKeys(pages.capacity, rope, take, copied=rank + rope, lengths=lengths)
     return attend_in_chunks(x, keys, machine, tiles)

@@ -2,8 +2,9 @@
 
     score[b, s, n, t] = sum_l q_latent[b, s, n, l] latent[b, t, l] + sum_r q_rope[b, s, n, r] k_rope[b, n, t, r]
 
-What heads do not share cannot be columns beside the latent. The second sum is computed as in the user's code, whatever
-its keys are made of, and added to the scores like any bias, before masks replace scores by numbers.
+What heads do not share cannot be columns beside the latent. Where queries attend to the latent, the second sum is
+computed as in the user's code, whatever its keys are made of, and added to the scores like any bias, before masks
+replace scores by numbers. Keys that are up-projected take such columns as they take any others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..attention.attention import Attention
 from ..attention.scores import Mask
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
-from .site import Piece
+from .site import Piece, Site
 from .why_not import describe
 
 SHARE = "compute one rope key per token, [B, T, R], and share it between all heads"
@@ -46,6 +47,15 @@ def as_biases(attention: Attention, pieces: Sequence[Piece], trace: Trace) -> At
         )
     added = [Mask(_product(piece), attends=False, factor=piece.scale, word=WORD) for piece in pieces]
     return replace(attention, masks=(*added, *attention.masks))
+
+
+def in_keys(site: Site) -> Site:
+    """A site whose rope keys are all columns of its keys, those of each head too, and none of them adds to masks."""
+    if not site.own_ropes:
+        return site
+    masks = tuple(mask for mask in site.attention.masks if mask.word != WORD)
+    attention = replace(site.attention, masks=masks)
+    return replace(site, attention=attention, ropes=(*site.ropes, *site.own_ropes), own_ropes=())
 
 
 def _product(piece: Piece) -> Term:

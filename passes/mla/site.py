@@ -65,7 +65,8 @@ class Site:
     apart: bool = False
     """Whether the latent is the values' alone. All keys are then rope keys, and `nope` is the first of them."""
     own_ropes: tuple[Piece, ...] = ()
-    """Rope keys that each head has for itself. Their products are among the masks of the attention, to be added."""
+    """Rope keys that each head has for itself, whose products are among the masks of the attention, to be added. See
+    `own_ropes.in_keys`."""
     unproved_keys: Refusal | None = None
     """Why keys stay what the graph computes, while values are an up-projection; the scores are then those of
     `attention`, and `nope` is the first summand of them. None where keys are an up-projection too."""
@@ -77,6 +78,10 @@ class Site:
     @property
     def node(self) -> fx.Node:
         return self.attention.node
+
+    def differs(self, rope: Piece) -> bool:
+        """Whether a rope key is not the same for all heads."""
+        return not rope.key.axes.isdisjoint(self.heads)
 
     @property
     def value_heads(self) -> Dim:

@@ -112,7 +112,7 @@ class Chooser:
         settled = asked or (plan.paths[0] if len(plan.paths) == 1 else None)
         if settled is None:
             return self._by_cost(site, meaning, plan)
-        settled.refuse(site, asked=asked is not None)
+        settled.refuse(settled.as_taken(site), asked=asked is not None)
         why = settled.as_written(site) or (settled.why if asked is None else "asked for by mla.path")
         return Choice(plan.form(settled), why, self._guard(plan.conditions))
 
@@ -159,7 +159,9 @@ class Chooser:
 
         def gathered(why: str, *conditions: Relational) -> _Plan:
             def form(path: Path) -> Form:
-                plain = form_of(path, site, meaning) if site.groups is None else of_groups(path, site.groups, trace)
+                own = path.as_taken(site)
+                own_meaning = meaning if own is site else understand(own, trace)
+                plain = form_of(path, own, own_meaning) if site.groups is None else of_groups(path, site.groups, trace)
                 return replace(plain, words="; ".join(filter(None, (plain.words, why and f"gathers keys: {why}"))))
 
             return _Plan(candidates, form, conditions)
@@ -227,7 +229,7 @@ class Chooser:
                 times = times_of(costs[0], self.device), times_of(costs[1], self.device)
                 return Choice(Either(first, second, times), f"the faster one at the sizes of each run ({numbers})")
             why += _IN_THE_EXAMPLE
-        path.refuse(site, asked=False)
+        path.refuse(path.as_taken(site), asked=False)
         if self.ranges is not None:
             return Choice(form(path), why)
         unbacked = set[sympy.Symbol]().union(*map(unbacked_in, conditions))
@@ -238,8 +240,8 @@ class Chooser:
 
 
 def form_of(path: Path, site: Site, meaning: Meaning) -> Form:
-    """A path for a site, with the keys as they are stored, if it can read them so, and the masks in the first form that
-    it takes for such keys."""
+    """A path for a site as it takes it, with the keys as they are stored, if it can read them so, and the masks in the
+    first form that it takes for such keys."""
     keys, words = _keys(path, site, meaning)
     masks = (carrier.of(site, meaning, keys) for carrier in path.carriers)
     return Form(path, keys, next((mask for mask in masks if mask is not None), None), words)
@@ -264,6 +266,8 @@ def _keys(path: Path, site: Site, meaning: Meaning) -> tuple[StoredKeys, str]:
     if InSequences in path.carriers and sequences_of(site, meaning) is not None:
         packed = keys_in_sequences(site)
         return packed, packed.words
+    if any(map(site.differs, site.ropes)):
+        return dense_keys(site), ""
     stored = find_stored_keys(site)
     if stored is not None and path.can_read(stored, site, meaning):
         return stored, stored.words

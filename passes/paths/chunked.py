@@ -2,6 +2,8 @@
 
 o = expanded_attention(q, latent, k_rope, W_UK, W_UV)
 o = paged_expanded_attention(q, pages, block_table, W_UK, W_UV), for keys in pages
+
+Heads may have rope keys of their own, which are then not in pages.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from mla_compile.cost import Cost, Dims, Size, cost_of
 
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
-from ..mla.own_ropes import SHARE
+from ..mla.own_ropes import in_keys
 from ..mla.site import Site
 from ..mla.why_not import name
 from ..nodes.refusal import Refusal
@@ -41,6 +43,10 @@ class Chunked(OneOp):
     carriers: ClassVar[tuple[type[Carrier], ...]] = (InSequences, Lengths, MaskAndOffset)
     may_branch = True
     expands = True
+
+    def as_taken(self, site: Site) -> Site:
+        """Rope keys of each head are columns of its keys."""
+        return in_keys(site)
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
         """All sites with up-projections whose scores are a sum, though it refuses some of them."""
@@ -106,14 +112,11 @@ class Chunked(OneOp):
 
 
 def refuse_apart(site: Site) -> None:
-    """Refuse keys and values that have a latent each, and rope keys that each head has for itself."""
+    """Refuse keys and values that have a latent each."""
     if site.apart:
         keys, values = (name(read) for read in (site.nope.key.read, site.latent.read))
         reason = f"expected keys and values from one latent for many queries, found keys from {keys} and values "
         raise Refusal(site.node, f"{reason}from {values}", "project both from the same tensor")
-    if site.own_ropes:
-        reason = f"expected rope keys that all heads share for many queries, found {name(site.own_ropes[0].key.read)}"
-        raise Refusal(site.node, reason, SHARE)
 
 
 def refuse_wide_latent(site: Site) -> None:

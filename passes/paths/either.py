@@ -42,6 +42,10 @@ class Either:
             return self.first.words
         return ", ".join(f"{form.word} {form.words}" for form in (self.first, self.second) if form.words)
 
+    def as_taken(self, site: Site) -> Site:
+        """The site: it is the same for both."""
+        return site
+
     def parts(self, site: Site, workspace_tokens: int) -> list[Part]:
         """Both in the place of the attention."""
         (first,), (second,) = (form.parts(site, workspace_tokens) for form in (self.first, self.second))

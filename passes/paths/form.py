@@ -26,6 +26,10 @@ class Form:
         """What reports call its path."""
         return self.path.word
 
+    def as_taken(self, site: Site) -> Site:
+        """See `Path.as_taken`."""
+        return self.path.as_taken(site)
+
     def parts(self, site: Site, workspace_tokens: int) -> list[Part]:
         """Its code: see `Path.parts`."""
         return self.path.parts(site, self.keys, self.mask, workspace_tokens)

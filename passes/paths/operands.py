@@ -24,7 +24,8 @@ from .per_head import per_head
 class Operands:
     """The operands of one site, all in one dtype except what is coded.
 
-    `q_nope [B, Sq, N, P]`, `q_rope [B, Sq, N, R]`; `latent` and `k_rope` over `keys.layout`, L and R.
+    `q_nope [B, Sq, N, P]`, `q_rope [B, Sq, N, R]`; `latent` and `k_rope` over `keys.layout`, L and R, the latter with
+    heads before R if it differs between them.
     """
 
     site: Site
@@ -119,7 +120,8 @@ def operands_of(site: Site, keys: StoredKeys, carrier: Carrier, read: Reader) ->
     q_rope = _joined(q_ropes, q_nope, q_nope.dtype)
     latent = read(keys.latent, *keys.layout, site.rank)
     scales = keys.read_scales(read, latent)
-    k_ropes = [read(rope, *keys.layout, piece.summed) for rope, piece in zip(keys.ropes, site.ropes, strict=True)]
+    layout = (*keys.layout, *([site.heads] if any(map(site.differs, site.ropes)) else []))
+    k_ropes = [read(rope, *layout, piece.summed) for rope, piece in zip(keys.ropes, site.ropes, strict=True)]
     k_rope = _joined(k_ropes, latent, latent.dtype if keys.coded is None else q_nope.dtype)
 
     tensors = q_nope, q_rope, latent, k_rope

@@ -59,6 +59,10 @@ class Path(ABC):
         """What reports and options call it."""
         return self.name
 
+    def as_taken(self, site: Site) -> Site:
+        """The site as this path takes it: all that follows is about that."""
+        return site
+
     @abstractmethod
     def takes(self, site: Site, meaning: Meaning) -> bool:
         """Whether it is a candidate for a site."""

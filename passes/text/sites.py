@@ -48,7 +48,8 @@ def _tensors(site: Site, names: Names) -> Iterator[tuple[str, str]]:
         yield line("q_nope", nope.query.read, *rows, nope.summed)
     for own, rope in _numbered(site.ropes):
         yield line(f"q_rope{own}", rope.query.read, *rows, rope.summed)
-        yield line(f"k_rope{own}", rope.key.read, site.batch, keys, rope.summed)
+        heads = (site.heads,) if site.differs(rope) else ()
+        yield line(f"k_rope{own}", rope.key.read, site.batch, keys, *heads, rope.summed)
     for own, rope in _numbered(site.own_ropes):
         yield line(f"q_own{own}", rope.query.read, *rows, rope.summed)
         yield line(f"k_own{own}", rope.key.read, site.batch, site.heads, keys, rope.summed)

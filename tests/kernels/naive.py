@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ def case_of(sizes: tuple[int, ...], mask: str) -> Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """q `[B, Sq, N, P + R]`, latent `[B, T, L]`, k_rope `[B, T, R]`, w_uk `[N, P, L]`, w_uv `[N, V, L]`, scale."""
+    """q `[B, Sq, N, P + R]`, latent `[B, T, L]`, k_rope `[B, T, R]` or `[B, T, N, R]`, w_uk `[N, P, L]`,
+    w_uv `[N, V, L]`, scale."""
 
     q: Tensor
     latent: Tensor
@@ -74,6 +75,11 @@ class Inputs:
     def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
         return Inputs(*map(change, self.tensors), self.scale)
 
+    def with_own_ropes(self) -> Inputs:
+        """The same, but every head has rope keys of its own."""
+        batch, keys, rope = self.k_rope.shape
+        return replace(self, k_rope=torch.randn(batch, keys, self.q.shape[2], rope).to(self.k_rope.dtype))
+
 
 def make_inputs(sizes: tuple[int, int, int, int, int, int, int, int], dtype: torch.dtype = torch.float32) -> Inputs:
     """Inputs for `B, Sq, T, N, L, P, R, V`: slices of one projection, one cache and one weight, as in a model."""
@@ -87,7 +93,8 @@ def make_inputs(sizes: tuple[int, int, int, int, int, int, int, int], dtype: tor
 def naive_mla(x: Inputs, case: Case) -> tuple[Tensor, Tensor]:
     """o `[B, Sq, N, V]`, lse `[B, Sq, N]`: all keys and values are up-projected, softmax is in at least float32."""
     mask, causal_offset = case
-    k = torch.cat([x.latent[:, None] @ x.w_uk.mT, x.k_rope[:, None].expand(-1, x.w_uk.shape[0], -1, -1)], dim=-1)
+    rope = x.k_rope[:, None] if x.k_rope.dim() == 3 else x.k_rope.transpose(1, 2)
+    k = torch.cat([x.latent[:, None] @ x.w_uk.mT, rope.expand(-1, x.w_uk.shape[0], -1, -1)], dim=-1)
     v = x.latent[:, None] @ x.w_uv.mT
     scores = x.q.transpose(1, 2) @ k.mT * x.scale
     if mask is not None and mask.dtype == torch.bool:

@@ -71,15 +71,15 @@ def test_latent_attention(dtype, mask):
 def test_expanded_attention(dtype, mask, workspace_tokens, attend, monkeypatch):
     monkeypatch.setattr(expanded, "_flash", getattr(expanded, attend))
     sizes = (2, 5, 60, 4, 24, 16, 8, 12)
-    x = make_inputs(sizes, dtype)
     case = case_in(sizes, mask, dtype)
-    tensors = x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
-    o, lse = decomposed(mla.expanded_attention, *tensors, *case, x.scale, workspace_tokens)
-    exact, exact_lse = expanded_attention_reference(*double(*tensors), *case, x.scale, workspace_tokens)
-    eager, eager_lse = naive_mla(x, case)
-    merges = -(-60 // workspace_tokens)
-    assert_as_close_as(eager, o, exact, merges)
-    assert_as_close_as(eager_lse.float(), lse, exact_lse, merges)
+    shared = make_inputs(sizes, dtype)
+    for x in (shared, shared.with_own_ropes()):
+        o, lse = decomposed(mla.expanded_attention, *x.tensors, *case, x.scale, workspace_tokens)
+        exact, exact_lse = expanded_attention_reference(*double(*x.tensors), *case, x.scale, workspace_tokens)
+        eager, eager_lse = naive_mla(x, case)
+        merges = -(-60 // workspace_tokens)
+        assert_as_close_as(eager, o, exact, merges)
+        assert_as_close_as(eager_lse.float(), lse, exact_lse, merges)
 
 
 @pytest.mark.parametrize("causal_offset", [-6, -5, -4, -1, 0, 7, 50])

@@ -1,5 +1,7 @@
 """mla::expanded_attention against float64, for many sizes, masks, dtypes, layouts and workspaces."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,18 @@ def test_float32(sizes, mask):
 
 @pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("implementation")
+def test_rope_keys_of_each_head(dtype, sizes, mask):
+    tensor, causal_offset = case_of(sizes, mask)
+    if tensor is not None and tensor.dtype != torch.bool:
+        tensor = tensor.clamp(min=torch.finfo(dtype).min).to(dtype)
+    assert_right(make_inputs(sizes, dtype).with_own_ropes(), (tensor, causal_offset), workspace_tokens=32)
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", HALF.values(), ids=HALF)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.usefixtures("implementation")
@@ -121,9 +135,12 @@ def test_every_causal_offset():
 def test_any_strides():
     x = make_inputs((2, 3, 40, 4, 24, 8, 8, 8)).map(lambda t: t.transpose(1, -1).contiguous().transpose(1, -1))
     assert not any(t.is_contiguous() for t in x.tensors)
+    own = x.with_own_ropes()
+    own = replace(own, k_rope=own.k_rope.transpose(1, 3).contiguous().transpose(1, 3))
     bias = torch.randn(1, 40, 3, 4).transpose(1, 3)
     for case in ((None, 37), (bias, None), (bias[..., :1], None), (bias[..., :1] < 0, 37)):
         assert_right(x, case, workspace_tokens=16)
+        assert_right(own, case, workspace_tokens=16)
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
@@ -141,6 +158,9 @@ def test_keys_that_no_query_sees_may_hold_nan(monkeypatch, queries, synchronous)
     x.k_rope[unseen] = torch.nan
     for actual, wanted in zip(expanded_attention(*x.tensors, mask, None, x.scale, 16), expected, strict=True):
         assert torch.equal(actual, wanted)
+    own = x.with_own_ropes()
+    own.k_rope[unseen] = torch.nan
+    assert all(t.isfinite().all() for t in expanded_attention(*own.tensors, mask, None, x.scale, 16))
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -174,7 +194,8 @@ def test_memory_does_not_depend_on_the_number_of_keys(masked):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype, case):
     x = make_inputs((2, 3, 5, 4, 24, 8, 8, 8), dtype)
-    torch.library.opcheck(expanded_attention.default, (*x.tensors, *case, x.scale, 2))
+    for operands in (x, x.with_own_ropes()):
+        torch.library.opcheck(expanded_attention.default, (*operands.tensors, *case, x.scale, 2))
 
 
 @pytest.mark.parametrize(
@@ -186,6 +207,7 @@ def test_opcheck(dtype, case):
             r"expected q of shape \[B, Sq, N, P\+R\] = \[2, 3, 4, 16\], found \[2, 3, 4, 15\]",
         ),
         (2, torch.randn(2, 5, 8), r"expected k_rope of shape \[B, T, R\] = \[2, 6, 8\], found \[2, 5, 8\]"),
+        (2, torch.randn(2, 6, 3, 8), r"expected k_rope of shape \[B, T, N, R\] = \[2, 6, 4, 8\], found \[2, 6, 3, 8\]"),
         (3, torch.randn(3, 8, 24), r"expected w_uk of shape \[N, P, L\] = \[4, 8, 24\], found \[3, 8, 24\]"),
         (4, torch.randn(32, 24), r"expected w_uv of shape \[N, V, L\], found \[32, 24\]"),
         (4, torch.randn(4, 8, 24).half(), "expected w_uv of q's torch.float32 on cpu, found torch.float16"),

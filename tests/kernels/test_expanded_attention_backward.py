@@ -30,7 +30,8 @@ def equation(operands: tuple[Tensor, ...], case: Case, scale: float) -> tuple[Te
     """The op as an equation, whose gradients are finite also where a row sees no key; lse is 0 there."""
     (q, latent, k_rope, w_uk, w_uv), (mask, offset) = operands, case
     nope = torch.einsum("bsnp,npl,btl->bnst", q[..., : w_uk.shape[1]], w_uk, latent)
-    scores = scale * (nope + torch.einsum("bsnr,btr->bnst", q[..., w_uk.shape[1] :], k_rope))
+    rope = "bsnr,btr->bnst" if k_rope.dim() == 3 else "bsnr,btnr->bnst"
+    scores = scale * (nope + torch.einsum(rope, q[..., w_uk.shape[1] :], k_rope))
     seen = torch.ones(scores.shape, dtype=torch.bool)
     if offset is not None:
         seen &= torch.arange(scores.shape[3]) <= torch.arange(scores.shape[2])[:, None] + offset
@@ -86,6 +87,14 @@ def assert_right(x, case, workspace_tokens, with_lse=False):
 def test_float32(sizes, mask):
     case = case_of(sizes, mask)
     assert_right(make_inputs(sizes), case, workspace_tokens=32)
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_rope_keys_of_each_head(sizes, mask):
+    case = case_of(sizes, mask)
+    assert_right(make_inputs(sizes).with_own_ropes(), case, workspace_tokens=2)
 
 
 @pytest.mark.diagonal
@@ -210,10 +219,11 @@ def test_memory_is_bounded(case):
 @pytest.mark.parametrize("case", [(None, None), (None, 2), (torch.rand(1, 1, 3, 5) < 0.5, None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype, case):
-    x = make_inputs((2, 3, 5, 4, 24, 8, 8, 8), dtype)
-    o, lse = op(x.tensors, case, x.scale, 2)
-    arguments = torch.randn_like(o), None, *x.tensors, *case, x.scale, 2, o, lse, [True] * 5 + [False]
-    torch.library.opcheck(expanded_attention_backward.default, arguments)
+    shared = make_inputs((2, 3, 5, 4, 24, 8, 8, 8), dtype)
+    for x in (shared, shared.with_own_ropes()):
+        o, lse = op(x.tensors, case, x.scale, 2)
+        arguments = torch.randn_like(o), None, *x.tensors, *case, x.scale, 2, o, lse, [True] * 5 + [False]
+        torch.library.opcheck(expanded_attention_backward.default, arguments)
 
 
 def test_refuses_another_shape():

@@ -69,9 +69,10 @@ class _Run(fx.Interpreter):
             case torch.ops.mla.expanded_attention.default:
                 q, latent, k_rope, w_uk, w_uv, *rest, workspace_tokens = args
                 assert workspace_tokens >= 1
-                q_nope, q_rope = q.split([w_uk.shape[1], k_rope.shape[2]], dim=-1)
+                q_nope, q_rope = q.split([w_uk.shape[1], k_rope.shape[-1]], dim=-1)
                 nope = torch.einsum("bsnp,npl,btl->bnst", q_nope, w_uk, latent)
-                weights, lse = _softmax(nope + _dot(q_rope, k_rope), *rest)
+                rope = torch.einsum("bsnr,btnr->bnst" if k_rope.dim() == 4 else "bsnr,btr->bnst", q_rope, k_rope)
+                weights, lse = _softmax(nope + rope, *rest)
                 return torch.einsum("bnst,btl,nvl->bsnv", weights, latent, w_uv), lse
             case torch.ops.mla.paged_latent_attention.default:
                 q_latent, q_rope, latent_pages, rope_pages, table, seq_lens, causal, scale, *rest = args

@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--train", action="store_true", help="as graphs that need gradients, each of which is checked")
     parser.add_argument("--each", action="store_true", help="a line for every one that is not rewritten")
     options = parser.parse_args()
-    rewritten = total = spoiled = absorbed = for_few = 0
+    rewritten = total = spoiled = absorbed = others = 0
     wrong: list[str] = []
     reasons: Counter[str] = Counter()
     start = time.process_time()
@@ -41,8 +41,8 @@ def main() -> int:
             wrong.append(f"{seed}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})")
             print(wrong[-1], flush=True)
             continue
-        if spelling.is_for_few_queries:
-            for_few += 1
+        if spelling.is_for_few_queries or spelling.has_own_ropes:
+            others += 1
             absorbed += outcome.rewritten
             continue
         if spelling.spoiled != "no":
@@ -59,7 +59,7 @@ def main() -> int:
                 print(f"{seed}: {outcome.reason}\n    {spelling}", flush=True)
     seconds = time.process_time() - start
     print(f"{rewritten} of {total} spellings rewritten ({100 * rewritten / max(total, 1):.2f} %) in {seconds:.0f} s")
-    print(f"{absorbed} of {for_few} with two latents, or a rope key a head, rewritten for few queries")
+    print(f"{absorbed} of {others} with two latents, or a rope key a head, rewritten for few queries")
     print(f"{spoiled} that are no MLA stayed as they are" if not wrong else f"{len(wrong)} wrong")
     for reason, count in reasons.most_common():
         print(f"  {count:4}  {reason}")

@@ -91,7 +91,7 @@ def check(spelling: Spelling, seed: int) -> Outcome:
     expected = 2 + (spelling.query == "low rank") + (spelling.output != "raw")
     expected += {"no": 0, "keys": 1, "values": 1}.get(spelling.absorbed, 2)
     # Queries times the keys' weights, which no op takes if there are two latents, or times the rope keys of each head.
-    expected += spelling.is_for_few_queries
+    expected += spelling.is_for_few_queries or spelling.has_own_ropes
     if spelling.threes != "no":  # these orders absorb by hand
         expected += {*spelling.threes[:2]} == {*"xw"}
         expected += {*spelling.threes[:2]} == {*"xc"}

@@ -73,7 +73,8 @@ class Spelling:
     rope_width: int = 2
     value: int = 6
     spoiled: str = "no"
-    """`no`; or what makes it not MLA, of `SPOILERS`, or MLA for few queries only, of `OWN_ROPES` or `TWO_LATENTS`."""
+    """`no`; or what makes it not MLA, of `SPOILERS`; MLA of another kind, of `OWN_ROPES`; or MLA for few queries only,
+    of `TWO_LATENTS`."""
     latents: str = "one"
     """`one` for all heads, or one for each of two `groups` of heads: half of the columns each, which has a norm of its
     own in `normed groups`."""
@@ -98,8 +99,18 @@ class Spelling:
     @property
     def is_for_few_queries(self) -> bool:
         """Whether it is rewritten for few queries, but not for many."""
-        whole = not self.needs_scores and self.latents == "one"
-        return self.spoiled in TWO_LATENTS or (self.spoiled in OWN_ROPES and whole)
+        return self.spoiled in TWO_LATENTS
+
+    @property
+    def has_own_ropes(self) -> bool:
+        """Whether it has a rope key per head, with which it is rewritten."""
+        function = self.needs_scores or self.gated
+        return self.spoiled in OWN_ROPES and not function and self.latents == "one"
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether it is rewritten for some number of queries."""
+        return self.spoiled == "no" or self.is_for_few_queries or self.has_own_ropes
 
 
 TENSORS = ("number", "head", "position")
@@ -109,7 +120,8 @@ SPOILERS = ("tanh", "norm", "gate")
 """On the keys: a nonlinearity, a norm of each head, or a factor that differs between tokens."""
 
 OWN_ROPES = ("rope a head",)
-"""One rope key per head: few queries attend to the latent, and what the rope keys add to scores is a bias."""
+"""One rope key per head: few queries attend to the latent, and what the rope keys add to scores is a bias; many have
+keys that end with it."""
 
 TWO_LATENTS = ("two latents", "shifted")
 """Values from another latent, or from the token before: few queries attend to both latents; many stay unchanged."""

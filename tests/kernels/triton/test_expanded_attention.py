@@ -115,13 +115,24 @@ def test_any_strides():
         k_rope=x.k_rope.contiguous(),
     )
     assert_right(other, (None, 23), 16)
+    own = other.with_own_ropes()
+    own = dataclasses.replace(own, k_rope=own.k_rope.transpose(1, 3).contiguous().transpose(1, 3))
+    assert_right(own, (None, 23), 16)
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("mask", ["causal", "left padding and causal", "bool of each head and query"])
+@pytest.mark.parametrize(("sizes", "workspace_tokens"), SIZES.values(), ids=SIZES)
+def test_rope_keys_of_each_head(sizes, workspace_tokens, mask):
+    assert_right(make_inputs(sizes).with_own_ropes(), case_of(sizes, mask), workspace_tokens)
 
 
 def test_heads_in_groups(monkeypatch):
     monkeypatch.setattr(launcher, "_BYTES", 5000)
     monkeypatch.setattr(launcher, "PLANS", Plans())
     x = make_inputs((2, 9, 40, 5, 12, 8, 4, 8))
-    assert_right(x, masks(2, 5, 9, 40)["bool of each head and query"], 16)
+    for inputs in (x, x.with_own_ropes()):
+        assert_right(inputs, masks(2, 5, 9, 40)["bool of each head and query"], 16)
 
 
 def test_the_tiles_of_the_table():

@@ -1,4 +1,7 @@
-"""A rope key for each head: few queries attend to the latent, and what these keys add to the scores is a bias."""
+"""A rope key for each head.
+
+Few queries attend to the latent, and what these keys add to the scores is a bias. Many get them beside their keys.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from tests.passes import spellings as mla
 from tests.passes.checks import check_right
 from tests.passes.graphs import capture, rewrite, run
 from tests.passes.spellings import SCALE, SQ, B, Function, L, N, P, R, T, V
-from tests.training import Rewritten, assert_every_gradient, gradients
+from tests.training import assert_every_gradient
 
 
 def of_each_head(k_rope: Tensor) -> Tensor:
@@ -73,23 +76,32 @@ def _is_of(node: torch.fx.Node, shape: list[int]) -> bool:
     return isinstance(value, Tensor) and [*value.shape] == shape
 
 
-def test_many_queries_stay_as_they_are() -> None:
-    module = capture(by_hand, *mla.tensors())
-    code = module.code
+EXPANDED = [by_hand, causal, two_scores, a_second_latent]
+
+
+@pytest.mark.parametrize("function", EXPANDED)
+def test_many_queries_get_them_beside_their_keys(function: Function) -> None:
+    module = capture(function, *mla.tensors())
+    before = run(module, *mla.tensors())
     (outcome,) = rewrite(module, "chunked")
-    assert outcome.path == "unchanged"
-    assert "expected rope keys that all heads share for many queries, found `" in outcome.reason
-    assert module.code == code
+    assert outcome.path == "chunked"
+    assert outcome.mask == {causal: "causal", two_scores: "lengths"}.get(function, "none")
+    check_right(before, run(module, *mla.tensors()))
+    (op,) = (node for node in module.graph.nodes if node.target is torch.ops.mla.expanded_attention.default)
+    assert op.args[2].meta["val"].shape == (B, T, N, P if function is a_second_latent else R)
+    biased = [
+        node for node in module.graph.nodes if _is_of(node, [B, N, SQ, T]) and node.meta["val"].is_floating_point()
+    ]
+    assert not biased, "scores of all heads"
 
 
-@pytest.mark.parametrize("function", [by_hand, two_scores])
-def test_the_reason_is_theirs_in_training_too(function: Function) -> None:
-    """What they add to the scores is no mask of the user's."""
-    rewritten = Rewritten(function)
-    gradients(rewritten, nn.Module(), mla.tensors())
-    (outcome,) = rewritten.outcomes
-    assert outcome.path == "unchanged"
-    assert "expected rope keys that all heads share for many queries, found `" in outcome.reason
+@pytest.mark.parametrize("function", [by_hand, two_scores, a_second_latent])
+def test_they_are_trained(function: Function) -> None:
+    class Module(nn.Module):
+        forward = staticmethod(function)
+
+    trained = assert_every_gradient(Module(), [*mla.tensors()])
+    assert [outcome.path for outcome in trained.outcomes] == ["chunked"]
 
 
 def test_under_a_soft_cap_they_stay_as_they_are() -> None:
@@ -122,7 +134,7 @@ def test_absorbed_by_hand_they_are_trained() -> None:
     assert [outcome.path for outcome in trained.outcomes] == ["absorbed"]
 
 
-def test_otherwise_training_leaves_them() -> None:
+def test_given_for_all_heads_they_are_trained() -> None:
     class Expanded(HalfAbsorbed):
         def forward(self, q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
             k, v = (torch.einsum("btl,nvl->bntv", latent, weight) for weight in (self.w_uk, self.w_uv))
@@ -131,4 +143,4 @@ def test_otherwise_training_leaves_them() -> None:
     torch.manual_seed(0)
     shapes = (B, N, SQ, P), (B, N, SQ, R), (B, T, L), (B, N, T, R)
     trained = assert_every_gradient(Expanded(), [torch.randn(shape) for shape in shapes])
-    assert [outcome.path for outcome in trained.outcomes] == ["unchanged"]
+    assert [outcome.path for outcome in trained.outcomes] == ["chunked"]
