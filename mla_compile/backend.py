@@ -138,7 +138,7 @@ def _compile(
         seconds = compilation.seconds | {"compile": time.perf_counter() - start}
         report = Report(compilation.outcomes, compilation.note, seconds, compilation.kernels)
         record(report)
-        if report.rewritten:
+        if report.rewritten and kind.lasts:
             variants.remember(module)
             pass_over_shared_wrappers()
         if inductor.get("max_autotune"):
@@ -164,8 +164,8 @@ def _within(context: Callable[[], AbstractContextManager[None]], compiled: Calla
 class _Compilation:
     """One graph on its way to Inductor."""
 
-    has_artifacts = True
-    """Whether torch's caches may keep the result."""
+    lasts = True
+    """Whether the result is used again, and torch's caches may keep it."""
 
     def __init__(
         self, module: fx.GraphModule, inputs: Inputs, options: Options, settings: Mapping[str, Any] | None = None
@@ -261,7 +261,7 @@ class _Compilation:
         with (
             _compiler_config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}{tag}"),
             functorch_config.patch(
-                enable_autograd_cache=functorch_config.enable_autograd_cache and self.has_artifacts and use_cache
+                enable_autograd_cache=functorch_config.enable_autograd_cache and self.lasts and use_cache
             ),
             inductor_config.patch(
                 unsafe_marked_cacheable_functions=inductor_config.unsafe_marked_cacheable_functions | CACHEABLE
@@ -372,7 +372,7 @@ class _Compilation:
 class _Examination(_Compilation):
     """One graph, compiled in the same way but without Inductor's code generation."""
 
-    has_artifacts = False
+    lasts = False
 
     def _code(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
         return interpreted(module, inputs)

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from .dynamo.afresh import compiled_afresh
 from .report import Report, merged, reports
 
 
 def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
     """Trace `model` afresh, rewrite it as `backend="mla"` does, run it once on the arguments without gradients, and
-    report what became of its attentions. Inductor generates no code.
+    report what became of its attentions. Inductor generates no code, and code that was compiled before stays.
 
     The run has the usual side effects on the model and on caches among the arguments. `options` are those of
     `torch.compile`.
     """
     from .backend import examined
 
-    def fresh(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def fresh(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return examined(graph, inputs, options)
 
     before = len(reports())
-    compiled = torch.compile(model, backend=fresh)
-    with torch.no_grad():
+    with torch.no_grad(), compiled_afresh(model, fresh) as compiled:
         compiled(*args, **kwargs)
     return merged(reports()[before:])

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.19")
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 

@@ -25,6 +25,19 @@ class Ordinary(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
+class Broken(nn.Module):
+    """Two attentions, each in a graph of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Combined(), Combined()
+
+    def forward(self, x, cache):
+        x, _ = self.first(x, cache)
+        torch._dynamo.graph_break()
+        return self.second(x, cache)
+
+
 def decode_inputs(tokens=40, dtype=torch.float32, batch=1):
     cache = torch.randn(batch, tokens, L, dtype=dtype), torch.randn(batch, tokens, R, dtype=dtype)
     return torch.randn(batch, 1, HIDDEN, dtype=dtype), cache
@@ -304,6 +317,30 @@ def test_explain_has_no_code_generated(module, inputs, sites, monkeypatch):
     assert len(mla_compile.reports()) == before + 1
     with pytest.raises(Exception, match="Inductor was asked for code"):
         torch.compile(module, backend="mla")(*inputs)
+
+
+@pytest.mark.usefixtures("without_codegen")
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_explain_takes_no_variant_of_those_that_torch_compiles():
+    """Nor does it count those of earlier explanations, also where the graph breaks."""
+    module = Broken()
+    for _ in range(4):
+        assert [site.path for site in mla_compile.explain(module, *decode_inputs()).sites] == ["absorbed"] * 2
+    before = len(mla_compile.reports())
+    torch.compile(module, backend="mla")(*decode_inputs())
+    assert sum(len(report.sites) for report in mla_compile.reports()[before:]) == 2
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_explain_looks_into_what_is_compiled_already():
+    module = Combined()
+    module.compile(backend="mla")
+    module(*decode_inputs())
+    for compiled in (module, torch.compile(module, backend="mla")):
+        assert [site.path for site in mla_compile.explain(compiled, *decode_inputs()).sites] == ["absorbed"]
+    before = len(mla_compile.reports())
+    module(*decode_inputs())
+    assert len(mla_compile.reports()) == before, "what was compiled is still there"
 
 
 def test_explain_traces_afresh_and_says_what_happened():

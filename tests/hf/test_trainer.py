@@ -102,6 +102,7 @@ def dora(projection: str) -> tuple[nn.Module, torch.Tensor]:
     return with_lora(nn.Sequential(Layer()), projection, use_dora=True).train(), hidden()
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="torch 2.11 traces it")
 def test_dora_of_peft_ends_a_graph():
     """It looks at the module name of a weight's class, which Dynamo cannot trace. Beside `kv_b_proj`, the graph would
     end between the latent and the keys."""
