@@ -41,7 +41,6 @@ from mla_compile.kernels._common.tuning import tuning
 from mla_compile.kernels.implementations.choose import kept_to
 from mla_compile.kernels.implementations.implementation import AUTO
 from mla_compile.passes.outcome import Outcome
-from mla_compile.passes.paths.absorbed import Absorbed
 
 from . import ops
 from . import options as option_parser
@@ -70,8 +69,8 @@ from .parallel.replicated import with_replicated_heads
 from .report import Report, record
 from .rewriting import raise_strict, rewrite_graph
 from .stored import ReportStore
-from .training.rewrite import Check, rewrite_for_training
-from .verify import Verified
+from .training.rewrite import rewrite_for_training
+from .verify import Verified, VerifiedGraph, check_of_graph
 
 if torch.distributed.is_available():
     # The sharding rules need private parts of torch. If these have changed, our ops fail on DTensors, but nothing else.
@@ -118,9 +117,12 @@ def mla(
     return _compile(module, inputs, _Compilation, options, mode)
 
 
-def examined(module: fx.GraphModule, inputs: Inputs, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """As `mla`, but for `explain`, which needs no generated code: the rewritten graph runs op by op."""
-    return _compile(module, inputs, _Examination, options)
+def examined(
+    module: fx.GraphModule, inputs: Inputs, options: Mapping[str, Any] | None, kept: list[Report]
+) -> Callable[..., Any]:
+    """As `mla`, but for `explain`, which needs no generated code: the rewritten graph runs op by op. Its report is
+    added to `kept`."""
+    return _compile(module, inputs, _Examination, options, kept=kept)
 
 
 def _compile(
@@ -129,6 +131,7 @@ def _compile(
     kind: type[_Compilation],
     options: Mapping[str, Any] | None,
     mode: str | None = None,
+    kept: list[Report] | None = None,
 ) -> Callable[..., Any]:
     ours, inductor = option_parser.parse(options, mode)
     with inductor_config.patch(inductor):
@@ -138,6 +141,8 @@ def _compile(
         seconds = compilation.seconds | {"compile": time.perf_counter() - start}
         report = Report(compilation.outcomes, compilation.note, seconds, compilation.kernels)
         record(report)
+        if kept is not None:
+            kept.append(report)
         if report.rewritten and kind.lasts:
             variants.remember(module)
             pass_over_shared_wrappers()
@@ -183,7 +188,7 @@ class _Compilation:
     def run(self) -> Callable[..., Any]:
         reason = self._reason_for_stock()
         if reason is not None:
-            return self._stock(reason)
+            return self._stock(reason, looked=False)
         if self._needs_gradients():
             return self._train()
         sealed = self._copy()
@@ -274,8 +279,6 @@ class _Compilation:
             return "mla.path is off"
         if differentiated.by_itself(self.module):
             return "the graph computes gradients of its own"
-        if self._needs_gradients() and self.options.path == Absorbed.name:
-            return "gradients are needed, and absorbed attention has none"
         return None
 
     def _nothing(self) -> str:
@@ -297,19 +300,19 @@ class _Compilation:
         self.outcomes, self.note = trained.outcomes, "; ".join(trained.notes)
         self.seconds["passes"] = trained.seconds
         if not any(outcome.rewritten for outcome in self.outcomes):
-            return self._stock(self.note or self._nothing())
+            return self._stock(self.note or self._nothing(), looked=not self.note)
         if self.options.strict:
             raise_strict(self.outcomes, self.note)
         log_graph("mla_trained", trained.module)
         with self._own_artifacts(cache_tag(self.options, rates), use_cache=True):
             settings = self.settings | settings_of_loops(trained.module.graph)
             compiled = _compile_fx(trained.module, self.inputs, inner_compile=compile_fx_inner, config_patches=settings)
-        return _checked(compiled, trained.checks) if trained.checks else compiled
+        return Verified(compiled, trained.checks) if trained.checks else compiled
 
-    def _stock(self, note: str) -> Callable[..., Any]:
+    def _stock(self, note: str, *, looked: bool = True) -> Callable[..., Any]:
         self.note = f"stock Inductor, {note}"
         if self.options.strict:
-            raise_strict(self.outcomes, note)
+            raise_strict(self.outcomes, note, looked=looked)
         return self._unchanged()
 
     def _inner(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
@@ -341,7 +344,7 @@ class _Compilation:
             compiled = self._code(retraced, inputs, **kwargs)
         if rewriting.original is None:
             return compiled
-        return Verified(compiled, rewriting.original, module, self.outcomes, own)
+        return VerifiedGraph(compiled, [check_of_graph(rewriting.original, module, self.outcomes, own)])
 
     def _timed(self, part: str, step: Callable[[fx.GraphModule], fx.GraphModule], module: fx.GraphModule) -> Any:
         start = time.perf_counter()
@@ -379,18 +382,6 @@ class _Examination(_Compilation):
 
     def _unchanged(self) -> Callable[..., Any]:
         return self.module
-
-
-def _checked(compiled: Callable[..., Any], checks: Sequence[Check]) -> Callable[..., Any]:
-    """Run `checks`, which compare rewritten sites with their originals, before the first call of `compiled`."""
-    pending = list(checks)
-
-    def call(*arguments: Any) -> Any:
-        while pending:
-            pending.pop()(arguments)
-        return compiled(*arguments)
-
-    return call
 
 
 def _compile_fx(module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Callable[..., Any]:

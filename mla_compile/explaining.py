@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .dynamo.afresh import compiled_afresh
-from .report import Report, merged, reports
+from .report import Report, merged
 
 
 def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
@@ -21,9 +21,9 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     from .backend import examined
 
     def fresh(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return examined(graph, inputs, options)
+        return examined(graph, inputs, options, kept)
 
-    before = len(reports())
+    kept: list[Report] = []  # other threads may compile, and record reports, meanwhile
     with torch.no_grad(), compiled_afresh(model, fresh) as compiled:
         compiled(*args, **kwargs)
-    return merged(reports()[before:])
+    return merged(kept)

@@ -74,11 +74,12 @@ def _rewrite_part(pipeline: Pipeline, name: str, part: fx.GraphModule) -> list[R
     return results
 
 
-def raise_strict(outcomes: Sequence[Outcome], note: str) -> None:
-    """Raise StrictError if an attention stays unchanged or there is none."""
+def raise_strict(outcomes: Sequence[Outcome], note: str, *, looked: bool = True) -> None:
+    """Raise StrictError if an attention stays unchanged, or none was found or `looked` for."""
     unchanged = [o for o in outcomes if not o.rewritten]
     if unchanged:
         listed = "\n".join(f"  {o.location}: {o.reason}" for o in unchanged)
         raise StrictError(f"mla.strict: {len(unchanged)} of {len(outcomes)} attentions stay unchanged:\n{listed}")
     if not outcomes:
-        raise StrictError(f"mla.strict: expected a model with MLA attention, found none ({note})")
+        found = "a model with MLA attention, found none" if looked else "a graph to rewrite, found one to leave"
+        raise StrictError(f"mla.strict: expected {found} ({note})")

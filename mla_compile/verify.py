@@ -29,32 +29,50 @@ def tolerance(original: Tensor, shapes: dict[str, str]) -> float:
     return ROUNDINGS * relative * float(original.abs().max())
 
 
-class Verified:
-    """A compiled graph that checks itself on its first call. Like any compiled graph, it takes the list of its inputs.
+Check = Callable[[Sequence[Any]], None]
+"""Compares rewritten sites with the originals on real inputs of a graph. Raises VerifyError if they differ."""
 
-    `parameters` are the values of the first inputs: calls pass None for those that Inductor has made constants.
-    """
+
+class Verified:
+    """A compiled function that makes its checks on its first call, and again on the next one if one of them failed."""
+
+    def __init__(self, compiled: Callable[..., Any], checks: Sequence[Check]) -> None:
+        self.compiled, self.checks = compiled, checks
+
+    def __call__(self, *inputs: Any) -> Any:
+        self.verify(inputs)
+        return self.compiled(*inputs)
+
+    def verify(self, inputs: Sequence[Any]) -> None:
+        """Make the checks that have not passed yet."""
+        for check in self.checks:
+            check(inputs)
+        self.checks = ()
+
+
+class VerifiedGraph(Verified):
+    """The same for a graph that Inductor compiled, which takes the list of its inputs."""
 
     _boxed_call = True
 
-    def __init__(
-        self,
-        compiled: Callable[[list[Any]], Any],
-        before: fx.GraphModule,
-        after: fx.GraphModule,
-        outcomes: Sequence[Outcome],
-        parameters: Sequence[Any] = (),
-    ) -> None:
-        self.compiled, self.before, self.after, self.outcomes = compiled, before, after, outcomes
-        self.parameters = parameters
-        self.checked = False
-
     def __call__(self, inputs: list[Any]) -> Any:
-        if not self.checked:
-            own = itertools.zip_longest(inputs, self.parameters[: len(inputs)])
-            check(self.before, self.after, self.outcomes, [known if given is None else given for given, known in own])
-            self.checked, self.parameters = True, ()
+        self.verify(inputs)
         return self.compiled(inputs)
+
+
+def check_of_graph(
+    before: fx.GraphModule, after: fx.GraphModule, outcomes: Sequence[Outcome], parameters: Sequence[Any]
+) -> Check:
+    """A check whose inputs may be None where Inductor has made them constants.
+
+    `parameters` are the values of the first inputs.
+    """
+
+    def on(inputs: Sequence[Any]) -> None:
+        own = itertools.zip_longest(inputs, parameters[: len(inputs)])
+        check(before, after, outcomes, [known if given is None else given for given, known in own])
+
+    return on
 
 
 def check(before: fx.GraphModule, after: fx.GraphModule, outcomes: Sequence[Outcome], inputs: Sequence[Any]) -> None:
@@ -75,9 +93,12 @@ def check(before: fx.GraphModule, after: fx.GraphModule, outcomes: Sequence[Outc
 
 def compare(original: Tensor, rewritten: Tensor, site: Outcome) -> None:
     """Raise VerifyError if two outputs of a site differ by more than rounding explains, or in where they are finite."""
-    finite = original.isfinite()
-    if not torch.equal(finite, rewritten.isfinite()):
-        raise VerifyError(f"mla.verify: {site.location}: the {site.path} path is finite where the original is not")
+    if not original.numel():
+        return
+    finite, ours = original.isfinite(), rewritten.isfinite()
+    if not torch.equal(finite, ours):
+        how = "is not finite where the original is" if (finite & ~ours).any() else "is finite where the original is not"
+        raise VerifyError(f"mla.verify: {site.location}: the {site.path} path {how}")
     original, rewritten = original.where(finite, 0), rewritten.where(finite, 0)
     difference, allowed = float((original - rewritten).abs().max()), tolerance(original, site.shapes)
     if difference > allowed:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo import config, eval_frame
+from torch._dynamo import config
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -42,11 +42,11 @@ def compiled_afresh(function: Callable[..., Any], backend: Backend) -> Iterator[
             yield torch.compile(_alone(function), backend=noting)
     finally:
         for code in (code for code, before in entered.items() if not before):
-            eval_frame.reset_code(code)
+            _dynamo.reset_code(code)
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls another, with a code object and, as torch also remembers sizes by name, a name of its own."""
+    """A function that calls another, with code of its own, and a name of its own, by which torch remembers sizes."""
 
     def afresh(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

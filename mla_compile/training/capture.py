@@ -42,6 +42,8 @@ class Captured:
     module: fx.GraphModule
     origins: dict[fx.Node, list[fx.Node]]
     """For nodes of the ATen graph, the nodes of the Dynamo graph with the same value at the end of a run, in order."""
+    given: tuple[str, ...]
+    """The names of the nodes of the Dynamo graph whose values are the inputs of the ATen graph."""
     autocast: dict[fx.Node, tuple[str, ...]]
     """For nodes of the Dynamo graph, the device types for which autocast is on."""
 
@@ -111,7 +113,7 @@ def capture(module: fx.GraphModule) -> Captured:
         traced, [nodes[name] for name in names], [nodes[name] for name, own in given.items() for _ in own]
     )
     _return(traced, module.graph, origins)
-    return Captured(module.graph, traced, origins, autocast)
+    return Captured(module.graph, traced, origins, tuple(given), autocast)
 
 
 def _alike(value: Any, mode: FakeTensorMode) -> Any:

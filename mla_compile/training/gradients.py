@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -13,8 +12,9 @@ from mla_compile.dynamo.graph import tensors_of
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
 
-_WRITE = {"setitem", *(name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator))}
-"""The names of functions that write to their first argument."""
+_WRITE = {"setitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow"}
+_WRITE |= {"irshift", "isub", "itruediv", "ixor"}
+"""The names of functions of `operator` that write to their first argument."""
 _OF_SIZES = {f"{value}_like" for value in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")} | {
     f"new_{value}" for value in ("empty", "full", "ones", "tensor", "zeros")
 }

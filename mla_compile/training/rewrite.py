@@ -8,11 +8,9 @@ body of an activation checkpoint is a graph of its own and is treated like one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import fx
 
 from mla_compile.cost import Device
@@ -21,15 +19,12 @@ from mla_compile.options import KEEP_ALL, QUERIES, Options
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.outcome import Outcome, unchanged
 from mla_compile.rewriting import rewrite_graph
-from mla_compile.verify import check
+from mla_compile.verify import Check, check
 
 from .capture import Captured, NotCaptured, capture
 from .recompute import recompute_keys_and_values, recompute_operands, recompute_queries
 from .splice import splice
-
-Check = Callable[[tuple[Any, ...]], None]
-"""Compares rewritten sites with the originals on real inputs of the graph. Raises VerifyError if they differ."""
-_CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
+from .verified import check_of_parts, is_checkpoint
 
 
 @dataclass(frozen=True)
@@ -65,17 +60,17 @@ def rewrite_for_training(
         _move_origins(captured, outcome, sites)
     captured.share_origins()
     outcomes = tuple(_spliced(captured, outcome, options.recompute, checkpointed) for outcome in rewriting.outcomes)
-    checks: tuple[Check, ...] = ()
+    own: Check | None = None
     if rewriting.original is not None and any(outcome.rewritten for outcome in outcomes):
-        original = rewriting.original
-        if len(original.graph.find_nodes(op="placeholder")) == len(new.graph.find_nodes(op="placeholder")):
-            checks = (lambda inputs: check(original, captured.module, outcomes, inputs),)
-    trained = Trained(new, outcomes, (), rewriting.seconds, checks)
+        own = functools.partial(check, rewriting.original, captured.module, outcomes)
+    trained = Trained(new, outcomes, (), rewriting.seconds, ())
+    of_checkpoints: dict[str, tuple[Check, ...]] = {}
     for name in _checkpoints(new):
         written = new.get_submodule(name)
         assert isinstance(written, fx.GraphModule)
         body = rewrite_for_training(written, device, replace(options, recompute=KEEP_ALL), checkpointed=True)
         setattr(new, name, body.module)
+        of_checkpoints[name] = body.checks
         trained = replace(
             trained,
             outcomes=trained.outcomes + body.outcomes,
@@ -83,6 +78,8 @@ def rewrite_for_training(
             seconds=trained.seconds + body.seconds,
         )
     new.recompile()
+    if own is not None or any(of_checkpoints.values()):
+        trained = replace(trained, checks=(check_of_parts(module, captured.given, own, of_checkpoints),))
     return trained
 
 
@@ -126,6 +123,5 @@ def _spliced(captured: Captured, outcome: Outcome, recompute: str, checkpointed:
 
 def _checkpoints(module: fx.GraphModule) -> list[str]:
     """The names of the graphs whose activations are recomputed."""
-    nodes = [node for node in module.graph.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]
-    bodies = [node.args[0] for node in nodes if node.target.name() in _CHECKPOINTS]
+    bodies = [node.args[0] for node in module.graph.nodes if is_checkpoint(node)]
     return list(dict.fromkeys(str(body.target) for body in bodies if isinstance(body, fx.Node)))

@@ -332,6 +332,16 @@ def test_explain_takes_no_variant_of_those_that_torch_compiles():
 
 
 @pytest.mark.usefixtures("without_codegen")
+def test_explain_says_nothing_of_what_is_compiled_meanwhile():
+    class Recording(Combined):
+        def forward(self, *args):
+            torch.compiler.disable(lambda: mla_compile.report.record(mla_compile.Report(())))()
+            return super().forward(*args)
+
+    assert len(mla_compile.explain(Recording(), *decode_inputs()).sites) == 1
+
+
+@pytest.mark.usefixtures("without_codegen")
 def test_explain_looks_into_what_is_compiled_already():
     module = Combined()
     module.compile(backend="mla")

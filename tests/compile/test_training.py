@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mla_compile
 from mla_compile.bench.memory import kept_for_backward
+from mla_compile.training.capture import NotCaptured
 from tests.compile.layers import (
     ByHand,
     DetachedKeys,
@@ -294,15 +295,50 @@ def test_options_in_training(cut):
 
 
 @pytest.mark.usefixtures("without_codegen")
-def test_absorbed_attention_is_not_trained():
+def test_naive_attention_is_not_trained_absorbed():
+    """No such path takes it, so asking for that changes nothing."""
     module = Layer()
     gradients(torch.compile(module, backend="mla", options={"mla.path": "absorbed"}), module, [hidden()])
-    assert mla_compile.last_report().note == "stock Inductor, gradients are needed, and absorbed attention has none"
+    assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+
+
+@pytest.mark.parametrize("option", [{"mla.path": "off"}, {}], ids=["off", "not captured"])
+def test_strict_says_that_nothing_was_looked_at(option, monkeypatch):
+    if not option:
+        monkeypatch.setattr("mla_compile.training.rewrite.capture", refuse_to_capture)
+    module = Layer()
+    compiled = torch.compile(module, backend="mla", options={"mla.strict": True, **option})
+    with pytest.raises(Exception, match="expected a graph to rewrite, found one to leave"):
+        gradients(compiled, module, [hidden()])
+
+
+def refuse_to_capture(_):
+    raise NotCaptured("an example")
 
 
 @pytest.mark.usefixtures("without_codegen", "wrong_rewriter")
 def test_verify_raises_on_a_wrong_rewrite_in_training():
     module = Layer()
+    compiled = torch.compile(module, backend="mla", options={"mla.verify": True})
+    for _ in range(2):
+        with pytest.raises(mla_compile.VerifyError, match="the chunked path differs from the original by"):
+            gradients(compiled, module, [hidden()])
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_verify_looks_into_checkpoints(monkeypatch):
+    checked = []
+    monkeypatch.setattr("mla_compile.verify.compare", lambda original, rewritten, site: checked.append(site.path))
+    module = Twice()
+    compiled = torch.compile(module, backend="mla", options={"mla.verify": True})
+    for _ in range(2):
+        gradients(compiled, module, [hidden()])
+        assert checked == ["chunked"] * 2
+
+
+@pytest.mark.usefixtures("without_codegen", "wrong_rewriter")
+def test_verify_raises_on_a_wrong_rewrite_in_a_checkpoint():
+    module = Checkpointed()
     compiled = torch.compile(module, backend="mla", options={"mla.verify": True})
     with pytest.raises(mla_compile.VerifyError, match="the chunked path differs from the original by"):
         gradients(compiled, module, [hidden()])
