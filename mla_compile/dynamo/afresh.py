@@ -8,6 +8,7 @@ are removed, unless there were others before.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
@@ -52,4 +53,12 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     code = afresh.__code__.replace(co_name=f"{afresh.__name__}_{next(_numbers)}")
-    return FunctionType(code, afresh.__globals__, closure=afresh.__closure__)
+    return FunctionType(code, _globals_of(function), closure=afresh.__closure__)
+
+
+def _globals_of(function: Any) -> dict[str, Any]:
+    """The global names of a function or of a module's forward: torch imports the modules of all others that it traces,
+    which not all can be."""
+    function = getattr(function, "_orig_mod", function)  # of a compiled module
+    function = inspect.unwrap(getattr(function, "forward", function))
+    return getattr(function, "__globals__", globals())

@@ -79,13 +79,13 @@ def test_a_wrong_mode_is_refused():
 @pytest.mark.usefixtures("without_codegen")
 def test_inductor_options_reach_inductor(monkeypatch):
     seen = []
-    retrace = mla_compile.backend.retrace
+    retrace = mla_compile.compilation.retrace
 
     def spy(*arguments):
         seen.append(torch._inductor.config.max_autotune)
         return retrace(*arguments)
 
-    monkeypatch.setattr(mla_compile.backend, "retrace", spy)
+    monkeypatch.setattr(mla_compile.compilation, "retrace", spy)
     torch.compile(Combined(), backend="mla", mode="max-autotune-no-cudagraphs")(*decode_inputs())
     torch._dynamo.reset()
     torch.compile(Combined(), backend="mla", options={"max_autotune": True})(*decode_inputs())
@@ -339,6 +339,13 @@ def test_explain_says_nothing_of_what_is_compiled_meanwhile():
             return super().forward(*args)
 
     assert len(mla_compile.explain(Recording(), *decode_inputs()).sites) == 1
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_explain_takes_a_function_of_a_module_that_cannot_be_imported():
+    names = {"__name__": "nowhere", "inner": Combined(), "torch": torch}
+    exec("def function(x, cache):\n    return inner(torch.tanh(x), cache)", names)
+    assert len(mla_compile.explain(names["function"], *decode_inputs()).sites) == 1
 
 
 @pytest.mark.usefixtures("without_codegen")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._higher_order_ops import while_loop
 
 import mla_compile
-from mla_compile import backend
+from mla_compile import compilation
 from mla_compile.inductor.interpreted import interpreted
 from mla_compile.inspect.collect import compilations
 from mla_compile.inspect.folder import write
@@ -98,7 +98,7 @@ def test_where_gradients_are_needed_it_stays_and_the_report_says_so():
 
 
 def test_it_is_inspected(tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "compile_fx_inner", interpreted)
+    monkeypatch.setattr(compilation, "compile_fx_inner", interpreted)
     found = compilations(InALoop(), "a loop", torch.rand(2, 13, HIDDEN))
-    write(Inspection("loops", found, backend.devices.rates_of([]), 1024), tmp_path)
+    write(Inspection("loops", found, compilation.devices.rates_of([]), 1024), tmp_path)
     assert "Too much to draw" not in (tmp_path / "index.html").read_text()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_compile import backend
+from mla_compile import compilation
 from mla_compile.dynamo.graph import copied
 from mla_compile.inductor.interpreted import interpreted
 from tests.models import HIDDEN, Inference
@@ -19,7 +19,7 @@ def static(monkeypatch):
         found.append(sorted(tuple(inputs[i].shape) for i in indices))
         return interpreted(module, inputs)
 
-    monkeypatch.setattr(backend, "compile_fx_inner", inner)
+    monkeypatch.setattr(compilation, "compile_fx_inner", inner)
     with torch._functorch.config.patch(enable_autograd_cache=False):
         yield found
 

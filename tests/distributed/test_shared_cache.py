@@ -8,7 +8,7 @@ from torch._functorch import config as functorch_config
 from torch.distributed.tensor import init_device_mesh
 
 import mla_compile
-from mla_compile import PagedLatentCache, backend
+from mla_compile import PagedLatentCache, compilation
 from mla_compile.cache.shares import Shares
 from mla_compile.inductor.interpreted import interpreted
 from tests.distributed.processes import in_processes
@@ -199,7 +199,7 @@ def compiled_steps():
         modules.append(module)
         return interpreted(module, inputs, **named)
 
-    backend.compile_fx_inner = recorded
+    compilation.compile_fx_inner = recorded
     with functorch_config.patch(enable_autograd_cache=False), torch.inference_mode():
         for case in COMPILED:
             torch._dynamo.reset()

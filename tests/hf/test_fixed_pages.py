@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mla_compile
-from mla_compile import PagedLatentCache, backend
+from mla_compile import PagedLatentCache, compilation
 from mla_compile.inductor.interpreted import interpreted
 from tests.hf import families
 from tests.hf.test_deepseek import build
@@ -55,7 +55,7 @@ def graphs(monkeypatch):
         found.append((module, [not isinstance(x, torch.Tensor) for x in inputs], options.get("static_input_idxs", ())))
         return interpreted(module, inputs)
 
-    monkeypatch.setattr(backend, "compile_fx_inner", inner)
+    monkeypatch.setattr(compilation, "compile_fx_inner", inner)
     with torch._functorch.config.patch(enable_autograd_cache=False):
         yield found
 

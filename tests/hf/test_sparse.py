@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mla_compile
-from mla_compile import backend
+from mla_compile import compilation
 from mla_compile.cost import Device
 from tests.errors import assert_as_close_as_eager
 
@@ -54,7 +54,7 @@ SLOW = pytest.mark.slow
 )
 def test_every_site_is_sparse_and_logits_are_as_right_as_eagers(monkeypatch, family, attention, kind, padded):
     # With so few tokens weights are most of what is moved; where only FLOPs count the named keys are cheaper.
-    monkeypatch.setattr(backend.devices, "measured", lambda *_: Device("slow", 1e6, 1e15))
+    monkeypatch.setattr(compilation.devices, "measured", lambda *_: Device("slow", 1e6, 1e15))
     model = build(family, attention)
     ids = torch.randint(0, SIZES["vocab_size"], (2, 12))
     mask = None

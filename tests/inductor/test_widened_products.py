@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_compile
-from mla_compile import backend
+from mla_compile import compilation
 from mla_compile.cpu_products import has_products
 from mla_compile.inductor import widened_products
 from mla_compile.inductor.retrace import retrace
@@ -157,13 +157,13 @@ def run(module: nn.Module, xs: list[Tensor]) -> list[Tensor]:
 def compiled_products(module: nn.Module, xs: list[Tensor]) -> tuple[list[Tensor], list[set[Any]]]:
     """Outputs of the compiled module, and which products each of its graphs has."""
     seen: list[set[Any]] = []
-    compile_fx_inner = backend.compile_fx_inner
+    compile_fx_inner = compilation.compile_fx_inner
 
     def watched(graph: torch.fx.GraphModule, *arguments: Any, **named: Any) -> Any:
         seen.append({node.target for node in graph.graph.nodes} & {MM, ADDMM, WIDENED})
         return compile_fx_inner(graph, *arguments, **named)
 
-    with mock.patch.object(backend, "compile_fx_inner", watched), torch.no_grad():
+    with mock.patch.object(compilation, "compile_fx_inner", watched), torch.no_grad():
         outputs = run(torch.compile(module, backend="mla", fullgraph=True), xs)
     assert all(site.rewritten for report in mla_compile.reports()[-len(seen) :] for site in report.sites)
     return outputs, seen
