@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ..passes.nodes.arguments import is_repeatable
+from ..passes.nodes.arguments import is_repeatable, is_view
 
 
 def merge_same_numbers(graph: fx.Graph) -> int:
@@ -58,13 +58,9 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 def _root(node: fx.Node) -> fx.Node:
     """The node that made the memory of a node's result; views are followed to their first argument."""
-    while isinstance(node.target, torch._ops.OpOverload) and _is_view(node.target) and node.all_input_nodes:
+    while isinstance(node.target, torch._ops.OpOverload) and is_view(node.target) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
-
-
-def _is_view(op: torch._ops.OpOverload) -> bool:
-    return any(value.alias_info is not None for value in op._schema.returns)
 
 
 def _call(node: fx.Node) -> Hashable:
