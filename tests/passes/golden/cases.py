@@ -56,6 +56,7 @@ def queries(count: int = SQ) -> Tensor:
 
 
 W_KV = random(N * (P + V), L)
+OWN_ROPES = random(B, N, T, R)
 LATENT, K_ROPE = random(B, T, L), random(B, T, R)
 POOL, TABLE = random(PAGES, PAGE_SIZE, L + R), torch.tensor([[1, 5, 2], [8, 7, 3]])
 LENGTHS = torch.tensor([7, 12])
@@ -126,6 +127,12 @@ def soft_cap(q: Tensor, latent: Tensor, k_rope: Tensor, w_kv: Tensor) -> Tensor:
     return by_hand(lambda scores: (30 * torch.tanh(scores / 30)).softmax(-1), q, latent, k_rope, w_kv)
 
 
+def own_ropes(q: Tensor, latent: Tensor, k_rope: Tensor, w_kv: Tensor) -> Tensor:
+    """The rope keys `[B, N, T, R]` are those of each head."""
+    k_nope, v = (latent @ w_kv.T).unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], dim=-1)
+    return torch.ops.mla.sealed_attention(q, torch.cat([k_nope, k_rope], dim=-1), v, None, 0.0, False, None, False)
+
+
 def turned_keys(q: Tensor, past: Tensor, new: Tensor, angle: Tensor, w_kv: Tensor) -> Tensor:
     """Keys are rotated after their up-projection."""
     latent = torch.cat([past, new], dim=1)
@@ -174,6 +181,7 @@ CASES = {
     "chunked, FP8 pages": Case(fp8_paged, (queries(), *IN_FP8), "chunked"),
     "chunked, named keys": Case(named, (queries(), SCORES, *KEYS), "chunked"),
     "chunked, sinks": Case(sinks, (queries(), *KEYS, SINK), "chunked"),
+    "chunked, own ropes": Case(own_ropes, (queries(), LATENT, OWN_ROPES, W_KV), "chunked"),
     "chunked, opaque": Case(soft_cap, (queries(), *KEYS), "chunked"),
     "sparse, named keys": Case(named, (queries(), SCORES, *KEYS), "sparse"),
     "sparse, paged": Case(named_paged, (queries(), SCORES, POOL, TABLE, W_KV), "sparse"),
