@@ -86,9 +86,9 @@ OF_EACH_HEAD: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("function", OF_EACH_HEAD.values(), ids=OF_EACH_HEAD)
-def test_what_makes_rope_keys_those_of_each_head_leaves_few_queries_the_latent(function: Function) -> None:
-    paths = {path: outcome.path for path, _, (outcome,) in compiled(function, mla.tensors())}
-    assert paths == {"absorbed": "absorbed", "chunked": "unchanged"}
+def test_what_makes_rope_keys_those_of_each_head_is_right_on_both_paths(function: Function) -> None:
+    for path, _, (outcome,) in compiled(function, mla.tensors()):
+        assert outcome.path == path
 
 
 @pytest.mark.parametrize("function", UNCHANGED.values(), ids=UNCHANGED)
