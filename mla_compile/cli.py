@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = arguments.run(arguments)
     except (ImportError, OSError, ConfigError) as error:
-        print(f"mla-compile: {error}", file=sys.stderr)
+        print(f"mla-compile: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return status
 

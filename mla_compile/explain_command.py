@@ -6,6 +6,7 @@ import argparse
 from typing import Any, Literal
 
 from .explaining import explain
+from .parsing import positive
 from .report import Report, merged
 from .sample_run import load
 
@@ -19,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
         "and print the report.",
     )
     parser.add_argument("model", help="a model directory or name that AutoModelForCausalLM can load")
-    parser.add_argument("--tokens", type=int, default=16, help="tokens of the prompt (default: 16)")
+    parser.add_argument("--tokens", type=positive, default=16, help="tokens of the prompt (default: 16)")
     parser.add_argument("--cache", choices=("dynamic", "static"), default="dynamic")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,7 +10,11 @@ import torch
 from torch import Tensor
 
 from .cache.argument import cache_argument
+from .errors import ConfigError
 from .optional_packages import require
+
+LONGEST_REASON = 300
+"""Characters of another package's error that ours repeats: transformers' name all models that it knows."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,21 @@ class SampleRun:
 def load(name: str, tokens: int, user: str, cache_kind: Literal["dynamic", "static"] = "dynamic") -> SampleRun:
     """Load a model by AutoModelForCausalLM, and make a prompt of `tokens` random tokens.
 
-    Raises: ImportError, naming the extra and the `user`, if transformers is not installed.
+    Raises:
+        ConfigError: if transformers cannot make a causal language model of it.
+        ImportError: if transformers is not installed, naming the extra and the `user`, or the model needs more.
+        OSError: if there is no such model.
     """
     require("transformers", "hf", user)
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(name)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(name)
+    except (ImportError, OSError):
+        raise
+    except Exception as error:  # of transformers, huggingface_hub or safetensors: they have no base class in common
+        found = textwrap.shorten(str(error), LONGEST_REASON, placeholder=" ...")
+        raise ConfigError(f"expected a causal language model of transformers in {name}, found: {found}") from error
     config = model.config
     ids = torch.randint(config.get_text_config().vocab_size, (1, tokens + 1))
     cache = (

@@ -15,6 +15,8 @@ from mla_compile.cost import Device
 from mla_compile.report import Report
 from mla_compile.version import __version__
 
+TINY = Path(__file__).parents[1] / "examples" / "tiny-deepseek-v3"
+
 
 @pytest.fixture
 def calls(monkeypatch):
@@ -91,10 +93,13 @@ def test_threads_are_set(calls, monkeypatch):
         (["bench", "--contexts", "0"], "expected a positive number, got 0"),
         (["bench", "--modes", "fastest"], "invalid choice: 'fastest'"),
         (["bench", "--contexts", "--prefill"], "expected at least one of --contexts and --prefill"),
+        (["bench", "--plot", "times.xyz"], "expected a file that ends in .png, .svg, .pdf, found 'times.xyz'"),
+        (["explain", "/nowhere", "--tokens", "0"], "expected a positive number, got 0"),
+        (["inspect", "/nowhere", "--out", "folder", "--tokens", "-5"], "expected a positive number, got -5"),
         ([], "the following arguments are required: command"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, message, capsys):
+def test_bad_arguments_are_refused(arguments, message, calls, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments)
     assert message in capsys.readouterr().err
@@ -122,10 +127,23 @@ def test_commands_register_themselves():
 
 def test_explain_says_what_became_of_a_checkpoint(config, capsys):
     """With one of its layers; tests/test_docs.py runs the command on the whole checkpoint."""
-    checkpoint = Path(__file__).parents[1] / "examples" / "tiny-deepseek-v3"
     layers = 1
-    smaller = config(**json.loads((checkpoint / "config.json").read_text()) | {"num_hidden_layers": layers})
-    (smaller / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
+    smaller = config(**json.loads((TINY / "config.json").read_text()) | {"num_hidden_layers": layers})
+    (smaller / "model.safetensors").symlink_to(TINY / "model.safetensors")
     assert cli.main(["explain", str(smaller), "--tokens", "8", "--json"]) == 0
     report = Report.from_json(capsys.readouterr().out)
     assert [site.path for site in report.sites] == ["chunked"] * layers + ["absorbed"] * layers
+
+
+@pytest.mark.parametrize("command", [["explain"], ["inspect", "--out", "folder"]], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    "fields", [{"model_type": "unheard_of"}, {"model_type": "t5"}, {"num_hidden_layers": "5"}], ids=str
+)
+def test_a_model_that_does_not_load_is_one_line(command, fields, config, capsys):
+    """With status 2: 1 says that an attention stays unchanged."""
+    pytest.importorskip("transformers")
+    folder = config(**json.loads((TINY / "config.json").read_text()) | fields)
+    assert cli.main([*command, str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"mla-compile: expected a causal language model of transformers in {folder}, found: ")
+    assert len(line) < 500

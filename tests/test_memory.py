@@ -11,7 +11,7 @@ from mla_compile import cli
 from mla_compile.cache import FP8PagePool, PagePool
 from mla_compile.errors import ConfigError
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
-from mla_compile.plan.command import in_bytes, tokens
+from mla_compile.parsing import in_bytes, tokens
 from mla_compile.plan.layouts import fp8_bytes, layouts
 from mla_compile.plan.plot import plot
 from mla_compile.plan.sizes import ModelSizes, Sizes, read_sizes
@@ -154,6 +154,15 @@ def test_an_indexer_is_named_and_not_counted(config, without_transformers):
         (V3 | {"linear_num_heads": 4}, "expected layer_types in"),
         (V3 | {"v_head_dim": "wide"}, "expected v_head_dim in .* to be a positive number, found 'wide'"),
         (V3 | {"layer_types": ["linear_attention"] * 61}, "expected layers that keep latents"),
+        (V3 | {"num_hidden_layers": "61"}, "expected num_hidden_layers in .* to be a positive number, found '61'"),
+        (V3 | {"num_hidden_layers": 0}, "expected num_hidden_layers in .* to be a positive number, found 0"),
+        (V3 | {"layer_types": ["full_attention"] * 3}, "expected layer_types in .* each of 61 layers, found 3 entries"),
+        (V3 | {"layer_types": "full"}, "expected layer_types in .* each of 61 layers, found 'full'"),
+        (
+            V3 | {"layer_types": ["full_attention"] * 61, "kv_source_layers": [0, 1]},
+            "expected kv_source_layers in .* each of 61 layers, found 2 entries",
+        ),
+        (V3 | {"indexer_types": ["full"]}, "expected indexer_types in .* each of 61 layers, found 1 entries"),
     ],
 )
 def test_a_config_that_does_not_say_enough(fields, message, config, without_transformers):
@@ -198,6 +207,16 @@ def test_plot_without_matplotlib_is_refused(config, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main(["memory", str(config(**V3)), "--plot", "memory.png"]) == 2
     assert "pip install 'mla-compile[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["memory.xyz", "memory"])
+def test_a_plot_without_a_format_is_refused_before_anything_is_printed(name, config, tmp_path, capsys):
+    file = str(tmp_path / name)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["memory", str(config(**V3)), "--plot", file])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"expected a file that ends in .png, .svg, .pdf, found '{file}'" in printed.err
 
 
 def test_numbers_with_units():

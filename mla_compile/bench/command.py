@@ -13,7 +13,7 @@ from mla_compile.bench.generation.models import MODELS
 from mla_compile.bench.layers import LAYERS
 from mla_compile.bench.modes import MODES
 from mla_compile.optional_packages import require
-from mla_compile.plan.command import positive
+from mla_compile.parsing import figure, positive
 
 if TYPE_CHECKING:
     from mla_compile.bench.workloads import Workload
@@ -85,7 +85,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     parser.add_argument(
         "--plot",
-        type=Path,
+        type=figure,
         metavar="FILE",
         help="draw time against length; on a GPU, the share of the limit that is reached (png, svg, pdf)",
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..optional_packages import require
-from ..plan.command import in_bytes, positive, tokens
+from ..parsing import figure, in_bytes, positive, tokens
 from .model import read_model
 from .plan import Plan
 from .plot import plot
@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print every mesh as JSON")
     parser.add_argument(
         "--plot",
-        type=Path,
+        type=figure,
         metavar="FILE",
         help="draw the time of each mesh by what it is spent on, and against the number of devices (png, svg, pdf)",
     )

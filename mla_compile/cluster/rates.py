@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from ..plan.command import in_bytes
+from ..parsing import in_bytes
 from .link import Link
 
 FLOPS = {"g": 1e9, "t": 1e12, "p": 1e15}

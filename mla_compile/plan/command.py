@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 
 from ..optional_packages import require
+from ..parsing import figure, in_bytes, positive, tokens
 from .layouts import CACHE_DTYPES
 from .plot import plot
 from .sizes import read_sizes
 from .table import Plan, as_json, as_text
-
-TOKEN_UNITS = {"": 1, "k": 1024, "m": 1024**2}
-BYTE_UNITS = {
-    "": 1,
-    **{f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgt")},
-    **{f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgt")},
-}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -40,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--memory", type=in_bytes, metavar="SIZE", help="memory for the cache, such as 80GiB or 16GB")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against context (png, svg, pdf)")
+    parser.add_argument("--plot", type=figure, metavar="FILE", help="draw memory against context (png, svg, pdf)")
     parser.set_defaults(run=run)
 
 
@@ -54,28 +47,3 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         plot(plan, arguments.plot)
     return 0
-
-
-def tokens(text: str) -> int:
-    """Parse a number of tokens: `4096`, `128k` for 128 * 1024, `1m`."""
-    return _number(text, TOKEN_UNITS, "tokens, such as 4096 or 128k")
-
-
-def in_bytes(text: str) -> int:
-    """Parse a number of bytes: `1000`, `80GiB` for 80 * 1024 ** 3, `80GB` for 80 * 1000 ** 3."""
-    return _number(text, BYTE_UNITS, "bytes, such as 80GiB or 16GB")
-
-
-def _number(text: str, units: dict[str, int], expected: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    number = float(found[1]) * units[found[2]] if found and found[2] in units else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of {expected}, found {text!r}")
-    return int(number)
-
-
-def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-    return int(text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,11 @@ def _completed(config: dict[str, Any], missing: list[str], file: Path) -> dict[s
 
 def _sizes(name: str, config: Mapping[str, Any], file: Path) -> ModelSizes:
     total = config["num_hidden_layers"]
-    kinds = config.get("layer_types") or ["full_attention"] * total
-    owners = config.get("kv_source_layers") or range(total)
+    if not isinstance(total, int) or total < 1:
+        raise ConfigError(f"expected num_hidden_layers in {file} to be a positive number, found {total!r}")
+    kinds = _of_each_layer(config, "layer_types", file) or ["full_attention"] * total
+    owners = _of_each_layer(config, "kv_source_layers", file) or range(total)
+    indexers = _of_each_layer(config, "indexer_types", file) or ["full"] * total
     own = {int(i): overrides for i, overrides in (config.get("per_layer_config") or {}).items()}
     found: Counter[Sizes] = Counter()
     for i, kind in enumerate(kinds):
@@ -133,7 +136,6 @@ def _sizes(name: str, config: Mapping[str, Any], file: Path) -> ModelSizes:
     if not found:
         raise ConfigError(f"expected layers that keep latents in {file}, found none")
     index_width = config.get("index_head_dim") or 0
-    indexers = config.get("indexer_types") or ["full"] * len(kinds)
     with_indexer = sum(_may_index(kind) and own == "full" for kind, own in zip(kinds, indexers, strict=True))
     return ModelSizes(
         name,
@@ -142,6 +144,15 @@ def _sizes(name: str, config: Mapping[str, Any], file: Path) -> ModelSizes:
         index_width,
         with_indexer if index_width else 0,
     )
+
+
+def _of_each_layer(config: Mapping[str, Any], key: str, file: Path) -> Sequence[Any] | None:
+    """A list of the config with an entry for each layer, if the config has it."""
+    found, layers = config.get(key), config["num_hidden_layers"]
+    if not found or (isinstance(found, list | tuple) and len(found) == layers):
+        return found or None
+    told = f"{len(found)} entries" if isinstance(found, list | tuple) else repr(found)
+    raise ConfigError(f"expected {key} in {file} to have an entry for each of {layers} layers, found {told}")
 
 
 def _may_index(kind: object) -> bool:

@@ -1,0 +1,48 @@
+"""Parse the arguments that several subcommands take: counts, numbers of tokens and of bytes, files of figures."""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+TOKEN_UNITS = {"": 1, "k": 1024, "m": 1024**2}
+BYTE_UNITS = {
+    "": 1,
+    **{f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgt")},
+    **{f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgt")},
+}
+FIGURES = (".png", ".svg", ".pdf")
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"expected a positive number, got {text}")
+    return int(text)
+
+
+def tokens(text: str) -> int:
+    """Parse a number of tokens: `4096`, `128k` for 128 * 1024, `1m`."""
+    return _number(text, TOKEN_UNITS, "tokens, such as 4096 or 128k")
+
+
+def in_bytes(text: str) -> int:
+    """Parse a number of bytes: `1000`, `80GiB` for 80 * 1024 ** 3, `80GB` for 80 * 1000 ** 3."""
+    return _number(text, BYTE_UNITS, "bytes, such as 80GiB or 16GB")
+
+
+def figure(text: str) -> Path:
+    """Parse the path of a figure, whose suffix says its format."""
+    path = Path(text)
+    if path.suffix.lower() not in FIGURES:
+        raise ArgumentTypeError(f"expected a file that ends in {', '.join(FIGURES)}, found {text!r}")
+    return path
+
+
+def _number(text: str, units: dict[str, int], expected: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    number = float(found[1]) * units[found[2]] if found and found[2] in units else 0
+    if number < 1:
+        raise ArgumentTypeError(f"expected a number of {expected}, found {text!r}")
+    return int(number)
