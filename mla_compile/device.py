@@ -6,12 +6,14 @@ Delete `<inductor cache>/mla_compile/` to measure again.
 """
 
 import functools
+import logging
 import platform
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from mla_compile import cache_files
 from mla_compile.cost import Device
 from mla_compile.cpu_products import has_products
 
+_log = logging.getLogger(__name__)
+
 COPY_BYTES = 128 * 2**20
 """The size of each of the two buffers of the copy: several times a large last-level cache."""
 GEMM_SIZES = (256, 512, 1024, 2048, 4096, 8192)
@@ -29,6 +33,10 @@ GEMM_SECONDS = 0.01
 """A product that takes this long is large enough for start-up and thread synchronisation not to show."""
 REPEAT_SECONDS = 0.05
 """How long each call is repeated. It runs at least twice, as the first call starts threads and libraries."""
+ASSUMED_CPU = (1e12, 1e11)
+"""FLOP/s and bytes/s of a CPU that cannot be measured: the order of a server's."""
+ASSUMED_HALF, ASSUMED = (3.1e14, 1.6e12), (2.0e13, 1.6e12)
+"""Those of any other device, in half precision and in wider dtypes: an A100's, from its data sheet."""
 
 
 def measured(device: torch.device, dtype: torch.dtype) -> Device:
@@ -37,6 +45,9 @@ def measured(device: torch.device, dtype: torch.dtype) -> Device:
     Reads the stored numbers. If there are none or the file is not valid, it measures (about half a second) and stores
     them. It may be called while a graph is being traced, and does not change the random state. CPU rates are those of
     `torch.get_num_threads()` threads. It takes the best of several runs, but on a busy machine rates are still too low.
+
+    Where measuring fails, because less than 1 GiB is free or the device computes nothing (`meta`), a warning is logged
+    and the rates are assumed: `ASSUMED` and its like. They are not stored, so that a later call measures.
 
     Raises ValueError if `dtype` is not a floating dtype of at least two bytes.
     """
@@ -48,7 +59,12 @@ def measured(device: torch.device, dtype: torch.dtype) -> Device:
         stored = cache_files.read(path, _rates)
         if stored is not None and stored.name == name:
             return stored
-        rates = measure(device, dtype)
+        try:
+            rates = measure(device, dtype)
+        except RuntimeError as error:  # only CUDA has a class of its own for memory that is used up
+            rates = _assumed(device, dtype)
+            _log.warning("%s could not be measured, %s is assumed: %s", device, rates, error)
+            return rates
         cache_files.write(path, asdict(rates))
         return rates
 
@@ -76,7 +92,19 @@ def _multiplied(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 def _name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{_cpu_model()}, {torch.get_num_threads()} threads"
-    return str(torch.get_device_module(device).get_device_name(device))
+    name_of = getattr(_module(device), "get_device_name", None)  # Apple's GPUs have none
+    return device.type if name_of is None else str(name_of(device))
+
+
+def _module(device: torch.device) -> ModuleType | None:
+    """torch's module for a type of devices; None if it has none, as for `meta`."""
+    return getattr(torch, device.type, None)
+
+
+def _assumed(device: torch.device, dtype: torch.dtype) -> Device:
+    if device.type == "cpu":
+        return Device(_name(device), *ASSUMED_CPU)
+    return Device(_name(device), *(ASSUMED_HALF if dtype.itemsize == 2 else ASSUMED))
 
 
 def _cpu_model() -> str:
@@ -149,4 +177,4 @@ def _seconds(device: torch.device, call: Callable[[], object]) -> float:
 
 def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+        torch.accelerator.synchronize(device)

@@ -129,6 +129,36 @@ def test_the_gemm_rate_is_that_of_the_best_size_tried(monkeypatch):
     assert next(seconds) == 0.4, "1024 took longer than GEMM_SECONDS, so 2048 was not tried"
 
 
+def test_a_device_whose_module_names_none_is_named_by_its_type(own_cache, rates):
+    assert measured(torch.device("mps"), torch.float32).name == "mps"
+    assert json.loads(stored_file(own_cache).read_text())["name"] == "mps"
+
+
+def test_rates_are_assumed_while_no_memory_is_free_and_not_stored(own_cache, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(device_module, "_copy_rate", full)
+        patched.setattr(device_module, "GEMM_SIZES", (16,))
+        assumed = measured(CPU, torch.float32)
+    assert (assumed.flops_per_s, assumed.bytes_per_s) == device_module.ASSUMED_CPU
+    assert list((own_cache / "mla_compile").glob("*.json")) == []
+    assert measured(CPU, torch.float32) != assumed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rates"), [(torch.bfloat16, device_module.ASSUMED_HALF), (torch.float32, device_module.ASSUMED)], ids=str
+)
+def test_a_device_that_computes_nothing_has_assumed_rates(dtype, rates):
+    assert measured(torch.device("meta"), dtype) == Device("meta", *rates)
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_a_graph_on_meta_compiles():
+    assert torch.compile(lambda x: x + 1, backend="mla")(torch.ones(3, device="meta")).shape == (3,)
+
+
 def test_integer_dtypes_are_refused():
     with pytest.raises(ValueError, match=r"at least two bytes to measure the device with, got torch\.int32"):
         measured(CPU, torch.int32)
