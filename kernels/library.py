@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike, cpu_count, fspath
 from pathlib import Path
 
@@ -89,7 +90,8 @@ def build_library(path: str | PathLike[str], dtypes: Iterable[torch.dtype] = (to
     kernels = list(_kernels(dtypes))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cpu_count()) as pool:
         texts = {"mla_library": _registering(kernels)} | {kernel.name: kernel.text for kernel in kernels}
-        objects = list(pool.map(lambda name: native.compile_object(name, texts[name], folder), texts))
+        tasks = [native.submit(pool, partial(native.compile_object, *text, folder)) for text in texts.items()]
+        objects = [task.result() for task in tasks]
         native.link(objects, Path(fspath(path)))
 
 

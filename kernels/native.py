@@ -17,14 +17,16 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import BuiltinFunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 
@@ -105,6 +107,11 @@ def start_library(sources: tuple[Path, ...]) -> Callable[[], ctypes.CDLL | None]
     The returned function waits for the library.
     """
     return _built(sources[-1], lambda: _torch_library().load_async(text_of(sources, ()), **_AWAY))
+
+
+def submit(pool: ThreadPoolExecutor, task: Callable[[], R]) -> Future[R]:
+    """Run a task in another thread under the caller's settings of Inductor, which torch keeps in context variables."""
+    return pool.submit(copy_context().run, task)
 
 
 def compile_object(name: str, text: str, folder: str) -> str:
@@ -217,7 +224,7 @@ class _Progress:
             self.begun, self.done, self.start = 0, 0, time.perf_counter()
         self.begun += 1
         self._show()
-        future = self.pool.submit(compile)
+        future = submit(self.pool, compile)
         future.add_done_callback(self._finished)
         return future
 

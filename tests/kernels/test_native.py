@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._inductor import config
 
 from mla_compile.kernels import native
 from mla_compile.kernels.expanded_attention import native as expanded_attention
@@ -40,3 +41,9 @@ def test_attention_over_chunks_is_built(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_products_per_head_are_built(dtype):
     assert per_head_matmul.KERNELS.of(dtype) is not None
+
+
+def test_what_is_compiled_in_the_background_has_the_settings_of_the_caller():
+    with config.patch({"cpp.simdlen": 256}):
+        task = native._progress.submit(lambda: config.cpp.simdlen)
+    assert task.result() == 256
