@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._filelock import FileLock
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._sympy import functions
 
@@ -31,8 +32,7 @@ class ReportStore:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], tag: str) -> None:
         values = [node.meta.get(EXAMPLE) for node in module.graph.nodes if node.op == "placeholder"]
         described = [_described(value) for value in values]
-        config = repr((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")))
-        text = code_of(module) + repr(described) + config + tag
+        text = code_of(module) + repr(described) + repr((torch.is_grad_enabled(), _autocast())) + tag
         self._path = cache_files.path_of(hashlib.sha256(text.encode()).hexdigest())
         self._hints = _hints(inputs)
 
@@ -41,9 +41,10 @@ class ReportStore:
         return next((r for r in self._read() if self._holds(r)), None)
 
     def save(self, report: Report) -> None:
-        """Keep a report for later processes."""
-        kept = [r for r in self._read() if _guards(r) != _guards(report)]
-        cache_files.write(self._path, [r.to_json() for r in [report, *kept]])
+        """Keep a report for later processes, beside those that others have stored meanwhile."""
+        with FileLock(f"{self._path}.lock"):
+            kept = [r for r in self._read() if _guards(r) != _guards(report)]
+            cache_files.write(self._path, [r.to_json() for r in [report, *kept]])
 
     def _read(self) -> list[Report]:
         return cache_files.read(self._path, lambda texts: [Report.from_json(text) for text in texts]) or []
@@ -56,11 +57,23 @@ def _described(value: Any) -> object:
     """The properties of an input on which the passes depend; for a tensor subclass, those of its inner tensors too."""
     if not isinstance(value, torch.Tensor):
         return str(value)
-    plain = (tuple(map(str, value.shape)), str(value.dtype), str(value.device), *_shared_out(value))
+    sizes = tuple(map(str, value.shape)), _strides(value), value.requires_grad
+    plain = (*sizes, str(value.dtype), str(value.device), *_shared_out(value))
     if not is_traceable_wrapper_subclass(value):
         return plain
     names, context = value.__tensor_flatten__()
     return plain, type(value).__qualname__, repr(context), [(n, _described(getattr(value, n))) for n in names]
+
+
+def _strides(tensor: torch.Tensor) -> tuple[str, ...] | None:
+    """None for a sparse tensor, which has none."""
+    return tuple(map(str, tensor.stride())) if tensor.layout == torch.strided else None
+
+
+def _autocast() -> list[torch.dtype | None]:
+    """The dtype of each kind of devices under autocast; None where it is off."""
+    kinds = ("cpu", "cuda")
+    return [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]
 
 
 def _shared_out(tensor: torch.Tensor) -> tuple[str, ...]:
