@@ -22,9 +22,11 @@ PREFIX = "mla."
 OFF = "off"
 """The value of `mla.path` that leaves everything to stock Inductor."""
 
-
 KEEP_ALL, QUERIES = "nothing", "queries"
 """The values of `mla.recompute`."""
+
+PAIRS = {"link": "bytes/s and seconds", "rates": "FLOP/s and bytes/s"}
+"""The options that are two numbers, and which."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Options:
             raise OptionError(f"mla.recompute: expected {KEEP_ALL} or {QUERIES}, found {self.recompute!r}")
         if self.same_on_ranks not in SAME:
             raise OptionError(f"mla.same_on_ranks: expected one of {', '.join(SAME)}, found {self.same_on_ranks!r}")
-        for name, what in (("link", "bytes/s and seconds"), ("rates", "FLOP/s and bytes/s")):
+        for name, what in PAIRS.items():
             if (given := getattr(self, name)) is not None and not _two_numbers(given, least=name == "link"):
                 raise OptionError(f"mla.{name}: expected a pair of numbers, {what}, found {given!r}")
         tokens = self.workspace_tokens
@@ -113,11 +115,16 @@ def parse(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Options,
     """Split `options` into ours (`mla.*`) and Inductor's: all other keys, added to those that `mode` stands for.
 
     Raises:
-        OptionError: for an unknown key (the message names the nearest known one) or an invalid value.
+        OptionError: for a key that is no string or unknown (the message names the nearest known one), or an invalid
+            value.
     """
     given = dict(options or {})
+    for key in given:
+        if not isinstance(key, str):
+            raise OptionError(f"expected names of options that are strings, found {key!r}")
     ours = {key.removeprefix(PREFIX): given.pop(key) for key in list(given) if key.startswith(PREFIX)}
     names = [field.name for field in fields(Options)]
+    ours |= {name: tuple(ours[name]) for name in PAIRS if isinstance(ours.get(name), list)}  # JSON has no tuples
     for name in ours:
         if name not in names:
             raise OptionError(_unknown(PREFIX + name, [PREFIX + known for known in names]))

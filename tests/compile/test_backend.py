@@ -1,5 +1,6 @@
 """The backend as torch sees it: its name, its options, gradients, and graphs without MLA."""
 
+import json
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch._inductor.fx_passes import joint_graph
 
 import mla_compile
+from mla_compile.options import parse
 from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, Combined, L, R
 
@@ -60,6 +62,8 @@ def test_torch_finds_the_backend_by_name():
             {"mla.rates": (1e12, 0)},
             "mla.rates: expected a pair of numbers, FLOP/s and bytes/s, found (1000000000000.0, 0)",
         ),
+        ({"mla.rates": [1e12]}, "mla.rates: expected a pair of numbers, FLOP/s and bytes/s, found (1000000000000.0,)"),
+        ({1: 2}, "expected names of options that are strings, found 1"),
         ({"mla.strict": 1}, "mla.strict: expected True or False, found 1"),
         ({"mla.kernels": "cuda"}, "mla.kernels: expected auto, triton or gluon, found 'cuda'"),
     ],
@@ -69,6 +73,12 @@ def test_a_wrong_option_is_refused_with_the_nearest_right_one(options, message):
     with pytest.raises(Exception, match="OptionError") as caught:
         compiled(*decode_inputs())
     assert message in str(caught.value)
+
+
+def test_pairs_of_numbers_may_be_lists():
+    options, _ = parse(json.loads('{"mla.rates": [1e12, 1e11], "mla.link": [5e10, 0]}'), None)
+    assert (options.rates, options.link) == ((1e12, 1e11), (5e10, 0))
+    assert options == parse({"mla.rates": (1e12, 1e11), "mla.link": (5e10, 0)}, None)[0]
 
 
 def test_a_wrong_mode_is_refused():
