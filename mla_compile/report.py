@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,7 +17,9 @@ from mla_compile.passes.outcome import Outcome
 from .text_table import aligned
 
 T = TypeVar("T", bound=tuple[Any, ...])
-_HISTORY: list[Report] = []
+MOST_REPORTS = 1024
+"""The number of reports that a process keeps, of some 70 KB each for a model of 60 layers."""
+_HISTORY: deque[Report] = deque(maxlen=MOST_REPORTS)
 _log = logging.getLogger(__name__)
 _trace: Any = torch._logging  # its stubs lack `trace_structured`
 
@@ -116,7 +119,8 @@ def record(report: Report) -> None:
 
 
 def reports() -> list[Report]:
-    """Return the reports of all `backend="mla"` compilations and `rewrite` calls in this process, oldest first."""
+    """Return the reports of all `backend="mla"` compilations and `rewrite` calls in this process, oldest first; where
+    there were more than 1,024, the latest 1,024."""
     return list(_HISTORY)
 
 

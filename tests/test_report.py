@@ -8,7 +8,7 @@ from torch import Tensor
 
 import mla_compile
 from mla_compile.passes.outcome import Outcome
-from mla_compile.report import Report
+from mla_compile.report import MOST_REPORTS, Report, record
 
 N, L, P, V = 2, 4, 3, 3
 
@@ -42,3 +42,12 @@ def test_alike_misses_of_many_layers_are_told_once() -> None:
     fine = Outcome("bmm_1", "model.py:1", "", "absorbed", "few queries")
     lines = str(Report((miss, fine, miss))).splitlines()
     assert lines[-2:] == ["0, 2: to have this rewritten, do so", "    from `a`"]
+
+
+def test_the_latest_reports_are_kept() -> None:
+    assert MOST_REPORTS == 1024  # as the documentation says
+    for number in range(MOST_REPORTS + 2):
+        record(Report((), f"number {number}"))
+    kept = [report.note for report in mla_compile.reports()]
+    assert kept == [f"number {number}" for number in range(2, MOST_REPORTS + 2)]
+    assert mla_compile.last_report() == Report((), kept[-1])
