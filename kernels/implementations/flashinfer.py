@@ -10,7 +10,6 @@ FlashInfer's `BatchMLAPagedAttentionWrapper` is not used, because its `plan` cop
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +22,32 @@ if TYPE_CHECKING:
     from ..paged_latent_attention.arguments import PagedLatentAttention
 
 _WORKSPACE = 128 << 20
-"""Bytes, from its documentation, which requires zeros only before the first use. One for all calls on a device."""
+"""Bytes, from its documentation, which requires zeros only before the first use."""
 _NOPE = 128
 """The width of queries before absorption, which FlashInfer only checks."""
+_workspaces: dict[torch.device, dict[int, Tensor]] = {}
+"""Of each device and stream."""
 
 
-@functools.cache
 def _workspace(device: torch.device) -> Tensor:
-    return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
+    """The workspace of the current stream: calls on two streams may run at once.
+
+    While a graph is captured, none is made that could be had: only a replay would fill it with zeros, and no other
+    graph's. A graph that is captured on a stream of its own takes the device's first one, that of the warm-up.
+    """
+    known = _workspaces.setdefault(device, {})
+    stream, captured = _stream(device)
+    if stream not in known and not (captured and known):
+        known[stream] = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
+    return known[stream] if stream in known else next(iter(known.values()))
+
+
+def _stream(device: torch.device) -> tuple[int, bool]:
+    """The handle of the current stream, and whether a graph is being captured on it."""
+    if device.type != "cuda":
+        return 0, False
+    with torch.cuda.device(device):
+        return torch.cuda.current_stream().cuda_stream, torch.cuda.is_current_stream_capturing()
 
 
 def _attend(module: Any, x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
