@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_compile import cli
+from mla_compile import cli, errors
 from mla_compile.options import Options
 
 ROOT = Path(__file__).parents[1]
@@ -99,6 +99,15 @@ def test_every_option_is_documented():
     text = (ROOT / "docs" / "options.md").read_text()
     named = set(re.findall(r"^\| `mla\.(\w+)` \|", text, re.MULTILINE))
     assert named == set(Options.__dataclass_fields__)
+
+
+def test_every_exception_is_documented():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    documented = re.findall(r"^\| `(\w+)` \| `([\w`, ]+)` \| \S", text, re.MULTILINE)
+    raised = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert dict(documented) == {
+        name: "`, `".join(base.__name__ for base in kind.__bases__) for name, kind in raised.items()
+    }
 
 
 def literal(node):
