@@ -178,6 +178,8 @@ class PagePool:
     def write(self, layer: int, pages: Tensor, rows: Tensor, tokens: Tensor) -> None:
         """Write `tokens` `[..., L + R]` to rows `rows` of pages `pages`, both `[...]`, of one layer, in place.
 
+        Their values are written, not how they were computed: no gradient goes through a pool.
+
         Raises: CacheMismatchError for another width, dtype or device; PageIndexError or FreedError for pages that do
         not exist or have no holder (not checked on a GPU and in compiled code), with nothing written.
         """
@@ -187,7 +189,7 @@ class PagePool:
         if tokens.shape[-1] != width:
             raise CacheMismatchError(f"expected tokens {width} wide, found {tokens.shape[-1]}")
         self.check(tokens)
-        self._put(layer, (pages, rows), tokens)
+        self._put(layer, (pages, rows), tokens.detach() if tokens.requires_grad else tokens)
 
     def _put(self, layer: int, place: tuple[Tensor, ...], tokens: Tensor) -> None:
         self.layers[layer][place] = tokens
