@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMismatchError
+from .inference_mode import is_locked, to_be_written
 from .pool import stays, values_at_hand
 from .table import BlockTable
 
@@ -29,7 +30,8 @@ class FixedTable(BlockTable):
 
     def __init__(self, pool: PagePool, batch: int, max_pages: int, pages: Tensor | None = None) -> None:
         super().__init__(pool, batch, max_pages)
-        self.tokens = torch.zeros((), dtype=torch.int64, device=pool.device)
+        with to_be_written():
+            self.tokens = torch.zeros((), dtype=torch.int64, device=pool.device)
         """The number of tokens of each sequence, in a tensor with a static address."""
         stays(self.tokens)
         self.pages.copy_(pool.take(batch * max_pages).view(batch, max_pages) if pages is None else pages)
@@ -52,6 +54,7 @@ class FixedTable(BlockTable):
             raise CacheMismatchError(
                 f"expected room for {count} more tokens, found room for {self.room - int(self.tokens)}"
             )
+        self._unlock()
         self.tokens.add_(count)
 
     def write(self, layer: int, tokens: Tensor) -> None:
@@ -100,6 +103,7 @@ class FixedTable(BlockTable):
         taken = self.pool.copy(behind[shared])
         self.pool.release(behind[shared])
         behind[shared] = taken
+        self._unlock()
         self.tokens.fill_(length)
 
     def free(self) -> None:
@@ -108,6 +112,10 @@ class FixedTable(BlockTable):
 
     def own(self) -> None:
         """Do nothing: pages that will be written have no other holder."""
+
+    def _unlock(self) -> None:
+        if is_locked(self.tokens):
+            self.tokens = self.tokens.clone()
 
     def _copy_begun(self, pages: Tensor) -> None:
         """Copy a page that is not full, the first of `pages` `[batch, n]`, to this table's page in its place."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import CacheMismatchError, FreedError, PageIndexError
 from .checks import check_free
+from .inference_mode import to_be_written
 
 
 def check_count(name: str, count: Any) -> None:
@@ -79,10 +80,11 @@ class PagePool:
         self.latent_width, self.rope_width, self.page_size = latent_width, rope_width, page_size
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         """The dtype of tokens that are written and read."""
-        self.layers = self._empty(layers, pages, latent_width + rope_width, dtype, device)
-        self.references = torch.zeros(pages, dtype=torch.int64, device=device)
-        """The number of holders of each page, `[pages]`."""
-        self._free = torch.arange(pages, device=device)
+        with to_be_written():
+            self.layers = self._empty(layers, pages, latent_width + rope_width, dtype, device)
+            self.references = torch.zeros(pages, dtype=torch.int64, device=device)
+            """The number of holders of each page, `[pages]`."""
+            self._free = torch.arange(pages, device=device)
         self.available = pages
         """The number of free pages: the first ones in `_free`, of which the last is taken first."""
         stays(*self.tensors, self.references, self._free)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import CacheMismatchError, FreedError
 from .checks import check_free, check_length, if_there_are_pages
+from .inference_mode import is_locked, to_be_written
 from .pool import PagePool, stays
 
 
@@ -32,7 +33,8 @@ class BlockTable:
         self.page_tokens = pool.page_size
         """The number of tokens of a sequence in a page."""
         width = pool.pages if max_pages is None else max_pages
-        pages = torch.zeros(batch, width, dtype=torch.int64, device=pool.device)
+        with to_be_written():
+            pages = torch.zeros(batch, width, dtype=torch.int64, device=pool.device)
         stays(pages)
         self._pages: Tensor | None = pages
         self._shares_tail = False
@@ -46,6 +48,8 @@ class BlockTable:
         """
         if self._pages is None:
             raise FreedError("expected sequences that are in the pool, found some that were freed")
+        if is_locked(self._pages):
+            self._pages = self._pages.clone()
         return self._pages
 
     @property
