@@ -5,6 +5,8 @@ import torch
 
 import mla_compile
 from mla_compile.cache import BlockTable, PagePool, stack
+from mla_compile.cache.shared_table import SharedTable
+from mla_compile.cache.shares import Shares
 
 
 def pool(pages=4, **more):
@@ -151,6 +153,9 @@ def test_sizes_that_cannot_be():
         table.crop(3)
     with pytest.raises(mla_compile.CacheMismatchError, match="expected tables over one pool"):
         stack([table, filled(pool(), 2, 1.0)])
+    split = SharedTable(table.pool, 1, None, Shares(ranks=2, rank=0, group="", interleave=1, page_size=2, spare=3))
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected tables whose pages hold all of their 4 tokens"):
+        stack([table, split])
 
 
 def test_a_stack_of_unequal_lengths():
