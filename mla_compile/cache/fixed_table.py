@@ -29,12 +29,14 @@ class FixedTable(BlockTable):
     """
 
     def __init__(self, pool: PagePool, batch: int, max_pages: int, pages: Tensor | None = None) -> None:
+        if pages is None:
+            pages = pool.take(batch * max_pages).view(batch, max_pages)
         super().__init__(pool, batch, max_pages)
         with to_be_written():
             self.tokens = torch.zeros((), dtype=torch.int64, device=pool.device)
         """The number of tokens of each sequence, in a tensor with a static address."""
         stays(self.tokens)
-        self.pages.copy_(pool.take(batch * max_pages).view(batch, max_pages) if pages is None else pages)
+        self.pages.copy_(pages)
 
     @property
     def length(self) -> int:
@@ -52,7 +54,7 @@ class FixedTable(BlockTable):
 
     @property
     def used(self) -> int:
-        return self.max_pages
+        return 0 if self._pages is None else self._pages.shape[1]
 
     def extend(self, count: int) -> None:
         """Add `count` to the length of each sequence.

@@ -75,6 +75,7 @@ class PagedLatentCache(Base):
         self._places = dict(zip(latents, range(len(latents)), strict=True))
         self._table: BlockTable | None = None if batch is None else self._new_table(batch)
         self._indexer_keys = IndexerKeys()
+        pool.collect()  # which compiled steps of this cache cannot
 
     @classmethod
     def of(

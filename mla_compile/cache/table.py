@@ -26,6 +26,8 @@ class BlockTable:
 
     A model's forward calls `extend`, which takes pages as they are needed, `write` and `read`. `fork` shares pages: a
     full page is never written again, and a last page that is not full is copied before it is written.
+
+    Its pages are its own: a table that is dropped without `free` leaves them to the pool.
     """
 
     def __init__(self, pool: PagePool, batch: int, max_pages: int | None = None) -> None:
@@ -39,6 +41,11 @@ class BlockTable:
         self._pages: Tensor | None = pages
         self._shares_tail = False
         """Whether a page to which the next token goes may have another holder."""
+
+    def __del__(self) -> None:
+        pages = getattr(self, "_pages", None)  # there is none if __init__ raised, or Dynamo made the object
+        if pages is not None:
+            self.pool.leave(pages, self.used)
 
     @property
     def pages(self) -> Tensor:
@@ -210,7 +217,8 @@ class BlockTable:
 def stack(tables: Sequence[BlockTable]) -> tuple[Tensor, Tensor]:
     """Combine tables over one pool into one block table `[B, n]` and lengths `[B]`, int64, which may differ.
 
-    Entries behind the pages that a sequence holds are 0, a page that readers may load but do not use.
+    Entries behind the pages that a sequence holds are 0, a page that readers may load but do not use. Keep the tables
+    as long as the result is in use: a table that is dropped gives its pages back.
 
     Raises: FreedError; CacheMismatchError for tables over several pools, or of tokens that are split over ranks.
     """

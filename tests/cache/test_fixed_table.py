@@ -69,11 +69,13 @@ def test_another_number_of_sequences_is_another_table():
 
 def test_pages_are_taken_at_once():
     pages = pool(pages=7)
-    FixedTable(pages, 2, 3)
+    table = FixedTable(pages, 2, 3)
     assert pages.available == 1
     with pytest.raises(mla_compile.OutOfPagesError, match="expected 2 free pages, found 1 of 7"):
         FixedTable(pages, 1, 2)
     assert pages.available == 1
+    del table
+    assert pages.available == 7
 
 
 def test_more_tokens_than_there_is_room_for_are_an_error():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_compile
 from mla_compile.cache import BlockTable, PagePool, stack
@@ -166,3 +167,19 @@ def test_a_stack_of_unequal_lengths():
     tokens = pages.layers[0][block_table].flatten(1, 2)
     for row, length in enumerate((5, 1, 3)):
         assert bool((tokens[row, :length] == length).all())
+
+
+def test_tables_that_are_dropped_give_their_pages_back():
+    pages = pool(pages=8)
+    table = filled(pages, 5, 1.0)
+    other = table.fork()
+    with FakeTensorMode():  # at any moment: nothing is computed before the pool is asked
+        del table
+    assert pages.available == 5
+    assert bool((other.read(0) == 1.0).all())
+    again = filled(pages, 10, 2.0)  # takes all that are left
+    assert bool((other.read(0) == 1.0).all())
+    again.free()
+    del again, other
+    assert pages.available == 8
+    assert not pages.references.any()
