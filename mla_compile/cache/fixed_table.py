@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMismatchError
+from .inference_mode import is_locked, to_be_written
 from .pool import stays, values_at_hand
 from .table import BlockTable
 
@@ -28,11 +29,23 @@ class FixedTable(BlockTable):
     """
 
     def __init__(self, pool: PagePool, batch: int, max_pages: int, pages: Tensor | None = None) -> None:
+        if pages is None:
+            pages = pool.take(batch * max_pages).view(batch, max_pages)
         super().__init__(pool, batch, max_pages)
-        self.tokens = torch.zeros((), dtype=torch.int64, device=pool.device)
+        with to_be_written():
+            self.tokens = torch.zeros((), dtype=torch.int64, device=pool.device)
         """The number of tokens of each sequence, in a tensor with a static address."""
         stays(self.tokens)
-        self.pages.copy_(pool.take(batch * max_pages).view(batch, max_pages) if pages is None else pages)
+        self.pages.copy_(pages)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of each sequence, read from the device."""
+        return int(self.tokens)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.tokens.expand(self.batch)
 
     @property
     def room(self) -> int:
@@ -41,17 +54,16 @@ class FixedTable(BlockTable):
 
     @property
     def used(self) -> int:
-        return self.max_pages
+        return 0 if self._pages is None else self._pages.shape[1]
 
     def extend(self, count: int) -> None:
         """Add `count` to the length of each sequence.
 
         Raises: FreedError; CacheMismatchError if there is no room (not checked on a GPU and in compiled code).
         """
-        if values_at_hand(self.pages) and int(self.tokens) + count > self.room:
-            raise CacheMismatchError(
-                f"expected room for {count} more tokens, found room for {self.room - int(self.tokens)}"
-            )
+        if values_at_hand(self.pages) and self.length + count > self.room:
+            raise CacheMismatchError(f"expected room for {count} more tokens, found room for {self.room - self.length}")
+        self._unlock()
         self.tokens.add_(count)
 
     def write(self, layer: int, tokens: Tensor) -> None:
@@ -62,7 +74,7 @@ class FixedTable(BlockTable):
         self.pool.write(layer, self.pages[:, position // self.page_tokens], position % self.page_tokens, tokens)
 
     def read(self, layer: int) -> Tensor:
-        return torch.cat(self.keys(layer), dim=-1)[:, : int(self.tokens)]
+        return torch.cat(self.keys(layer), dim=-1)[:, : self.length]
 
     def keys(self, layer: int) -> tuple[Tensor, Tensor]:
         """Latents `[batch, room, L]` and rope keys `[batch, room, R]`; values behind the last token are undefined."""
@@ -71,7 +83,7 @@ class FixedTable(BlockTable):
 
     def fork(self, rows: Tensor | None = None) -> FixedTable:
         chosen = self.pages if rows is None else self.pages[rows.to(self.pool.device)]
-        whole = int(self.tokens) // self.page_tokens
+        whole = self.length // self.page_tokens
         own = self.pool.take(len(chosen) * (self.max_pages - whole)).view(len(chosen), -1)
         self.pool.share(chosen[:, :whole])
         other = FixedTable(self.pool, len(chosen), self.max_pages, torch.cat([chosen[:, :whole], own], dim=1))
@@ -85,7 +97,7 @@ class FixedTable(BlockTable):
             other = self.fork(rows)
             self.free()
             return other
-        chosen, whole = self.pages[rows.to(self.pool.device)], int(self.tokens) // self.page_tokens
+        chosen, whole = self.pages[rows.to(self.pool.device)], self.length // self.page_tokens
         self.pool.share(chosen[:, :whole])
         self.pool.release(self.pages[:, :whole])
         self.pages[:, :whole] = chosen[:, :whole]
@@ -93,24 +105,29 @@ class FixedTable(BlockTable):
         return self
 
     def crop(self, length: int) -> None:
-        if not 0 <= length <= int(self.tokens):
-            raise CacheMismatchError(f"expected a length from 0 to {int(self.tokens)}, found {length}")
+        if not 0 <= length <= self.length:
+            raise CacheMismatchError(f"expected a length from 0 to {self.length}, found {length}")
         behind = self.pages[:, length // self.page_tokens :]
         shared = self.pool.references[behind] > 1
         taken = self.pool.copy(behind[shared])
         self.pool.release(behind[shared])
         behind[shared] = taken
+        self._unlock()
         self.tokens.fill_(length)
 
     def free(self) -> None:
         self.pool.release(self.pages)
-        self._pages = None
+        self._pages, self.tokens = None, torch.zeros_like(self.tokens)
 
     def own(self) -> None:
         """Do nothing: pages that will be written have no other holder."""
 
+    def _unlock(self) -> None:
+        if is_locked(self.tokens):
+            self.tokens = self.tokens.clone()
+
     def _copy_begun(self, pages: Tensor) -> None:
         """Copy a page that is not full, the first of `pages` `[batch, n]`, to this table's page in its place."""
-        length = int(self.tokens)
+        length = self.length
         if length % self.page_tokens:
             self.pool.overwrite(self.pages[:, length // self.page_tokens], pages[:, 0])

@@ -123,8 +123,9 @@ class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):
 class LatentCache(DynamicCache):
     """A `DynamicCache` that is written in place: `model.generate(**inputs, past_key_values=LatentCache.of(model))`.
 
-    It behaves like a `DynamicCache`, eager and compiled, but a step reads the cache without copying it. Layers that do
-    not hold all tokens (sliding windows, states of linear attention) stay transformers' own.
+    It behaves like a `DynamicCache`, eager and compiled, but a step reads the cache without copying it, except where
+    gradients are enabled, so that a backward may go through several steps. Layers that do not hold all tokens (sliding
+    windows, states of linear attention) stay transformers' own.
 
     Args: config, of a transformers model; tokens, the number per sequence for which there is room from the start.
     """

@@ -39,7 +39,8 @@ class PagedLatentCache(Base):
 
     It can be passed to `model.generate(**inputs, past_key_values=cache)` and `model(ids, past_key_values=cache)` like a
     `DynamicCache`, eager and compiled. All sequences of a batch have the same length, including padding tokens, which
-    the attention mask hides, as usual in transformers.
+    the attention mask hides, as usual in transformers. It is for inference: what is read from the pages has no
+    gradients.
 
     Args: pool, with one layer for each layer of the model that caches latents; max_pages, the largest number per
     sequence (default: all); shares, if tokens are split over ranks, each with a pool of as many pages; batch, if that
@@ -74,6 +75,7 @@ class PagedLatentCache(Base):
         self._places = dict(zip(latents, range(len(latents)), strict=True))
         self._table: BlockTable | None = None if batch is None else self._new_table(batch)
         self._indexer_keys = IndexerKeys()
+        pool.collect()  # which compiled steps of this cache cannot
 
     @classmethod
     def of(

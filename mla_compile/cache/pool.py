@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import CacheMismatchError, FreedError, PageIndexError
 from .checks import check_free
+from .inference_mode import to_be_written
 
 
 def check_count(name: str, count: Any) -> None:
@@ -79,12 +80,15 @@ class PagePool:
         self.latent_width, self.rope_width, self.page_size = latent_width, rope_width, page_size
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         """The dtype of tokens that are written and read."""
-        self.layers = self._empty(layers, pages, latent_width + rope_width, dtype, device)
-        self.references = torch.zeros(pages, dtype=torch.int64, device=device)
-        """The number of holders of each page, `[pages]`."""
-        self._free = torch.arange(pages, device=device)
-        self.available = pages
+        with to_be_written():
+            self.layers = self._empty(layers, pages, latent_width + rope_width, dtype, device)
+            self.references = torch.zeros(pages, dtype=torch.int64, device=device)
+            """The number of holders of each page, `[pages]`."""
+            self._free = torch.arange(pages, device=device)
+        self._available = pages
         """The number of free pages: the first ones in `_free`, of which the last is taken first."""
+        self._left: list[tuple[Tensor, int]] = []
+        """Block tables that were left to the pool, and the columns of each that hold pages."""
         stays(*self.tensors, self.references, self._free)
 
     def _empty(
@@ -107,6 +111,25 @@ class PagePool:
     def device(self) -> torch.device:
         return self.layers[0].device
 
+    @property
+    def available(self) -> int:
+        """The number of free pages."""
+        self.collect()
+        return self._available
+
+    def leave(self, pages: Tensor, used: int) -> None:
+        """Leave the first `used` columns of a block table `[batch, n]` to the pool, which releases them later.
+
+        Nothing is computed, so this may be called at any moment, as garbage collection does.
+        """
+        self._left.append((pages, used))
+
+    def collect(self) -> None:
+        """Release what was left to the pool; does nothing in compiled code."""
+        while not torch.compiler.is_compiling() and self._left:
+            pages, used = self._left.pop()
+            self.release(pages[:, :used])
+
     def require(self, count: int) -> None:
         """Raise OutOfPagesError unless `count` pages are free."""
         check_free(count, self.available, self.pages, self.page_size)
@@ -117,8 +140,8 @@ class PagePool:
         Raises: OutOfPagesError, with nothing taken.
         """
         self.require(count)
-        taken = self._free[self.available - count : self.available].clone()
-        self.available -= count
+        taken = self._free[self._available - count : self._available].clone()
+        self._available -= count
         self.references[taken] = 1
         return taken
 
@@ -133,9 +156,9 @@ class PagePool:
         """
         if not torch.compiler.is_compiling():
             self.require(count)
-        pages = torch.where(new, self._free[self.available - 1 - place], pages)
+        pages = torch.where(new, self._free[self._available - 1 - place], pages)
         self.references[pages] = torch.where(new, 1, self.references[pages])
-        self.available -= count
+        self._available -= count
         return pages
 
     def share(self, pages: Tensor) -> None:
@@ -160,8 +183,8 @@ class PagePool:
             )
         self.references -= count
         freed = ((count > 0) & (self.references == 0)).nonzero()[:, 0]
-        self._free[self.available : self.available + len(freed)] = freed
-        self.available += len(freed)
+        self._free[self._available : self._available + len(freed)] = freed
+        self._available += len(freed)
 
     def copy(self, pages: Tensor) -> Tensor:
         """Take new pages, and copy the contents of `pages` to them in every layer."""
@@ -178,6 +201,8 @@ class PagePool:
     def write(self, layer: int, pages: Tensor, rows: Tensor, tokens: Tensor) -> None:
         """Write `tokens` `[..., L + R]` to rows `rows` of pages `pages`, both `[...]`, of one layer, in place.
 
+        Their values are written, not how they were computed: no gradient goes through a pool.
+
         Raises: CacheMismatchError for another width, dtype or device; PageIndexError or FreedError for pages that do
         not exist or have no holder (not checked on a GPU and in compiled code), with nothing written.
         """
@@ -187,7 +212,7 @@ class PagePool:
         if tokens.shape[-1] != width:
             raise CacheMismatchError(f"expected tokens {width} wide, found {tokens.shape[-1]}")
         self.check(tokens)
-        self._put(layer, (pages, rows), tokens)
+        self._put(layer, (pages, rows), tokens.detach() if tokens.requires_grad else tokens)
 
     def _put(self, layer: int, place: tuple[Tensor, ...], tokens: Tensor) -> None:
         self.layers[layer][place] = tokens

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from .inference_mode import is_locked, to_be_written
 
 
 class Room:
@@ -31,18 +34,24 @@ class Room:
             self.length = max(0, self.length - count)
 
     def put(self, buffer: Tensor | None, new: Tensor) -> Tensor:
-        """Write `new` `[..., S, W]` as the last tokens to `buffer` `[..., rows, W]`, or to a larger copy if that is too
-        small; return the buffer."""
+        """Write `new` `[..., S, W]` as the last tokens to `buffer` `[..., rows, W]`, or to a copy if that is too small
+        or has to stay as it is; return the buffer."""
         count = new.shape[-2]
         start = self.length - count
-        if buffer is None or buffer.shape[-2] < self.rows:
-            larger = new.new_empty(*new.shape[:-2], self.rows, new.shape[-1])
+        if buffer is None or buffer.shape[-2] < self.rows or _stays(buffer):
+            with to_be_written():
+                other = new.new_empty(*new.shape[:-2], self.rows, new.shape[-1])
             if buffer is not None:
-                larger.narrow(-2, 0, start).copy_(buffer.narrow(-2, 0, start))
-            buffer = larger
+                other.narrow(-2, 0, start).copy_(buffer.narrow(-2, 0, start))
+            buffer = other
         buffer.narrow(-2, start, count).copy_(new)
         return buffer
 
     def filled(self, buffer: Tensor | None) -> Tensor | None:
         """The tokens that a buffer holds."""
         return None if buffer is None else buffer.narrow(-2, 0, self.length)
+
+
+def _stays(buffer: Tensor) -> bool:
+    """Whether a buffer may not be written, as a backward may read it, or inference mode has locked it."""
+    return torch.is_grad_enabled() or buffer.requires_grad or is_locked(buffer)

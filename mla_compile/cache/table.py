@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import CacheMismatchError, FreedError
 from .checks import check_free, check_length, if_there_are_pages
+from .inference_mode import is_locked, to_be_written
 from .pool import PagePool, stays
 
 
@@ -25,18 +26,26 @@ class BlockTable:
 
     A model's forward calls `extend`, which takes pages as they are needed, `write` and `read`. `fork` shares pages: a
     full page is never written again, and a last page that is not full is copied before it is written.
+
+    Its pages are its own: a table that is dropped without `free` leaves them to the pool.
     """
 
     def __init__(self, pool: PagePool, batch: int, max_pages: int | None = None) -> None:
-        self.pool, self.length = pool, 0
+        self.pool, self._length = pool, 0
         self.page_tokens = pool.page_size
         """The number of tokens of a sequence in a page."""
         width = pool.pages if max_pages is None else max_pages
-        pages = torch.zeros(batch, width, dtype=torch.int64, device=pool.device)
+        with to_be_written():
+            pages = torch.zeros(batch, width, dtype=torch.int64, device=pool.device)
         stays(pages)
         self._pages: Tensor | None = pages
         self._shares_tail = False
         """Whether a page to which the next token goes may have another holder."""
+
+    def __del__(self) -> None:
+        pages = getattr(self, "_pages", None)  # there is none if __init__ raised, or Dynamo made the object
+        if pages is not None:
+            self.pool.leave(pages, self.used)
 
     @property
     def pages(self) -> Tensor:
@@ -46,7 +55,19 @@ class BlockTable:
         """
         if self._pages is None:
             raise FreedError("expected sequences that are in the pool, found some that were freed")
+        if is_locked(self._pages):
+            self._pages = self._pages.clone()
         return self._pages
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of each sequence."""
+        return self._length
+
+    @property
+    def lengths(self) -> Tensor:
+        """The number of tokens of each sequence `[batch]`, int64, on the pool's device."""
+        return torch.full((self.batch,), self._length, device=self.pool.device)
 
     @property
     def batch(self) -> int:
@@ -83,7 +104,7 @@ class BlockTable:
         if torch.compiler.is_compiling():
             place = if_there_are_pages(place, *free, *length)
         self.pages[:, column] = self.pool.take_where(new, place, self.pages[:, column], self.batch * taken)
-        self.length += count
+        self._length += count
 
     def write(self, layer: int, tokens: Tensor) -> None:
         """Write `tokens` `[batch, S, L + R]` to the places of the last S tokens of one layer.
@@ -120,7 +141,7 @@ class BlockTable:
         other = self._empty(len(chosen))
         self.pool.share(chosen[:, : self.used])
         other.pages.copy_(chosen)
-        other.length = self.length
+        other._length = self.length
         self._shares_tail = other._shares_tail = self.length % self.page_tokens != 0
         return other
 
@@ -141,7 +162,7 @@ class BlockTable:
             return
         kept = self._pages_for(length)
         self.pool.release(self.pages[:, kept : self.used])
-        self.length = length
+        self._length = length
         partial = length % self.page_tokens != 0
         self._shares_tail = partial and bool((self.pool.references[self.pages[:, kept - 1]] > 1).any())
 
@@ -151,7 +172,7 @@ class BlockTable:
         Raises: FreedError if it was freed before.
         """
         self.pool.release(self.pages[:, : self.used])
-        self._pages, self.length, self._shares_tail = None, 0, False
+        self._pages, self._length, self._shares_tail = None, 0, False
 
     def own(self) -> None:
         """Copy pages that will be written and have other holders now, rather than at the next write.
@@ -196,11 +217,19 @@ class BlockTable:
 def stack(tables: Sequence[BlockTable]) -> tuple[Tensor, Tensor]:
     """Combine tables over one pool into one block table `[B, n]` and lengths `[B]`, int64, which may differ.
 
-    Entries behind a sequence's last page are 0, a page that readers may load but do not use.
+    Entries behind the pages that a sequence holds are 0, a page that readers may load but do not use. Keep the tables
+    as long as the result is in use: a table that is dropped gives its pages back.
+
+    Raises: FreedError; CacheMismatchError for tables over several pools, or of tokens that are split over ranks.
     """
     if len({id(table.pool) for table in tables}) != 1:
         raise CacheMismatchError("expected tables over one pool, found tables over several")
+    for table in tables:
+        if table.page_tokens != table.pool.page_size:
+            raise CacheMismatchError(
+                f"expected tables whose pages hold all of their {table.page_tokens} tokens, found tokens that are "
+                f"split over ranks, of which this one holds {table.pool.page_size}"
+            )
     most = max(table.used for table in tables)
     pages = [F.pad(table.pages[:, : table.used], (0, most - table.used)) for table in tables]
-    lengths = [torch.full((table.batch,), table.length, device=table.pool.device) for table in tables]
-    return torch.cat(pages), torch.cat(lengths)
+    return torch.cat(pages), torch.cat([table.lengths for table in tables])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mla_compile
-from mla_compile.cache import BlockTable, FP8PagePool, PagePool
+from mla_compile.cache import BlockTable, FP8PagePool, PagePool, stack
 from mla_compile.cache.fixed_table import FixedTable
 
 PAGES, PAGE_SIZE, WIDTH = 64, 2, 6
@@ -69,11 +69,13 @@ def test_another_number_of_sequences_is_another_table():
 
 def test_pages_are_taken_at_once():
     pages = pool(pages=7)
-    FixedTable(pages, 2, 3)
+    table = FixedTable(pages, 2, 3)
     assert pages.available == 1
     with pytest.raises(mla_compile.OutOfPagesError, match="expected 2 free pages, found 1 of 7"):
         FixedTable(pages, 1, 2)
     assert pages.available == 1
+    del table
+    assert pages.available == 7
 
 
 def test_more_tokens_than_there_is_room_for_are_an_error():
@@ -86,3 +88,24 @@ def test_more_tokens_than_there_is_room_for_are_an_error():
         table.crop(4)
     with pytest.raises(mla_compile.CacheMismatchError, match="expected tokens of 1 sequences, found 2"):
         table.write(0, torch.randn(2, 1, WIDTH))
+
+
+def test_a_stack_has_its_length_and_pages():
+    pages = pool()
+    fixed, grown = FixedTable(pages, 2, 3), BlockTable(pages, 1)
+    for table, count in ((fixed, 3), (grown, 8)):
+        append(table, torch.randn(table.batch, count, WIDTH))
+    block_table, lengths = stack([fixed, grown])
+    assert fixed.length == 3
+    assert lengths.tolist() == [3, 3, 8]
+    tokens = pages.layers[1][block_table].flatten(1, 2)
+    assert torch.equal(tokens[:2, :3], fixed.read(1))
+    assert torch.equal(tokens[2:, :8], grown.read(1))
+
+
+def test_it_has_no_tokens_when_freed_and_the_length_that_was_read_stays():
+    table = FixedTable(pool(), 1, 2)
+    append(table, torch.randn(1, 3, WIDTH))
+    before = table.tokens
+    table.free()
+    assert (table.length, int(before)) == (0, 3)

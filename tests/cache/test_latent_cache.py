@@ -1,5 +1,7 @@
 """The cache without transformers: called directly, also where transformers is not installed."""
 
+import copy
+import gc
 import subprocess
 import sys
 import textwrap
@@ -68,6 +70,32 @@ def test_tokens_that_do_not_fit_change_nothing(wrong, message):
         cache.update(*wrong, 0)
     assert torch.equal(cache.table.read(0), torch.cat([latent, rope], dim=-1)[:, 0])
     assert cache.pool.available == 10
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_a_cache_that_is_dropped_gives_its_pages_back_compiled_too():
+    pool = PagePool(1, 4, 2, pages=4, page_size=2)
+    step = torch.compile(lambda cache, *new: cache.update(*new, 0)[0].sum(), backend="mla", fullgraph=True)
+    for _ in range(4):
+        cache = PagedLatentCache(pool)
+        for _ in range(2):
+            latent, rope = tokens(2)
+            step(cache, latent, rope)
+        assert torch.equal(cache.table.read(0)[:, -2:], torch.cat([latent, rope], dim=-1)[:, 0])
+        assert pool.available == 0
+        del cache
+        gc.collect()  # what has been compiled may be in a circle with it
+    assert pool.available == 4
+
+
+def test_a_copy_of_a_cache_has_a_pool_of_its_own():
+    cache = PagedLatentCache(PagePool(1, 4, 2, pages=8, page_size=2))
+    cache.update(*tokens(3), 0)
+    expected, other = cache.table.read(0), copy.deepcopy(cache)
+    pool = cache.pool
+    del cache
+    assert torch.equal(other.table.read(0), expected)
+    assert (pool.available, other.pool.available) == (8, 4)
 
 
 def test_import_does_not_import_transformers_and_use_does_not_need_it():

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_compile
 from mla_compile.cache import BlockTable, PagePool, stack
+from mla_compile.cache.shared_table import SharedTable
+from mla_compile.cache.shares import Shares
 
 
 def pool(pages=4, **more):
@@ -151,6 +154,9 @@ def test_sizes_that_cannot_be():
         table.crop(3)
     with pytest.raises(mla_compile.CacheMismatchError, match="expected tables over one pool"):
         stack([table, filled(pool(), 2, 1.0)])
+    split = SharedTable(table.pool, 1, None, Shares(ranks=2, rank=0, group="", interleave=1, page_size=2, spare=3))
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected tables whose pages hold all of their 4 tokens"):
+        stack([table, split])
 
 
 def test_a_stack_of_unequal_lengths():
@@ -161,3 +167,19 @@ def test_a_stack_of_unequal_lengths():
     tokens = pages.layers[0][block_table].flatten(1, 2)
     for row, length in enumerate((5, 1, 3)):
         assert bool((tokens[row, :length] == length).all())
+
+
+def test_tables_that_are_dropped_give_their_pages_back():
+    pages = pool(pages=8)
+    table = filled(pages, 5, 1.0)
+    other = table.fork()
+    with FakeTensorMode():  # at any moment: nothing is computed before the pool is asked
+        del table
+    assert pages.available == 5
+    assert bool((other.read(0) == 1.0).all())
+    again = filled(pages, 10, 2.0)  # takes all that are left
+    assert bool((other.read(0) == 1.0).all())
+    again.free()
+    del again, other
+    assert pages.available == 8
+    assert not pages.references.any()

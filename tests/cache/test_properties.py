@@ -1,5 +1,7 @@
 """Block tables over one pool against lists of numbers: after any operations, each sequence reads its own tokens."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -7,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from mla_compile.cache import BlockTable, FP8PagePool, PagePool, stack
+from mla_compile.cache.fixed_table import FixedTable
 from mla_compile.coded import dequantised
-from mla_compile.errors import FreedError, OutOfPagesError
+from mla_compile.errors import CacheMismatchError, FreedError, OutOfPagesError
 from mla_compile.fp8 import quantised, quantised_by
 
 LAYERS, LATENT, ROPE, PAGES, PAGE_SIZE = 2, 2, 1, 14, 3
@@ -39,8 +42,35 @@ class Tables(RuleBasedStateMachine):
         self.expected[table] = [[] for _ in range(batch)]
         return table
 
+    @rule(target=tables, batch=st.integers(1, 2), width=st.integers(1, 3))
+    def start_with_all_pages(self, batch, width):
+        try:
+            table = FixedTable(self.pool, batch, width)
+        except OutOfPagesError:
+            assert batch * width > self.pool.available
+            return multiple()
+        self.expected[table] = [[] for _ in range(batch)]
+        return table
+
     @rule(table=tables, count=st.integers(0, 8))
     def append(self, table, count):
+        if self.extended(table, count):
+            numbers = torch.arange(self.count, self.count + table.batch * count).view(table.batch, count)
+            self.count += table.batch * count
+            for layer in range(LAYERS):
+                table.write(layer, token(numbers, layer))
+            for sequence, more in zip(self.expected[table], numbers.tolist(), strict=True):
+                sequence += more
+
+    def extended(self, table, count):
+        """Whether there was room for more tokens."""
+        if isinstance(table, FixedTable):
+            if room := table.length + count <= table.room:
+                table.extend(count)
+            else:
+                with pytest.raises(CacheMismatchError):
+                    table.extend(count)
+            return room
         new = PAGE_SIZE * -(-table.length // PAGE_SIZE)
         least = table.batch * max(0, -(-(table.length + count - new) // PAGE_SIZE))
         copies = table.batch if table.length % PAGE_SIZE else 0
@@ -48,35 +78,46 @@ class Tables(RuleBasedStateMachine):
             table.extend(count)
         except OutOfPagesError:
             assert least + copies > self.pool.available
-            return
-        numbers = torch.arange(self.count, self.count + table.batch * count).view(table.batch, count)
-        self.count += table.batch * count
-        for layer in range(LAYERS):
-            table.write(layer, token(numbers, layer))
-        for sequence, more in zip(self.expected[table], numbers.tolist(), strict=True):
-            sequence += more
+            return False
+        return True
 
     @rule(target=tables, table=tables, data=st.data())
     def fork(self, table, data):
         rows = data.draw(st.lists(st.integers(0, table.batch - 1), min_size=1, max_size=3))
-        other = table.fork(torch.tensor(rows))
+        try:
+            other = table.fork(torch.tensor(rows))
+        except OutOfPagesError:
+            assert isinstance(table, FixedTable)
+            return multiple()
         self.expected[other] = [list(self.expected[table][row]) for row in rows]
         return other
 
     @rule(target=tables, table=consumes(tables), data=st.data())
-    def reorder(self, table, data):
-        rows = data.draw(st.lists(st.integers(0, table.batch - 1), min_size=table.batch, max_size=table.batch))
-        other = table.fork(torch.tensor(rows))
-        table.free()
-        other.own()  # there is room: as many pages were freed as are copied
+    def select(self, table, data):
+        batch = table.batch
+        rows = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=3))
+        try:
+            other = table.select(torch.tensor(rows))
+        except OutOfPagesError:
+            assert isinstance(table, FixedTable)
+            assert len(rows) != batch
+            return table
+        with contextlib.suppress(OutOfPagesError):  # other forks may hold what was not freed
+            other.own()
         sequences = self.expected.pop(table)
         self.expected[other] = [list(sequences[row]) for row in rows]
+        if other is not table:
+            self.freed.append(table)
         return other
 
     @rule(table=tables, data=st.data())
     def crop(self, table, data):
         length = data.draw(st.integers(0, table.length))
-        table.crop(length)
+        try:
+            table.crop(length)
+        except OutOfPagesError:
+            assert isinstance(table, FixedTable)
+            return
         for sequence in self.expected[table]:
             del sequence[length:]
 
