@@ -334,7 +334,7 @@ def test_explain_has_no_code_generated(module, inputs, sites, monkeypatch):
 def test_explain_takes_no_variant_of_those_that_torch_compiles():
     """Nor does it count those of earlier explanations, also where the graph breaks."""
     module = Broken()
-    for _ in range(4):
+    for _ in range(3):
         assert [site.path for site in mla_compile.explain(module, *decode_inputs()).sites] == ["absorbed"] * 2
     before = len(mla_compile.reports())
     torch.compile(module, backend="mla")(*decode_inputs())

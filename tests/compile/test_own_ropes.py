@@ -41,7 +41,7 @@ def empty(dtype: torch.dtype = torch.float32) -> Cache:
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_prompts_and_steps_at_any_length(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = OwnRopes().to(dtype)
