@@ -44,9 +44,12 @@ MASKS = tuple(masks(1, 1, 1, 1))
 """The names of the masks."""
 
 
-def case_of(sizes: tuple[int, ...], mask: str) -> Case:
-    """The case of a mask for sizes `B, Sq, T, N, ...`."""
-    return masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+def case_of(sizes: tuple[int, ...], mask: str, dtype: torch.dtype = torch.float32) -> Case:
+    """The case of a mask for sizes `B, Sq, T, N, ...`; what is added to scores in a dtype, where -inf alone is -inf."""
+    tensor, causal_offset = masks(sizes[0], sizes[3], sizes[1], sizes[2])[mask]
+    if tensor is not None and tensor.is_floating_point():
+        tensor = torch.where(tensor.isneginf(), tensor, tensor.clamp(min=torch.finfo(dtype).min)).to(dtype)
+    return tensor, causal_offset
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,6 @@ def double(*arguments):
     return tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments)
 
 
-def case_in(sizes, mask, dtype):
-    tensor, causal_offset = case_of(sizes, mask)
-    if tensor is not None and tensor.dtype != torch.bool:
-        tensor = tensor.clamp(min=torch.finfo(dtype).min).to(dtype)
-    return tensor, causal_offset
-
-
 def assert_right(result, reference, arguments):
     """Each output against the reference in float64; its error in the dtype of the inputs is the measure."""
     o, lse = result
@@ -59,7 +52,7 @@ def test_every_op_has_one():
 def test_latent_attention(dtype, mask):
     sizes = (2, 5, 60, 4, 64, 16, 8, 16)
     x = make_inputs(sizes, dtype)
-    arguments = *x.absorbed, *case_in(sizes, mask, dtype), x.scale
+    arguments = *x.absorbed, *case_of(sizes, mask, dtype), x.scale
     assert_right(decomposed(mla.latent_attention, *arguments), latent_attention_reference, arguments)
 
 
@@ -71,7 +64,7 @@ def test_latent_attention(dtype, mask):
 def test_expanded_attention(dtype, mask, workspace_tokens, attend, monkeypatch):
     monkeypatch.setattr(expanded, "_flash", getattr(expanded, attend))
     sizes = (2, 5, 60, 4, 24, 16, 8, 12)
-    case = case_in(sizes, mask, dtype)
+    case = case_of(sizes, mask, dtype)
     shared = make_inputs(sizes, dtype)
     for x in (shared, shared.with_own_ropes()):
         o, lse = decomposed(mla.expanded_attention, *x.tensors, *case, x.scale, workspace_tokens)
@@ -104,7 +97,7 @@ def test_sparse_latent_attention(dtype, mask, uniform):
     x = make_inputs(sizes, dtype)
     indices = torch.rand(2, 5, 60).topk(9).indices
     indices[0, 0], indices[1, 2, 3] = -1, 60  # a query that names nothing, an index that is no key
-    arguments = *x.absorbed, indices, *case_in(sizes, mask, dtype), x.scale, uniform
+    arguments = *x.absorbed, indices, *case_of(sizes, mask, dtype), x.scale, uniform
     assert_right(decomposed(mla.sparse_latent_attention, *arguments), sparse_latent_attention_reference, arguments)
 
 

@@ -71,10 +71,7 @@ def test_float32(sizes, mask):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("implementation")
 def test_rope_keys_of_each_head(dtype, sizes, mask):
-    tensor, causal_offset = case_of(sizes, mask)
-    if tensor is not None and tensor.dtype != torch.bool:
-        tensor = tensor.clamp(min=torch.finfo(dtype).min).to(dtype)
-    assert_right(make_inputs(sizes, dtype).with_own_ropes(), (tensor, causal_offset), workspace_tokens=32)
+    assert_right(make_inputs(sizes, dtype).with_own_ropes(), case_of(sizes, mask, dtype), workspace_tokens=32)
 
 
 @pytest.mark.diagonal
@@ -83,10 +80,7 @@ def test_rope_keys_of_each_head(dtype, sizes, mask):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.usefixtures("implementation")
 def test_half_precision(dtype, mask, sizes):
-    tensor, causal_offset = case_of(sizes, mask)
-    if tensor is not None and tensor.dtype != torch.bool:
-        tensor = tensor.clamp(min=torch.finfo(dtype).min).to(dtype) if mask == "bias of finfo.min" else tensor.to(dtype)
-    assert_right(make_inputs(sizes, dtype), (tensor, causal_offset), workspace_tokens=32)
+    assert_right(make_inputs(sizes, dtype), case_of(sizes, mask, dtype), workspace_tokens=32)
 
 
 @pytest.mark.parametrize("mask", MASKS)

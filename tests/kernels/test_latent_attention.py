@@ -108,13 +108,10 @@ def test_chunks_of_keys_and_queries(monkeypatch, no_compiler, chunk, mask):
 def test_half_precision(dtype, mask):
     sizes = (2, 3, 130, 4, 64, 16, 8, 16)
     x = make_inputs(sizes, dtype)
-    tensor, causal_offset = case_of(sizes, mask)
-    if tensor is not None and tensor.dtype != torch.bool:
-        tensor = tensor.clamp(min=torch.finfo(dtype).min).to(dtype) if mask == "bias of finfo.min" else tensor.to(dtype)
-    arguments = x.absorbed
-    o, lse = latent_attention(*arguments, tensor, causal_offset, x.scale)
-    exact = latent_attention_reference(*double(*arguments), tensor, causal_offset, x.scale)
-    eager = latent_attention_reference(*arguments, tensor, causal_offset, x.scale)
+    case, arguments = case_of(sizes, mask, dtype), x.absorbed
+    o, lse = latent_attention(*arguments, *case, x.scale)
+    exact = latent_attention_reference(*double(*arguments), *case, x.scale)
+    eager = latent_attention_reference(*arguments, *case, x.scale)
     assert_as_close_as(eager[0], o, exact[0])
     assert_as_close_as(eager[1].float(), lse, exact[1])
 
