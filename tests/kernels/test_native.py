@@ -45,5 +45,4 @@ def test_products_per_head_are_built(dtype):
 
 def test_what_is_compiled_in_the_background_has_the_settings_of_the_caller():
     with config.patch({"cpp.simdlen": 256}):
-        task = native._progress.submit(lambda: config.cpp.simdlen)
-    assert task.result() == 256
+        assert native._progress.submit(lambda: config.cpp.simdlen).result() == 256
