@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .scores import lowest, softmax_with_lse
+from .two_latents import latents_of
 from .visibility import KeyPositions, Visibility, causal_stop, reads_values, take
 
 _HEADS = 4
@@ -36,7 +37,7 @@ class Attended:
     """An attention and the gradients of its results: see `mla::expanded_attention_backward`.
 
     If `w_uk` or `w_uv` is None, the keys or values are the latent itself, and P or V is L. The rope keys may be those
-    of each head, `[B, T, N, R]`.
+    of each head, `[B, T, N, R]`, and the latent may be two (`latents_of`).
     """
 
     grad_o: Tensor
@@ -205,8 +206,9 @@ def _add_group(
     nope = rows.q.shape[2] - ropes.shape[2]
     # Flash attention requires keys and values of equal width; a gradient of lse needs one more column.
     width = max(rows.q.shape[2], columns + (rows.d_lse is not None)) if by_flash else None
-    k = _of_heads(latent, w_uk, heads, width or rows.q.shape[2], ropes)
-    v = _of_heads(latent, w_uv, heads, width or columns)
+    of_keys, of_values = latents_of(latent, w_uk, w_uv)
+    k = _of_heads(of_keys, w_uk, heads, width or rows.q.shape[2], ropes)
+    v = _of_heads(of_values, w_uv, heads, width or columns)
     dq, dk, dv = _by_flash(rows, k, v) if by_flash else _composed(rows, k, v, totals.mask)
     del k, v
     dk_nope, dk_rope, dv = dk[..., :nope], dk[..., nope : rows.q.shape[2]], dv[..., :columns]
@@ -214,8 +216,8 @@ def _add_group(
         totals.q += dq[..., : rows.q.shape[2]]
     if totals.latent is not None:
         part = totals.latent.narrow(0, keys.start, len(keys)) if isinstance(keys, range) else torch.zeros_like(latent)
-        _contract(dk_nope, w_uk, part)
-        _contract(dv, w_uv, part)
+        for grads, weight, own in zip((dk_nope, dv), weights, latents_of(part, *weights), strict=True):
+            _contract(grads, weight, own)
         if blanks is not None:
             part.masked_fill_(blanks[0][:, None], 0.0)
         if not isinstance(keys, range):
@@ -227,9 +229,9 @@ def _add_group(
         else:
             totals.k_rope.index_add_(0, keys, part)
     if totals.w_uk is not None:
-        totals.w_uk += dk_nope.mT @ latent
+        totals.w_uk += dk_nope.mT @ of_keys
     if totals.w_uv is not None:
-        totals.w_uv += dv.mT @ latent
+        totals.w_uv += dv.mT @ of_values
 
 
 def _of_heads(latent: Tensor, weight: Tensor | None, heads: int, width: int, ropes: Tensor | None = None) -> Tensor:

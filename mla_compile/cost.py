@@ -47,16 +47,28 @@ class Dims:
     """Width of the rope key (`qk_rope_head_dim`)."""
     V: Size
     """Width of a head's value (`v_head_dim`)."""
+    Lk: Size = 0
+    """Width of the latent of the keys, where it is not that of the values; 0 where one latent is that of both."""
+
+    @property
+    def expanding(self) -> Size:
+        """Multiply-adds of up-projecting a token's key and value for one head; also elements of a head's weights."""
+        return self.matched * self.P + self.L * self.V
+
+    @property
+    def matched(self) -> Size:
+        """Columns of a token that a query in latent space is multiplied with, without the rope key."""
+        return self.L if self.Lk == 0 else self.Lk
 
     @property
     def weights(self) -> Size:
         """Elements of the up-projections."""
-        return self.N * self.L * (self.P + self.V)
+        return self.N * self.expanding
 
     @property
     def latent_cache(self) -> Size:
         """Elements of latents and rope keys."""
-        return self.B * self.T * (self.L + self.R)
+        return self.B * self.T * (self.L + self.Lk + self.R)
 
     @property
     def query(self) -> Size:

@@ -192,6 +192,8 @@ expanded_attention = torch.ops.mla.expanded_attention
     o[b, i, n] = sum_j softmax_j(scale * q[b, i, n] . k[b, j, n] + mask[b, n, i, j]) v[b, j, n]
 
 Heads may have rope keys of their own: with k_rope `[B, T, N, R]`, k[b, j, n] ends with k_rope[b, j, n].
+Keys and values may have a latent each: with w_uk `[N, P, Lk]`, w_uv `[N, V, Lv]` and Lk + Lv = L, keys come from the
+first Lk columns of latent, and values from the last Lv.
 
 Args: q `[B, Sq, N, P + R]` with the nope part first, latent `[B, T, L]`, k_rope `[B, T, R]` or `[B, T, N, R]`,
 w_uk `[N, P, L]`, w_uv `[N, V, L]`, all of one floating dtype; mask and causal_offset as described for the module;

@@ -161,24 +161,27 @@ class Pipeline:
             return result
         result.outcome = _rewritten(result.site, result.meaning, result.choice)
         output.meta["mla_site"] = result.site.node.name
-        if self.training and (latent := query_latent(result.site, trace)) is not None:
+        if self.training and (latent := query_latent(taken, trace)) is not None:
             output.meta["mla_query_latent"] = latent.name
         if output is result.site.node:
-            output.meta["mla_up_projections"] = _ends_of_up_projections(result.site)
+            output.meta["mla_up_projections"] = _ends_of_up_projections(taken)
         w_uv = result.site.w_uv
         if w_uv is not None and isinstance(w_uv.source, fx.Node):
             output.meta["mla_weight"] = w_uv.source.name
         return result
 
 
-def _ends_of_up_projections(site: Site) -> tuple[str | None, list[str]]:
-    """The names of the latent and of the query-key products: what lies between them is up-projected."""
-    opaque, latent = site.attention.opaque, site.latent.read.source
-    while isinstance(latent, Scaled):  # the scaling is computed again together with the keys and values
-        latent = latent.of.source
-    nodes = [latent, *(product.source for product in (opaque.products if opaque is not None else ()))]
-    names = [node.name if isinstance(node, fx.Node) else None for node in nodes]
-    return names[0], [name for name in names[1:] if name is not None]
+def _ends_of_up_projections(site: Site) -> tuple[list[str | None], list[str]]:
+    """The names of the latents and of the query-key products: what lies between them is up-projected."""
+    opaque, second = site.attention.opaque, site.second_latent
+    latents = [site.latent.read.source, *([second.latent.read.source] if second is not None else [])]
+    names = list[str | None]()
+    for latent in latents:
+        while isinstance(latent, Scaled):  # the scaling is computed again together with the keys and values
+            latent = latent.of.source
+        names.append(latent.name if isinstance(latent, fx.Node) else None)
+    products = [product.source for product in opaque.products] if opaque is not None else []
+    return names, [product.name for product in products if isinstance(product, fx.Node)]
 
 
 def _rewritten(site: Site, meaning: Meaning, choice: Choice) -> Outcome:

@@ -31,16 +31,16 @@ def test_a_spelling_is_rewritten_and_right(seed: int) -> None:
 def test_a_spelling_is_trained(seed: int) -> None:
     spelling = draw(seed)
     outcome = check_training(spelling, seed)
-    assert outcome.rewritten == (spelling.spoiled == "no" or spelling.has_own_ropes), outcome.reason
+    assert outcome.rewritten == spelling.is_rewritten, outcome.reason
 
 
-@pytest.mark.parametrize("spoiled", SPOILERS + TWO_LATENTS)
+@pytest.mark.parametrize("spoiled", SPOILERS)
 def test_a_spoiled_spelling_is_trained_as_it_is(spoiled: str) -> None:
     assert check_training(Spelling(spoiled=spoiled), seed=0).path == "unchanged"
 
 
-@pytest.mark.parametrize("spoiled", OWN_ROPES)
-def test_rope_keys_of_each_head_are_trained(spoiled: str) -> None:
+@pytest.mark.parametrize("spoiled", OWN_ROPES + TWO_LATENTS)
+def test_other_kinds_of_mla_are_trained(spoiled: str) -> None:
     assert check_training(Spelling(spoiled=spoiled), seed=0).path == "chunked"
 
 

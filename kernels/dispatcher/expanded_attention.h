@@ -58,11 +58,36 @@ struct Seen {
   }
 };
 
-// Attention of a group of heads of one sequence: q `[Sq, H, P + R]`, weights `[H P, L]` and `[H V, L]`. Fills
-// o `[Sq, H, V]`, zeros at first, and lse `[Sq, H]`, -inf at first.
-void attend_heads(const OfChunks& chunks, const Tensor& q, Heads group, const Load& load, const Tensor& w_uk,
-                  const Tensor& w_uv, const Seen& seen, int64_t size, float scale, const Tensor& o,
-                  const Tensor& lse) {
+// Latents `[C, L]` for keys, the first columns, and for values, the last ones. Most often both are all columns.
+struct Latents {
+  Tensor of_keys, of_values;
+
+  Latents(const Tensor& latent, int64_t rank_of_keys, int64_t rank_of_values)
+      : of_keys(even(latent.narrow(1, 0, rank_of_keys))), of_values(of_keys) {
+    if (rank_of_values != latent.size(1) || rank_of_keys != latent.size(1))
+      of_values = even(latent.narrow(1, rank_of_keys, rank_of_values));
+  }
+};
+
+// The weights of a group of heads: `[H P, L]` and `[H V, L]`, padded by `even`, and the widths of their latents.
+struct Weights {
+  Tensor of_keys, of_values;
+  int64_t rank_of_keys, rank_of_values;
+
+  Weights(const Tensor& w_uk, const Tensor& w_uv, Heads group, at::ScalarType dtype)
+      : rank_of_keys(w_uk.size(2)), rank_of_values(w_uv.size(2)) {
+    const auto rows = [&](const Tensor& weight) {
+      return even(weight.narrow(0, group.first, group.count).to(dtype).flatten(0, 1));
+    };
+    of_keys = rows(w_uk), of_values = rows(w_uv);
+  }
+};
+
+// Attention of a group of heads of one sequence: q `[Sq, H, P + R]`. Fills o `[Sq, H, V]`, zeros at first, and
+// lse `[Sq, H]`, -inf at first.
+void attend_heads(const OfChunks& chunks, const Tensor& q, Heads group, const Load& load, const Weights& weights,
+                  const Seen& seen, int64_t size, float scale, const Tensor& o, const Tensor& lse) {
+  const Tensor &w_uk = weights.of_keys, &w_uv = weights.of_values;
   const int64_t queries = q.size(0), heads = group.count, value = o.size(2);
   const int64_t stop = seen.stop, cut = std::min(seen.cut, stop), most = std::min(size, stop);
   const Tensor memory = room_for(w_uk, most, w_uk.size(0)), other_memory = room_for(w_uv, w_uv.size(0), most);
@@ -70,11 +95,11 @@ void attend_heads(const OfChunks& chunks, const Tensor& q, Heads group, const Lo
     end = std::min(start + size, start < cut ? cut : stop);
     const int64_t count = end - start;
     auto [here, rope] = load(group, start, count, chunks.dtype);
-    here = even(here);
+    const Latents latents(here, weights.rank_of_keys, weights.rank_of_values);
     if (rope.size(-1) > 1 && rope.stride(-1) != 1) rope = rope.contiguous();
     Tensor k = rows_in(memory, count, w_uk.size(0)), v = rows_in(other_memory, w_uv.size(0), count);
-    at::mm_out(k, here, w_uk.t());
-    at::mm_out(v, w_uv, here.t());
+    at::mm_out(k, latents.of_keys, w_uk.t());
+    at::mm_out(v, w_uv, latents.of_values.t());
     const int64_t nope = w_uk.size(0) / heads;
     chunks.kernel(q.data_ptr(), k.data_ptr(), rope.data_ptr(), v.data_ptr(), 0, o.data_ptr<float>(),
                   lse.data_ptr<float>(), heads, queries, count, nope, rope.size(-1), value, q.stride(1), q.stride(0),
@@ -100,10 +125,7 @@ Attended attend_in_chunks(const OfChunks& chunks, const Tensor& q, const std::ve
   const Tensor lse = at::full({q.size(0), q.size(1), heads}, -INFINITY, q.options().dtype(at::kFloat));
   for (int64_t head = 0; head < heads; head += HEADS_AT_A_TIME) {
     const int64_t some = std::min(HEADS_AT_A_TIME, heads - head);
-    const auto rows = [&](const Tensor& weight) {
-      return even(weight.narrow(0, head, some).to(chunks.dtype).reshape({-1, weight.size(2)}));
-    };
-    const Tensor of_keys = rows(w_uk), of_values = rows(w_uv);
+    const Weights weights(w_uk, w_uv, {head, some}, chunks.dtype);
     for (const Sequence& sequence : sequences) {
       if (!sequence.queries || !sequence.seen.stop) continue;
       const auto own = [&](const Tensor& of_all) {
@@ -111,8 +133,8 @@ Attended attend_in_chunks(const OfChunks& chunks, const Tensor& q, const std::ve
       };
       const Tensor out = own(o);
       const Tensor state = o.scalar_type() == at::kFloat ? out : at::zeros(out.sizes(), lse.options());
-      attend_heads(chunks, own(dense), {head, some}, sequence.load, of_keys, of_values, sequence.seen,
-                   workspace_tokens, static_cast<float>(scale), state, own(lse));
+      attend_heads(chunks, own(dense), {head, some}, sequence.load, weights, sequence.seen, workspace_tokens,
+                   static_cast<float>(scale), state, own(lse));
       if (!state.is_same(out)) out.copy_(state);
     }
   }
@@ -121,8 +143,9 @@ Attended attend_in_chunks(const OfChunks& chunks, const Tensor& q, const std::ve
 
 // Whether queries `[B, Sq, N, P + R]` and weights `[N, P, L]`, `[N, V, L]` fit latents and rope keys of these widths.
 bool weights_fit(const Tensor& q, const Tensor& w_uk, const Tensor& w_uv, int64_t rank, int64_t rope) {
-  return w_uk.size(0) == q.size(2) && w_uv.size(0) == q.size(2) && w_uk.size(2) == rank && w_uv.size(2) == rank &&
-         w_uk.size(1) + rope == q.size(3);
+  const int64_t of_keys = w_uk.size(2), of_values = w_uv.size(2);
+  const bool ranks_fit = (of_keys == rank && of_values == rank) || of_keys + of_values == rank;
+  return w_uk.size(0) == q.size(2) && w_uv.size(0) == q.size(2) && ranks_fit && w_uk.size(1) + rope == q.size(3);
 }
 
 Attended expanded_attention(const Tensor& q, const Tensor& latent, const Tensor& k_rope, const Tensor& w_uk,

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...errors import KernelError
 from ..backward import Attended
 from ..checks import check_alike, check_mask, check_rank, check_shapes
+from ..two_latents import check_ranks
 
 OP = "expanded_attention"
 
@@ -57,9 +58,11 @@ class ExpandedAttention:
         tensors: dict[str, Tensor] = {name: getattr(self, name) for name in specs}
         for name, spec in specs.items():
             check_rank(OP, name, tensors[name], spec)
+        specs |= {"w_uk": "N P Lk", "w_uv": "N V Lv"}
         dims = dict(zip(("B", "Sq", "N"), self.q.shape, strict=False))
         dims |= {"T": self.latent.shape[1], "L": self.latent.shape[2], "R": self.k_rope.shape[-1]}
         dims |= {"P": self.w_uk.shape[1], "V": self.w_uv.shape[1], "P+R": self.w_uk.shape[1] + dims["R"]}
+        dims |= check_ranks(OP, dims["L"], self.w_uk, self.w_uv)
         check_shapes(OP, dims, **{name: (tensors[name], spec) for name, spec in specs.items()})
         check_alike(OP, **tensors)
         check_mask(OP, self.mask, (dims["B"], dims["N"], dims["Sq"], dims["T"]), self.q.device)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..scores import lowest
+from ..two_latents import latents_of
 from ..visibility import KeyPositions, Visibility, reads_values, split, take
 from .arguments import ExpandedAttention, Expansion
 
@@ -204,20 +205,20 @@ class Workspace:
     """
 
     def __init__(self, w_uk: Tensor, w_uv: Tensor, size: int) -> None:
-        self._w_uk, self._w_uv = (_even(w.reshape(-1, w.shape[2])) for w in (w_uk, w_uv))
-        self._heads = w_uk.shape[0]
+        self._w_uk, self._w_uv = w_uk, w_uv
+        self._of_keys, self._of_values = (_even(w.flatten(0, 1)) for w in (w_uk, w_uv))
         self._gap = _CACHE_LINE // w_uk.itemsize
-        self._k = w_uk.new_empty(size * (self._w_uk.shape[0] + self._gap))
-        self._v = w_uv.new_empty(self._w_uv.shape[0] * (size + self._gap))
+        self._k = w_uk.new_empty(size * (self._of_keys.shape[0] + self._gap))
+        self._v = w_uv.new_empty(self._of_values.shape[0] * (size + self._gap))
 
     def expand(self, latent: Tensor, ropes: Tensor) -> Keys:
         """Up-project latents `[C, L]`, beside rope keys `[C, 1 or H, R]`."""
-        k = self._rows(self._k, latent.shape[0], self._w_uk.shape[0])
-        v = self._rows(self._v, self._w_uv.shape[0], latent.shape[0])
-        latent = _even(latent)
-        torch.mm(latent, self._w_uk.T, out=k)
-        torch.mm(self._w_uv, latent.T, out=v)
-        nope, values = k.unflatten(1, (self._heads, -1)), v.unflatten(0, (self._heads, -1))
+        k = self._rows(self._k, latent.shape[0], self._of_keys.shape[0])
+        v = self._rows(self._v, self._of_values.shape[0], latent.shape[0])
+        below_keys, below_values = map(_even, latents_of(latent, self._w_uk, self._w_uv))
+        torch.mm(below_keys, self._of_keys.T, out=k)
+        torch.mm(self._of_values, below_values.T, out=v)
+        nope, values = k.unflatten(1, self._w_uk.shape[:2]), v.unflatten(0, self._w_uv.shape[:2])
         return Keys(nope.transpose(0, 1), ropes.transpose(0, 1), values.transpose(1, 2))
 
     def _rows(self, memory: Tensor, rows: int, columns: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..bundles import unchecked
 from ..loop import Operands, Positions, attend_over_chunks
 from ..scores import softmax_with_lse
+from ..two_latents import latents_of
 from .arguments import ExpandedAttention, Expansion
 from .chunks import lost_rows
 
@@ -61,7 +62,8 @@ def attend_in_loop(
         hidden = hidden.all(1)[..., None]
         here, ropes = load(positions, cache)
         here, ropes = here.masked_fill(hidden, 0.0), ropes.masked_fill(hidden[..., None], 0.0)
-        k_nope, v = (torch.matmul(here[:, None], w.transpose(1, 2)) for w in (w_uk, w_uv))
+        pairs = zip(latents_of(here, w_uk, w_uv), (w_uk, w_uv), strict=True)
+        k_nope, v = (torch.matmul(own[:, None], w.transpose(1, 2)) for own, w in pairs)
         k = torch.cat([k_nope, ropes.transpose(1, 2).expand(-1, w_uk.shape[0], -1, -1)], dim=-1)
         return attend(q_heads, k, v, bias, x.scale)
 

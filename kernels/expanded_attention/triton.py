@@ -24,6 +24,7 @@ from .._common.plans import Plans
 from .._common.tiles import Tiles, power_of_two
 from .._common.tuning import Run, bucket, is_on, neighbours, tuned
 from ..share import in_even_groups, share_of
+from ..two_latents import latents_of
 from ..visibility import causal_stop
 from .arguments import ExpandedAttention, Expansion
 from .kernel import attend_chunk
@@ -228,11 +229,11 @@ def chunks_of(keys: BatchKeys, size: int, masked: bool) -> Iterator[Chunk]:
 
 def _expand(latent: Tensor, w_uk: Tensor, w_uv: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor]:
     """Up-project latents `[b, C, L]` into the workspace: `[H, b, C, P]` and `[H, b, C, V]`."""
-    sequences, count, rank = latent.shape
-    rows = latent.reshape(1, sequences * count, rank).expand(w_uk.shape[0], -1, -1)
+    sequences, count, _ = latent.shape
     start, expanded = 0, []
-    for w in (w_uk, w_uv):
+    for own, w in zip(latents_of(latent, w_uk, w_uv), (w_uk, w_uv), strict=True):
         shape = w.shape[0], sequences * count, w.shape[1]
+        rows = own.reshape(1, sequences * count, w.shape[2]).expand(w.shape[0], -1, -1)
         out = workspace[start : start + shape[0] * shape[1] * shape[2]].view(shape)
         torch.bmm(rows, w.transpose(1, 2), out=out)
         expanded.append(out.unflatten(1, (sequences, count)))

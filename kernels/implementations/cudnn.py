@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..share import in_even_groups, share_of
+from ..two_latents import latents_of
 from .expansions import Takes, tokens_of
 from .implementation import Implementation
 
@@ -26,7 +27,7 @@ _BYTES = 128 << 20
 
 def _attend(module: Any, x: ExpandedAttention) -> tuple[Tensor, Tensor]:
     batch, queries, heads, _ = x.q.shape
-    (_, nope, rank), columns, width = x.w_uk.shape, x.w_uv.shape[1], x.q.shape[3]
+    nope, columns, width = x.w_uk.shape[1], x.w_uv.shape[1], x.q.shape[3]
     tokens = tokens_of(x)
     share = share_of(batch, heads, tokens, x.workspace_tokens)
     each = share.sequences * tokens * (width + columns) * x.q.itemsize
@@ -35,15 +36,15 @@ def _attend(module: Any, x: ExpandedAttention) -> tuple[Tensor, Tensor]:
     lse = x.q.new_empty((batch, queries, heads), dtype=torch.float32)
     for b in range(0, batch, share.sequences):
         latent, ropes = (t[b : b + share.sequences, :tokens] for t in (x.latent, x.ropes))
-        rows = latent.reshape(1, -1, rank)
+        of_keys, of_values = (t.flatten(0, 1)[None] for t in latents_of(latent, x.w_uk, x.w_uv))
         for head in range(0, heads, group):
             part = slice(b, b + share.sequences), slice(None), slice(head, head + group)
             w_uk, w_uv = x.w_uk[part[2]], x.w_uv[part[2]]
-            k = x.q.new_empty((len(w_uk), rows.shape[1], width))
-            torch.bmm(rows.expand(len(w_uk), -1, -1), w_uk.mT, out=k[..., :nope])
+            k = x.q.new_empty((len(w_uk), of_keys.shape[1], width))
+            torch.bmm(of_keys.expand(len(w_uk), -1, -1), w_uk.mT, out=k[..., :nope])
             own = ropes if ropes.shape[2] == 1 else ropes[:, :, part[2]]
-            k[..., nope:] = own.reshape(rows.shape[1], -1, width - nope).transpose(0, 1)
-            v = torch.bmm(rows.expand(len(w_uv), -1, -1), w_uv.mT)
+            k[..., nope:] = own.reshape(k.shape[1], -1, width - nope).transpose(0, 1)
+            v = torch.bmm(of_values.expand(len(w_uv), -1, -1), w_uv.mT)
             k, v = (t.unflatten(1, latent.shape[:2]).transpose(0, 1) for t in (k, v))
             o[part], lse[part] = _attend_to(module.ops.aten, x.q[part], k, v, x.causal_offset, x.scale)
     return o, lse

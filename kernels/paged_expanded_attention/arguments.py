@@ -11,6 +11,7 @@ from ...errors import KernelError
 from ..checks import check_alike, check_rank, check_shapes
 from ..expanded_attention.arguments import check_workspace
 from ..pages import InPages, check_pages
+from ..two_latents import check_ranks
 
 OP = "paged_expanded_attention"
 
@@ -63,7 +64,8 @@ class PagedExpandedAttention(InPages):
         dims = dict(zip(("B", "Sq", "N"), q.shape, strict=False))
         dims |= {"L": self.latent_pages.shape[2], "R": self.rope_pages.shape[2]}
         dims |= {"P": w_uk.shape[1], "V": w_uv.shape[1], "P+R": w_uk.shape[1] + dims["R"]}
-        check_shapes(OP, dims, q=(q, "B Sq N P+R"), w_uk=(w_uk, "N P L"), w_uv=(w_uv, "N V L"))
+        dims |= check_ranks(OP, dims["L"], w_uk, w_uv)
+        check_shapes(OP, dims, q=(q, "B Sq N P+R"), w_uk=(w_uk, "N P Lk"), w_uv=(w_uv, "N V Lv"))
         check_alike(OP, q=q, w_uk=w_uk, w_uv=w_uv, **self.like_queries)
         counts = {"first_positions": self.first_positions, "query_lens": self.query_lens}
         check_pages(OP, dims, self.pages, q, self.mask, **counts)

@@ -9,6 +9,7 @@ from html import escape
 
 from torch import fx
 
+from mla_compile.passes.mla.apart import up_projected_apart
 from mla_compile.passes.mla.why_not import name
 from mla_compile.passes.outcome import Outcome
 
@@ -181,9 +182,10 @@ def _details(title: str, content: str) -> str:
 
 def proof(proved: Proved) -> list[tuple[str, str]]:
     """Each part of the attention, with its tensor in the graph in words."""
-    site = proved.site
+    site = up_projected_apart(proved.site)
     without = "none: absorbed by hand" if site.unproved_keys is None else "none: keys stay what the graph computes"
     lines = [
+        *(("latent of the keys", name(own.latent.read)) for own in (site.second_latent,) if own is not None),
         ("latent", name(site.latent.read)),
         ("W_UK", without if site.w_uk is None else name(site.w_uk)),
         ("W_UV", "none: absorbed by hand" if site.w_uv is None else name(site.w_uv)),

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from mla_compile.kernels._common.sizes import expected
 from mla_compile.passes.algebra.terms import Read, Scaled, Unread, made_of
+from mla_compile.passes.mla.apart import up_projected_apart
 from mla_compile.passes.nodes.arguments import is_tensor
 from mla_compile.passes.nodes.common_subexpressions import CommonSubexpressions
 
@@ -94,7 +95,7 @@ class Sketch:
 
 def entrances(proved: Proved) -> dict[str, tuple[str, Kind]]:
     """The title and kind of each tensor from which an attention is computed, by the name of its node."""
-    site = proved.site
+    site = up_projected_apart(proved.site)
     found: dict[str, tuple[list[str], Kind]] = {}
 
     def add(read: Read | None, title: str, kind: Kind) -> None:
@@ -109,6 +110,8 @@ def entrances(proved: Proved) -> dict[str, tuple[str, Kind]]:
             titles, _ = found.setdefault(source.name, ([], kind))
             titles += [title] * (title not in titles)
 
+    if site.second_latent is not None:
+        add(site.second_latent.latent.read, "latent of the keys", "latent")
     add(site.latent.read, "latent", "latent")
     for rope in site.ropes:
         add(rope.key.read, "rope key", "latent")

@@ -51,19 +51,22 @@ def recompute_operands(code: Collection[fx.Node]) -> None:
 
 
 def recompute_keys_and_values(captured: Captured, output: fx.Node) -> None:
-    """Mark the Dynamo nodes that make keys and values from the latent, for the site that ends in the ATen node
-    `output`.
+    """Mark the Dynamo nodes that make keys and values from their latent, or from one each, for the site that ends in
+    the ATen node `output`.
 
     Raises:
-        Refusal: if the Dynamo graph does not have the latent, or recomputed keys and values would differ.
+        Refusal: if the Dynamo graph does not have the latents, or recomputed keys and values would differ.
     """
-    latent_name, product_names = output.meta["mla_up_projections"]
+    latent_names, product_names = output.meta["mla_up_projections"]
     named = {node.name: node for node in captured.module.graph.nodes}
-    latent, products = named.get(latent_name), [named[name] for name in product_names]
-    starts = [origin for node in _first_known(captured, latent) for origin in captured.origins[node]]
-    if latent is None or not starts:
-        raise Refusal(output, "expected a latent that Dynamo's graph has too, found none there")
-    seeded = next(filter(_is_seeded, _made([latent], products, output)), None)
+    products, latents, starts = [named[name] for name in product_names], list[fx.Node](), list[fx.Node]()
+    for latent in map(named.get, latent_names):
+        origins = [origin for node in _first_known(captured, latent) for origin in captured.origins[node]]
+        if latent is None or not origins:
+            raise Refusal(output, "expected a latent that Dynamo's graph has too, found none there")
+        latents.append(latent)
+        starts += origins
+    seeded = next(filter(_is_seeded, _made(latents, products, output)), None)
     if seeded is not None:
         reason = (
             f"expected keys and values that are the same when they are recomputed, found randomness in {where(seeded)}"

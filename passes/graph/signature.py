@@ -27,12 +27,13 @@ def signature(site: Site, code_said: object, sources: Sequence[fx.Node], environ
     attention = site.attention
     sinks = [(s.term.read, s.keys, s.factor) for s in attention.sinks]
     pieces = [(p.query.read, p.summed, p.scale) for p in site.ropes]
+    second = site.second_latent and (site.second_latent.latent.read, site.second_latent.rank)
     shifts = [(p.query.read, p.key.read, p.summed, p.scale) for p in site.shifts]
     said = (
         (site.batch, site.tokens, site.heads, site.rank, attention.keys, attention.columns, attention.dims),
         code_said,
         (site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces, shifts),
-        (site.biases, attention.padding, site.apart),
+        (site.biases, attention.padding, site.apart, second),
         (sinks, attention.share, attention.strict_rows, attention.numbers),
         [(source.meta["val"], source.op) for source in sources],
     )

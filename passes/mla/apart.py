@@ -4,8 +4,9 @@
     value[b, n, t, v] = sum_l latent_v[b, t, l] W_UV[n, v, l]
     score[b, s, n, t] = sum_l (sum_p query[b, s, n, p] W_UK[n, p, l]) latent_k[b, t, l]
 
-Beside the values' latent, that of the keys is a rope key: all heads share it, and W_UK goes to the queries. There are
-no nope columns. The same holds for keys that heads share as they are, beside values that they do not share.
+For few queries, that of the keys is a rope key beside the values' latent: all heads share it, and W_UK goes to the
+queries. There are no nope columns. The same holds for keys that heads share as they are, beside values that they do not
+share. For many queries, keys are up-projected from their own latent, and values from theirs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..algebra.made import contracted
 from ..algebra.terms import Axis, Sum, Term
 from ..attention.attention import Attention
 from .products import gathered, up_projection
-from .site import Piece
+from .site import OwnLatent, Piece, Site
 
 
 def shared_by_heads(
@@ -35,6 +36,29 @@ def shared_by_heads(
     if not (heads and shared) or any(not piece.key.axes.isdisjoint(heads) for piece in shared):
         return None
     return shared, same
+
+
+def own_latent(attention: Attention, pieces: Sequence[Piece]) -> OwnLatent | None:
+    """The latent from which alone keys that are `shared_by_heads` are up-projected; None if there is not just one."""
+    keys = {*attention.keys}
+    parts = [part for piece in pieces for part in _without_bias(piece, keys) if not part.key.axes.isdisjoint(keys)]
+    up_projected = [part for part in parts if _over_its_latent(part, attention) is not part]
+    if len(up_projected) != 1:
+        return None
+    (nope,) = up_projected
+    factors = up_projection(nope.key, keys)
+    assert factors is not None
+    ropes = tuple(part for part in parts if part is not nope)
+    nope = replace(nope, scale=nope.scale * factors.scale)
+    return OwnLatent(factors.latent, factors.rank, factors.weight, nope, ropes)
+
+
+def up_projected_apart(site: Site) -> Site:
+    """A site whose keys and values are each up-projected, if they have a latent each; else the same."""
+    own = site.of_keys
+    if own is None:
+        return site
+    return replace(site, apart=False, nope=own.nope, ropes=own.ropes, w_uk=own.w_uk)
 
 
 def _without_bias(piece: Piece, keys: set[Axis]) -> list[Piece]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Hashable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -25,7 +25,7 @@ from ..algebra.terms import Axis, Dim, Join, Read, Sum, Term, Undefined, Zero
 from ..attention.attention import Attention, Score
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
-from .apart import shared_by_heads
+from .apart import own_latent, shared_by_heads
 from .computed import computed
 from .gated import ungated
 from .groups import groups_of, in_groups
@@ -33,7 +33,7 @@ from .own_ropes import SHARE, as_biases, own_of
 from .products import UpProjection, gathered, same_tensor, up_projection
 from .readable import is_held
 from .scaled import with_scaled_queries, with_scaled_query
-from .site import Groups, Piece, Site
+from .site import Groups, OwnLatent, Piece, Site
 from .values import Values, readings
 from .why_not import describe, name, no_up_projection, stored_expanded
 
@@ -119,7 +119,8 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
     if values.scale != 1.0:
         reason = f"expected values without a scale, found {values.scale:g} times a product"
         raise Refusal(node, reason, "scale the output of the attention instead")
-    values, w_uk, nope, ropes, shifts = _told_apart(attention, values, trace, apart=apart)
+    values, told = _told_apart(attention, values, trace, apart=apart)
+    w_uk, nope, ropes, shifts, of_keys = told.w_uk, told.nope, told.ropes, told.shifts, told.own_latent
     latent, rank, w_uv, biases = values.latent, values.rank, values.w_uv, values.biases
     if nope.scale == 0 or not math.isfinite(nope.scale):
         raise Refusal(node, f"expected a scale of the scores that is finite and not 0, found {nope.scale:g}")
@@ -139,8 +140,18 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
         if not rope.key.axes <= batch | keys | set(rope.summed):
             raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", SHARE)
     nope, ropes, own, shifts = computed(nope), *(list(map(computed, part)) for part in (ropes, own, shifts))
+    if of_keys is not None:
+        disjoint = of_keys.w_uk.axes.isdisjoint(batch | tokens)
+        of_keys = (
+            replace(of_keys, nope=computed(of_keys.nope), ropes=tuple(map(computed, of_keys.ropes)))
+            if disjoint
+            else None
+        )
     reads = [latent.read, w_uk, w_uv, nope.query.read, *biases]
     reads += [read for piece in (*ropes, *own, *shifts) for read in piece.reads]
+    if of_keys is not None:
+        reads += [of_keys.latent.read, of_keys.w_uk, of_keys.nope.query.read]
+        reads += [read for rope in of_keys.ropes for read in rope.reads]
     for read in reads:
         if read is not None and not is_held(read):
             raise Refusal(node, f"expected operands that are tensors of the graph, found a part of {name(read)}")
@@ -160,18 +171,28 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
         biases=biases,
         shifts=tuple(shifts) if attention.shared or attention.opaque else (),
         apart=apart,
+        of_keys=of_keys,
         own_ropes=tuple(own),
     )
 
 
-def _told_apart(
-    attention: Attention, values: Values, trace: Trace, *, apart: bool
-) -> tuple[Values, Read | None, Piece, list[Piece], list[Piece]]:
-    """The values over the axes of the nope columns, W_UK, and the pieces of the keys.
+@dataclass(frozen=True)
+class _Keys:
+    """The pieces of the keys: nope columns, which `w_uk` makes, rope keys, and what is the same for all keys.
 
-    These are the nope columns, the rope keys, and what is the same for all keys: it adds one number to all scores of a
-    row, which a softmax does not see.
+    The last adds one number to all scores of a row, which a softmax does not see. If the keys have a latent of their
+    own, all of them are ropes, and `own_latent` tells what they are up-projected from.
     """
+
+    w_uk: Read | None
+    nope: Piece
+    ropes: list[Piece]
+    shifts: list[Piece]
+    own_latent: OwnLatent | None = None
+
+
+def _told_apart(attention: Attention, values: Values, trace: Trace, *, apart: bool) -> tuple[Values, _Keys]:
+    """The values over the axes of the nope columns, and the pieces of the keys."""
     node, keys = attention.node, set(attention.keys)
     latent, rank, w_uv = values.latent, values.rank, values.w_uv
     w_uk: Read | None = None
@@ -208,11 +229,12 @@ def _told_apart(
         found_apart = shared_by_heads(attention, ropes, weight_heads)
         if found_apart is not None:
             shared, same_for_all = found_apart
-            return values, None, shared[0], shared, [*shifts, *same_for_all]
+            of_keys = own_latent(attention, ropes)
+            return values, _Keys(None, shared[0], shared, [*shifts, *same_for_all], of_keys)
     if nope is None or apart:
         found = values.latent.read if w_uv is not None else None
         raise stored_expanded(attention, trace) or no_up_projection(attention, [p.key for p in pieces], found, trace)
-    return replace(values, latent=latent, rank=rank, w_uv=w_uv), w_uk, nope, ropes, shifts
+    return replace(values, latent=latent, rank=rank, w_uv=w_uv), _Keys(w_uk, nope, ropes, shifts)
 
 
 def _up_projected(piece: Piece, keys: set[Axis], latent: Term, rank: Dim) -> UpProjection | None:

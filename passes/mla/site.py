@@ -39,6 +39,20 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class OwnLatent:
+    """Keys that are up-projected from a latent which is not that of the values, as they are before W_UK is absorbed.
+
+    `latent` runs over the batch, the keys and `rank`; `w_uk` over the heads, `nope.summed` and `rank`.
+    """
+
+    latent: Term
+    rank: Dim
+    w_uk: Read
+    nope: Piece
+    ropes: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
 class Site:
     """An MLA attention, over the axes of `attention`.
 
@@ -64,6 +78,9 @@ class Site:
     is not added, and under a function of the scores."""
     apart: bool = False
     """Whether the latent is the values' alone. All keys are then rope keys, and `nope` is the first of them."""
+    of_keys: OwnLatent | None = None
+    """The latent of the keys, where it is not that of the values. Unless they are `apart`, `w_uk` runs over its rank
+    instead of `rank`."""
     own_ropes: tuple[Piece, ...] = ()
     """Rope keys that each head has for itself, whose products are among the masks of the attention, to be added. See
     `own_ropes.in_keys`."""
@@ -84,25 +101,37 @@ class Site:
         return not rope.key.axes.isdisjoint(self.heads)
 
     @property
+    def second_latent(self) -> OwnLatent | None:
+        """The latent from which keys alone are up-projected; None where there is none, or they are `apart`."""
+        return None if self.apart else self.of_keys
+
+    @property
     def value_heads(self) -> Dim:
         """The heads that have values of their own; groups of query heads may share one."""
         return tuple(axis for axis in self.heads if self.w_uv is not None and axis in self.w_uv.axes)
 
     @property
     def sizes(self) -> dict[str, Size]:
-        """The sizes `B, Sq, T, N, L, P, R, V`, in the words of the cost model."""
+        """The sizes `B, Sq, T, N, L, P, R, V`, in the words of the cost model; `Lk` too, where keys have their own
+        latent."""
+        own = self.of_keys
+        nope, ropes = (self.nope, self.ropes) if own is None else (own.nope, own.ropes)
         dims = {
             "B": self.batch,
             "Sq": self.tokens,
             "T": self.attention.keys,
             "N": self.heads,
             "L": self.rank,
-            "P": self.nope.summed,
+            "P": nope.summed,
             "V": self.attention.columns,
         }
         sizes = {name: product(axis.size for axis in dim) for name, dim in dims.items()}
-        own: dict[str, Size] = {"P": 0} if self.apart else {}
-        return sizes | own | {"R": total(piece.width for piece in (*self.ropes, *self.own_ropes))}
+        sizes["R"] = total(piece.width for piece in (*ropes, *self.own_ropes))
+        if own is not None:
+            sizes["Lk"] = product(axis.size for axis in own.rank)
+        elif self.apart:
+            sizes["P"] = 0
+        return sizes
 
 
 @dataclass(frozen=True)

@@ -110,9 +110,10 @@ class Absorbed(OneOp):
 def absorbed_cost(dims: Dims, element_size: int, *, causal: bool = False) -> Cost:
     """Cost of attending in latent space; `element_size` is the bytes of one element.
 
-    Workspace: the absorbed query and the output in latent space, `[B, Sq, N, L]` each.
+    Workspace: the absorbed query and the output in latent space, `[B, Sq, N, L]` each; the query has the width of the
+    keys' latent, if that is another.
     """
     d = dims
-    multiply_adds = d.B * d.N * (d.Sq * d.L * (d.P + d.V) + pairs(d, causal) * (2 * d.L + d.R))
-    workspace = 2 * 2 * d.B * d.Sq * d.N * d.L
+    multiply_adds = d.B * d.N * (d.Sq * d.expanding + pairs(d, causal) * (d.matched + d.L + d.R))
+    workspace = 2 * d.B * d.Sq * d.N * (d.matched + d.L)
     return cost_of(multiply_adds, d.weights + d.latent_cache + d.query + d.output + workspace, element_size)

@@ -23,7 +23,7 @@ def expanded_cost(dims: Dims, element_size: int, *, causal: bool = False) -> Cos
 def expanded_multiply_adds(dims: Dims, causal: bool) -> sympy.Expr:
     """The multiply-adds of up-projecting every key and attending to the results."""
     d = dims
-    return d.B * d.N * (d.T * d.L * (d.P + d.V) + pairs(d, causal) * (d.P + d.R + d.V))
+    return d.B * d.N * (d.T * d.expanding + pairs(d, causal) * (d.P + d.R + d.V))
 
 
 def crossover_queries(T: Size, L: Size, P: Size, V: Size) -> sympy.Expr | None:

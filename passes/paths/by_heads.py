@@ -23,6 +23,7 @@ from ..caches.stored import StoredKeys
 from ..code.loops import Attend, HeadDims, over_groups, untold_by
 from ..code.reading import Reader, done, sources_of, wide, write_as
 from ..masks.meaning import Meaning
+from ..mla.apart import up_projected_apart
 from ..mla.site import Site
 from ..nodes.refusal import Refusal
 from ..nodes.shapes import hints_of
@@ -56,6 +57,10 @@ class ByHeads(Path):
     def word(self) -> str:
         """That of the chunked path: it, too, expands a part of the keys and values at a time."""
         return Chunked.name
+
+    def as_taken(self, site: Site) -> Site:
+        """Keys that have a latent of their own come from that."""
+        return up_projected_apart(site)
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
         """Sites with up-projections whose scores are more than a sum, though it refuses some of them."""
@@ -103,7 +108,9 @@ class ByHeadsCode:
         self.site, self.function, self.by_groups = site, site.attention.opaque.function, by_groups
         self.pieces = (site.nope, *site.ropes)
         self.dtypes = [dtype_of(product) for product in site.attention.opaque.products]
+        self.second = site.second_latent
         reads = [site.latent.read, site.w_uk, site.w_uv, *site.biases]
+        reads += [self.second.latent.read] if self.second is not None else []
         reads += [piece.query.read for piece in self.pieces] + [rope.key.read for rope in site.ropes]
         reads += [read for shift in site.shifts for read in shift.reads]
         reads += [term.read for term in self.function.operands]
@@ -113,10 +120,13 @@ class ByHeadsCode:
     def __call__(self, *values: Any) -> Tensor:
         site, read = self.site, Reader(self.sources, values)
         rows, keys = (site.batch, site.heads, site.tokens), site.attention.keys
+        second = [] if self.second is None else [self.second]
+        rank = self.second.rank if self.second is not None else site.rank
         tensors: dict[str, Any] = {
             "queries": [self._queries(i, read) for i in range(len(self.dtypes))],
             "latent": read(site.latent.read, site.batch, keys, site.rank),
-            "w_uk": [read(w_uk, site.heads, site.nope.summed, site.rank) for w_uk in (site.w_uk,) if w_uk is not None],
+            "second latent": [read(own.latent.read, site.batch, keys, own.rank) for own in second],
+            "w_uk": [read(w_uk, site.heads, site.nope.summed, rank) for w_uk in (site.w_uk,) if w_uk is not None],
             "w_uv": [
                 read(w_uv, site.heads, site.attention.columns, site.rank) for w_uv in (site.w_uv,) if w_uv is not None
             ],
@@ -164,7 +174,8 @@ class ByHeadsCode:
         """`[B, H, Sq, V]` of a group of heads."""
         site, function = self.site, self.function
         assert site.attention.opaque is not None
-        keys = [_up_projected(x["latent"], x["w_uk"]), *(rope[:, None] for rope in x["ropes"])]
+        below = (*x["second latent"], x["latent"])[0]
+        keys = [_up_projected(below, x["w_uk"]), *(rope[:, None] for rope in x["ropes"])]
         products = [self._product(i, queries, keys, x["shifts"]) for i, queries in enumerate(x["queries"])]
         scores = wide(function(products, x["operands"])) * function.factor
         taken = [sink.to(scores.dtype) * own.factor for sink, own in zip(x["sinks"], function.sinks, strict=True)]
@@ -243,5 +254,5 @@ def _up_projected(latent: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 def _head_dims(name: str, value: Any) -> Any:
     """The dimension of heads of each tensor under a name, -1 where it has none."""
-    dim = {"w_uk": 0, "w_uv": 0, "latent": -1, "ropes": -1, "sizes": -1}.get(name, 1)
+    dim = {"w_uk": 0, "w_uv": 0, "latent": -1, "second latent": -1, "ropes": -1, "sizes": -1}.get(name, 1)
     return pytree.tree_map(lambda _: dim, value)

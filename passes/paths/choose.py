@@ -266,7 +266,7 @@ def _keys(path: Path, site: Site, meaning: Meaning) -> tuple[StoredKeys, str]:
     if InSequences in path.carriers and sequences_of(site, meaning) is not None:
         packed = keys_in_sequences(site)
         return packed, packed.words
-    if any(map(site.differs, site.ropes)):
+    if site.second_latent is not None or any(map(site.differs, site.ropes)):
         return dense_keys(site), ""
     stored = find_stored_keys(site)
     if stored is not None and path.can_read(stored, site, meaning):

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from mla_compile.cost import Cost, Dims, Size, cost_of
 
+from ..algebra.sizes import total
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
+from ..mla.apart import up_projected_apart
 from ..mla.own_ropes import in_keys
 from ..mla.site import Site
 from ..mla.why_not import name
@@ -45,8 +47,8 @@ class Chunked(OneOp):
     expands = True
 
     def as_taken(self, site: Site) -> Site:
-        """Rope keys of each head are columns of its keys."""
-        return in_keys(site)
+        """Rope keys of each head are columns of its keys, and keys that have a latent of their own come from that."""
+        return up_projected_apart(in_keys(site))
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
         """All sites with up-projections whose scores are a sum, though it refuses some of them."""
@@ -112,22 +114,23 @@ class Chunked(OneOp):
 
 
 def refuse_apart(site: Site) -> None:
-    """Refuse keys and values that have a latent each."""
+    """Refuse keys that are not up-projected from one latent, theirs or that of the values."""
     if site.apart:
         keys, values = (name(read) for read in (site.nope.key.read, site.latent.read))
-        reason = f"expected keys and values from one latent for many queries, found keys from {keys} and values "
-        raise Refusal(site.node, f"{reason}from {values}", "project both from the same tensor")
+        reason = f"expected keys that are up-projected from one latent for many queries, found keys from {keys} and "
+        raise Refusal(site.node, f"{reason}values from {values}", "project both from the same tensor")
 
 
 def refuse_wide_latent(site: Site) -> None:
     """Refuse a latent at least half as wide as all that it expands to: as every key is expanded, nothing is saved."""
     sizes = site.sizes
-    latent, expanded = 2 * sympy.sympify(sizes["L"]), sympy.sympify(sizes["N"] * (sizes["P"] + sizes["V"]))
+    width = total([sizes["L"], sizes.get("Lk", 0)])
+    latent, expanded = 2 * sympy.sympify(width), sympy.sympify(sizes["N"] * (sizes["P"] + sizes["V"]))
     if latent.is_number and expanded.is_number and latent >= expanded:
         raise Refusal(
             site.node,
             "expected a latent less than half as wide as the keys and the values it expands to, "
-            f"found width {sizes['L']} for {sizes['N']} heads of {sizes['P']} + {sizes['V']}",
+            f"found width {width} for {sizes['N']} heads of {sizes['P']} + {sizes['V']}",
             FORCE,
         )
 

@@ -72,6 +72,7 @@ class OneOpCode:
         self.workspace_tokens, self.exchange = workspace_tokens, exchange
         reads = [*keys.reads, site.w_uk, site.w_uv, site.nope.query.read, *site.biases]
         reads += [rope.query.read for rope in site.ropes]
+        reads += [site.second_latent.latent.read] if site.second_latent is not None else []
         reads += [read for shift in site.shifts for read in shift.reads]
         reads += carrier.reads
         reads += [sink.term.read for sink in site.attention.sinks]

@@ -25,7 +25,7 @@ class Operands:
     """The operands of one site, all in one dtype except what is coded.
 
     `q_nope [B, Sq, N, P]`, `q_rope [B, Sq, N, R]`; `latent` and `k_rope` over `keys.layout`, L and R, the latter with
-    heads before R if it differs between them.
+    heads before R if it differs between them. A second latent, that of the keys, comes before the first.
     """
 
     site: Site
@@ -47,9 +47,13 @@ class Operands:
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
         """`W_UK [N, P, L]` and `W_UV [N, V, L]`, None where absorbed by hand."""
         site, read = self.site, self.read
+        rank = site.rank if site.second_latent is None else site.second_latent.rank
         w_uk, w_uv = (
-            None if weight is None else read(weight, site.heads, dim, site.rank).to(self.dtype)
-            for weight, dim in ((site.w_uk, site.nope.summed), (site.w_uv, site.attention.columns))
+            None if weight is None else read(weight, site.heads, dim, inner).to(self.dtype)
+            for weight, dim, inner in (
+                (site.w_uk, site.nope.summed, rank),
+                (site.w_uv, site.attention.columns, site.rank),
+            )
         )
         return w_uk, w_uv
 
@@ -79,7 +83,7 @@ class Operands:
         """`latent`, `W_UK` and `W_UV` for an op that up-projects keys that are not in pages."""
         site = self.site
         wider = None
-        if site.w_uk is not None and site.w_uv is not None:
+        if site.w_uk is not None and site.w_uv is not None and site.second_latent is None:
             wider = widened(self.latent, site.w_uk, site.w_uv, site, self.read)
         return wider or (self.latent, *self.weights())
 
@@ -119,6 +123,8 @@ def operands_of(site: Site, keys: StoredKeys, carrier: Carrier, read: Reader) ->
         q_ropes.append(q * (piece.scale / site.nope.scale) if piece.scale != site.nope.scale else q)
     q_rope = _joined(q_ropes, q_nope, q_nope.dtype)
     latent = read(keys.latent, *keys.layout, site.rank)
+    if (second := site.second_latent) is not None:
+        latent = torch.cat([read(second.latent.read, *keys.layout, second.rank).to(latent.dtype), latent], dim=-1)
     scales = keys.read_scales(read, latent)
     layout = (*keys.layout, *([site.heads] if any(map(site.differs, site.ropes)) else []))
     k_ropes = [read(rope, *layout, piece.summed) for rope, piece in zip(keys.ropes, site.ropes, strict=True)]

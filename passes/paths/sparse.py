@@ -87,8 +87,8 @@ def sparse_cost(dims: Dims, element_size: int, topk: Size) -> Cost:
     Workspace: as for absorbed.
     """
     d = dims
-    multiply_adds = d.B * d.N * d.Sq * (d.L * (d.P + d.V) + topk * (2 * d.L + d.R))
-    gathered = d.B * d.Sq * topk * (d.L + d.R)
-    workspace = 2 * 2 * d.B * d.Sq * d.N * d.L
+    multiply_adds = d.B * d.N * d.Sq * (d.expanding + topk * (d.matched + d.L + d.R))
+    gathered = d.B * d.Sq * topk * (d.L + d.Lk + d.R)
+    workspace = 2 * d.B * d.Sq * d.N * (d.matched + d.L)
     cost = cost_of(multiply_adds, d.weights + gathered + d.query + d.output + workspace, element_size)
     return Cost(cost.flops, cost.bytes + 8 * d.B * d.Sq * topk)

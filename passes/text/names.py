@@ -48,7 +48,8 @@ class Names:
 
 
 def names_of(site: Site) -> Names:
-    """The axes of a site by their roles: `b s n t` of the scores, `l` of the rank, `p`, `r` and `v` of a head."""
+    """The axes of a site by their roles: `b s n t` of the scores, `l` of the rank, `k` of that of the keys' own
+    latent, `p`, `r` and `v` of a head."""
     ropes = tuple(axis for rope in (*site.ropes, *site.own_ropes) for axis in rope.summed)
     attention = site.attention
     return Names(
@@ -58,6 +59,7 @@ def names_of(site: Site) -> Names:
             "n": site.heads,
             "t": attention.keys,
             "l": site.rank,
+            "k": () if site.second_latent is None else site.second_latent.rank,
             "v": attention.columns,
             "p": site.nope.summed,
             "r": ropes,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from ..algebra.terms import Dim, Read
+from ..mla.apart import up_projected_apart
 from ..mla.site import Site
 from .names import Names, names_of
 from .terms import read_text
@@ -22,6 +23,7 @@ T = TypeVar("T")
 
 def site_text(site: Site) -> str:
     """A site, one line for each tensor; sizes first, in the order of their letters."""
+    site = up_projected_apart(site)
     names = names_of(site)
     lines = list(_tensors(site, names))
     sizes = " ".join(f"{word}={size}" for word, size in site.sizes.items())
@@ -32,14 +34,16 @@ def site_text(site: Site) -> str:
 
 def _tensors(site: Site, names: Names) -> Iterator[tuple[str, str]]:
     rows, keys = (site.batch, site.tokens, site.heads), site.attention.keys
-    columns, nope = site.attention.columns, site.nope
+    columns, nope, second = site.attention.columns, site.nope, site.second_latent
 
     def line(name: str, read: Read, *dims: Dim) -> tuple[str, str]:
         return f"{name}{names.shape(dims)}", read_text(read, names)
 
+    if second is not None:
+        yield line("latent_k", second.latent.read, site.batch, keys, second.rank)
     yield line("latent", site.latent.read, site.batch, keys, site.rank)
     if site.w_uk is not None:
-        yield line("w_uk", site.w_uk, site.heads, nope.summed, site.rank)
+        yield line("w_uk", site.w_uk, site.heads, nope.summed, site.rank if second is None else second.rank)
     if site.w_uv is not None:
         yield line("w_uv", site.w_uv, site.heads, columns, site.rank)
     if site.unproved_keys is not None:
@@ -91,6 +95,8 @@ def _score(site: Site, names: Names) -> str:
         )
         return " + ".join(products)
     key = "latent" if site.w_uk is None else f"(sum_{_letters(site.rank, names)} latent w_uk)"
+    if site.second_latent is not None:
+        key = f"(sum_{_letters(site.second_latent.rank, names)} latent_k w_uk)"
     parts = [] if site.apart else [f"{nope.scale:.6g} * sum_{_letters(nope.summed, names)} q_nope {key}"]
     for own, rope in _numbered(site.ropes):
         parts.append(f"{rope.scale:.6g} * sum_{_letters(rope.summed, names)} q_rope{own} k_rope{own}")

@@ -1,52 +1,80 @@
-"""A layer that caches a latent for keys and one for values: a prompt stays as it is, a step attends to both latents."""
+"""A layer that caches a latent for keys and one for values: prompts are chunked, steps attend to both latents."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mla_compile
 from tests.errors import assert_as_close_as_eager
+from tests.training import assert_gradients_of
 
-HIDDEN, N, P, V, KEYS, VALUES = 48, 4, 16, 16, 12, 20
+HIDDEN, N, P, R, V, KEYS, VALUES = 48, 8, 16, 8, 12, 28, 20
+Cache = tuple[Tensor, Tensor, Tensor]
+
+
+def as_they_are(scores: Tensor) -> Tensor:
+    return scores
+
+
+def capped(scores: Tensor) -> Tensor:
+    return 5 * (scores / 5).tanh()
 
 
 class TwoLatents(nn.Module):
-    """One latent for keys and one for values, each from a projection of its own."""
+    """One latent for keys and one for values, each from a projection of its own, and a rope key."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_scores: Callable[[Tensor], Tensor] = as_they_are) -> None:
         super().__init__()
-        self.q_proj = nn.Linear(HIDDEN, N * P, bias=False)
-        self.down = nn.ModuleList(nn.Linear(HIDDEN, width, bias=False) for width in (KEYS, VALUES))
-        self.up = nn.ModuleList([nn.Linear(KEYS, N * P, bias=False), nn.Linear(VALUES, N * V, bias=False)])
+        self.q_proj = nn.Linear(HIDDEN, N * (P + R), bias=False)
+        self.down = nn.ModuleList(nn.Linear(HIDDEN, width, bias=False) for width in (KEYS, VALUES, R))
+        self.up = nn.ModuleList([nn.Linear(KEYS, N * P), nn.Linear(VALUES, N * V, bias=False)])
+        self.of_scores = of_scores
 
-    def forward(self, x: Tensor, past: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        latents = tuple(torch.cat([old, down(x)], 1) for old, down in zip(past, self.down, strict=True))
-        projected = self.q_proj(x), *(up(latent) for up, latent in zip(self.up, latents, strict=True))
+    def forward(self, x: Tensor, *past: Tensor) -> tuple[Tensor, Cache]:
+        of_keys, of_values, k_rope = (torch.cat([old, down(x)], 1) for old, down in zip(past, self.down, strict=True))
+        projected = self.q_proj(x), self.up[0](of_keys), self.up[1](of_values)
         q, k, v = (t.unflatten(-1, (N, -1)).transpose(1, 2) for t in projected)
+        k = torch.cat([k, k_rope.sin()[:, None].expand(-1, N, -1, -1)], -1)
         seen = torch.ones(x.shape[1], k.shape[2], dtype=torch.bool).tril(k.shape[2] - x.shape[1])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).flatten(2), latents
+        scores = self.of_scores(q @ k.mT * (P + R) ** -0.5).masked_fill(~seen, -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2), (of_keys, of_values, k_rope)
+
+
+def empty(dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros(2, 0, width, dtype=dtype) for width in (KEYS, VALUES, R))
 
 
 @pytest.mark.usefixtures("without_codegen")
-def test_steps_after_a_prompt_attend_to_both_latents_at_any_length() -> None:
+@pytest.mark.parametrize("of_scores", [as_they_are, capped])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+def test_prompts_and_steps_at_any_length(dtype: torch.dtype, of_scores: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
-    layer = TwoLatents()
-    exact = TwoLatents().double()
-    exact.load_state_dict({name: weight.double() for name, weight in layer.state_dict().items()})
-    compiled = torch.compile(layer, backend="mla")
-    paths = []
+    layer = TwoLatents(of_scores).to(dtype)
+    exact, compiled = copy.deepcopy(layer).double(), torch.compile(layer, backend="mla")
+    past, taken = empty(dtype), []
     with torch.no_grad():
-        past = torch.randn(2, 30, KEYS), torch.randn(2, 30, VALUES)
-        for count in (30, 1, 1, 1):
-            x = torch.randn(2, count, HIDDEN)
-            before = len(mla_compile.reports())
-            o, after = compiled(x, past)
-            expected = exact(x.double(), tuple(t.double() for t in past))[0]
-            assert_as_close_as_eager(o, layer(x, past)[0], expected, factor=4.0)  # sums in another order
-            paths += [site.path for report in mla_compile.reports()[before:] for site in report.sites]
+        for count in (30, 1, 1, 1, 60):
+            x, before = torch.randn(2, count, HIDDEN, dtype=dtype), len(mla_compile.reports())
+            o, after = compiled(x, *past)
+            expected, _ = exact(x.double(), *(t.double() for t in past))
+            assert_as_close_as_eager(o, layer(x, *past)[0], expected, factor=4.0)  # sums in another order
+            taken += [site.path for report in mla_compile.reports()[before:] for site in report.sites]
             past = after
-    assert paths == ["unchanged", "absorbed"]
-    assert "+ 1" in mla_compile.last_report().sites[0].shapes["T"]  # the lengths of both caches are one symbol
+    assert taken == ["chunked", "absorbed", "chunked"]
+    shapes = mla_compile.last_report().sites[0].shapes
+    assert [shapes[name] for name in ("L", "Lk", "P", "R")] == list(map(str, (VALUES, KEYS, P, R)))
+    assert shapes["T"].count("s") == 2  # the lengths of all caches are one symbol
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("of_scores", [as_they_are, capped])
+def test_a_prompt_is_trained(of_scores: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    layer, x = TwoLatents(of_scores), torch.randn(2, 30, HIDDEN)
+    assert_gradients_of(torch.compile(layer, backend="mla"), layer, [x, *empty()])
+    assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]

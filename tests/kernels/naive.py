@@ -55,7 +55,7 @@ def case_of(sizes: tuple[int, ...], mask: str, dtype: torch.dtype = torch.float3
 @dataclass(frozen=True)
 class Inputs:
     """q `[B, Sq, N, P + R]`, latent `[B, T, L]`, k_rope `[B, T, R]` or `[B, T, N, R]`, w_uk `[N, P, L]`,
-    w_uv `[N, V, L]`, scale."""
+    w_uv `[N, V, L]`, scale. With two latents side by side, each weight has the columns of its own."""
 
     q: Tensor
     latent: Tensor
@@ -83,6 +83,16 @@ class Inputs:
         batch, keys, rope = self.k_rope.shape
         return replace(self, k_rope=torch.randn(batch, keys, self.q.shape[2], rope).to(self.k_rope.dtype))
 
+    def with_two_latents(self, of_keys: int) -> Inputs:
+        """The same, but keys come from the first columns of the latent, and values from the others."""
+        return replace(self, w_uk=self.w_uk[..., :of_keys], w_uv=self.w_uv[..., of_keys:])
+
+    @property
+    def latents(self) -> tuple[Tensor, Tensor]:
+        """The latents of the keys and of the values."""
+        of_keys, of_values = self.w_uk.shape[2], self.w_uv.shape[2]
+        return self.latent[..., :of_keys], self.latent[..., -of_values:]
+
 
 def make_inputs(sizes: tuple[int, int, int, int, int, int, int, int], dtype: torch.dtype = torch.float32) -> Inputs:
     """Inputs for `B, Sq, T, N, L, P, R, V`: slices of one projection, one cache and one weight, as in a model."""
@@ -97,8 +107,9 @@ def naive_mla(x: Inputs, case: Case) -> tuple[Tensor, Tensor]:
     """o `[B, Sq, N, V]`, lse `[B, Sq, N]`: all keys and values are up-projected, softmax is in at least float32."""
     mask, causal_offset = case
     rope = x.k_rope[:, None] if x.k_rope.dim() == 3 else x.k_rope.transpose(1, 2)
-    k = torch.cat([x.latent[:, None] @ x.w_uk.mT, rope.expand(-1, x.w_uk.shape[0], -1, -1)], dim=-1)
-    v = x.latent[:, None] @ x.w_uv.mT
+    of_keys, of_values = x.latents
+    k = torch.cat([of_keys[:, None] @ x.w_uk.mT, rope.expand(-1, x.w_uk.shape[0], -1, -1)], dim=-1)
+    v = of_values[:, None] @ x.w_uv.mT
     scores = x.q.transpose(1, 2) @ k.mT * x.scale
     if mask is not None and mask.dtype == torch.bool:
         scores = torch.where(mask, scores, -torch.inf)

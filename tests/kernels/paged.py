@@ -132,6 +132,10 @@ class PagedHeads:
         """What `mla::paged_expanded_attention` takes before `causal` and `scale`."""
         return (self.q, *self.cache, self.w_uk, self.w_uv)
 
+    def with_two_latents(self, of_keys: int) -> PagedHeads:
+        """The same, but keys come from the first columns of the latent, and values from the others."""
+        return replace(self, w_uk=self.w_uk[..., :of_keys], w_uv=self.w_uv[..., of_keys:])
+
     def double(self) -> PagedHeads:
         dtype = self.q.dtype
         cache = tuple(t.double() if t.dtype == dtype else t for t in self.cache)

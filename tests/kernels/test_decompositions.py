@@ -66,7 +66,7 @@ def test_expanded_attention(dtype, mask, workspace_tokens, attend, monkeypatch):
     sizes = (2, 5, 60, 4, 24, 16, 8, 12)
     case = case_of(sizes, mask, dtype)
     shared = make_inputs(sizes, dtype)
-    for x in (shared, shared.with_own_ropes()):
+    for x in (shared, shared.with_own_ropes(), shared.with_two_latents(10)):
         o, lse = decomposed(mla.expanded_attention, *x.tensors, *case, x.scale, workspace_tokens)
         exact, exact_lse = expanded_attention_reference(*double(*x.tensors), *case, x.scale, workspace_tokens)
         eager, eager_lse = naive_mla(x, case)

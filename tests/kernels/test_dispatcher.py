@@ -152,16 +152,16 @@ def test_named_keys_run_no_python(no_python, causal_offset, uniform, dtype):
     "sizes", [(2, 33, 81, 3, 11, 7, 5, 9), (1, 40, 40, 18, 16, 8, 0, 16), (1, 0, 3, 2, 4, 4, 4, 4)]
 )
 def test_chunks_without_a_mask_run_no_python(no_python, sizes, mask, workspace_tokens, dtype):
-    x = make_inputs(sizes, dtype)
-    case = case_of(sizes, mask)
-    arguments = x.q, x.latent, x.k_rope, x.w_uk, x.w_uv, *case, x.scale, workspace_tokens
-    o, lse = torch.ops.mla.expanded_attention(*arguments)
-    again = expanded_attention_of_python(*arguments)
-    assert torch.equal(o, again[0])
-    assert torch.equal(lse, again[1])
-    if sizes[1]:
-        merged = -(-sizes[2] // workspace_tokens)
-        assert_right((o, lse), expanded_attention_reference, arguments, merges=merged)
+    one, case = make_inputs(sizes, dtype), case_of(sizes, mask)
+    for x in (one, one.with_two_latents(sizes[4] // 3)):
+        arguments = *x.tensors, *case, x.scale, workspace_tokens
+        o, lse = torch.ops.mla.expanded_attention(*arguments)
+        again = expanded_attention_of_python(*arguments)
+        assert torch.equal(o, again[0])
+        assert torch.equal(lse, again[1])
+        if sizes[1]:
+            merged = -(-sizes[2] // workspace_tokens)
+            assert_right((o, lse), expanded_attention_reference, arguments, merges=merged)
 
 
 # lengths, (Sq, N, L, P, R, V), page_size

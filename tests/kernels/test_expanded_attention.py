@@ -76,6 +76,23 @@ def test_rope_keys_of_each_head(dtype, sizes, mask):
 
 @pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("implementation")
+def test_a_latent_for_keys_and_one_for_values(dtype, sizes, mask):
+    x, rank = make_inputs(sizes, dtype), sizes[4]
+    for of_keys in (rank // 3, rank // 2):
+        assert_right(x.with_two_latents(of_keys), case_of(sizes, mask, dtype), workspace_tokens=32)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_keys_without_nope_columns_come_from_no_latent():
+    x = make_inputs((2, 5, 9, 2, 6, 0, 4, 8))
+    assert_right(x.with_two_latents(0), (None, 4), workspace_tokens=4)
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", HALF.values(), ids=HALF)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.usefixtures("implementation")
@@ -188,7 +205,7 @@ def test_memory_does_not_depend_on_the_number_of_keys(masked):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype, case):
     x = make_inputs((2, 3, 5, 4, 24, 8, 8, 8), dtype)
-    for operands in (x, x.with_own_ropes()):
+    for operands in (x, x.with_own_ropes(), x.with_two_latents(10)):
         torch.library.opcheck(expanded_attention.default, (*operands.tensors, *case, x.scale, 2))
 
 
@@ -202,7 +219,8 @@ def test_opcheck(dtype, case):
         ),
         (2, torch.randn(2, 5, 8), r"expected k_rope of shape \[B, T, R\] = \[2, 6, 8\], found \[2, 5, 8\]"),
         (2, torch.randn(2, 6, 3, 8), r"expected k_rope of shape \[B, T, N, R\] = \[2, 6, 4, 8\], found \[2, 6, 3, 8\]"),
-        (3, torch.randn(3, 8, 24), r"expected w_uk of shape \[N, P, L\] = \[4, 8, 24\], found \[3, 8, 24\]"),
+        (3, torch.randn(3, 8, 24), r"expected w_uk of shape \[N, P, Lk\] = \[4, 8, 24\], found \[3, 8, 24\]"),
+        (3, torch.randn(4, 8, 20), "of L = 24, or of two sizes that add up to it, found 20 and 24"),
         (4, torch.randn(32, 24), r"expected w_uv of shape \[N, V, L\], found \[32, 24\]"),
         (4, torch.randn(4, 8, 24).half(), "expected w_uv of q's torch.float32 on cpu, found torch.float16"),
         (5, torch.ones(2, 6), r"broadcasts to \[B, N, Sq, T\] = \[2, 4, 3, 6\], found \[2, 6\]"),

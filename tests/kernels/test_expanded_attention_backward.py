@@ -28,8 +28,9 @@ NAMES = ("q", "latent", "k_rope", "w_uk", "w_uv")
 
 def equation(operands: tuple[Tensor, ...], case: Case, scale: float) -> tuple[Tensor, Tensor]:
     """The op as an equation, whose gradients are finite also where a row sees no key; lse is 0 there."""
-    (q, latent, k_rope, w_uk, w_uv), (mask, offset) = operands, case
-    nope = torch.einsum("bsnp,npl,btl->bnst", q[..., : w_uk.shape[1]], w_uk, latent)
+    (q, _, k_rope, w_uk, w_uv), (mask, offset) = operands, case
+    of_keys, of_values = Inputs(*operands, scale).latents
+    nope = torch.einsum("bsnp,npl,btl->bnst", q[..., : w_uk.shape[1]], w_uk, of_keys)
     rope = "bsnr,btr->bnst" if k_rope.dim() == 3 else "bsnr,btnr->bnst"
     scores = scale * (nope + torch.einsum(rope, q[..., w_uk.shape[1] :], k_rope))
     seen = torch.ones(scores.shape, dtype=torch.bool)
@@ -43,7 +44,7 @@ def equation(operands: tuple[Tensor, ...], case: Case, scale: float) -> tuple[Te
     there = seen.any(-1, keepdim=True)
     scores = scores.masked_fill(~seen & there, -torch.inf)
     weights = scores.softmax(-1) * there
-    o = torch.einsum("bnst,btl,nvl->bsnv", weights, latent, w_uv)
+    o = torch.einsum("bnst,btl,nvl->bsnv", weights, of_values, w_uv)
     return o, (scores.logsumexp(-1, keepdim=True) * there).squeeze(-1).transpose(1, 2)
 
 
@@ -95,6 +96,13 @@ def test_float32(sizes, mask):
 def test_rope_keys_of_each_head(sizes, mask):
     case = case_of(sizes, mask)
     assert_right(make_inputs(sizes).with_own_ropes(), case, workspace_tokens=2)
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_a_latent_for_keys_and_one_for_values(sizes, mask):
+    assert_right(make_inputs(sizes).with_two_latents(sizes[4] // 3), case_of(sizes, mask), workspace_tokens=2)
 
 
 @pytest.mark.diagonal
@@ -220,7 +228,7 @@ def test_memory_is_bounded(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype, case):
     shared = make_inputs((2, 3, 5, 4, 24, 8, 8, 8), dtype)
-    for x in (shared, shared.with_own_ropes()):
+    for x in (shared, shared.with_own_ropes(), shared.with_two_latents(10)):
         o, lse = op(x.tensors, case, x.scale, 2)
         arguments = torch.randn_like(o), None, *x.tensors, *case, x.scale, 2, o, lse, [True] * 5 + [False]
         torch.library.opcheck(expanded_attention_backward.default, arguments)

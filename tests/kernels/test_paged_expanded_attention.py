@@ -101,6 +101,13 @@ def test_float32(case, causal, workspace_tokens):
     assert_right(make_paged_heads(*case), causal, workspace_tokens)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("implementation")
+def test_a_latent_for_keys_and_one_for_values(dtype):
+    for case in (SIZES["after a context"], SIZES["an empty sequence"]):
+        assert_right(make_paged_heads(*case, dtype=dtype).with_two_latents(5), True, 20)
+
+
 @pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", SIZES.values(), ids=SIZES)
@@ -224,7 +231,7 @@ def test_opcheck(dtype):
     ("position", "wrong", "message"),
     [
         (0, torch.randn(2, 2, 3, 9), r"q of shape \[B, Sq, N, P\+R\] = \[2, 2, 3, 8\], found \[2, 2, 3, 9\]"),
-        (1, torch.randn(6, 4, 9), r"w_uk of shape \[N, P, L\] = \[3, 4, 9\], found \[3, 4, 8\]"),
+        (1, torch.randn(6, 4, 9), "of L = 9, or of two sizes that add up to it, found 8 and 8"),
         (2, torch.randn(6, 5, 4), r"rope_pages of shape .* = \[\d+, 4, 4\], found \[6, 5, 4\]"),
         (3, torch.zeros(3, 4, dtype=torch.int32), r"block_table of shape \[B, max_pages\] = \[2, 4\], found \[3, 4\]"),
         (4, torch.zeros(2), "seq_lens of torch.int32 or torch.int64, found torch.float32"),

@@ -70,10 +70,10 @@ class _Run(fx.Interpreter):
                 q, latent, k_rope, w_uk, w_uv, *rest, workspace_tokens = args
                 assert workspace_tokens >= 1
                 q_nope, q_rope = q.split([w_uk.shape[1], k_rope.shape[-1]], dim=-1)
-                nope = torch.einsum("bsnp,npl,btl->bnst", q_nope, w_uk, latent)
+                nope, v = _up_projected(q_nope, latent, w_uk, w_uv)
                 rope = torch.einsum("bsnr,btnr->bnst" if k_rope.dim() == 4 else "bsnr,btr->bnst", q_rope, k_rope)
                 weights, lse = _softmax(nope + rope, *rest)
-                return torch.einsum("bnst,btl,nvl->bsnv", weights, latent, w_uv), lse
+                return torch.einsum("bnst,btnv->bsnv", weights, v), lse
             case torch.ops.mla.paged_latent_attention.default:
                 q_latent, q_rope, latent_pages, rope_pages, table, seq_lens, causal, scale, *rest = args
                 scales, _, mask, first = (*rest, *[None] * (4 - len(rest)))
@@ -89,16 +89,24 @@ class _Run(fx.Interpreter):
                 keys = _dequantised(latent_pages, rope_pages, scales, dtype=q.dtype)
                 latent, k_rope, seen = _in_pages(q.shape[1], (*keys, *places), causal, mask, first)
                 q_nope, q_rope = q.split([w_uk.shape[1], k_rope.shape[2]], dim=-1)
-                nope = torch.einsum("bsnp,npl,btl->bnst", q_nope, w_uk, latent)
+                nope, v = _up_projected(q_nope, latent, w_uk, w_uv)
                 if counts is not None:
                     assert first is not None or not causal
                     assert ((counts >= 0) & (counts <= q.shape[1])).all()
                     seen = seen & (torch.arange(q.shape[1])[:, None] < counts[:, None, None, None])
                 weights, lse = _softmax(nope + _dot(q_rope, k_rope), seen, None, scale)
-                return torch.einsum("bnst,btl,nvl->bsnv", weights, latent, w_uv), lse
+                return torch.einsum("bnst,btnv->bsnv", weights, v), lse
             case torch.ops.mla.per_head_matmul.default:
                 return torch.einsum("bsni,nio->bsno", *args)
         return super().call_function(target, args, kwargs)
+
+
+def _up_projected(q_nope: Tensor, latent: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores of up-projected keys, `[B, N, Sq, T]`, and the values `[B, T, N, V]`."""
+    of_keys, of_values = w_uk.shape[2], w_uv.shape[2]
+    assert latent.shape[2] == of_keys + of_values or latent.shape[2] == of_keys == of_values
+    nope = torch.einsum("bsnp,npl,btl->bnst", q_nope, w_uk, latent[..., :of_keys])
+    return nope, torch.einsum("btl,nvl->btnv", latent[..., latent.shape[2] - of_values :], w_uv)
 
 
 def _dequantised(

@@ -16,7 +16,7 @@ from collections import Counter
 import torch
 
 from .checks import check
-from .choices import draw
+from .choices import OWN_ROPES, TWO_LATENTS, draw
 from .training import check_training
 
 
@@ -41,7 +41,7 @@ def main() -> int:
             wrong.append(f"{seed}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})")
             print(wrong[-1], flush=True)
             continue
-        if spelling.is_for_few_queries or spelling.has_own_ropes:
+        if spelling.spoiled in OWN_ROPES + TWO_LATENTS:
             others += 1
             absorbed += outcome.rewritten
             continue
@@ -59,7 +59,7 @@ def main() -> int:
                 print(f"{seed}: {outcome.reason}\n    {spelling}", flush=True)
     seconds = time.process_time() - start
     print(f"{rewritten} of {total} spellings rewritten ({100 * rewritten / max(total, 1):.2f} %) in {seconds:.0f} s")
-    print(f"{absorbed} of {others} with two latents, or a rope key a head, rewritten for few queries")
+    print(f"{absorbed} of {others} with two latents, or a rope key a head, rewritten")
     print(f"{spoiled} that are no MLA stayed as they are" if not wrong else f"{len(wrong)} wrong")
     for reason, count in reasons.most_common():
         print(f"  {count:4}  {reason}")

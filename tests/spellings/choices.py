@@ -73,8 +73,7 @@ class Spelling:
     rope_width: int = 2
     value: int = 6
     spoiled: str = "no"
-    """`no`; or what makes it not MLA, of `SPOILERS`; MLA of another kind, of `OWN_ROPES`; or MLA for few queries only,
-    of `TWO_LATENTS`."""
+    """`no`; or what makes it not MLA, of `SPOILERS`; or MLA of another kind, of `OWN_ROPES` or `TWO_LATENTS`."""
     latents: str = "one"
     """`one` for all heads, or one for each of two `groups` of heads: half of the columns each, which has a norm of its
     own in `normed groups`."""
@@ -97,9 +96,9 @@ class Spelling:
         return self.softcap or self.returned
 
     @property
-    def is_for_few_queries(self) -> bool:
-        """Whether it is rewritten for few queries, but not for many."""
-        return self.spoiled in TWO_LATENTS
+    def has_two_latents(self) -> bool:
+        """Whether keys have a latent of their own, with which it is rewritten."""
+        return self.spoiled in TWO_LATENTS and not self.gated and self.latents == "one"
 
     @property
     def has_own_ropes(self) -> bool:
@@ -110,7 +109,7 @@ class Spelling:
     @property
     def is_rewritten(self) -> bool:
         """Whether it is rewritten for some number of queries."""
-        return self.spoiled == "no" or self.is_for_few_queries or self.has_own_ropes
+        return self.spoiled == "no" or self.has_two_latents or self.has_own_ropes
 
 
 TENSORS = ("number", "head", "position")
@@ -124,7 +123,8 @@ OWN_ROPES = ("rope a head",)
 keys that end with it."""
 
 TWO_LATENTS = ("two latents", "shifted")
-"""Values from another latent, or from the token before: few queries attend to both latents; many stay unchanged."""
+"""Values from another latent, or from the token before: few queries attend to both latents; for many, each is
+up-projected."""
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "projection": ("linear", "functional", "einsum", "matmul", "bmm", "addmm"),

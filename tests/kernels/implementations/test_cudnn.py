@@ -68,6 +68,11 @@ SHAPES = {
     "a context, and no more keys": {"tokens": 20, "offset": 30},
     "one sequence at a time": {"workspace_tokens": 9},
     "groups of heads": {"tokens": 24, "queries": 24, "workspace_tokens": 12},
+    "a latent for keys and one for values": {
+        "w_uk": torch.randn(4, P, 20).bfloat16() / 5,
+        "w_uv": torch.randn(4, V, L - 20).bfloat16() / 3,
+        "workspace_tokens": 9,
+    },
     "rope keys of each head": {"k_rope": torch.randn(3, 9, 4, R).bfloat16(), "workspace_tokens": 9},
 }
 

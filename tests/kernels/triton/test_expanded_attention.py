@@ -124,6 +124,13 @@ def test_rope_keys_of_each_head(sizes, workspace_tokens, mask):
     assert_right(make_inputs(sizes).with_own_ropes(), case_of(sizes, mask), workspace_tokens)
 
 
+@pytest.mark.diagonal
+@pytest.mark.parametrize("mask", ["causal", "left padding and causal", "bool of each head and query"])
+@pytest.mark.parametrize(("sizes", "workspace_tokens"), SIZES.values(), ids=SIZES)
+def test_a_latent_for_keys_and_one_for_values(sizes, workspace_tokens, mask):
+    assert_right(make_inputs(sizes).with_two_latents(sizes[4] // 3), case_of(sizes, mask), workspace_tokens)
+
+
 def test_heads_in_groups(monkeypatch):
     monkeypatch.setattr(launcher, "_BYTES", 5000)
     monkeypatch.setattr(launcher, "PLANS", Plans())

@@ -51,6 +51,12 @@ def test_float32(case, workspace_tokens, causal):
     assert_right(make_paged_heads(*case), causal, workspace_tokens, run)
 
 
+@pytest.mark.parametrize("name", ["one chunk", "pages of one token"])
+def test_a_latent_for_keys_and_one_for_values(name):
+    case, workspace_tokens = SIZES[name]
+    assert_right(make_paged_heads(*case).with_two_latents(5), True, workspace_tokens, run)
+
+
 @pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["prefill in chunks", "one chunk", "empty sequences"])

@@ -59,5 +59,5 @@ def test_products_of_three_of_two_latents() -> None:
         return product("pvc", "bnsv", p=scores.softmax(-1), c=latent, v=w_uv)
 
     outcomes = {path: outcome for path, _, (outcome,) in compiled(attention, mla.tensors())}
-    assert [(path, o.path) for path, o in outcomes.items()] == [("absorbed", "absorbed"), ("chunked", "unchanged")]
-    assert outcomes["absorbed"].shapes["P"] == "0"
+    assert [(path, o.path) for path, o in outcomes.items()] == [("absorbed", "absorbed"), ("chunked", "chunked")]
+    assert outcomes["absorbed"].shapes["Lk"] == outcomes["absorbed"].shapes["L"]

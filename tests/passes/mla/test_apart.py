@@ -1,4 +1,4 @@
-"""Keys and values with a latent each: few queries attend to both latents; for many, the attention is unchanged."""
+"""Keys and values with a latent each: few queries attend to both latents; for many, each is up-projected."""
 
 from __future__ import annotations
 
@@ -86,7 +86,6 @@ APART: dict[str, Function] = {
     "biases in the projections": with_biases_within,
     "under a soft cap": functools.partial(with_biases_within, change=capped),
     "under a soft cap of two products": functools.partial(with_biases_within, change=capped_in_two_products),
-    "weights that are returned": functools.partial(with_biases_within, change=with_weights),
     "under a mask": attention(turned, itself, score=lambda s: s.masked_fill(torch.arange(T) > 4, -torch.inf)),
     "a bias of each head's scores": attention(
         turned, itself, score=lambda s: s - torch.arange(1, N + 1).double()[:, None, None] * torch.arange(T).double()
@@ -94,22 +93,50 @@ APART: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("function", APART.values(), ids=APART)
+WITH_WEIGHTS = functools.partial(with_biases_within, change=with_weights)
+
+
+@pytest.mark.parametrize("function", [*APART.values(), WITH_WEIGHTS], ids=[*APART, "weights that are returned"])
 def test_few_queries_attend_to_both(function: Function) -> None:
     traced = capture(function, *mla.tensors())
     before = run(traced, *mla.tensors())
     module = fx.GraphModule(traced, copy.deepcopy(traced.graph))
     (outcome,) = rewrite(module, "absorbed")
-    assert (outcome.path, outcome.shapes["P"]) == ("absorbed", "0")
+    assert outcome.path == "absorbed"
+    assert "Lk" in outcome.shapes
     check_right(before, run(module, *mla.tensors()))
     assert not [node for node in unfolded(module) if node.meta["val"].shape[-1] in (P, V, P + R)]
 
 
 @pytest.mark.parametrize("function", APART.values(), ids=APART)
-def test_many_stay_as_they_are(function: Function) -> None:
+def test_for_many_each_is_up_projected(function: Function) -> None:
+    traced = capture(function, *mla.tensors())
+    before = run(traced, *mla.tensors())
+    module = fx.GraphModule(traced, copy.deepcopy(traced.graph))
+    (outcome,) = rewrite(module, "chunked")
+    assert outcome.path == "chunked", outcome.reason
+    check_right(before, run(module, *mla.tensors()))
+
+
+def heads_share(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Keys that all heads share as they are."""
+    v = torch.einsum("btl,nvl->bntv", latent, mla.weights(w_kv)[1])
+    return (mla.queries(x, w_q)[..., -R:] @ k_rope[:, None].mT * SCALE).softmax(-1) @ v
+
+
+def of_three(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Keys that are up-projected from two latents, neither of which is that of the values."""
+    w_uk, w_uv = mla.weights(w_kv)
+    k = torch.cat([torch.einsum("btl,npl->bntp", part, w_uk) for part in (latent.sin(), latent.cos())], -1)
+    q = mla.queries(x, w_q)[..., :P]
+    return (torch.cat([q, q], -1) @ k.mT * SCALE).softmax(-1) @ torch.einsum("btl,nvl->bntv", latent, w_uv)
+
+
+@pytest.mark.parametrize("function", [heads_share, of_three])
+def test_keys_of_no_latent_and_of_two_stay_as_they_are_for_many_queries(function: Function) -> None:
     (outcome,) = rewrite(capture(function, *mla.tensors()), "chunked")
     assert outcome.path == "unchanged"
-    assert "expected keys and values from one latent for many queries, found keys from `" in outcome.reason
+    assert "expected keys that are up-projected from one latent for many queries, found keys" in outcome.reason
 
 
 def test_kernels_of_other_devices_hold_rope_keys_whole() -> None:

@@ -86,11 +86,13 @@ APART: dict[str, Function] = {
 
 @pytest.mark.parametrize("function", APART.values(), ids=APART)
 def test_a_factor_of_the_values_alone_makes_a_latent_of_their_own(function: Function) -> None:
-    module = capture(function, *mla.tensors())
-    before = run(module, *mla.tensors())
-    (outcome,) = rewrite(module, "absorbed")
-    assert (outcome.path, outcome.shapes["P"]) == ("absorbed", "0")
-    check_right(before, run(module, *mla.tensors()))
+    for path in ("absorbed", "chunked"):
+        module = capture(function, *mla.tensors())
+        before = run(module, *mla.tensors())
+        (outcome,) = rewrite(module, path)
+        assert outcome.path == path
+        assert outcome.shapes["Lk"] == outcome.shapes["L"]
+        check_right(before, run(module, *mla.tensors()))
 
 
 UNCHANGED: dict[str, tuple[Function, str]] = {
