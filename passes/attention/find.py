@@ -20,11 +20,12 @@ from torch import fx
 from mla_compile.ops import SEALED
 
 from ..algebra import operations
-from ..algebra.sizes import Size, Unaligned, same
+from ..algebra.sizes import Unaligned, same
 from ..algebra.terms import Form, Product
 from ..nodes.arguments import arguments, aten
+from ..nodes.guards import known_by_guard
 from ..nodes.refusal import Refusal
-from ..nodes.shapes import size_of
+from ..nodes.shapes import shape_of, size_of
 from ..trace.trace import Trace
 from .attention import Attention, Score
 from .by_hand import from_weights
@@ -75,7 +76,10 @@ def _all(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
         except Refusal as refusal:
             yield refusal
         except Unaligned as error:
-            yield Refusal(node, f"expected queries, keys and values over common axes, found: {error}")
+            if any(same(size, 0) for operand in node.all_input_nodes for size in shape_of(operand)):
+                yield Refusal(node, "expected queries, keys and values, found an empty tensor")
+            else:
+                yield Refusal(node, f"expected queries, keys and values over common axes, found: {error}")
 
 
 def _product_of_weights(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
@@ -135,7 +139,7 @@ def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
         mask = operations.expand(mask, (1,) * (rank - len(mask.dims)) + tuple(mask.shape))
         forms.append(mask)
         labels.append((*batch, "query", "key"))
-    scale = _scale(scale, [q.shape[-1]], node)
+    scale = _scale(scale, q_node, node)
     aligned, axes = operations.align(forms, labels)
     out = [axes[label] for label in q_batch]
     if q_batch is not batch:
@@ -157,14 +161,14 @@ def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
     )
 
 
-def _scale(given: float | None, widths: Sequence[Size], node: fx.Node) -> float:
-    """The scale given for the scores, or else `1 / sqrt(width)` for the first of `widths` that is known."""
+def _scale(given: float | None, heads: fx.Node, node: fx.Node) -> float:
+    """The scale given for the scores, or else `1 / sqrt(width)` for the width of `heads`, queries or keys."""
     if given is not None:
         return given
-    for width in widths:
-        if isinstance(width, int):
-            return 1 / math.sqrt(width)
-    raise Refusal(node, "expected the head width or the scale to be known, found neither", "pass scale=")
+    width = known_by_guard(heads.meta["val"].shape[-1])
+    if width is None:
+        raise Refusal(node, "expected the head width or the scale to be known, found neither", "pass scale=")
+    return 1 / math.sqrt(width)
 
 
 def _from_packed(call: Call, trace: Trace) -> Attention:
@@ -178,7 +182,7 @@ def _from_packed(call: Call, trace: Trace) -> Attention:
     if same(q.shape[0], 0) or same(k.shape[0], 0):
         raise Refusal(node, "expected packed tokens, found none")
     heads, groups = q.shape[1], k.shape[1]
-    scale = _scale(call.scale, [k.shape[2], q.shape[2]], node)
+    scale = _scale(call.scale, call.key, node)
     if not same(v.shape[2], size_of(node.meta["val"].shape[2])):
         raise Refusal(node, f"expected an output as wide as the values, found {v.shape[2]} columns of values")
     grouped = [] if same(heads, groups) else ["group"]

@@ -19,7 +19,8 @@ from ..nodes.arguments import argument, arguments, aten, is_elementwise, is_tens
 from ..nodes.source import where
 from ..nodes.walk import walk
 from ..trace.trace import Trace
-from .scores import KeyRange, Sink, Summand, labels_through, whole_source, without_shift, without_sinks
+from .scores import KeyRange, Sink, Summand, labels_through, without_sinks
+from .shift import whole_source, without_shift
 from .softmax import Weights
 
 _LIKE = {aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0, aten.full_like.default: None}

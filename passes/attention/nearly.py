@@ -1,7 +1,7 @@
 """Say why a product with what is nearly attention weights is no attention: otherwise no report would mention it.
 
 e / (e.sum() + 1e-6)                     weights that do not add up to 1
-softmax(s) * gate                        weights that are multiplied afterwards
+softmax(s) * gate                        weights that are multiplied afterwards, as by a dropout
 nan_to_num(softmax(s), nan=0.5)          numbers that a softmax does not give
 exp(s - maximum(m, s.amax()))            a softmax over blocks of keys, with a running maximum
 softmax(s) - 0.5 * softmax(t)            several softmaxes
@@ -9,6 +9,7 @@ softmax(s) - 0.5 * softmax(t)            several softmaxes
 
 from __future__ import annotations
 
+import operator
 from itertools import islice
 from typing import Any
 
@@ -48,7 +49,7 @@ def nearly_weights(node: fx.Node, trace: Trace) -> Refusal | None:
         if source.target in SUMS and len(list(softmaxes(source, trace))) > 1:
             reason = f"expected attention weights of one softmax, found several in {where(source)}"
             return Refusal(node, reason, "multiply each softmax with the values, and add up the results")
-        if source.target is aten.mul.Tensor and softmaxes(source, trace) and not _routes(source, trace):
+        if _multiplies(source) and softmaxes(source, trace) and not _routes(source, trace):
             reason = f"expected attention weights as a softmax gives them, found them multiplied in {where(source)}"
             remedy = "multiply the output by a number for each head or query, or the values by one for each key"
             remedy += "; for dropout, call model.eval()"
@@ -70,9 +71,18 @@ def softmaxes(node: Any, trace: Trace, depth: int = _DEPTH) -> list[fx.Node]:
     if source.target in SUMS:
         found = [softmaxes(operand, trace, depth - 1) for operand in arguments(source)[:2]]
         return [each for own in found for each in own] if all(found) else []
-    if source.target is aten.mul.Tensor:
-        return next((own for operand in arguments(source) if (own := softmaxes(operand, trace, depth - 1))), [])
+    if _multiplies(source):
+        factors = arguments(source) if source.target is aten.mul.Tensor else arguments(arguments(source)[0])[:1]
+        return next((own for operand in factors if (own := softmaxes(operand, trace, depth - 1))), [])
     return []
+
+
+def _multiplies(node: fx.Node) -> bool:
+    """Whether a tensor is a product, or the first result of a dropout."""
+    if node.target is operator.getitem:
+        made, index = arguments(node)
+        return index == 0 and made.target is aten.native_dropout.default
+    return node.target is aten.mul.Tensor
 
 
 def _routes(node: Any, trace: Trace) -> bool:

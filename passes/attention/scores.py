@@ -7,10 +7,8 @@ softmax(cat(q k^T, sink))[..., :-1]                           ->  one product, o
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -22,7 +20,7 @@ from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
 from ..nodes.constants import constant_of
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
-from .copies import original_of
+from .shift import whole_source, without_shift
 
 SPACING = 8.0
 """Replacing a score by a number is the same as adding the number to it, where the spacing of floats at that number is
@@ -42,8 +40,8 @@ class Mask:
     """A tensor over some of the scores' axes.
 
     If it `attends` it is bool, True where a query may attend, or where it may not if `inverted`, and the scores that it
-    rejects become `fill`. Otherwise it is added to the scores, times `factor`. To the softmax, what is less than
-    `lowest` is -inf. `word` is what a report calls the mask if nothing is known about which keys it hides.
+    rejects become `fill`. Otherwise it is added to the scores, times `factor`. To the softmax, what is added and less
+    than `lowest` is -inf. `word` is what a report calls the mask if nothing is known about which keys it hides.
     """
 
     term: Term
@@ -128,70 +126,23 @@ def scores_of(
         Refusal: if the scores of keys without values do not stand apart from those of keys with values.
     """
     lowest = times * torch.finfo(node.meta["val"].dtype).min
-    found = _scores_of(node, keys, trace, times, shifted=shifted)
-    return [replace(s, what=replace(s.what, lowest=lowest)) if isinstance(s.what, Mask) else s for s in found]
-
-
-def _scores_of(node: fx.Node, keys: KeyRange, trace: Trace, times: float, *, shifted: bool) -> list[Summand]:
     node, factor = without_shift(node, keys.dim, trace) if shifted else (node, 1.0)
     factor *= times
     labels = tuple(range(len(trace[node].dims)))
     if same(keys.size, trace[node].shape[keys.dim]):
-        return _whole_summands(node, labels, factor, keys.dim, trace)
+        return _whole_summands(node, labels, factor, keys.dim, lowest, trace)
     source, scale = whole_source(node, trace)
-    if source is not None and (padded := _padded(source, keys, labels, factor * scale, trace)) is not None:
+    if source is not None and (padded := _padded(source, keys, labels, factor * scale, lowest, trace)) is not None:
         return padded
     if source is None or source.target is not aten.cat.default:
         reason = "expected all attention weights to be multiplied with the values, found that only a part of them is"
         raise Refusal(node, reason, "multiply the whole result of the softmax with the values")
-    return _joined(source, keys, labels, factor * scale, trace)
+    return _joined(source, keys, labels, factor * scale, lowest, trace)
 
 
-def without_shift(node: fx.Node, dim: int, trace: Trace) -> tuple[fx.Node, float]:
-    """Scores before their maximum was subtracted from each row and before a positive factor, and that factor.
-
-    A softmax does not see the shift: a row of -inf alone is NaN either way.
-    """
-    factor = 1.0
-    while True:
-        source, scale = whole_source(node, trace)
-        if source is None:
-            return node, factor
-        a, b = (*arguments(source), None, None)[:2]
-        if source.target is aten.sub.Tensor and not source.kwargs and is_tensor(b) and is_greatest(b, a, dim, trace):
-            node, factor = a, factor * scale
-        elif source.target is aten.mul.Tensor and isinstance(b, int | float) and b > 0:
-            node, factor = a, factor * scale * b
-        elif source.target is aten.div.Tensor and isinstance(b, int | float) and b > 0:
-            node, factor = a, factor * scale / b
-        else:
-            return node, factor
-
-
-def whole_source(node: fx.Node, trace: Trace) -> tuple[fx.Node | None, float]:
-    """The tensor whose elements `node` holds, dimension by dimension, and the positive factor between the two."""
-    original = original_of(node, trace)
-    if original is None or any(factor <= 0 for factor in original.factors):
-        return None, 1.0
-    return original.node, math.prod(original.factors)
-
-
-def is_greatest(node: fx.Node, scores: Any, dim: int, trace: Trace) -> bool:
-    """Whether `node` is the maximum of `scores` along `dim`, which it keeps."""
-    source, factor = whole_source(node, trace)
-    if source is None or factor != 1.0 or not is_tensor(scores):
-        return False
-    if source.target is operator.getitem and arguments(source)[1] == 0:
-        source = arguments(source)[0]
-    if source.target not in (aten.amax.default, aten.max.dim):
-        return False
-    of, dims, keep = (*arguments(source), None, None)[:3]
-    dims = dims if isinstance(dims, list | tuple) else [dims]
-    rank = len(trace[scores].dims)
-    return bool(keep) and [d % rank for d in dims] == [dim] and bool(trace[of] == trace[scores])
-
-
-def _joined(node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: float, trace: Trace) -> list[Summand]:
+def _joined(
+    node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: float, lowest: float, trace: Trace
+) -> list[Summand]:
     """The summands of the scores with values, which are one piece of the join `node`; the other pieces are sinks."""
     piece, sinks = without_sinks(node, keys, labels, factor, trace)
     if argument(node, "dim") % len(labels) != keys.dim or piece is None:
@@ -200,7 +151,7 @@ def _joined(node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: floa
             "expected the scores of the keys that have values to be one piece of a join over "
             "keys, found another part of it",
         )
-    return [*_whole_summands(piece, labels, factor, keys.dim, trace), *sinks]
+    return [*_whole_summands(piece, labels, factor, keys.dim, lowest, trace), *sinks]
 
 
 def without_sinks(
@@ -223,7 +174,7 @@ def without_sinks(
 
 
 def _padded(
-    node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: float, trace: Trace
+    node: fx.Node, keys: KeyRange, labels: tuple[int, ...], factor: float, lowest: float, trace: Trace
 ) -> list[Summand] | None:
     """The summands of scores that `node` pads with a number, the score of keys without values; None if it does not."""
     if node.target is not aten.constant_pad_nd.default:
@@ -237,13 +188,26 @@ def _padded(
     if not same(beside[0], keys.start) or not same(trace[scores].shape[keys.dim], keys.size):
         return None
     own = Number(score + math.log(sum(beside)))
-    return [*_whole_summands(scores, labels, factor, keys.dim, trace), Summand(trace[scores], labels, own)]
+    return [*_whole_summands(scores, labels, factor, keys.dim, lowest, trace), Summand(trace[scores], labels, own)]
 
 
-def _whole_summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, trace: Trace) -> list[Summand]:
+def _whole_summands(
+    node: fx.Node, labels: tuple[int, ...], factor: float, key: int, lowest: float, trace: Trace
+) -> list[Summand]:
     """The summands of scores that all have values; one additive mask where they are more than a sum."""
-    found = _hidden_alike(_summands(node, labels, factor, key, trace), highest_fill(node))
-    return found or [Summand(trace[node], labels, Mask(trace[node].term, attends=False, factor=factor))]
+    found = [_held(summand, lowest) for summand in _summands(node, labels, factor, key, trace)]
+    whole = Mask(trace[node].term, attends=False, factor=factor, lowest=lowest)
+    return _hidden_alike(found, highest_fill(node)) or [Summand(trace[node], labels, whole)]
+
+
+def _held(summand: Summand, lowest: float) -> Summand:
+    """A summand whose mask knows what is -inf to the softmax. The number that replaces scores is held already."""
+    match summand.what:
+        case Mask(attends=True) as mask:
+            return replace(summand, what=replace(mask, fill=replace(mask, lowest=lowest).held(mask.fill)))
+        case Mask() as mask:
+            return replace(summand, what=replace(mask, lowest=lowest))
+    return summand
 
 
 def _hidden_alike(summands: list[Summand], highest: float) -> list[Summand]:

@@ -19,7 +19,7 @@ from ..nodes.arguments import arguments, aten, factor_of, is_tensor
 from ..nodes.constants import constant_of
 from ..trace.trace import Trace
 from .copies import copied, original_of
-from .scores import is_greatest
+from .shift import is_greatest
 
 _ADDS = {aten.add.Tensor, aten.add.Scalar}
 _AT_LEAST = {aten.clamp.default, aten.clamp_min.default}

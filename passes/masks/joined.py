@@ -126,7 +126,7 @@ def joined(mask: Mask, segments: Sequence[tuple[Site, Sequence[Kind]]]) -> Joine
 
 def _nearest(kinds: Sequence[Kind], site: Site) -> Naming:
     """The keys between two limits that move with the query. All keys, if there is no first
-    limit, or none is left out."""
+    limit, if none is left out, or if there may be none between the limits."""
     (key,), query = site.attention.keys, query_of(site)
     here = Affine(0, () if query is None else ((query, 1),)) - Affine(0, ((key, 1),))
     behind = [kind.what - here for kind in kinds if isinstance(kind, Limit)]
@@ -136,4 +136,5 @@ def _nearest(kinds: Sequence[Kind], site: Site) -> Naming:
         return Every(key.size)
     first = firsts[0]
     length = total([lasts[0], -1 * first, 1]) if lasts else total([key.size, -1 * first])
-    return Every(key.size) if known_at_most(key.size, length) else Window(first, length)
+    some_left_out = known_at_most(0, length) and not known_at_most(key.size, length)
+    return Window(first, length) if some_left_out else Every(key.size)

@@ -45,7 +45,7 @@ class Pairs(ABC):
                 value = self.key
             else:
                 value = self.query if isinstance(term, Axis) else self(term)
-            position = position + factor * value
+            position = position + factor * value.long()  # int32 may not hold the product
         return position
 
 

@@ -52,5 +52,10 @@ class TopK(Kind):
 
 
 def recognise(literal: Literal, site: Site, origin: tuple[Kind, ...]) -> Kind | None:
-    """The named keys that a literal states, if it states any."""
-    return TopK(literal, origin) if isinstance(literal, Named) else None
+    """The named keys that a literal states, if it states any.
+
+    Indices may name something else, such as the queries or the heads that attend at all, or depend on the key.
+    """
+    if not isinstance(literal, Named) or site.attention.keys != (literal.key,):
+        return None
+    return None if literal.key in literal.indices.axes else TopK(literal, origin)

@@ -41,6 +41,19 @@ def no_guards(environment: ShapeEnv | None) -> Iterator[None]:
         del vars(environment)["_check_frozen"]
 
 
+def known_by_guard(size: int | torch.SymInt) -> int | None:
+    """What a size is: provably, or now and by a guard from now on.
+
+    None where a run alone knows, and where the graph takes no guards.
+    """
+    if isinstance(size, torch.SymInt) and not size.node.has_hint():
+        return None
+    try:
+        return int(size)
+    except GuardNeeded:
+        return None
+
+
 def equal_by_guard(a: Any, b: Any) -> bool:
     """Whether two sizes, ints or SymInts or nodes of such, are equal: provably, or now and by a guard from now on.
 

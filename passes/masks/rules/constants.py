@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from ...algebra.terms import Axis
 from ...nodes.arguments import arguments, aten
-from ...nodes.shapes import size_of
+from ...nodes.shapes import shape_of, size_of
 from ..positions import Affine, Index, Value
 from .rule import INTEGERS, Rules, Values, number_of
 
@@ -42,6 +43,7 @@ def _arange(values: Values, node: fx.Node, index: Index) -> Value | None:
 @RULES.of(aten.cumsum.default)
 def _cumsum(values: Values, node: fx.Node, index: Index) -> Value | None:
     source, dim = arguments(node)[:2]
-    if values(source, index) != Affine(1):
-        return None
-    return index[dim % len(index)] + Affine(1)
+    dim %= len(index)
+    any_index = Affine(0, ((Axis(shape_of(node)[dim]), 1),))
+    ones = values(source, (*index[:dim], any_index, *index[dim + 1 :])) == Affine(1)
+    return index[dim] + Affine(1) if ones and node.meta["val"].dtype in INTEGERS else None

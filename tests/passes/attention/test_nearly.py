@@ -88,3 +88,14 @@ def test_the_reason_says_what_it_is_instead(function: Function) -> None:
         for outcome in outcomes:
             assert outcome.path == "unchanged"
             assert REASONS[function] in outcome.reason
+
+
+def test_a_dropout_of_the_weights_is_said() -> None:
+    def dropped(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        return torch.ops.aten.native_dropout((q @ k.mT * SCALE).softmax(-1), 0.5, True)[0] @ v
+
+    (outcome,) = rewrite(capture(dropped, *mla.tensors()))
+    assert outcome.path == "unchanged"
+    assert "as a softmax gives them, found them multiplied in `getitem_2`" in outcome.reason
+    assert "call model.eval()" in outcome.remedy

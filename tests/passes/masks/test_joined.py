@@ -110,6 +110,18 @@ def in_order(queries: int, near: int, scores: Tensor) -> Tensor:
     return named(scores[..., :near], ready=False)
 
 
+def beyond(queries: int, near: int, scores: Tensor) -> Tensor:
+    """No key: those that are meant lie behind the last one."""
+    hidden = arange(near) <= arange(queries)[:, None] + near
+    return torch.zeros(()).double().masked_fill(hidden, INFINITY)[None, None]
+
+
+def between_no_two(queries: int, near: int, scores: Tensor) -> Tensor:
+    """No key: the first limit is behind the last."""
+    key, query = arange(near), arange(queries)[:, None]
+    return torch.zeros(()).double().masked_fill((key <= query + 3) | (key > query + 1), INFINITY)[None, None]
+
+
 def repeated(scores: Tensor) -> Tensor:
     index = scores.topk(TOPK, dim=-1).indices
     index = torch.cat([index, index.flip(-1)], -1)
@@ -122,6 +134,8 @@ WAYS: dict[str, tuple[Mask, int]] = {
     "indices that are all keys": (of_two(window, lambda s: named(s, ready=False, extra=0)), WINDOW + TOPK),
     "indices that repeat": (of_two(window, repeated), WINDOW + 2 * TOPK),
     "both parts are named": (of_two(in_order), 2 * TOPK),
+    "no key of the first part": (of_two(beyond, lambda s: named(s, ready=False)), 5 + TOPK),
+    "no key between the limits": (of_two(between_no_two, lambda s: named(s, ready=False)), 5 + TOPK),
 }
 
 
@@ -150,7 +164,14 @@ def nobody_sees_the_first(queries: int, near: int, scores: Tensor) -> Tensor:
     return torch.full((1, 1, queries, near), LEAST, dtype=torch.float64)
 
 
+def some_queries(queries: int, near: int, scores: Tensor) -> Tensor:
+    """A top-k of the queries that attend to the first part at all."""
+    index = scores[..., :1].topk(2, 1).indices
+    return scores.new_full((B, queries, 1), INFINITY).scatter(1, index, 0.0)[:, None]
+
+
 TENSORS: dict[str, Mask] = {
+    "a first part that some queries see": of_two(some_queries, lambda s: named(s, ready=False)),
     "a bias of the first part": of_two(random),
     "a number that hides nothing": of_two(window, two_numbers),
     "no keys that are named": of_two(window, lambda s: torch.zeros(B, 1, *s.shape[1:], dtype=torch.float64)),

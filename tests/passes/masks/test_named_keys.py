@@ -28,7 +28,7 @@ from tests.passes.mask_cases import (
     generator,
     masks_left,
 )
-from tests.passes.spellings import SQ, B, T
+from tests.passes.spellings import SQ, B, N, T
 
 SPARSE = {name: (attention, KNOWN[name]) for name in ("top-k", "top-k, inverted, causal", "indices with repetitions")}
 SPARSE |= {
@@ -162,3 +162,48 @@ def test_weights_that_are_no_numbers_where_a_query_sees_none_of_its_keys() -> No
     (outcome,) = rewrite(module, "sparse")
     assert outcome.path == "absorbed"
     check_right(before, run(module, *tensors), score=1e9)
+
+
+def test_lengths_are_multiplied_in_the_graphs_dtype() -> None:
+    """A length in int32 that stands for no limit: twice as much is beyond int32."""
+    tensors = *mla.tensors(), torch.rand(B, SQ, T, generator=generator), torch.tensor([2**31 - 1, 2], dtype=torch.int32)
+    sparse(
+        attention(
+            lambda s, t, x, n: (
+                torch.zeros(x.shape, dtype=torch.bool).scatter(-1, x.topk(4).indices, True)
+                & (arange(t) < n.long()[:, None, None] * 2)
+            )[:, None]
+        ),
+        tensors,
+    )
+
+
+ATTEND_AT_ALL: dict[str, Callable[[Tensor], Tensor]] = {
+    "queries": lambda x: torch.zeros(B, SQ, 1, dtype=torch.bool).scatter(1, x[..., :1].topk(2, 1).indices, True)[
+        :, None
+    ],
+    "heads": lambda x: torch.zeros(B, N, 1, 1, dtype=torch.bool).scatter(
+        1, x[:, 0, :N, None, None].topk(2, 1).indices, True
+    ),
+    "heads of each query": lambda x: torch.zeros(B, N, SQ, 1, dtype=torch.bool).scatter(
+        1, x[..., :N].mT[..., None].topk(2, 1).indices, True
+    ),
+    "sequences": lambda x: torch.zeros(B, 1, 1, 1, dtype=torch.bool).scatter(
+        0, x[:, :1, :1, None].topk(1, 0).indices, True
+    ),
+    "queries of each key": lambda x: torch.zeros(B, SQ, T, dtype=torch.bool).scatter(1, x.topk(2, 1).indices, True)[
+        :, None
+    ],
+}
+
+
+@pytest.mark.parametrize("seen", ATTEND_AT_ALL.values(), ids=ATTEND_AT_ALL)
+@pytest.mark.parametrize("path", ["auto", "absorbed"])
+def test_indices_of_something_else_name_no_keys(path: str, seen: Callable[[Tensor], Tensor]) -> None:
+    """Which queries, heads or sequences attend at all, as a mixture of depths chooses them."""
+    tensors = *mla.tensors(), torch.rand(B, SQ, T, generator=generator)
+    module = capture(attention(lambda s, t, x: seen(x)), *tensors)
+    before = copy.deepcopy(module)
+    (outcome,) = rewrite(module, path)
+    assert (outcome.path, outcome.mask) == ("absorbed", "tensor")
+    check_right(run(before, *tensors), run(module, *tensors))

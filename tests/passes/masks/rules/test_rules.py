@@ -162,3 +162,16 @@ def test_every_rule_has_a_case() -> None:
     graphs = [capture(case, FLAGS, NAMES) for case in CASES.values()]
     ran = {node.target for module in graphs for node in module.graph.nodes}
     assert set(RULES) - ran == set()
+
+
+NOTHING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sums that bfloat16 rounds": lambda flags, names: torch.ones(ROWS, COLUMNS).cumsum(1, dtype=torch.bfloat16),
+    "sums that wrap": lambda flags, names: torch.ones(ROWS, COLUMNS, dtype=torch.int8).cumsum(1, dtype=torch.int8),
+    "a sum of positions": lambda flags, names: torch.arange(COLUMNS).cumsum(0)[1].expand(ROWS, COLUMNS),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_nothing_is_said_of_what_may_be_another_number(case: str) -> None:
+    value, _ = valued(capture(NOTHING[case], FLAGS, NAMES))
+    assert not isinstance(value, Affine) or any(isinstance(what, Read) for what, _ in value.terms)
