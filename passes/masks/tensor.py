@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,7 @@ class TensorMask(Kind):
     factor: float
     fill: float
     inverted: bool
+    lowest: float
     words: tuple[str, ...] = field(default=("tensor",), compare=False)
 
     @property
@@ -32,10 +34,13 @@ class TensorMask(Kind):
         tensor = pairs(self.read)
         if self.attends:
             return Filled(~tensor if self.inverted else tensor, self.fill)
+        least = torch.finfo(tensor.dtype).min * self.factor if tensor.is_floating_point() else 0.0
         tensor = tensor.to(torch.promote_types(pairs.site.node.meta["val"].dtype, torch.float32))
-        return tensor * self.factor if self.factor != 1.0 else tensor
+        added = tensor * self.factor if self.factor != 1.0 else tensor
+        return added.masked_fill(added < self.lowest, -math.inf) if least < self.lowest else added
 
 
 def tensor_mask(mask: Mask) -> TensorMask:
     """A mask of a site's scores as an arbitrary tensor."""
-    return TensorMask(mask.term.read, mask.attends, mask.factor, mask.held(mask.fill), mask.inverted, (mask.word,))
+    told = mask.attends, mask.factor, mask.held(mask.fill), mask.inverted, mask.lowest
+    return TensorMask(mask.term.read, *told, (mask.word,))

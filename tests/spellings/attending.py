@@ -62,7 +62,9 @@ class Attending(nn.Module):
         s = self.spelling
         shape, start = (s.queries, self.tokens), self.tokens - s.queries
         seen = torch.ones(shape, dtype=torch.bool).tril(start)
-        return seen & torch.ones(shape, dtype=torch.bool).triu(start - WINDOW) if s.mask == "window" else seen
+        if s.mask == "window":
+            seen = seen & torch.ones(shape, dtype=torch.bool).triu(start - WINDOW)
+        return seen & (torch.arange(s.queries) > 0)[:, None] if s.blind else seen
 
     def mask(self, dtype: torch.dtype, bias: Tensor | None) -> Tensor | None:
         """What to add to the scores, or which scores to keep."""

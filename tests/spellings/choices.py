@@ -89,6 +89,10 @@ class Spelling:
     """What whole keys are multiplied by: one number per `head`, one per head and `column`, or `no` factor."""
     apart: bool = False
     """Whether cached and new latents are up-projected separately, and the keys and values concatenated."""
+    half: str = "bfloat16"
+    """Which half precision takes the place of bfloat16 as the `dtype`."""
+    blind: bool = False
+    """Whether the mask hides all keys from the first query."""
 
     @property
     def needs_scores(self) -> bool:
@@ -165,6 +169,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "threes": ("no",) * 54 + ("xcw", "xwc", "cxw", "cwx", "wxc", "wcx"),
     "keys_scaled": ("no",) * 18 + ("head", "column"),
     "apart": (False,) * 3 + (True,),
+    "half": ("bfloat16", "float16"),
+    "blind": (False,) * 3 + (True,),
 }
 
 
@@ -177,6 +183,7 @@ def draw(seed: int) -> Spelling:
 
 def _possible(s: Spelling, dice: random.Random) -> Spelling:
     """The nearest spelling that somebody could have written: some choices rule others out."""
+    s = replace(s, dtype=s.half) if s.dtype == "bfloat16" else s
     if s.threes != "no":
         s = replace(s, absorbed="no", bias=False, groups="none", spoiled="no", latents="one", loop="no", gated=False)
         s = replace(s, keys="two scores", padded="no", softcap=False, returned=False, keys_scaled="no")
@@ -224,4 +231,6 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
         alone = s.latents != "one" and s.heads == 2  # the only head of its group: no other head shares its rope key
         if s.spoiled == "rope a head" and (s.rope == "none" or alone):
             s = replace(s, spoiled="tanh")
+        if s.spoiled == "gate" and s.gated:  # keys and values have a latent each, with a gate of its own
+            s = replace(s, spoiled="norm")
     return s
