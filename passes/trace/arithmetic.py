@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from ..algebra import elementwise, joins, operations
@@ -37,7 +38,8 @@ def _reduced(trace: Forms, node: fx.Node) -> Form:
     return elementwise.pointwise(node, [Form(dims, form.term)], shape_of(node))
 
 
-@HANDLERS.of(aten._to_copy.default)
+# The second is what torch puts after an op of which a number, a symbol until then, became a tensor.
+@HANDLERS.of(aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 def _cast(trace: Forms, node: fx.Node) -> Form:
     source = arguments(node)[0]
     before, after = source.meta["val"].dtype, node.meta["val"].dtype

@@ -74,6 +74,18 @@ def test_factors_that_are_on_the_scores_are_rewritten() -> None:
         assert outcome.path == path
 
 
+def test_a_number_that_became_a_tensor_is_on_the_scores() -> None:
+    """As torch writes a scale that is a symbol, under `dynamic=True`."""
+
+    def attention(x: Tensor, *args: Tensor) -> Tensor:
+        def scaled(scores: Tensor) -> Tensor:
+            return torch.ops.prims.convert_element_type(scores * x[0, 0, 0].to(torch.float32), scores.dtype)
+
+        return mla.softmax(*mla.naive(x, *args), scaled)
+
+    check_rewritten(attention, mla.tensors())
+
+
 UNCHANGED: dict[str, Function] = {
     "a number over keys": keys(lambda k: ramp(N, 1, 1) / k),
 }
