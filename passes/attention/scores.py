@@ -41,7 +41,8 @@ class Mask:
 
     If it `attends` it is bool, True where a query may attend, or where it may not if `inverted`, and the scores that it
     rejects become `fill`. Otherwise it is added to the scores, times `factor`. To the softmax, what is added and less
-    than `lowest` is -inf. `word` is what a report calls the mask if nothing is known about which keys it hides.
+    than `lowest` is -inf, and of a score to which at most `highest` is added nothing is left in the graph's dtype (None
+    if that is not known). `word` is what a report calls the mask if nothing is known about which keys it hides.
     """
 
     term: Term
@@ -50,6 +51,7 @@ class Mask:
     fill: float = -math.inf
     inverted: bool = False
     lowest: float = -math.inf
+    highest: float | None = None
     word: str = "tensor"
 
     def held(self, number: float) -> float:
@@ -248,13 +250,15 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, t
     def operand(node: fx.Node, factor: float) -> list[Summand]:
         return _summands(node, through[len(through) - len(trace[node].dims) :], factor, key, trace)
 
-    def addend(node: fx.Node, factor: float) -> list[Summand]:
+    def addend(node: fx.Node, own: float) -> list[Summand]:
         """The summands of an operand of a sum. One without products is one mask: it rejects keys by what it adds."""
-        summands = operand(node, factor)
+        summands = operand(node, own)
         if _holds_product(summands):
             return summands
         form = trace[node]
-        mask = Mask(form.term, attends=False, factor=factor)
+        dtype = source.meta["val"].dtype
+        highest = abs(factor) * min(lost_below(dtype), HIDES) if dtype.is_floating_point else None
+        mask = Mask(form.term, attends=False, factor=own, highest=highest)
         return [Summand(form, through[len(through) - len(form.dims) :], mask)]
 
     def times(node: fx.Node, by: fx.Node) -> list[Summand]:
@@ -329,10 +333,14 @@ def _holds_product(summands: list[Summand]) -> bool:
     return any(isinstance(s.what, float) for s in summands)
 
 
-def highest_fill(node: fx.Node) -> float:
-    """The greatest number that leaves nothing of a score of a node's dtype to which it is added (see `SPACING`)."""
-    dtype = torch.promote_types(node.meta["val"].dtype, torch.float32)  # the dtype in which ops compute
+def lost_below(dtype: torch.dtype) -> float:
+    """The greatest number that leaves nothing of a score to which it is added in a dtype (see `SPACING`)."""
     return -SPACING / torch.finfo(dtype).eps
+
+
+def highest_fill(node: fx.Node) -> float:
+    """The greatest number that leaves nothing of a score of a node's dtype to which ops add it."""
+    return lost_below(torch.promote_types(node.meta["val"].dtype, torch.float32))
 
 
 def labels_through(form: Form, labels: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -108,9 +108,15 @@ def _attends(mask: Mask, valuation: Valuation, highest: float) -> tuple[Truth, f
     then, otherwise = (mask.held(number * mask.factor) for number in (value.then, value.otherwise))
     if then == otherwise == 0:
         return ALWAYS, -math.inf
-    if then == 0 and otherwise <= highest:
-        return value.condition, otherwise
-    return (negation(value.condition), then) if otherwise == 0 and then <= highest else None
+    if then == 0:
+        condition, hidden = value.condition, otherwise
+    elif otherwise == 0:
+        condition, hidden = negation(value.condition), then
+    else:
+        return None
+    if mask.highest is not None and highest < hidden <= mask.highest:
+        hidden = ALL_ALIKE  # it leaves nothing of a score in the graph's dtype, but something in that of the ops
+    return (condition, hidden) if hidden <= highest else None
 
 
 def _joined(site: Site, valuation: Valuation) -> Joined | None:

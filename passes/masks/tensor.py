@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.terms import Read
-from ..attention.scores import Mask
+from ..attention.scores import ALL_ALIKE, Mask, highest_fill
 from .kind import Filled, Kind
 from .pairs import Pairs
 
@@ -24,6 +24,7 @@ class TensorMask(Kind):
     fill: float
     inverted: bool
     lowest: float
+    highest: float | None
     words: tuple[str, ...] = field(default=("tensor",), compare=False)
 
     @property
@@ -35,12 +36,17 @@ class TensorMask(Kind):
         if self.attends:
             return Filled(~tensor if self.inverted else tensor, self.fill)
         least = torch.finfo(tensor.dtype).min * self.factor if tensor.is_floating_point() else 0.0
-        tensor = tensor.to(torch.promote_types(pairs.site.node.meta["val"].dtype, torch.float32))
+        node = pairs.site.node
+        tensor = tensor.to(torch.promote_types(node.meta["val"].dtype, torch.float32))
         added = tensor * self.factor if self.factor != 1.0 else tensor
-        return added.masked_fill(added < self.lowest, -math.inf) if least < self.lowest else added
+        if least < self.lowest:
+            added = added.masked_fill(added < self.lowest, -math.inf)
+        if self.highest is not None and highest_fill(node) < least <= self.highest:  # as with float16
+            added = torch.where(added.isneginf() | (added > self.highest), added, ALL_ALIKE)
+        return added
 
 
 def tensor_mask(mask: Mask) -> TensorMask:
     """A mask of a site's scores as an arbitrary tensor."""
-    told = mask.attends, mask.factor, mask.held(mask.fill), mask.inverted, mask.lowest
+    told = mask.attends, mask.factor, mask.held(mask.fill), mask.inverted, mask.lowest, mask.highest
     return TensorMask(mask.term.read, *told, (mask.word,))

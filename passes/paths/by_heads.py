@@ -30,6 +30,7 @@ from ..nodes.shapes import hints_of
 from ..nodes.source import where
 from .carriers import Carrier
 from .chunked import FORCE, Chunked, chunked_cost, refuse_apart, refuse_wide_latent
+from .operands import largest_scale, scaled_alike
 from .padding import padded
 from .path import Part, Path
 
@@ -145,14 +146,10 @@ class ByHeadsCode:
         return write_as(o, (*rows, columns), site.attention.dims, read.realize)
 
     def _queries(self, index: int, read: Reader) -> Tensor:
-        """The queries of one product, `[B, N, Sq, D]`, side by side as its keys are, and in the scale of the first."""
+        """The queries of one product, `[B, N, Sq, D]`, side by side as its keys are, and in its largest scale."""
         site, own = self.site, [piece for piece in self.pieces if piece.of == index]
-        queries = [read(piece.query.read, site.batch, site.heads, site.tokens, piece.summed) for piece in own]
-        scaled = [
-            q if piece.scale == own[0].scale else q * (piece.scale / own[0].scale)
-            for piece, q in zip(own, queries, strict=True)
-        ]
-        return side_by_side([q.to(self.dtypes[index]) for q in scaled])
+        queries = (read(piece.query.read, site.batch, site.heads, site.tokens, piece.summed) for piece in own)
+        return side_by_side([q.to(self.dtypes[index]) for q in scaled_alike(own, queries)])
 
     def _of_all_heads(self, tensors: dict[str, Any]) -> Tensor:
         """`[B, N, Sq, V]`"""
@@ -200,7 +197,7 @@ class ByHeadsCode:
         own = [key for piece, key in zip(self.pieces, keys, strict=True) if piece.of == index]
         columns = [(key if key.shape[1] == heads else key.expand(-1, heads, -1, -1)).to(dtype) for key in own]
         product = queries @ side_by_side(columns).mT
-        scale = next(piece.scale for piece in self.pieces if piece.of == index)
+        scale = largest_scale([piece for piece in self.pieces if piece.of == index])
         product = product if scale == 1.0 else product * scale
         for shift, added in zip(self.site.shifts, shifts, strict=True):
             product = product + (added * shift.scale).to(dtype) if shift.of == index else product

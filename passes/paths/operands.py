@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -14,7 +15,7 @@ from ..algebra.terms import Dim, Read
 from ..caches.stored import StoredKeys
 from ..code.reading import Reader
 from ..masks.named_keys import NamedKeys
-from ..mla.site import Site
+from ..mla.site import Piece, Site
 from .adapters import times_sum, widened
 from .carriers import Carrier, Lengths, MaskAndOffset, Named
 from .per_head import per_head
@@ -42,7 +43,7 @@ class Operands:
     @property
     def scale(self) -> float:
         """The scale of the scores."""
-        return self.site.nope.scale
+        return largest_scale((self.site.nope, *self.site.ropes))
 
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
         """`W_UK [N, P, L]` and `W_UV [N, V, L]`, None where absorbed by hand."""
@@ -116,15 +117,15 @@ def operands_of(site: Site, keys: StoredKeys, carrier: Carrier, read: Reader) ->
         Unaligned: if keys that may not be cast are in another dtype than the queries.
     """
     rows = site.batch, site.tokens, site.heads
-    q_nope = read(site.nope.query.read, *rows, site.nope.summed)
-    q_ropes = []
-    for piece in site.ropes:
-        q = read(piece.query.read, *rows, piece.summed)
-        q_ropes.append(q * (piece.scale / site.nope.scale) if piece.scale != site.nope.scale else q)
+    pieces = site.nope, *site.ropes
+    queries = (read(piece.query.read, *rows, piece.summed) for piece in pieces)
+    q_nope, *q_ropes = scaled_alike(pieces, queries)
     q_rope = _joined(q_ropes, q_nope, q_nope.dtype)
     latent = read(keys.latent, *keys.layout, site.rank)
     if (second := site.second_latent) is not None:
-        latent = torch.cat([read(second.latent.read, *keys.layout, second.rank).to(latent.dtype), latent], dim=-1)
+        of_keys = read(second.latent.read, *keys.layout, second.rank)
+        wide = torch.promote_types(of_keys.dtype, latent.dtype)
+        latent = torch.cat([of_keys.to(wide), latent.to(wide)], dim=-1)
     scales = keys.read_scales(read, latent)
     layout = (*keys.layout, *([site.heads] if any(map(site.differs, site.ropes)) else []))
     k_ropes = [read(rope, *layout, piece.summed) for rope, piece in zip(keys.ropes, site.ropes, strict=True)]
@@ -136,6 +137,18 @@ def operands_of(site: Site, keys: StoredKeys, carrier: Carrier, read: Reader) ->
         raise Unaligned(f"{dtype} queries meet pages of {latent.dtype} and {k_rope.dtype}")
     q_nope, q_rope, latent, k_rope = (t if t.dtype == keys.coded else t.to(dtype) for t in tensors)
     return Operands(site, keys, carrier, read, q_nope, q_rope, latent, k_rope, scales, dtype)
+
+
+def largest_scale(pieces: Sequence[Piece]) -> float:
+    """The scale of greatest magnitude: queries are multiplied down to it, as float16 might not hold them otherwise."""
+    return max((piece.scale for piece in pieces), key=abs)
+
+
+def scaled_alike(pieces: Sequence[Piece], queries: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The queries of pieces, each times its piece's scale over the largest one."""
+    largest = largest_scale(pieces)
+    for piece, query in zip(pieces, queries, strict=True):
+        yield query if piece.scale == largest else query * (piece.scale / largest)
 
 
 def _joined(parts: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
