@@ -18,8 +18,19 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
-_COPIES = (aten.clone.default, aten._unsafe_view.default, aten._to_copy.default)
-"""Copies that Inductor omits if they change neither dtype nor strides."""
+_IN_ORDER = (
+    aten.clone.default,  # Inductor omits copies that change neither dtype nor strides
+    aten._to_copy.default,
+    aten._unsafe_view.default,
+    aten.alias.default,
+    aten.reshape.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.view.default,
+)
+"""Ops that keep all elements, and their order."""
 _torch_c: Any = torch._C  # `_is_alias_of` is not in its stubs
 
 
@@ -90,14 +101,33 @@ def _straight(operand: Any, operands: Sequence[Any]) -> Any:
 
 
 def _origins(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes of which a node is a view or a copy, nearest first."""
-    while isinstance(node.target, torch._ops.OpOverload) and (node.target in _COPIES or _is_view(node.target)):
-        (node,) = node.all_input_nodes[:1]
-        yield node
+    """The nodes that hold all elements of a node in their order, and of which it is a view or a copy, nearest first."""
+    while (origin := _origin_in_order(node) or _same_view(node)) is not None:
+        yield origin
+        node = origin
 
 
-def _is_view(op: torch._ops.OpOverload) -> bool:
-    first = op._schema.arguments[0].alias_info if op._schema.arguments else None
+def _origin_in_order(node: fx.Node) -> fx.Node | None:
+    if node.target not in _IN_ORDER:
+        return None
+    (origin,) = node.all_input_nodes[:1]
+    return origin if origin.meta["val"].dtype == node.meta["val"].dtype else None
+
+
+def _same_view(node: fx.Node) -> fx.Node | None:
+    """The nearest tensor that a node is a view of and that has its layout: both are the same elements of one memory."""
+    origin = node
+    while _is_view(origin.target):
+        (origin,) = origin.all_input_nodes[:1]
+        if _same_layout(node.meta["val"], origin.meta["val"]):
+            return origin
+    return None
+
+
+def _is_view(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.arguments:
+        return False
+    first = target._schema.arguments[0].alias_info
     return first is not None and not first.is_write
 
 

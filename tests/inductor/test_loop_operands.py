@@ -11,6 +11,7 @@ from torch.export import Dim
 
 import mla_compile
 from mla_compile.inductor.loop_operands import straighten_loop_operands
+from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, Combined, L, R
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
@@ -72,6 +73,38 @@ def test_copies_that_inductor_leaves_out() -> None:
     x = torch.randn(1, 3, 4)
     assert operands_of(lambda x: loop(x.squeeze(0).clone().unsqueeze(0)), x) == ["given_0"]
     assert operands_of(lambda x: loop(x, x.clone()), x) == ["given_0", "aten.clone.default"]
+
+
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the first two of four heads, each twice": lambda x: x[:2].unsqueeze(1).expand(-1, 2, -1, -1).reshape(4, 3, 3),
+    "rows and columns in exchange": lambda x: x.mT.contiguous(),
+    "rounded on the way": lambda x: x.bfloat16().float(),
+    "other elements of the same layout": lambda x: x.flip(0).squeeze(1),
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_copies_with_the_layout_but_not_the_elements_stay(change: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(4, 3, 3)
+    assert change(x).shape == x.shape
+    assert operands_of(lambda x: loop(change(x)), x) != ["given_0"]
+    result, expected = straightened(lambda x: loop(change(x)[1]), x)(x), loop(change(x)[1])
+    assert torch.equal(result[1], expected[1])
+
+
+def test_query_heads_that_share_keys_are_lowered_right() -> None:
+    """A weight of all keys before all values has as many rows as the keys of all query heads."""
+
+    class Shared(torch.nn.Module):
+        def forward(self, q: Tensor, latent: Tensor, weight: Tensor) -> Tensor:
+            k, v = (t.unflatten(2, (2, 8)).transpose(1, 2) for t in (latent @ weight.mT).chunk(2, -1))
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    given = torch.randn(2, 4, 6, 8), torch.randn(2, 24, 10), torch.randn(32, 10)
+    program = torch.export.export(Shared(), given)
+    program = mla_compile.lower(mla_compile.rewrite(program, options={"mla.path": "chunked", "mla.strict": True}))
+    exact = Shared()(*(t.double() for t in given))
+    assert_as_close_as_eager(program.module()(*given), Shared()(*given), exact, factor=4.0)  # sums in another order
 
 
 def test_a_lowered_program_of_one_sequence() -> None:
