@@ -38,7 +38,7 @@ from mla_compile.passes.outcome import Outcome
 from . import options as option_parser
 from .artifacts import cache_tag
 from .dynamo import differentiated
-from .dynamo.control_flow import copy_parts, parts
+from .dynamo.control_flow import copy_parts, has_apart
 from .dynamo.flex import write_out
 from .dynamo.graph import copied, inline_regions
 from .dynamo.seal import CACHEABLE, seal_with_parts
@@ -191,8 +191,8 @@ class Compilation:
     def _nothing(self) -> str:
         if self.outcomes:
             return "nothing to rewrite"
-        if self._needs_gradients() and parts(self.module):
-            return "no attention in the graph but in its control flow, which stays as it is where gradients are needed"
+        if self._needs_gradients() and has_apart(self.module):
+            return "no attention but in control flow or nested regions, which stay where gradients are needed"
         return "no attention in the graph"
 
     def _rates(self) -> Device:

@@ -8,7 +8,7 @@ their results, and a loop body's results must have the layouts of its inputs, so
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,16 @@ fails at our ops."""
 
 def is_control_flow(node: fx.Node) -> bool:
     """Whether a node runs other graphs of its module."""
-    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in _OPERATORS
+    return _is_one_of(node, _OPERATORS)
+
+
+def has_apart(module: fx.GraphModule) -> bool:
+    """Whether some of a graph is in control flow, or in `nested_compile_region`s, each of which is compiled once."""
+    return any(_is_one_of(node, _OPERATORS | {"invoke_subgraph"}) for node in module.graph.nodes)
+
+
+def _is_one_of(node: fx.Node, names: Collection[str]) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in names
 
 
 def parts(module: fx.GraphModule) -> dict[str, fx.GraphModule]:

@@ -107,6 +107,8 @@ def capture(module: fx.GraphModule) -> Captured:
             traced = make_fx(functional, tracing_mode="real")(*values)
     except Exception as error:  # torch may compile this graph in other ways, so it is left to stock Inductor
         found = f"{type(error).__name__}: {error}".splitlines()[0]
+        if any(getattr(node.target, "__name__", "") == "_vmap_increment_nesting" for node in module.graph.nodes):
+            found = "torch.func.vmap"
         raise NotCaptured(f"expected a graph that can be traced without gradients, found {found}") from error
     _refuse_shared_memory(examples, written)
     origins = _origins(

@@ -117,8 +117,11 @@ def refuse_apart(site: Site) -> None:
     """Refuse keys that are not up-projected from one latent, theirs or that of the values."""
     if site.apart:
         keys, values = (name(read) for read in (site.nope.key.read, site.latent.read))
-        reason = f"expected keys that are up-projected from one latent for many queries, found keys from {keys} and "
-        raise Refusal(site.node, f"{reason}values from {values}", "project both from the same tensor")
+        reason = (
+            "expected keys that are up-projected from one latent for many queries, "
+            f"found keys from {keys} and values from {values}"
+        )
+        raise Refusal(site.node, reason, "project both from the same tensor")
 
 
 def refuse_wide_latent(site: Site) -> None:

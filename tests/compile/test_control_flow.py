@@ -94,7 +94,32 @@ def test_where_gradients_are_needed_it_stays_and_the_report_says_so():
         (ours,) = torch.autograd.grad(o.sum(), [layer.mla.kv_b_proj.weight])
         (eager,) = torch.autograd.grad(layer(x)[0].sum(), [layer.mla.kv_b_proj.weight])
     torch.testing.assert_close(ours, eager)
-    assert "but in its control flow" in mla_compile.last_report().note
+    assert "but in control flow" in mla_compile.last_report().note
+
+
+@torch.compiler.nested_compile_region
+def region(x, w_q, w_latent, w_uk, w_uv):
+    q, latent = (x @ w_q).unflatten(-1, (4, 8)).transpose(1, 2), (x @ w_latent)[:, None]
+    return F.scaled_dot_product_attention(q, latent @ w_uk, latent @ w_uv)
+
+
+def test_of_a_nested_region_the_report_says_that_it_stays_where_gradients_are_needed():
+    given = torch.rand(2, 9, 16), torch.rand(16, 32), torch.rand(16, 6), torch.rand(4, 6, 8), torch.rand(4, 6, 8)
+    with torch.enable_grad():
+        compiled = torch.compile(lambda x, *w: region(x, *w) + region(x.sin(), *w), backend="mla")
+        compiled(*(t.requires_grad_() for t in given)).sum().backward()
+    assert "or nested regions" in mla_compile.last_report().note
+
+
+def test_of_vmap_the_report_says_that_it_is_not_rewritten_for_training():
+    def attend(q, latent, w_uk, w_uv):
+        return F.scaled_dot_product_attention(q, latent @ w_uk, latent @ w_uv)
+
+    given = torch.rand(2, 3, 4, 5, 8), torch.rand(2, 3, 1, 9, 6), torch.rand(4, 6, 8), torch.rand(4, 6, 8)
+    with torch.enable_grad():
+        module = torch.compile(torch.func.vmap(attend, in_dims=(0, 0, None, None)), backend="mla")
+        module(*(t.requires_grad_() for t in given)).sum().backward()
+    assert "found torch.func.vmap" in mla_compile.last_report().note
 
 
 def test_it_is_inspected(tmp_path, monkeypatch):
