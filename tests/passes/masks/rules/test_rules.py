@@ -41,6 +41,10 @@ def whole(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.full((ROWS, COLUMNS), value, dtype=dtype)
 
 
+def ones() -> Tensor:
+    return torch.ones(ROWS, COLUMNS, dtype=torch.int64)
+
+
 def two_of(scores: Tensor) -> Tensor:
     """The columns of the two greatest scores of each row."""
     return scores.topk(2, dim=1)[1]
@@ -84,7 +88,7 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         torch.zeros_like(hidden()) + torch.ones_like(hidden()) * torch.full_like(hidden(), 3.0)
     ),
     "new": lambda flags, names: names.new_ones(ROWS, COLUMNS) + names.new_zeros(1) + names.new_full((1,), 5),
-    "counted": lambda flags, names: torch.ones(ROWS, COLUMNS, dtype=torch.int64).cumsum(1),
+    "counted": lambda flags, names: ones().cumsum(1),
     "looked up": lambda flags, names: flags[columns().expand(ROWS, COLUMNS)] & seen(),
     "negated": lambda flags, names: -torch.where(seen(), 0.0, 3.0),
     "zeros and ones": lambda flags, names: torch.zeros(ROWS, COLUMNS) - torch.ones(ROWS, COLUMNS),
@@ -165,8 +169,8 @@ def test_every_rule_has_a_case() -> None:
 
 
 NOTHING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sums that bfloat16 rounds": lambda flags, names: torch.ones(ROWS, COLUMNS).cumsum(1, dtype=torch.bfloat16),
-    "sums that wrap": lambda flags, names: torch.ones(ROWS, COLUMNS, dtype=torch.int8).cumsum(1, dtype=torch.int8),
+    "sums that bfloat16 rounds": lambda flags, names: ones().cumsum(1, dtype=torch.bfloat16),
+    "sums that wrap": lambda flags, names: ones().cumsum(1, dtype=torch.int8),
     "a sum of positions": lambda flags, names: torch.arange(COLUMNS).cumsum(0)[1].expand(ROWS, COLUMNS),
 }
 
