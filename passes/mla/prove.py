@@ -120,7 +120,7 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
         reason = f"expected values without a scale, found {values.scale:g} times a product"
         raise Refusal(node, reason, "scale the output of the attention instead")
     values, told = _told_apart(attention, values, trace, apart=apart)
-    w_uk, nope, ropes, shifts, of_keys = told.w_uk, told.nope, told.ropes, told.shifts, told.own_latent
+    w_uk, nope, ropes, shifts = told.w_uk, told.nope, told.ropes, told.shifts
     latent, rank, w_uv, biases = values.latent, values.rank, values.w_uv, values.biases
     if nope.scale == 0 or not math.isfinite(nope.scale):
         raise Refusal(node, f"expected a scale of the scores that is finite and not 0, found {nope.scale:g}")
@@ -140,18 +140,8 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
         if not rope.key.axes <= batch | keys | set(rope.summed):
             raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", SHARE)
     nope, ropes, own, shifts = computed(nope), *(list(map(computed, part)) for part in (ropes, own, shifts))
-    if of_keys is not None:
-        disjoint = of_keys.w_uk.axes.isdisjoint(batch | tokens)
-        of_keys = (
-            replace(of_keys, nope=computed(of_keys.nope), ropes=tuple(map(computed, of_keys.ropes)))
-            if disjoint
-            else None
-        )
     reads = [latent.read, w_uk, w_uv, nope.query.read, *biases]
     reads += [read for piece in (*ropes, *own, *shifts) for read in piece.reads]
-    if of_keys is not None:
-        reads += [of_keys.latent.read, of_keys.w_uk, of_keys.nope.query.read]
-        reads += [read for rope in of_keys.ropes for read in rope.reads]
     for read in reads:
         if read is not None and not is_held(read):
             raise Refusal(node, f"expected operands that are tensors of the graph, found a part of {name(read)}")
@@ -171,9 +161,16 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
         biases=biases,
         shifts=tuple(shifts) if attention.shared or attention.opaque else (),
         apart=apart,
-        of_keys=of_keys,
+        of_keys=None if told.own_latent is None else _readable(told.own_latent, batch | tokens),
         own_ropes=tuple(own),
     )
+
+
+def _readable(own: OwnLatent, rows: set[Axis]) -> OwnLatent | None:
+    """The latent of the keys, if the graph holds all that is read of it, and its W_UK is the same for all `rows`."""
+    own = replace(own, nope=computed(own.nope), ropes=tuple(map(computed, own.ropes)))
+    reads = [own.latent.read, own.w_uk, own.nope.query.read, *(read for rope in own.ropes for read in rope.reads)]
+    return own if own.w_uk.axes.isdisjoint(rows) and all(map(is_held, reads)) else None
 
 
 @dataclass(frozen=True)
