@@ -220,6 +220,7 @@ paged_expanded_attention = torch.ops.mla.paged_expanded_attention
     latent[b, j] = latent_pages[block_table[b, j // page_size], j % page_size];  k_rope likewise from rope_pages
     o, lse = expanded_attention over the keys j < seq_lens[b], and with causal j <= first_positions[b] + i for query i
 
+Keys and values may have a latent each, as in `expanded_attention`: Lk and Lv columns of latent_pages, side by side.
 block_table, seq_lens, first_positions, mask and latent_scales are those of `paged_latent_attention`. Queries
 i >= query_lens[b] are padding: they cost nothing and get o = 0, lse = -inf. Without query_lens no query is padding.
 first_positions defaults to seq_lens - query_lens (without query_lens: - Sq), so the queries are the last tokens of
