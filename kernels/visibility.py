@@ -68,13 +68,13 @@ class Visibility:
         seen = range(causal_stop(self.causal_offset, queries, self.tokens))
         if self.mask is None or self.mask.dtype != torch.bool or not reads_values(self.mask):
             return seen
-        return positions(~self._hidden_from_all(self.mask, queries, seen).all(0))
+        return positions(~self.hidden_from_all(self.mask, queries, seen).all(0))
 
     def blanks(self, queries: range, keys: KeyPositions) -> Tensor | None:
         """Which of the loaded keys no query sees, bool `[B or 1, keys]`; None where such keys are not loaded."""
         if self.mask is None or self.mask.dtype != torch.bool or reads_values(self.mask):
             return None
-        return self._hidden_from_all(self.mask, queries, keys)
+        return self.hidden_from_all(self.mask, queries, keys)
 
     def bias(self, queries: range, keys: KeyPositions, dtype: torch.dtype) -> Tensor | None:
         """What to add to the scores, `[B or 1, N or 1, queries or 1, keys]`, -inf where hidden; None for nothing."""
@@ -109,7 +109,7 @@ class Visibility:
         allowed = self._mask(mask, queries, keys)
         return allowed if causal is None else allowed & causal
 
-    def _hidden_from_all(self, mask: Tensor, queries: range, keys: KeyPositions) -> Tensor:
+    def hidden_from_all(self, mask: Tensor, queries: range, keys: KeyPositions) -> Tensor:
         """Keys that the mask and the causal limit hide from every query, bool `[B or 1, keys]`."""
         hidden = mask.new_ones((mask.shape[0], len(keys)))
         for start in range(queries.start, queries.stop, _QUERIES_AT_A_TIME):

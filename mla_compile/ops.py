@@ -206,7 +206,7 @@ expanded_attention_backward = torch.ops.mla.expanded_attention_backward
 """Gradients of `expanded_attention`'s operands, given those of its results. Keys and values are up-projected again.
 
 It processes as many heads at a time as keep the keys of all tokens within a quarter of the forward's workspace, and at
-least one (on CPU one per thread).
+least one (on CPU one per thread). On a GPU these are as many as the forward takes, or as keep the device busy.
 
 Args: grad_o like o; grad_lse like lse, or None for zeros; the operands of the forward; its o and lse; wanted, a flag
 for each of q, latent, k_rope, w_uk, w_uv and mask. A mask whose gradient is wanted must be a floating one.

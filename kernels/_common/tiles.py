@@ -78,6 +78,16 @@ def columns(rank: int) -> tuple[int, int]:
     return first, power_of_two(rank - first) if rank > first else 0
 
 
+def blocks(width: int) -> tuple[int, int]:
+    """Widths of one or two blocks of columns, powers of two, that together hold `width` with the least padding."""
+    whole = power_of_two(width)
+    first = whole // 2
+    if width == whole or first < LEAST:
+        return whole, 0
+    second = power_of_two(width - first)
+    return (first, second) if first + second < whole else (whole, 0)
+
+
 def family(machine: Machine) -> str:
     """The key of the table for a machine: the greatest NVIDIA architecture that is no greater; `gfx942` for all of AMD.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .._common.machine import Machine
-from .._common.tiles import LEAST, Tiles, family, power_of_two, shrunk
+from .._common.tiles import LEAST, Tiles, blocks, family, power_of_two, shrunk
 
 _TABLE = {
     "sm_80": Tiles(128, 32, 8, 3),
@@ -23,16 +23,6 @@ _WIDEST = 128
 """The number of value columns that the table's tiles are made for; wider values take fewer queries."""
 _FLOAT32 = Tiles(32, 16, 8, 2)
 """Products of float32 do not use the matrix units, and take twice the memory."""
-
-
-def blocks(width: int) -> tuple[int, int]:
-    """Widths of one or two blocks of columns, powers of two, that together hold `width` with the least padding."""
-    whole = power_of_two(width)
-    first = whole // 2
-    if width == whole or first < LEAST:
-        return whole, 0
-    second = power_of_two(width - first)
-    return (first, second) if first + second < whole else (whole, 0)
 
 
 def choose(machine: Machine, nope: int, rope: int, columns: int, itemsize: int, masked: bool = False) -> Tiles:

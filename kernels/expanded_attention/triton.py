@@ -21,14 +21,14 @@ from torch import Tensor
 from .._common.launch import strides_of, word_of
 from .._common.machine import Machine
 from .._common.plans import Plans
-from .._common.tiles import Tiles, power_of_two
+from .._common.tiles import Tiles, blocks, power_of_two
 from .._common.tuning import Run, bucket, is_on, neighbours, tuned
 from ..share import in_even_groups, share_of
 from ..two_latents import latents_of
 from ..visibility import causal_stop
 from .arguments import ExpandedAttention, Expansion
 from .kernel import attend_chunk
-from .tiles import blocks, choose, fits
+from .tiles import choose, fits
 
 _BYTES = 128 << 20
 """The most bytes of workspace and running sums together; heads are taken in groups that stay below it."""

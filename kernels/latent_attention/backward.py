@@ -1,4 +1,4 @@
-"""Gradients of `mla::latent_attention`: keys and values of all heads are the latents; see `kernels/backward.py`."""
+"""Gradients of `mla::latent_attention`: keys and values of all heads are the latents; see `kernels/backward`."""
 
 from __future__ import annotations
 

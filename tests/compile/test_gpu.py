@@ -38,6 +38,29 @@ def test_a_dense_cache(tokens, path, dtype, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients(dtype, mode):
+    make = runpy.run_path(str(EXAMPLES / "plain_mla.py"))["NaiveMLA"]
+    layer = make().to("cuda", dtype)
+    exact_layer = make().to("cuda", torch.float64)
+    exact_layer.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 300, 1024, device="cuda", dtype=dtype)
+
+    def gradients(function, module, x):
+        past = tuple(x.new_zeros(2, 0, width) for width in (module.L, module.R))
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(function(x, past)[0].square().mean(), [x, *module.parameters()])
+
+    exact, eager = gradients(exact_layer, exact_layer, x.double()), gradients(layer, layer, x)
+    compiled = torch.compile(layer, backend="mla", mode=mode)
+    for _ in range(3):
+        for found, expected, right in zip(gradients(compiled, layer, x), eager, exact, strict=True):
+            assert_as_close_as_eager(found, expected, right)
+    assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_pages(mode):
     example = runpy.run_path(str(EXAMPLES / "paged.py"))
     layer = example["PagedMLA"]().cuda()

@@ -28,6 +28,9 @@ from mla_compile.kernels._common.parts import combination
 from mla_compile.kernels._common.tiles import Tiles, choose
 from mla_compile.kernels.append_latents.kernel import append
 from mla_compile.kernels.append_latents.triton import constants_of as append_constants
+from mla_compile.kernels.backward.kernel import add_to_keys, add_to_queries
+from mla_compile.kernels.backward.tiles import choose as choose_backward
+from mla_compile.kernels.backward.triton import constants_of as backward_constants
 from mla_compile.kernels.expanded_attention.kernel import attend_chunk
 from mla_compile.kernels.expanded_attention.tiles import choose as choose_chunk
 from mla_compile.kernels.expanded_attention.triton import Lengths
@@ -174,6 +177,30 @@ def compile_chunk(
     aligned = [name for name in types if types[name].startswith("*")]
     aligned += [name for name in types if re.fullmatch(r"(q|k|v|rope|o)_stride_\w", name)]
     return _compile(arch, attend_chunk, types, constants, aligned, tiles.warps, tiles.stages)
+
+
+def compile_backward(
+    arch: str,
+    of: str,
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = True,
+    mask: torch.dtype | None = None,
+    widths: tuple[int, int, int] = (128, 64, 128),
+    tiles: Tiles | None = None,
+) -> Record:
+    """Compile one kernel of the backward, that of `queries` or of `keys`, with the given tiles or the table's."""
+    kernel = add_to_queries if of == "queries" else add_to_keys
+    tiles = tiles or getattr(choose_backward(machine_of(arch), *widths, dtype.itemsize, mask is not None), f"to_{of}")
+    given = None if mask is None else torch.empty(1, 1, 1, 1, dtype=mask, device="meta")
+    constants = backward_constants(widths, given, causal, tiles) | ({"D_LSE": False} if of == "queries" else {})
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32"}
+    types |= dict.fromkeys({"q", "k", "rope", "v", "o", "do", "dq", "dk", "dv", "d_rope"} & set(types), POINTERS[dtype])
+    rows = ("lse", "d_lse", "delta_in", "delta_out", "peak_in", "peak_out", "shift_in", "shift_out")
+    types |= dict.fromkeys(set(rows) & set(types), "*fp32")
+    types["mask"] = {None: "*u8", torch.bool: "*i1"}.get(mask, "*fp32")
+    aligned = [name for name in types if types[name].startswith("*")]
+    aligned += [name for name in types if re.fullmatch(r"(q|rope|o|do|dq)_stride_\w", name)]
+    return _compile(arch, kernel, types, constants, aligned, tiles.warps, tiles.stages)
 
 
 def compile_gather(arch: str, fp8: bool, rank: int = 512, rope: int = 64, page_size: int = 64) -> Record:

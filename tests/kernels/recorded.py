@@ -45,6 +45,7 @@ def recorded(arch: str = "sm_90") -> Iterator[list[Launch]]:
     """The launches of this project's kernels within the context, on an imagined machine; tensors need no values."""
     from mla_compile.kernels._common import launch, machine
     from mla_compile.kernels.append_latents import triton as append_launcher
+    from mla_compile.kernels.backward import triton as backward_launcher
     from mla_compile.kernels.expanded_attention import triton as expanded_launcher
     from mla_compile.kernels.merge_states import triton as merge_launcher
     from mla_compile.kernels.paged_expanded_attention import triton as gather_launcher
@@ -53,6 +54,7 @@ def recorded(arch: str = "sm_90") -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     kernels = [(launch, "attend_latents"), (launch, "combine"), (append_launcher, "append")]
     kernels += [(expanded_launcher, "attend_chunk"), (merge_launcher, "merge"), (gather_launcher, "gather_chunk")]
+    kernels += [(backward_launcher, name) for name in ("add_to_queries", "add_to_keys")]
     kernels += [(gluon, name) for name in ("share_out", "attend_by_warp_groups", "attend_in_tensor_memory", "combine")]
     with contextlib.ExitStack() as stack:
         for module, name in kernels:

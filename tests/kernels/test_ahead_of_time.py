@@ -21,6 +21,7 @@ from .ahead import (
     SPILLED,
     compile_append,
     compile_attention,
+    compile_backward,
     compile_chunk,
     compile_combination,
     compile_gather,
@@ -181,6 +182,44 @@ def test_chunks_in_float32(arch):
     record = compile_chunk(arch, torch.float32)
     assert record.shared <= machine_of(arch).shared_bytes
     assert record.stack == 0
+
+
+@pytest.mark.parametrize("of", ["queries", "keys"])
+@pytest.mark.parametrize("arch", SOME)
+def test_gradients(arch, of):
+    record = compile_backward(arch, of)
+    assert_clean(record, arch)
+    if arch == "sm_90":
+        assert matrix_unit(record.assembly) == "wgmma.mma_async"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["queries", "keys"])
+@pytest.mark.parametrize("widths", [(128, 64, 128), (192, 64, 256), (64, 32, 64), (96, 0, 80)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_gradients_of_other_widths(arch, dtype, widths, of):
+    # For the widest heads some numbers are spilled before the loop and read after it.
+    assert_clean(compile_backward(arch, of, dtype, causal=False, widths=widths), arch, 24 * (widths[0] == 192))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["queries", "keys"])
+@pytest.mark.parametrize("mask", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_gradients_under_masks(arch, mask, of):
+    # Before the loop some numbers are spilled, which are read after it.
+    assert_clean(compile_backward(arch, of, mask=mask), arch, {"sm_80": 8, "sm_90": 40}.get(arch, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["queries", "keys"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_gradients_in_float32(arch, of):
+    record = compile_backward(arch, of, torch.float32)
+    assert record.shared <= machine_of(arch).shared_bytes
+    assert record.stack <= 16  # numbers of addresses, which are read after the loop
+    assert record.spills_in_loop == 0
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_compile.errors import KernelError
-from mla_compile.kernels import backward, visibility
+from mla_compile.kernels import visibility
+from mla_compile.kernels.backward import aten
 from tests.memory import peak
 
 from .errors import assert_as_close_as
@@ -121,8 +122,8 @@ def test_groups_of_heads(monkeypatch, mask, workspace_tokens):
     sizes = (2, 19, 40, 7, 12, 6, 4, 6)
     case = case_of(sizes, mask)
     groups = []
-    add = backward._add_group
-    monkeypatch.setattr(backward, "_add_group", lambda rows, *rest: (groups.append(rows.q.shape[0]), add(rows, *rest)))
+    add = aten._add_group
+    monkeypatch.setattr(aten, "_add_group", lambda rows, *rest: (groups.append(rows.q.shape[0]), add(rows, *rest)))
     assert_right(make_inputs(sizes), case, workspace_tokens)
     assert groups == {1: [1] * 14, 4: [1] * 14, 1000: [7] * 2}[workspace_tokens]
 
@@ -194,7 +195,7 @@ def test_frozen_weights_ask_for_no_gradient():
 @pytest.mark.parametrize("synchronous", [True, False])
 def test_keys_that_no_query_sees_may_hold_nan_and_have_no_gradient(monkeypatch, synchronous):
     monkeypatch.setattr(visibility, "reads_values", lambda mask: synchronous)
-    monkeypatch.setattr(backward, "reads_values", lambda mask: synchronous)
+    monkeypatch.setattr(aten, "reads_values", lambda mask: synchronous)
     x = make_inputs((2, 6, 30, 4, 12, 6, 4, 6))
     mask = (torch.arange(30) % 7 != 3) & (torch.rand(2, 1, 6, 30) < 0.7)
     unseen = ~mask.any(2)[:, 0]

@@ -40,6 +40,13 @@ def chunks(mask=None, causal_offset=None):
     return expanded_attention.expanded_attention_gpu(*tensors, mask, causal_offset, 0.1, 1024)
 
 
+def gradients(mask=None, causal_offset=None, grad_lse=None, ropes=(64,)):
+    tensors = made(2, 40, 16, 192), made(2, 3000, 512), made(2, 3000, *ropes), made(16, 128, 512), made(16, 128, 512)
+    results = made(2, 40, 16, 128), made(2, 40, 16, dtype=torch.float32)
+    given = results[0], grad_lse, *tensors, mask, causal_offset, 0.1, 1024, *results
+    return expanded_attention.expanded_attention_backward_gpu(*given, [True] * 5 + [False])
+
+
 def chunks_of_pages(mask=None, causal=True, counts=None, fp8=False):
     rows = made(100, 64, 656, dtype=torch.uint8) if fp8 else made(100, 64, 576)
     cache, scales = (rows[..., :512], rows[..., 512:]), None
@@ -95,6 +102,10 @@ CALLS = {
     "chunks of pages in FP8": lambda: chunks_of_pages(fp8=True),
     "chunks of pages under a mask": lambda: chunks_of_pages(mask=made(3, 1, 40, 2000)),
     "chunks of pages with padding": lambda: chunks_of_pages(counts=made(3, dtype=torch.int64)),
+    "gradients": lambda: gradients(causal_offset=2960, grad_lse=made(2, 40, 16, dtype=torch.float32)),
+    "gradients of rope keys of each head": lambda: gradients(ropes=(16, 64)),
+    "gradients under a mask": lambda: gradients(mask=made(2, 1, 40, 3000, dtype=torch.bool), causal_offset=2960),
+    "gradients under a bias": lambda: gradients(mask=made(1, 16, 40, 3000)),
     "append": append,
     "append with one scale": lambda: append(True),
     "merge": merge,

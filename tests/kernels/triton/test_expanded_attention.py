@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from mla_compile.kernels._common.plans import Plans
-from mla_compile.kernels._common.tiles import Tiles
+from mla_compile.kernels._common.tiles import Tiles, blocks
 from mla_compile.kernels.expanded_attention import expanded_attention_reference
 from mla_compile.kernels.expanded_attention import triton as launcher
 from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention
-from mla_compile.kernels.expanded_attention.tiles import blocks
 from mla_compile.kernels.expanded_attention.triton import expanded_attention_triton
 
 from ..errors import assert_as_close_as

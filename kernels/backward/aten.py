@@ -14,63 +14,20 @@ heads. No tensor with both a head and a key axis outlives its group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .scores import lowest, softmax_with_lse
-from .two_latents import latents_of
-from .visibility import KeyPositions, Visibility, causal_stop, reads_values, take
+from ..two_latents import latents_of
+from ..visibility import Visibility, reads_values, take
+from .attended import Attended, Wanted
+from .flash import by_flash_attention, takes_flash
+from .products import by_products
+from .rows import Rows
 
 _HEADS = 4
 """The workspace holds the keys of `workspace_tokens` tokens for this many heads, a quarter of the forward's."""
-_MASKED_QUERIES = 256
-"""Queries at a time under a mask, whose bias takes 4 bytes per query and key."""
-_SCORES = 1 << 22
-"""Scores of a group of heads computed at a time by `_composed`: 16 MiB in float32."""
-
-
-@dataclass(frozen=True)
-class Attended:
-    """An attention and the gradients of its results: see `mla::expanded_attention_backward`.
-
-    If `w_uk` or `w_uv` is None, the keys or values are the latent itself, and P or V is L. The rope keys may be those
-    of each head, `[B, T, N, R]`, and the latent may be two (`latents_of`).
-    """
-
-    grad_o: Tensor
-    grad_lse: Tensor | None
-    q: Tensor
-    latent: Tensor
-    k_rope: Tensor
-    w_uk: Tensor | None
-    w_uv: Tensor | None
-    mask: Tensor | None
-    causal_offset: int | None
-    scale: float
-    workspace_tokens: int
-    o: Tensor
-    lse: Tensor
-    wanted: Sequence[bool]
-
-    @property
-    def operands(self) -> tuple[Tensor | None, ...]:
-        """What may have a gradient, in the order of `wanted`."""
-        return self.q, self.latent, self.k_rope, self.w_uk, self.w_uv, self.mask
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which gradients are wanted."""
-
-    q: bool
-    latent: bool
-    k_rope: bool
-    w_uk: bool
-    w_uv: bool
-    mask: bool
 
 
 @dataclass
@@ -83,21 +40,6 @@ class _Gradients:
     w_uk: Tensor | None
     w_uv: Tensor | None
     mask: Tensor | None
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The queries of one sequence and a group of heads, and the keys that they see: q `[H, Sq, P + R]`, do and o
-    `[H, Sq, V]`, lse and d_lse `[H, Sq]`."""
-
-    q: Tensor
-    do: Tensor
-    o: Tensor
-    lse: Tensor
-    d_lse: Tensor | None
-    visibility: Visibility
-    keys: KeyPositions
-    scale: float
 
 
 def attend_backward(x: Attended) -> list[Tensor]:
@@ -122,10 +64,10 @@ def attend_backward(x: Attended) -> list[Tensor]:
             seen = _own(mask, b, group)
             if seen is not None and seen.dtype == torch.bool and reads_values(seen) and bool(seen.all()):
                 seen = None  # e.g. the mask of sequences that might have been packed but are not
-            by_flash = _takes_flash(x.q, seen, x.lse[b, :, group]) and not want.mask
+            by_flash = takes_flash(x.q, seen, x.lse[b, :, group]) and not want.mask
             visibility = Visibility(seen, x.causal_offset, x.latent.shape[1], x.latent.device)
             own_q, own_do, own_o = (t[b, :, group].transpose(0, 1).to(dtype) for t in (x.q, x.grad_o, x.o))
-            rows = _Rows(
+            rows = Rows(
                 own_q,
                 own_do,
                 own_o,
@@ -143,17 +85,6 @@ def attend_backward(x: Attended) -> list[Tensor]:
         for total, operand in zip(found, operands, strict=True)
         if total is not None and operand is not None
     ]
-
-
-def _takes_flash(q: Tensor, mask: Tensor | None, lse: Tensor) -> bool:
-    """Whether CPU flash attention's backward, which relies on the forward's lse, gives what a softmax would.
-
-    It does not for rows that a finite mask value hides from every key: their lse is rounded to about that value and no
-    longer carries the scores.
-    """
-    if not q.is_cpu or q.dtype == torch.float64 or q.numel() == 0:
-        return False
-    return mask is None or mask.dtype == torch.bool or not bool(((lse <= lowest(q.dtype)) & lse.isfinite()).any())
 
 
 def _of(totals: _Gradients, b: int, group: slice) -> _Gradients:
@@ -183,7 +114,7 @@ def _own(mask: Tensor | None, b: int, group: slice) -> Tensor | None:
 
 
 def _add_group(
-    rows: _Rows,
+    rows: Rows,
     cache: tuple[Tensor, Tensor],
     weights: tuple[Tensor | None, Tensor | None],
     totals: _Gradients,
@@ -209,7 +140,7 @@ def _add_group(
     of_keys, of_values = latents_of(latent, w_uk, w_uv)
     k = _of_heads(of_keys, w_uk, heads, width or rows.q.shape[2], ropes)
     v = _of_heads(of_values, w_uv, heads, width or columns)
-    dq, dk, dv = _by_flash(rows, k, v) if by_flash else _composed(rows, k, v, totals.mask)
+    dq, dk, dv = by_flash_attention(rows, k, v) if by_flash else by_products(rows, k, v, totals.mask)
     del k, v
     dk_nope, dk_rope, dv = dk[..., :nope], dk[..., nope : rows.q.shape[2]], dv[..., :columns]
     if totals.q is not None:
@@ -256,104 +187,3 @@ def _contract(grads: Tensor, weight: Tensor | None, total: Tensor) -> None:
         return
     for grad, of_head in zip(grads, weight, strict=True):
         total.addmm_(grad, of_head)
-
-
-def _by_flash(rows: _Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv by CPU flash attention's backward, which normalises by `rows.lse` whichever keys it is given.
-
-    It subtracts `sum(do * o)` from the gradients of a row's weights, so a gradient of lse is passed as one more column
-    of both.
-    """
-    width, columns = k.shape[2], rows.o.shape[2]
-    q, do, o = (torch.nn.functional.pad(t, (0, width - t.shape[2])) for t in (rows.q, rows.do, rows.o))
-    if rows.d_lse is not None:
-        o[..., columns] = 1.0
-        do[..., columns] = -rows.d_lse
-    # A row that sees no key has lse -inf, and -inf - -inf is NaN; with 0 all its weights are 0.
-    lse = rows.lse.masked_fill(rows.lse == -torch.inf, 0.0).contiguous()
-    totals: tuple[Tensor, ...] | None = None
-    for queries, keys, causal, bias in _pieces(rows, q.dtype):
-        part, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(t[None, :, part] for t in (do, q)),
-            *(t[None, :, seen] for t in (k, v)),
-            *(t[None, :, part] for t in (o, lse)),
-            0.0,
-            causal,
-            attn_mask=bias,
-            scale=rows.scale,
-        )
-        grads = tuple(grad[0] for grad in grads)
-        if len(queries) == q.shape[1] and len(keys) == k.shape[1] and totals is None:
-            totals = grads
-            continue
-        if totals is None:
-            totals = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for total, place, grad in zip(totals, (part, seen, seen), grads, strict=True):
-            total[:, place] += grad
-    dq, dk, dv = totals or (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
-    return dq, dk, dv
-
-
-def _pieces(rows: _Rows, dtype: torch.dtype) -> Iterator[tuple[range, range, bool, Tensor | None]]:
-    """Yield queries, positions among the keys, whether the i-th query sees only the first i + 1 of them, and a bias."""
-    visibility, every, queries = rows.visibility, range(len(rows.keys)), range(rows.q.shape[1])
-    offset = visibility.causal_offset
-    if visibility.mask is not None:
-        for start in queries[::_MASKED_QUERIES]:
-            some = queries[start : start + _MASKED_QUERIES]
-            seen = every
-            if isinstance(rows.keys, range):
-                seen = every[: max(causal_stop(offset, some, visibility.tokens) - rows.keys.start, 0)]
-            bias = visibility.bias(some, rows.keys[: len(seen)], dtype)
-            if len(seen) and (bias is None or not bool((bias == -torch.inf).all())):
-                yield some, seen, False, None if bias is None else bias.contiguous()
-        return
-    if offset is None:
-        yield queries, every, False, None
-        return
-    if offset > 0 and every[:offset]:
-        yield queries, every[:offset], False, None
-    if every[max(offset, 0) :] and queries[max(-offset, 0) :]:
-        yield queries[max(-offset, 0) :], every[max(offset, 0) :], True, None
-
-
-def _composed(rows: _Rows, k: Tensor, v: Tensor, d_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv from products and a softmax over the scores of some queries and all keys at a time.
-
-    Adds to d_mask `[1, H or 1, Sq or 1, T or 1]`.
-    """
-    dq, dk, dv = torch.empty_like(rows.q), torch.zeros_like(k), torch.zeros_like(v)
-    count = rows.q.shape[1]
-    step = max(_SCORES // (k.shape[0] * k.shape[1]), 1)
-    for start in range(0, count, step):
-        queries = range(start, min(start + step, count))
-        part = slice(queries.start, queries.stop)
-        q, do = rows.q[:, part], rows.do[:, part]
-        bias = rows.visibility.bias(queries, rows.keys, q.dtype)
-        weights = softmax_with_lse(rows.scale * (q @ k.mT)[None], bias, None)[0][0]
-        grown = do @ v.mT
-        mean = (weights * grown).sum(-1, keepdim=True)
-        if rows.d_lse is not None:
-            mean = mean - rows.d_lse[:, part, None]
-        d_scores = weights * (grown - mean)
-        dq[:, part] = rows.scale * (d_scores @ k)
-        dk += rows.scale * (d_scores.mT @ q)
-        dv += weights.mT @ do
-        if d_mask is not None:
-            _add_to_mask(d_scores, queries, rows.keys, d_mask)
-    return dq, dk, dv
-
-
-def _add_to_mask(d_scores: Tensor, queries: range, keys: KeyPositions, d_mask: Tensor) -> None:
-    """Add d_scores `[H, s, C]` to d_mask `[1, H or 1, Sq or 1, T or 1]`, summed over the dims that it broadcasts."""
-    if d_mask.shape[2] != 1:
-        d_mask = d_mask.narrow(2, queries.start, len(queries))
-    summed = [dim for dim, size in enumerate(d_mask.shape[1:]) if size == 1]
-    total = d_scores.sum(summed, keepdim=True)[None] if summed else d_scores[None]
-    if d_mask.shape[3] == 1:
-        d_mask += total
-    elif isinstance(keys, range):
-        d_mask.narrow(3, keys.start, len(keys)).add_(total)
-    else:
-        d_mask.index_add_(3, keys, total)

@@ -1,0 +1,207 @@
+"""Gradients of MLA on a GPU: library products up-project and contract, the kernels in `kernel.py` do what is between.
+
+    latent [B, T, L], w_uk [N, P, L], w_uv [N, V, L]
+    k, dk; v, dv; d_rope   [B, T, H, P]; [B, T, H, V]; [B, T, H, R]     of one group of heads, in the dtype of q
+
+For a group of heads of some sequences, `k` and `v` are one product each, and so are the latent's gradients due to them,
+`dk @ W_UK` and `dv @ W_UV`, which sum over the heads, and the weights', `dk^T @ latent` and `dv^T @ latent`. What is
+summed over groups is summed in float32. Nothing here reads a value from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .._common.launch import strides_of, word_of
+from .._common.machine import Machine
+from .._common.tiles import Tiles, blocks, power_of_two
+from ..share import in_even_groups, share_of
+from ..two_latents import latents_of
+from ..visibility import Visibility, causal_stop
+from .attended import Attended, Wanted
+from .kernel import add_to_keys, add_to_queries
+from .tiles import Pair, choose
+
+_PROGRAMS = 4
+"""Programs per multiprocessor, at least, if a problem has as many: under a causal limit the longest takes twice the
+mean time."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group of heads of some sequences: what the kernels read besides keys and values."""
+
+    q: Tensor
+    ropes: Tensor
+    mask: Tensor | None
+    do: Tensor
+    causal_offset: int | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class _OfRows:
+    """What both kernels need of each row, `[b, H, Sq]` in float32: see `kernel.py`."""
+
+    delta: Tensor
+    peak: Tensor
+    shift: Tensor
+
+
+def attend_backward_triton(x: Attended, machine: Machine, tiles: Pair | None = None) -> list[Tensor]:
+    """The wanted gradients, each in the dtype of its operand, on a machine."""
+    assert x.w_uk is not None
+    assert x.w_uv is not None
+    want, names = Wanted(*x.wanted), ("q", "latent", "k_rope", "w_uk", "w_uv")
+    tokens = causal_stop(x.causal_offset, range(x.q.shape[1]), x.latent.shape[1])
+    widths = x.w_uk.shape[1], x.k_rope.shape[-1], x.w_uv.shape[1]
+    tiles = tiles or choose(machine, *widths, x.q.itemsize, x.mask is not None)
+    dq = x.q.new_zeros(x.q.shape)
+    sums = {name: _zeros(getattr(x, name)) for name in names[1:] if getattr(want, name)}
+    q, do, o = (t if t.stride(3) == 1 else t.contiguous() for t in (x.q, x.grad_o, x.o))
+    ropes = x.k_rope if x.k_rope.dim() == 4 else x.k_rope[:, :, None]
+    ropes = ropes if ropes.shape[3] < 2 or ropes.stride(3) == 1 else ropes.contiguous()
+    latent, ropes = x.latent[:, :tokens], ropes[:, :tokens]
+    for some, heads in _groups(x, tokens, machine, tiles):
+        mask = _part_of(x.mask, some, heads)
+        own, own_ropes = latent[some], ropes[some] if ropes.shape[2] == 1 else ropes[some, :, heads]
+        if mask is not None and mask.dtype == torch.bool:
+            # Keys that no query sees may hold anything, and 0 times NaN is NaN.
+            visibility = Visibility(mask, x.causal_offset, x.latent.shape[1], mask.device)
+            unseen = visibility.hidden_from_all(mask, range(q.shape[1]), range(tokens))
+            own, own_ropes = own.masked_fill(unseen[..., None], 0), own_ropes.masked_fill(unseen[..., None, None], 0)
+        weights = x.w_uk[heads].flatten(0, 1), x.w_uv[heads].flatten(0, 1)  # [H P, L], [H V, L]
+        latents = [part.flatten(0, 1) for part in latents_of(own, x.w_uk, x.w_uv)]  # [b T, L]
+        shape = *own.shape[:2], heads.stop - heads.start, -1
+        k, v = ((part @ weight.T).view(shape) for part, weight in zip(latents, weights, strict=True))
+        group = _Group(q[some, :, heads], own_ropes, mask, do[some, :, heads], x.causal_offset, x.scale)
+        d_lse = None if x.grad_lse is None else x.grad_lse[some, :, heads]
+        results = o[some, :, heads], x.lse[some, :, heads], d_lse
+        of_rows = _to_queries(group, k, v, results, dq[some, :, heads], tiles.to_queries)
+        if not sums:
+            continue
+        dk, d_rope, dv = _to_keys(group, k, v, of_rows, tiles.to_keys)
+        grads = dk.flatten(2).flatten(0, 1), dv.flatten(2).flatten(0, 1)  # [b T, H P], [b T, H V]
+        if want.latent:
+            totals = latents_of(sums["latent"][some, :tokens], x.w_uk, x.w_uv)
+            for total, grad, weight in zip(totals, grads, weights, strict=True):
+                total += (grad @ weight).view(total.shape)
+        if want.k_rope:
+            own_total = sums["k_rope"][some, :tokens]
+            if x.k_rope.dim() == 3:
+                own_total += d_rope.sum(2, dtype=torch.float32)
+            else:
+                own_total[:, :, heads] += d_rope
+        for name, grad, part in zip(("w_uk", "w_uv"), grads, latents, strict=True):
+            if name in sums:
+                sums[name][heads] += (grad.T @ part).unflatten(0, (heads.stop - heads.start, -1))
+    found = {"q": dq, **sums}
+    return [found[name].to(x.q.dtype) for name in names if getattr(want, name)]
+
+
+def _zeros(operand: Tensor) -> Tensor:
+    return torch.zeros(operand.shape, dtype=torch.float32, device=operand.device)
+
+
+def _groups(x: Attended, tokens: int, machine: Machine, tiles: Pair) -> Iterator[tuple[slice, slice]]:
+    """The sequences and heads taken at a time: as many as the forward takes, and enough to keep the device busy."""
+    batch, queries, heads, _ = x.q.shape
+    if not x.lse.numel() or not tokens:
+        return
+    share = share_of(batch, heads, tokens, x.workspace_tokens)
+    of_a_head = min(triton.cdiv(tokens, tiles.to_keys.keys), triton.cdiv(queries, tiles.to_queries.rows))
+    fewest = triton.cdiv(_PROGRAMS * machine.processors, share.sequences * of_a_head)
+    size = in_even_groups(heads, max(share.heads, fewest))
+    for b in range(0, batch, share.sequences):
+        for head in range(0, heads, size):
+            yield slice(b, min(b + share.sequences, batch)), slice(head, min(head + size, heads))
+
+
+def _part_of(mask: Tensor | None, some: slice, heads: slice) -> Tensor | None:
+    """The part of a mask that belongs to some sequences and heads."""
+    if mask is None:
+        return None
+    return mask[some if mask.shape[0] != 1 else slice(None), heads if mask.shape[1] != 1 else slice(None)]
+
+
+def _to_queries(
+    x: _Group, k: Tensor, v: Tensor, results: tuple[Tensor, Tensor, Tensor | None], dq: Tensor, tiles: Tiles
+) -> _OfRows:
+    """Fill dq `[b, Sq, H, P + R]`; results are those of the forward, o and lse, and the gradient of lse."""
+    batch, queries, heads, _ = x.q.shape
+    o, lse, d_lse = results
+    of_rows = _OfRows(*(lse.new_empty((batch, heads, queries)) for _ in range(3)))
+    add_to_queries[(triton.cdiv(queries, tiles.rows) * heads * batch,)](
+        *(x.q, k, x.ropes, v, x.q if x.mask is None else x.mask),
+        *(o, x.do, lse, lse if d_lse is None else d_lse, dq),
+        *(of_rows.delta, of_rows.peak, of_rows.shift),
+        *_numbers(x, k),
+        *_strides(x),
+        *o.stride()[:3],
+        *x.do.stride()[:3],
+        *lse.stride(),
+        *strides_of(d_lse, 3),
+        *dq.stride()[:3],
+        D_LSE=d_lse is not None,
+        **constants_of((k.shape[3], x.ropes.shape[3], v.shape[3]), x.mask, x.causal_offset is not None, tiles),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        enable_fp_fusion=True,
+    )
+    return of_rows
+
+
+def _to_keys(x: _Group, k: Tensor, v: Tensor, of_rows: _OfRows, tiles: Tiles) -> tuple[Tensor, Tensor, Tensor]:
+    """dk `[b, T, H, P]`, d_rope `[b, T, H, R]` and dv `[b, T, H, V]`."""
+    batch, tokens, heads, _ = k.shape
+    dk, d_rope, dv = (k.new_empty((*k.shape[:3], width)) for width in (k.shape[3], x.ropes.shape[3], v.shape[3]))
+    add_to_keys[(triton.cdiv(tokens, tiles.keys) * heads * batch,)](
+        *(x.q, k, x.ropes, v, x.q if x.mask is None else x.mask, x.do),
+        *(of_rows.delta, of_rows.peak, of_rows.shift),
+        *(dk, d_rope, dv),
+        *_numbers(x, k),
+        *_strides(x),
+        *x.do.stride()[:3],
+        **constants_of((k.shape[3], x.ropes.shape[3], v.shape[3]), x.mask, x.causal_offset is not None, tiles),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        enable_fp_fusion=True,
+    )
+    return dk, d_rope, dv
+
+
+def _numbers(x: _Group, k: Tensor) -> tuple[float, int, int, int, int]:
+    return x.scale, x.q.shape[1], x.q.shape[2], k.shape[1], x.causal_offset or 0
+
+
+def _strides(x: _Group) -> tuple[int, ...]:
+    """Those of queries, rope keys and mask."""
+    ropes = x.ropes.expand(-1, -1, x.q.shape[2], -1)
+    return *x.q.stride()[:3], *ropes.stride()[:3], *strides_of(x.mask, 4)
+
+
+def constants_of(widths: tuple[int, int, int], mask: Tensor | None, causal: bool, tiles: Tiles) -> dict[str, Any]:
+    """The constants that both kernels are specialised to; widths are `P, R, V`."""
+    nope, rope, columns = widths
+    (p_a, p_b), (v_a, v_b) = blocks(nope), blocks(columns)
+    return {
+        "MASK": word_of(mask),
+        "CAUSAL": causal,
+        "P": nope,
+        "R": rope,
+        "V": columns,
+        "P_A": p_a,
+        "P_B": p_b,
+        "ROPE": power_of_two(rope) if rope else 0,
+        "V_A": v_a,
+        "V_B": v_b,
+        "ROWS": tiles.rows,
+        "KEYS": tiles.keys,
+        "STAGES": tiles.stages,
+    }
