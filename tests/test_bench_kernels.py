@@ -27,6 +27,7 @@ CASES = [
     Case("sparse", 2, 2, 192, 3),
     Case("sparse", 2, 1, 192, 3, fp8=True),
     Case("prefill", 1, 64, 64, 3),
+    Case("train", 2, 64, 64, 3),
 ]
 
 
@@ -111,6 +112,10 @@ def test_bytes_and_flops():
     assert sparse.bytes(2) == 2 * 2048 * 576 * 2 + 2 * 16 * (576 + 512) * 2
     prefill = Case("prefill", 1, 64, 64, 4)
     assert prefill.flops == 2 * 4 * (64 * L * (P + V) + 64 * 65 / 2 * (P + R + V))
+    train = Case("train", 1, 64, 64, 4)
+    of_scores, of_sums = 4 * (P + R), 3 * V  # once forward, and backward again, dq, dk; once forward, and dp, dv
+    assert train.flops == 2 * 4 * (3 * 64 * L * (P + V) + 64 * 65 / 2 * (of_scores + of_sums))
+    assert train.bytes(2) == 2 * prefill.bytes(2)
 
 
 def test_the_table():
@@ -188,7 +193,7 @@ def test_the_command(on_the_cpu, tmp_path, capsys, monkeypatch):
 def test_the_quick_cases_are_some_of_each_kind_and_fit_a_gpu():
     kinds = {(case.kind, case.N, case.fp8) for case in kernel_run.QUICK}
     assert kinds >= {("decode", N, fp8) for N in (16, 128) for fp8 in (False, True)}
-    assert {"sparse", "prefill"} <= {case.kind for case in kernel_run.QUICK}
+    assert {"sparse", "prefill", "train"} <= {case.kind for case in kernel_run.QUICK}
     assert all(case.B * case.T * 576 * 2 < 8 * 2**30 for case in kernel_run.QUICK)
 
 
@@ -213,8 +218,12 @@ def test_without_a_gpu_it_says_so(capsys):
 @pytest.mark.gpu
 def test_on_a_gpu():
     device = torch.device("cuda")
-    _, found = kernel_run.run([Case("decode", 2, 2, 1024, 16), Case("prefill", 1, 512, 512, 16)], ("mla",), device)
-    assert [result.status for result in found] == ["ok", "ok"]
+    _, found = kernel_run.run(
+        [Case("decode", 2, 2, 1024, 16), Case("prefill", 1, 512, 512, 16), Case("train", 1, 512, 512, 16)],
+        ("mla",),
+        device,
+    )
+    assert [result.status for result in found] == ["ok"] * 3
 
 
 def test_the_scale_is_deepseeks():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mla_compile.bench.workloads import Workload
     from mla_compile.cost import Device
 
-KINDS = ("decode", "sparse", "prefill")
+KINDS = ("decode", "sparse", "prefill", "train")
 PEERS = ("mla", "sdpa", "flex", "inductor", "by-hand", "flashmla", "flashinfer", "vllm", "sglang")
 UNTRIED = "mla-gluon"
 """One of our own peers, which has not run on a GPU yet and runs only if it is named."""
@@ -127,14 +127,14 @@ def _describe_kernels(gpu: Any) -> None:
     gpu.add_argument(
         "--quick",
         action="store_true",
-        help="only those of 12 selected cases that have these kernels, heads, queries and dtypes",
+        help="only those of 13 selected cases that have these kernels, heads, queries and dtypes",
     )
     gpu.add_argument(
         "--workspace-tokens",
         type=positive,
         default=1024,
         metavar="N",
-        help="workspace_tokens of this project's prefill kernel (default: 1024)",
+        help="workspace_tokens of this project's prefill and train (default: 1024)",
     )
     gpu.add_argument(
         "--max-autotune",
@@ -268,7 +268,7 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
         for case in kernel_run.QUICK
         if case.kind in arguments.kernels
         and case.N in arguments.heads
-        and (case.kind == "prefill" or case.Sq in arguments.queries)
+        and (case.of_prompts or case.Sq in arguments.queries)
         and ("fp8" if case.fp8 else "bf16") in arguments.dtypes
     ]
     chosen = quick if arguments.quick else grid

@@ -1,7 +1,7 @@
 """Cases for the attention ops alone: their tensors, and the FLOPs and bytes that no machine can avoid.
 
-Decode reads a cache in pages of 64 tokens, sparse decode reads 2,048 named keys of it, and prefill attends causally to
-its own prompt. Sizes are DeepSeek's: L = 512, R = 64, P = V = 128.
+Decode reads a cache in pages of 64 tokens, sparse decode reads 2,048 named keys of it, prefill attends causally to its
+own prompt, and train is that and its gradients. Sizes are DeepSeek's: L = 512, R = 64, P = V = 128.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mla_compile.fp8 import RowLayout
 
-Kind = Literal["decode", "sparse", "prefill"]
+Kind = Literal["decode", "sparse", "prefill", "train"]
 L, R, P, V = 512, 64, 128, 128
 PAGE = 64
 TOPK = 2048
@@ -23,7 +23,7 @@ SCALE = (P + R) ** -0.5
 
 @dataclass(frozen=True)
 class Case:
-    """One case. Prefill has as many queries as tokens, and no FP8."""
+    """One case. Prefill and train have as many queries as tokens, and no FP8."""
 
     kind: Kind
     B: int
@@ -38,23 +38,34 @@ class Case:
         return f"{self.kind} B={self.B} Sq={self.Sq} T={self.T} N={self.N} {'fp8' if self.fp8 else 'bf16'}"
 
     @property
+    def of_prompts(self) -> bool:
+        """Whether all tokens are queries, and keys and values are up-projected."""
+        return self.kind in ("prefill", "train")
+
+    @property
     def keys(self) -> int:
         """The largest number of keys that a query attends to."""
         return min(TOPK, self.T) if self.kind == "sparse" else self.T
 
     @property
     def flops(self) -> float:
-        """The FLOPs of the op: absorbed for decode, up-projection and a causal triangle for prefill."""
-        if self.kind == "prefill":
+        """The FLOPs of the op: absorbed for decode, up-projection and a causal triangle for prefill.
+
+        Gradients of an up-projection are two products, those of attention are four, beside scores that are computed
+        again.
+        """
+        if self.of_prompts:
+            expansions, scores, sums = (3, 4, 3) if self.kind == "train" else (1, 1, 1)
             pairs = self.T * (self.T + 1) / 2
-            return 2.0 * self.B * self.N * (self.T * L * (P + V) + pairs * (P + R + V))
+            return 2.0 * self.B * self.N * (expansions * self.T * L * (P + V) + pairs * (scores * (P + R) + sums * V))
         return 2.0 * self.B * self.Sq * self.N * self.keys * (2 * L + R)
 
     def bytes(self, itemsize: int) -> float:
-        """The bytes that have to be read or written once: keys, queries, results, and for prefill the weights."""
-        if self.kind == "prefill":
+        """The bytes that have to be read or written once: keys, queries, results, for prefill also the weights, and for
+        train the gradients of all of these."""
+        if self.of_prompts:
             heads = self.B * self.T * self.N * (P + R + V) + self.N * (P + V) * L
-            return float(itemsize * (heads + self.B * self.T * (L + R)))
+            return float((1 + (self.kind == "train")) * itemsize * (heads + self.B * self.T * (L + R)))
         key = RowLayout(L, R, torch.bfloat16).row_bytes if self.fp8 else itemsize * (L + R)
         each = self.Sq if self.kind == "sparse" else 1
         return float(self.B * (each * self.keys * key + itemsize * self.Sq * self.N * (2 * L + R)))
@@ -66,7 +77,7 @@ class Inputs:
 
     case: Case
     q: Tensor
-    """Absorbed queries `[B, Sq, N, L + R]`; for prefill, queries `[B, Sq, N, P + R]`."""
+    """Absorbed queries `[B, Sq, N, L + R]`; for prefill and train, queries `[B, Sq, N, P + R]`."""
     cache: Tensor
     """`[B, T, L + R]`"""
     rows: Tensor | None
@@ -78,7 +89,9 @@ class Inputs:
     indices: Tensor | None
     """The keys that each query names, `[B, Sq, keys]`; for sparse decode only."""
     weight: Tensor | None
-    """The up-projection `[N, P + V, L]`; for prefill only."""
+    """The up-projection `[N, P + V, L]`; for prefill and train only."""
+    direction: Tensor | None = None
+    """The gradient of the result, `[B, Sq, N, V]`; for train only."""
 
     @property
     def pages(self) -> Tensor:
@@ -95,12 +108,12 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    prefill, per_sequence = case.kind == "prefill", case.T // PAGE
-    q = random(case.B, case.Sq, case.N, P + R if prefill else L + R)
+    per_sequence = case.T // PAGE
+    q = random(case.B, case.Sq, case.N, P + R if case.of_prompts else L + R)
     cache = random(case.B, case.T, L + R)
     pages: dict[str, Any] = {"dtype": torch.int32, "device": device}
     table = torch.arange(case.B * per_sequence, **pages).view(case.B, per_sequence)
-    rows = indices = weight = None
+    rows = indices = weight = direction = None
     if case.fp8:
         layout = RowLayout(L, R, dtype)
         rows = torch.zeros((case.B * per_sequence, PAGE, layout.row_bytes), dtype=torch.uint8, device=device)
@@ -109,6 +122,8 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int 
     if case.kind == "sparse":
         order = torch.rand((case.B, case.Sq, case.T), generator=generator, device=device)
         indices = order.topk(case.keys).indices.int()
-    if prefill:
+    if case.of_prompts:
         weight = random(case.N, P + V, L) / L**0.5
-    return Inputs(case, q, cache, rows, table, torch.full((case.B,), case.T, **pages), indices, weight)
+    if case.kind == "train":
+        direction = random(case.B, case.Sq, case.N, V)
+    return Inputs(case, q, cache, rows, table, torch.full((case.B,), case.T, **pages), indices, weight, direction)

@@ -1,13 +1,15 @@
 """The peers that are compared: the op, and other ways to compute a case.
 
-Each returns o `[B, Sq, N, L]`, for prefill `[B, Sq, N, V]`. Peers in plain torch read a bfloat16 cache without pages,
-which favours them; other projects' kernels read the same pages as the op.
+Each returns o `[B, Sq, N, L]`, for prefill `[B, Sq, N, V]`, and for train the gradient of q `[B, Sq, N, P + R]`. Peers
+in plain torch read a bfloat16 cache without pages, which favours them; other projects' kernels read the same pages as
+the op.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +31,8 @@ Call = Callable[[], Tensor]
 
 def _mla(x: Inputs) -> Call:
     case, ops = x.case, torch.ops.mla
-    if case.kind == "prefill":
-        assert x.weight is not None
-        latent, k_rope = x.cache[..., :L], x.cache[..., L:]
-        chunked = (x.q, latent, k_rope, x.weight[:, :P], x.weight[:, P:], None, 0, SCALE, case.workspace_tokens)
-        return lambda: ops.expanded_attention(*chunked)[0]
+    if case.of_prompts:
+        return functools.partial(_expanded_attention, x)
     scales = None
     latent, k_rope = x.cache[..., :L], x.cache[..., L:]
     if x.rows is not None:
@@ -49,6 +48,13 @@ def _mla(x: Inputs) -> Call:
         latent, k_rope = x.pages[..., :L], x.pages[..., L:]
     paged = (*q, latent, k_rope, x.table, x.lengths, case.Sq > 1, SCALE, scales)
     return lambda: ops.paged_latent_attention(*paged)[0]
+
+
+def _expanded_attention(x: Inputs) -> Tensor:
+    assert x.weight is not None
+    operands = x.q, x.cache[..., :L], x.cache[..., L:], x.weight[:, :P], x.weight[:, P:]
+    o: Tensor = torch.ops.mla.expanded_attention(*operands, None, 0, SCALE, x.case.workspace_tokens)[0]
+    return o
 
 
 def _gluon(x: Inputs) -> Call:
@@ -84,9 +90,13 @@ def _seen(x: Inputs) -> Tensor | None:
     return torch.arange(case.T, device=x.q.device) <= last
 
 
+def _by_hand(x: Inputs) -> Call:
+    return functools.partial(by_hand, x)
+
+
 def by_hand(x: Inputs) -> Tensor:
-    """Two plain products and a softmax in the dtype of the inputs; its error measures what rounding explains."""
-    if x.case.kind == "prefill":
+    """Two plain products and a softmax in the dtype of the inputs."""
+    if x.case.of_prompts:
         k, v = _expanded(x)
         scores = x.q.transpose(1, 2) @ k.mT * SCALE
     else:
@@ -103,6 +113,29 @@ def by_hand(x: Inputs) -> Tensor:
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
+def plainly(x: Inputs) -> Call:
+    """What every peer returns for a case, by hand; its error measures what rounding explains."""
+    return _for_kind(_by_hand, x)
+
+
+def _for_kind(make: Callable[[Inputs], Call], x: Inputs) -> Call:
+    """The call of a case; for train, it and its gradients of queries, cache and weight, of which it returns the first.
+
+    A peer takes views of these only when it is called.
+    """
+    if x.case.kind != "train":
+        return make(x)
+    assert x.weight is not None
+    leaves = [t.detach().requires_grad_() for t in (x.q, x.cache, x.weight)]
+    forward = make(replace(x, q=leaves[0], cache=leaves[1], weight=leaves[2]))
+
+    def call() -> Tensor:
+        with torch.enable_grad():
+            return torch.autograd.grad(forward(), leaves, x.direction)[0]
+
+    return call
+
+
 def _expanded(x: Inputs) -> tuple[Tensor, Tensor]:
     """Keys `[B, N, T, P + R]` and values `[B, N, T, V]` of a prefill."""
     assert x.weight is not None
@@ -112,7 +145,7 @@ def _expanded(x: Inputs) -> tuple[Tensor, Tensor]:
 
 def _sdpa(x: Inputs) -> Call:
     """SDPA: absorbed, with heads as queries of one head; expanded for prefill."""
-    if x.case.kind == "prefill":
+    if x.case.of_prompts:
 
         def expanded() -> Tensor:
             k, v = _expanded(x)
@@ -154,15 +187,14 @@ def _inductor(x: Inputs) -> Call:
 
 def calls(x: Inputs, names: Sequence[str]) -> dict[str, Callable[[], Call]]:
     """For each named peer that can take a case, a function that makes its call."""
-    makers: dict[str, Callable[[], Call]] = {"mla": lambda: _by_ours(_mla(x))}
+    own: dict[str, Callable[[Inputs], Call]] = {"mla": lambda x: _by_ours(_mla(x))}
     if not x.case.fp8:
-        makers["by-hand"] = lambda: lambda: by_hand(x)
-        makers["inductor"] = lambda: _inductor(x)
+        own |= {"by-hand": _by_hand, "inductor": _inductor}
         if x.case.kind != "sparse":
-            makers["sdpa"] = lambda: _sdpa(x)
+            own["sdpa"] = _sdpa
         if x.case.kind == "decode":
-            makers["flex"] = lambda: _flex(x)
-            makers["mla-gluon"] = lambda: _gluon(x)
+            own |= {"flex": _flex, "mla-gluon": _gluon}
+    makers: dict[str, Callable[[], Call]] = {name: functools.partial(_for_kind, make, x) for name, make in own.items()}
     for name in names:
         other = OTHERS.get(name)
         if other is None or not other.takes(x.case):

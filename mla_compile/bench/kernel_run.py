@@ -19,7 +19,7 @@ from torch import Tensor
 import mla_compile.kernels.register  # noqa: F401  registers the kernels of the ops
 from mla_compile.bench.check import distance
 from mla_compile.bench.kernel_cases import Case, Inputs, Kind, L, R, make_inputs
-from mla_compile.bench.kernel_peers import by_hand, calls, version
+from mla_compile.bench.kernel_peers import calls, plainly, version
 from mla_compile.bench.modes import summary
 from mla_compile.cost import Device
 from mla_compile.fp8 import RowLayout
@@ -89,6 +89,7 @@ QUICK = (
     Case("decode", 16, 2, 8192, 128),
     Case("sparse", 64, 1, 32768, 128, fp8=True),
     Case("prefill", 1, 16384, 16384, 16),
+    Case("train", 1, 4096, 4096, 128),
 )
 """Some cases of each kind, the most important first."""
 
@@ -102,10 +103,10 @@ def grid(
     queries: Sequence[int],
     fp8: Sequence[bool],
 ) -> Iterator[Case]:
-    """All combinations; prefill always has one prompt."""
+    """All combinations; prefill and train always have one prompt."""
     for kind in kinds:
         for N in heads:
-            if kind == "prefill":
+            if kind in ("prefill", "train"):
                 yield from (Case(kind, 1, tokens, tokens, N) for tokens in prompts)
                 continue
             for small in fp8:
@@ -208,7 +209,7 @@ def _truth(x: Inputs) -> tuple[Tensor, float]:
     case = Case(x.case.kind, 1, queries, x.case.T, heads)
 
     def part(dtype: torch.dtype) -> Tensor:
-        return by_hand(
+        return plainly(
             Inputs(
                 case,
                 x.q[:1, x.case.Sq - queries :, :heads].to(dtype),
@@ -218,8 +219,9 @@ def _truth(x: Inputs) -> tuple[Tensor, float]:
                 x.lengths[:1],
                 None if x.indices is None else x.indices[:1, x.case.Sq - queries :],
                 None if x.weight is None else x.weight[:heads].to(dtype),
+                None if x.direction is None else x.direction[:1, x.case.Sq - queries :, :heads].to(dtype),
             )
-        )[0]
+        )()[0]
 
     exact = part(torch.float64)
     return exact, distance(part(x.q.dtype), exact)
