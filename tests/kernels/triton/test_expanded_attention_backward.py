@@ -11,6 +11,7 @@ from mla_compile.kernels.backward import triton as launcher
 from mla_compile.kernels.backward.attended import Attended
 from mla_compile.kernels.backward.tiles import Pair
 from mla_compile.kernels.backward.triton import attend_backward_triton
+from mla_compile.kernels.expanded_attention import expanded_attention_aten
 
 from ..errors import assert_as_close_as
 from ..naive import MASKS, case_of, make_inputs
@@ -34,7 +35,7 @@ SIZES = {
 
 def backward(x, case, direction, workspace_tokens, wanted=(True,) * 5, tiles=TILES):
     """The gradients of the operands, each on the CPU, from what the forward gives in the dtype of its op."""
-    o, lse = torch.ops.mla.expanded_attention(*x.tensors, *case, x.scale, workspace_tokens)
+    o, lse = expanded_attention_aten(*x.tensors, *case, x.scale, workspace_tokens)
     d_lse = None if direction[1] is None else direction[1].float().masked_fill(lse == -torch.inf, 0)
     given = to_device([direction[0].to(o.dtype), d_lse, *x.tensors, case[0], o, lse])
     do, d_lse, *operands, mask, o, lse = given
