@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from mla_compile.dynamo.graph import tensors_of
 from mla_compile.passes.nodes.refusal import Refusal
@@ -127,8 +128,15 @@ def writes_to(place: fx.Node) -> list[fx.Node]:
     return [
         node
         for node in later[later.index(place) + 1 :]
-        if _writes(node) and own.intersection(s for operand in node.all_input_nodes[:1] for s in _storages(operand))
+        if _writes(node) and own.intersection(s for operand in _overwritten(node) for s in _storages(operand))
     ]
+
+
+def _overwritten(node: fx.Node) -> list[fx.Node]:
+    """The inputs to which a node that writes may write: those named `out`, else the first."""
+    if "out" not in node.kwargs:
+        return node.all_input_nodes[:1]
+    return [out for out in pytree.tree_leaves(node.kwargs["out"]) if isinstance(out, fx.Node)]
 
 
 def _writes(node: fx.Node) -> bool:

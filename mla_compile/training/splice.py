@@ -64,6 +64,7 @@ class _Part:
         self.writes = writes_to(self.place)
         """The later writes to the memory of `place`, which complete its value."""
         self.last = self.writes[-1] if self.writes else self.place
+        self.order = {node: i for i, node in enumerate(captured.dynamo.nodes)}
         self.code: list[fx.Node] = []
         """The nodes of the ATen graph to copy, in order."""
         self.sources: dict[fx.Node, fx.Node] = {}
@@ -86,8 +87,13 @@ class _Part:
         self.known = {node for nodes in known.values() for node in nodes}
         nearest = self.known.intersection(o for node in between(self.last, self.known) for o in node.all_input_nodes)
         for operand, nodes in known.items():
-            near = [node for node in nodes if node in nearest]
-            self.sources[operand] = near[0] if len(near) == 1 else nodes[0]
+            there = [node for node in nodes if self._is_complete(node)] or nodes
+            near = [node for node in there if node in nearest]
+            self.sources[operand] = near[0] if len(near) == 1 else there[0]
+
+    def _is_complete(self, node: fx.Node) -> bool:
+        """Whether a node has the value that it has at the end of a run already where the code is put."""
+        return all(self.order[own] < self.order[self.last] for own in (node, *writes_to(node)))
 
     def _replaced(self) -> list[fx.Node]:
         """The Dynamo nodes with that value; writes may return it too."""
@@ -103,12 +109,7 @@ class _Part:
                 calls = [node]
             if not all(map(_is_function, calls)):
                 raise Refusal(self.end, f"expected code of functions of tensors, found {where(node)}")
-        earlier = set[fx.Node]()
-        for node in self.captured.dynamo.nodes:
-            if node is self.last:
-                break
-            earlier.add(node)
-        late = [node for node in self.sources.values() if node not in earlier]
+        late = [node for node in self.sources.values() if not self._is_complete(node)]
         if late:
             raise Refusal(
                 self.end,

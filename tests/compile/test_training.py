@@ -166,6 +166,44 @@ def test_attention_without_gradients_in_a_graph_with_some():
     assert_trained(Frozen(), hidden(), rewritten=2, outcomes=2)
 
 
+class FrozenWithOut(Frozen):
+    """The shares of a softmax by hand are taken of its result, whose memory is given as `out`."""
+
+    def attend(self, q, k, v):
+        if torch.is_grad_enabled():
+            return super().attend(q, k, v)
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        o = weights @ v
+        torch.div(o.clone(), weights.sum(-1, keepdim=True), out=o)
+        return o
+
+
+def test_a_result_that_is_written_over_as_out():
+    assert_trained(FrozenWithOut(), hidden(), rewritten=2, outcomes=2)
+
+
+class LatentAgain(Layer):
+    """After an attention without gradients, its latent is overwritten, and what it was made of becomes its value."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            attended = super().forward(x)
+            self.latent.zero_()
+            made_of = self.made_of.sin_()
+        return attended + made_of.sum() + super().forward(x + 1)
+
+    def latents(self, x):
+        latent, k_rope = super().latents(x)
+        self.made_of, self.latent = latent, latent.sin()
+        return self.latent, k_rope
+
+
+def test_a_latent_whose_value_another_tensor_has_later():
+    compiled = assert_trained(LatentAgain(), hidden(), rewritten=1, outcomes=2)
+    assert compiled.outcomes[0].reason.startswith("expected operands that are computed before the attention")
+
+
 class LoRA(nn.Module):
     """Low-rank additions to a frozen projection, as peft writes them."""
 
