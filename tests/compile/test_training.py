@@ -204,6 +204,26 @@ def test_a_latent_whose_value_another_tensor_has_later():
     assert compiled.outcomes[0].reason.startswith("expected operands that are computed before the attention")
 
 
+class ActivatedThrice(Layer):
+    """The latent is activated for keys, for values, and after the attention in place."""
+
+    def forward(self, x):
+        return super().forward(x) + self.made_of.relu_().mean()
+
+    def latents(self, x):
+        latent, k_rope = super().latents(x)
+        self.made_of = latent * 2
+        return self.made_of, k_rope
+
+    def up_projected(self, latent):
+        (k, _), (_, v) = (super(ActivatedThrice, self).up_projected(latent.relu()) for _ in range(2))
+        return k, v
+
+
+def test_a_latent_whose_value_another_tensor_has_before_and_after_the_attention():
+    assert_trained(ActivatedThrice(), hidden(), rewritten=1)
+
+
 class LoRA(nn.Module):
     """Low-rank additions to a frozen projection, as peft writes them."""
 
