@@ -23,7 +23,8 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 from ..errors import CacheError, CacheMismatchError
 from .argument import cache_argument
-from .latent_cache import PagedLatentCache, other_layers, own_layers
+from .latent_cache import PagedLatentCache
+from .model_layers import other_layers, own_layers
 from .pool import PagePool, check_count
 
 _CALL = "call generate_batch or continuous_batching_context_manager, or use the model that this one was made from"
