@@ -11,7 +11,7 @@ summed over groups is summed in float32. Nothing here reads a value from the dev
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,50 +59,59 @@ def attend_backward_triton(x: Attended, machine: Machine, tiles: Pair | None = N
     assert x.w_uk is not None
     assert x.w_uv is not None
     want, names = Wanted(*x.wanted), ("q", "latent", "k_rope", "w_uk", "w_uv")
-    tokens = causal_stop(x.causal_offset, range(x.q.shape[1]), x.latent.shape[1])
     widths = x.w_uk.shape[1], x.k_rope.shape[-1], x.w_uv.shape[1]
     tiles = tiles or choose(machine, *widths, x.q.itemsize, x.mask is not None)
-    dq = x.q.new_zeros(x.q.shape)
-    sums = {name: _zeros(getattr(x, name)) for name in names[1:] if getattr(want, name)}
+    totals = {name: _zeros(getattr(x, name)) for name in names[1:] if getattr(want, name)}
+    totals["q"] = x.q.new_zeros(x.q.shape)  # the kernels write it, and it needs no sums
+    tokens = causal_stop(x.causal_offset, range(x.q.shape[1]), x.latent.shape[1])
     q, do, o = (t if t.stride(3) == 1 else t.contiguous() for t in (x.q, x.grad_o, x.o))
     ropes = x.k_rope if x.k_rope.dim() == 4 else x.k_rope[:, :, None]
     ropes = ropes if ropes.shape[3] < 2 or ropes.stride(3) == 1 else ropes.contiguous()
-    latent, ropes = x.latent[:, :tokens], ropes[:, :tokens]
-    for some, heads in _groups(x, tokens, machine, tiles):
-        mask = _part_of(x.mask, some, heads)
-        own, own_ropes = latent[some], ropes[some] if ropes.shape[2] == 1 else ropes[some, :, heads]
-        if mask is not None and mask.dtype == torch.bool:
-            # Keys that no query sees may hold anything, and 0 times NaN is NaN.
-            visibility = Visibility(mask, x.causal_offset, x.latent.shape[1], mask.device)
-            unseen = visibility.hidden_from_all(mask, range(q.shape[1]), range(tokens))
-            own, own_ropes = own.masked_fill(unseen[..., None], 0), own_ropes.masked_fill(unseen[..., None, None], 0)
-        weights = x.w_uk[heads].flatten(0, 1), x.w_uv[heads].flatten(0, 1)  # [H P, L], [H V, L]
-        latents = [part.flatten(0, 1) for part in latents_of(own, x.w_uk, x.w_uv)]  # [b T, L]
-        shape = *own.shape[:2], heads.stop - heads.start, -1
-        k, v = ((part @ weight.T).view(shape) for part, weight in zip(latents, weights, strict=True))
-        group = _Group(q[some, :, heads], own_ropes, mask, do[some, :, heads], x.causal_offset, x.scale)
-        d_lse = None if x.grad_lse is None else x.grad_lse[some, :, heads]
-        results = o[some, :, heads], x.lse[some, :, heads], d_lse
-        of_rows = _to_queries(group, k, v, results, dq[some, :, heads], tiles.to_queries)
-        if not sums:
-            continue
-        dk, d_rope, dv = _to_keys(group, k, v, of_rows, tiles.to_keys)
-        grads = dk.flatten(2).flatten(0, 1), dv.flatten(2).flatten(0, 1)  # [b T, H P], [b T, H V]
-        if want.latent:
-            totals = latents_of(sums["latent"][some, :tokens], x.w_uk, x.w_uv)
-            for total, grad, weight in zip(totals, grads, weights, strict=True):
-                total += (grad @ weight).view(total.shape)
-        if want.k_rope:
-            own_total = sums["k_rope"][some, :tokens]
-            if x.k_rope.dim() == 3:
-                own_total += d_rope.sum(2, dtype=torch.float32)
-            else:
-                own_total[:, :, heads] += d_rope
-        for name, grad, part in zip(("w_uk", "w_uv"), grads, latents, strict=True):
-            if name in sums:
-                sums[name][heads] += (grad.T @ part).unflatten(0, (heads.stop - heads.start, -1))
-    found = {"q": dq, **sums}
-    return [found[name].to(x.q.dtype) for name in names if getattr(want, name)]
+    seen = replace(x, q=q, grad_o=do, o=o, latent=x.latent[:, :tokens], k_rope=ropes[:, :tokens])
+    for part in _groups(x, tokens, machine, tiles):
+        _add_group(seen, part, totals, tiles)
+    return [totals[name].to(x.q.dtype) for name in names if getattr(want, name)]
+
+
+def _add_group(x: Attended, part: tuple[slice, slice], totals: dict[str, Tensor], tiles: Pair) -> None:
+    """Add what a group of heads of some sequences contributes to the totals.
+
+    Only keys that some query may see are among those of `x`, whose rope keys are `[B, T, 1 or N, R]`.
+    """
+    assert x.w_uk is not None
+    assert x.w_uv is not None
+    (some, heads), tokens, mask = part, x.latent.shape[1], _part_of(x.mask, part)
+    latent, ropes = x.latent[some], x.k_rope[some] if x.k_rope.shape[2] == 1 else x.k_rope[some, :, heads]
+    if mask is not None and mask.dtype == torch.bool:
+        # Keys that no query sees may hold anything, and 0 times NaN is NaN.
+        visibility = Visibility(mask, x.causal_offset, max(mask.shape[3], tokens), mask.device)
+        unseen = visibility.hidden_from_all(mask, range(x.q.shape[1]), range(tokens))
+        latent, ropes = latent.masked_fill(unseen[..., None], 0), ropes.masked_fill(unseen[..., None, None], 0)
+    weights = x.w_uk[heads].flatten(0, 1), x.w_uv[heads].flatten(0, 1)  # [H P, L], [H V, L]
+    latents = [own.flatten(0, 1) for own in latents_of(latent, x.w_uk, x.w_uv)]  # [b T, L]
+    shape = *latent.shape[:2], heads.stop - heads.start, -1
+    k, v = ((own @ weight.T).view(shape) for own, weight in zip(latents, weights, strict=True))
+    group = _Group(x.q[some, :, heads], ropes, mask, x.grad_o[some, :, heads], x.causal_offset, x.scale)
+    d_lse = None if x.grad_lse is None else x.grad_lse[some, :, heads]
+    results = x.o[some, :, heads], x.lse[some, :, heads], d_lse
+    of_rows = _to_queries(group, k, v, results, totals["q"][some, :, heads], tiles.to_queries)
+    if totals.keys() == {"q"}:
+        return
+    dk, d_rope, dv = _to_keys(group, k, v, of_rows, tiles.to_keys)
+    grads = dk.flatten(2).flatten(0, 1), dv.flatten(2).flatten(0, 1)  # [b T, H P], [b T, H V]
+    if "latent" in totals:
+        of_each = latents_of(totals["latent"][some, :tokens], x.w_uk, x.w_uv)
+        for total, grad, weight in zip(of_each, grads, weights, strict=True):
+            total += (grad @ weight).view(total.shape)
+    if "k_rope" in totals:
+        total = totals["k_rope"][some, :tokens]
+        if total.dim() == 3:
+            total += d_rope.sum(2, dtype=torch.float32)
+        else:
+            total[:, :, heads] += d_rope
+    for name, grad, own in zip(("w_uk", "w_uv"), grads, latents, strict=True):
+        if name in totals:
+            totals[name][heads] += (grad.T @ own).unflatten(0, (heads.stop - heads.start, -1))
 
 
 def _zeros(operand: Tensor) -> Tensor:
@@ -123,10 +132,11 @@ def _groups(x: Attended, tokens: int, machine: Machine, tiles: Pair) -> Iterator
             yield slice(b, min(b + share.sequences, batch)), slice(head, min(head + size, heads))
 
 
-def _part_of(mask: Tensor | None, some: slice, heads: slice) -> Tensor | None:
+def _part_of(mask: Tensor | None, part: tuple[slice, slice]) -> Tensor | None:
     """The part of a mask that belongs to some sequences and heads."""
     if mask is None:
         return None
+    some, heads = part
     return mask[some if mask.shape[0] != 1 else slice(None), heads if mask.shape[1] != 1 else slice(None)]
 
 
