@@ -118,7 +118,7 @@ def _not_a_number(mask: Any, of: fx.Node, trace: Trace) -> tuple[fx.Node, ...]:
         rows, _, keep = (*arguments(source), False)[:3]
         inner = _not_a_number(rows, of, trace) if keep else ()
         return (*inner, source) if inner else ()
-    a, b = (*arguments(source), None)[:2]
+    a, b = (*arguments(source), None, None)[:2]
     asks = source.target is aten.isnan.default or (source.target is aten.ne.Tensor and a is b)
     return (source,) if asks and copied(a, trace) is of else ()
 

@@ -120,6 +120,21 @@ def test_weights_of_hidden_keys_that_are_set_to_0_are_a_softmax(function: Functi
     check_rewritten(function, mla.tensors())
 
 
+@pytest.mark.parametrize("weights", [torch.Tensor.exp, torch.softmax])
+def test_a_mask_that_is_an_input(weights: Callable[..., Tensor]) -> None:
+    """It is looked at for NaN, as masks computed from the weights are."""
+
+    def attention(hidden: Tensor, *args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        scores = (q @ k.mT * mla.SCALE).masked_fill(hidden, -torch.inf)
+        w = scores.softmax(-1) if weights is torch.softmax else (scores - scores.amax(-1, keepdim=True)).exp()
+        w = w.masked_fill(hidden, 0.0)
+        return (w if weights is torch.softmax else w / w.sum(-1, keepdim=True)) @ v
+
+    hidden = torch.ones(SQ, T, dtype=torch.bool).triu(T - SQ + 1)
+    check_rewritten(attention, (hidden, *mla.tensors()))
+
+
 @pytest.mark.diagonal
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("zeroing", HIDDEN_AGAIN.values(), ids=HIDDEN_AGAIN)
