@@ -14,6 +14,7 @@ from .errors import (
     OptionError,
     OutOfPagesError,
     PageIndexError,
+    PassesError,
     StrictError,
     VerifyError,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "PageIndexError",
     "PagePool",
     "PagedLatentCache",
+    "PassesError",
     "Report",
     "StrictError",
     "VerifyError",

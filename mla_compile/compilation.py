@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +44,7 @@ from .dynamo.control_flow import copy_parts, has_apart
 from .dynamo.flex import write_out
 from .dynamo.graph import copied, inline_regions
 from .dynamo.seal import CACHEABLE, seal_with_parts
+from .errors import PassesError
 from .graph_log import is_observed, log_graph
 from .inductor.frozen import compile_frozen, parameters
 from .inductor.gpu_accesses import accesses_remembered
@@ -57,12 +60,13 @@ from .inductor.retrace import decompositions_of_others, retrace
 from .options import Options
 from .parallel.replicated import with_replicated_heads
 from .report import Report
-from .rewriting import raise_strict, rewrite_graph
+from .rewriting import failures_told, raise_strict, rewrite_graph
 from .stored import ReportStore
 from .training.rewrite import rewrite_for_training
 from .verify import Verified, VerifiedGraph, check_of_graph
 
 Inputs = Sequence[Any]
+_log = logging.getLogger(__name__)
 _compiler_config: Any = torch.compiler.config  # a config module; its stubs lack `patch`
 _AFTER_THE_SECOND_TRACE = ("use_joint_graph_passes", "freezing")
 """Inductor settings for passes, its own and users', that expect a graph with Inductor's decompositions. Our graph has
@@ -90,6 +94,8 @@ class Compilation:
         self.kernels: tuple[str, ...] = ()
         self.seconds: dict[str, float] = {}
         self.all_or_nothing = False
+        self.failed = False
+        """Whether the passes failed on this graph."""
         self.inductor = {name: getattr(inductor_config, name) for name in _AFTER_THE_SECOND_TRACE}
 
     def run(self) -> Callable[..., Any]:
@@ -113,7 +119,8 @@ class Compilation:
             if not self.seconds and stored is None:  # torch's cache had the artifact, but its report is missing
                 compiled = self._compile(sealed, tag, use_cache=False)
         except _NothingToRewrite:
-            store.save(Report(self.outcomes))
+            if not self.failed:
+                store.save(Report(self.outcomes))
             return self._stock(self._nothing())
         if self.seconds:
             store.save(Report(self.outcomes, kernels=self.kernels))
@@ -189,6 +196,8 @@ class Compilation:
         return None
 
     def _nothing(self) -> str:
+        if self.failed:
+            return "the passes failed on the graph"
         if self.outcomes:
             return "nothing to rewrite"
         if self._needs_gradients() and has_apart(self.module):
@@ -203,7 +212,12 @@ class Compilation:
 
     def _train(self) -> Callable[..., Any]:
         rates = self._rates()
-        trained = rewrite_for_training(self.module, rates, self.options)
+        try:
+            with failures_told():
+                trained = rewrite_for_training(self.module, rates, self.options)
+        except PassesError as error:
+            self._tell(error)
+            return self._stock(self._nothing())
         self.outcomes, self.note = trained.outcomes, "; ".join(trained.notes)
         self.seconds["passes"] = trained.seconds
         if not any(outcome.rewritten for outcome in self.outcomes):
@@ -227,7 +241,12 @@ class Compilation:
             return self._rewrite_and_compile(module, inputs, **kwargs)
 
     def _rewrite_and_compile(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
-        rewriting = rewrite_graph(module, self._rates(), self.options)
+        try:
+            with failures_told():
+                rewriting = rewrite_graph(module, self._rates(), self.options)
+        except PassesError as error:
+            self._tell(error)
+            raise _NothingToRewrite from error
         self.outcomes = with_replicated_heads(rewriting.outcomes, module, self.inputs)
         self.seconds["passes"] = rewriting.seconds
         rewritten = [outcome.rewritten for outcome in self.outcomes]
@@ -252,6 +271,15 @@ class Compilation:
         if rewriting.original is None:
             return compiled
         return VerifiedGraph(compiled, [check_of_graph(rewriting.original, module, self.outcomes, own)])
+
+    def _tell(self, error: PassesError) -> None:
+        """Warn that the passes failed, which must not cost the user a model that stock Inductor compiles."""
+        if self.options.strict:
+            raise error
+        self.failed = True
+        _log.warning("%s", error, exc_info=error.__cause__)
+        advice = "The graph is left to stock Inductor. Please report this, with the log of logger mla_compile"
+        warnings.warn(f"mla_compile: {error}. {advice}.", stacklevel=2)
 
     def _timed(self, part: str, step: Callable[[fx.GraphModule], fx.GraphModule], module: fx.GraphModule) -> Any:
         start = time.perf_counter()

@@ -17,6 +17,11 @@ class StrictError(MlaCompileError):
     """`mla.strict` is set, and an attention was left unchanged or the graph has none."""
 
 
+class PassesError(MlaCompileError):
+    """The passes failed on a graph, which is a bug of theirs. With `mla.strict`, and for exported programs; otherwise
+    the graph is left as it is, with a warning."""
+
+
 class VerifyError(MlaCompileError):
     """`mla.verify` is set and a rewritten site differs from the original by more than its dtype explains."""
 

@@ -28,7 +28,7 @@ from .inductor.gpu_launches import put_launches
 from .inductor.loop_operands import straighten_loop_operands
 from .options import OFF, parse
 from .report import Report, record
-from .rewriting import raise_strict, rewrite_graph
+from .rewriting import failures_told, raise_strict, rewrite_graph
 from .verify import check
 
 NOTE = "exported program"
@@ -66,7 +66,8 @@ def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = Non
     module = functional.graph_module
     seconds = {"retrace": time.perf_counter() - start}
     tensors = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-    rewriting = rewrite_graph(module, ours.device or rates_of(tensors), ours, functional.range_constraints)
+    with failures_told():
+        rewriting = rewrite_graph(module, ours.device or rates_of(tensors), ours, functional.range_constraints)
     outcomes, original = rewriting.outcomes, rewriting.original
     record(Report(outcomes, NOTE, seconds | {"passes": rewriting.seconds}))
     if ours.strict:

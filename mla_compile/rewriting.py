@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from .cost import Device
 from .dynamo.control_flow import lay_out, layouts_of, parts
-from .errors import StrictError
+from .errors import MlaCompileError, PassesError, StrictError
 from .graph_log import log_graph, log_results, snapshot
 from .options import Options
 from .passes.outcome import Outcome
@@ -72,6 +73,17 @@ def _rewrite_part(pipeline: Pipeline, name: str, part: fx.GraphModule) -> list[R
     if any(result.outcome.rewritten for result in results):
         lay_out(part, layouts)
     return results
+
+
+@contextlib.contextmanager
+def failures_told() -> Iterator[None]:
+    """Within this context, an exception of the passes that is not raised on purpose becomes a PassesError."""
+    try:
+        yield
+    except MlaCompileError:
+        raise
+    except Exception as error:
+        raise PassesError(f"the passes failed: {type(error).__name__}: {error}") from error
 
 
 def raise_strict(outcomes: Sequence[Outcome], note: str, *, looked: bool = True) -> None:
