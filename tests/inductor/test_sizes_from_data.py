@@ -12,7 +12,7 @@ from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, Combined
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_scores_over_some_of_the_tokens_are_compiled(dtype: torch.dtype) -> None:
     """An indexer beside attention, as in GLM-5-Next: it scores those tokens that the data says are there."""
     module = Combined().to(dtype)

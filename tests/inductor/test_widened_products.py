@@ -169,10 +169,11 @@ def compiled_products(module: nn.Module, xs: list[Tensor]) -> tuple[list[Tensor]
     return outputs, seen
 
 
+@pytest.mark.parametrize("codegen", [False, pytest.param(True, marks=pytest.mark.slow)])
 @HALF
-def test_a_compiled_module(no_library, request, dtype):
+def test_a_compiled_module(no_library, request, dtype, codegen):
     """With one token for each of two sequences, and with several, no product is in half precision."""
-    if dtype == torch.float16:  # for one dtype Inductor generates code too
+    if not codegen:
         request.getfixturevalue("without_codegen")
     module = Combined()
     module.o_proj = nn.Linear(N * V, HIDDEN)
