@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ..algebra.sizes import Unaligned, product, same
+from ..algebra.sizes import Size, Unaligned, product, same
 from ..algebra.substitution import Pin, Split, change_term
 from ..algebra.terms import Axis, Dim, Join, Term
 from ..attention.attention import Attention
 from ..nodes.refusal import Refusal
+from .site import Site
 
 MOST_GROUPS = 8
 """The most groups for which one op each is emitted."""
+_SHARE = "share one latent between all heads"
 
 
 def groups_of(attention: Attention, axes: Dim) -> list[Attention]:
@@ -31,20 +33,34 @@ def groups_of(attention: Attention, axes: Dim) -> list[Attention]:
     Raises:
         Refusal: if there are too many groups, if only a run knows how many, or if all scores have to exist at once.
     """
-    count = product(axis.size for axis in axes)
-    if not isinstance(count, int) or count > MOST_GROUPS or attention.opaque is not None:
-        reason = f"expected at most {MOST_GROUPS} groups of heads with a latent each, found {count}"
-        if isinstance(count, int) and count <= MOST_GROUPS:
-            reason = (
-                "expected scores that are a sum of products and masks where groups of heads have "
-                "a latent each, found other scores"
-            )
-        raise Refusal(attention.node, reason, "share one latent between all heads")
+    _check_number(attention, product(axis.size for axis in axes))
+    if attention.opaque is not None:
+        reason = (
+            "expected scores that are a sum of products and masks where groups of heads have "
+            "a latent each, found other scores"
+        )
+        raise Refusal(attention.node, reason, _SHARE)
     sizes = [range(int(axis.size)) for axis in axes]
     return [
         changed(attention, {axis: Pin(index) for axis, index in zip(axes, indices, strict=True)})
         for indices in itertools.product(*sizes)
     ]
+
+
+def flat(attention: Attention, axes: Dim, sites: Sequence[Site]) -> tuple[Dim, tuple[Site, ...]]:
+    """The axes and the sites of the groups of an attention, over `axes`, if each may be divided into groups itself.
+
+    Raises:
+        Refusal: if not all are divided alike, or if there are too many.
+    """
+    inner = {site.groups.axes if site.groups is not None else () for site in sites}
+    if len(inner) > 1:
+        reason = "expected groups of heads that have a latent each, found some that have several"
+        raise Refusal(attention.node, reason, _SHARE)
+    (within,) = inner
+    all_sites = tuple(own for site in sites for own in (site.groups.sites if site.groups is not None else (site,)))
+    _check_number(attention, len(all_sites))
+    return (*axes, *within), all_sites
 
 
 def in_groups(attention: Attention) -> tuple[Attention, Dim] | None:
@@ -60,6 +76,13 @@ def in_groups(attention: Attention) -> tuple[Attention, Dim] | None:
         with contextlib.suppress(Unaligned):
             return changed(attention, {join.axis: Split(group, Axis(heads))}), (group,)
     return None
+
+
+def _check_number(attention: Attention, count: Size) -> None:
+    """Raise Refusal if there are too many groups, or only a run knows how many."""
+    if not isinstance(count, int) or count > MOST_GROUPS:
+        reason = f"expected at most {MOST_GROUPS} groups of heads with a latent each, found {count}"
+        raise Refusal(attention.node, reason, _SHARE)
 
 
 def _joins(term: Term) -> Iterator[Join]:

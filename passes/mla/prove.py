@@ -28,7 +28,7 @@ from ..trace.trace import Trace
 from .apart import own_latent, shared_by_heads
 from .computed import computed
 from .gated import ungated
-from .groups import groups_of, in_groups
+from .groups import flat, groups_of, in_groups
 from .own_ropes import SHARE, as_biases, own_of
 from .products import UpProjection, gathered, same_tensor, up_projection
 from .readable import is_held
@@ -77,7 +77,7 @@ def prove(attention: Attention, trace: Trace) -> Site:
 
 def _of_groups(attention: Attention, axes: Dim, trace: Trace) -> Site:
     """The site of an attention whose groups of heads, over `axes`, have a latent each."""
-    sites = tuple(prove(group, trace) for group in groups_of(attention, axes))
+    axes, sites = flat(attention, axes, [prove(group, trace) for group in groups_of(attention, axes)])
     if any(site.apart for site in sites):
         raise Refusal(
             attention.node, "expected one latent for each group of heads, found one for keys and one for values"

@@ -218,6 +218,25 @@ def test_a_latent_a_group_is_an_attention_a_group(function: Callable[..., Tensor
         assert len(ops) == G
 
 
+def in_two_tensors(latents: Tensor, weight: Tensor) -> Tensor:
+    """Half of the heads have latents in one tensor, the others in another; each head has a latent of its own."""
+    halves = zip((latents.exp(), latents.sin()), weight.chunk(2), strict=True)
+    return torch.cat([torch.einsum("btnl,ndl->bntd", c, w) for c, w in halves], 1)
+
+
+def test_groups_within_groups() -> None:
+    for path, module, outcomes in compiled(attention(in_two_tensors), tensors()):
+        assert [outcome.path for outcome in outcomes] == [path]
+        assert "a latent for each of 6 groups of heads" in outcomes[0].reason
+        assert sum("_attention.default" in str(node.target) for node in module.graph.nodes) == HEADS
+
+
+def in_one_group_only(latents: Tensor, weight: Tensor) -> Tensor:
+    """Half of the heads share a latent, each of the others has its own."""
+    shared = torch.einsum("btl,ndl->bntd", latents[:, :, 0].exp(), weight[:G])
+    return torch.cat([shared, torch.einsum("btnl,ndl->bntd", latents.sin(), weight[G:])], 1)
+
+
 def test_one_weight_for_all_groups_is_one_attention() -> None:
     """Groups with one weight are like sequences of a batch."""
 
@@ -265,6 +284,7 @@ REFUSED = {
     ),
     "written to other columns in one group": (in_zeros(0, 0, 1, cut=False), G, "expected values that are an up-"),
     "too many": (attention(expanded, rope=lambda k: k[:, None].expand(-1, 9 * EACH, -1, -1)), 9, "found 9"),
+    "groups within one group": (attention(in_one_group_only), G, "expected values that are an up-projection"),
     "a soft cap": (attention(expanded, softmax(torch.tanh)), G, "where groups of heads have a latent each"),
     "keys of another group": (
         lambda q, c, _, w_uk, w_uv: sealed(q[..., :P], expanded(c.flip(2), w_uk), expanded(c, w_uv)),
