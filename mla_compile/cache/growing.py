@@ -76,7 +76,7 @@ class GrowingLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forget all tokens, and the buffers with them."""
-        self._room.crop(self._index, self._room.length)
+        self._room.reset(self._index)
         super().reset()
 
 
@@ -116,7 +116,7 @@ class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):
 
     def reset(self) -> None:
         """Forget all tokens, and the buffers with them."""
-        self._indexer_room.crop(self._index, self._indexer_room.length)
+        self._indexer_room.reset(self._index)
         super().reset()
 
 
@@ -124,10 +124,11 @@ class LatentCache(DynamicCache):
     """A `DynamicCache` that is written in place: `model.generate(**inputs, past_key_values=LatentCache.of(model))`.
 
     It behaves like a `DynamicCache`, eager and compiled, but a step reads the cache without copying it, except where
-    gradients are enabled, so that a backward may go through several steps. Layers that do not hold all tokens (sliding
-    windows, states of linear attention) stay transformers' own.
+    gradients are enabled, so that a backward may go through several steps. In each step every layer takes part, once.
+    Layers that do not hold all tokens (sliding windows, states of linear attention) stay transformers' own.
 
     Args: config, of a transformers model; tokens, the number per sequence for which there is room from the start.
+    Raises, where it is written: CacheMismatchError for another batch than before, or if a layer was left out of a step.
     """
 
     def __init__(self, config: Any, tokens: int = 0) -> None:

@@ -47,6 +47,10 @@ class BlockTable:
         if pages is not None:
             self.pool.leave(pages, self.used)
 
+    def __copy__(self) -> BlockTable:
+        """A fork: each table gives back the pages that it holds."""
+        return self.fork()
+
     @property
     def pages(self) -> Tensor:
         """The block table `[batch, max_pages]`; entries behind a sequence's last page are undefined.

@@ -117,6 +117,8 @@ def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
     if dropout:
         raise Refusal(node, f"expected attention without dropout, found dropout_p={dropout}", "call model.eval()")
     q, k, v = trace[q_node], trace[k_node], trace[v_node]
+    if any(same(size, 0) for size in (*k.shape, *v.shape)):
+        raise Refusal(node, "expected queries, keys and values, found an empty tensor")
     rank = len(node.meta["val"].shape)
     batch = [f"batch {i}" for i in range(rank - 2)]
     q, k, v = (operations.expand(form, (1,) * (rank - len(form.dims)) + tuple(form.shape)) for form in (q, k, v))

@@ -1,5 +1,7 @@
 """Pages and the tables that hold them: every misuse says what was expected, and changes nothing."""
 
+import copy
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,6 +44,16 @@ def test_a_pool_gives_no_more_pages_than_are_free_without_a_table_too():
         pages.take_where(new, place, torch.zeros(5, dtype=torch.int64), 5)
     assert pages.available == 4
     assert not pages.references.any()
+
+
+def test_a_copy_of_a_table_is_a_fork():
+    pages = pool()
+    a = filled(pages, 3, 1.0)
+    b = copy.copy(a)
+    del b
+    assert pages.available == 2  # a keeps its own
+    filled(pages, 4, 2.0)
+    assert bool((a.read(0) == 1.0).all())
 
 
 def test_a_fork_that_cannot_be_copied_stays_as_it_is():

@@ -108,3 +108,44 @@ def test_tokens_to_remove_are_counted_below_zero():
     cache = LatentCache.of(build("v3"))
     with pytest.raises(CacheMismatchError, match="expected a negative number of tokens to remove, found 3"):
         cache.crop(3)
+
+
+def layer_by_layer(cache, layers, batch=2):
+    for layer in layers:
+        cache.update(torch.randn(batch, 1, 1, 16), torch.randn(batch, 1, 1, 8), layer)
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"),
+    [
+        ([(0, 1), (0,), (0, 1)], "tokens of layer 1 in each step, found none in the last"),
+        ([(0,), (0, 1)], "tokens of layer 1 from the first step on, found none before"),
+        ([(0, 0, 1)], "tokens of layer 1 from the first step on, found none before"),
+    ],
+)
+def test_every_layer_takes_part_in_every_step(steps, found):
+    """A `DynamicCache` counts each layer's tokens. Here rows that no layer has written would be read."""
+    cache = LatentCache.of(build("v3"))
+    *right, wrong = steps
+    for layers in right:
+        layer_by_layer(cache, layers)
+    with pytest.raises(CacheMismatchError, match=found):
+        layer_by_layer(cache, wrong)
+
+
+def test_layers_may_come_in_another_order():
+    cache = LatentCache.of(build("v3"))
+    for layers in ((0, 1), (1, 0), (0, 1)):
+        layer_by_layer(cache, layers)
+    assert cache.get_seq_length() == 3
+
+
+def test_another_batch_is_refused_until_it_is_reset():
+    cache = LatentCache.of(build("v3"))
+    layer_by_layer(cache, (0, 1))
+    cache.crop(-1)
+    with pytest.raises(CacheMismatchError, match=r"expected tokens of shape \[2, 1, 'S', 16\], found \[1, 1, 1, 16\]"):
+        layer_by_layer(cache, (0, 1), batch=1)
+    cache.reset()
+    layer_by_layer(cache, (0, 1), batch=1)
+    assert cache.get_seq_length() == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -28,6 +28,7 @@ LENGTHS = {
     "many short": [random.Random(3 + i).randrange(1, 600) for i in range(2000)],
 }
 TILES = st.lists(st.integers(0, 60), min_size=1, max_size=40)
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("queries", [1, 4])
@@ -45,6 +46,7 @@ def test_no_processor_works_much_longer_than_all_on_average(lengths, heads, quer
     assert waves * makespan(counts, work.parts, work.own) <= 1.15 * on_average
 
 
+@unhurried
 @given(tiles=TILES, parts=st.integers(1, 20), own=st.integers(1, 4))
 def test_every_tile_of_keys_is_taken_once(tiles, parts, own):
     taken = [[0] * count for count in tiles]
@@ -58,6 +60,7 @@ def test_every_tile_of_keys_is_taken_once(tiles, parts, own):
     assert all(seen.count(b) == 1 for b, count in enumerate(tiles) if count == 0)
 
 
+@unhurried
 @given(tiles=TILES, parts=st.integers(1, 20), own=st.integers(1, 4))
 def test_what_is_cut_has_a_slot_for_each_part(tiles, parts, own):
     """A program begins at most one sequence that another continues, and continues at most one."""
@@ -66,6 +69,7 @@ def test_what_is_cut_has_a_slot_for_each_part(tiles, parts, own):
         assert sum(begin == 0 and end < tiles[b] for b, begin, end in piece) <= 1
 
 
+@unhurried
 @given(tiles=TILES, parts=st.integers(1, 20), own=st.integers(1, 4))
 def test_no_program_takes_longer_than_its_piece_and_one_sequence_more(tiles, parts, own):
     least = max(-(-(sum(tiles) + own * len(tiles)) // parts), 4)
