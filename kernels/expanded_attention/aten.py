@@ -131,6 +131,8 @@ def _attend(
         return _attend_composed(q, k, v, bias, triangle, scale)
     if bias is not None:
         bias = bias.contiguous()
+    if triangle and scale <= 0:  # torch multiplies by it the -inf of the keys that the flag hides
+        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     columns = v.shape[2]
     width = max(q.shape[2], columns)
     q, k, v = (torch.nn.functional.pad(t, (0, width - t.shape[2])) for t in (q, k, v))

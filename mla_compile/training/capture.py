@@ -17,7 +17,7 @@ from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_m
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -110,6 +110,7 @@ def capture(module: fx.GraphModule) -> Captured:
         if any(getattr(node.target, "__name__", "") == "_vmap_increment_nesting" for node in module.graph.nodes):
             found = "torch.func.vmap"
         raise NotCaptured(f"expected a graph that can be traced without gradients, found {found}") from error
+    _make_copies_differentiable(traced)
     _refuse_shared_memory(examples, written)
     origins = _origins(
         traced, [nodes[name] for name in names], [nodes[name] for name, own in given.items() for _ in own]
@@ -124,6 +125,22 @@ def _alike(value: Any, mode: FakeTensorMode) -> Any:
         return value
     with mode:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _make_copies_differentiable(traced: fx.GraphModule) -> None:
+    """Replace `aten.copy`, which has no derivative, where it copies a whole tensor."""
+    aten = torch.ops.aten
+    for node in traced.graph.find_nodes(op="call_function", target=aten.copy.default):
+        into, source = (argument.meta["val"] for argument in node.all_input_nodes[:2])
+        sizes = zip(into.shape, source.shape, strict=False)
+        if into.dim() != source.dim() or not all(statically_known_true(a == b) for a, b in sizes):
+            continue
+        node.args = node.args[1:2]
+        if into.dtype == source.dtype:
+            node.target = aten.clone.default
+        else:
+            node.target, node.kwargs = aten._to_copy.default, {"dtype": into.dtype}
+    traced.recompile()
 
 
 def _refuse_shared_memory(examples: Sequence[Any], written: Sequence[bool]) -> None:

@@ -173,7 +173,9 @@ class _Part:
 
 
 def _is_function(node: fx.Node) -> bool:
-    """Whether a node always computes the same, and writes to nothing."""
+    """Whether a node always computes the same, writes to nothing, and has a derivative."""
+    if node.target is torch.ops.aten.copy.default:
+        return False
     return is_repeatable(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.op == "call_function"
 
 

@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ..algebra.renaming import Renaming
 from ..algebra.terms import Axis
 from ..mla.site import Site
+from ..nodes.common_subexpressions import number_key
 from ..nodes.shapes import hint_of, size_of
 
 
@@ -65,8 +66,10 @@ class _Canonical:
             return tuple(self(part) for part in what)
         if is_dataclass(what):
             return (type(what).__name__, *(self(getattr(what, field.name)) for field in fields(what) if field.compare))
+        if isinstance(what, float):
+            return number_key(what)
         assert isinstance(what, Hashable)
-        return what
+        return type(what), what
 
     def symbols(self, environment: ShapeEnv | None) -> Hashable:
         """What torch knows of the symbols: they are interchangeable only if this is the same."""

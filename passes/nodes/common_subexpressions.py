@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Hashable
 from typing import Any
@@ -39,7 +40,12 @@ class CommonSubexpressions:
             return self._first[argument]
         if isinstance(argument, list | tuple):
             return tuple(self._key(part) for part in argument)
-        return type(argument), argument
+        return type(argument), number_key(argument) if isinstance(argument, float) else argument
+
+
+def number_key(number: float) -> Hashable:
+    """Equal for numbers that are the same in every operation: 0.0 and -0.0 are not."""
+    return number, math.copysign(1.0, number)
 
 
 def _is_pure(target: Any) -> bool:

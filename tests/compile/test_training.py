@@ -183,6 +183,30 @@ def test_a_result_that_is_written_over_as_out():
     assert_trained(FrozenWithOut(), hidden(), rewritten=2, outcomes=2)
 
 
+class QueriesInParts(Layer):
+    """Queries are written in parts into an empty tensor, each into a slice of all dimensions."""
+
+    def attend(self, q, k, v):
+        buffer = q.new_empty(*q.shape)
+        buffer[:, :, :, :P] = q[..., :P]
+        buffer[:, :, :, P:] = q[..., P:]
+        return super().attend(buffer, k, v)
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_queries_that_are_written_in_parts_with_sizes_that_are_symbols():
+    module = QueriesInParts()
+    compiled = torch.compile(module, backend="mla")
+    for tokens in (7, 12):
+        x = hidden(tokens=tokens)
+        with torch.enable_grad():
+            found = torch.autograd.grad(compiled(x).square().mean(), list(module.parameters()))
+            expected = torch.autograd.grad(module(x).square().mean(), list(module.parameters()))
+        for ours, eager in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, eager)
+    assert mla_compile.last_report().rewritten == 1
+
+
 class LatentAgain(Layer):
     """After an attention without gradients, its latent is overwritten, and what it was made of becomes its value."""
 

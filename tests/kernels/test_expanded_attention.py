@@ -251,3 +251,16 @@ def test_a_row_that_a_number_hides_everywhere_is_uniform(fill, workspace_tokens)
     torch.testing.assert_close(o[:, 1], uniform)
     torch.testing.assert_close(o[:, ::2], exact[:, ::2].float())
     torch.testing.assert_close(lse, exact_lse.float())
+
+
+@pytest.mark.parametrize("mask", ["causal", "left padding and causal"])
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_scales_that_are_not_positive(scale, mask, dtype):
+    """torch's flash attention on CPU multiplies -inf by them."""
+    sizes = SIZES["prefill after a context"]
+    x, case = replace(make_inputs(sizes, dtype), scale=scale), case_of(sizes, mask, dtype)
+    exact = expanded_attention_reference(*x.map(torch.Tensor.double).tensors, *case, x.scale, 64)
+    eager = naive_mla(x, case)[0]
+    for op in (expanded_attention, aten.expanded_attention_aten):
+        assert_as_close_as(eager, op(*x.tensors, *case, x.scale, 64)[0], exact[0], 2)
