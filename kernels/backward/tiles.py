@@ -22,7 +22,7 @@ class Pair:
 _TABLE = {
     "sm_80": Pair(Tiles(128, 32, 8, 2), Tiles(32, 32, 8, 2)),
     "sm_90": Pair(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2)),
-    "sm_100": Pair(Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2)),
+    "sm_100": Pair(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2)),
     "sm_120": Pair(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
     "gfx942": Pair(Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
 }
@@ -69,7 +69,9 @@ def fits(machine: Machine, tiles: Tiles, width: int, itemsize: int, by_keys: boo
     memory, beside two tiles of weights. `width` is the number of columns of keys and values; `by_keys`: a program stays
     with keys."""
     stays, passes = (tiles.keys, tiles.rows) if by_keys else (tiles.rows, tiles.keys)
-    numbers = (stays + passes * tiles.stages) * width + 2 * tiles.rows * tiles.keys
+    # For products of wide heads in tensor memory, Triton 3.6 holds one more tile.
+    buffers = tiles.stages + (family(machine) == "sm_100" and width > _WIDEST)
+    numbers = (stays + passes * buffers) * width + 2 * tiles.rows * tiles.keys
     return numbers * itemsize <= machine.shared_bytes
 
 
