@@ -16,7 +16,11 @@ from .check import KINDS, try_seeds
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
-    parser.add_argument("kind", choices=KINDS, help="what is random: masks, or changes of tensors that keep shapes")
+    parser.add_argument(
+        "kind",
+        choices=KINDS,
+        help="what is random: masks, changes of tensors that keep shapes, or which of them are inputs",
+    )
     parser.add_argument("--seeds", type=int, default=500, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first one")
     options = parser.parse_args()

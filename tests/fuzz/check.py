@@ -15,10 +15,14 @@ from mla_compile.passes.outcome import Outcome
 from tests.passes.checks import SCORE, check_right
 from tests.passes.graphs import capture, rewrite, run, values
 
-from . import masks, tensors
+from . import cuts, masks, tensors
 from .drawing import Program
 
-KINDS: dict[str, Callable[[int], Program]] = {"masks": masks.program, "tensors": tensors.program}
+KINDS: dict[str, Callable[[int], Program]] = {
+    "masks": masks.program,
+    "tensors": tensors.program,
+    "cuts": cuts.program,
+}
 PATHS = ("absorbed", "chunked", "sparse", "values")
 LOST = 2 * SCORE / torch.finfo(torch.float64).eps
 """Nothing is left of a score that is added to a number of this size."""

@@ -1,4 +1,5 @@
-"""Programs that a seed composes keep their numbers: MLA under random masks, and with random changes of its tensors."""
+"""Programs that a seed composes keep their numbers: MLA under random masks, with random changes of its tensors, and
+with some of them as inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ MORE = (range(11, 100), range(100, 200), range(200, 300))
 
 @pytest.mark.parametrize(
     ("kind", "paths"),
-    [("masks", {"absorbed", "chunked", "sparse"}), ("tensors", {"absorbed", "chunked", "values", "unchanged"})],
+    [
+        ("masks", {"absorbed", "chunked", "sparse"}),
+        ("tensors", {"absorbed", "chunked", "values", "unchanged"}),
+        ("cuts", {"absorbed", "chunked"}),
+    ],
 )
 def test_random_programs_keep_their_numbers(kind: str, paths: set[str]) -> None:
     tried = try_seeds(kind, SEEDS)
