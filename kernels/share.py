@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PROGRAMS = 4
+"""Programs per multiprocessor, at least, if a problem has as many: under a causal limit the longest takes twice the
+mean time."""
+
 
 @dataclass(frozen=True)
 class Share:

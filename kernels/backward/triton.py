@@ -21,16 +21,12 @@ from torch import Tensor
 from .._common.launch import strides_of, word_of
 from .._common.machine import Machine
 from .._common.tiles import Tiles, blocks, power_of_two
-from ..share import in_even_groups, share_of
+from ..share import PROGRAMS, in_even_groups, share_of
 from ..two_latents import latents_of
 from ..visibility import Visibility, causal_stop
 from .attended import Attended, Wanted
 from .kernel import add_to_keys, add_to_queries
 from .tiles import Pair, choose
-
-_PROGRAMS = 4
-"""Programs per multiprocessor, at least, if a problem has as many: under a causal limit the longest takes twice the
-mean time."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +121,7 @@ def _groups(x: Attended, tokens: int, machine: Machine, tiles: Pair) -> Iterator
         return
     share = share_of(batch, heads, tokens, x.workspace_tokens)
     of_a_head = min(triton.cdiv(tokens, tiles.to_keys.keys), triton.cdiv(queries, tiles.to_queries.rows))
-    fewest = triton.cdiv(_PROGRAMS * machine.processors, share.sequences * of_a_head)
+    fewest = triton.cdiv(PROGRAMS * machine.processors, share.sequences * of_a_head)
     size = in_even_groups(heads, max(share.heads, fewest))
     for b in range(0, batch, share.sequences):
         for head in range(0, heads, size):

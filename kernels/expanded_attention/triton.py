@@ -23,7 +23,7 @@ from .._common.machine import Machine
 from .._common.plans import Plans
 from .._common.tiles import Tiles, blocks, power_of_two
 from .._common.tuning import Run, bucket, is_on, neighbours, tuned
-from ..share import in_even_groups, share_of
+from ..share import PROGRAMS, in_even_groups, share_of
 from ..two_latents import latents_of
 from ..visibility import causal_stop
 from .arguments import ExpandedAttention, Expansion
@@ -32,9 +32,6 @@ from .tiles import choose, fits
 
 _BYTES = 128 << 20
 """The most bytes of workspace and running sums together; heads are taken in groups that stay below it."""
-_PROGRAMS = 4
-"""Programs per multiprocessor, at least, if a problem has as many: under a causal limit the longest takes twice the
-mean time."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +178,7 @@ def _new_plan(x: Expansion, keys: BatchKeys, machine: Machine, tiles: Tiles | No
     batch, queries, heads, _ = x.q.shape
     nope, columns = x.w_uk.shape[1], x.w_uv.shape[1]
     tiles = tiles or choose(machine, nope, keys.rope, columns, x.q.itemsize, x.mask is not None)
-    fewest = triton.cdiv(_PROGRAMS * machine.processors, triton.cdiv(queries, tiles.rows))
+    fewest = triton.cdiv(PROGRAMS * machine.processors, triton.cdiv(queries, tiles.rows))
     share = share_of(batch, heads, keys.tokens, x.workspace_tokens, fewest)
     sequences, size = share.sequences, share.tokens
     chunks = tuple(chunks_of(keys, size, x.mask is not None))

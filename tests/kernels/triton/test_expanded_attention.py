@@ -161,7 +161,7 @@ def test_heads_come_first_where_they_keep_the_device_busy(mask, monkeypatch):
         launch(operands, *arguments)
 
     monkeypatch.setattr(launcher, "_launch", note)
-    monkeypatch.setattr(launcher, "_PROGRAMS", 1)
+    monkeypatch.setattr(launcher, "PROGRAMS", 1)
     monkeypatch.setattr(launcher, "PLANS", Plans())
     assert_right(x, masks(2, 3, 70, 80)[mask], 40, on=dataclasses.replace(machine(), processors=1))
     assert launched == [(0, 80, 1, (True, True), 0)] * 6

@@ -110,7 +110,7 @@ def test_heads_and_sequences_in_groups(monkeypatch, mask, workspace_tokens, grou
         found.append((x.q.shape[0], x.q.shape[2]))
         return launch(x, *rest)
 
-    monkeypatch.setattr(launcher, "_PROGRAMS", 0)
+    monkeypatch.setattr(launcher, "PROGRAMS", 0)
     monkeypatch.setattr(launcher, "_to_queries", counted)
     sizes = (3, 9, 20, 3, 12, 6, 4, 6)
     assert_right(make_inputs(sizes), case_of(sizes, mask), workspace_tokens)
