@@ -187,7 +187,7 @@ def _summands(weights: Weights, keys: KeyRange, rank: int, trace: Trace, *, zero
         found += _shared(shares.sinks, rank, keys.dim, weights.factor, trace)
         numbers += shares.numbers
     if weights.seen is not None and zeros:
-        found, safe = only_seen(found, weights.seen, weights.node, trace)
+        found, safe = only_seen(found, weights.seen, weights.node, trace, safe=weights.safe)
         weights = replace(weights, safe=safe)
     products, masks, sinks = ([s for s in found if isinstance(s.what, kind)] for kind in (float, Mask, Sink))
     return _Sum(products, masks, sinks, numbers), weights

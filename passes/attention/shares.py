@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import fx
 
 from ..nodes.arguments import arguments, aten, factor_of, is_tensor
 from ..nodes.constants import constant_of
 from ..trace.trace import Trace
 from .copies import copied, original_of
+from .finite import before_finite
 from .shift import is_greatest
 
 _ADDS = {aten.add.Tensor, aten.add.Scalar}
@@ -55,24 +57,44 @@ def added_to(total: fx.Node, sum_of: Callable[[Any], bool], trace: Trace) -> tup
     return None
 
 
-def reaches_one(exponent: fx.Node, dim: int, trace: Trace) -> bool:
+def reaches_one(exponent: fx.Node, dim: int, trace: Trace) -> Literal["or NaN", "or 0"] | None:
     """Whether an exponent is scores minus the maximum of their row: one of its powers is then 1, and their sum at least
-    1, unless it is NaN."""
+    1, unless the row sees no key: then the sum is NaN, or 0 where that maximum was replaced by a number."""
     difference = copied(exponent, trace)
     if difference is None or difference.target is not aten.sub.Tensor or factor_of(difference) != 1:
-        return False
+        return None
     scores, shift = arguments(difference)[:2]
-    return is_tensor(shift) and is_greatest(shift, scores, dim, trace)
+    if not is_tensor(shift) or not is_greatest(shift, scores, dim, trace):
+        return None
+    return "or NaN" if before_finite(shift, trace) is None else "or 0"
 
 
-def above_least(total: fx.Node, trace: Trace) -> fx.Node | None:
-    """The tensor that `total` clamps from below to a number up to 1, and so equals wherever that tensor is at least 1;
-    None if it is no such clamp."""
+def above_least(total: fx.Node, trace: Trace) -> tuple[fx.Node, float] | None:
+    """The tensor that `total` equals wherever that is at least 1, and what `total` is where that is 0; None if there is
+    none.
+
+    max(x, 0.5),  x + 1e-9  ->  x
+    """
     source = copied(total, trace)
-    if source is None or source.target not in _AT_LEAST:
+    if source is None or source.target not in (*_AT_LEAST, *_ADDS):
         return None
     of, least, most = (*arguments(source), None, None)[:3]
-    return of if isinstance(least, int | float) and least <= 1 and most is None and is_tensor(of) else None
+    clamps = source.target in _AT_LEAST
+    if not clamps and not is_tensor(of):
+        of, least = least, of
+    least, most = (least, most) if clamps else (constant_of(least), None)
+    if not is_tensor(of) or not isinstance(least, int | float) or most is not None:
+        return None
+    if not clamps and (factor_of(source) != 1 or not 0 <= least < lost_beside_one(of, total)):
+        return None
+    if least > 1 or 0 < least < max(torch.finfo(tensor.meta["val"].dtype).tiny for tensor in (of, total)):
+        return None  # the latter would be 0
+    return of, least
+
+
+def lost_beside_one(*tensors: fx.Node) -> float:
+    """The number from which on an addition to 1 makes a difference in the dtypes of tensors."""
+    return min(torch.finfo(tensor.meta["val"].dtype).eps for tensor in tensors) / 2
 
 
 def shares_of(
@@ -179,7 +201,7 @@ def _is_number(shift: fx.Node, scores: fx.Node, sinks: list[fx.Node], dim: int, 
     """Whether the shift of scores is finite where all of them are -inf, or -inf only where sinks are too; None if that
     is not known."""
     if is_greatest(shift, scores, dim, trace):
-        return False
+        return before_finite(shift, trace) is not None
     if shift.target in _AT_LEAST:
         of, least, most = (*arguments(shift), None, None)[:3]
         known = isinstance(least, int | float) and math.isfinite(least) and most is None

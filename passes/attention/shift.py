@@ -14,6 +14,7 @@ from torch import fx
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..trace.trace import Trace
 from .copies import original_of
+from .finite import before_finite
 
 
 def without_shift(node: fx.Node, dim: int, trace: Trace) -> tuple[fx.Node, float]:
@@ -46,8 +47,9 @@ def whole_source(node: fx.Node, trace: Trace) -> tuple[fx.Node | None, float]:
 
 
 def is_greatest(node: fx.Node, scores: Any, dim: int, trace: Trace) -> bool:
-    """Whether `node` is the maximum of `scores` along `dim`, which it keeps."""
-    source, factor = whole_source(node, trace)
+    """Whether `node` is the maximum of `scores` along `dim`, which it keeps, or another number where that is -inf."""
+    found = before_finite(node, trace)
+    source, factor = whole_source(node if found is None else found, trace)
     if source is None or factor != 1.0 or not is_tensor(scores):
         return False
     if source.target is operator.getitem and arguments(source)[1] == 0:

@@ -16,17 +16,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..algebra import operations
 from ..algebra.factored import factored
 from ..algebra.terms import Dim, Form, Product, Read
 from ..nodes.arguments import arguments, aten, is_tensor
-from ..nodes.constants import constant_of
 from ..trace.trace import Trace
 from .copies import copied
-from .shares import Shares, above_least, added_to, reaches_one, shares_of
+from .finite import before_finite
+from .shares import Shares, above_least, added_to, lost_beside_one, reaches_one, shares_of
 from .zeroed import Seen, zeroed
 
 
@@ -102,7 +101,8 @@ def _divided(node: fx.Node, numerator: Any, total: Any, trace: Trace) -> Weights
         return None
     dim = _summed_dim(total, source, trace)
     if dim is None:
-        return _shared(node, numerator, source, total, trace)
+        parts = node, numerator, source, total, trace
+        return _divided_by_bounded(*parts) or _shared(*parts)
     if not _spans(trace[total], trace[numerator], dim):
         return None
     if (exponent := exponent_of(source)) is not None:
@@ -121,30 +121,69 @@ def _divided(node: fx.Node, numerator: Any, total: Any, trace: Trace) -> Weights
     return replace(weights, node=node, seen=seen, within=(*weights.within, *within))
 
 
+@dataclass(frozen=True)
+class _Bounded:
+    """A sum of powers over dimension `dim`, bounded from below by a number that is at most what they add up to in a row
+    that sees a key. `nodes` are the sum and what bounds it.
+
+    `least` is what is left where all powers are 0, and `safe` says that they are 0 in a row that sees no key, and that
+    this is not.
+    """
+
+    dim: int
+    nodes: tuple[fx.Node, fx.Node]
+    least: float
+    safe: bool
+
+
+def _bounded(total: fx.Node, of: fx.Node, exponent: fx.Node, trace: Trace) -> _Bounded | None:
+    """What `total` is if it is a bounded sum of `of`, powers with an `exponent` some of which may be set to 0."""
+    found = above_least(total, trace)
+    dim = None if found is None else _summed_dim(found[0], of, trace)
+    reached = None if dim is None else reaches_one(exponent, dim, trace)
+    if found is None or dim is None or reached is None:
+        return None
+    summed, least = found
+    nodes = trace[summed].term.read.source, trace[total].term.read.source
+    assert isinstance(nodes[0], fx.Node)
+    assert isinstance(nodes[1], fx.Node)
+    return _Bounded(dim, (nodes[0], nodes[1]), least, reached == "or 0" and least > 0)
+
+
+def _divided_by_bounded(
+    node: fx.Node, numerator: fx.Node, source: fx.Node, total: fx.Node, trace: Trace
+) -> Weights | None:
+    """Weights that are an exponential `source`, perhaps with zeros, divided by its sum, which is bounded from below."""
+    zeros = zeroed(source, trace)
+    exponent = exponent_of(source if zeros is None else zeros.of)
+    found = None if exponent is None else _bounded(total, source, exponent[0], trace)
+    if exponent is None or found is None or not _spans(trace[total], trace[numerator], found.dim):
+        return None
+    weights = Weights(node, exponent[0], found.dim, factor=exponent[1], safe=found.safe)
+    if zeros is None:
+        return weights
+    if zeros.seen is None:
+        return None
+    seen = replace(zeros.seen, renormed=True, bounded=found.least > 0)
+    return replace(weights, seen=seen, within=(zeros.of, source, *found.nodes))
+
+
 def _shared(node: fx.Node, numerator: fx.Node, source: fx.Node, total: fx.Node, trace: Trace) -> Weights | None:
-    """Weights that are an exponential `source` divided by its sum plus something else, or by its sum clamped."""
+    """Weights that are an exponential `source` divided by its sum plus something else."""
 
     def sums(addend: Any) -> bool:
         dim = _summed_dim(addend, source, trace)
         return dim is not None and _spans(trace[addend], trace[numerator], dim)
 
-    exponent, added, held = exponent_of(source), added_to(total, sums, trace), above_least(total, trace)
-    if exponent is not None and held is not None and sums(held):
-        own = _summed_dim(held, source, trace)
-        whole = own is not None and reaches_one(exponent[0], own, trace) and _spans(trace[total], trace[numerator], own)
-        return Weights(node, exponent[0], own, factor=exponent[1]) if own is not None and whole else None
+    exponent, added = exponent_of(source), added_to(total, sums, trace)
     if exponent is None or added is None or len(trace[total].dims) != len(trace[numerator].dims):
         return None
     dim = _summed_dim(added[0], source, trace)
     if dim is None or not _spans(trace[total], trace[numerator], dim):
         return None
-    dtypes = [tensor.meta["val"].dtype for tensor in (added[0], total)]
-    lost = min(torch.finfo(dtype).eps for dtype in dtypes) / 2
-    shares = shares_of(*exponent, added[1], dim, exponent_of, trace, lost)
-    if shares is None:
+    shares = shares_of(*exponent, added[1], dim, exponent_of, trace, lost_beside_one(added[0], total))
+    if shares is None or (not shares.sinks and not shares.numbers):
         return None
-    if not shares.sinks and not shares.numbers:
-        return Weights(node, exponent[0], dim, factor=exponent[1])
     return Weights(node, shares.scores, dim, factor=exponent[1], safe=shares.safe, shares=shares)
 
 
@@ -214,7 +253,9 @@ def late(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
         exponent = exponent_of(source)
         if not isinstance(source, fx.Node) or exponent is None:
             continue
-        dim = _summed_dim(total, source, trace)
+        dim, bounded = _summed_dim(total, source, trace), _bounded(total, source, exponent[0], trace)
+        if dim is None and bounded is not None:
+            dim = bounded.dim
         if dim is None:
             return None
         whole, divisor = _aligned(form, trace[total])
@@ -225,7 +266,10 @@ def late(node: fx.Node, trace: Trace) -> tuple[Form, int, Weights] | None:
             return None
         divisor_node = divisor.term.read.source
         assert isinstance(divisor_node, fx.Node)
-        return whole, side, Weights(source, exponent[0], dim, divisor_node, exponent[1])
+        weights = Weights(source, exponent[0], dim, divisor_node, exponent[1])
+        if bounded is not None:
+            weights = replace(weights, safe=bounded.safe, within=bounded.nodes[:1])
+        return whole, side, weights
     return None
 
 
@@ -242,7 +286,7 @@ def _exponential(node: fx.Node, trace: Trace) -> Weights | None:
     if not is_tensor(scores) or not is_tensor(total):
         return None
     logarithm = trace[total].term.read.source
-    unfilled = _before_rows_of_nothing(logarithm, trace)
+    unfilled = before_finite(total, trace)
     logarithm = unfilled or logarithm
     if not isinstance(logarithm, fx.Node) or logarithm.target is not aten.logsumexp.default:
         return None
@@ -253,27 +297,6 @@ def _exponential(node: fx.Node, trace: Trace) -> Weights | None:
     dim = dims[0] % rank
     spans = _spans(trace[total], trace[scores], dim)
     return Weights(node, scores, dim, safe=unfilled is not None) if spans else None
-
-
-def _before_rows_of_nothing(node: Any, trace: Trace) -> fx.Node | None:
-    """What a tensor is a copy of, with -inf replaced by another number: no weight is left where no key is seen."""
-    if not isinstance(node, fx.Node):
-        return None
-    if node.target is aten.masked_fill.Scalar:
-        values, mask, number = arguments(node)[:3]
-    elif node.target is aten.where.self:
-        mask, number, values = arguments(node)
-    elif node.target is aten.index_put.default and len(arguments(node)[1]) == 1 and not any(arguments(node)[3:]):
-        values, (mask,), number = arguments(node)[:3]
-    else:
-        return None
-    asked = copied(mask, trace)
-    fill = constant_of(number)
-    if fill is None or not fill > -math.inf or asked is None or asked.target is not aten.eq.Scalar:
-        return None
-    of, least = arguments(asked)
-    whole = copied(values, trace)
-    return whole if least == -math.inf and whole is not None and copied(of, trace) is whole else None
 
 
 def _summed_dim(total: fx.Node, of: fx.Node, trace: Trace) -> int | None:

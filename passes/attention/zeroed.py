@@ -34,13 +34,14 @@ class Seen:
     """A bool tensor over the last dimensions of weights: True where they are kept, or False if it is `inverted`.
 
     `multiplied`: the weights were multiplied by it, so NaN stays NaN. `renormed`: the weights that are kept were then
-    divided by their sum.
+    divided by their sum; `bounded`: or by a greater number where that is 0.
     """
 
     form: Form
     inverted: bool = False
     multiplied: bool = False
     renormed: bool = False
+    bounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,12 @@ def _is_zero(value: Any, trace: Trace) -> bool:
     return constant_of(value) == 0 or (is_tensor(value) and isinstance(trace[value].term.parts, Zero))
 
 
-def only_seen(summands: Sequence[Summand], seen: Seen, node: fx.Node, trace: Trace) -> tuple[list[Summand], bool]:
+def only_seen(
+    summands: Sequence[Summand], seen: Seen, node: fx.Node, trace: Trace, *, safe: bool
+) -> tuple[list[Summand], bool]:
     """Summands of scores in which keys that are not `seen` are hidden, and whether a row that sees no key is 0.
 
-    `node` holds the weights.
+    `node` holds the weights; `safe`: they are 0, before some were set to 0, in a row that sees no key.
 
     Raises:
         Refusal: if the weights set to 0 after the softmax are not those of the keys that were hidden before it.
@@ -142,9 +145,14 @@ def only_seen(summands: Sequence[Summand], seen: Seen, node: fx.Node, trace: Tra
     products = [s for s in summands if isinstance(s.what, float)]
     masks = [s.what for s in summands if isinstance(s.what, Mask)]
     if len(products) + len(masks) == len(summands):  # no keys without values
-        if seen.renormed and all(mask.attends and mask.fill == -math.inf for mask in masks):
-            return [*summands, own], False
+        hides = all(mask.attends and mask.fill == -math.inf for mask in masks)
         hidden = [s for s in summands if isinstance(s.what, Mask) and s.what.attends]
+        if seen.bounded:  # the bound counts unless the greatest score is of a key that is kept
+            if hides and (safe or len(masks) == 1) and any(_same(each, own, trace) for each in hidden):
+                return list(summands), safe or not seen.multiplied
+            raise set_to_zero(node)
+        if seen.renormed and hides:
+            return [*summands, own], False
         if not seen.renormed and len(hidden) == len(masks) == 1 and _same(hidden[0], own, trace):
             (mask,) = masks
             return [*products, replace(hidden[0], what=replace(mask, fill=-math.inf))], _is_safe(mask, seen)

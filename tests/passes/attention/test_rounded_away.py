@@ -24,6 +24,7 @@ NOTHING: dict[str, Function] = {
 }
 SOMETHING: dict[str, Function] = {
     "an epsilon that is not rounded away": powers(torch.exp, by_sum(lambda total: total + 7e-8), shifted),
+    "an epsilon less than 0": powers(torch.exp, by_sum(lambda total: total + -1e-9), shifted),
     "a least sum that may be more": powers(torch.exp, by_sum(lambda total: total.clamp_min(1.5)), shifted),
     "a most": powers(torch.exp, by_sum(lambda total: total.clamp(1e-9, 2.0)), shifted),
     "an epsilon beside no greatest": powers(
