@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mla_compile.cost import Cost, Dims, Size, cost_of
 
-from ..algebra.sizes import total
+from ..algebra.sizes import known_at_most, product, total
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
 from ..mla.apart import up_projected_apart
@@ -55,8 +55,10 @@ class Chunked(OneOp):
         return site.attention.opaque is None and site.w_uv is not None and (site.w_uk is not None or site.apart)
 
     def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse a latent that is not worth keeping, and keys that are not up-projected from it."""
-        refuse_apart(site)
+        """Refuse a latent that is not worth keeping, and keys that are neither up-projected from one latent nor shared
+        by heads as they are."""
+        if not _shared_as_written(site):
+            refuse_apart(site)
         if not asked:
             refuse_wide_latent(site)
 
@@ -84,7 +86,7 @@ class Chunked(OneOp):
     def attend(self, op: Op, x: Operands, workspace_tokens: int) -> tuple[Tensor, Tensor]:
         """Attention to the keys and values that the op makes of the latents."""
         if isinstance(x.carrier, InSequences):
-            w_uk, w_uv = x.weights()
+            w_uk, w_uv = _weights(x)
             blocks = Blocks.of(x, x.carrier.told, _QUERIES)
             q = blocks.split(_queries(x))
             part = op(
@@ -96,7 +98,7 @@ class Chunked(OneOp):
             )
             o, lse = blocks.joined(*part)
         elif x.keys.in_pages:
-            w_uk, w_uv = x.weights()
+            w_uk, w_uv = _weights(x)
             q, table = _queries(x), x.table(whole=False)  # the op lays chunks over all of it
             mask, causal, lengths, positions = x.lengths(table)
             o, lse = op(
@@ -107,7 +109,7 @@ class Chunked(OneOp):
             )
         else:
             mask, offset = x.mask()
-            latent, w_uk, w_uv = x.to_expand()
+            latent, w_uk, w_uv = x.to_expand() or (x.latent, *_weights(x))
             operands = _queries(x), latent, x.k_rope, w_uk, w_uv, mask, offset, x.scale, workspace_tokens
             o, lse = op(*operands)
         return o, lse
@@ -124,6 +126,16 @@ def refuse_apart(site: Site) -> None:
         raise Refusal(site.node, reason, "project both from the same tensor")
 
 
+def _shared_as_written(site: Site) -> bool:
+    """Whether heads share keys as they are, on a device whose kernels take heads without keys of their own.
+
+    If a W_UK were absorbed into the queries instead, they would be wider than in the graph."""
+    if not site.apart or site.node.meta["val"].device.type != "cpu":
+        return False
+    written = total(product(axis.size for axis in score.summed) for score in site.attention.scores)
+    return known_at_most(site.sizes["R"], written)
+
+
 def refuse_wide_latent(site: Site) -> None:
     """Refuse a latent at least half as wide as all that it expands to: as every key is expanded, nothing is saved."""
     sizes = site.sizes
@@ -138,8 +150,17 @@ def refuse_wide_latent(site: Site) -> None:
         )
 
 
+def _weights(x: Operands) -> tuple[Tensor, Tensor]:
+    """`W_UK [N, P, L]` and `W_UV [N, V, L]`; P is 0 where heads share keys as they are."""
+    w_uk, w_uv = x.weights()
+    assert w_uv is not None
+    return (w_uv[:, :0] if w_uk is None else w_uk), w_uv
+
+
 def _queries(x: Operands) -> Tensor:
     """`[B, Sq, N, P + R]`"""
+    if x.site.apart:
+        return x.q_rope
     return torch.cat([x.q_nope, x.q_rope], dim=-1) if x.q_rope.shape[-1] else x.q_nope
 
 

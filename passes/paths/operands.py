@@ -80,13 +80,13 @@ class Operands:
             return per_head(x, weight, read)
         return times_sum(x, pieces, self.site.heads, inner, outer, self.read)
 
-    def to_expand(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`latent`, `W_UK` and `W_UV` for an op that up-projects keys that are not in pages."""
+    def to_expand(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """A wider latent, `W_UK` and `W_UV` for an op that up-projects keys that are not in pages, if the weights have
+        adapters; else None."""
         site = self.site
-        wider = None
-        if site.w_uk is not None and site.w_uv is not None and site.second_latent is None:
-            wider = widened(self.latent, site.w_uk, site.w_uv, site, self.read)
-        return wider or (self.latent, *self.weights())
+        if site.w_uk is None or site.w_uv is None or site.second_latent is not None:
+            return None
+        return widened(self.latent, site.w_uk, site.w_uv, site, self.read)
 
     def mask(self) -> tuple[Tensor | None, int | torch.SymInt | None]:
         """A mask and a causal offset, for keys that are not in pages."""

@@ -132,9 +132,23 @@ def of_three(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tenso
     return (torch.cat([q, q], -1) @ k.mT * SCALE).softmax(-1) @ torch.einsum("btl,nvl->bntv", latent, w_uv)
 
 
-@pytest.mark.parametrize("function", [heads_share, of_three])
-def test_keys_of_no_latent_and_of_two_stay_as_they_are_for_many_queries(function: Function) -> None:
-    (outcome,) = rewrite(capture(function, *mla.tensors()), "chunked")
+def test_keys_of_two_latents_stay_as_they_are_for_many_queries() -> None:
+    (outcome,) = rewrite(capture(of_three, *mla.tensors()), "chunked")
+    assert outcome.path == "unchanged"
+    assert "expected keys that are up-projected from one latent for many queries, found keys" in outcome.reason
+
+
+def test_keys_that_heads_share_are_no_part_of_what_is_up_projected() -> None:
+    traced = capture(heads_share, *mla.tensors())
+    before = run(traced, *mla.tensors())
+    (outcome,) = rewrite(traced, "chunked")
+    assert (outcome.path, outcome.shapes["P"], outcome.shapes["R"]) == ("chunked", "0", str(R))
+    check_right(before, run(traced, *mla.tensors()))
+    assert not unfolded(traced)
+
+
+def test_kernels_of_other_devices_have_keys_for_each_head() -> None:
+    (outcome,) = rewrite(capture(heads_share, *(t.to("meta") for t in mla.tensors())), "chunked")
     assert outcome.path == "unchanged"
     assert "expected keys that are up-projected from one latent for many queries, found keys" in outcome.reason
 
