@@ -33,7 +33,11 @@ _SAME = (
     aten._unsafe_view.default,
     aten.alias.default,
     aten.clone.default,
+    aten.permute.default,
     aten.reshape.default,
+    aten.squeeze.dim,
+    aten.transpose.int,
+    aten.unsqueeze.default,
     aten.view.default,
 )
 _QUERIES = {torch.ops.mla.expanded_attention.default: 1, torch.ops.mla.latent_attention.default: 2, OVER_GROUPS: 1}
