@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo train-curves test vllm check types layers installed format clean
 
@@ -38,11 +39,12 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torch comes first and pinned: an open range would pull CUDA libraries of several GB.
+# torch comes first and pinned: an open range would pull CUDA libraries of several GB. Python compiles what it imports
+# when it does so; pip would compile everything, which takes it half a minute for torch alone.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
 	touch $@
 
 # The torchvision that it brings does not load beside torch for CPUs, and vLLM does without.

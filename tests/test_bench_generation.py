@@ -129,6 +129,7 @@ def test_wrong_logits_get_no_time(model, another):
     assert "away from float64, rounding explains at most" in result.note
 
 
+@pytest.mark.slow
 def test_logits_that_are_no_numbers_are_wrong(model, another):
     def spoil(module, inputs, output):
         output.logits = output.logits * torch.nan
@@ -161,6 +162,7 @@ def test_what_does_not_fit_is_skipped(model, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_slow_way_is_timed_for_fewer_steps(model, monkeypatch):
     monkeypatch.setattr(measuring, "SLOW_SECONDS", 0.0)
     (result,) = measure(model, TINY, [DECODE], [EAGER], 10)
@@ -304,6 +306,7 @@ class TestCommand:
         assert "expected a workload, and a mode other than by-hand" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_machine_is_measured_around_the_run(model):
     found = run(TINY, [DECODE], [EAGER], 2)
     assert found.parameters == sum(weight.numel() for weight in model.parameters())

@@ -105,7 +105,7 @@ class Normed(Layer):
         return super().attend(torch.nn.functional.rms_norm(q, q.shape[-1:]), k, v)
 
 
-@pytest.mark.parametrize("kind", [Dropped, Normed])
+@pytest.mark.parametrize("kind", [pytest.param(Dropped, marks=pytest.mark.slow), Normed])
 def test_other_queries_are_kept_and_the_report_says_why(kind):
     module = kind()
     gradients(compiled(module), module, [hidden()])

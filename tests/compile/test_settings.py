@@ -79,6 +79,7 @@ class Watcher(CustomGraphPass):
         return None
 
 
+@pytest.mark.diagonal
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize(
     ("setting", "sees"),

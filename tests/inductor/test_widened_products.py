@@ -170,6 +170,7 @@ def compiled_products(module: nn.Module, xs: list[Tensor]) -> tuple[list[Tensor]
 
 
 @pytest.mark.parametrize("codegen", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.diagonal
 @HALF
 def test_a_compiled_module(no_library, request, dtype, codegen):
     """With one token for each of two sequences, and with several, no product is in half precision."""

@@ -75,6 +75,7 @@ def narrow(record):
     return re.findall(r"ld\.global\S*\.[bu]16\s", record.assembly)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", ["rows", "packed"])
 @pytest.mark.parametrize("heads", [128, 16])
 @pytest.mark.parametrize("arch", SOME)
@@ -90,11 +91,12 @@ def test_decode_loads_whole_words_and_leaves_nothing_on_the_stack(arch, heads, k
         assert_each_score_once_and_no_wait_between(record)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "kernel", "queries", "check"),
     [
         ("sm_90", "attend_by_warp_groups", 1, assert_warp_groups),
-        pytest.param("sm_100", "attend_in_tensor_memory", 2, assert_tensor_memory, marks=pytest.mark.slow),
+        ("sm_100", "attend_in_tensor_memory", 2, assert_tensor_memory),
     ],
 )
 def test_warps_of_their_own_tasks_leave_nothing_on_the_stack(arch, kernel, queries, check):

@@ -98,6 +98,7 @@ def test_other_keys(kind, mask):
     assert_right(x, case_of(sizes, mask), workspace_tokens)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mask", ["bool of each head and query", "bias"])
 @pytest.mark.parametrize(
     ("workspace_tokens", "groups"), [(12, [(1, 1)] * 9), (14, [(1, 2), (1, 1)] * 3), (50, [(2, 3), (1, 3)])]

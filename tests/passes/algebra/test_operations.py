@@ -22,7 +22,7 @@ S = sympy.symbols("s0 s1 s2", positive=True, integer=True)
 Made = tuple[Callable[[], Form], np.ndarray, Sequence[Size]] | None
 """How to make a form, the array that it has to describe, and its shape."""
 
-quick = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class Chain:

@@ -52,7 +52,13 @@ def caches(*lengths):
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize(("lengths", "times"), [((40, 40, 40), 1), ((40, 24, 40), 2)], ids=["equal", "one differs"])
+@pytest.mark.parametrize(
+    ("lengths", "times"),
+    [
+        pytest.param((40, 40, 40), 1, id="equal", marks=pytest.mark.slow),
+        pytest.param((40, 24, 40), 2, id="one differs"),
+    ],
+)
 def test_lengths_of_their_own(traced, lengths, times):
     model = Stack().eval()
     compiled = torch.compile(model, backend="mla", dynamic=True)
