@@ -17,6 +17,7 @@ from mla_compile.passes.paths.chunked import chunked_cost as chunked
 from mla_compile.passes.paths.fastest import fastest as choose
 from mla_compile.passes.paths.sparse import Sparse
 from mla_compile.passes.paths.sparse import sparse_cost as sparse
+from tests.drawn import UNHURRIED
 
 V3 = {"N": 128, "L": 512, "P": 128, "R": 64, "V": 128}
 CPU = Device("cpu", 1.4e11, 1.3e10)
@@ -220,7 +221,7 @@ def roofline_path(dims, device, element_size, workspace_tokens, topk=None):
     return min(costs, key=lambda path: seconds(costs[path]))
 
 
-@settings(max_examples=75, deadline=None)
+@settings(UNHURRIED, max_examples=75)
 @given(
     shape=shapes,
     fixed=st.fixed_dictionaries({"N": st.integers(1, 128), "L": widths, "P": widths, "R": widths, "V": widths}),
@@ -260,7 +261,7 @@ def test_where_the_conditions_hold_the_roofline_agrees(
         assert path == decision.path or not holds
 
 
-@settings(max_examples=40, deadline=None)
+@settings(UNHURRIED, max_examples=40)
 @given(device=devices, hint=sizes, queries=st.integers(1, 600))
 def test_bounds_on_one_symbol_are_the_widest(device, hint, queries):
     """The first integer outside of each bound has the other choice."""

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
@@ -13,6 +13,7 @@ from mla_compile.cache.fixed_table import FixedTable
 from mla_compile.coded import dequantised
 from mla_compile.errors import CacheMismatchError, FreedError, OutOfPagesError
 from mla_compile.fp8 import quantised, quantised_by
+from tests.drawn import UNHURRIED
 
 LAYERS, LATENT, ROPE, PAGES, PAGE_SIZE = 2, 2, 1, 14, 3
 
@@ -191,11 +192,10 @@ class ScaledTables(Tables):
 
 def few(examples):
     return settings(
+        UNHURRIED,
         derandomize=True,
         max_examples=examples,
         stateful_step_count=20,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels._common.parts import combination, number_of_pieces, shared_out
 from mla_compile.kernels._common.tiles import choose
+from tests.drawn import UNHURRIED
 
 from .pieces import makespan, pieces
 
@@ -28,7 +29,6 @@ LENGTHS = {
     "many short": [random.Random(3 + i).randrange(1, 600) for i in range(2000)],
 }
 TILES = st.lists(st.integers(0, 60), min_size=1, max_size=40)
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("queries", [1, 4])
@@ -46,7 +46,7 @@ def test_no_processor_works_much_longer_than_all_on_average(lengths, heads, quer
     assert waves * makespan(counts, work.parts, work.own) <= 1.15 * on_average
 
 
-@unhurried
+@UNHURRIED
 @given(tiles=TILES, parts=st.integers(1, 20), own=st.integers(1, 4))
 def test_every_tile_of_keys_is_taken_once(tiles, parts, own):
     taken = [[0] * count for count in tiles]
@@ -60,7 +60,7 @@ def test_every_tile_of_keys_is_taken_once(tiles, parts, own):
     assert all(seen.count(b) == 1 for b, count in enumerate(tiles) if count == 0)
 
 
-@unhurried
+@UNHURRIED
 @given(tiles=TILES, parts=st.integers(1, 20), own=st.integers(1, 4))
 def test_what_is_cut_has_a_slot_for_each_part(tiles, parts, own):
     """A program begins at most one sequence that another continues, and continues at most one."""
@@ -69,7 +69,7 @@ def test_what_is_cut_has_a_slot_for_each_part(tiles, parts, own):
         assert sum(begin == 0 and end < tiles[b] for b, begin, end in piece) <= 1
 
 
-@unhurried
+@UNHURRIED
 @given(tiles=TILES, parts=st.integers(1, 20), own=st.integers(1, 4))
 def test_no_program_takes_longer_than_its_piece_and_one_sequence_more(tiles, parts, own):
     least = max(-(-(sum(tiles) + own * len(tiles)) // parts), 4)

@@ -1,11 +1,10 @@
 """The share of the keys that goes through a workspace at a time: heads are cut before tokens."""
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_compile.kernels.share import Share, in_even_groups, share_of
-
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+from tests.drawn import UNHURRIED
 
 
 def test_sequences_that_fit_come_together():
@@ -24,7 +23,7 @@ def test_tokens_are_cut_where_a_head_does_not_fit_or_too_few_heads_do():
     assert share_of(1, 16, 16384, 1024, fewest_heads=99) == Share(1, 16, 1024)
 
 
-@unhurried
+@UNHURRIED
 @given(*(st.integers(1, most) for most in (9, 200, 10**6, 10**5, 300)))
 def test_a_share_is_within_its_bound(batch, heads, tokens, workspace_tokens, fewest):
     share = share_of(batch, heads, tokens, workspace_tokens, fewest)
@@ -35,7 +34,7 @@ def test_a_share_is_within_its_bound(batch, heads, tokens, workspace_tokens, few
     assert share.heads >= min(fewest, heads) * 0.5 or share.tokens == tokens
 
 
-@unhurried
+@UNHURRIED
 @given(st.integers(1, 300), st.integers(1, 400))
 def test_groups_are_even(heads, most):
     group = in_even_groups(heads, most)

@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from mla_compile.passes.attention.find import find
 from mla_compile.passes.trace.trace import Trace
+from tests.drawn import UNHURRIED
 from tests.passes import spellings as mla
 from tests.passes.checks import check_right
 from tests.passes.graphs import capture, rewrite, run
@@ -39,7 +40,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 }
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(UNHURRIED, max_examples=25, derandomize=True)
 @given(steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 5)), min_size=1, max_size=9))
 def test_any_graph_keeps_its_numbers(steps: list[tuple[str, int]]) -> None:
     def program(x: Tensor, y: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ def test_any_graph_keeps_its_numbers(steps: list[tuple[str, int]]) -> None:
         check_right(before.where(both, 0), after.where(both, 0))
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(UNHURRIED, max_examples=10, derandomize=True)
 @given(name=st.sampled_from(sorted(SPELLINGS)), end=st.integers(1, 80), symbolic=st.booleans())
 def test_a_truncated_attention_keeps_its_numbers(name: str, end: int, symbolic: bool) -> None:
     """Cut the graph of a spelling after some node; every tensor without users becomes a result."""

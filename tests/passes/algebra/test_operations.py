@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import sympy
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_compile.passes.algebra import elementwise, joins, operations
 from mla_compile.passes.algebra.sizes import Size, Unaligned, quotient, same
 from mla_compile.passes.algebra.terms import Form, Laid, Product, Term, Undefined
+from tests.drawn import UNHURRIED
 from tests.passes.meaning import World
 
 from .worlds import numbers, world_of
@@ -21,8 +22,6 @@ S = sympy.symbols("s0 s1 s2", positive=True, integer=True)
 
 Made = tuple[Callable[[], Form], np.ndarray, Sequence[Size]] | None
 """How to make a form, the array that it has to describe, and its shape."""
-
-quick = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class Chain:
@@ -227,7 +226,7 @@ def _plain(size: Size) -> Size:
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["numbers", "symbols"])
-@quick
+@settings(UNHURRIED, max_examples=100)
 @given(data=st.data())
 def test_the_form_of_any_chain_of_operations_is_right(symbolic: bool, data: st.DataObject) -> None:
     chain = Chain(data.draw, symbolic)

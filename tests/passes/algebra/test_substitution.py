@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import sympy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_compile.passes.algebra.sizes import Size, Unaligned, product, quotient, same, total
 from mla_compile.passes.algebra.substitution import Pin, Slice, Split, change, change_read, overlapping, prune
 from mla_compile.passes.algebra.terms import Axis, Digit, Form, Join, Product, Read, Segment, Term
+from tests.drawn import UNHURRIED
 from tests.passes.meaning import World
 
 s, t = sympy.symbols("s t", positive=True, integer=True)
@@ -22,7 +23,7 @@ sizes = st.recursive(
 )
 
 
-@settings(deadline=None)
+@UNHURRIED
 @given(a=sizes, b=sizes, values=st.tuples(st.integers(1, 9), st.integers(1, 9)))
 def test_a_quotient_times_its_divisor_is_the_dividend(a: Size, b: Size, values: tuple[int, int]) -> None:
     rest = quotient(a, b)
@@ -32,7 +33,7 @@ def test_a_quotient_times_its_divisor_is_the_dividend(a: Size, b: Size, values: 
         assert sympy.sympify(rest).subs(numbers).is_integer
 
 
-@settings(deadline=None)
+@UNHURRIED
 @given(a=sizes, b=sizes)
 def test_a_product_is_divided_by_its_factor(a: Size, b: Size) -> None:
     rest = quotient(product([a, b]), b)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.drawn import UNHURRIED
 from tests.passes.graphs import capture
 from tests.passes.trace.forms import check_all, whole
 
@@ -42,7 +43,7 @@ def buffer_of(a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("symbolic", [(), (0, 1), (0, 1, 2)], ids=["known", "tokens", "all"])
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(UNHURRIED, max_examples=10)
 @given(steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 5)), min_size=1, max_size=6))
 def test_the_forms_of_any_graph_are_right(symbolic: Sequence[int], steps: list[tuple[str, int]]) -> None:
     def program(x: Tensor, y: Tensor) -> Any:
