@@ -30,6 +30,8 @@ Clock = Callable[[Callable[[], object]], float]
 """Returns the seconds of a warm call."""
 _CHECKED_KEYS = 1 << 22
 """The number of scores in the part of a problem that is checked against float64: 32 MiB."""
+_ITEMSIZE = torch.bfloat16.itemsize
+"""Bytes of an element in the dtype whose bandwidth is reported."""
 _SUM = (L + R) ** 0.5 * torch.finfo(torch.float32).eps
 """The rounding error of a score, a float32 sum of L + R products of magnitude 1."""
 _FACTOR = 3.0
@@ -235,12 +237,12 @@ def _cache(x: Inputs, dtype: torch.dtype) -> Tensor:
     return torch.cat(dequantised(numbers, ropes, scales, dtype), dim=-1).flatten(0, 1)[None]
 
 
-def rows(device: Device, results: Sequence[Result], itemsize: int = 2) -> list[dict[str, Any]]:
+def rows(device: Device, results: Sequence[Result]) -> list[dict[str, Any]]:
     """A flat row for each result, with None for what was not measured."""
     table = []
     for result in results:
         case, seconds = result.case, result.seconds
-        moved, flops = case.bytes(itemsize), case.flops
+        moved, flops = case.bytes(_ITEMSIZE), case.flops
         limit = max(moved / device.bytes_per_s, flops / device.flops_per_s)
         table.append(
             asdict(case)
