@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, s
 
 from ..algebra.sizes import product, same
 from ..code.splicing import emit
-from ..nodes.arguments import argument, arguments, aten
+from ..nodes.arguments import INTEGERS, argument, arguments, aten
 from ..nodes.shapes import shape_of
 
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -170,7 +170,7 @@ def _from_the_front(number: Any) -> bool:
 
 
 def _is_index(index: Any) -> bool:
-    return isinstance(index, fx.Node) and index.meta["val"].dtype in (torch.int32, torch.int64)
+    return isinstance(index, fx.Node) and index.meta["val"].dtype in INTEGERS
 
 
 def _selects(node: Any, source: fx.Node, index: Any) -> bool:

@@ -9,6 +9,8 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
+INTEGERS = (torch.int64, torch.int32)
+"""The dtypes of positions and indices."""
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:

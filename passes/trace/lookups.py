@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..algebra import operations
 from ..algebra.gathers import by_position, gather, look_up, lookup_of
 from ..algebra.sizes import Size, Unaligned, same
 from ..algebra.terms import Bits, Form
-from ..nodes.arguments import arguments, aten
+from ..nodes.arguments import INTEGERS, arguments, aten
 from ..nodes.guards import equal_by_guard
 from ..nodes.shapes import shape_of
 from .handler import Forms, Handlers
@@ -32,7 +31,7 @@ def _along(trace: Forms, source: fx.Node, dim: int) -> Form:
 def _index_tensor(trace: Forms, node: fx.Node) -> Form:
     source, indices = arguments(node)
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if any(index.meta["val"].dtype not in (torch.int64, torch.int32) for _, index in given):
+    if any(index.meta["val"].dtype not in INTEGERS for _, index in given):
         raise Unaligned("an index that is not an integer")
     if len(given) == 1:
         dim, index = given[0]

@@ -8,7 +8,7 @@ from torch import fx
 
 from ...algebra.sizes import known_at_most, same
 from ...algebra.terms import Axis
-from ...nodes.arguments import argument, arguments, aten, is_tensor
+from ...nodes.arguments import INTEGERS, argument, arguments, aten, is_tensor
 from ...nodes.constants import constant_of
 from ...nodes.shapes import shape_of, size_of
 from ..positions import (
@@ -25,7 +25,7 @@ from ..positions import (
     conjunction,
     negation,
 )
-from .rule import INTEGERS, Rules, Values, number_of
+from .rule import Rules, Values, number_of
 
 RULES = Rules()
 
