@@ -82,8 +82,7 @@ def _multiplied(node: fx.Node, trace: Trace, depth: int) -> Multiplied | None:
 
 def held_by(node: fx.Node, trace: Trace) -> fx.Node:
     """The tensor whose elements a node holds."""
-    source = trace[node].term.read.source if is_tensor(node) else None
-    return source if isinstance(source, fx.Node) else node
+    return trace.source(node) or node
 
 
 def _product(node: fx.Node, trace: Trace) -> bool:

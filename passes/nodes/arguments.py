@@ -11,6 +11,8 @@ from torch import fx
 aten = torch.ops.aten
 INTEGERS = (torch.int64, torch.int32)
 """The dtypes of positions and indices."""
+NEGATIONS = (aten.logical_not.default, aten.bitwise_not.default)
+"""Ops that negate a bool tensor."""
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:

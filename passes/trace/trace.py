@@ -8,6 +8,7 @@ why a site is unchanged.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
@@ -45,6 +46,14 @@ class Trace:
     def __contains__(self, node: fx.Node) -> bool:
         """Whether a node is a tensor that was in the graph when it was traced."""
         return node in self._forms
+
+    def source(self, node: Any) -> fx.Node | None:
+        """The node that holds a tensor's elements: the tensor itself, or what it is a view or a copy of.
+
+        None if `node` is no tensor, or no node holds all of its elements.
+        """
+        source = self._forms[node].term.read.source if is_tensor(node) else None
+        return source if isinstance(source, fx.Node) else None
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
         """Whether two tensors are one common subexpression."""
