@@ -147,8 +147,7 @@ class Chooser:
 
     def _of_values_alone(self, site: Site, meaning: Meaning) -> Choice:
         conditions = self.where_values_pay(site)
-        numbers = ", ".join(f"{name}={site.sizes[name]}" for name in ("Sq", "T"))
-        why = f"{_VALUES.why} ({numbers})" if self.wanted == every.AUTO else "asked for by mla.path"
+        why = f"{_VALUES.why} ({_numbers(site)})" if self.wanted == every.AUTO else "asked for by mla.path"
         if self.ranges is not None and not all(_holds(condition, self.ranges) for condition in conditions):
             why += _IN_THE_EXAMPLE
         guards = self._guard(conditions) if self.ranges is None else ()
@@ -191,10 +190,9 @@ class Chooser:
         return tuple(map(str, guarded))
 
     def _by_cost(self, site: Site, meaning: Meaning, plan: _Plan) -> Choice:
-        candidates, form = plan.paths, plan.form
         sizes, named = _of_sequences(site), NamedKeys.of(site, meaning)
         topk = None if named is None else named.count
-        element_size = site.node.meta["val"].element_size()
+        element_size, candidates = site.node.meta["val"].element_size(), plan.paths
         hint = hints_of((*sizes.values(), topk or 1), self.environment)
         topk, bounds = (None, ()) if topk is None else _least(topk, hint)
         rename = Renaming()
@@ -207,36 +205,51 @@ class Chooser:
         decision = _fastest(*known)
         path = every.path_named(decision.path)
         conditions = (*map(rename.undo, decision.conditions), *bounds)
-        numbers = ", ".join(f"{name}={site.sizes[name]}" for name in ("Sq", "T"))
-        if site.attention.packed is not None:
-            numbers += f" in {site.attention.packed.sequences} sequences"
-        if topk is not None:
-            numbers += f", topk={topk}"
+        numbers = _numbers(site, topk)
         why = f"{path.why} ({numbers})"
-        if self.ranges is not None and all(_holds(condition, self.ranges) for condition in conditions):
-            if any(isinstance(size, sympy.Expr) for size in sizes.values()):
+        if self.ranges is not None:
+            always = all(_holds(condition, self.ranges) for condition in conditions)
+            if not always and _may_branch(site, candidates):
+                return self._either(site, plan.form, candidates, topk)
+            if not always:
+                why += _IN_THE_EXAMPLE
+            elif any(isinstance(size, sympy.Expr) for size in sizes.values()):
                 why = f"the fastest one at all declared sizes ({numbers})"
-        elif self.ranges is not None:
-            # torch.cond compares the strides of its branches: it cannot where only a run knows the output's sizes.
-            comparable = (
-                not (site.apart or site.own_ropes)
-                and site.attention.packed is None
-                and not (unbacked_in(sizes["B"]) or unbacked_in(sizes["Sq"]))
-            )
-            if len(candidates) == 2 and all(each.may_branch for each in candidates) and comparable:
-                costs = [each.cost(Dims(**sizes), element_size, self.workspace_tokens, topk) for each in candidates]
-                first, second = map(form, candidates)
-                times = times_of(costs[0], self.device), times_of(costs[1], self.device)
-                return Choice(Either(first, second, times), f"the faster one at the sizes of each run ({numbers})")
-            why += _IN_THE_EXAMPLE
         path.refuse(path.as_taken(site), asked=False)
         if self.ranges is not None:
-            return Choice(form(path), why)
+            return Choice(plan.form(path), why)
         unbacked = set[sympy.Symbol]().union(*map(unbacked_in, conditions))
         if unbacked:  # nothing can guard what only a run knows
             why += f", taking {', '.join(f'{s} for {hint[s]}' for s in sorted(unbacked, key=str))}"
             conditions = tuple(condition for condition in conditions if not condition.free_symbols & unbacked)
-        return Choice(form(path), why, self._guard((*conditions, *plan.conditions)))
+        return Choice(plan.form(path), why, self._guard((*conditions, *plan.conditions)))
+
+    def _either(self, site: Site, form: Callable[[Path], Form], paths: tuple[Path, ...], topk: Size | None) -> Choice:
+        """Both of two paths, between which each run chooses by their times at its sizes."""
+        dims, element_size = Dims(**site.sizes), site.node.meta["val"].element_size()
+        costs = [path.cost(dims, element_size, self.workspace_tokens, topk) for path in paths]
+        first, second = map(form, paths)
+        times = times_of(costs[0], self.device), times_of(costs[1], self.device)
+        return Choice(Either(first, second, times), f"the faster one at the sizes of each run ({_numbers(site, topk)})")
+
+
+def _numbers(site: Site, topk: Size | None = None) -> str:
+    """The sizes on which a choice rests most, for the report."""
+    numbers = ", ".join(f"{name}={site.sizes[name]}" for name in ("Sq", "T"))
+    if site.attention.packed is not None:
+        numbers += f" in {site.attention.packed.sequences} sequences"
+    return numbers if topk is None else f"{numbers}, topk={topk}"
+
+
+def _may_branch(site: Site, paths: tuple[Path, ...]) -> bool:
+    """Whether a graph may have both of two paths for a site.
+
+    `torch.cond` compares the strides of its branches: it cannot where only a run knows the output's sizes.
+    """
+    if site.apart or site.own_ropes or site.attention.packed is not None:
+        return False
+    known = not (unbacked_in(site.sizes["B"]) or unbacked_in(site.sizes["Sq"]))
+    return known and len(paths) == 2 and all(path.may_branch for path in paths)
 
 
 def form_of(path: Path, site: Site, meaning: Meaning) -> Form:
