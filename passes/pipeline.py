@@ -152,10 +152,10 @@ class Pipeline:
             result.site = site if self.training else with_nearest_queries(site)
             result.meaning = understand(result.site, trace)
             result.choice = choose(result.site, result.meaning, trace)
-            taken = result.choice.form.as_taken(result.site)
+            taken = result.choice.plan.as_taken(result.site)
             if taken is not result.site:
                 result.meaning = understand(taken, trace)
-            output = rewriter(taken, result.choice.form)
+            output = rewriter(taken, result.choice.plan)
         except (Refusal, Unaligned, GuardNeeded, GuardOnDataDependentSymNode) as error:
             result.outcome = unchanged(found.node, _refusal(found.node, error))
             return result

@@ -92,8 +92,8 @@ def _in_one_product(source: Hashable, pieces: Sequence[Form], dim: int) -> Form 
 
 
 def _in_runs(source: Hashable, segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The segments, with neighbours merged if they are one run over one axis: all that was written to
-    a buffer so far, perhaps."""
+    """The segments, with neighbours merged if they are one run over one axis: all that was written to a buffer so far,
+    perhaps."""
     runs = [segments[0]]
     for segment in segments[1:]:
         last, own = (Form((part.axes,), part.term) for part in (runs[-1], segment))

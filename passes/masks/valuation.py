@@ -88,8 +88,8 @@ class Valuation:
 
 
 def _bindings(form: Form, index: Index) -> dict[Axis, Affine]:
-    """What each axis of a form is at an index. Axes of merged dimensions are left out: an index
-    does not tell them apart."""
+    """What each axis of a form is at an index. Axes of merged dimensions are left out: an index does not tell them
+    apart."""
     return {dim[0]: entry for dim, entry in zip(form.dims, index, strict=True) if len(dim) == 1}
 
 

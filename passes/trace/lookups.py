@@ -21,8 +21,8 @@ HANDLERS = Handlers()
 
 
 def _along(trace: Forms, source: fx.Node, dim: int) -> Form:
-    """The form of the tensor to look up in; a leaf if dimension `dim` is not one axis: slots,
-    which are pages and rows."""
+    """The form of the tensor to look up in; a leaf if dimension `dim` is not one axis: slots, which are pages and
+    rows."""
     form = trace[source]
     return form if len(form.dims[dim]) == 1 else operations.leaf(source, shape_of(source))
 
@@ -58,8 +58,8 @@ def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.No
 
 
 def _positions(node: Any, target: Any, divisor: Any) -> Size | None:
-    """How many positions, from 0 on, `node` divides by `divisor` with the op `target`; None if
-    that is not what it does.
+    """How many positions, from 0 on, `node` divides by `divisor` with the op `target`; None if that is not what it
+    does.
 
     A page size that is a number on one side and a symbol on the other, or two symbols, is guarded to be one.
     """

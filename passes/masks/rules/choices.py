@@ -48,8 +48,8 @@ def _masked_fill(values: Values, node: fx.Node, index: Index) -> Value | None:
 def _select(condition: Value | None, a: Value | None, b: Value | None) -> Value | None:
     """`a` where the condition holds, else `b`.
 
-    One of two numbers may be a choice itself, if the other is one of its two values. One of two
-    bools has to be never true.
+    One of two numbers may be a choice itself, if the other is one of its two values. One of two bools has to be never
+    true.
     """
     if not isinstance(condition, Truth):
         return None
