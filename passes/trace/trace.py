@@ -7,6 +7,7 @@ why a site is unchanged.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import fx
 
 from ..algebra import operations
 from ..algebra.sizes import Unaligned
-from ..algebra.terms import Form, Lost, Term
+from ..algebra.terms import Form, Lost, Read, Term
 from ..nodes.arguments import is_pointwise, is_tensor, takes_tensors
 from ..nodes.common_subexpressions import CommonSubexpressions
 from ..nodes.shapes import shape_of
@@ -54,6 +55,13 @@ class Trace:
         """
         source = self._forms[node].term.read.source if is_tensor(node) else None
         return source if isinstance(source, fx.Node) else None
+
+    def at(self, read: Read) -> Term:
+        """The element that a read names, with what is known of the tensor: what it is made of, and how it is stored."""
+        if isinstance(read.source, fx.Node):
+            with contextlib.suppress(Unaligned):
+                return operations.term_of(self._forms[read.source], read)
+        return Term(read)
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
         """Whether two tensors are one common subexpression."""
