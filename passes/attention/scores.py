@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from mla_compile.score_spacing import lost_below, lost_in_ops
+
 from ..algebra.factored import factored
 from ..algebra.sizes import Size, same, total
 from ..algebra.terms import Axis, Dim, Form, Product, Sum, Term
@@ -22,9 +24,6 @@ from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 from .shift import whole_source, without_shift
 
-SPACING = 8.0
-"""Replacing a score by a number is the same as adding the number to it, where the spacing of floats at that number is
-at least this much: nothing is left of any usual score, even in rows that are masked everywhere."""
 HIDES = -1e4
 """The number that code in the manner of BERT puts in the place of scores. Such keys have no weight in a row that has a
 score of usual size; in a row that has none, what is left of their scores counts (see `_hidden_alike`)."""
@@ -370,14 +369,9 @@ def _holds_product(summands: list[Summand]) -> bool:
     return any(isinstance(s.what, float) for s in summands)
 
 
-def lost_below(dtype: torch.dtype) -> float:
-    """The greatest number that leaves nothing of a score to which it is added in a dtype (see `SPACING`)."""
-    return -SPACING / torch.finfo(dtype).eps
-
-
 def highest_fill(node: fx.Node) -> float:
     """The greatest number that leaves nothing of a score of a node's dtype to which ops add it."""
-    return lost_below(torch.promote_types(node.meta["val"].dtype, torch.float32))
+    return lost_in_ops(node.meta["val"].dtype)
 
 
 def labels_through(form: Form, labels: tuple[int, ...]) -> tuple[int, ...] | None:
