@@ -13,6 +13,9 @@ from torch import Tensor
 
 from ..errors import KernelError
 
+INTEGERS = (torch.int32, torch.int64)
+"""The dtypes of lengths, positions and indices."""
+
 
 def check_shapes(op: str, dims: Mapping[str, int], **tensors: tuple[Tensor, str]) -> None:
     """Check each tensor against its dims, written as in `mla_compile.ops`: `q_rope=(q_rope, "B Sq N R")`.

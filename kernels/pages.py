@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import KernelError
-from .checks import check_mask, check_shapes
+from .checks import INTEGERS, check_mask, check_shapes
 from .coded import bytes_of, check_coded, dequantised
 from .visibility import reads_values
-
-_INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ def check_pages(
             integers[name] = count
     device = like.device
     for name, tensor in integers.items():
-        if tensor.dtype not in _INTEGERS:
+        if tensor.dtype not in INTEGERS:
             raise KernelError(f"mla::{op}: expected {name} of torch.int32 or torch.int64, found {tensor.dtype}")
         if tensor.device != device:
             raise KernelError(f"mla::{op}: expected {name} on {device}, found {tensor.device}")

@@ -6,9 +6,6 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-_SPACING = 8.0
-"""Where floats are this far apart, adding a score changes nothing that a softmax would show."""
-
 
 def causal_mask(queries: int, keys: int, causal_offset: int | None, device: torch.device) -> Tensor | None:
     """Bool `[Sq, T]`, True where query i may attend to key j <= i + causal_offset; None if there is no limit."""
@@ -57,8 +54,3 @@ def _logsumexp(scores: Tensor) -> Tensor:
     highest = scores.amax(dim=-1, keepdim=True)
     highest = torch.where(highest.isinf(), 0.0, highest)
     return (scores - highest).exp().sum(dim=-1, keepdim=True).log() + highest
-
-
-def lowest(dtype: torch.dtype) -> float:
-    """The bias at and below which nothing is left of a score of `dtype` that is added to it."""
-    return -_SPACING / torch.finfo(torch.promote_types(dtype, torch.float32)).eps

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from .dynamo.control_flow import parts
 from .errors import VerifyError
-from .passes.outcome import Outcome
+from .passes.outcome import SITE, Outcome
 
 ROUNDINGS = 16
 """The factor allowed over one rounding of the output's dtype plus the random walk of float32 sums; see `tolerance`."""
@@ -79,10 +79,10 @@ def check(before: fx.GraphModule, after: fx.GraphModule, outcomes: Sequence[Outc
     """Run both graphs on the inputs. Raises VerifyError if a rewritten site differs from the original."""
     sites = {outcome.node: outcome for outcome in outcomes if outcome.rewritten}
     names = {
-        f"{prefix}{node.name}": f"{prefix}{node.meta['mla_site']}"
+        f"{prefix}{node.name}": f"{prefix}{node.meta[SITE]}"
         for prefix, part in (("", after), *((f"{name}.", part) for name, part in parts(after).items()))
         for node in part.graph.nodes
-        if "mla_site" in node.meta
+        if SITE in node.meta
     }
     original = _outputs(before, inputs, {name: name for name in sites})
     rewritten = _outputs(after, inputs, names)

@@ -9,6 +9,16 @@ from torch import fx
 from .nodes.refusal import Refusal
 from .nodes.source import Frame, common_frame, trail
 
+SITE = "mla_site"
+"""The key in the `meta` of each rewritten output under which is the name of the attention that it replaces."""
+WEIGHT = "mla_weight"
+"""The name of the tensor that W_UV is a view of, if that is a tensor of the graph."""
+QUERY_LATENT = "mla_query_latent"
+"""In training, the name of the latent that queries are an up-projection of, if they have one."""
+UP_PROJECTIONS = "mla_up_projections"
+"""Where the code stays, the names of the latents and of the products of queries and keys: what lies between them is
+up-projected."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -41,6 +51,11 @@ class Outcome:
     @property
     def rewritten(self) -> bool:
         return self.path != "unchanged"
+
+
+def output_of(graph: fx.Graph, attention: str) -> fx.Node | None:
+    """The node of a rewritten graph that holds the output of an attention, by the name of its node before."""
+    return next((node for node in graph.nodes if node.meta.get(SITE) == attention), None)
 
 
 def rewritten(

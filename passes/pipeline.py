@@ -32,7 +32,7 @@ from .nodes.arguments import aten
 from .nodes.guards import GuardNeeded, no_guards
 from .nodes.refusal import Refusal
 from .nodes.source import common_frame
-from .outcome import Outcome, rewritten, unchanged
+from .outcome import QUERY_LATENT, SITE, UP_PROJECTIONS, WEIGHT, Outcome, rewritten, unchanged
 from .paths.agreement import NO_AGREEMENT, Agreement
 from .paths.all import AUTO
 from .paths.choose import Choice, Chooser, Ranges
@@ -152,27 +152,27 @@ class Pipeline:
             result.site = site if self.training else with_nearest_queries(site)
             result.meaning = understand(result.site, trace)
             result.choice = choose(result.site, result.meaning, trace)
-            taken = result.choice.form.as_taken(result.site)
+            taken = result.choice.plan.as_taken(result.site)
             if taken is not result.site:
                 result.meaning = understand(taken, trace)
-            output = rewriter(taken, result.choice.form)
+            output = rewriter(taken, result.choice.plan)
         except (Refusal, Unaligned, GuardNeeded, GuardOnDataDependentSymNode) as error:
             result.outcome = unchanged(found.node, _refusal(found.node, error))
             return result
         result.outcome = _rewritten(result.site, result.meaning, result.choice)
-        output.meta["mla_site"] = result.site.node.name
+        output.meta[SITE] = result.site.node.name
         if self.training and (latent := query_latent(taken, trace)) is not None:
-            output.meta["mla_query_latent"] = latent.name
+            output.meta[QUERY_LATENT] = latent.name
         if output is result.site.node:
-            output.meta["mla_up_projections"] = _ends_of_up_projections(taken)
+            output.meta[UP_PROJECTIONS] = _ends_of_up_projections(taken)
         w_uv = result.site.w_uv
         if w_uv is not None and isinstance(w_uv.source, fx.Node):
-            output.meta["mla_weight"] = w_uv.source.name
+            output.meta[WEIGHT] = w_uv.source.name
         return result
 
 
 def _ends_of_up_projections(site: Site) -> tuple[list[str | None], list[str]]:
-    """The names of the latents and of the query-key products: what lies between them is up-projected."""
+    """The names of the latents, None where the graph has none, and of the products of queries and keys."""
     opaque, second = site.attention.opaque, site.second_latent
     latents = [site.latent.read.source, *([second.latent.read.source] if second is not None else [])]
     names = list[str | None]()

@@ -16,6 +16,7 @@ from mla_compile.options import Options
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(ROOT.glob("docs/*.md"))
+README = ROOT / "README.md"
 SLOW = {"serving"}
 """Pages whose code compiles a model five times."""
 NEWER = {"tensor-parallel": "5.19"}
@@ -34,10 +35,10 @@ def blocks(page, language):
     ]
 
 
-def with_code(language):
-    """The pages that have blocks of a language."""
+def with_code(language, pages):
+    """Those of some pages that have blocks of a language."""
     marks = {name: [pytest.mark.slow] for name in SLOW}
-    return [pytest.param(p, id=p.stem, marks=marks.get(p.stem, [])) for p in PAGES if blocks(p, language)]
+    return [pytest.param(p, id=p.stem, marks=marks.get(p.stem, [])) for p in pages if blocks(p, language)]
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def at_root(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-@pytest.mark.parametrize("page", with_code("python"))
+@pytest.mark.parametrize("page", with_code("python", PAGES))
 def test_the_code_runs(page, at_root, without_codegen):
     if page.stem in NEWER:
         pytest.importorskip("transformers", NEWER[page.stem])
@@ -59,7 +60,7 @@ def test_the_code_runs(page, at_root, without_codegen):
             exec(compile(block, page, "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", with_code("console"))
+@pytest.mark.parametrize("page", with_code("console", [README, *PAGES]))
 def test_commands_print_what_is_shown(page, at_root, without_codegen):
     for block in blocks(page, "console"):
         command, _, shown = block.strip().partition("\n")
@@ -85,13 +86,23 @@ def pattern(shown):
 
 
 def test_every_link_leads_somewhere():
-    for page in [*PAGES, ROOT / "README.md"]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in [*PAGES, README]:
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+            if target.startswith("https://"):
+                continue
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(there), f"{page.name}: {target}#{anchor}"
+
+
+def anchors(page):
+    """The names that links give to a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_readme_links_every_page():
-    readme = (ROOT / "README.md").read_text()
+    readme = README.read_text()
     assert [page.name for page in PAGES if f"(docs/{page.name})" not in readme] == []
 
 

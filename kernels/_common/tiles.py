@@ -88,6 +88,25 @@ def blocks(width: int) -> tuple[int, int]:
     return (first, second) if first + second < whole else (whole, 0)
 
 
+def constants_of_heads(widths: tuple[int, int, int], tiles: Tiles) -> dict[str, int]:
+    """The constants of a kernel that takes keys and values of each head; widths are `P, R, V`."""
+    nope, rope, columns = widths
+    (p_a, p_b), (v_a, v_b) = blocks(nope), blocks(columns)
+    return {
+        "P": nope,
+        "R": rope,
+        "V": columns,
+        "P_A": p_a,
+        "P_B": p_b,
+        "ROPE": power_of_two(rope) if rope else 0,
+        "V_A": v_a,
+        "V_B": v_b,
+        "ROWS": tiles.rows,
+        "KEYS": tiles.keys,
+        "STAGES": tiles.stages,
+    }
+
+
 def family(machine: Machine) -> str:
     """The key of the table for a machine: the greatest NVIDIA architecture that is no greater; `gfx942` for all of AMD.
 

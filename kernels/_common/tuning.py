@@ -44,7 +44,7 @@ Run: TypeAlias = Callable[[C], tuple[Tensor, Tensor]]
 @contextlib.contextmanager
 def tuning(timer: Timer | None = None) -> Iterator[None]:
     """Within this context, launches time their candidates by `timer` (None: on the device)."""
-    token = _TIMER.set(timer or _device_seconds)
+    token = _TIMER.set(timer or device_seconds)
     try:
         yield
     finally:
@@ -148,10 +148,12 @@ def _cannot_be_compiled(error: Exception) -> bool:
     return isinstance(error, TritonError) or "PassManager::run failed" in str(error)
 
 
-def _device_seconds(call: Callable[[], object]) -> float:
+def device_seconds(call: Callable[[], object], warmup: int = 10, rep: int = 50) -> float:
+    """The median seconds of a call by CUDA events, with the L2 cache flushed before each, after `warmup` ms of calls
+    and over `rep` ms of them."""
     import triton.testing
 
-    milliseconds: float = triton.testing.do_bench(call, warmup=10, rep=50, return_mode="median")
+    milliseconds: float = triton.testing.do_bench(call, warmup=warmup, rep=rep, return_mode="median")
     return milliseconds / 1000
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import KernelError
 from ...fp8 import FP8, RowLayout
-from ..checks import check_alike, check_rank, check_shapes
+from ..checks import INTEGERS, check_alike, check_rank, check_shapes
 
 OP = "append_latents"
 
@@ -35,7 +35,7 @@ class AppendLatents:
         width = rank + rope if scale is not None else RowLayout(rank, rope, k_rope.dtype).row_bytes
         dims = {"tokens": tokens, "R": rope, "pages": rows.shape[0], "page_size": rows.shape[1], "row": width}
         check_shapes(OP, dims, k_rope=(k_rope, "tokens R"), slots=(slots, "tokens"), rows=(rows, "pages page_size row"))
-        dtypes: dict[str, tuple[Tensor, tuple[torch.dtype, ...]]] = {"slots": (slots, (torch.int32, torch.int64))}
+        dtypes: dict[str, tuple[Tensor, tuple[torch.dtype, ...]]] = {"slots": (slots, INTEGERS)}
         dtypes["rows"] = rows, (FP8 if scale is not None else torch.uint8,)
         if scale is not None:
             dtypes["scale"] = scale, (torch.float32,)

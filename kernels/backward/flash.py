@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..scores import lowest
+from ...score_spacing import lost_in_ops
 from ..visibility import causal_stop
 from .rows import Rows
 
@@ -23,7 +23,7 @@ def takes_flash(q: Tensor, mask: Tensor | None, lse: Tensor) -> bool:
     """
     if not q.is_cpu or q.dtype == torch.float64 or q.numel() == 0:
         return False
-    return mask is None or mask.dtype == torch.bool or not bool(((lse <= lowest(q.dtype)) & lse.isfinite()).any())
+    return mask is None or mask.dtype == torch.bool or not bool(((lse <= lost_in_ops(q.dtype)) & lse.isfinite()).any())
 
 
 def by_flash_attention(rows: Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,9 +18,9 @@ import torch
 import triton
 from torch import Tensor
 
-from .._common.launch import strides_of, word_of
+from .._common.launch import part_of, strides_of, word_of
 from .._common.machine import Machine
-from .._common.tiles import Tiles, blocks, power_of_two
+from .._common.tiles import Tiles, constants_of_heads
 from ..share import PROGRAMS, in_even_groups, share_of
 from ..two_latents import latents_of
 from ..visibility import Visibility, causal_stop
@@ -76,7 +76,7 @@ def _add_group(x: Attended, part: tuple[slice, slice], totals: dict[str, Tensor]
     """
     assert x.w_uk is not None
     assert x.w_uv is not None
-    (some, heads), tokens, mask = part, x.latent.shape[1], _part_of(x.mask, part)
+    (some, heads), tokens, mask = part, x.latent.shape[1], part_of(x.mask, *part)
     latent, ropes = x.latent[some], x.k_rope[some] if x.k_rope.shape[2] == 1 else x.k_rope[some, :, heads]
     if mask is not None and mask.dtype == torch.bool:
         # Keys that no query sees may hold anything, and 0 times NaN is NaN.
@@ -126,14 +126,6 @@ def _groups(x: Attended, tokens: int, machine: Machine, tiles: Pair) -> Iterator
     for b in range(0, batch, share.sequences):
         for head in range(0, heads, size):
             yield slice(b, min(b + share.sequences, batch)), slice(head, min(head + size, heads))
-
-
-def _part_of(mask: Tensor | None, part: tuple[slice, slice]) -> Tensor | None:
-    """The part of a mask that belongs to some sequences and heads."""
-    if mask is None:
-        return None
-    some, heads = part
-    return mask[some if mask.shape[0] != 1 else slice(None), heads if mask.shape[1] != 1 else slice(None)]
 
 
 def _to_queries(
@@ -194,20 +186,4 @@ def _strides(x: _Group) -> tuple[int, ...]:
 
 def constants_of(widths: tuple[int, int, int], mask: Tensor | None, causal: bool, tiles: Tiles) -> dict[str, Any]:
     """The constants that both kernels are specialised to; widths are `P, R, V`."""
-    nope, rope, columns = widths
-    (p_a, p_b), (v_a, v_b) = blocks(nope), blocks(columns)
-    return {
-        "MASK": word_of(mask),
-        "CAUSAL": causal,
-        "P": nope,
-        "R": rope,
-        "V": columns,
-        "P_A": p_a,
-        "P_B": p_b,
-        "ROPE": power_of_two(rope) if rope else 0,
-        "V_A": v_a,
-        "V_B": v_b,
-        "ROWS": tiles.rows,
-        "KEYS": tiles.keys,
-        "STAGES": tiles.stages,
-    }
+    return {"MASK": word_of(mask), "CAUSAL": causal, **constants_of_heads(widths, tiles)}

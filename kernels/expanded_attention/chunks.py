@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..scores import lowest
+from ...score_spacing import lost_in_ops
 from ..two_latents import latents_of
 from ..visibility import KeyPositions, Visibility, reads_values, split, take
 from .arguments import ExpandedAttention, Expansion
@@ -148,7 +148,7 @@ def lost_rows(dtype: torch.dtype, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Which rows of a mask have only numbers that outweigh scores of `dtype`, `[B|1, N|1, Sq|1, 1]`, and the greatest
     number of those rows, 0 for all others. Rows of -inf alone are not among them."""
     peak = mask.amax(-1, keepdim=True)
-    lost = (peak <= lowest(dtype)) & peak.isfinite()
+    lost = (peak <= lost_in_ops(dtype)) & peak.isfinite()
     return lost, peak.masked_fill(~lost, 0.0)
 
 

@@ -18,10 +18,10 @@ import torch
 import triton
 from torch import Tensor
 
-from .._common.launch import strides_of, word_of
+from .._common.launch import part_of, strides_of, word_of
 from .._common.machine import Machine
 from .._common.plans import Plans
-from .._common.tiles import Tiles, blocks, power_of_two
+from .._common.tiles import Tiles, constants_of_heads
 from .._common.tuning import Run, bucket, is_on, neighbours, tuned
 from ..share import PROGRAMS, in_even_groups, share_of
 from ..two_latents import latents_of
@@ -126,7 +126,7 @@ def attend_in_chunks(x: Expansion, keys: BatchKeys, machine: Machine, tiles: Til
                 if taken is None or len(chunks) > 1:
                     taken = keys.take(part[0], chunk, copies)
                 latent, ropes = taken
-                seen = _part_of(mask, part, chunk)
+                seen = part_of(mask, *part, slice(chunk.start, chunk.stop))
                 if seen is not None and seen.dtype == torch.bool:
                     latent = latent.masked_fill(_hidden(seen, chunk, queries, keys, lengths)[..., None], 0.0)
                 k, v = _expand(latent, w_uk[part[1]], w_uv[part[1]], workspace)
@@ -238,15 +238,6 @@ def _expand(latent: Tensor, w_uk: Tensor, w_uv: Tensor, workspace: Tensor) -> tu
     return expanded[0], expanded[1]
 
 
-def _part_of(mask: Tensor | None, part: tuple[slice, slice], chunk: Chunk) -> Tensor | None:
-    """The part of a mask for some sequences, heads and keys."""
-    if mask is None:
-        return None
-    taken = slice(chunk.start, chunk.stop)
-    own = mask[part[0] if mask.shape[0] != 1 else slice(None), part[1] if mask.shape[1] != 1 else slice(None)]
-    return own[..., taken] if mask.shape[3] != 1 else own
-
-
 def _hidden(mask: Tensor, chunk: Chunk, queries: int, keys: BatchKeys, lengths: Lengths | None) -> Tensor:
     """Keys of a chunk that no query sees, bool `[b or 1, C or 1]`. They may hold anything, so no product may read them.
 
@@ -316,24 +307,11 @@ def constants_of(
     tiles: Tiles,
 ) -> dict[str, Any]:
     """The constants that the kernel is specialised to; widths are `P, R, V`."""
-    nope, rope, columns = widths
-    p_a, p_b = blocks(nope)
-    v_a, v_b = blocks(columns)
     return {
         "MASK": word_of(mask),
         "CAUSAL": causal,
         "LENGTHS": lengths is not None,
         "COUNTS": lengths is not None and lengths.queries is not None,
         "STATE": state,
-        "P": nope,
-        "R": rope,
-        "V": columns,
-        "P_A": p_a,
-        "P_B": p_b,
-        "ROPE": power_of_two(rope) if rope else 0,
-        "V_A": v_a,
-        "V_B": v_b,
-        "ROWS": tiles.rows,
-        "KEYS": tiles.keys,
-        "STAGES": tiles.stages,
+        **constants_of_heads(widths, tiles),
     }

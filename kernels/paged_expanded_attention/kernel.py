@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .._common.attend import aligned, load_latents
+from .._common.store import store_columns
 
 
 @triton.jit(do_not_specialize=("begin", "keys", "page_size"))
@@ -70,27 +71,17 @@ def gather_chunk(
         *(latent, offsets, seen, scales, scale_offsets, scale_stride_2),
         *(dtype, 0, L, A, CODED, NATIVE, GROUP, SAME_A),
     )  # [KEYS, A]
-    store_rows(latent_out, out, latent_a, exists, 0, L, A)
+    store_columns(latent_out, out * L, latent_a, exists, 0, L, A)
     if B:
         latent_b = load_latents(
             *(latent, offsets, seen, scales, scale_offsets, scale_stride_2),
             *(dtype, A, L, B, CODED, NATIVE, GROUP, SAME_B),
         )  # [KEYS, B]
-        store_rows(latent_out, out, latent_b, exists, A, L, B)
+        store_columns(latent_out, out * L, latent_b, exists, A, L, B)
     if R:
         offsets = page * aligned(rope_stride_0, ROPE_ALIGN) + row * aligned(rope_stride_1, ROPE_ALIGN)
         k_rope = load_latents(
             *(rope, offsets, seen, scales, scale_offsets, scale_stride_2),
             *(dtype, 0, R, ROPE, CODED_ROPE, NATIVE, R, ROPE),
         )  # [KEYS, ROPE]
-        store_rows(rope_out, out, k_rope, exists, 0, R, ROPE)
-
-
-@triton.jit
-def store_rows(base, row, values, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Store BLOCK columns from FIRST on, as far as WIDTH, of contiguous rows of WIDTH columns, given by number."""
-    columns = FIRST + tl.arange(0, BLOCK)
-    mask = exists[:, None]
-    if FIRST + BLOCK > WIDTH:
-        mask = mask & (columns < WIDTH)[None, :]
-    tl.store(base + (row[:, None] * WIDTH + columns[None, :]), values, mask=mask)
+        store_columns(rope_out, out * R, k_rope, exists, 0, R, ROPE)

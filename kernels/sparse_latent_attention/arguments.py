@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ...errors import KernelError
-from ..checks import check_alike, check_mask, check_rank, check_shapes
+from ..checks import INTEGERS, check_alike, check_mask, check_rank, check_shapes
 from ..coded import check_coded
 
 OP = "sparse_latent_attention"
@@ -46,7 +45,7 @@ class SparseLatentAttention:
         else:
             check_coded(OP, q_latent, ("latent", "k_rope"), (latent, k_rope), "B T", self.latent_scales)
         check_mask(OP, self.mask, (dims["B"], dims["N"], dims["Sq"], dims["T"]), q_latent.device)
-        if indices.dtype not in (torch.int32, torch.int64) or indices.device != q_latent.device:
+        if indices.dtype not in INTEGERS or indices.device != q_latent.device:
             raise KernelError(
                 f"mla::{OP}: expected indices of torch.int32 or torch.int64 on {q_latent.device}, "
                 f"found {indices.dtype} on {indices.device}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import KernelError
-from ..checks import check_alike, check_rank, check_shapes
+from ..checks import INTEGERS, check_alike, check_rank, check_shapes
 
 OP = "widened_matmul"
 
@@ -35,7 +35,7 @@ class WidenedMatmul:
             return
         check_rank(OP, "ends", ends, "E")
         check_shapes(OP, dims, ends=(ends, "E"))
-        if ends.dtype not in (torch.int32, torch.int64) or ends.device != x.device:
+        if ends.dtype not in INTEGERS or ends.device != x.device:
             raise KernelError(
                 f"mla::{OP}: expected ends in int32 or int64 on {x.device}, found {ends.dtype} on {ends.device}"
             )

@@ -17,7 +17,8 @@ ROUNDING_FACTOR = 4
 """The error of a sum of n terms exceeds this times `sqrt(n)` roundings with probability below `2 exp(-4^2 / 2)`, or
 0.07 % (Higham & Mary, 2019, doi:10.1137/18M1226312, theorem 2.4). transformers' eager mode was seen to use a tenth."""
 HALF_FACTOR = 3.0
-"""The same factor as in the tests; another order of the same sums gives 1 on average."""
+"""How many times further from float64 a result may be than plain code in the same dtype, as in the tests. Another order
+of the same sums gives 1 on average."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ def _run(step: Step, built: Built, workload: Workload, cache_kind: CacheKind, dt
     output = step(arguments)
     cached = cache_of(arguments).layers[0]
     return Reference(output, cached.keys, cached.values)
+
+
+def too_far(error: float, allowed: float) -> str:
+    """Why a result is wrong: its distance from float64, and the largest that rounding explains."""
+    return f"is {error:.1e} away from float64, rounding explains at most {allowed:.1e}"
 
 
 def distance(found: Tensor, exact: Tensor) -> float:

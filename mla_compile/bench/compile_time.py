@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from mla_compile.bench.progress import log
 from mla_compile.cache.argument import cache_argument
 
 BACKENDS = ("inductor", "mla")
@@ -99,7 +100,7 @@ def main() -> None:
     for _ in range(arguments.repeats):
         for backend in BACKENDS:
             runs[backend].append(compile_afresh(arguments.model, backend))
-            print(f"{backend:8} {runs[backend][-1]['total']:.1f} s", file=sys.stderr, flush=True)
+            log(f"{backend:8} {runs[backend][-1]['total']:.1f} s")
     totals = {backend: statistics.median(run["total"] for run in runs[backend]) for backend in BACKENDS}
     passes, retrace, joint = (statistics.median(run[part] / run["total"] for run in runs["mla"]) for part in PARTS)
     both = statistics.median((run["passes"] + run["retrace"]) / run["total"] for run in runs["mla"])

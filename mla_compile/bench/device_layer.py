@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_compile.bench.check import distance
+from mla_compile.bench.check import HALF_FACTOR, distance
 from mla_compile.bench.layers import LAYERS, Built, Layer, build
 from mla_compile.bench.modes import MODES, Step, summary
+from mla_compile.bench.progress import log
 from mla_compile.bench.workloads import Workload, make_inputs
 from mla_compile.cache.argument import cache_argument, cache_of
-
-FACTOR = 3.0
-"""How many times further from float64 a result may be than eager transformers in the same dtype."""
+from mla_compile.kernels._common.tuning import device_seconds
 
 
 @dataclass(frozen=True)
@@ -54,13 +52,13 @@ def run(
     rows = []
     with torch.no_grad():
         for context in contexts:
-            print(f"{layer.name}, context {context}", file=sys.stderr, flush=True)
+            log(f"{layer.name}, context {context}")
             torch.compiler.reset()
             exact_built = replace(built, attention=copy.deepcopy(built.attention).double())
             exact = _once(exact_built, MODES["by-hand"](exact_built), context, device, torch.float64)
             eager = distance(_once(built, MODES["eager"](built), context, device, dtype), exact)
             del exact_built
-            allowed = FACTOR * max(eager, torch.finfo(dtype).eps)
+            allowed = HALF_FACTOR * max(eager, torch.finfo(dtype).eps)
             rows += [_row(built, mode, context, device, dtype, exact, allowed, clock or _seconds) for mode in modes]
     return rows
 
@@ -145,10 +143,7 @@ def _once(built: Built, step: Step, context: int, device: torch.device, dtype: t
 
 def _seconds(call: Callable[[], object]) -> float:
     """The median by CUDA events, with the L2 cache flushed before each call. Host overhead counts."""
-    import triton.testing
-
-    milliseconds: float = triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")
-    return milliseconds / 1000
+    return device_seconds(call, warmup=25, rep=100)
 
 
 def as_text(rows: Sequence[Row]) -> str:

@@ -7,7 +7,6 @@ right are not timed.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,12 +16,14 @@ import torch
 from torch import Tensor
 
 import mla_compile.kernels.register  # noqa: F401  registers the kernels of the ops
-from mla_compile.bench.check import distance
+from mla_compile.bench.check import HALF_FACTOR, distance, too_far
 from mla_compile.bench.kernel_cases import Case, Inputs, Kind, L, R, make_inputs
 from mla_compile.bench.kernel_peers import calls, plainly, version
 from mla_compile.bench.modes import summary
+from mla_compile.bench.progress import log
 from mla_compile.cost import Device
 from mla_compile.fp8 import RowLayout
+from mla_compile.kernels._common.tuning import device_seconds
 from mla_compile.kernels.coded import dequantised
 from mla_compile.text_table import aligned, with_header
 
@@ -30,10 +31,10 @@ Clock = Callable[[Callable[[], object]], float]
 """Returns the seconds of a warm call."""
 _CHECKED_KEYS = 1 << 22
 """The number of scores in the part of a problem that is checked against float64: 32 MiB."""
+_ITEMSIZE = torch.bfloat16.itemsize
+"""Bytes of an element in the dtype whose bandwidth is reported."""
 _SUM = (L + R) ** 0.5 * torch.finfo(torch.float32).eps
 """The rounding error of a score, a float32 sum of L + R products of magnitude 1."""
-_FACTOR = 3.0
-"""How many times further from float64 a result may be than the plain equation in the same dtype, as in the tests."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def run(
         limits = limits_of(device, dtype, clock)
         for some in (peers[:1], peers[1:]):
             for case in cases if some else ():
-                print(case, *some, file=sys.stderr, flush=True)
+                log(case, *some)
                 results += _measure(case, some, device, dtype, clock)
                 results.sort(key=lambda result: cases.index(result.case))
                 progress(limits, results)
@@ -129,11 +130,7 @@ def device_clock(call: Callable[[], object]) -> float:
 
     A call that can be captured in a CUDA graph is replayed, so that the host's launch time does not count.
     """
-    import triton.testing
-
-    replayed = _captured(call) or call
-    milliseconds: float = triton.testing.do_bench(replayed, warmup=25, rep=100, return_mode="median")
-    return milliseconds / 1000
+    return device_seconds(_captured(call) or call, warmup=25, rep=100)
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], object] | None:
@@ -181,10 +178,9 @@ def _one(
     try:
         call = make()
         error = distance(_part(x.case, call()), exact)
-        allowed = max(_FACTOR * max(measure, _SUM), torch.finfo(x.q.dtype).eps)
+        allowed = max(HALF_FACTOR * max(measure, _SUM), torch.finfo(x.q.dtype).eps)
         if not error <= allowed:
-            note = f"is {error:.1e} away from float64, rounding explains at most {allowed:.1e}"
-            return Result(x.case, peer, "wrong", note, error=error)
+            return Result(x.case, peer, "wrong", too_far(error, allowed), error=error)
         return Result(x.case, peer, "ok", "", clock(call), error)
     except torch.OutOfMemoryError:
         return Result(x.case, peer, "skipped", "needs more memory than is available")
@@ -235,12 +231,12 @@ def _cache(x: Inputs, dtype: torch.dtype) -> Tensor:
     return torch.cat(dequantised(numbers, ropes, scales, dtype), dim=-1).flatten(0, 1)[None]
 
 
-def rows(device: Device, results: Sequence[Result], itemsize: int = 2) -> list[dict[str, Any]]:
+def rows(device: Device, results: Sequence[Result]) -> list[dict[str, Any]]:
     """A flat row for each result, with None for what was not measured."""
     table = []
     for result in results:
         case, seconds = result.case, result.seconds
-        moved, flops = case.bytes(itemsize), case.flops
+        moved, flops = case.bytes(_ITEMSIZE), case.flops
         limit = max(moved / device.bytes_per_s, flops / device.flops_per_s)
         table.append(
             asdict(case)

@@ -106,14 +106,7 @@ def _prepare(
     except Exception as failure:  # any error of a compiler is a result of the benchmark and must not end it
         return Result(mode, workload, "failed", summary(failure))
     if error > allowed:
-        return Result(
-            mode,
-            workload,
-            "wrong",
-            f"is {error:.1e} away from float64, rounding explains at most {allowed:.1e}",
-            (),
-            error,
-        )
+        return Result(mode, workload, "wrong", check.too_far(error, allowed), (), error)
     return step, Result(mode, workload, "ok", rewritten() if mode == "mla" else "", (), error)
 
 

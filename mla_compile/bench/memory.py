@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mla_compile.bench.layers import Layer, build
 from mla_compile.bench.modes import summary, warmed_up
+from mla_compile.bench.progress import log
 from mla_compile.bench.workloads import CacheKind, Workload, make_inputs
 
 CGROUP_FILES = (
@@ -145,7 +146,7 @@ def peaks(
     if done.returncode:
         failures.append(f"the process ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
     for failure in failures:
-        print(f"memory of {mode}: {failure}", file=sys.stderr)
+        log(f"memory of {mode}: {failure}")
     answers += [None] * (len(workloads) - len(answers))
     return [None if isinstance(answer, str) else answer for answer in answers]
 

@@ -1,7 +1,6 @@
 """Run the whole benchmark: the workloads one after the other, then the memory of each mode."""
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from mla_compile.bench.breakdown import Breakdown, break_down
 from mla_compile.bench.layers import Layer, build
 from mla_compile.bench.measure import Result, measure
 from mla_compile.bench.memory import available_bytes, needed_bytes, peaks
+from mla_compile.bench.progress import log
 from mla_compile.bench.workloads import CacheKind, Workload, limit
 from mla_compile.cost import Device
 from mla_compile.device import measure as measure_device
@@ -66,8 +66,3 @@ def _with_peaks(layer: Layer, results: Sequence[Result], cache_kind: CacheKind) 
             amounts = peaks(layer, mode, workloads, cache_kind, torch.get_num_threads())
             found |= {(mode, workload): amount for workload, amount in zip(workloads, amounts, strict=True)}
     return [replace(result, peak_bytes=found.get((result.mode, result.workload))) for result in results]
-
-
-def log(line: object) -> None:
-    """Print a line of progress to standard error, as results go to standard output."""
-    print(line, file=sys.stderr, flush=True)

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from mla_compile.bench.check import ROUNDING_FACTOR, distance
+from mla_compile.bench.check import ROUNDING_FACTOR, distance, too_far
 from mla_compile.bench.layers import Built, Layer, build
 from mla_compile.bench.memory import answered, kept_for_backward, needed_to_train, peak_growth, too_much
 from mla_compile.bench.modes import summary
+from mla_compile.bench.progress import log
 from mla_compile.bench.workloads import Workload, make_inputs
 from mla_compile.text_table import aligned
 
@@ -124,7 +125,7 @@ def measure(layer: Layer, lengths: Sequence[int], modes: Sequence[str], repeats:
         errors, seconds, notes = dict[str, float](), dict[str, list[float]](), dict[str, str]()
         skipped = {mode: why for mode in modes if (why := too_much(needed_to_train(layer, mode, tokens)))}
         for mode in (mode for mode in modes if mode not in skipped):
-            print(f"{mode} at {tokens} tokens", file=sys.stderr, flush=True)
+            log(f"{mode} at {tokens} tokens")
             try:
                 found = _gradients(_step(mode, built), built, _arguments(built, CHECKED_TOKENS))
                 errors[mode] = max(distance(a, b) for a, b in zip(found, exact, strict=True))
@@ -153,7 +154,7 @@ def _memory(layer: Layer, mode: str, tokens: int) -> tuple[int | None, int | Non
     task = {"layer": asdict(layer), "mode": mode, "tokens": tokens}
     done = answered("mla_compile.bench.training", task, torch.get_num_threads())
     if done.returncode:
-        print(f"memory of {mode}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        log(f"memory of {mode}: {done.stderr.strip().splitlines()[-1:]}")
         return None, None
     peak, saved = json.loads(done.stdout)
     return peak, saved
@@ -180,9 +181,7 @@ def as_text(layer: Layer, results: Sequence[TrainingResult]) -> str:
     for result in results:
         base = stock.get(result.tokens)
         if not result.right:
-            note = result.note or (
-                f"is {result.error:.1e} away from float64, rounding explains at most {result.allowed:.1e}"
-            )
+            note = result.note or too_far(result.error, result.allowed)
             rows.append((str(result.tokens), result.mode, "-", "-", "-", "-", "-", note))
             continue
         median = statistics.median(result.seconds)

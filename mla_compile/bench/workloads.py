@@ -73,7 +73,6 @@ def make_inputs(
     workload: Workload,
     cache_kind: CacheKind,
     dtype: torch.dtype | None = None,
-    seed: int = 1,
     device: torch.device | None = None,
 ) -> Inputs:
     """Make random hidden states and cached latents of unit variance, with transformers' own mask and rope.
@@ -84,7 +83,7 @@ def make_inputs(
     from transformers import DynamicCache, StaticCache
     from transformers.masking_utils import create_causal_mask
 
-    layer, generator = built.layer, torch.Generator().manual_seed(seed)
+    layer, generator = built.layer, torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, layer.torch_dtype).to(dtype or layer.torch_dtype)

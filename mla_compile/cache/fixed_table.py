@@ -73,9 +73,6 @@ class FixedTable(BlockTable):
         position = self.tokens - count + torch.arange(count, device=self.pool.device)
         self.pool.write(layer, self.pages[:, position // self.page_tokens], position % self.page_tokens, tokens)
 
-    def read(self, layer: int) -> Tensor:
-        return torch.cat(self.keys(layer), dim=-1)[:, : self.length]
-
     def keys(self, layer: int) -> tuple[Tensor, Tensor]:
         """Latents `[batch, room, L]` and rope keys `[batch, room, R]`; values behind the last token are undefined."""
         latent, k_rope = self.pool.keys(layer, self.pages)

@@ -36,9 +36,6 @@ class SharedTable(BlockTable):
         latent, k_rope = (self.shares.gathered(tensor.flatten(1, 2)) for tensor in own)
         return latent, k_rope
 
-    def read(self, layer: int) -> Tensor:
-        return torch.cat(self.keys(layer), dim=-1)[:, : self.length]
-
     def _places(self, start: int, count: int) -> tuple[Tensor, Tensor]:
         """The page and row of each token; for tokens of other ranks, those of the spare page."""
         position = torch.arange(start, start + count, device=self.pool.device)

@@ -124,10 +124,10 @@ class BlockTable:
 
     def read(self, layer: int) -> Tensor:
         """A copy of all tokens of one layer, `[batch, length, L + R]`."""
-        return self.pool.read(layer, *self._places(0, self.length))
+        return torch.cat(self.keys(layer), dim=-1)[:, : self.length]
 
     def keys(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Like `read`, but latents `[batch, length, L]` and rope keys `[batch, length, R]`."""
+        """The latents `[batch, length, L]` and rope keys `[batch, length, R]` of one layer."""
         return self.pool.keys(layer, *self._places(0, self.length))
 
     def _places(self, start: int, count: int) -> tuple[Tensor, Tensor]:

@@ -30,15 +30,16 @@ fails at our ops."""
 
 def is_control_flow(node: fx.Node) -> bool:
     """Whether a node runs other graphs of its module."""
-    return _is_one_of(node, _OPERATORS)
+    return is_operator(node, _OPERATORS)
 
 
 def has_apart(module: fx.GraphModule) -> bool:
     """Whether some of a graph is in control flow, or in `nested_compile_region`s, each of which is compiled once."""
-    return any(_is_one_of(node, _OPERATORS | {"invoke_subgraph"}) for node in module.graph.nodes)
+    return any(is_operator(node, _OPERATORS | {"invoke_subgraph"}) for node in module.graph.nodes)
 
 
-def _is_one_of(node: fx.Node, names: Collection[str]) -> bool:
+def is_operator(node: fx.Node, names: Collection[str]) -> bool:
+    """Whether a node is one of the higher-order operators of these names."""
     return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in names
 
 

@@ -14,14 +14,13 @@ import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils._pytree import tree_leaves
 
 from mla_compile.kernels.launches import launch_of
 from mla_compile.passes.code.splicing import graph_of, inline
-from mla_compile.passes.nodes.arguments import arguments
+from mla_compile.passes.nodes.arguments import INTEGERS, arguments
 
 
 def put_launches(graph: fx.Graph, kernels: str, *, guards: bool = True) -> bool:
@@ -43,7 +42,7 @@ def put_launches(graph: fx.Graph, kernels: str, *, guards: bool = True) -> bool:
         if key not in traced:  # layers are alike
             traced[key] = _traced(launch, node, sources)
         for source in sources:
-            if getattr(source.meta["val"], "dtype", None) in (torch.int32, torch.int64):
+            if getattr(source.meta["val"], "dtype", None) in INTEGERS:
                 # All launches of all layers share lengths and tables, which Inductor would recompute for each.
                 source.meta["inductor_realize_to_strides"] = True
         _put(graph, node, traced[key], sources)

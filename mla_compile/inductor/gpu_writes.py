@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 
 from mla_compile.passes.code.splicing import emit
-from mla_compile.passes.nodes.arguments import argument, arguments, aten
+from mla_compile.passes.nodes.arguments import INTEGERS, argument, arguments, aten
 
 _RESHAPED = (aten.view.default, aten.reshape.default)
 _DROPPED = (aten.select.int, aten.squeeze.dim)
@@ -108,7 +108,7 @@ def _has_columns(node: fx.Node, count: int) -> bool:
 
 
 def _is_index(place: fx.Node | None) -> bool:
-    return place is not None and _is_known(place) and place.meta["val"].dtype in (torch.int32, torch.int64)
+    return place is not None and _is_known(place) and place.meta["val"].dtype in INTEGERS
 
 
 def _is_known(node: fx.Node) -> bool:

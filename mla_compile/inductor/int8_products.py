@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-aten = torch.ops.aten
+from ..passes.nodes.arguments import RESHAPES, aten
 
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _TRANSPOSES = (aten.t.default, aten.permute.default, aten.transpose.int)
 
 
@@ -25,7 +24,7 @@ def products_with_int8(graph: fx.Graph) -> frozenset[fx.Node]:
 
 def _is_scaled(product: fx.Node) -> bool:
     rows, matrix = product.args
-    viewed = _only_user(product, _VIEWS)
+    viewed = _only_user(product, RESHAPES)
     scaled = _only_user(viewed or product, (aten.mul.Tensor,))
     if scaled is None or scaled.args[0] is not (viewed or product):
         return False

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-aten = torch.ops.aten
+from ..passes.nodes.arguments import aten
+
 _IN_ORDER = (
     aten.clone.default,  # Inductor omits copies that change neither dtype nor strides
     aten._to_copy.default,

@@ -11,7 +11,7 @@ from torch import fx
 
 from mla_compile.passes.mla.apart import up_projected_apart
 from mla_compile.passes.mla.why_not import name
-from mla_compile.passes.outcome import Outcome
+from mla_compile.passes.outcome import Outcome, output_of
 
 from ..cost import Device
 from ..dynamo.control_flow import located
@@ -20,7 +20,7 @@ from .collect import Compilation, Proved
 from .costs import AS_WRITTEN, Model, PathCost, expands, style
 from .drawing import draw
 from .plot import draw_curves
-from .sketch import Sketch, entrances, rewritten_output, sketch
+from .sketch import Sketch, entrances, sketch
 from .words import in_flops, in_seconds, in_units, span
 
 KINDS = {
@@ -111,8 +111,8 @@ def sketches(group: Group) -> tuple[Sketch | None, Sketch | None]:
     inputs = entrances(group.proved)
     graphs = group.compilation.graphs
     (before, node), (after, _) = (located(graphs[stage], group.outcome.node) for stage in (BEFORE, AFTER))
-    output = rewritten_output(after, node)
-    return sketch(before, node, inputs), None if output is None else sketch(after, output, inputs)
+    output = output_of(after.graph, node)
+    return sketch(before, node, inputs), None if output is None else sketch(after, output.name, inputs)
 
 
 def _pair(group: Group, before: Sketch | None, after: Sketch | None, workspace: Workspace) -> str:

@@ -141,11 +141,6 @@ def sketch(module: fx.GraphModule, output: str, inputs: Mapping[str, tuple[str, 
     return drawer.sketch
 
 
-def rewritten_output(module: fx.GraphModule, site: str) -> str | None:
-    """The name of the node with the output of the code that replaced the attention `site`."""
-    return next((n.name for n in module.graph.nodes if n.meta.get("mla_site") == site), None)
-
-
 class _Drawer:
     def __init__(self, inputs: Mapping[fx.Node, tuple[str, Kind]]) -> None:
         self.inputs, self.sketch = inputs, Sketch()

@@ -10,7 +10,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 
 from mla_compile.passes.nodes.walk import makers, walk
-from mla_compile.passes.outcome import Outcome
+from mla_compile.passes.outcome import SITE, WEIGHT, Outcome
 
 
 def with_replicated_heads(
@@ -23,7 +23,7 @@ def with_replicated_heads(
     if size == 1:
         return outcomes
     nodes = {node.name: node for node in module.graph.nodes}
-    weights = {node.meta["mla_site"]: node.meta["mla_weight"] for node in nodes.values() if "mla_weight" in node.meta}
+    weights = {node.meta[SITE]: node.meta[WEIGHT] for node in nodes.values() if WEIGHT in node.meta}
     words = f"; N replicated over tp={size}"
     return tuple(
         replace(outcome, reason=outcome.reason + words)

@@ -23,11 +23,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mla_compile.dynamo.graph import EXAMPLE
 from mla_compile.dynamo.seal import seal
+from mla_compile.passes.nodes.arguments import aten
 from mla_compile.passes.nodes.common_subexpressions import CommonSubexpressions
 
 _WRITING = ("triton_kernel_wrapper_mutation", "auto_functionalized", "with_effects")
 """Prefixes of the names of higher-order operators that write to their inputs."""
-_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_SAME = (aten.detach.default, aten.alias.default)
 
 
 class NotCaptured(Exception):
@@ -129,7 +130,6 @@ def _alike(value: Any, mode: FakeTensorMode) -> Any:
 
 def _make_copies_differentiable(traced: fx.GraphModule) -> None:
     """Replace `aten.copy`, which has no derivative, where it copies a whole tensor."""
-    aten = torch.ops.aten
     for node in traced.graph.find_nodes(op="call_function", target=aten.copy.default):
         into, source = (argument.meta["val"] for argument in node.all_input_nodes[:2])
         sizes = zip(into.shape, source.shape, strict=False)

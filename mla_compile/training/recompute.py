@@ -23,6 +23,7 @@ from mla_compile.passes.nodes.arguments import aten
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
 from mla_compile.passes.nodes.walk import makers, users, walk
+from mla_compile.passes.outcome import QUERY_LATENT, UP_PROJECTIONS
 
 from .capture import Captured
 from .gradients import between
@@ -61,7 +62,7 @@ def recompute_keys_and_values(captured: Captured, output: fx.Node) -> None:
     Raises:
         Refusal: if the Dynamo graph does not have the latents, or recomputed keys and values would differ.
     """
-    latent_names, product_names = output.meta["mla_up_projections"]
+    latent_names, product_names = output.meta[UP_PROJECTIONS]
     named = {node.name: node for node in captured.module.graph.nodes}
     products, latents, starts = [named[name] for name in product_names], list[fx.Node](), list[fx.Node]()
     for latent in map(named.get, latent_names):
@@ -105,7 +106,7 @@ def recompute_queries(captured: Captured, output: fx.Node, code: Collection[fx.N
     Raises:
         Refusal: if they are not an up-projection of a latent of their own, or recomputed queries would differ.
     """
-    name = output.meta.get("mla_query_latent")
+    name = output.meta.get(QUERY_LATENT)
     latent = next((node for node in captured.module.graph.nodes if node.name == name), None)
     starts = [origin for node in _first_known(captured, latent) for origin in captured.origins[node]]
     if latent is None or not starts:

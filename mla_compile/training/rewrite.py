@@ -17,7 +17,7 @@ from mla_compile.cost import Device
 from mla_compile.dynamo.graph import copied
 from mla_compile.options import KEEP_ALL, QUERIES, Options
 from mla_compile.passes.nodes.refusal import Refusal
-from mla_compile.passes.outcome import Outcome, unchanged
+from mla_compile.passes.outcome import UP_PROJECTIONS, Outcome, output_of, unchanged
 from mla_compile.rewriting import rewrite_graph
 from mla_compile.verify import Check, check
 
@@ -85,7 +85,9 @@ def rewrite_for_training(
 
 def _output(captured: Captured, outcome: Outcome) -> fx.Node:
     """The node of the ATen graph that is now the output of a rewritten site."""
-    return next(node for node in captured.module.graph.nodes if node.meta.get("mla_site") == outcome.node)
+    output = output_of(captured.module.graph, outcome.node)
+    assert output is not None
+    return output
 
 
 def _move_origins(captured: Captured, outcome: Outcome, sites: dict[str, fx.Node]) -> None:
@@ -101,7 +103,7 @@ def _spliced(captured: Captured, outcome: Outcome, recompute: str, checkpointed:
         return outcome
     output = _output(captured, outcome)
     try:
-        if "mla_up_projections" in output.meta:
+        if UP_PROJECTIONS in output.meta:
             if checkpointed:
                 raise Refusal(
                     output, "expected scores that nothing else reads in a checkpoint, found scores that have to exist"

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from mla_compile.dynamo.control_flow import is_operator
 from mla_compile.verify import Check
 
 _CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
@@ -21,7 +22,7 @@ _CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 
 def is_checkpoint(node: fx.Node) -> bool:
     """Whether a node calls a graph, its first argument, whose activations are recomputed."""
-    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in _CHECKPOINTS
+    return is_operator(node, _CHECKPOINTS)
 
 
 def check_of_parts(

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from .operations import align, piece_of, read_of
 from .sizes import Size, Unaligned, product, quotient, same, total
-from .substitution import change_term, prune
+from .substitution import DEPTH, change_term, prune
 from .terms import Axis, Dim, Form, Join, Lost, Segment, Sum, Term, Undefined, Zero
 
 
@@ -68,7 +68,7 @@ def add(source: Hashable, operands: Sequence[Form], shape: Sequence[Size]) -> Fo
     own = range(len(shape))
     aligned, axes = align([plain, *operands], [own, *(own[len(shape) - len(o.dims) :] for o in operands)])
     dims = tuple(axes[i] for i in own)
-    return Form(dims, _sum(aligned[0].term, [prune(o.term, 3) for o in aligned[1:]]))  # a product keeps its factors
+    return Form(dims, _sum(aligned[0].term, [prune(o.term, DEPTH) for o in aligned[1:]]))
 
 
 MOST_TERMS = 4

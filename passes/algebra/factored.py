@@ -39,8 +39,8 @@ def factored(term: Term) -> Term:
 
 
 def _in_one(join: Join, pieces: list[Term]) -> Term | None:
-    """The pieces of a join as a read of one tensor that differs along the join's axis; None if
-    there is no such tensor."""
+    """The pieces of a join as a read of one tensor that differs along the join's axis; None if there is no such
+    tensor."""
     first, *rest = (Form((s.axes,), Term(piece.read)) for s, piece in zip(join.segments, pieces, strict=True))
     run: Form | None = first
     for piece in rest:

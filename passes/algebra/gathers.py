@@ -110,8 +110,8 @@ def together(one: Lookup, other: Lookup) -> dict[Axis, Axis] | None:
 
 
 def flatten(node: Hashable, form: Form) -> Form | None:
-    """`node` as the leaf of a flat lookup, if `form` flattens the pages and rows of a lookup
-    into one axis; else None."""
+    """`node` as the leaf of a flat lookup, if `form` flattens the pages and rows of a lookup into one axis; else
+    None."""
     if not isinstance(form.term.stored, Lookup) or form.term.stored.flat is not None:
         return None
     form = fresh(form)  # the leaf binds the axes of pages and rows: they must not be another form's

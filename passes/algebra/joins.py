@@ -12,7 +12,7 @@ from .elementwise import MOST_TERMS
 from .operations import align, leaf, read_of
 from .runs import as_one
 from .sizes import Size, same, total
-from .substitution import change_read, change_term, prune
+from .substitution import DEPTH, change_read, change_term, prune
 from .terms import Axis, Form, Join, Product, Segment, Stacked, Unread, Zero
 
 
@@ -35,7 +35,8 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
         return whole
     along = Axis(total(piece.shape[dim] for piece in aligned))
     dims = tuple((along,) if i == dim else axes for i, axes in enumerate(aligned[0].dims))
-    segments = tuple(Segment(p.dims[dim], prune(p.term, 4)) for p in aligned)  # what scores of joined keys need
+    # A product that is a piece keeps as much of its factors as one by itself: scores of joined keys need it.
+    segments = tuple(Segment(p.dims[dim], prune(p.term, DEPTH + 1)) for p in aligned)
     depends = [s.term.axes - set(s.axes) for s in segments]
     together = frozenset[Axis]().union(*depends)
     term = read_of(source, dims, together | {along})
@@ -91,8 +92,8 @@ def _in_one_product(source: Hashable, pieces: Sequence[Form], dim: int) -> Form 
 
 
 def _in_runs(source: Hashable, segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The segments, with neighbours merged if they are one run over one axis: all that was written to
-    a buffer so far, perhaps."""
+    """The segments, with neighbours merged if they are one run over one axis: all that was written to a buffer so far,
+    perhaps."""
     runs = [segments[0]]
     for segment in segments[1:]:
         last, own = (Form((part.axes,), part.term) for part in (runs[-1], segment))

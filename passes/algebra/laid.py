@@ -73,6 +73,6 @@ def _lay_read(read: Read, parts: Dim, whole: Axis) -> Read:
 
 @lru_cache(maxsize=4096)
 def bound_axis(place: int, size: Size) -> Axis:
-    """The bound axis of a source at `place`. Sources share these axes, so that two sources that
-    are alike compare equal."""
+    """The bound axis of a source at `place`. Sources share these axes, so that two sources that are alike compare
+    equal."""
     return Axis(size)

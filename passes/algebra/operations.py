@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from .laid import lay
 from .sizes import Size, Unaligned, product, quotient, same
-from .substitution import Change, Pin, Slice, Split, change, change_term, overlapping, prune
+from .substitution import DEPTH, Change, Pin, Slice, Split, change, change_term, overlapping, prune
 from .terms import (
     Axis,
     Digit,
@@ -184,7 +184,6 @@ def contract(
     summed: tuple[int, int],
     *,
     scale: float = 1.0,
-    depth: int = 3,
 ) -> Form:
     """The matrix product `source`, `scale * left @ right`: dims are the batch pairs, then what is left of each side."""
     left, right = unify(fresh(left), fresh(right), [*batch, summed])  # fresh: no other form may have the summed axes
@@ -193,7 +192,7 @@ def contract(
     rows = tuple(dim for i, dim in enumerate(left.dims) if i != summed[0] and i not in {i for i, _ in batch})
     columns = tuple(dim for j, dim in enumerate(right.dims) if j != summed[1] and j not in {j for _, j in batch})
     dims = (*batched, *rows, *columns)
-    parts = Product(prune(left.term, depth), prune(right.term, depth), together, scale)
+    parts = Product(prune(left.term, DEPTH), prune(right.term, DEPTH), together, scale)
     return Form(dims, replace(read_of(source, dims, Term(read_of(source, dims).read, parts).axes), parts=parts))
 
 

@@ -115,8 +115,8 @@ class _Seam:
         return None if digit is None else (*a[:i], digit, *a[i + 1 :])
 
     def _parts_of(self, a: Digits, part: Digit, each: Size) -> Digits | None:
-        """The digits of adjacent parts, all of one size, of a dimension whose extent, or their
-        start, is no multiple of that.
+        """The digits of adjacent parts, all of one size, of a dimension whose extent, or their start, is no multiple of
+        that.
 
         `a` are the digits of the parts so far and `part` is that of the next. One step of these digits spans `each`
         indices of the dimension.

@@ -283,6 +283,10 @@ def change(form: Form, changes: Changes) -> Form:
     return Form(tuple(_change_axes(dim, changes) for dim in form.dims), change_term(form.term, changes))
 
 
+DEPTH = 3
+"""How many levels of products and joins are kept of a factor of a product and of an addend of a sum."""
+
+
 def prune(term: Term, depth: int) -> Term:
     """Forget refinements that lie more than `depth` levels down, so that forms stay small in a deep graph.
 

@@ -164,8 +164,8 @@ class Unread:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A source that is not a tensor of the graph: `of * by`, or `of / by` if it `divides`, with a
-    dimension for each of `axes`."""
+    """A source that is not a tensor of the graph: `of * by`, or `of / by` if it `divides`, with a dimension for each of
+    `axes`."""
 
     of: Read
     by: Read
@@ -175,8 +175,8 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Stacked:
-    """A source that is not a tensor of the graph: `pieces` along its first dimension, then a
-    dimension for each of `axes`."""
+    """A source that is not a tensor of the graph: `pieces` along its first dimension, then a dimension for each of
+    `axes`."""
 
     pieces: tuple[Read, ...]
     axes: Dim
@@ -202,8 +202,8 @@ class Added:
 
 @dataclass(frozen=True)
 class Contracted:
-    """A source that is not a tensor of the graph: `sum over summed of left * right`, with a
-    dimension for each of `axes`."""
+    """A source that is not a tensor of the graph: `sum over summed of left * right`, with a dimension for each of
+    `axes`."""
 
     left: Read
     right: Read

@@ -24,7 +24,7 @@ from .attention import Attention, Opaque, Score
 from .functions import Reading, derived, read_function
 from .outer import regrouped, times
 from .pieces import pieces_of
-from .scores import Factor, KeyRange, Mask, Number, Sink, Summand, scores_of
+from .scores import Factor, KeyRange, Mask, Number, Sink, Summand, only_a_part, scores_of
 from .softmax import Weights
 from .told import told
 from .within import products_within
@@ -117,13 +117,7 @@ def from_weights(
         reading = read_function(scores.products, key_range, weights, trace)
     exposed = Form((*output.dims, *score_dims), output.term)
     labels = [*(("out", i) for i in range(len(output.dims))), *range(len(score_dims))]
-    try:
-        aligned = scores.aligned(exposed, labels, reading.forms if isinstance(reading, Reading) else ())
-    except Unaligned as error:
-        if not isinstance(reading, Reading):
-            raise
-        reading = f"that {error}"
-        aligned = scores.aligned(exposed, labels, ())
+    aligned, reading = _aligned_with(reading, scores, exposed, labels)
     parts = _factors(node, aligned.result.term, trace)
     keys = aligned.axes[dim]
     if parts.summed != keys:
@@ -148,6 +142,18 @@ def from_weights(
     )
 
 
+def _aligned_with(
+    reading: Reading | str, scores: _Sum, exposed: Form, labels: Sequence[Hashable]
+) -> tuple[_Aligned, Reading | str]:
+    """The scores with the forms of a function of them; without these, and why, if they have no axes in common."""
+    if isinstance(reading, str):
+        return scores.aligned(exposed, labels, ()), reading
+    try:
+        return scores.aligned(exposed, labels, reading.forms), reading
+    except Unaligned as error:
+        return scores.aligned(exposed, labels, ()), f"that {error}"
+
+
 def _factors(node: fx.Node, output: Term, trace: Trace) -> Product:
     """The attention weights and the values. Raises Refusal if the output is not known to be their product any more."""
     if not isinstance(output.parts, Product):
@@ -161,8 +167,7 @@ def _keys_of(probabilities: Read, dim: int, node: fx.Node) -> KeyRange:
     part = _part(probabilities.dims[dim])
     others = [digits for i, digits in enumerate(probabilities.dims) if i != dim]
     if part is None or any(not digit.whole for digits in others for digit in digits):
-        reason = "expected all attention weights to be multiplied with the values, found that only a part of them is"
-        raise Refusal(node, reason, "multiply the whole result of the softmax with the values")
+        raise only_a_part(node)
     return KeyRange(dim, *part)
 
 

@@ -20,7 +20,7 @@ from torch import fx
 from mla_compile.ops import SEALED
 
 from ..algebra import operations
-from ..algebra.sizes import Unaligned, same
+from ..algebra.sizes import Size, Unaligned, same
 from ..algebra.terms import Form, Product
 from ..nodes.arguments import arguments, aten
 from ..nodes.guards import known_by_guard
@@ -124,13 +124,10 @@ def _from_sealed(node: fx.Node, trace: Trace) -> Attention:
     q, k, v = (operations.expand(form, (1,) * (rank - len(form.dims)) + tuple(form.shape)) for form in (q, k, v))
     q_batch: list[str] = batch
     if grouped and len(q.dims[-3]) and q.shape[-3] != k.shape[-3]:
-        heads, groups = q.shape[-3], k.shape[-3]
-        if not same(groups, v.shape[-3]):
-            reason = f"expected as many heads of keys as of values, found {groups} and {v.shape[-3]}"
+        if not same(k.shape[-3], v.shape[-3]):
+            reason = f"expected as many heads of keys as of values, found {k.shape[-3]} and {v.shape[-3]}"
             raise Refusal(node, reason)
-        if not isinstance(heads, int) or not isinstance(groups, int):
-            raise Refusal(node, f"expected head counts of grouped attention to be known, found {heads} and {groups}")
-        q = operations.view(q, (*q.shape[:-3], groups, heads // groups, *q.shape[-2:]))
+        q = _in_groups(q, rank - 3, k.shape[-3], node)
         q_batch = [*batch, "group"]
     labels: list[Sequence[str]] = [(*q_batch, "query", "width"), (*batch, "key", "width"), (*batch, "key", "column")]
     forms = [q, k, v]
@@ -173,6 +170,14 @@ def _scale(given: float | None, heads: fx.Node, node: fx.Node) -> float:
     return 1 / math.sqrt(width)
 
 
+def _in_groups(q: Form, dim: int, groups: Size, node: fx.Node) -> Form:
+    """Queries with their heads, dimension `dim`, divided into `groups` that share keys."""
+    heads = q.shape[dim]
+    if not isinstance(heads, int) or not isinstance(groups, int):
+        raise Refusal(node, f"expected head counts of grouped attention to be known, found {heads} and {groups}")
+    return operations.view(q, (*q.shape[:dim], groups, heads // groups, *q.shape[dim + 1 :]))
+
+
 def _from_packed(call: Call, trace: Trace) -> Attention:
     """Attention `[Tq, N, D]` over packed sequences. Only `packed` says which queries attend to which keys."""
     node = call.output
@@ -183,15 +188,12 @@ def _from_packed(call: Call, trace: Trace) -> Attention:
         raise Refusal(node, f"expected packed tokens [tokens, heads, width], found {found} dimensions")
     if same(q.shape[0], 0) or same(k.shape[0], 0):
         raise Refusal(node, "expected packed tokens, found none")
-    heads, groups = q.shape[1], k.shape[1]
     scale = _scale(call.scale, call.key, node)
     if not same(v.shape[2], size_of(node.meta["val"].shape[2])):
         raise Refusal(node, f"expected an output as wide as the values, found {v.shape[2]} columns of values")
-    grouped = [] if same(heads, groups) else ["group"]
+    grouped = [] if same(q.shape[1], k.shape[1]) else ["group"]
     if grouped:
-        if not isinstance(heads, int) or not isinstance(groups, int):
-            raise Refusal(node, f"expected head counts of grouped attention to be known, found {heads} and {groups}")
-        q = operations.view(q, (q.shape[0], groups, heads // groups, q.shape[2]))
+        q = _in_groups(q, 1, k.shape[1], node)
     labels: list[Sequence[str]] = [("query", "head", *grouped, "width"), ("key", "head", "width")]
     aligned, axes = operations.align([q, k, v], [*labels, ("key", "head", "column")])
     out = tuple(axis for label in ("head", *grouped) for axis in axes[label])

@@ -13,12 +13,10 @@ from typing import Any
 
 from torch import fx
 
-from ..nodes.arguments import arguments, aten
+from ..nodes.arguments import NEGATIONS, arguments, aten
 from ..nodes.constants import constant_of
 from ..trace.trace import Trace
 from .copies import copied
-
-_NOT = {aten.logical_not.default, aten.bitwise_not.default}
 
 
 def before_finite(node: Any, trace: Trace) -> fx.Node | None:
@@ -54,7 +52,7 @@ def _asks(mask: Any, of: fx.Node, trace: Trace, *, infinite: bool) -> bool:
     if source is None or source.op != "call_function":
         return False
     a, b = (*arguments(source), None)[:2]
-    if source.target in _NOT:
+    if source.target in NEGATIONS:
         return _asks(a, of, trace, infinite=not infinite)
     if source.target is aten.mul.Tensor and not infinite:  # isfinite(x) is (x == x) * (abs(x) != inf)
         pairs = (a, b), (b, a)

@@ -29,33 +29,57 @@ SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
 
 def nearly_weights(node: fx.Node, trace: Trace) -> Refusal | None:
     """Why a product `node` is no attention though one of its operands is nearly attention weights."""
-    for operand in arguments(node)[:2]:
-        source = trace[operand].term.read.source
-        if not isinstance(source, fx.Node):
-            continue
-        if (divisor := divided_by_more(source, trace)) is not None and not _routes(arguments(source)[0], trace):
-            reason = f"expected attention weights that add up to 1, found them divided by {where(divisor)}"
-            return Refusal(node, reason, "divide by the sum alone: in a softmax it is never 0")
-        if source.target is aten.nan_to_num.default and weights_of(_copied(arguments(source)[0], trace), trace):
-            found = f"{where(source)} replaces NaN by a number other than 0"
-            reason = f"expected attention weights as a softmax gives them, found that {found}"
-            return Refusal(node, reason, "replace NaN by 0, or leave it")
-        if (greatest := _running(source, trace)) is not None:
-            reason = "expected a softmax over all keys, found one over blocks of keys, with a running maximum "
-            reason += where(greatest)
-            return Refusal(
-                node, reason, "take one softmax of all scores: the compiled code divides the keys into blocks itself"
-            )
-        if source.target in SUMS and len(list(softmaxes(source, trace))) > 1:
-            reason = f"expected attention weights of one softmax, found several in {where(source)}"
-            return Refusal(node, reason, "multiply each softmax with the values, and add up the results")
-        if _multiplies(source) and softmaxes(source, trace) and not _routes(source, trace):
-            reason = f"expected attention weights as a softmax gives them, found them multiplied in {where(source)}"
-            remedy = "multiply the output by a number for each head or query, or the values by one for each key"
-            remedy += "; for dropout, call model.eval()"
-            return Refusal(node, reason, remedy)
-    return None
+    sources = filter(None, map(trace.source, arguments(node)[:2]))
+    refusals = (refuse(node, source, trace) for source in sources for refuse in _NEARLY)
+    return next(filter(None, refusals), None)
 
+
+def _divided(node: fx.Node, source: fx.Node, trace: Trace) -> Refusal | None:
+    """The refusal for weights that were divided by more than their sum."""
+    divisor = divided_by_more(source, trace)
+    if divisor is None or _routes(arguments(source)[0], trace):
+        return None
+    reason = f"expected attention weights that add up to 1, found them divided by {where(divisor)}"
+    return Refusal(node, reason, "divide by the sum alone: in a softmax it is never 0")
+
+
+def _with_numbers(node: fx.Node, source: fx.Node, trace: Trace) -> Refusal | None:
+    """The refusal for weights in which a number other than 0 replaces NaN."""
+    if source.target is not aten.nan_to_num.default or not weights_of(_original(arguments(source)[0], trace), trace):
+        return None
+    found = f"{where(source)} replaces NaN by a number other than 0"
+    reason = f"expected attention weights as a softmax gives them, found that {found}"
+    return Refusal(node, reason, "replace NaN by 0, or leave it")
+
+
+def _by_blocks(node: fx.Node, source: fx.Node, trace: Trace) -> Refusal | None:
+    """The refusal for the weights of a block of keys, under a running maximum."""
+    greatest = _running(source, trace)
+    if greatest is None:
+        return None
+    reason = "expected a softmax over all keys, found one over blocks of keys, with a running maximum "
+    remedy = "take one softmax of all scores: the compiled code divides the keys into blocks itself"
+    return Refusal(node, reason + where(greatest), remedy)
+
+
+def _of_several(node: fx.Node, source: fx.Node, trace: Trace) -> Refusal | None:
+    """The refusal for a sum of weights."""
+    if source.target not in SUMS or len(softmaxes(source, trace)) < 2:
+        return None
+    reason = f"expected attention weights of one softmax, found several in {where(source)}"
+    return Refusal(node, reason, "multiply each softmax with the values, and add up the results")
+
+
+def _with_factors(node: fx.Node, source: fx.Node, trace: Trace) -> Refusal | None:
+    """The refusal for weights that were multiplied."""
+    if not _multiplies(source) or not softmaxes(source, trace) or _routes(source, trace):
+        return None
+    reason = f"expected attention weights as a softmax gives them, found them multiplied in {where(source)}"
+    remedy = "multiply the output by a number for each head or query, or the values by one for each key"
+    return Refusal(node, reason, remedy + "; for dropout, call model.eval()")
+
+
+_NEARLY = (_divided, _with_numbers, _by_blocks, _of_several, _with_factors)
 
 _DEPTH = 4
 """How many steps to look back from a sum for softmaxes: a residual stream is a sum as deep as the model."""
@@ -63,7 +87,7 @@ _DEPTH = 4
 
 def softmaxes(node: Any, trace: Trace, depth: int = _DEPTH) -> list[fx.Node]:
     """The attention weights that a sum is made of, whatever each is multiplied by; empty if it is no such sum."""
-    source = _copied_source(node, trace)
+    source = trace.source(node)
     if source is None or depth == 0:
         return []
     if weights_of(source, trace) is not None:
@@ -104,20 +128,14 @@ _STEPS = 32
 def _running(node: fx.Node, trace: Trace) -> fx.Node | None:
     """The running maximum that is subtracted from the scores of a block before the exponential, if there is one."""
     exponent = exponent_of(node)
-    difference = None if exponent is None else _copied(exponent[0], trace)
+    difference = None if exponent is None else _original(exponent[0], trace)
     if difference is None or difference.target is not aten.sub.Tensor:
         return None
-    greatest = _copied_source(arguments(difference)[1], trace)
+    greatest = trace.source(arguments(difference)[1])
     return greatest if greatest is not None and greatest.target is aten.maximum.default else None
 
 
-def _copied(node: Any, trace: Trace) -> fx.Node | None:
-    """The tensor that `node` is a copy of, perhaps in another dtype."""
+def _original(node: Any, trace: Trace) -> fx.Node | None:
+    """The tensor that `node` is a copy of, perhaps multiplied by numbers or in another dtype."""
     original = original_of(node, trace) if is_tensor(node) else None
     return original.node if original is not None and is_tensor(original.node) else None
-
-
-def _copied_source(node: Any, trace: Trace) -> fx.Node | None:
-    """The tensor whose elements `node` holds."""
-    source = trace[node].term.read.source if is_tensor(node) else None
-    return source if isinstance(source, fx.Node) else None

@@ -52,7 +52,7 @@ _FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.va
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Vector:
     """A vector of integers, over an axis of its own."""
 
     read: Read
@@ -63,11 +63,11 @@ class Numbers:
 class Packed:
     """Which of the queries and keys of an attention belong to which sequence, and the window that queries see."""
 
-    queries: Numbers
+    queries: Vector
     """`[B + 1]`: where the queries of each sequence begin, and where the last ones end."""
-    keys: Numbers
+    keys: Vector
     """The same for keys."""
-    used: Numbers | None
+    used: Vector | None
     """`[B]`: how many of its keys each sequence uses, if not all up to the next sequence."""
     sequences: Size
     """B."""
@@ -118,7 +118,7 @@ def packed_call(node: fx.Node) -> Call | None:
         raise Refusal(node, "expected packed keys, found a cache in pages", remedy)
     _refuse_backend(node, given, (left, right))
     _refuse_more(node, given)
-    queries, keys = (_numbers(given[f"starts of {what}"]) for what in ("queries", "keys"))
+    queries, keys = (_vector(given[f"starts of {what}"]) for what in ("queries", "keys"))
     return Call(
         firsts[0],
         given["query"],
@@ -128,7 +128,7 @@ def packed_call(node: fx.Node) -> Call | None:
         Packed(
             queries,
             keys,
-            None if given.get("seqused_k") is None else _numbers(given["seqused_k"]),
+            None if given.get("seqused_k") is None else _vector(given["seqused_k"]),
             shape_of(given["starts of queries"])[0] - 1,
             size_of(given["most queries"]),
             size_of(given["most keys"]),
@@ -138,10 +138,10 @@ def packed_call(node: fx.Node) -> Call | None:
     )
 
 
-def _numbers(node: fx.Node) -> Numbers:
+def _vector(node: fx.Node) -> Vector:
     """A vector as a read of the node that holds it, whatever that is made of."""
     form = operations.leaf(node, shape_of(node))
-    return Numbers(form.term.read, form.dims[0])
+    return Vector(form.term.read, form.dims[0])
 
 
 def _window(node: fx.Node, given: Mapping[str, Any]) -> tuple[int | None, int | None]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from mla_compile.score_spacing import lost_below, lost_in_ops
+
 from ..algebra.factored import factored
 from ..algebra.sizes import Size, same, total
 from ..algebra.terms import Axis, Dim, Form, Product, Sum, Term
@@ -22,9 +24,6 @@ from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 from .shift import whole_source, without_shift
 
-SPACING = 8.0
-"""Replacing a score by a number is the same as adding the number to it, where the spacing of floats at that number is
-at least this much: nothing is left of any usual score, even in rows that are masked everywhere."""
 HIDES = -1e4
 """The number that code in the manner of BERT puts in the place of scores. Such keys have no weight in a row that has a
 score of usual size; in a row that has none, what is left of their scores counts (see `_hidden_alike`)."""
@@ -137,9 +136,14 @@ def scores_of(
     if source is not None and (padded := _padded(source, keys, labels, factor * scale, lowest, trace)) is not None:
         return padded
     if source is None or source.target is not aten.cat.default:
-        reason = "expected all attention weights to be multiplied with the values, found that only a part of them is"
-        raise Refusal(node, reason, "multiply the whole result of the softmax with the values")
+        raise only_a_part(node)
     return _joined(source, keys, labels, factor * scale, lowest, trace)
+
+
+def only_a_part(node: fx.Node) -> Refusal:
+    """The refusal for weights of which only some are multiplied with values."""
+    reason = "expected all attention weights to be multiplied with the values, found that only a part of them is"
+    return Refusal(node, reason, "multiply the whole result of the softmax with the values")
 
 
 def _joined(
@@ -237,70 +241,102 @@ def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, t
     form = replace(trace[node], term=factored(trace[node].term))
     if isinstance(form.term.parts, Product):
         return [Summand(form, labels, factor)]
-    bias = [Summand(form, labels, Mask(form.term, attends=False, factor=factor))]
     source = form.term.read.source
     through = labels_through(form, labels)
     added = isinstance(source, fx.Node) and source.target in (aten.add.Tensor, aten.sub.Tensor)
     if isinstance(form.term.parts, Sum) and not (added and through is not None):
         return [_term_of_sum(replace(form, term=term), labels, factor) for term in form.term.parts.terms]
-    if not isinstance(source, fx.Node) or through is None or source.op != "call_function":
-        return bias
-    factor *= math.prod(form.term.read.factors)
+    found: list[Summand] = []
+    if isinstance(source, fx.Node) and through is not None and source.op == "call_function":
+        found = _Op(source, through, factor * math.prod(form.term.read.factors), key, trace).summands()
+    return found or [Summand(form, labels, Mask(form.term, attends=False, factor=factor))]
 
-    def operand(node: fx.Node, factor: float) -> list[Summand]:
-        return _summands(node, through[len(through) - len(trace[node].dims) :], factor, key, trace)
 
-    def addend(node: fx.Node, own: float) -> list[Summand]:
+@dataclass(frozen=True)
+class _Op:
+    """The op `node` whose result, times `factor`, is scores; its dimensions are `labels`, `key` that of the keys."""
+
+    node: fx.Node
+    labels: tuple[int, ...]
+    factor: float
+    key: int
+    trace: Trace
+
+    def summands(self) -> list[Summand]:
+        """The summands of its operands; empty if its result is another function of these than a sum with masks."""
+        a, b = (*arguments(self.node), None, None)[:2]
+        match self.node.target:
+            case aten.add.Tensor | aten.sub.Tensor if is_tensor(a) and is_tensor(b):
+                return self._added(a, b)
+            case aten.mul.Tensor | aten.mul.Scalar if isinstance(b, int | float):
+                return self._operand(a, self.factor * b)
+            case aten.div.Tensor | aten.div.Scalar if isinstance(b, int | float) and b != 0:
+                return self._operand(a, self.factor / b)
+            case aten.mul.Tensor if is_tensor(a) and is_tensor(b):
+                return self._times(a, b) or self._times(b, a)
+            case aten.div.Tensor if is_tensor(a) and is_tensor(b):
+                return self._times(a, b)
+        return self._filled()
+
+    def _operand(self, node: fx.Node, factor: float) -> list[Summand]:
+        return _summands(node, self._labels_of(self.trace[node]), factor, self.key, self.trace)
+
+    def _labels_of(self, form: Form) -> tuple[int, ...]:
+        """The labels of an operand that is broadcast to the result."""
+        return self.labels[len(self.labels) - len(form.dims) :]
+
+    def _added(self, a: fx.Node, b: fx.Node) -> list[Summand]:
+        alpha = factor_of(self.node)
+        if alpha is None:
+            return []
+        sign = alpha if self.node.target is aten.add.Tensor else -alpha
+        return _sum(self.node, self._addend(a, self.factor), self._addend(b, sign * self.factor))
+
+    def _addend(self, node: fx.Node, factor: float) -> list[Summand]:
         """The summands of an operand of a sum. One without products is one mask: it rejects keys by what it adds."""
-        summands = operand(node, own)
+        summands = self._operand(node, factor)
         if _holds_product(summands):
             return summands
-        form = trace[node]
-        dtype = source.meta["val"].dtype
-        highest = abs(factor) * min(lost_below(dtype), HIDES) if dtype.is_floating_point else None
-        mask = Mask(form.term, attends=False, factor=own, highest=highest)
-        return [Summand(form, through[len(through) - len(form.dims) :], mask)]
+        form = self.trace[node]
+        dtype = self.node.meta["val"].dtype
+        highest = abs(self.factor) * min(lost_below(dtype), HIDES) if dtype.is_floating_point else None
+        mask = Mask(form.term, attends=False, factor=factor, highest=highest)
+        return [Summand(form, self._labels_of(form), mask)]
 
-    def times(node: fx.Node, by: fx.Node) -> list[Summand]:
+    def _times(self, node: fx.Node, by: fx.Node) -> list[Summand]:
         """The products in `node` times a tensor that is the same for all keys; empty if it is not, or there is more."""
-        summands, form = operand(node, factor), trace[by]
-        own = through[len(through) - len(form.dims) :]
-        of_keys = key in own and not form.term.axes.isdisjoint(form.dims[own.index(key)])
+        summands, form = self._operand(node, self.factor), self.trace[by]
+        own = self._labels_of(form)
+        of_keys = self.key in own and not form.term.axes.isdisjoint(form.dims[own.index(self.key)])
         if of_keys or not all(isinstance(s.what, float) for s in summands):
             return []
-        by_tensor = Factor(form, own, divides=source.target is aten.div.Tensor)
+        by_tensor = Factor(form, own, divides=self.node.target is aten.div.Tensor)
         return [replace(s, factors=(*s.factors, by_tensor)) for s in summands]
 
-    a, b, c = (*arguments(source), None, None, None)[:3]
-    match source.target:
-        case aten.add.Tensor | aten.sub.Tensor if is_tensor(a) and is_tensor(b):
-            alpha = factor_of(source)
-            if alpha is None:
-                return bias
-            sign = alpha if source.target is aten.add.Tensor else -alpha
-            return _sum(source, addend(a, factor), addend(b, sign * factor))
-        case aten.mul.Tensor | aten.mul.Scalar if isinstance(b, int | float):
-            return operand(a, factor * b)
-        case aten.div.Tensor | aten.div.Scalar if isinstance(b, int | float) and b != 0:
-            return operand(a, factor / b)
-        case aten.mul.Tensor | aten.div.Tensor if is_tensor(a) and is_tensor(b):
-            return times(a, b) or (times(b, a) if source.target is aten.mul.Tensor else []) or bias
-        case aten.masked_fill.Scalar | aten.masked_fill.Tensor:
-            scores, mask, fill, inverted = a, b, constant_of(c), True
-        case aten.where.self if is_tensor(b) and constant_of(c) is not None:
-            scores, mask, fill, inverted = b, a, constant_of(c), False
-        case aten.where.self if is_tensor(c) and constant_of(b) is not None:
-            scores, mask, fill, inverted = c, a, constant_of(b), True
-        case aten.index_put.default if (filled := _filled_by_index(source)) is not None:
-            scores, (mask, fill), inverted = a, filled, True
-        case _:
-            return bias
-    if fill is None or not is_tensor(scores) or factor <= 0 or fill > HIDES or fill * factor > _VANISHES:
-        return bias
-    form = trace[mask]
-    rejected = Mask(form.term, attends=True, fill=fill * factor, inverted=inverted)
-    first = 0 if source.target is aten.index_put.default else len(through) - len(form.dims)
-    return [*operand(scores, factor), Summand(form, through[first : first + len(form.dims)], rejected)]
+    def _filled(self) -> list[Summand]:
+        """The summands of scores some of which become a number, and the mask that rejects these; empty if the number
+        leaves something of them."""
+        a, b, c = (*arguments(self.node), None, None, None)[:3]
+        by_index = None
+        match self.node.target:
+            case aten.masked_fill.Scalar | aten.masked_fill.Tensor:
+                scores, mask, fill, inverted = a, b, constant_of(c), True
+            case aten.where.self if is_tensor(b) and constant_of(c) is not None:
+                scores, mask, fill, inverted = b, a, constant_of(c), False
+            case aten.where.self if is_tensor(c) and constant_of(b) is not None:
+                scores, mask, fill, inverted = c, a, constant_of(b), True
+            case aten.index_put.default if (by_index := _filled_by_index(self.node)) is not None:
+                scores, (mask, fill), inverted = a, by_index, True
+            case _:
+                return []
+        if fill is None or not is_tensor(scores):
+            return []
+        if self.factor <= 0 or fill > HIDES or fill * self.factor > _VANISHES:
+            return []
+        form = self.trace[mask]
+        own = self._labels_of(form) if by_index is None else self.labels[: len(form.dims)]
+        rejected = Mask(form.term, attends=True, fill=fill * self.factor, inverted=inverted)
+        return [*self._operand(scores, self.factor), Summand(form, own, rejected)]
 
 
 def _filled_by_index(node: fx.Node) -> tuple[fx.Node, float] | None:
@@ -333,14 +369,9 @@ def _holds_product(summands: list[Summand]) -> bool:
     return any(isinstance(s.what, float) for s in summands)
 
 
-def lost_below(dtype: torch.dtype) -> float:
-    """The greatest number that leaves nothing of a score to which it is added in a dtype (see `SPACING`)."""
-    return -SPACING / torch.finfo(dtype).eps
-
-
 def highest_fill(node: fx.Node) -> float:
     """The greatest number that leaves nothing of a score of a node's dtype to which ops add it."""
-    return lost_below(torch.promote_types(node.meta["val"].dtype, torch.float32))
+    return lost_in_ops(node.meta["val"].dtype)
 
 
 def labels_through(form: Form, labels: tuple[int, ...]) -> tuple[int, ...] | None:

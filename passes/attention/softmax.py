@@ -110,8 +110,8 @@ def _divided(node: fx.Node, numerator: Any, total: Any, trace: Trace) -> Weights
     found = zeroed(source, trace)
     if found is None or found.seen is None:
         return None
-    summed = trace[total].term.read.source
-    assert isinstance(summed, fx.Node)
+    summed = trace.source(total)
+    assert summed is not None
     seen, within = replace(found.seen, renormed=True), (found.of, source, summed)
     if (exponent := exponent_of(found.of)) is not None:
         return Weights(node, exponent[0], dim, factor=exponent[1], seen=seen, within=within)
@@ -144,9 +144,9 @@ def _bounded(total: fx.Node, of: fx.Node, exponent: fx.Node, trace: Trace) -> _B
     if found is None or dim is None or reached is None:
         return None
     summed, least = found
-    nodes = trace[summed].term.read.source, trace[total].term.read.source
-    assert isinstance(nodes[0], fx.Node)
-    assert isinstance(nodes[1], fx.Node)
+    nodes = trace.source(summed), trace.source(total)
+    assert nodes[0] is not None
+    assert nodes[1] is not None
     return _Bounded(dim, (nodes[0], nodes[1]), least, reached == "or 0" and least > 0)
 
 
@@ -210,12 +210,10 @@ def divided_by_more(node: Any, trace: Trace) -> fx.Node | None:
         source = found.of
     if source is None or not is_tensor(divisor) or (exponent_of(source) is None and weights_of(source, trace) is None):
         return None
-    whole = total = trace[divisor].term.read.source
-    while isinstance(total, fx.Node) and total.target in _WITH_A_NUMBER and is_tensor(arguments(total)[0]):
-        total = trace[arguments(total)[0]].term.read.source
-    if whole is total or not isinstance(whole, fx.Node) or not isinstance(total, fx.Node):
-        return None
-    return whole if total.target in _TOTALS else None
+    whole = total = trace.source(divisor)
+    while total is not None and total.target in _WITH_A_NUMBER and is_tensor(arguments(total)[0]):
+        total = trace.source(arguments(total)[0])
+    return whole if total is not None and total is not whole and total.target in _TOTALS else None
 
 
 _WITH_A_NUMBER = {
@@ -285,10 +283,9 @@ def _exponential(node: fx.Node, trace: Trace) -> Weights | None:
     scores, total = arguments(source)[:2]
     if not is_tensor(scores) or not is_tensor(total):
         return None
-    logarithm = trace[total].term.read.source
     unfilled = before_finite(total, trace)
-    logarithm = unfilled or logarithm
-    if not isinstance(logarithm, fx.Node) or logarithm.target is not aten.logsumexp.default:
+    logarithm = unfilled or trace.source(total)
+    if logarithm is None or logarithm.target is not aten.logsumexp.default:
         return None
     of, dims = arguments(logarithm)[:2]
     rank = len(trace[scores].dims)
@@ -301,8 +298,8 @@ def _exponential(node: fx.Node, trace: Trace) -> Weights | None:
 
 def _summed_dim(total: fx.Node, of: fx.Node, trace: Trace) -> int | None:
     """The dimension of `of` over which `total` is its sum."""
-    source = trace[total].term.read.source
-    if not isinstance(source, fx.Node) or source.target is not aten.sum.dim_IntList:
+    source = trace.source(total)
+    if source is None or source.target is not aten.sum.dim_IntList:
         return None
     dims: Any = (*arguments(source), None)[1]
     if copied(arguments(source)[0], trace) is not of or not dims or len(dims) != 1:

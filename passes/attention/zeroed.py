@@ -18,15 +18,13 @@ from torch import fx
 
 from ..algebra import operations
 from ..algebra.terms import Axis, Digit, Form, Zero
-from ..nodes.arguments import arguments, aten, is_tensor
+from ..nodes.arguments import NEGATIONS, arguments, aten, is_tensor
 from ..nodes.constants import constant_of
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
 from .copies import copied
 from .scores import Mask, Summand
-
-_NOT = {aten.bitwise_not.default, aten.logical_not.default}
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,7 @@ def _literal(mask: Summand, trace: Trace) -> tuple[Form, bool]:
     """A mask without its negations, and whether True rejects."""
     assert isinstance(mask.what, Mask)
     form, inverted = mask.form, mask.what.inverted
-    while isinstance(source := form.term.read.source, fx.Node) and source.target in _NOT:
+    while isinstance(source := form.term.read.source, fx.Node) and source.target in NEGATIONS:
         form = replace(form, term=operations.term_of(trace[arguments(source)[0]], form.term.read))
         inverted = not inverted
     return form, inverted

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import fx
-
 from ..algebra.laid import taken_apart
-from ..algebra.operations import alike, term_of
+from ..algebra.operations import alike
 from ..algebra.sizes import Unaligned, product
 from ..algebra.substitution import merge
-from ..algebra.terms import Axis, Digit, Dim, Laid, Read, Term
+from ..algebra.terms import Axis, Digit, Dim, Laid, Read
 from ..mla.site import Site
 from ..nodes.arguments import arguments
 from ..trace.collectives import gather_behind
@@ -56,12 +54,12 @@ def share_of(site: Site, trace: Trace) -> Share | None:
     if ranks is None or found:
         return None
     keys = tuple(axis for axis in gathered if axis is not ranks.axis)
-    own_reads = [_known(_of_one_rank(read), trace).read for read in reads]
+    own_reads = [trace.at(_of_one_rank(read)).read for read in reads]
     one = Axis(product(axis.size for axis in keys))
     merged = [merge(read, keys, one) for read in own_reads]
     if len(keys) > 1 and all(read.axes.isdisjoint(keys) for read in merged):  # they lie one behind the other
         own_reads, keys = merged, (one,)
-    latent, *ropes = (_known(read, trace) for read in own_reads)
+    latent, *ropes = map(trace.at, own_reads)
     own = [replace(piece, key=rope) for piece, rope in zip(site.ropes, ropes, strict=True)]
     attention = replace(site.attention, keys=keys)
     return Share(replace(site, attention=attention, latent=latent, ropes=tuple(own)), ranks, gathered)
@@ -133,12 +131,3 @@ def _of_one_rank(read: Read) -> Read:
     assert gather is not None
     operand, *_ = arguments(gather)
     return replace(read, source=operand, dims=(read.dims[0][1:], *read.dims[1:]))
-
-
-def _known(read: Read, trace: Trace) -> Term:
-    """A read of a tensor with all that is known about the tensor: what it is made of, and how it is stored."""
-    assert isinstance(read.source, fx.Node)
-    try:
-        return term_of(trace[read.source], read)
-    except Unaligned:
-        return Term(read)

@@ -92,8 +92,8 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _part(tensor: Tensor, dim: int | None, group: int) -> Tensor:
-    """An empty tensor like the part of a group of heads; if there is no dimension of heads, the
-    whole, with its strides."""
+    """An empty tensor like the part of a group of heads; if there is no dimension of heads, the whole, with its
+    strides."""
     if dim is None:
         return tensor.new_empty_strided(tensor.shape, tensor.stride())
     return tensor.new_empty([group if i == dim else size for i, size in enumerate(tensor.shape)])
@@ -125,8 +125,8 @@ def _gradients(
     dims: HeadDims,
     group: int,
 ) -> list[Tensor]:
-    """The gradients of the tensors that want one. Those of tensors without heads are summed over
-    groups, in float32 at least."""
+    """The gradients of the tensors that want one. Those of tensors without heads are summed over groups, in float32 at
+    least."""
     floating = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
     asked = [i for i, want in enumerate(wanted) if want]
 

@@ -68,8 +68,8 @@ def _counts(tensors: Sequence[Tensor]) -> list[torch.SymInt]:
 
 
 def untold_by(tensors: Sequence[Tensor]) -> list[sympy.Symbol]:
-    """The symbols within sizes that the sizes do not determine: a loop over these tensors needs
-    another tensor that does."""
+    """The symbols within sizes that the sizes do not determine: a loop over these tensors needs another tensor that
+    does."""
     realize = realizer(tensors)
     untold: list[sympy.Symbol] = []
     for symbol in _within(tensors):

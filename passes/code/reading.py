@@ -27,8 +27,8 @@ Realize = Callable[[Size], "int | torch.SymInt"]
 
 
 def realizer(values: Sequence[Any]) -> Realize:
-    """A function that gives sizes as ints or, if they are symbolic, computes them from the sizes
-    and SymInts in `values`."""
+    """A function that gives sizes as ints or, if they are symbolic, computes them from the sizes and SymInts in
+    `values`."""
     known: dict[sympy.Expr, torch.SymInt] = {}
     for value in values:
         for size in value.shape if isinstance(value, Tensor) else (value,):
@@ -217,8 +217,8 @@ def _evaluate(size: sympy.Expr, values: dict[sympy.Symbol, int | torch.SymInt]) 
 def read_as(source: Tensor, read: Read, layout: Sequence[Dim], realize: Realize, *, broadcast: bool) -> Tensor:
     """The elements of `source` that `read` names, with a dimension for each entry of `layout`: the product of its axes.
 
-    Axes that the read lacks are expanded if `broadcast`. Otherwise, a dimension has size 1 if the
-    read has none of its axes.
+    Axes that the read lacks are expanded if `broadcast`. Otherwise, a dimension has size 1 if the read has none of its
+    axes.
     """
     units = _units(read.dims, layout) if broadcast else []  # else size 1 marks what it does not depend on
     dims, layout = _filled(read.dims, [Digit(unit, 1) for unit in units]), _filled(layout, units)

@@ -20,10 +20,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, s
 
 from ..algebra.sizes import product, same
 from ..code.splicing import emit
-from ..nodes.arguments import argument, arguments, aten
+from ..nodes.arguments import INTEGERS, RESHAPES, argument, arguments, aten
 from ..nodes.shapes import shape_of
 
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _PARTS = (aten.slice_scatter.default, aten.select_scatter.default)
 _WRITES = (*_PARTS, aten.index_put.default, aten.index_copy.default)
 
@@ -60,9 +59,9 @@ def _chain(copy: fx.Node) -> list[fx.Node]:
     target, node = arguments(copy)[:2]
     writes, views = list[fx.Node](), False
     while isinstance(node, fx.Node) and node is not target:
-        if node.target not in (*_WRITES, *_VIEWS):
+        if node.target not in (*_WRITES, *RESHAPES):
             return []
-        if node.target in _VIEWS:
+        if node.target in RESHAPES:
             views = True
         else:
             writes.append(node)
@@ -89,8 +88,8 @@ class _Write:
     """The position in each of the first dimensions that are selected, ints or nodes."""
     dim: int = 0
     start: Any = None
-    """Where the written slice of dimension `dim`, in what is left, starts; None if that is
-    written whole, or by index."""
+    """Where the written slice of dimension `dim`, in what is left, starts; None if that is written whole, or by
+    index."""
     indices: tuple[fx.Node, ...] = ()
 
     @classmethod
@@ -170,7 +169,7 @@ def _from_the_front(number: Any) -> bool:
 
 
 def _is_index(index: Any) -> bool:
-    return isinstance(index, fx.Node) and index.meta["val"].dtype in (torch.int32, torch.int64)
+    return isinstance(index, fx.Node) and index.meta["val"].dtype in INTEGERS
 
 
 def _selects(node: Any, source: fx.Node, index: Any) -> bool:

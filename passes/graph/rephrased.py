@@ -118,8 +118,8 @@ def _distributed(graph: fx.Graph, trace: Trace) -> Iterator[_Distributed]:
         if node.target not in PRODUCTS:
             continue
         operand = arguments(node)[0]
-        source = trace[operand].term.read.source
-        if not isinstance(source, fx.Node) or source.target not in _CHANGES or not is_tensor(source):
+        source = trace.source(operand)
+        if source is None or source.target not in _CHANGES or not is_tensor(source):
             continue
         if source.target not in SUMS and weights_of(source, trace) is not None:
             continue

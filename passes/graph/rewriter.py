@@ -11,8 +11,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ..code.splicing import graph_of, inline
 from ..mla.site import Site
 from ..paths.either import Either
-from ..paths.form import Form
 from ..paths.path import Code
+from ..paths.plan import Plan
 from .signature import signature
 
 
@@ -25,14 +25,14 @@ class Rewriter:
         """The nodes that were replaced, with what replaced them."""
         self._traced: dict[Hashable, fx.Graph] = {}
 
-    def __call__(self, site: Site, form: Form | Either) -> fx.Node:
+    def __call__(self, site: Site, plan: Plan | Either) -> fx.Node:
         """Replace a site by what it becomes; returns the node that holds the output.
 
         Raises:
             Unaligned: if the graph does not tell the sizes that this takes. The graph is then unchanged.
         """
         output = site.node
-        for part in form.parts(site, self.workspace_tokens):
+        for part in plan.parts(site, self.workspace_tokens):
             if part.place in self.replaced:  # scores that two attentions share
                 output = self.replaced[part.place]
                 continue

@@ -62,8 +62,8 @@ class Bounds:
         return any(value.terms or not known_at_most(0, value.const) for value in first)
 
     def in_pages(self, read: Reader, like: Tensor) -> tuple[Tensor | None, bool, Tensor, Tensor | None]:
-        """What attention over pages takes: no mask, whether there is a causal limit, lengths, and
-        positions of the first queries.
+        """What attention over pages takes: no mask, whether there is a causal limit, lengths, and positions of the
+        first queries.
 
         Lengths and positions are int64 `[B]`, on the device of `like`. Positions are None if there is no causal
         limit, or if the queries provably are the last keys of each sequence. Lengths are from 0 to T, and at most

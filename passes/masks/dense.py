@@ -23,8 +23,8 @@ from .positions import Affine
 
 @dataclass(frozen=True)
 class Dense:
-    """The meaning of a site's masks as a mask of several `parts`, and an offset. Each part hides
-    keys, or adds to scores.
+    """The meaning of a site's masks as a mask of several `parts`, and an offset. Each part hides keys, or adds to
+    scores.
 
     Hidden scores become `fill`, unless the part that hides them has a number of its own.
     """
@@ -83,8 +83,8 @@ class Dense:
         return added, offset
 
     def sees(self, read: Reader) -> Tensor | None:
-        """`[B|1, N|1, Sq|1]`: whether a query sees any key. None, unless a finite number may
-        replace all scores of a query."""
+        """`[B|1, N|1, Sq|1]`: whether a query sees any key. None, unless a finite number may replace all scores of a
+        query."""
         masks = self._told(read)
         if all(math.isinf(fill) for _, fill in masks):
             return None

@@ -31,7 +31,7 @@ from .tensor import TensorMask, tensor_mask
 
 
 @dataclass(frozen=True)
-class Part:
+class PartOfKeys:
     """Keys from `start` on, one for each index of `key`: those that `naming` names and none of `kinds` hides."""
 
     key: Axis
@@ -52,7 +52,7 @@ class Part:
 class OfParts(Naming):
     """The keys that any of the parts names."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PartOfKeys, ...]
 
     @property
     def count(self) -> Size:
@@ -76,10 +76,10 @@ class OfParts(Naming):
 
 
 @dataclass(frozen=True)
-class Joined(Kind):
+class JoinedMask(Kind):
     """A mask of the graph that is such a join, and its tensor for ops that do not take named keys."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PartOfKeys, ...]
     mask: TensorMask
     words: tuple[str, ...] = field(default=("tensor",), compare=False)
 
@@ -104,10 +104,10 @@ def part_of(site: Site, key: Axis) -> Site:
     return replace(site, attention=replace(site.attention, keys=(key,)))
 
 
-def joined(mask: Mask, segments: Sequence[tuple[Site, Sequence[Kind]]]) -> Joined | None:
-    """A mask of the concatenated keys of sites, each with its kinds; None if none names keys, or
-    one is not pair by pair."""
-    parts: list[Part] = []
+def joined(mask: Mask, segments: Sequence[tuple[Site, Sequence[Kind]]]) -> JoinedMask | None:
+    """A mask of the concatenated keys of sites, each with its kinds; None if none names keys, or one is not pair by
+    pair."""
+    parts: list[PartOfKeys] = []
     start: Size = 0
     for site, kinds in segments:
         (key,) = site.attention.keys
@@ -116,17 +116,17 @@ def joined(mask: Mask, segments: Sequence[tuple[Site, Sequence[Kind]]]) -> Joine
         if not all(kind.pair_by_pair for kind in hiding):
             return None
         names = naming.names if naming is not None else None
-        parts.append(Part(key, start, names or _nearest(kinds, site), hiding, site))
+        parts.append(PartOfKeys(key, start, names or _nearest(kinds, site), hiding, site))
         start = total([start, key.size])
     if not any(kind.names is not None for _, kinds in segments for kind in kinds):
         return None
     words = dict.fromkeys(word for _, kinds in segments for kind in kinds for word in kind.words)
-    return Joined(tuple(parts), tensor_mask(mask), tuple(words))
+    return JoinedMask(tuple(parts), tensor_mask(mask), tuple(words))
 
 
 def _nearest(kinds: Sequence[Kind], site: Site) -> Naming:
-    """The keys between two limits that move with the query. All keys, if there is no first
-    limit, if none is left out, or if there may be none between the limits."""
+    """The keys between two limits that move with the query. All keys, if there is no first limit, if none is left out,
+    or if there may be none between the limits."""
     (key,), query = site.attention.keys, query_of(site)
     here = Affine(0, () if query is None else ((query, 1),)) - Affine(0, ((key, 1),))
     behind = [kind.what - here for kind in kinds if isinstance(kind, Limit)]

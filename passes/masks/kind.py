@@ -117,8 +117,8 @@ def without_causal(kinds: Sequence[Kind]) -> tuple[Size | None, tuple[Kind, ...]
 
 
 def not_hidden(indices: Tensor, kinds: Sequence[Kind], site: Site, read: Reader) -> Tensor:
-    """Indices of keys `[B, Sq, count]`, with -1 where one of the kinds, all `pair_by_pair`,
-    hides the key from the query."""
+    """Indices of keys `[B, Sq, count]`, with -1 where one of the kinds, all `pair_by_pair`, hides the key from the
+    query."""
     pairs = NamedPairs(site, read, indices.clamp_min(0))
     for kind in kinds:
         seen = kind.tensor(pairs)

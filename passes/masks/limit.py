@@ -36,8 +36,8 @@ class Limit(Kind):
         return pairs.value(self.what) <= 0
 
     def bound(self, site: Site) -> Bound | None:
-        """The bound, if the limit leaves each sequence its first keys, as many as the sequence and a
-        query's index determine."""
+        """The bound, if the limit leaves each sequence its first keys, as many as the sequence and a query's index
+        determine."""
         query = query_of(site)
         last = Affine(0, ((site.attention.keys[0], 1),)) - self.what  # the last key that is seen
         of_sequence = last if query is None else last - Affine(0, ((query, last.factor(query)),))

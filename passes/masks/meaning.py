@@ -23,7 +23,7 @@ from ..attention.scores import ALL_ALIKE, Mask, highest_fill
 from ..mla.site import Site
 from ..trace.trace import Trace
 from .causal import Causal, after_query
-from .joined import Joined, joined, part_of
+from .joined import JoinedMask, joined, part_of
 from .kind import Kind
 from .kinds import RULES, WORDS, recognise
 from .positions import ALWAYS, Affine, AtMost, Conditional, Literal, Named, Truth, conjunction, negation
@@ -96,8 +96,8 @@ def understand(site: Site, trace: Trace) -> Meaning:
 
 
 def _attends(mask: Mask, valuation: Valuation, highest: float) -> tuple[Truth, float] | None:
-    """Where a mask lets a query attend, and the number that replaces scores elsewhere, or is added
-    to them; None if unknown."""
+    """Where a mask lets a query attend, and the number that replaces scores elsewhere, or is added to them; None if
+    unknown."""
     value = valuation.of_read(mask.term.read)
     if mask.attends:
         if not isinstance(value, Truth):
@@ -119,9 +119,9 @@ def _attends(mask: Mask, valuation: Valuation, highest: float) -> tuple[Truth, f
     return (condition, hidden) if hidden <= highest else None
 
 
-def _joined(site: Site, valuation: Valuation) -> Joined | None:
-    """The only mask of a site as masks of parts of its keys, if one of these names keys and nothing
-    is left of hidden scores."""
+def _joined(site: Site, valuation: Valuation) -> JoinedMask | None:
+    """The only mask of a site as masks of parts of its keys, if one of these names keys and nothing is left of hidden
+    scores."""
     attention = site.attention
     if len(attention.masks) != 1 or attention.causal:
         return None

@@ -30,8 +30,8 @@ class NamedKeys:
 
     @classmethod
     def of(cls, site: Site, meaning: Meaning) -> NamedKeys | None:
-        """A meaning as named keys; None if no kind names keys, another is not `pair_by_pair`, or
-        any depends on the head."""
+        """A meaning as named keys; None if no kind names keys, another is not `pair_by_pair`, or any depends on the
+        head."""
         naming = next((kind for kind in meaning.kinds if kind.names is not None), None)
         if naming is None or naming.names is None:
             return None

@@ -64,8 +64,8 @@ class AllPairs(Pairs):
 
 
 class NamedPairs(Pairs):
-    """The pairs of each query with some keys of its own: `[B|1, Sq|1, topk|1]`. Tensors that depend
-    on the head are not read."""
+    """The pairs of each query with some keys of its own: `[B|1, Sq|1, topk|1]`. Tensors that depend on the head are not
+    read."""
 
     def __init__(self, site: Site, read: Reader, key: Tensor) -> None:
         super().__init__(site, read)

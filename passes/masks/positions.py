@@ -1,5 +1,5 @@
-"""An algebra on positions for the booleans and integers of a graph, which are compared, selected
-and scattered into masks.
+"""An algebra on positions for the booleans and integers of a graph, which are compared, selected and scattered into
+masks.
 
 The value of a tensor's element is taken at an index whose entries are `Affine` in the axes of an attention. That of
 an integer is `Affine` too, that of a bool a `Truth`, and that of a float a `Conditional` of two constants. A bool or

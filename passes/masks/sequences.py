@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ..algebra.sizes import symbols_in
 from ..algebra.terms import Read
-from ..attention.packed import Numbers, Packed
+from ..attention.packed import Packed, Vector
 from ..code.reading import Reader
 from .kind import Kind
 from .pairs import Pairs
 
 
 @dataclass(frozen=True)
-class Lengths:
+class Spans:
     """For each sequence, where its queries and keys begin and how many there are: `[B]`, int64."""
 
     query: Tensor
@@ -63,24 +63,24 @@ class Sequences(Kind):
     def symbols(self) -> set[sympy.Symbol]:
         return symbols_in(self.packed.most_queries, self.packed.most_keys)
 
-    def lengths(self, read: Reader) -> Lengths:
+    def spans(self, read: Reader) -> Spans:
         """Where the sequences begin and how long they are."""
 
-        def numbers(what: Numbers) -> Tensor:
+        def numbers(what: Vector) -> Tensor:
             return read(what.read, what.dim).long()
 
         packed = self.packed
         queries, keys = numbers(packed.queries), numbers(packed.keys)
         used = keys.diff() if packed.used is None else numbers(packed.used)
-        return Lengths(queries[:-1], queries.diff(), keys[:-1], used)
+        return Spans(queries[:-1], queries.diff(), keys[:-1], used)
 
     def tensor(self, pairs: Pairs) -> Tensor:
         """Whether a query attends to a key, for all pairs of them: the tensor is all queries by all keys."""
-        lengths = self.lengths(pairs.read)
-        sequence, real = lengths.of(pairs.query)
-        place = pairs.key - lengths.key[sequence]
-        behind = place - (pairs.query - lengths.query[sequence] + lengths.lead[sequence])
-        seen = [real, place >= 0, place < lengths.keys[sequence]]
+        spans = self.spans(pairs.read)
+        sequence, real = spans.of(pairs.query)
+        place = pairs.key - spans.key[sequence]
+        behind = place - (pairs.query - spans.query[sequence] + spans.lead[sequence])
+        seen = [real, place >= 0, place < spans.keys[sequence]]
         if self.packed.right is not None:
             seen.append(behind <= self.packed.right)
         if self.packed.left is not None:

@@ -12,12 +12,12 @@ from torch import fx
 
 from ..algebra.sizes import same
 from ..algebra.terms import Axis, Form, Read
-from ..nodes.arguments import is_tensor
+from ..nodes.arguments import INTEGERS, is_tensor
 from ..nodes.constants import constant_of
 from ..nodes.shapes import shape_of, size_of
 from ..trace.trace import Trace
 from .positions import ALWAYS, NEVER, Affine, Conditional, Element, Index, Truth, Value, at, constant
-from .rules.rule import INTEGERS, Rules, number_of, rounded
+from .rules.rule import Rules, number_of, rounded
 
 _DEPTH = 100
 """The longest chain of operations that a mask is followed through; what is further up is an arbitrary tensor."""
@@ -88,8 +88,8 @@ class Valuation:
 
 
 def _bindings(form: Form, index: Index) -> dict[Axis, Affine]:
-    """What each axis of a form is at an index. Axes of merged dimensions are left out: an index
-    does not tell them apart."""
+    """What each axis of a form is at an index. Axes of merged dimensions are left out: an index does not tell them
+    apart."""
     return {dim[0]: entry for dim, entry in zip(form.dims, index, strict=True) if len(dim) == 1}
 
 

@@ -27,7 +27,7 @@ _DEPTH = 12
 
 
 @dataclass(frozen=True)
-class Multiplied:
+class MultipliedProduct:
     """A product that was multiplied by `factor`, or normed by it."""
 
     factor: fx.Node
@@ -52,13 +52,13 @@ class Multiplied:
         )
 
 
-def multiplied_product(term: Term, trace: Trace) -> Multiplied | None:
+def multiplied_product(term: Term, trace: Trace) -> MultipliedProduct | None:
     """What an up-projection was multiplied by, if a term is one with nothing else done to it."""
     source = term.read.source
     return _multiplied(source, trace, 0) if isinstance(source, fx.Node) and term.parts is None else None
 
 
-def _multiplied(node: fx.Node, trace: Trace, depth: int) -> Multiplied | None:
+def _multiplied(node: fx.Node, trace: Trace, depth: int) -> MultipliedProduct | None:
     node = held_by(node, trace)
     if depth == _DEPTH or node.op != "call_function":
         return None
@@ -66,7 +66,7 @@ def _multiplied(node: fx.Node, trace: Trace, depth: int) -> Multiplied | None:
     if node.target is operator.getitem:
         (norm,) = node.all_input_nodes
         if norm.target in _NORMS and _product(arguments(norm)[0], trace):
-            return Multiplied(norm, is_norm=True)
+            return MultipliedProduct(norm, is_norm=True)
         return None
     if node.target not in _MULTIPLY or len(operands) != 2:
         return None
@@ -74,7 +74,7 @@ def _multiplied(node: fx.Node, trace: Trace, depth: int) -> Multiplied | None:
         if shape_of(whole) != shape_of(node):
             continue
         if _product(whole, trace):
-            return Multiplied(factor, is_norm=held_by(whole, trace) in _before(factor, trace))
+            return MultipliedProduct(factor, is_norm=held_by(whole, trace) in _before(factor, trace))
         if (within := _multiplied(whole, trace, depth + 1)) is not None:
             return within
     return None
@@ -82,8 +82,7 @@ def _multiplied(node: fx.Node, trace: Trace, depth: int) -> Multiplied | None:
 
 def held_by(node: fx.Node, trace: Trace) -> fx.Node:
     """The tensor whose elements a node holds."""
-    source = trace[node].term.read.source if is_tensor(node) else None
-    return source if isinstance(source, fx.Node) else node
+    return trace.source(node) or node
 
 
 def _product(node: fx.Node, trace: Trace) -> bool:

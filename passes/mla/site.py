@@ -96,6 +96,16 @@ class Site:
     def node(self) -> fx.Node:
         return self.attention.node
 
+    @property
+    def absorbed_by_hand(self) -> bool:
+        """Whether neither keys nor values are up-projected: both are the latent, or are made of it by no weight."""
+        return self.w_uk is None and self.w_uv is None
+
+    @property
+    def up_projects_both(self) -> bool:
+        """Whether keys and values are each up-projected, or, where they are `apart`, may be."""
+        return self.w_uv is not None and (self.w_uk is not None or self.apart)
+
     def differs(self, rope: Piece) -> bool:
         """Whether a rope key is not the same for all heads."""
         return not rope.key.axes.isdisjoint(self.heads)

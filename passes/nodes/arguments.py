@@ -9,6 +9,12 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
+INTEGERS = (torch.int64, torch.int32)
+"""The dtypes of positions and indices."""
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+"""Ops that give the same elements in the same order another shape."""
+NEGATIONS = (aten.logical_not.default, aten.bitwise_not.default)
+"""Ops that negate a bool tensor."""
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -70,7 +76,7 @@ def _parameters(op: Any) -> dict[str, tuple[int, Any]]:
 
 
 def factor_of(node: fx.Node, name: str = "alpha") -> float | None:
-    """The number, argument `name`, by which an op scales one of its operands; None if it is not
-    a constant of the graph."""
+    """The number, argument `name`, by which an op scales one of its operands; None if it is not a constant of the
+    graph."""
     factor = argument(node, name)
     return float(factor) if isinstance(factor, int | float) else None

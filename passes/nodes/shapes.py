@@ -45,8 +45,8 @@ _EQUAL: WeakKeyDictionary[ShapeEnv, tuple[tuple[int, int], _Equal]] = WeakKeyDic
 
 
 def _equal_symbols(environment: ShapeEnv) -> _Equal:
-    """Symbols that the guards so far or runtime asserts equate with an expression, which torch
-    does not always substitute."""
+    """Symbols that the guards so far or runtime asserts equate with an expression, which torch does not always
+    substitute."""
     asserts = [check for checks in environment.deferred_runtime_asserts.values() for check in checks]
     count = len(environment.guards), len(asserts)
     known, found = _EQUAL.get(environment, ((0, 0), {}))
@@ -98,8 +98,8 @@ def hint_of(symbol: sympy.Symbol, environment: ShapeEnv) -> int:
 def hints_of(sizes: Iterable[Size], environment: ShapeEnv | None) -> dict[sympy.Symbol, int]:
     """The present values of all symbols of the sizes; empty without an environment: the sizes then have no symbols.
 
-    If a size would not be positive (`T - u0`), the symbols that only a run knows are taken to be
-    as small as they may be.
+    If a size would not be positive (`T - u0`), the symbols that only a run knows are taken to be as small as they may
+    be.
     """
     if environment is None:
         return {}

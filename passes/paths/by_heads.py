@@ -65,7 +65,7 @@ class ByHeads(Path):
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
         """Sites with up-projections whose scores are more than a sum, though it refuses some of them."""
-        return site.attention.opaque is not None and site.w_uv is not None and (site.w_uk is not None or site.apart)
+        return site.attention.opaque is not None and site.up_projects_both
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse weights that something else reads, as they all have to exist, and functions of several scores."""

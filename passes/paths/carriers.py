@@ -111,7 +111,7 @@ def sequences_of(site: Site, meaning: Meaning) -> Sequences | None:
 
 
 @dataclass(frozen=True)
-class Named(Carrier):
+class Indices(Carrier):
     """The keys that each query names, and what else limits them."""
 
     told: NamedKeys

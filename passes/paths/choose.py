@@ -35,10 +35,10 @@ from .agreement import NO_AGREEMENT, NOTHING, Agreement
 from .carriers import InSequences, sequences_of
 from .either import Either
 from .fastest import fastest
-from .form import Form
-from .of_groups import FormOfGroups
+from .of_groups import PlanOfGroups
 from .of_ranks import OfRanks
 from .path import Path
+from .plan import Plan
 from .values import ValuesAlone, pays
 
 _VALUES = ValuesAlone()
@@ -50,27 +50,27 @@ Ranges = Mapping[sympy.Symbol, ValueRanges]
 class Choice:
     """What a site becomes, why, and the guards that were added for it."""
 
-    form: Form | Either
+    plan: Plan | Either
     why: str
     guards: tuple[str, ...] = ()
 
     @property
     def word(self) -> str:
         """What reports call the path."""
-        return self.form.word
+        return self.plan.word
 
     @property
     def reason(self) -> str:
         """A sentence for the report: why this path, and how it reads the keys."""
-        return "; ".join(filter(None, (self.why, self.form.words)))
+        return "; ".join(filter(None, (self.why, self.plan.words)))
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """The paths to choose from, what a site becomes under each, and the conditions under which that holds."""
+class _Candidates:
+    """The paths to choose from, the plan of a site for each, and the conditions under which that holds."""
 
     paths: tuple[Path, ...]
-    form: Callable[[Path], Form]
+    plan: Callable[[Path], Plan]
     conditions: tuple[Relational, ...] = ()
 
 
@@ -106,15 +106,15 @@ class Chooser:
         """
         if site.unproved_keys is not None:
             return self._of_values_alone(site, meaning)
-        candidates = every.paths_of(site, meaning, training=self.training)
-        asked = next((path for path in candidates if path.word == self.wanted), None)
-        plan = self._plan(site, meaning, trace, candidates if asked is None else (asked,))
-        settled = asked or (plan.paths[0] if len(plan.paths) == 1 else None)
+        paths = every.paths_of(site, meaning, training=self.training)
+        asked = next((path for path in paths if path.word == self.wanted), None)
+        candidates = self._candidates(site, meaning, trace, paths if asked is None else (asked,))
+        settled = asked or (candidates.paths[0] if len(candidates.paths) == 1 else None)
         if settled is None:
-            return self._by_cost(site, meaning, plan)
+            return self._by_cost(site, meaning, candidates)
         settled.refuse(settled.as_taken(site), asked=asked is not None)
         why = settled.as_written(site) or (settled.why if asked is None else "asked for by mla.path")
-        return Choice(plan.form(settled), why, self._guard(plan.conditions))
+        return Choice(candidates.plan(settled), why, self._guard(candidates.conditions))
 
     def where_values_pay(self, site: Site) -> tuple[Relational, ...]:
         """The conditions under which the values of a site whose keys stay are better up-projected after their sum.
@@ -147,39 +147,38 @@ class Chooser:
 
     def _of_values_alone(self, site: Site, meaning: Meaning) -> Choice:
         conditions = self.where_values_pay(site)
-        numbers = ", ".join(f"{name}={site.sizes[name]}" for name in ("Sq", "T"))
-        why = f"{_VALUES.why} ({numbers})" if self.wanted == every.AUTO else "asked for by mla.path"
+        why = f"{_VALUES.why} ({_numbers(site)})" if self.wanted == every.AUTO else "asked for by mla.path"
         if self.ranges is not None and not all(_holds(condition, self.ranges) for condition in conditions):
             why += _IN_THE_EXAMPLE
         guards = self._guard(conditions) if self.ranges is None else ()
-        return Choice(form_of(_VALUES, site, meaning), f"{why}; keys as they are: {site.unproved_keys}", guards)
+        return Choice(plan_of(_VALUES, site, meaning), f"{why}; keys as they are: {site.unproved_keys}", guards)
 
-    def _plan(self, site: Site, meaning: Meaning, trace: Trace, candidates: tuple[Path, ...]) -> _Plan:
+    def _candidates(self, site: Site, meaning: Meaning, trace: Trace, paths: tuple[Path, ...]) -> _Candidates:
         """The paths that leave keys on the ranks that have them, if there are any and that pays; else all."""
 
-        def gathered(why: str, *conditions: Relational) -> _Plan:
-            def form(path: Path) -> Form:
+        def gathered(why: str, *conditions: Relational) -> _Candidates:
+            def plan(path: Path) -> Plan:
                 own = path.as_taken(site)
                 own_meaning = meaning if own is site else understand(own, trace)
-                plain = form_of(path, own, own_meaning) if site.groups is None else of_groups(path, site.groups, trace)
+                plain = plan_of(path, own, own_meaning) if site.groups is None else of_groups(path, site.groups, trace)
                 return replace(plain, words="; ".join(filter(None, (plain.words, why and f"gathers keys: {why}"))))
 
-            return _Plan(candidates, form, conditions)
+            return _Candidates(paths, plan, conditions)
 
         alone = self.ranges is None and site.groups is None and not (site.apart or site.own_ropes)
         hints: dict[sympy.Symbol, int] = {}
         if self.agreement.same != NOTHING:
             hints = hints_of(site.sizes.values(), self.environment)
-        of_ranks = OfRanks.of(site, trace, self.agreement, candidates, hints) if alone else None
+        of_ranks = OfRanks.of(site, trace, self.agreement, paths, hints) if alone else None
         if of_ranks is None or isinstance(of_ranks, str):
             return gathered(of_ranks or "")
-        able = tuple(path for path in candidates if of_ranks.takes(path))
+        able = tuple(path for path in paths if of_ranks.takes(path))
         pays = of_ranks.pays
         if unbacked_in(pays):
             return gathered("sizes that are known only at run time")
         if not pays.subs(hints):
             return gathered("that moves fewer bytes than exchanging outputs", sympy.Not(pays))
-        return _Plan(able, of_ranks.form, (pays,))
+        return _Candidates(able, of_ranks.plan, (pays,))
 
     def _guard(self, conditions: Iterable[Relational]) -> tuple[str, ...]:
         """Add guards for the conditions that depend on symbols, and return them as text."""
@@ -190,11 +189,10 @@ class Chooser:
             assert holds, f"the cost model's condition {condition} does not hold at its own hints"
         return tuple(map(str, guarded))
 
-    def _by_cost(self, site: Site, meaning: Meaning, plan: _Plan) -> Choice:
-        candidates, form = plan.paths, plan.form
+    def _by_cost(self, site: Site, meaning: Meaning, candidates: _Candidates) -> Choice:
         sizes, named = _of_sequences(site), NamedKeys.of(site, meaning)
         topk = None if named is None else named.count
-        element_size = site.node.meta["val"].element_size()
+        element_size, paths = site.node.meta["val"].element_size(), candidates.paths
         hint = hints_of((*sizes.values(), topk or 1), self.environment)
         topk, bounds = (None, ()) if topk is None else _least(topk, hint)
         rename = Renaming()
@@ -202,52 +200,67 @@ class Chooser:
         renamed_topk = rename(topk) if topk is not None else None
         hints = tuple((ours, hint[theirs]) for theirs, ours in rename.renamed.items())
         if topk is None and self.ranges is None:
-            candidates = _least_work_of_a_prompt(sizes, candidates, element_size, self.workspace_tokens)
-        known = renamed, renamed_topk, candidates, self.device, element_size, self.workspace_tokens, hints
+            paths = _least_work_of_a_prompt(sizes, paths, element_size, self.workspace_tokens)
+        known = renamed, renamed_topk, paths, self.device, element_size, self.workspace_tokens, hints
         decision = _fastest(*known)
         path = every.path_named(decision.path)
         conditions = (*map(rename.undo, decision.conditions), *bounds)
-        numbers = ", ".join(f"{name}={site.sizes[name]}" for name in ("Sq", "T"))
-        if site.attention.packed is not None:
-            numbers += f" in {site.attention.packed.sequences} sequences"
-        if topk is not None:
-            numbers += f", topk={topk}"
+        numbers = _numbers(site, topk)
         why = f"{path.why} ({numbers})"
-        if self.ranges is not None and all(_holds(condition, self.ranges) for condition in conditions):
-            if any(isinstance(size, sympy.Expr) for size in sizes.values()):
+        if self.ranges is not None:
+            always = all(_holds(condition, self.ranges) for condition in conditions)
+            if not always and _may_branch(site, paths):
+                return self._either(site, candidates.plan, paths, topk)
+            if not always:
+                why += _IN_THE_EXAMPLE
+            elif any(isinstance(size, sympy.Expr) for size in sizes.values()):
                 why = f"the fastest one at all declared sizes ({numbers})"
-        elif self.ranges is not None:
-            # torch.cond compares the strides of its branches: it cannot where only a run knows the output's sizes.
-            comparable = (
-                not (site.apart or site.own_ropes)
-                and site.attention.packed is None
-                and not (unbacked_in(sizes["B"]) or unbacked_in(sizes["Sq"]))
-            )
-            if len(candidates) == 2 and all(each.may_branch for each in candidates) and comparable:
-                costs = [each.cost(Dims(**sizes), element_size, self.workspace_tokens, topk) for each in candidates]
-                first, second = map(form, candidates)
-                times = times_of(costs[0], self.device), times_of(costs[1], self.device)
-                return Choice(Either(first, second, times), f"the faster one at the sizes of each run ({numbers})")
-            why += _IN_THE_EXAMPLE
         path.refuse(path.as_taken(site), asked=False)
         if self.ranges is not None:
-            return Choice(form(path), why)
+            return Choice(candidates.plan(path), why)
         unbacked = set[sympy.Symbol]().union(*map(unbacked_in, conditions))
         if unbacked:  # nothing can guard what only a run knows
             why += f", taking {', '.join(f'{s} for {hint[s]}' for s in sorted(unbacked, key=str))}"
             conditions = tuple(condition for condition in conditions if not condition.free_symbols & unbacked)
-        return Choice(form(path), why, self._guard((*conditions, *plan.conditions)))
+        return Choice(candidates.plan(path), why, self._guard((*conditions, *candidates.conditions)))
+
+    def _either(self, site: Site, plan: Callable[[Path], Plan], paths: tuple[Path, ...], topk: Size | None) -> Choice:
+        """Both of two paths, between which each run chooses by their times at its sizes."""
+        dims, element_size = Dims(**site.sizes), site.node.meta["val"].element_size()
+        costs = [path.cost(dims, element_size, self.workspace_tokens, topk) for path in paths]
+        first, second = map(plan, paths)
+        times = times_of(costs[0], self.device), times_of(costs[1], self.device)
+        return Choice(Either(first, second, times), f"the faster one at the sizes of each run ({_numbers(site, topk)})")
 
 
-def form_of(path: Path, site: Site, meaning: Meaning) -> Form:
+def _numbers(site: Site, topk: Size | None = None) -> str:
+    """The sizes on which a choice rests most, for the report."""
+    numbers = ", ".join(f"{name}={site.sizes[name]}" for name in ("Sq", "T"))
+    if site.attention.packed is not None:
+        numbers += f" in {site.attention.packed.sequences} sequences"
+    return numbers if topk is None else f"{numbers}, topk={topk}"
+
+
+def _may_branch(site: Site, paths: tuple[Path, ...]) -> bool:
+    """Whether a graph may have both of two paths for a site.
+
+    `torch.cond` compares the strides of its branches: it cannot where only a run knows the output's sizes.
+    """
+    if site.apart or site.own_ropes or site.attention.packed is not None:
+        return False
+    known = not (unbacked_in(site.sizes["B"]) or unbacked_in(site.sizes["Sq"]))
+    return known and len(paths) == 2 and all(path.may_branch for path in paths)
+
+
+def plan_of(path: Path, site: Site, meaning: Meaning) -> Plan:
     """A path for a site as it takes it, with the keys as they are stored, if it can read them so, and the masks in the
     first form that it takes for such keys."""
     keys, words = _keys(path, site, meaning)
     masks = (carrier.of(site, meaning, keys) for carrier in path.carriers)
-    return Form(path, keys, next((mask for mask in masks if mask is not None), None), words)
+    return Plan(path, keys, next((mask for mask in masks if mask is not None), None), words)
 
 
-def of_groups(path: Path, groups: Groups, trace: Trace) -> FormOfGroups:
+def of_groups(path: Path, groups: Groups, trace: Trace) -> PlanOfGroups:
     """A path for each group of heads, with the keys and the masks of that group.
 
     Raises:
@@ -257,9 +270,9 @@ def of_groups(path: Path, groups: Groups, trace: Trace) -> FormOfGroups:
     if not all(path.takes(site, meaning) for site, meaning in zip(groups.sites, meanings, strict=True)):
         reason = f"expected groups of heads that can all be {path.word}, found one that cannot"
         raise Refusal(groups.attention.node, reason)
-    forms = tuple(form_of(path, site, meaning) for site, meaning in zip(groups.sites, meanings, strict=True))
-    words = f"a latent for each of {len(forms)} groups of heads", forms[0].words
-    return FormOfGroups(path, forms[0].keys, forms[0].mask, "; ".join(filter(None, words)), forms)
+    plans = tuple(plan_of(path, site, meaning) for site, meaning in zip(groups.sites, meanings, strict=True))
+    words = f"a latent for each of {len(plans)} groups of heads", plans[0].words
+    return PlanOfGroups(path, plans[0].keys, plans[0].mask, "; ".join(filter(None, words)), plans)
 
 
 def _keys(path: Path, site: Site, meaning: Meaning) -> tuple[StoredKeys, str]:

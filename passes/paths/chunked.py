@@ -52,7 +52,7 @@ class Chunked(OneOp):
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
         """All sites with up-projections whose scores are a sum, though it refuses some of them."""
-        return site.attention.opaque is None and site.w_uv is not None and (site.w_uk is not None or site.apart)
+        return site.attention.opaque is None and site.up_projects_both
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse a latent that is not worth keeping, and keys that are neither up-projected from one latent nor shared

@@ -18,16 +18,16 @@ from mla_compile.cost import Times
 
 from ..code.reading import Realize, realizer
 from ..mla.site import Site
-from .form import Form
 from .path import Code, Part
+from .plan import Plan
 
 
 @dataclass(frozen=True)
 class Either:
-    """Two forms of one site and their roofline times, in torch's symbols."""
+    """Two plans for one site and their roofline times, in torch's symbols."""
 
-    first: Form
-    second: Form
+    first: Plan
+    second: Plan
     times: tuple[Times, Times]
 
     @property
@@ -40,7 +40,7 @@ class Either:
         """How each reads the keys, said once if both do so alike."""
         if self.first.words == self.second.words:
             return self.first.words
-        return ", ".join(f"{form.word} {form.words}" for form in (self.first, self.second) if form.words)
+        return ", ".join(f"{plan.word} {plan.words}" for plan in (self.first, self.second) if plan.words)
 
     def as_taken(self, site: Site) -> Site:
         """The site: it is the same for both."""
@@ -48,12 +48,12 @@ class Either:
 
     def parts(self, site: Site, workspace_tokens: int) -> list[Part]:
         """Both in the place of the attention."""
-        (first,), (second,) = (form.parts(site, workspace_tokens) for form in (self.first, self.second))
+        (first,), (second,) = (plan.parts(site, workspace_tokens) for plan in (self.first, self.second))
         return [Part(site.node, EitherCode(first.code, second.code, self.times))]
 
 
 class EitherCode:
-    """The code of two forms, and which to take."""
+    """The code of two plans, and which to take."""
 
     def __init__(self, first: Code, second: Code, times: tuple[Times, Times]) -> None:
         self.first, self.second, self.times = first, second, times

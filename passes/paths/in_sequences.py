@@ -50,7 +50,7 @@ class Blocks:
     def of(cls, x: Operands, told: Sequences, most: int) -> Blocks:
         """Blocks of at most `most` queries, for operands whose keys are laid out token by token."""
         packed, realize, device = told.packed, x.read.realize, x.latent.device
-        own = told.lengths(x.read)
+        own = told.spans(x.read)
         tokens, keys = x.q_nope.shape[1], x.latent.shape[0]
         sequences: Any = realize(packed.sequences)
         longest: Any = _at_most(realize(packed.most_queries), tokens)

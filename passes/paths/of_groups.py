@@ -10,22 +10,22 @@ from torch import Tensor
 
 from ..code.reading import realizer, write_as
 from ..mla.site import Groups, Site
-from .form import Form
 from .path import Code, Part
+from .plan import Plan
 
 
 @dataclass(frozen=True)
-class FormOfGroups(Form):
+class PlanOfGroups(Plan):
     """A path for every group; `keys` and `mask` are those of the first."""
 
-    forms: tuple[Form, ...]
+    plans: tuple[Plan, ...]
 
     def parts(self, site: Site, workspace_tokens: int) -> list[Part]:
         """All in the place of the attention."""
         assert site.groups is not None
         codes = []
-        for form, own in zip(self.forms, site.groups.sites, strict=True):
-            (part,) = form.parts(own, workspace_tokens)
+        for plan, own in zip(self.plans, site.groups.sites, strict=True):
+            (part,) = plan.parts(own, workspace_tokens)
             codes.append(part.code)
         return [Part(site.node, GroupsCode(site.groups, codes))]
 

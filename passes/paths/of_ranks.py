@@ -25,13 +25,13 @@ from .agreement import MASKS, NOTHING, PROGRAM, QUERIES, Agreement, Hints
 from .all_heads import with_all_heads
 from .carriers import Carrier, Lengths, MaskAndOffset
 from .exchange import Exchange, Gathered, InLatentSpace, OutsideOfWeights, ScatteredAndGathered, ToOwnHeads
-from .form import Form
 from .one_op import OneOp, OneOpCode
 from .path import Part, Path
+from .plan import Plan
 
 
 @dataclass(frozen=True)
-class FormOfRanks(Form):
+class PlanOfRanks(Plan):
     """A path for the part of a site that one rank has, and what ranks exchange for it."""
 
     share: Share
@@ -108,7 +108,7 @@ class OfRanks:
         outputs = self.exchange.received(self.site.sizes, self.site.node.meta["val"].element_size())
         return sympy.Ge(sympy.expand(keys), sympy.expand(outputs))
 
-    def form(self, path: Path) -> FormOfRanks:
+    def plan(self, path: Path) -> PlanOfRanks:
         """A path for one rank's part."""
         own, site = find_stored_keys(self.share.site), self.share.site
         if own is None or not path.can_read(own, site, self.meaning):
@@ -116,7 +116,7 @@ class OfRanks:
         words = f"{self.exchange.ranks} ranks attend to their own keys and exchange outputs"
         words = ", ".join(filter(None, (words, self.exchange.words)))
         mask = self._mask(in_pages=own.in_pages)
-        return FormOfRanks(path, own, mask, "; ".join(filter(None, (words, own.words))), self.share, self.exchange)
+        return PlanOfRanks(path, own, mask, "; ".join(filter(None, (words, own.words))), self.share, self.exchange)
 
     def _mask(self, *, in_pages: bool) -> Carrier:
         told = (Bounds.of(self.whole, self.meaning) if in_pages else None) or Dense.of(self.whole, self.meaning)

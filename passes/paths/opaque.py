@@ -45,7 +45,7 @@ class Opaque(Path):
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse code that is regrouped already."""
-        if site.w_uk is None and site.w_uv is None:
+        if site.absorbed_by_hand:
             raise Refusal(
                 site.node,
                 "expected an up-projection of the keys to absorb, found scores that are absorbed by hand already",

@@ -17,7 +17,7 @@ from ..code.reading import Reader
 from ..masks.named_keys import NamedKeys
 from ..mla.site import Piece, Site
 from .adapters import times_sum, widened
-from .carriers import Carrier, Lengths, MaskAndOffset, Named
+from .carriers import Carrier, Indices, Lengths, MaskAndOffset
 from .per_head import per_head
 
 
@@ -106,7 +106,7 @@ class Operands:
 
     def named(self) -> NamedKeys:
         """What names keys one by one."""
-        assert isinstance(self.carrier, Named)
+        assert isinstance(self.carrier, Indices)
         return self.carrier.told
 
 

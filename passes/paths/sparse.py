@@ -14,7 +14,7 @@ from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
 from ..masks.named_keys import NamedKeys
 from ..mla.site import Site
-from .carriers import Named
+from .carriers import Indices
 from .exchange import Op
 from .one_op import OneOp
 from .operands import Operands
@@ -25,7 +25,7 @@ class Sparse(OneOp):
 
     name = "sparse"
     why = "each query names few of many keys"
-    carriers = (Named,)
+    carriers = (Indices,)
     may_be_asked = False
 
     def takes(self, site: Site, meaning: Meaning) -> bool:

@@ -41,7 +41,7 @@ class TrainedByHeads(ByHeads):
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse as without gradients, and sites without up-projections, whose weights tell heads from queries."""
-        if site.w_uk is None and site.w_uv is None:
+        if site.absorbed_by_hand:
             reason = (
                 "expected an up-projection that tells heads from queries, found a function of "
                 "scores that are absorbed by hand"

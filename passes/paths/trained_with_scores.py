@@ -34,7 +34,7 @@ class TrainedWithScores(ByHeads):
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse code that keeps the latent already."""
-        if site.w_uk is None and site.w_uv is None:
+        if site.absorbed_by_hand:
             reason = "expected an up-projection to recompute for gradients, found scores that are absorbed by hand"
             raise Refusal(site.node, reason)
         refuse_apart(site)

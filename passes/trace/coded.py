@@ -47,8 +47,8 @@ def dequantized_read(trace: Forms, node: fx.Node) -> Form | None:
 
 
 def _scaled(term: Term, factor: Term) -> Lookup | Numbers | None:
-    """How `term * factor`, over common axes, is stored, if `term` is coded and has no scales,
-    and `factor` is its scales.
+    """How `term * factor`, over common axes, is stored, if `term` is coded and has no scales, and `factor` is its
+    scales.
 
     None if they are not. Raises: Unaligned, as `scaled` does.
     """
@@ -119,8 +119,8 @@ def without_widening(read: Read) -> Read:
 
 
 def groups_of(scales: Read, columns: Dim, tokens: Sequence[Dim]) -> Dim | None:
-    """The slowest axes of the columns, over which the scales run; None if they run over more than
-    these and whole `tokens`."""
+    """The slowest axes of the columns, over which the scales run; None if they run over more than these and whole
+    `tokens`."""
     everywhere = {axis for dim in tokens for axis in dim}
     groups = columns[: len(scales.axes - everywhere)]
     over = {axis for dim in tokens if scales.axes & set(dim) for axis in dim}

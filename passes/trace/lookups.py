@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..algebra import operations
 from ..algebra.gathers import by_position, gather, look_up, lookup_of
 from ..algebra.sizes import Size, Unaligned, same
 from ..algebra.terms import Bits, Form
-from ..nodes.arguments import arguments, aten
+from ..nodes.arguments import INTEGERS, arguments, aten
 from ..nodes.guards import equal_by_guard
 from ..nodes.shapes import shape_of
 from .handler import Forms, Handlers
@@ -22,8 +21,8 @@ HANDLERS = Handlers()
 
 
 def _along(trace: Forms, source: fx.Node, dim: int) -> Form:
-    """The form of the tensor to look up in; a leaf if dimension `dim` is not one axis: slots,
-    which are pages and rows."""
+    """The form of the tensor to look up in; a leaf if dimension `dim` is not one axis: slots, which are pages and
+    rows."""
     form = trace[source]
     return form if len(form.dims[dim]) == 1 else operations.leaf(source, shape_of(source))
 
@@ -32,7 +31,7 @@ def _along(trace: Forms, source: fx.Node, dim: int) -> Form:
 def _index_tensor(trace: Forms, node: fx.Node) -> Form:
     source, indices = arguments(node)
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if any(index.meta["val"].dtype not in (torch.int64, torch.int32) for _, index in given):
+    if any(index.meta["val"].dtype not in INTEGERS for _, index in given):
         raise Unaligned("an index that is not an integer")
     if len(given) == 1:
         dim, index = given[0]
@@ -59,8 +58,8 @@ def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.No
 
 
 def _positions(node: Any, target: Any, divisor: Any) -> Size | None:
-    """How many positions, from 0 on, `node` divides by `divisor` with the op `target`; None if
-    that is not what it does.
+    """How many positions, from 0 on, `node` divides by `divisor` with the op `target`; None if that is not what it
+    does.
 
     A page size that is a number on one side and a symbol on the other, or two symbols, is guarded to be one.
     """

@@ -36,8 +36,8 @@ def _pairs(trace: Forms, node: fx.Node) -> Form:
 
 
 def _along(trace: Forms, node: fx.Node, along: Collection[int]) -> Form:
-    """The form of a function of the dimensions `along` of its operand, computed separately at
-    every index of the others."""
+    """The form of a function of the dimensions `along` of its operand, computed separately at every index of the
+    others."""
     source, shape = trace[arguments(node)[0]], shape_of(node)
     dims: list[Dim] = [
         source.dims[i] if i not in along else () if same(size, 1) else (Axis(size),) for i, size in enumerate(shape)

@@ -7,13 +7,15 @@ why a site is unchanged.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
 from ..algebra import operations
 from ..algebra.sizes import Unaligned
-from ..algebra.terms import Form, Lost, Term
+from ..algebra.terms import Form, Lost, Read, Term
 from ..nodes.arguments import is_pointwise, is_tensor, takes_tensors
 from ..nodes.common_subexpressions import CommonSubexpressions
 from ..nodes.shapes import shape_of
@@ -45,6 +47,21 @@ class Trace:
     def __contains__(self, node: fx.Node) -> bool:
         """Whether a node is a tensor that was in the graph when it was traced."""
         return node in self._forms
+
+    def source(self, node: Any) -> fx.Node | None:
+        """The node that holds a tensor's elements: the tensor itself, or what it is a view or a copy of.
+
+        None if `node` is no tensor, or no node holds all of its elements.
+        """
+        source = self._forms[node].term.read.source if is_tensor(node) else None
+        return source if isinstance(source, fx.Node) else None
+
+    def at(self, read: Read) -> Term:
+        """The element that a read names, with what is known of the tensor: what it is made of, and how it is stored."""
+        if isinstance(read.source, fx.Node):
+            with contextlib.suppress(Unaligned):
+                return operations.term_of(self._forms[read.source], read)
+        return Term(read)
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
         """Whether two tensors are one common subexpression."""

@@ -1,6 +1,6 @@
 """Every family of transformers with Multi-head Latent Attention: a tiny random model of each, and what becomes of it.
 
-`python -m tests.hf.families` prints the table of the README.
+`python -m tests.hf.families` prints the table of `docs/families.md`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mla_compile.report import Report, last_report, merged
 from tests.without_codegen import without_codegen
 
 DEVICE = Device("table", flops_per_s=2e11, bytes_per_s=7e10)
-"""The rates of the CPU that the README measures on: the paths are the same on every machine."""
+"""The rates of the CPU on which the table is made: the paths are the same on every machine."""
 
 VOCABULARY = 64
 MOST_TOKENS = 32
@@ -331,7 +331,7 @@ def rewritten_attentions(family: Family) -> tuple[str, ...]:
 
 
 def table() -> list[str]:
-    """The table of the README, of caches that grow. Takes minutes: it compiles every family with every attention."""
+    """The table of the page, of caches that grow. Takes minutes: it compiles every family with every attention."""
     lines = [HEADER, "|" + "---|" * HEADER.count(" | ") + "---|"]
     for family in FAMILIES.values():
         found: dict[tuple[str, ...], tuple[str, ...]] = {}

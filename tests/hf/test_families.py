@@ -1,7 +1,7 @@
 """Every MLA family of transformers, unmodified: all attentions are rewritten, and logits are as right as eager's.
 
 What the default run leaves out (a family's other attention implementations, caches and phases) is marked slow. The
-table of the README says what becomes of each: every test here compares what it saw with its line.
+table of `docs/families.md` says what becomes of each: every test here compares what it saw with its line.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tests.hf.families import (
     watched,
 )
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 EVERY = [(f, a, c) for f in FAMILIES.values() for a in rewritten_attentions(f) for c in f.caches]
 
 
-def readme_table() -> dict[tuple[str, str], list[str]]:
+def table_of_the_page() -> dict[tuple[str, str], list[str]]:
     """The paths of each phase with a cache that grows, by family and attention implementation."""
-    lines = README.read_text().split(HEADER + "\n")[1].split("\n\n")[0].splitlines()[1:]
+    lines = PAGE.read_text().split(HEADER + "\n")[1].split("\n\n")[0].splitlines()[1:]
     table = {}
     for line in lines:
         family, attentions, *paths = (cell.strip() for cell in line.strip("|").split("|"))
@@ -59,8 +59,8 @@ def on_any_machine(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def test_the_readme_lists_every_family() -> None:
-    assert set(readme_table()) == {(family.name, attention) for family, attention, _ in EVERY}
+def test_the_page_lists_every_family() -> None:
+    assert set(table_of_the_page()) == {(family.name, attention) for family, attention, _ in EVERY}
 
 
 def taking_turns() -> list[tuple[Family, str, str]]:
@@ -73,8 +73,8 @@ def taking_turns() -> list[tuple[Family, str, str]]:
 
 
 def check_phases(family: Family, attention: str, cache: str, reports: dict[str, Report]) -> None:
-    """All sites are rewritten; with a cache that grows, to what the README says."""
-    expected = dict(zip(PHASES, readme_table()[family.name, attention], strict=True))
+    """All sites are rewritten; with a cache that grows, to what the page says."""
+    expected = dict(zip(PHASES, table_of_the_page()[family.name, attention], strict=True))
     for phase, report in reports.items():
         assert len(report.sites) == report.rewritten == family.sites, report
         assert cache != "dynamic" or path_of(report) == expected[phase]

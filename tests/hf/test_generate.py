@@ -1,7 +1,8 @@
 """`generate` of the shipped checkpoint in the ways people call it: compiled, tokens are eager's, compilations are few.
 
-The numbers of compilations are those of the README. The default run takes the first layer or two and runs the graphs
-without generating code; `-m slow` takes the whole checkpoint, Inductor's code, and the ways that compile longest.
+The numbers of compilations are those of `docs/generate.md`. The default run takes the first layer or two and runs the
+graphs without generating code; `-m slow` takes the whole checkpoint, Inductor's code, and the ways that compile
+longest.
 """
 
 from dataclasses import dataclass, field

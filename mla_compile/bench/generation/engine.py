@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_compile.bench.check import distance
+from mla_compile.bench.check import distance, too_far
 from mla_compile.bench.generation.caches import PAGE_SIZE
 from mla_compile.bench.generation.models import WholeModel
 from mla_compile.bench.generation.ways import Batch, Result, Way
@@ -73,8 +73,7 @@ def _results(
         checked, *answers = json.loads((Path(folder) / ANSWER).read_text())
     error = distance(torch.tensor([checked["logprobs"]]), exact)
     if error > allowed:
-        note = f"{error:.1e} away from float64, rounding explains at most {allowed:.1e}"
-        return [Result(way, batch, "wrong", note, (), error) for batch in batches]
+        return [Result(way, batch, "wrong", too_far(error, allowed), (), error) for batch in batches]
     return [
         Result(way, batch, "ok", checked["attention"], tuple(answer[batch.workload.kind]), error)
         for batch, answer in zip(batches, answers, strict=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_compile.bench.check import HALF_FACTOR, distance
+from mla_compile.bench.check import HALF_FACTOR, distance, too_far
 from mla_compile.bench.generation import engine
 from mla_compile.bench.generation.caches import CACHES
 from mla_compile.bench.generation.models import WholeModel
@@ -23,7 +23,7 @@ from mla_compile.bench.layers import Layer
 from mla_compile.bench.measure import rewritten
 from mla_compile.bench.memory import needed_bytes, too_much
 from mla_compile.bench.modes import summary
-from mla_compile.bench.run import log
+from mla_compile.bench.progress import log
 from mla_compile.bench.workloads import Workload
 from mla_compile.cache.argument import cache_argument
 
@@ -121,14 +121,7 @@ def _measure(
         runs = [_generate(model, whole, batch, way.cache, 2 + repeats if decodes else 1)]
         error = distance(runs[0].logits, exact.expand(batch.size, -1))
         if error > allowed:
-            return Result(
-                way,
-                batch,
-                "wrong",
-                f"{error:.1e} away from float64, rounding explains at most {allowed:.1e}",
-                (),
-                error,
-            )
+            return Result(way, batch, "wrong", too_far(error, allowed), (), error)
         while not decodes and len(runs) < repeats and sum(run.first for run in runs) < SLOW_SECONDS:
             runs.append(_generate(model, whole, batch, way.cache, 1))
     except Exception as failure:  # any error of a compiler is a result of the benchmark and must not end it

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from ...nodes.arguments import arguments, aten
+from ...nodes.arguments import INTEGERS, arguments, aten
 from ..positions import Affine, Conditional, Index, Truth, Value, conjunction, constant, negation
-from .rule import INTEGERS, Rules, Values, rounded
+from .rule import Rules, Values, rounded
 
 RULES = Rules()
 

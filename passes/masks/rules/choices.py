@@ -8,7 +8,7 @@ from torch import fx
 
 from ...algebra.sizes import known_at_most, same
 from ...algebra.terms import Axis
-from ...nodes.arguments import argument, arguments, aten, is_tensor
+from ...nodes.arguments import INTEGERS, argument, arguments, aten, is_tensor
 from ...nodes.constants import constant_of
 from ...nodes.shapes import shape_of, size_of
 from ..positions import (
@@ -25,7 +25,7 @@ from ..positions import (
     conjunction,
     negation,
 )
-from .rule import INTEGERS, Rules, Values, number_of
+from .rule import Rules, Values, number_of
 
 RULES = Rules()
 
@@ -48,8 +48,8 @@ def _masked_fill(values: Values, node: fx.Node, index: Index) -> Value | None:
 def _select(condition: Value | None, a: Value | None, b: Value | None) -> Value | None:
     """`a` where the condition holds, else `b`.
 
-    One of two numbers may be a choice itself, if the other is one of its two values. One of two
-    bools has to be never true.
+    One of two numbers may be a choice itself, if the other is one of its two values. One of two bools has to be never
+    true.
     """
     if not isinstance(condition, Truth):
         return None

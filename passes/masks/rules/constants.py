@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import fx
 
 from ...algebra.terms import Axis
-from ...nodes.arguments import arguments, aten
+from ...nodes.arguments import INTEGERS, arguments, aten
 from ...nodes.shapes import shape_of, size_of
 from ..positions import Affine, Index, Value
-from .rule import INTEGERS, Rules, Values, number_of
+from .rule import Rules, Values, number_of
 
 RULES = Rules()
 

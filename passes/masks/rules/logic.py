@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ...algebra.sizes import total
-from ...nodes.arguments import arguments, aten
+from ...nodes.arguments import NEGATIONS, arguments, aten
 from ..positions import (
     ALWAYS,
     NEVER,
@@ -80,7 +80,7 @@ def _or(values: Values, node: fx.Node, index: Index) -> Value | None:
     return disjunction(a, b) if isinstance(a, Truth) and isinstance(b, Truth) else None
 
 
-@RULES.of(aten.bitwise_not.default, aten.logical_not.default)
+@RULES.of(*NEGATIONS)
 def _not(values: Values, node: fx.Node, index: Index) -> Value | None:
     value = values(arguments(node)[0], index)
     return negation(value) if isinstance(value, Truth) else None

@@ -8,12 +8,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import fx
 
+from ...nodes.arguments import INTEGERS
 from ...nodes.by_op import ByOp
 from ...nodes.shapes import size_of
 from ..positions import ALWAYS, NEVER, Affine, Index, Value, constant
-
-INTEGERS = (torch.int64, torch.int32)
-"""The dtypes whose elements are valued as positions."""
 
 
 class Values(Protocol):

@@ -170,11 +170,11 @@ def test_the_report_says_what_runs(case: Case, choices: list) -> None:
         (result,) = Pipeline(COUNTING, case.path, 4, ranges)(module)
     outcome = result.outcome
     (choice,) = choices
-    forms = (choice.form.first, choice.form.second) if isinstance(choice.form, Either) else (choice.form,)
+    plans = (choice.plan.first, choice.plan.second) if isinstance(choice.plan, Either) else (choice.plan,)
     assert sorted(attention_ops(module)) == sorted(case.ops)
-    assert sorted(op for form in forms if (op := form.path.op(form.keys))) == sorted(case.ops)
+    assert sorted(op for plan in plans if (op := plan.path.op(plan.keys))) == sorted(case.ops)
     assert (outcome.path, outcome.reason) == (choice.word, choice.reason)
-    assert outcome.path == " or ".join(form.path.word for form in forms)
+    assert outcome.path == " or ".join(plan.path.word for plan in plans)
     assert outcome.reason.partition("; ")[2] == case.words
     if case.words == PAGES:
         assert gathered_elements(module) == 0

@@ -11,7 +11,7 @@ from .path import Part, Path
 
 
 @dataclass(frozen=True)
-class Form:
+class Plan:
     """A path for one site."""
 
     path: Path
