@@ -63,8 +63,11 @@ def launch_of(
     if not suits(q, *caches):
         return None
     from ._common.machine import present
+    from ._common.tiles import takes
 
     machine = present(q.device)
+    if caches and not takes(machine, *(rows.shape[-1] for rows in caches), q.itemsize):
+        return None
     if launcher.others is not None and not _is_ours(launcher.others, x, machine, kernels):
         return None
     return lambda *given, **by_name: launcher.launch(launcher.bundle(*given, **by_name), machine)

@@ -19,6 +19,8 @@ LEAST = 16
 """The least size of each dim of a product on matrix units."""
 _WIDEST = 512
 """The number of latent columns that the table's tiles are made for; wider latents take fewer rows."""
+_WIDEST_ROPE = 128
+"""The same for the columns of rope keys, where these are in registers."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class ArchTiles:
     """For any number of rows under a mask that differs between them, which takes a tile of addresses."""
 
 
+SMALLEST = Tiles(LEAST, LEAST, 4, 1)
 _SMALL = Tiles(32, 32, 8, 2)
 _TABLE: dict[str, ArchTiles] = {
     "sm_80": ArchTiles(Tiles(16, 32, 4, 3), Tiles(32, 32, 8, 3), Tiles(16, 32, 4, 3), _SMALL, Tiles(16, 32, 4, 3)),
@@ -126,7 +129,7 @@ def choose(
 ) -> Tiles:
     """Tiles for groups of `rows` rows, latents of `rank` and rope keys of `rope` columns, in one byte each if `fp8`.
 
-    Latents wider than the table is made for take fewer rows. Where the tiles do not fit the machine's memory, they are
+    Latents wider than the table is made for take fewer rows, and so do wider rope keys on sm_100. Where the tiles do not fit the machine's memory, they are
     shrunk.
     """
     choice = _TABLE[family(machine)]
@@ -140,9 +143,19 @@ def choose(
         tiles = special if special.rows <= choice.few.rows else choice.few
     else:
         tiles = choice.fp8 if fp8 else choice.many if mask == "none" else choice.masked
+    if rope > _WIDEST_ROPE and family(machine) == "sm_100":
+        tiles = replace(tiles, rows=LEAST)
     while tiles.rows > LEAST and tiles.rows * sum(columns(rank)) > choice.many.rows * _WIDEST:
         tiles = replace(tiles, rows=tiles.rows // 2)
     return shrunk(tiles, lambda tiles: fits(machine, tiles, rank, rope, itemsize))
+
+
+def takes(machine: Machine, rank: int, rope: int, itemsize: int) -> bool:
+    """Whether the least tiles for latents of `rank` and rope keys of `rope` columns fit the machine's shared memory."""
+    if family(machine) == "gfx942":  # operands are in registers: a block of columns at a time passes through it
+        widest = max(*columns(rank), power_of_two(rope))
+        return SMALLEST.rows * widest * itemsize <= machine.shared_bytes
+    return _shared_bytes(machine, SMALLEST, rank, rope, itemsize) <= machine.shared_bytes
 
 
 def shrunk(tiles: Tiles, fits: Callable[[Tiles], bool]) -> Tiles:
@@ -157,12 +170,17 @@ def shrunk(tiles: Tiles, fits: Callable[[Tiles], bool]) -> Tiles:
 
 
 def fits(machine: Machine, tiles: Tiles, rank: int, rope: int, itemsize: int) -> bool:
-    """Whether the queries, the tiles of keys held at a time and the weights of one tile fit into shared memory, and the
-    sums into the threads' registers."""
-    width = sum(columns(rank))
-    row = width + (power_of_two(rope) if rope else 0)
+    """Whether what a program holds fits into shared memory, and its sums into the threads' registers."""
+    sums = tiles.rows * sum(columns(rank))
+    return (
+        _shared_bytes(machine, tiles, rank, rope, itemsize) <= machine.shared_bytes and sums <= _SUMS * 32 * tiles.warps
+    )
+
+
+def _shared_bytes(machine: Machine, tiles: Tiles, rank: int, rope: int, itemsize: int) -> int:
+    """Bytes of the queries, of the tiles of keys held at a time and of the weights of one tile."""
+    row = sum(columns(rank)) + (power_of_two(rope) if rope else 0)
     # Hopper's product of 64 rows reads its keys from shared memory while the next are loaded: one more tile.
     several = family(machine) == "sm_90" and tiles.rows >= 64
     buffers = tiles.stages if several else max(tiles.stages - 1, 1)
-    shared = (tiles.rows + tiles.keys * buffers) * row + tiles.rows * tiles.keys
-    return shared * itemsize <= machine.shared_bytes and tiles.rows * width <= _SUMS * 32 * tiles.warps
+    return ((tiles.rows + tiles.keys * buffers) * row + tiles.rows * tiles.keys) * itemsize

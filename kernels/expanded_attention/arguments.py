@@ -32,6 +32,12 @@ class Expansion(Protocol):
     def workspace_tokens(self) -> int: ...
 
 
+def head_widths(x: Expansion) -> tuple[int, int, int]:
+    """`P, R, V`."""
+    nope = x.w_uk.shape[1]
+    return nope, x.q.shape[3] - nope, x.w_uv.shape[1]
+
+
 @dataclass(frozen=True)
 class ExpandedAttention:
     """The arguments; see `mla_compile.ops` for shapes and dtypes."""

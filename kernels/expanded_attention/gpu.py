@@ -1,7 +1,7 @@
 """The implementation for CUDA and ROCm tensors: library products and a Triton kernel, or cuDNN's attention.
 
-Triton is imported at the first call. ATen operations take over for float64, for a cache whose rows are not dense, and
-for a mask whose elements are too far apart.
+Triton is imported at the first call. ATen operations take over for float64, for a cache whose rows are not dense, for
+a mask whose elements are too far apart, and for heads that are too wide.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._common.suits import small, suits
 from ..bundles import checked, implement
-from .arguments import ExpandedAttention
+from .arguments import ExpandedAttention, head_widths
 from .aten import attend
 
 
@@ -22,10 +22,13 @@ def attend_on_gpu(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
     from .._common.machine import present
     from ..implementations.choose import attend as attend_by_the_best
     from ..implementations.table import EXPANDED
+    from .tiles import takes
     from .triton import expanded_attention_triton
 
     with torch.cuda.device(x.q.device):
         machine = present(x.q.device)
+        if not takes(machine, *head_widths(x), x.q.itemsize):
+            return attend(x)
         return attend_by_the_best(EXPANDED, x, machine, lambda problem: expanded_attention_triton(problem, machine))
 
 

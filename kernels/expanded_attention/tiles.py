@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .._common.machine import Machine
-from .._common.tiles import LEAST, Tiles, blocks, family, power_of_two, shrunk
+from .._common.tiles import LEAST, SMALLEST, Tiles, blocks, family, power_of_two, shrunk
 
 _TABLE = {
     "sm_80": Tiles(128, 32, 8, 3),
@@ -36,6 +36,11 @@ def choose(machine: Machine, nope: int, rope: int, columns: int, itemsize: int, 
     while tiles.rows > LEAST and tiles.rows * sum(blocks(columns)) > known.rows * _WIDEST:
         tiles = replace(tiles, rows=tiles.rows // 2)
     return shrunk(tiles, lambda tiles: fits(machine, tiles, nope, rope, columns, itemsize))
+
+
+def takes(machine: Machine, nope: int, rope: int, columns: int, itemsize: int) -> bool:
+    """Whether the least tiles for heads of these widths fit the machine's shared memory."""
+    return fits(machine, SMALLEST, nope, rope, columns, itemsize)
 
 
 def fits(machine: Machine, tiles: Tiles, nope: int, rope: int, columns: int, itemsize: int) -> bool:

@@ -1,6 +1,6 @@
 """The implementation for CUDA and ROCm tensors: the Triton kernel, which is imported at the first call.
 
-ATen operations take over for float64 and for a cache whose rows are not dense.
+ATen operations take over for float64, for a cache whose rows are not dense, and for rows that are too wide.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ def attend_on_gpu(x: LatentAttention) -> tuple[Tensor, Tensor]:
     if not suits(x.q_latent, x.latent, x.k_rope):
         return attend(x)
     from .._common.machine import present
+    from .._common.tiles import takes
     from .triton import latent_attention_triton
 
     with torch.cuda.device(x.q_latent.device):
-        return latent_attention_triton(x, present(x.q_latent.device))
+        machine = present(x.q_latent.device)
+        if not takes(machine, x.latent.shape[-1], x.k_rope.shape[-1], x.q_latent.itemsize):
+            return attend(x)
+        return latent_attention_triton(x, machine)
 
 
 latent_attention_gpu = checked(LatentAttention, attend_on_gpu)

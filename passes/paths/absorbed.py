@@ -15,8 +15,6 @@ from mla_compile.cost import Cost, Dims, Size, cost_of, pairs
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
 from ..mla.site import Site
-from ..mla.why_not import name
-from ..nodes.refusal import Refusal
 from .carriers import Carrier, InSequences, Lengths, MaskAndOffset
 from .exchange import Op
 from .in_sequences import Blocks
@@ -42,14 +40,6 @@ class Absorbed(OneOp):
     def takes(self, site: Site, meaning: Meaning) -> bool:
         """All sites whose scores are a sum."""
         return site.attention.opaque is None
-
-    def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse keys that have a latent of their own, which is a rope key, where kernels hold a whole one at once."""
-        device = site.node.meta["val"].device.type
-        if site.apart and device != "cpu":
-            reason = f"expected keys and values from one latent on {device}, found keys from {name(site.nope.key.read)}"
-            found = f"{reason} and values from {name(site.latent.read)}"
-            raise Refusal(site.node, found, "project both from the same tensor")
 
     def as_written(self, site: Site) -> str:
         """A sentence where the code lacks an up-projection of the keys, the values, or both."""

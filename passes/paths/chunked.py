@@ -127,10 +127,10 @@ def refuse_apart(site: Site) -> None:
 
 
 def _shared_as_written(site: Site) -> bool:
-    """Whether heads share keys as they are, on a device whose kernels take heads without keys of their own.
+    """Whether heads share keys, and queries meet these as they do in the graph.
 
-    If a W_UK were absorbed into the queries instead, they would be wider than in the graph."""
-    if not site.apart or site.node.meta["val"].device.type != "cpu":
+    If W_UK were absorbed into the queries instead, these would be wider than there."""
+    if not site.apart:
         return False
     written = total(product(axis.size for axis in score.summed) for score in site.attention.scores)
     return known_at_most(site.sizes["R"], written)

@@ -59,13 +59,13 @@ def test_paged_decode(arch, heads, work):
 OF_CALLS = pytest.mark.parametrize(("causal", "index"), [(False, "*i32"), (True, "*i64")])
 
 
-@pytest.mark.slow  # test_launched.py compiles it by default
+@pytest.mark.slow
 @OF_CALLS
 def test_warp_groups(causal, index):
     assert_warp_groups(compile_specialised("sm_90", causal, index))
 
 
-@pytest.mark.slow  # test_launched.py compiles it by default
+@pytest.mark.slow
 @OF_CALLS
 def test_tensor_memory(causal, index):
     assert_tensor_memory(compile_specialised("sm_100", causal, index))
@@ -98,6 +98,14 @@ def test_int8(arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_fp8_of_named_keys(arch):
     assert_clean(compile_attention(arch, 128, coded=FP8, kind="named", work="parts"), arch)
+
+
+@pytest.mark.parametrize("heads", [pytest.param(128, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize("width", [pytest.param(512, marks=pytest.mark.slow), 256])
+@pytest.mark.parametrize("arch", SOME)
+def test_keys_with_a_latent_of_their_own(arch, width, heads):
+    """It is a rope key as wide as the latent. Few bytes are spilled before the loop and read after it."""
+    assert_clean(compile_attention(arch, heads, kind="rows", rank=width, rope=width), arch, 48, 0)
 
 
 @pytest.mark.parametrize("shared", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -144,7 +152,7 @@ def test_chunks_of_sequences_of_unequal_lengths(arch, causal):
         assert matrix_unit(record.assembly) == "wgmma.mma_async"
 
 
-@pytest.mark.slow  # test_launched.py compiles it by default
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_chunks_are_gathered_without_the_stack(arch, fp8):
@@ -156,7 +164,7 @@ def test_chunks_are_gathered_without_the_stack(arch, fp8):
 @pytest.mark.slow
 @pytest.mark.parametrize("state", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("widths", [(128, 64, 128), (192, 64, 256), (64, 32, 64), (96, 0, 80)], ids=str)
+@pytest.mark.parametrize("widths", [(128, 64, 128), (192, 64, 256), (64, 32, 64), (96, 0, 80), (0, 256, 64)], ids=str)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_chunks_of_other_widths(arch, widths, dtype, state):
     record = compile_chunk(arch, dtype, state=state, widths=widths)
@@ -195,12 +203,12 @@ def test_gradients(arch, of):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["queries", "keys"])
-@pytest.mark.parametrize("widths", [(128, 64, 128), (192, 64, 256), (64, 32, 64), (96, 0, 80)], ids=str)
+@pytest.mark.parametrize("widths", [(128, 64, 128), (192, 64, 256), (64, 32, 64), (96, 0, 80), (0, 256, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_gradients_of_other_widths(arch, dtype, widths, of):
-    # For the widest heads some numbers are spilled before the loop and read after it; Triton 3.6 reads some in it.
-    stack, in_loop = (80, 5) if version("triton") < "3.9" else (24 * (widths[0] == 192), 0)
+    # For the widest heads and ropes some numbers are spilled before the loop and read after it; Triton 3.6 reads some in it.
+    stack, in_loop = (80, 5) if version("triton") < "3.9" else (24 * (widths[0] == 192) + 8 * (widths[1] == 256), 0)
     assert_clean(compile_backward(arch, of, dtype, causal=False, widths=widths), arch, stack, in_loop)
 
 

@@ -31,6 +31,7 @@ SIZES = {
     "one key": ((2, 1, 1, 1, 5, 3, 1, 2), 8),
     "a key at a time": ((1, 3, 5, 1, 8, 5, 2, 3), 1),
     "several short sequences": ((5, 4, 6, 2, 8, 5, 2, 3), 13),
+    "keys that heads share": ((2, 10, 38, 2, 11, 0, 24, 9), 20),
 }
 
 

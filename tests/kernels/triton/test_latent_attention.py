@@ -23,6 +23,7 @@ SIZES = {
     "several tokens": (2, 5, 40, 4, 33, 5, 7, 9),
     "no rope": (2, 2, 20, 2, 16, 8, 0, 8),
     "one key": (2, 1, 1, 1, 5, 3, 1, 2),
+    "a rope key wider than the latent": (2, 2, 40, 2, 24, 8, 80, 8),
 }
 
 

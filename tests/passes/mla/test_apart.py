@@ -147,16 +147,8 @@ def test_keys_that_heads_share_are_no_part_of_what_is_up_projected() -> None:
     assert not unfolded(traced)
 
 
-def test_kernels_of_other_devices_have_keys_for_each_head() -> None:
-    (outcome,) = rewrite(capture(heads_share, *(t.to("meta") for t in mla.tensors())), "chunked")
-    assert outcome.path == "unchanged"
-    assert "expected keys that are up-projected from one latent for many queries, found keys" in outcome.reason
-
-
-def test_kernels_of_other_devices_hold_rope_keys_whole() -> None:
-    """The keys' latent would be a rope key, and is too wide for kernels other than those of CPUs."""
-    function = APART["two latents in one cache"]
-    module = capture(function, *(t.to("meta") for t in mla.tensors()))
-    (outcome,) = rewrite(module, "absorbed")
-    assert outcome.path == "unchanged"
-    assert "expected keys and values from one latent on meta, found keys from `" in outcome.reason
+@pytest.mark.parametrize("path", ["absorbed", "chunked"])
+@pytest.mark.parametrize("function", [APART["two latents in one cache"], heads_share])
+def test_on_other_devices_too(function: Function, path: str) -> None:
+    (outcome,) = rewrite(capture(function, *(t.to("meta") for t in mla.tensors())), path)
+    assert outcome.path == path
