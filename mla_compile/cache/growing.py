@@ -87,11 +87,10 @@ class GrowingLayer(DynamicLayer):
         super().reset()
 
     def _check_count(self, tensor: Tensor | None) -> None:
-        if tensor is not None and tensor.shape[-2] != self._room.holds(self._index):
-            raise CacheMismatchError(
-                f"expected the {self._room.holds(self._index)} tokens of layer {self._index}, found {tensor.shape[-2]}: "
-                "crop the cache, or update it"
-            )
+        count = self._room.holds(self._index)
+        if tensor is not None and tensor.shape[-2] != count:
+            found = f"found {tensor.shape[-2]}: crop the cache, or update it"
+            raise CacheMismatchError(f"expected the {count} tokens of layer {self._index}, {found}")
 
 
 class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):

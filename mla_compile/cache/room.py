@@ -13,8 +13,8 @@ class Room:
     """The number of tokens that the layers hold, `length`, and have room for, `rows`.
 
     All layers share one `Room`, so that a compiled step has a single length. In each step every layer that takes part
-    writes once, to the same rows. A layer that lacks some of the last tokens, as it has yet to write them or was cropped
-    alone, has to write these before the next step.
+    writes once, to the same rows. A layer that lacks some of the last tokens, because it has yet to write them or was
+    cropped alone, has to write these before the next step.
     """
 
     def __init__(self, tokens: int) -> None:

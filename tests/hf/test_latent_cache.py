@@ -174,7 +174,9 @@ def test_a_layer_that_is_cropped_alone_has_fewer_tokens_and_the_next_step_says_s
         layer_by_layer(cache, (0, 1))
     cache.layers[0].crop(-3)
     layer_by_layer(cache, (0, 1))
-    assert all(torch.equal(layer.keys[:, :, :1], keys[:, :, :1]) for layer, keys in zip(cache.layers, kept, strict=True))
+    assert all(
+        torch.equal(layer.keys[:, :, :1], keys[:, :, :1]) for layer, keys in zip(cache.layers, kept, strict=True)
+    )
     assert cache.get_seq_length() == 2
 
 
