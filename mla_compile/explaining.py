@@ -11,6 +11,8 @@ from .dynamo.afresh import compiled_afresh
 from .report import Report, merged
 
 
+# torch has no type stubs for `disable`.
+@torch.compiler.disable(reason="it compiles what it is given")  # type: ignore[untyped-decorator]
 def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
     """Trace `model` afresh, rewrite it as `backend="mla"` does, run it once on the arguments without gradients, and
     report what became of its attentions. Inductor generates no code, and code that was compiled before stays.

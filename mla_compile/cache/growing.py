@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer
 
 from ..errors import CacheMismatchError
-from .room import Room
+from .room import Room, check_sizes
 
 
 class GrowingLayer(DynamicLayer):
-    """The keys and values of one layer, in buffers. Setting them replaces the buffers by others of as many tokens."""
+    """The keys and values of one layer, in buffers. Setting them replaces the buffers by others of as many tokens.
+
+    Raises, where they are set: CacheMismatchError for another number of tokens.
+    """
 
     def __init__(self, room: Room, index: int) -> None:
         self._room, self._index = room, index
@@ -28,19 +31,21 @@ class GrowingLayer(DynamicLayer):
     @property
     def keys(self) -> Tensor | None:
         """`[B, H, T, L]`; None before the first token."""
-        return self._room.filled(self._keys)
+        return self._room.filled(self._index, self._keys)
 
     @keys.setter
     def keys(self, tensor: Tensor | None) -> None:
+        self._check_count(tensor)
         self._keys = tensor
 
     @property
     def values(self) -> Tensor | None:
         """`[B, H, T, R]`; None before the first token."""
-        return self._room.filled(self._values)
+        return self._room.filled(self._index, self._values)
 
     @values.setter
     def values(self, tensor: Tensor | None) -> None:
+        self._check_count(tensor)
         self._values = tensor
 
     @property
@@ -57,6 +62,8 @@ class GrowingLayer(DynamicLayer):
         """Append keys `[B, H, S, L]` and values `[B, H, S, R]`, and return those of all T tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        check_sizes(self._keys, key_states)
+        check_sizes(self._values, value_states)
         self._room.extend(self._index, key_states.shape[-2])
         self._keys = self._room.put(self._keys, key_states)
         self._values = self._room.put(self._values, value_states)
@@ -66,7 +73,7 @@ class GrowingLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         """The number of tokens of each sequence."""
-        return self._room.length if self.is_initialized else 0
+        return self._room.holds(self._index)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens (in transformers the number is negative), in place."""
@@ -78,6 +85,12 @@ class GrowingLayer(DynamicLayer):
         """Forget all tokens, and the buffers with them."""
         self._room.reset(self._index)
         super().reset()
+
+    def _check_count(self, tensor: Tensor | None) -> None:
+        count = self._room.holds(self._index)
+        if tensor is not None and tensor.shape[-2] != count:
+            found = f"found {tensor.shape[-2]}: crop the cache, or update it"
+            raise CacheMismatchError(f"expected the {count} tokens of layer {self._index}, {found}")
 
 
 class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):
@@ -93,7 +106,7 @@ class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):
     @property
     def indexer_keys(self) -> Tensor | None:
         """`[B, T, I]`; None before the first token."""
-        return self._indexer_room.filled(self._indexer_keys)
+        return self._indexer_room.filled(self._index, self._indexer_keys)
 
     @indexer_keys.setter
     def indexer_keys(self, tensor: Tensor | None) -> None:
@@ -102,6 +115,7 @@ class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Append keys `[B, S, I]` of the indexer, and return those of all T tokens."""
         self.is_indexer_initialized = True
+        check_sizes(self._indexer_keys, indexer_key_states)
         self._indexer_room.extend(self._index, indexer_key_states.shape[-2])
         self._indexer_keys = self._indexer_room.put(self._indexer_keys, indexer_key_states)
         assert self.indexer_keys is not None
@@ -128,7 +142,8 @@ class LatentCache(DynamicCache):
     Layers that do not hold all tokens (sliding windows, states of linear attention) stay transformers' own.
 
     Args: config, of a transformers model; tokens, the number per sequence for which there is room from the start.
-    Raises, where it is written: CacheMismatchError for another batch than before, or if a layer was left out of a step.
+    Raises, where it is written: CacheMismatchError for another batch than before, or if a layer was left out of a step,
+    writes another number of tokens than the others, or was cropped alone.
     """
 
     def __init__(self, config: Any, tokens: int = 0) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .room import Room
+from .room import Room, check_sizes
 
 
 class IndexerKeys:
@@ -16,8 +16,10 @@ class IndexerKeys:
 
     def update(self, keys: Tensor, layer: int) -> Tensor:
         """Append keys `[B, S, I]` of a layer, and return those of all T tokens."""
+        before = self._buffers.get(layer)
+        check_sizes(before, keys)
         self._room.extend(layer, keys.shape[-2])
-        buffer = self._room.put(self._buffers.get(layer), keys)
+        buffer = self._room.put(before, keys)
         self._buffers[layer] = buffer
         return buffer.narrow(-2, 0, self._room.length)
 

@@ -22,6 +22,7 @@ from .model_layers import is_latents, others_than_kept, own_layers, sizes_of
 from .pool import PagePool, check_count
 from .shared_table import SharedTable
 from .shares import Shares
+from .steps import Steps
 from .table import BlockTable
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class PagedLatentCache(Base):
         self._places = dict(zip(latents, range(len(latents)), strict=True))
         self._table: BlockTable | None = None if batch is None else self._new_table(batch)
         self._indexer_keys = IndexerKeys()
+        self._steps = Steps(len(pool.layers))
         pool.collect()  # which compiled steps of this cache cannot
 
     @classmethod
@@ -169,11 +171,12 @@ class PagedLatentCache(Base):
         If tokens are split over ranks, whole pages of all ranks are gathered. Then, and for a batch that has all its
         pages from the start, the mask must hide keys behind the last token, as with a static cache.
 
-        The call of the first layer makes room for the tokens; the other layers write to the same places. The result is
-        a naive read of the pages, which `backend="mla"` replaces by attention that reads the pages itself.
+        The first call in a step makes room for the tokens; the other layers write to the same places. The result is a
+        naive read of the pages, which `backend="mla"` replaces by attention that reads the pages itself.
 
-        Raises: OutOfPagesError, FreedError, with nothing changed; CacheMismatchError for other widths, another dtype,
-        device or batch.
+        Raises, with nothing changed: OutOfPagesError; FreedError; CacheMismatchError for other widths, another dtype,
+        device or batch, another number of tokens than another layer has in this step, and a layer that was left out of
+        an earlier step.
         """
         if self._keeps(layer_idx):
             states: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
@@ -188,14 +191,16 @@ class PagedLatentCache(Base):
             )
         for tensor in (key_states, value_states):
             self.pool.check(tensor)
-        if self._table is None:
-            self._table = self._new_table(batch)
-        if self._table.batch != batch:
-            raise CacheMismatchError(f"expected tokens of {self._table.batch} sequences, found {batch}")
-        if layer_idx == 0:
-            self._table.extend(count)
-        self._table.write(layer_idx, torch.cat([key_states, value_states], dim=-1)[:, 0])
-        latent, k_rope = self._table.keys(layer_idx)
+        tokens = torch.cat([key_states, value_states], dim=-1)[:, 0]
+        table = self._new_table(batch) if self._table is None else self._table
+        if table.batch != batch:
+            raise CacheMismatchError(f"expected tokens of {table.batch} sequences, found {batch}")
+        if self._steps.begins(layer_idx, count):
+            table.extend(count)
+        self._steps.take(layer_idx, count)
+        self._table = table
+        table.write(layer_idx, tokens)
+        latent, k_rope = table.keys(layer_idx)
         return latent[:, None], k_rope[:, None]
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
@@ -243,6 +248,7 @@ class PagedLatentCache(Base):
         if tokens_to_remove and self._table is not None:
             self._table.crop(int(self.get_seq_length()) + int(tokens_to_remove))
             self._indexer_keys.crop(-int(tokens_to_remove))
+            self._steps.crop(-int(tokens_to_remove))
             self._own()
 
     def fork(self, rows: Tensor | None = None) -> PagedLatentCache:
@@ -251,6 +257,7 @@ class PagedLatentCache(Base):
         other.batch = self.batch if rows is None or self.batch is None else len(rows)
         if self._table is not None:
             other._table = self._table.fork(rows)
+            other._steps = self._steps.fork()
             every = torch.arange(self.batch_size) if rows is None else rows
             other._indexer_keys = self._indexer_keys.select(every)
             other.layers = copy.deepcopy(self.layers)
@@ -262,7 +269,7 @@ class PagedLatentCache(Base):
         """Release all pages; the cache is empty and can be used again."""
         if self._table is not None:
             self._table.free()
-        self._table, self._indexer_keys = None, IndexerKeys()
+        self._table, self._indexer_keys, self._steps = None, IndexerKeys(), Steps(len(self.pool.layers))
         self.layers = copy.deepcopy(self._unused)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -293,6 +300,7 @@ class PagedLatentCache(Base):
         if self._table is None:
             return
         self._table = self._table.select(rows)
+        self._steps.end()
         self.batch = self.batch and self._table.batch
         self._indexer_keys = self._indexer_keys.select(rows)
         for layer in self._kept():

@@ -10,70 +10,91 @@ from .inference_mode import is_locked, to_be_written
 
 
 class Room:
-    """The number of tokens that each of some layers holds, `length`, and has room for, `rows`.
+    """The number of tokens that the layers hold, `length`, and have room for, `rows`.
 
     All layers share one `Room`, so that a compiled step has a single length. In each step every layer that takes part
-    writes once, to the same rows; the first layer of all leads when tokens are forgotten.
+    writes once, to the same rows. A layer that lacks some of the last tokens, because it has yet to write them or was
+    cropped alone, has to write these before the next step.
     """
 
     def __init__(self, tokens: int) -> None:
         self.length, self.rows = 0, tokens + 1
-        self._has_last: dict[int, bool] = {}
-        """Whether a layer has written the tokens of the last step; the layer that leads comes first."""
-        self._is_first = True
-        """Whether the last step is the first one."""
+        self._lacks: dict[int, int] = {}
+        """How many of the last tokens each layer lacks that has written any."""
+
+    def holds(self, layer: int) -> int:
+        """The number of tokens of a layer."""
+        return self.length - self._lacks.get(layer, self.length)
 
     def extend(self, layer: int, count: int) -> None:
-        """Make room for `count` more tokens of a layer, which begin a step if it has those of the last one.
+        """Make room for `count` more tokens of a layer, which begin a step unless it lacks as many.
 
-        Raises: CacheMismatchError if another layer lacks tokens of the last step then, or this one those before.
+        Raises, with nothing changed: CacheMismatchError if it lacks another number of tokens, or another layer lacks
+        some when a step begins.
         """
-        has_last = self._has_last.get(layer)
-        if has_last is None and not self._is_first:
-            raise CacheMismatchError(f"expected tokens of layer {layer} from the first step on, found none before")
-        if has_last or not self._has_last:
-            for other, has in self._has_last.items():
-                if not has:
-                    raise CacheMismatchError(f"expected tokens of layer {other} in each step, found none in the last")
-            self._is_first = not self._has_last
-            self._has_last = dict.fromkeys(self._has_last, False)
+        lacking = self._lacks.get(layer, self.length)
+        if lacking:
+            if count != lacking:
+                raise CacheMismatchError(f"expected the {lacking} tokens that layer {layer} lacks, found {count}")
+        else:
+            for other, others in self._lacks.items():
+                if others:
+                    raise CacheMismatchError(
+                        f"expected tokens of layer {other} in each step, found that it lacks the last {others}"
+                    )
+            self._lacks = dict.fromkeys(self._lacks, count)
             self.length += count
             if self.length >= self.rows:  # never full, so that in all compiled code the tokens are a part of the buffer
                 self.rows = 2 * self.length
-        self._has_last[layer] = True
+        self._lacks[layer] = 0
 
     def crop(self, layer: int, count: int) -> None:
-        """Forget the last `count` tokens of a layer."""
-        if layer == next(iter(self._has_last), None):
-            self.length = max(0, self.length - count)
+        """Forget the last `count` tokens of a layer, or all if it has fewer."""
+        if layer in self._lacks:
+            self._lacks[layer] += min(count, self.holds(layer))
+            self._forget()
 
     def reset(self, layer: int) -> None:
         """Forget all tokens of a layer."""
-        self._has_last.pop(layer, None)
-        if not self._has_last:
-            self.length, self._is_first = 0, True
+        self._lacks.pop(layer, None)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the tokens that every layer lacks."""
+        none_has = min(self._lacks.values(), default=self.length)
+        self.length -= none_has
+        for layer in self._lacks:
+            self._lacks[layer] -= none_has
 
     def put(self, buffer: Tensor | None, new: Tensor) -> Tensor:
-        """Write `new` `[..., S, W]` as the last tokens to `buffer` `[..., rows, W]`, or to a copy if that is too small
-        or has to stay as it is; return the buffer. Raises: CacheMismatchError for other sizes than the buffer's."""
-        if buffer is not None and (buffer.shape[:-2], buffer.shape[-1]) != (new.shape[:-2], new.shape[-1]):
-            raise CacheMismatchError(
-                f"expected tokens of shape {[*buffer.shape[:-2], 'S', buffer.shape[-1]]}, found {list(new.shape)}"
-            )
+        """Write `new` `[..., S, W]` as the last tokens to `buffer` `[..., rows, W]`, or to a copy if that is too small,
+        of a dtype that does not hold them, or has to stay as it is; return the buffer."""
         count = new.shape[-2]
         start = self.length - count
-        if buffer is None or buffer.shape[-2] < self.rows or _stays(buffer):
+        dtype = new.dtype if buffer is None else torch.promote_types(buffer.dtype, new.dtype)
+        if buffer is None or buffer.shape[-2] < self.rows or buffer.dtype != dtype or _stays(buffer):
             with to_be_written():
-                other = new.new_empty(*new.shape[:-2], self.rows, new.shape[-1])
+                other = new.new_empty(*new.shape[:-2], self.rows, new.shape[-1], dtype=dtype)
             if buffer is not None:
                 other.narrow(-2, 0, start).copy_(buffer.narrow(-2, 0, start))
             buffer = other
         buffer.narrow(-2, start, count).copy_(new)
         return buffer
 
-    def filled(self, buffer: Tensor | None) -> Tensor | None:
-        """The tokens that a buffer holds."""
-        return None if buffer is None else buffer.narrow(-2, 0, self.length)
+    def filled(self, layer: int, buffer: Tensor | None) -> Tensor | None:
+        """The tokens of a layer that a buffer holds."""
+        return None if buffer is None else buffer.narrow(-2, 0, self.holds(layer))
+
+
+def check_sizes(buffer: Tensor | None, new: Tensor) -> None:
+    """Check that tokens `new` `[..., S, W]` have the sizes of those in a buffer `[..., rows, W]`, if there is one.
+
+    Raises: CacheMismatchError if they do not.
+    """
+    if buffer is not None and (buffer.shape[:-2], buffer.shape[-1]) != (new.shape[:-2], new.shape[-1]):
+        raise CacheMismatchError(
+            f"expected tokens of shape {[*buffer.shape[:-2], 'S', buffer.shape[-1]]}, found {list(new.shape)}"
+        )
 
 
 def _stays(buffer: Tensor) -> bool:

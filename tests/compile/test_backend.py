@@ -370,6 +370,16 @@ def test_explain_looks_into_what_is_compiled_already():
     assert len(mla_compile.reports()) == before, "what was compiled is still there"
 
 
+def test_explain_runs_outside_of_the_code_that_calls_it():
+    module, inputs = Combined(), decode_inputs()
+
+    def asking(x):
+        return x + mla_compile.explain(module, *inputs).rewritten
+
+    compiled = torch.compile(asking, backend="eager")
+    assert torch.equal(compiled(torch.zeros(2)), torch.ones(2))
+
+
 def test_explain_traces_afresh_and_says_what_happened():
     report = mla_compile.explain(Combined(), *decode_inputs())
     assert [site.path for site in report.sites] == ["absorbed"]

@@ -118,9 +118,9 @@ def layer_by_layer(cache, layers, batch=2):
 @pytest.mark.parametrize(
     ("steps", "found"),
     [
-        ([(0, 1), (0,), (0, 1)], "tokens of layer 1 in each step, found none in the last"),
-        ([(0,), (0, 1)], "tokens of layer 1 from the first step on, found none before"),
-        ([(0, 0, 1)], "tokens of layer 1 from the first step on, found none before"),
+        ([(0, 1), (0,), (0, 1)], "tokens of layer 1 in each step, found that it lacks the last 1"),
+        ([(0,), (0, 1)], "the 2 tokens that layer 1 lacks, found 1"),
+        ([(0, 0, 1)], "the 2 tokens that layer 1 lacks, found 1"),
     ],
 )
 def test_every_layer_takes_part_in_every_step(steps, found):
@@ -149,3 +149,66 @@ def test_another_batch_is_refused_until_it_is_reset():
     cache.reset()
     layer_by_layer(cache, (0, 1), batch=1)
     assert cache.get_seq_length() == 1
+
+
+def test_each_layer_has_as_many_tokens_in_a_step():
+    cache = LatentCache.of(build("v3"))
+    layer_by_layer(cache, (0, 1))
+    layer_by_layer(cache, (0,))
+    for count in (0, 2):
+        with pytest.raises(CacheMismatchError, match=f"the 1 tokens that layer 1 lacks, found {count}"):
+            cache.update(torch.ones(2, 1, count, 16), torch.ones(2, 1, count, 8), 1)
+    layer_by_layer(cache, (1, 0, 1))
+    assert [layer.get_seq_length() for layer in cache.layers] == [3, 3]
+
+
+def test_a_layer_that_is_cropped_alone_has_fewer_tokens_and_the_next_step_says_so():
+    cache = LatentCache.of(build("v3"))
+    for _ in range(4):
+        layer_by_layer(cache, (0, 1))
+    kept = [layer.keys.clone() for layer in cache.layers]
+    cache.layers[1].crop(-3)
+    assert [layer.get_seq_length() for layer in cache.layers] == [4, 1]
+    assert torch.equal(cache.layers[1].keys, kept[1][:, :, :1])
+    with pytest.raises(CacheMismatchError, match="tokens of layer 1 in each step, found that it lacks the last 3"):
+        layer_by_layer(cache, (0, 1))
+    cache.layers[0].crop(-3)
+    layer_by_layer(cache, (0, 1))
+    assert all(
+        torch.equal(layer.keys[:, :, :1], keys[:, :, :1]) for layer, keys in zip(cache.layers, kept, strict=True)
+    )
+    assert cache.get_seq_length() == 2
+
+
+def test_tokens_that_are_refused_change_nothing():
+    cache = LatentCache.of(build("v3", layers=1))
+    layer_by_layer(cache, (0,))
+    keys = cache.layers[0].keys.clone()
+    for latent, rope in (((1, 16), (1, 8)), ((2, 16), (2, 4)), ((2, 8), (2, 8))):
+        with pytest.raises(CacheMismatchError, match="expected tokens of shape"):
+            cache.update(torch.ones(latent[0], 1, 1, latent[1]), torch.ones(rope[0], 1, 1, rope[1]), 0)
+    assert torch.equal(cache.layers[0].keys, keys)
+    layer_by_layer(cache, (0,))
+    assert torch.equal(cache.layers[0].keys[:, :, :1], keys)
+    assert cache.get_seq_length() == 2
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32", "bfloat16"), ("float32", "float64", "float32")])
+def test_tokens_of_a_wider_dtype_keep_their_digits(dtypes):
+    model = build("v3", layers=1)
+    caches = transformers.DynamicCache(config=model.config), LatentCache.of(model, tokens=8)
+    for dtype in dtypes:
+        latent, rope = (torch.randn(2, 1, 3, width, dtype=getattr(torch, dtype)) for width in (16, 8))
+        expected, found = (cache.update(latent, rope, 0) for cache in caches)
+        for wanted, tensor in zip(expected, found, strict=True):
+            assert tensor.dtype == wanted.dtype
+            assert torch.equal(tensor, wanted)
+
+
+def test_keys_that_are_set_are_as_many_as_before():
+    cache = LatentCache.of(build("v3"))
+    layer_by_layer(cache, (0, 1))
+    layer = cache.layers[0]
+    layer.keys = 2 * layer.keys
+    with pytest.raises(CacheMismatchError, match="expected the 1 tokens of layer 0, found 2"):
+        layer.keys = layer.keys.repeat(1, 1, 2, 1)
