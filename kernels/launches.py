@@ -66,7 +66,8 @@ def launch_of(
     from ._common.tiles import takes
 
     machine = present(q.device)
-    if caches and not takes(machine, *(rows.shape[-1] for rows in caches), q.itemsize):
+    widths = [rows.shape[-1] for rows in caches]
+    if widths and not takes(machine, widths[0], widths[1], q.itemsize):
         return None
     if launcher.others is not None and not _is_ours(launcher.others, x, machine, kernels):
         return None
