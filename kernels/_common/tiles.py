@@ -129,8 +129,8 @@ def choose(
 ) -> Tiles:
     """Tiles for groups of `rows` rows, latents of `rank` and rope keys of `rope` columns, in one byte each if `fp8`.
 
-    Latents wider than the table is made for take fewer rows, and so do wider rope keys on sm_100. Where the tiles do not fit the machine's memory, they are
-    shrunk.
+    Latents wider than the table is made for take fewer rows, and so do wider rope keys on sm_100. Where the tiles do
+    not fit the machine's memory, they are shrunk.
     """
     choice = _TABLE[family(machine)]
     if itemsize == 4:

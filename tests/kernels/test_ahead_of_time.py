@@ -207,7 +207,7 @@ def test_gradients(arch, of):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_gradients_of_other_widths(arch, dtype, widths, of):
-    # For the widest heads and ropes some numbers are spilled before the loop and read after it; Triton 3.6 reads some in it.
+    # For the widest some numbers are spilled before the loop and read after it; Triton 3.6 reads some in it.
     stack, in_loop = (80, 5) if version("triton") < "3.9" else (24 * (widths[0] == 192) + 8 * (widths[1] == 256), 0)
     assert_clean(compile_backward(arch, of, dtype, causal=False, widths=widths), arch, stack, in_loop)
 
