@@ -4,9 +4,12 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pytest
+
 DEMO = Path(__file__).parents[1] / "examples" / "demo.py"
 
 
+@pytest.mark.slow
 def test_the_demo_writes_the_text_of_eager(monkeypatch, capsys, without_codegen):
     spec = importlib.util.spec_from_file_location("demo", DEMO)
     demo = importlib.util.module_from_spec(spec)

@@ -69,7 +69,7 @@ def empty(dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("of_scores", [as_they_are, capped])
+@pytest.mark.parametrize("of_scores", [as_they_are, pytest.param(capped, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_prompts_and_steps_at_any_length(dtype: torch.dtype, of_scores: Callable[[Tensor], Tensor]) -> None:
     shapes = check_prompts_and_steps(lambda: TwoLatents(of_scores), dtype)

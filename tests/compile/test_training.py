@@ -22,7 +22,9 @@ from tests.models import HIDDEN, L, N, P, R, V
 from tests.training import Rewritten, assert_gradients_of, gradients
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float64], ids=str
+)
 def test_a_layer_is_trained(dtype):
     torch.manual_seed(0)
     compiled = assert_trained(Layer().to(dtype), hidden(dtype), rewritten=1)
