@@ -84,6 +84,8 @@ class GrowingLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget all tokens, and the buffers with them."""
         self._room.reset(self._index)
+        self._keys = self._values = None
+        self.is_initialized = False  # transformers 5.17 keeps what is, filled with zeros
         super().reset()
 
     def _check_count(self, tensor: Tensor | None) -> None:
@@ -131,6 +133,8 @@ class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):
     def reset(self) -> None:
         """Forget all tokens, and the buffers with them."""
         self._indexer_room.reset(self._index)
+        self._indexer_keys = self.indexer_position_ids = None
+        self.is_indexer_initialized = False
         super().reset()
 
 
