@@ -129,7 +129,8 @@ def refuse_apart(site: Site) -> None:
 def _shared_as_written(site: Site) -> bool:
     """Whether heads share keys, and queries meet these as they do in the graph.
 
-    If W_UK were absorbed into the queries instead, these would be wider than there."""
+    If W_UK were absorbed into the queries instead, these would be wider than there.
+    """
     if not site.apart:
         return False
     written = total(product(axis.size for axis in score.summed) for score in site.attention.scores)
