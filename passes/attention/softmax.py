@@ -4,6 +4,7 @@
     e = exp(s);  e / e.sum(),  e * (1 / e.sum())               by hand
     e = exp(s);  (e @ v) / e.sum()                             by hand, divided after the product with the values
     e = exp2(s), 2**s                                          of scores times log 2
+    e / max(e.sum(), 1e-20)                                    bounded by less than it is in a row with keys
     e / (1 + e.sum())                                          with a share for keys without values (see `shares`)
     nan_to_num(w), where(seen, w, 0)                           with some of them set to 0 (see `zeroed`)
 
