@@ -1,202 +1,79 @@
-"""Distribute products over sums of attention weights, if each of the resulting attentions is proved to be MLA.
+"""Rephrase what is not written as MLA, but is equal to it: put other code in its place, if that is proved to be MLA.
 
-Before   o = (softmax(a) - s * softmax(b)) @ v                    differential attention: one product
-After    o = softmax(a) @ v - s * (softmax(b) @ v)                two, each an attention
-
-Before   o = (g * softmax(a)) @ v                                 g: a number for each head or query, as a gate
-After    o = g * (softmax(a) @ v)
-
-If one of them is not MLA, a second product gains nothing, and the graph stays as it was.
+`sums_of_weights` and `seams` say what is rephrased, and how.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from ..algebra.sizes import Unaligned, same
-from ..algebra.terms import Form
-from ..attention.attention import Attention
-from ..attention.copies import original_of
+from ..algebra.sizes import Unaligned
 from ..attention.find import find
-from ..attention.nearly import SUMS, softmaxes
-from ..attention.pieces import PRODUCTS
-from ..attention.softmax import weights_of
 from ..code.splicing import emit
 from ..masks.meaning import Meaning, understand
 from ..mla.prove import prove
 from ..mla.site import Site
-from ..nodes.arguments import arguments, aten, factor_of, is_tensor
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
+from .seams import may_be_seam, seams_in
+from .sums_of_weights import distributed_in, may_be_sum
 
-_SOFTMAXES = {aten._softmax.default, aten._safe_softmax.default}
-_CHANGES = {*SUMS, aten.mul.Tensor}
-
-
-@dataclass(frozen=True)
-class _Addend:
-    """`number * weights`, times the tensors `factors`, each of which is the same for all keys."""
-
-    weights: fx.Node
-    number: float = 1.0
-    factors: tuple[fx.Node, ...] = ()
+Choose = Callable[[Site, Meaning, Trace], object]
 
 
-@dataclass(frozen=True)
-class _Distributed:
-    """The product `place` of a sum of weights, as a sum of products; called with the values of its `sources`."""
-
-    place: fx.Node
-    addends: tuple[_Addend, ...]
+class Rephrasing(Protocol):
+    """Other code for one node of a graph: a function of the values of `sources`."""
 
     @property
-    def sources(self) -> list[fx.Node]:
-        tensors = [node for addend in self.addends for node in (addend.weights, *addend.factors)]
-        return [arguments(self.place)[1], *tensors]
+    def place(self) -> fx.Node:
+        """The node."""
 
-    def __call__(self, values: Tensor, *tensors: Tensor) -> Tensor:
-        given, total = iter(tensors), None
-        for addend in self.addends:
-            weights = next(given)
-            product = _merged(weights.to(values.dtype), values.dim()) @ values
-            product = product.reshape(*weights.shape[:-1], values.shape[-1]) * addend.number
-            for _ in addend.factors:
-                product = product * next(given)
-            total = product if total is None else total + product
-        assert total is not None
-        return _merged(total, values.dim()).to(values.dtype)
+    @property
+    def sources(self) -> Sequence[fx.Node]:
+        """The nodes whose values the code takes."""
+
+    def __call__(self, *values: Any) -> Tensor:
+        """The code."""
+
+    def holds(self, added: Container[fx.Node], sites: Sequence[Site]) -> bool:
+        """Whether `sites`, those of a graph in which the code is the nodes `added`, show that it was worth it."""
 
 
-def _merged(tensor: Tensor, dims: int) -> Tensor:
-    """A tensor with its first dimensions merged into one, so that `dims` are left, if it has more than these."""
-    return tensor.flatten(0, -dims) if tensor.dim() > dims else tensor
-
-
-def rephrase(module: fx.GraphModule, choose: Callable[[Site, Meaning, Trace], object]) -> None:
-    """Distribute products over sums of attention weights in a graph, and take factors of weights out of them, if all
-    attentions that result are MLA and `choose` finds paths for them."""
-    if not any(map(_may_be_sum, module.graph.nodes)):
+def rephrase(module: fx.GraphModule, choose: Choose) -> None:
+    """Rephrase what becomes MLA by that, for which `choose` finds paths."""
+    if not any(may_be_sum(node) or may_be_seam(node) for node in module.graph.nodes):
         return
-    found = list(_distributed(module.graph, Trace(module.graph)))
+    found = list(_rephrasings(module.graph))
     if not found:
         return
-    mapped: dict[fx.Node, fx.Node] = {}
-    tried = fx.Graph()
-    tried.output(tried.graph_copy(module.graph, mapped))
-    tried = fx.GraphModule(module, tried).graph
-    names = {node.name: node for node in tried.nodes}
-    products = [_put(tried, _renamed(each, names, mapped)) for each in found]
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(module.graph, {}))
+    tried = fx.GraphModule(module, copied).graph
+    trials = [(each, _put(tried, each)) for each in list(_rephrasings(tried))]
     trace = Trace(tried)
-    proved = {found.node for found in find(tried, trace) if _is_taken(found, trace, choose)}
-    for each, own in zip(found, products, strict=True):
-        if own <= proved:
+    sites = list(_sites(tried, trace, choose))
+    for each, (trial, added) in zip(found, trials, strict=True):
+        if trial.holds(added, sites):
             _put(module.graph, each)
     module.recompile()
 
 
-def _may_be_sum(node: fx.Node) -> bool:
-    """Whether a node may be a sum of softmaxes, each of which lies at most a few steps back, or a multiple of one."""
-
-    def leads(operand: Any, steps: int) -> bool:
-        if not isinstance(operand, fx.Node) or steps == 0:
-            return False
-        return operand.target in _SOFTMAXES or any(leads(before, steps - 1) for before in operand.all_input_nodes)
-
-    if node.target is aten.mul.Tensor:  # of the weights as they are, or a cast of them: not of some, as routers have
-        return any(leads(operand, 2) for operand in arguments(node))
-    return node.target in SUMS and all(leads(operand, 4) for operand in arguments(node)[:2])
+def _rephrasings(graph: fx.Graph) -> Iterator[Rephrasing]:
+    trace = Trace(graph)
+    yield from distributed_in(graph, trace)
+    yield from seams_in(graph, trace)
 
 
-def _distributed(graph: fx.Graph, trace: Trace) -> Iterator[_Distributed]:
-    for node in graph.nodes:
-        if node.target not in PRODUCTS:
-            continue
-        operand = arguments(node)[0]
-        source = trace.source(operand)
-        if source is None or source.target not in _CHANGES or not is_tensor(source):
-            continue
-        if source.target not in SUMS and weights_of(source, trace) is not None:
-            continue
-        addends = _together(_addends(source, _Addend(source), trace) or ())
-        distributed = len(addends) > 1 or any(addend.factors for addend in addends)
-        if distributed and _in_order(trace[operand], trace[source]):
-            yield _Distributed(node, tuple(addends))
-
-
-def _in_order(operand: Form, source: Form) -> bool:
-    """Whether a tensor has all elements of another in order, and the same sizes in all its dimensions but the first."""
-    read = operand.term.read
-    if read.factors or not read.whole:
-        return False
-    if [digit.axis for digit in read.digits] != [axis for dim in operand.dims for axis in dim]:
-        return False
-    own, last = len(operand.dims), range(1, len(operand.dims))
-    return len(source.dims) >= own and all(same(source.shape[-i], operand.shape[-i]) for i in last)
-
-
-def _addends(node: fx.Node, so_far: _Addend, trace: Trace) -> list[_Addend] | None:
-    """The attention weights, all of the tensor's shape, that a tensor is a sum of; None if it is not such a sum."""
-    original = original_of(node, trace)
-    if original is None or original.factors:
-        return None
-    node = original.node
-    if weights_of(node, trace) is not None:
-        alike = node.meta["val"].dim() == so_far.weights.meta["val"].dim() and all(
-            same(a, b) for a, b in zip(trace[node].shape, trace[so_far.weights].shape, strict=True)
-        )
-        return [_Addend(node, so_far.number, so_far.factors)] if alike else None
-    a, b = (*arguments(node), None, None)[:2]
-    if node.target in (aten.add.Tensor, aten.sub.Tensor):
-        alpha = factor_of(node)
-        if alpha is None or not is_tensor(a) or not is_tensor(b):
-            return None
-        sign = alpha if node.target is aten.add.Tensor else -alpha
-        left = _addends(a, so_far, trace)
-        right = _addends(b, _Addend(so_far.weights, so_far.number * sign, so_far.factors), trace)
-        return None if left is None or right is None else [*left, *right]
-    if node.target is not aten.mul.Tensor:
-        return None
-    if isinstance(b, int | float):
-        return _addends(a, _Addend(so_far.weights, so_far.number * b, so_far.factors), trace)
-    for weights, factor in ((a, b), (b, a)):
-        if softmaxes(weights, trace) and _is_of_rows(trace[factor]):
-            return _addends(weights, _Addend(so_far.weights, so_far.number, (*so_far.factors, factor)), trace)
-    return None
-
-
-def _together(addends: Sequence[_Addend]) -> list[_Addend]:
-    """The addends, with those of the same weights and factors added up."""
-    numbers: dict[tuple[fx.Node, tuple[fx.Node, ...]], float] = {}
-    for addend in addends:
-        key = addend.weights, addend.factors
-        numbers[key] = numbers.get(key, 0.0) + addend.number
-    return [_Addend(weights, number, factors) for (weights, factors), number in numbers.items()]
-
-
-def _is_of_rows(factor: Form) -> bool:
-    """Whether a tensor is the same for all keys, which are the last dimension."""
-    return not factor.dims or not factor.dims[-1]
-
-
-def _renamed(distributed: _Distributed, names: dict[str, fx.Node], mapped: dict[fx.Node, fx.Node]) -> _Distributed:
-    def own(node: fx.Node) -> fx.Node:
-        return names[mapped[node].name]
-
-    addends = [_Addend(own(a.weights), a.number, tuple(map(own, a.factors))) for a in distributed.addends]
-    return _Distributed(own(distributed.place), tuple(addends))
-
-
-def _put(graph: fx.Graph, distributed: _Distributed) -> set[fx.Node]:
-    """Put a sum of products in the place of one; returns the products."""
-    place, before = distributed.place, set(graph.nodes)
+def _put(graph: fx.Graph, rephrasing: Rephrasing) -> set[fx.Node]:
+    """Put the code in its place; returns its nodes."""
+    place, before = rephrasing.place, set(graph.nodes)
     with graph.inserting_before(place):
-        output = emit(graph, distributed, distributed.sources, place)
+        output = emit(graph, rephrasing, rephrasing.sources, place)
     place.replace_all_uses_with(output)
     _tell_sizes_from_before(graph, before)
     unused = [place]
@@ -205,7 +82,7 @@ def _put(graph: fx.Graph, distributed: _Distributed) -> set[fx.Node]:
         if node.op == "call_function" and not node.users and not node.is_impure():
             unused = list(dict.fromkeys([*unused, *node.all_input_nodes]))
             graph.erase_node(node)
-    return {node for node in graph.nodes if node not in before and node.target in PRODUCTS}
+    return {node for node in graph.nodes if node not in before}
 
 
 def _tell_sizes_from_before(graph: fx.Graph, before: set[fx.Node]) -> None:
@@ -217,17 +94,19 @@ def _tell_sizes_from_before(graph: fx.Graph, before: set[fx.Node]) -> None:
             continue
         if node in before:
             known.setdefault(value.node.expr, node)
-        elif node.target is aten.sym_size.int and value.node.expr in known:
+        elif node.target is torch.ops.aten.sym_size.int and value.node.expr in known:
             node.replace_all_uses_with(known[value.node.expr])
             graph.erase_node(node)
 
 
-def _is_taken(found: Attention | Refusal, trace: Trace, choose: Callable[[Site, Meaning, Trace], object]) -> bool:
-    if isinstance(found, Refusal):
-        return False
-    try:
-        site = prove(found, trace)
-        choose(site, understand(site, trace), trace)
-    except (Refusal, Unaligned, GuardOnDataDependentSymNode):
-        return False
-    return True
+def _sites(graph: fx.Graph, trace: Trace, choose: Choose) -> Iterator[Site]:
+    """The sites of a graph for which there are paths."""
+    for found in find(graph, trace):
+        if isinstance(found, Refusal):
+            continue
+        try:
+            site = prove(found, trace)
+            choose(site, understand(site, trace), trace)
+        except (Refusal, Unaligned, GuardOnDataDependentSymNode):
+            continue
+        yield site

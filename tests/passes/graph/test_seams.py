@@ -1,0 +1,112 @@
+"""Keys whose columns are joined for all heads before they are cut into heads become one up-projection."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.passes import spellings as mla
+from tests.passes.checks import check_right, compiled, unfolded
+from tests.passes.graphs import capture, rewrite, run
+from tests.passes.spellings import Function, N, P, R, V
+
+
+def for_all(k_rope: Tensor) -> Tensor:
+    """The rope key once for each head, `[B, T, N R]`."""
+    return k_rope[:, :, None].expand(-1, -1, N, -1).flatten(2)
+
+
+def joined(join: Function, attend: Function = mla.softmax) -> Function:
+    """Attention whose keys are `join(nope, k_rope, latent)`, `[B, T, N (P + R)]`, cut into heads; `nope` is the keys'
+    up-projection for all heads, `[B, T, N P]`."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        nope, v = (latent @ w_kv).split([N * P, N * V], -1)
+        k = join(nope, k_rope, latent).view(latent.shape[0], latent.shape[1], N, P + R)
+        v = v.view(latent.shape[0], latent.shape[1], N, V)
+        return attend(mla.queries(x, w_q), k.transpose(1, 2), v.transpose(1, 2))
+
+    return attention
+
+
+REWRITTEN: dict[str, Function] = {
+    "rope keys last": joined(lambda nope, k_rope, latent: torch.cat([nope, for_all(k_rope)], -1)),
+    "rope keys first": joined(lambda nope, k_rope, latent: torch.cat([for_all(k_rope), nope], -1)),
+    "sealed": joined(lambda nope, k_rope, latent: torch.cat([nope, for_all(k_rope)], -1), mla.sealed),
+    "by repeat": joined(lambda nope, k_rope, latent: torch.cat([nope, k_rope.repeat(1, 1, N)], -1)),
+    "each column N times": joined(
+        lambda nope, k_rope, latent: torch.cat([nope, k_rope.repeat_interleave(N, dim=-1)], -1)
+    ),
+    "in three pieces": joined(
+        lambda nope, k_rope, latent: torch.cat([nope[..., : N * P - 3], for_all(k_rope), nope[..., -3:]], -1)
+    ),
+    "with a bias": joined(lambda nope, k_rope, latent: torch.cat([nope + torch.arange(N * P), for_all(k_rope)], -1)),
+    "of a function of the rope key": joined(
+        lambda nope, k_rope, latent: torch.cat([nope * 0.5, for_all(k_rope.sin())], -1).contiguous()
+    ),
+    "of a function of the latent": joined(
+        lambda nope, k_rope, latent: torch.cat([nope, for_all(latent[..., :R].cos())], -1)
+    ),
+}
+
+
+@pytest.mark.parametrize("function", REWRITTEN.values(), ids=REWRITTEN)
+def test_columns_across_the_seam_are_up_projected(function: Function) -> None:
+    for path, module, outcomes in compiled(function, mla.tensors()):
+        assert [outcome.path for outcome in outcomes] == [path]
+        assert not unfolded(module)
+
+
+def test_sizes_that_are_not_known() -> None:
+    for path, _, outcomes in compiled(REWRITTEN["rope keys last"], mla.tensors(), mla.UNKNOWN):
+        assert [outcome.path for outcome in outcomes] == [path]
+
+
+UNCHANGED: dict[str, Function] = {
+    "a function of the up-projection": joined(
+        lambda nope, k_rope, latent: torch.cat([nope.tanh(), for_all(k_rope)], -1)
+    ),
+    "rope keys that each head has for itself": joined(
+        lambda nope, k_rope, latent: torch.cat([nope, for_all(k_rope) * torch.arange(N * R)], -1)
+    ),
+    "a function of all": joined(lambda nope, k_rope, latent: torch.cat([nope, for_all(k_rope)], -1).tanh()),
+    "padded with zeros": joined(lambda nope, k_rope, latent: F.pad(nope, (0, N * R))),
+}
+"""Keys that are not the joined latents times one matrix, or are not known to be."""
+
+
+@pytest.mark.parametrize("function", UNCHANGED.values(), ids=UNCHANGED)
+def test_other_columns_stay(function: Function) -> None:
+    captured = capture(function, *mla.tensors())
+    before, code = run(captured, *mla.tensors()), captured.code
+    outcomes = rewrite(captured)
+    assert not any(outcome.rewritten for outcome in outcomes)
+    assert captured.code == code
+    check_right(before, run(captured, *mla.tensors()))
+
+
+def test_a_seam_between_heads_needs_nothing() -> None:
+    """Where columns of whole heads are joined, views alone say what they are."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        w_uk, w_uv = w_kv.split([N * P, N * V], -1)
+        k = torch.cat([latent @ w_uk[:, : 2 * P], latent @ w_uk[:, 2 * P :]], -1).view(*latent.shape[:2], N, P)
+        v = (latent @ w_uv).view(*latent.shape[:2], N, V)
+        return mla.softmax(mla.queries(x, w_q)[..., :P], k.transpose(1, 2), v.transpose(1, 2))
+
+    for path, module, outcomes in compiled(attention, mla.tensors()):
+        assert [outcome.path for outcome in outcomes] == [path]
+        assert not any("eye" in str(node.target) for node in module.graph.nodes)
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled(dtype: torch.dtype) -> None:
+    given = [t.to(dtype) for t in mla.tensors()]
+    plain = joined(lambda nope, k_rope, latent: torch.cat([nope, for_all(k_rope)], -1), F.scaled_dot_product_attention)
+    exact = plain(*(t.double() for t in given))
+    o = torch.compile(plain, backend="mla", options={"mla.strict": True})(*given)
+    eager = (plain(*given).double() - exact).abs().max()
+    assert (o.double() - exact).abs().max() <= 4 * eager
