@@ -11,7 +11,7 @@ from ..algebra.terms import Dim, Read, Term
 from .functions import Function
 from .packed import Packed
 from .padded import Padding
-from .scores import Mask, Sink
+from .summands import Mask, Sink
 
 
 @dataclass(frozen=True)

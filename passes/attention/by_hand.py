@@ -24,8 +24,9 @@ from .attention import Attention, Opaque, Score
 from .functions import Reading, derived, read_function
 from .outer import regrouped, times
 from .pieces import pieces_of
-from .scores import Factor, KeyRange, Mask, Number, Sink, Summand, only_a_part, scores_of
+from .scores import KeyRange, only_a_part, scores_of
 from .softmax import Weights
+from .summands import Factor, Mask, Number, Sink, Summand
 from .told import told
 from .within import products_within
 from .zeroed import only_seen, set_to_zero

@@ -35,8 +35,8 @@ from .outer import regrouped
 from .packed import Call, packed_call
 from .padded import without_zeros
 from .pieces import PRODUCTS, joined_product, pieces_of
-from .scores import Mask
 from .softmax import Weights, late, weights_of
+from .summands import Mask
 
 
 def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:

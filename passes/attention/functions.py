@@ -19,9 +19,10 @@ from ..nodes.arguments import argument, arguments, aten, is_elementwise, is_tens
 from ..nodes.source import where
 from ..nodes.walk import walk
 from ..trace.trace import Trace
-from .scores import KeyRange, Sink, Summand, labels_through, without_sinks
+from .scores import KeyRange, labels_through, without_sinks
 from .shift import whole_source, without_shift
 from .softmax import Weights
+from .summands import Sink, Summand
 
 _LIKE = {aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0, aten.full_like.default: None}
 """Ops that fill a tensor of another one's sizes with one number: that number, or None if it is an argument."""

@@ -15,7 +15,8 @@ from ..algebra.sizes import same
 from ..algebra.terms import Form, Product, Sum, Unread
 from ..nodes.arguments import argument, arguments, aten, is_elementwise, is_tensor
 from ..trace.trace import Trace
-from .scores import KeyRange, Summand, labels_through
+from .scores import KeyRange, labels_through
+from .summands import Summand
 
 
 def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand]:

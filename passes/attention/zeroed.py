@@ -24,7 +24,7 @@ from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
 from .copies import copied
-from .scores import Mask, Summand
+from .summands import Mask, Summand
 
 
 @dataclass(frozen=True)

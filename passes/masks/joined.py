@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..algebra.sizes import Size, known_at_most, symbols_in, total
 from ..algebra.terms import Axis, Read
-from ..attention.scores import Mask
+from ..attention.summands import Mask
 from ..code.reading import Reader
 from ..mla.site import Site
 from .causal import Causal

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 
 from ..algebra.sizes import known_at_most, total
 from ..algebra.terms import Axis, Join
-from ..attention.scores import ALL_ALIKE, Mask, highest_fill
+from ..attention.scores import ALL_ALIKE, highest_fill
+from ..attention.summands import Mask
 from ..mla.site import Site
 from ..trace.trace import Trace
 from .causal import Causal, after_query

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..algebra.terms import Read
-from ..attention.scores import ALL_ALIKE, Mask, highest_fill
+from ..attention.scores import ALL_ALIKE, highest_fill
+from ..attention.summands import Mask
 from .kind import Filled, Kind
 from .pairs import Pairs
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from ..algebra.made import contracted
 from ..algebra.terms import Axis, Term
 from ..attention.attention import Attention
-from ..attention.scores import Mask
+from ..attention.summands import Mask
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 from .site import Piece, Site
