@@ -28,8 +28,7 @@ class Rewriting:
     outcomes: tuple[Outcome, ...]
     """The outcome of every attention, in order."""
     original: fx.GraphModule | None
-    """With `mla.verify`, a copy from before the rewrite, in which sums of attention weights are already split into
-    separate attentions (`Pipeline.rephrase`)."""
+    """With `mla.verify`, a copy from before the rewrite, already rephrased (`Pipeline.rephrase`)."""
     seconds: float
     """Wall time of the passes."""
 
