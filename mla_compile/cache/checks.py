@@ -34,6 +34,24 @@ def check_length(used: int, most: int, tokens: int) -> None:
         raise CacheMismatchError(f"expected at most {most} pages per sequence, found {used} for {tokens} tokens")
 
 
+def check_added(count: int) -> None:
+    """Check that a number of tokens to be added is not negative.
+
+    Raises: CacheMismatchError if it is.
+    """
+    if count < 0:
+        raise CacheMismatchError(f"expected a number of tokens to add, found {count}")
+
+
+def check_written(count: int, length: int) -> None:
+    """Check that tokens to be written are at most as many as there are.
+
+    Raises: CacheMismatchError if they are more.
+    """
+    if count > length:
+        raise CacheMismatchError(f"expected at most the {length} tokens that there is room for, found {count}")
+
+
 @torch.library.custom_op("mla_compile::if_there_are_pages", mutates_args=())
 def if_there_are_pages(
     places: Tensor, count: int, available: int, pages: int, page_size: int, used: int, most: int, tokens: int

@@ -26,6 +26,7 @@ from .argument import cache_argument
 from .latent_cache import PagedLatentCache
 from .model_layers import other_layers, own_layers
 from .pool import PagePool, check_count
+from .scheduling import resuming
 
 _CALL = "call generate_batch or continuous_batching_context_manager, or use the model that this one was made from"
 
@@ -77,11 +78,13 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         self.config = copy.deepcopy(inner.config.get_text_config(decoder=True))
         self.config.num_key_value_heads, self.config.head_dim = 1, 1
         self.config._attn_implementation = "sdpa"  # makes the engine build masks
-        # The engine's first two sectors are padding. A sector is a whole number of blocks and a multiple of 128 bytes.
+        # The engine allocates whole sectors, two more than it needs. A sector is the smallest whole number of blocks
+        # that is a multiple of 128 bytes.
         block = 2 * self.dtype.itemsize * page_size * self.config.num_hidden_layers
-        padding = 2 * math.lcm(block, 128) // block
-        self.pool = PagedLatentCache.of(model, pages + padding, page_size, dtype, scale).pool
-        self.pool.take(pages + padding)  # the engine tracks which of them are in use
+        sector = math.lcm(block, 128) // block
+        blocks = (2 + -(-pages // sector)) * sector
+        self.pool = PagedLatentCache.of(model, blocks, page_size, dtype, scale).pool
+        self.pool.take(blocks)  # the engine tracks which of them are in use
         for tensor in self.pool.tensors:
             torch._dynamo.mark_static(tensor)
         self.pages = pages
@@ -114,6 +117,7 @@ class ContinuousModel(nn.Module, ContinuousMixin):
             batching,
             num_blocks=self.pages,
             page_size=self.pool.page_size,
+            scheduler_type=resuming(batching.scheduler_type),
             varlen_compile_config=None,
             decode_compile_config=None,
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMismatchError
+from .checks import check_added, check_written
 from .inference_mode import is_locked, to_be_written
 from .pool import stays, values_at_hand
 from .table import BlockTable
@@ -59,10 +60,14 @@ class FixedTable(BlockTable):
     def extend(self, count: int) -> None:
         """Add `count` to the length of each sequence.
 
-        Raises: FreedError; CacheMismatchError if there is no room (not checked on a GPU and in compiled code).
+        Raises: FreedError; CacheMismatchError if there is no room (not checked on a GPU and in compiled code), or for a
+        negative number.
         """
-        if values_at_hand(self.pages) and self.length + count > self.room:
-            raise CacheMismatchError(f"expected room for {count} more tokens, found room for {self.room - self.length}")
+        if values_at_hand(self.pages):
+            check_added(count)
+            if self.length + count > self.room:
+                left = self.room - self.length
+                raise CacheMismatchError(f"expected room for {count} more tokens, found room for {left}")
         self._unlock()
         self.tokens.add_(count)
 
@@ -70,6 +75,8 @@ class FixedTable(BlockTable):
         batch, count, _ = tokens.shape
         if batch != self.batch:
             raise CacheMismatchError(f"expected tokens of {self.batch} sequences, found {batch}")
+        if values_at_hand(self.pages):
+            check_written(count, self.length)
         position = self.tokens - count + torch.arange(count, device=self.pool.device)
         self.pool.write(layer, self.pages[:, position // self.page_tokens], position % self.page_tokens, tokens)
 
@@ -105,10 +112,12 @@ class FixedTable(BlockTable):
         if not 0 <= length <= self.length:
             raise CacheMismatchError(f"expected a length from 0 to {self.length}, found {length}")
         behind = self.pages[:, length // self.page_tokens :]
-        shared = self.pool.references[behind] > 1
-        taken = self.pool.copy(behind[shared])
-        self.pool.release(behind[shared])
-        behind[shared] = taken
+        numbers = behind.flatten()
+        shared = self._to_copy(numbers)
+        taken = self.pool.copy(numbers[shared])
+        self.pool.release(numbers[shared])
+        numbers[shared] = taken
+        behind.copy_(numbers.view_as(behind))
         self._unlock()
         self.tokens.fill_(length)
 

@@ -182,7 +182,9 @@ class PagedLatentCache(Base):
             states: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
             return states
         layer_idx = self._places.get(layer_idx, layer_idx)
-        batch, _, count, _ = key_states.shape
+        batch, heads, count, _ = key_states.shape
+        if heads != 1:
+            raise CacheMismatchError(f"expected latents that all heads share, [B, 1, S, L], found {heads} heads")
         widths = key_states.shape[-1], value_states.shape[-1]
         if widths != (self.pool.latent_width, self.pool.rope_width):
             expected = f"{self.pool.latent_width} and {self.pool.rope_width}"
@@ -254,15 +256,16 @@ class PagedLatentCache(Base):
     def fork(self, rows: Tensor | None = None) -> PagedLatentCache:
         """A second cache that continues sequences `rows` (default: all) and shares pages that neither will write."""
         other = type(self)(self.pool, self.max_pages, self.shares, layers=self._unused)
-        other.batch = self.batch if rows is None or self.batch is None else len(rows)
+        every = torch.arange((self.batch or 0) if self._table is None else self._table.batch)
+        chosen = every if rows is None else every[rows.cpu()]
+        other.batch = self.batch and len(chosen)
         if self._table is not None:
-            other._table = self._table.fork(rows)
+            other._table = self._table.fork(None if rows is None else chosen)
             other._steps = self._steps.fork()
-            every = torch.arange(self.batch_size) if rows is None else rows
-            other._indexer_keys = self._indexer_keys.select(every)
+            other._indexer_keys = self._indexer_keys.select(chosen)
             other.layers = copy.deepcopy(self.layers)
             for layer in other._kept():
-                layer.reorder_cache(every)
+                layer.reorder_cache(chosen)
         return other
 
     def reset(self) -> None:
@@ -278,11 +281,13 @@ class PagedLatentCache(Base):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times."""
-        self._select(torch.arange(self.batch_size).repeat_interleave(repeats))
+        if self._table is not None:
+            self._select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences that `indices`, a list of numbers or a bool mask, selects."""
-        self._select(torch.arange(self.batch_size)[indices.cpu()])
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
+        """Keep the sequences that `indices`, numbers or a bool mask, selects."""
+        if self._table is not None:
+            self._select(torch.arange(self.batch_size)[torch.as_tensor(indices).cpu()])
 
     @property
     def _length(self) -> int:

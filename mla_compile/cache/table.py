@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import CacheMismatchError, FreedError
-from .checks import check_free, check_length, if_there_are_pages
+from .checks import check_added, check_free, check_length, check_written, if_there_are_pages
 from .inference_mode import is_locked, to_be_written
 from .pool import PagePool, stays
 
@@ -41,6 +41,8 @@ class BlockTable:
         self._pages: Tensor | None = pages
         self._shares_tail = False
         """Whether a page to which the next token goes may have another holder."""
+        self._forked = 0
+        """The number of tokens that forks may share."""
 
     def __del__(self) -> None:
         pages = getattr(self, "_pages", None)  # there is none if __init__ raised, or Dynamo made the object
@@ -90,7 +92,8 @@ class BlockTable:
     def extend(self, count: int) -> None:
         """Make room for `count` more tokens of each sequence.
 
-        Raises: OutOfPagesError or FreedError, with nothing changed; CacheMismatchError if that exceeds max_pages.
+        Raises: OutOfPagesError or FreedError, with nothing changed; CacheMismatchError if that exceeds max_pages, or
+        for a negative number.
         """
         page_size, before = self.page_tokens, self.used
         after = self._pages_for(self.length + count)
@@ -98,6 +101,7 @@ class BlockTable:
         free = self.batch * taken, self.pool.available, self.pool.pages, self.pool.page_size
         length = after, self.max_pages, self.length + count
         if not torch.compiler.is_compiling():
+            check_added(count)
             check_free(*free)
             check_length(*length)
         if self._shares_tail:
@@ -113,13 +117,17 @@ class BlockTable:
     def write(self, layer: int, tokens: Tensor) -> None:
         """Write `tokens` `[batch, S, L + R]` to the places of the last S tokens of one layer.
 
-        Raises: FreedError; CacheMismatchError for another batch, width, dtype or device, or more than `length` tokens.
+        Raises: FreedError; CacheMismatchError for another batch, width, dtype or device, for more than `length` tokens,
+        or for tokens that a fork shares (not checked in compiled code).
         """
         batch, count, _ = tokens.shape
         if batch != self.batch:
             raise CacheMismatchError(f"expected tokens of {self.batch} sequences, found {batch}")
-        if count > self.length:
-            raise CacheMismatchError(f"expected at most the {self.length} tokens that there is room for, found {count}")
+        check_written(count, self.length)
+        if not torch.compiler.is_compiling() and self.length - count < self._forked:
+            raise CacheMismatchError(
+                f"expected tokens behind the {self._forked} that a fork shares, found {count} tokens"
+            )
         self.pool.write(layer, *self._places(self.length - count, count), tokens)
 
     def read(self, layer: int) -> Tensor:
@@ -147,6 +155,7 @@ class BlockTable:
         other.pages.copy_(chosen)
         other._length = self.length
         self._shares_tail = other._shares_tail = self.length % self.page_tokens != 0
+        self._forked = other._forked = self.length
         return other
 
     def select(self, rows: Tensor) -> BlockTable:
@@ -166,7 +175,7 @@ class BlockTable:
             return
         kept = self._pages_for(length)
         self.pool.release(self.pages[:, kept : self.used])
-        self._length = length
+        self._length, self._forked = length, min(self._forked, length)
         partial = length % self.page_tokens != 0
         self._shares_tail = partial and bool((self.pool.references[self.pages[:, kept - 1]] > 1).any())
 
@@ -197,11 +206,11 @@ class BlockTable:
         self.pool.release(tail[shared])
         self._shares_tail = False
 
-    def _to_copy(self, tail: Tensor) -> Tensor:
-        """The sequences that need a copy of their last page `tail`, as it has other holders. If a page is shared by
-        these sequences only, the first of them keeps it."""
-        rest = self.pool.references[tail].tolist()
-        own = tail.tolist()
+    def _to_copy(self, pages: Tensor) -> Tensor:
+        """The places in `pages` `[n]`, pages of this table, whose pages have to be copied to have one holder each. The
+        first of several places that are all holders of a page keeps it."""
+        rest = self.pool.references[pages].tolist()
+        own = pages.tolist()
         left = dict(zip(own, rest, strict=True))
         copied = []
         for row in reversed(range(len(own))):

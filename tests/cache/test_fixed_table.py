@@ -90,6 +90,32 @@ def test_more_tokens_than_there_is_room_for_are_an_error():
         table.write(0, torch.randn(2, 1, WIDTH))
 
 
+@pytest.mark.parametrize(
+    ("count", "message"), [(4, "at most the 3 tokens"), (-1, "a number of tokens to add, found -1")]
+)
+def test_tokens_that_cannot_be_change_nothing(count, message):
+    table = FixedTable(pool(), 1, 2)
+    append(table, torch.ones(1, 3, WIDTH))
+    with pytest.raises(mla_compile.CacheMismatchError, match=f"expected {message}"):
+        table.write(0, torch.zeros(1, count, WIDTH)) if count > 0 else table.extend(count)
+    assert table.length == 3
+    assert bool((table.read(0) == 1.0).all())
+
+
+def test_a_crop_takes_no_page_that_another_sequence_of_its_own_can_keep():
+    pages = pool(pages=4)
+    table = FixedTable(pages, 2, 2)
+    tokens = torch.randn(2, 4, WIDTH)
+    append(table, tokens)
+    table = table.select(torch.tensor([1, 1]))
+    assert pages.available == 2
+    table.crop(1)
+    assert pages.available == 0
+    more = torch.randn(2, 3, WIDTH)
+    append(table, more)
+    assert torch.equal(table.read(0), torch.cat([tokens[[1, 1], :1], more], dim=1))
+
+
 def test_a_stack_has_its_length_and_pages():
     pages = pool()
     fixed, grown = FixedTable(pages, 2, 3), BlockTable(pages, 1)

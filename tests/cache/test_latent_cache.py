@@ -53,14 +53,39 @@ def test_crop_fork_select_and_reset():
     assert cache.get_seq_length() == 0
 
 
+def test_an_empty_cache_has_no_sequences_to_choose():
+    cache = PagedLatentCache(PagePool(1, 4, 2, pages=32, page_size=4))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices([0])
+    cache.reorder_cache(torch.tensor([0]))
+    assert cache.batch_size == -1
+    cache.update(*tokens(3), 0)
+    assert cache.batch_size == 2
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_sequences_are_chosen_by_numbers_or_a_mask(fixed):
+    pool = PagePool(1, 4, 2, pages=32, page_size=4)
+    cache = PagedLatentCache(pool, 2, batch=3) if fixed else PagedLatentCache(pool)
+    latent, rope = tokens(3, batch=3)
+    cache.update(latent, rope, 0)
+    for rows in (torch.tensor([2, 0]), torch.tensor([True, False, True])):
+        other = cache.fork(rows)
+        assert (other.batch_size, other.batch) == (2, 2 if fixed else None)
+        assert torch.equal(other.table.read(0), torch.cat([latent, rope], dim=-1)[rows, 0])
+    cache.batch_select_indices([2, 0])
+    assert torch.equal(cache.table.read(0), torch.cat([latent, rope], dim=-1)[[2, 0], 0])
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (tokens(1, dtype=torch.float64), "expected tokens of the pool's dtype torch.float32, found torch.float64"),
         (tokens(1, batch=3), "expected tokens of 2 sequences, found 3"),
         (tokens(1)[::-1], "expected latents and rope keys of widths 4 and 2, found 2 and 4"),
+        ([t.expand(-1, 3, -1, -1) for t in tokens(1)], "expected latents that all heads share"),
     ],
-    ids=["dtype", "batch", "widths"],
+    ids=["dtype", "batch", "widths", "heads"],
 )
 def test_tokens_that_do_not_fit_change_nothing(wrong, message):
     cache = PagedLatentCache(PagePool(1, 4, 2, pages=16, page_size=2))

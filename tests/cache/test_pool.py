@@ -141,6 +141,32 @@ def test_tokens_that_do_not_fit(tokens, message):
     assert bool((table.read(0) == 1.0).all())
 
 
+def test_tokens_that_a_fork_shares_are_not_written_again():
+    pages = pool()
+    a = filled(pages, 3, 1.0)
+    b = a.fork()
+    with pytest.raises(
+        mla_compile.CacheMismatchError, match="expected tokens behind the 3 that a fork shares, found 1"
+    ):
+        a.write(0, torch.zeros(1, 1, 6))
+    for table, value in ((a, 2.0), (b, 3.0)):
+        table.extend(1)
+        table.write(0, torch.full((1, 1, 6), value))
+    a.crop(2)
+    a.extend(1)
+    a.write(0, torch.full((1, 1, 6), 4.0))
+    assert [t.read(0)[0, :, 0].tolist() for t in (a, b)] == [[1.0, 1.0, 4.0], [1.0, 1.0, 1.0, 3.0]]
+
+
+def test_a_negative_number_of_tokens_changes_nothing():
+    pages = pool()
+    table = filled(pages, 3, 1.0)
+    fork = table.fork()
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected a number of tokens to add, found -1"):
+        table.extend(-1)
+    assert (table.length, fork.length, pages.available) == (3, 3, 2)
+
+
 @pytest.mark.parametrize(
     ("pages", "message"),
     [

@@ -86,6 +86,37 @@ def test_requests_join_leave_wait_and_are_cancelled(model, requests, one_by_one)
     assert serve(batched, dict(list(requests.items())[:3]), together=3) == {n: one_by_one[n] for n in "012"}
 
 
+def test_pages_of_which_the_engine_allocates_several_at_once(model):
+    """A page of 4 tokens takes 64 bytes of the engine's own cache, which it allocates by 128 bytes."""
+    short = {str(i): ([5 + i, 6, 7][: 1 + i % 3], 8) for i in range(6)}
+    assert model.config.num_hidden_layers * model.dtype.itemsize == 8
+    assert serve(ContinuousModel(model, pages=41, page_size=4), short, together=6) == write_one_by_one(model, short)
+
+
+def test_requests_that_wait_go_on_when_those_that_run_are_cancelled(model):
+    """Two that do not fit together: the engine puts one back, and the other one is cancelled before it finishes."""
+    batched = ContinuousModel(model, pages=16, page_size=4)
+    step, put_back = batched._step, []
+
+    def cancel_when_one_is_put_back(**given):
+        scheduler = manager.batch_processor.scheduler
+        if scheduler.block_new_requests and not put_back:
+            put_back.extend(scheduler.waiting_requests)
+            for name in scheduler.active_requests:
+                manager.cancel_request(name)
+        return step(**given)
+
+    batched._step = cancel_when_one_is_put_back
+    with batched.continuous_batching_context_manager(**configs(allow_block_sharing=False)) as manager:
+        for name in "ab":
+            manager.add_request([5, 6, 7], request_id=name, max_new_tokens=40)
+        result = manager.get_result(timeout=60)
+        for name in "ab":  # those that would wait forever
+            manager.cancel_request(name)
+    assert result is not None
+    assert ([result.request_id], len(result.generated_tokens)) == (put_back, 40)
+
+
 def test_generate_batch_writes_what_generate_does(model, requests, one_by_one):
     prompts = {name: prompt for name, (prompt, _) in list(requests.items())[:6]}
     outputs = ContinuousModel(model, pages=64, page_size=16).generate_batch(
