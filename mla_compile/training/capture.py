@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils import _pytree as pytree
@@ -48,8 +48,14 @@ class Captured:
     autocast: dict[fx.Node, tuple[str, ...]]
     """For nodes of the Dynamo graph, the device types for which autocast is on."""
 
+    writes: dict[fx.Node, list[fx.Node]]
+    """For nodes of the Dynamo graph that write to memory, the operands to whose memory they write."""
+    places: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    """The origins before `share_origins`: of two calls of one layer, each has its own."""
+
     def share_origins(self) -> None:
         """Give nodes that compute the same value the same origins."""
+        self.places.update({node: list(own) for node, own in self.origins.items()})
         same, origins = CommonSubexpressions(), dict[fx.Node, list[fx.Node]]()
         firsts: dict[fx.Node, fx.Node] = {}
         for node in self.module.graph.nodes:
@@ -84,7 +90,7 @@ def capture(module: fx.GraphModule) -> Captured:
     values = [_alike(value, mode) for value in examples]
     names: list[str] = []
     autocast: dict[fx.Node, tuple[str, ...]] = {}
-
+    writes: dict[fx.Node, list[fx.Node]] = {}
     written: list[bool] = []
 
     def run(*leaves: Any) -> list[Any]:
@@ -92,6 +98,7 @@ def capture(module: fx.GraphModule) -> Captured:
         interpreter = _Interpreter(sealed, {name: [next(supply) for _ in own] for name, own in given.items()})
         interpreter.run(enable_io_processing=False)
         autocast.update({nodes[name]: types for name, types in interpreter.autocast.items()})
+        writes.update({nodes[name]: [nodes[own] for own in names] for name, names in interpreter.writes.items()})
         tensors = {name: value for name, value in interpreter.values.items() if isinstance(value, Tensor)}
         names[:] = tensors
         return list(tensors.values())
@@ -117,7 +124,7 @@ def capture(module: fx.GraphModule) -> Captured:
         traced, [nodes[name] for name in names], [nodes[name] for name, own in given.items() for _ in own]
     )
     _return(traced, module.graph, origins)
-    return Captured(module.graph, traced, origins, tuple(given), autocast)
+    return Captured(module.graph, traced, origins, tuple(given), autocast, writes)
 
 
 def _alike(value: Any, mode: FakeTensorMode) -> Any:
@@ -210,6 +217,8 @@ class _Interpreter(fx.Interpreter):
         self.given = given
         self.values: dict[str, Any] = {}
         self.autocast: dict[str, tuple[str, ...]] = {}
+        self.writes: dict[str, list[str]] = {}
+        """For nodes that write to memory, the operands to whose memory they write."""
 
     def run_node(self, n: fx.Node) -> Any:
         self.autocast[n.name] = tuple(device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
@@ -218,6 +227,15 @@ class _Interpreter(fx.Interpreter):
         elif n.target is torch._C._set_grad_enabled or n.op == "output":
             value = None
         else:
+            before = {operand.name: self._count_writes(operand) for operand in n.all_input_nodes}
             value = super().run_node(n)
+            written = [own.name for own in n.all_input_nodes if self._count_writes(own) != before[own.name]]
+            if written:
+                self.writes[n.name] = written
         self.values[n.name] = value
         return value
+
+    def _count_writes(self, node: fx.Node) -> int:
+        """How often the memory of a node's tensors has been written to."""
+        tensors = [leaf for leaf in pytree.tree_leaves(self.values[node.name]) if isinstance(leaf, FunctionalTensor)]
+        return sum(torch._functionalize_mutation_counter(tensor.elem) for tensor in tensors)

@@ -26,7 +26,7 @@ from mla_compile.passes.nodes.walk import makers, users, walk
 from mla_compile.passes.outcome import QUERY_LATENT, UP_PROJECTIONS
 
 from .capture import Captured
-from .gradients import between
+from .gradients import Writes, between
 from .splice import ends
 
 _SAME = (
@@ -71,16 +71,16 @@ def recompute_keys_and_values(captured: Captured, output: fx.Node) -> None:
             raise Refusal(output, "expected a latent that Dynamo's graph has too, found none there")
         latents.append(latent)
         starts += origins
-    seeded = next(filter(_is_seeded, _made(latents, products, output)), None)
+    seeded = next(filter(_is_seeded, _made(latents, products, output, {})), None)
     if seeded is not None:
         reason = (
             f"expected keys and values that are the same when they are recomputed, found randomness in {where(seeded)}"
         )
         raise Refusal(output, reason)
-    of_keys = [captured.origins[node][-1] for product in products for node in ends(captured, product)]
+    of_keys = [captured.places[node][-1] for product in products for node in ends(captured, product)]
     for end in ends(captured, output):
-        place = captured.origins[end][-1]
-        made = _made(starts, of_keys, place)
+        place = captured.places[end][-1]
+        made = _made(starts, of_keys, place, captured.writes)
         for values in [node for node in place.all_input_nodes if node in made]:
             with captured.dynamo.inserting_after(values):  # a copy made inside the product would be kept for backward
                 whole = captured.dynamo.call_method("contiguous", (values,))
@@ -91,12 +91,12 @@ def recompute_keys_and_values(captured: Captured, output: fx.Node) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _made(latents: list[fx.Node], products: list[fx.Node], output: fx.Node) -> list[fx.Node]:
+def _made(latents: list[fx.Node], products: list[fx.Node], output: fx.Node, writes: Writes) -> list[fx.Node]:
     """The nodes computed from `latents` and not from a product, from which the products and the output are computed;
     without `latents`, `products` and `output` themselves."""
     of_latents, of_products = (set(walk(nodes, users)) for nodes in (latents, products))
     known = {*latents, *products}
-    before = {node for end in (*products, output) for node in between(end, known - {end})}
+    before = {node for end in (*products, output) for node in between(end, known - {end}, writes)}
     return [node for node in before if node in of_latents and node not in of_products | known | {output}]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from mla_compile.dynamo.graph import EXAMPLE
@@ -41,13 +42,13 @@ def splice(captured: Captured, output: fx.Node) -> list[fx.Node]:
     parts = {part.place: part for part in (_Part(captured, node) for node in nodes)}.values()
     for part in parts:
         part.check()
-    return [node for part in parts for node in part.put()]
+    return [node for part in parts for node in part.put(parts)]
 
 
 def ends(captured: Captured, output: fx.Node) -> Iterable[fx.Node]:
-    """The first nodes from `output` downwards whose values the Dynamo graph has too."""
-    for node in walk([output], lambda node: () if node in captured.origins else node.users):
-        if node in captured.origins:
+    """The first nodes from `output` downwards whose values the Dynamo graph has too, computed where they are."""
+    for node in walk([output], lambda node: () if node in captured.places else node.users):
+        if node in captured.places:
             yield node
         elif node.op == "output":
             raise Refusal(
@@ -60,8 +61,8 @@ class _Part:
     """A value that both graphs have, and the code that will compute it."""
 
     def __init__(self, captured: Captured, end: fx.Node) -> None:
-        self.captured, self.end, self.place = captured, end, captured.origins[end][0]
-        self.writes = writes_to(self.place)
+        self.captured, self.end, self.place = captured, end, captured.places[end][0]
+        self.writes = writes_to(self.place, captured.writes)
         """The later writes to the memory of `place`, which complete its value."""
         self.last = self.writes[-1] if self.writes else self.place
         self.order = {node: i for i, node in enumerate(captured.dynamo.nodes)}
@@ -85,7 +86,8 @@ class _Part:
         self.code = [node for node in self.end.graph.nodes if node in wanted]
         # If several nodes have one value (one may be detached), prefer the one from which the attention is computed.
         self.known = {node for nodes in known.values() for node in nodes}
-        nearest = self.known.intersection(o for node in between(self.last, self.known) for o in node.all_input_nodes)
+        near = [o for node in between(self.last, self.known, self.captured.writes) for o in node.all_input_nodes]
+        nearest = self.known.intersection(near)
         for operand, nodes in known.items():
             there = [node for node in nodes if self._is_complete(node)] or nodes
             near = [node for node in there if node in nearest]
@@ -93,7 +95,7 @@ class _Part:
 
     def _is_complete(self, node: fx.Node) -> bool:
         """Whether a node has the value that it has at the end of a run already where the code is put."""
-        return all(self.order[own] < self.order[self.last] for own in (node, *writes_to(node)))
+        return all(self.order[own] < self.order[self.last] for own in (node, *writes_to(node, self.captured.writes)))
 
     def _replaced(self) -> list[fx.Node]:
         """The Dynamo nodes with that value; writes may return it too."""
@@ -115,12 +117,15 @@ class _Part:
                 self.end,
                 f"expected operands that are computed before the attention, found one that is not, {where(late[0])}",
             )
-        check_gradients(self.last, set(self.sources.values()))
+        check_gradients(self.place, set(self.sources.values()), self.captured.writes)
 
-    def put(self) -> list[fx.Node]:
-        """Replace the Dynamo node by the code, inserted after all writes to it, and return the new nodes."""
+    def put(self, parts: Iterable[_Part]) -> list[fx.Node]:
+        """Replace the Dynamo node by the code, inserted after all writes to it, and return the new nodes.
+
+        Of `parts`, those that are put later may read it.
+        """
         graph, known = self.captured.dynamo, dict[fx.Node, Any](self.sources)
-        unseen = trained_inputs(self.last, self.known)
+        unseen = trained_inputs(self.last, self.known, self.captured.writes)
         devices = self.captured.autocast[self.place]
         with graph.inserting_before(self.last.next if self.writes else self.place):
             # The traced code contains autocast's casts already.
@@ -144,7 +149,7 @@ class _Part:
                 for method, arguments in (("permute", order), ("contiguous", []), ("permute", inverse)):
                     new = graph.call_method(method, (new, *arguments))
                     new.meta = dict(self.place.meta)
-        self._replace_by(new)
+        self._replace_by(new, parts)
         return [known[node] for node in self.code if node.op != "get_attr"]
 
     def _with_zero_gradient(self, new: fx.Node, unseen: fx.Node) -> fx.Node:
@@ -158,7 +163,7 @@ class _Part:
         same.meta = dict(new.meta)
         return same
 
-    def _replace_by(self, new: fx.Node) -> None:
+    def _replace_by(self, new: fx.Node, parts: Iterable[_Part]) -> None:
         """Let the readers of the completed value use `new`; writes without readers become dead code."""
         replaced, order = self._replaced(), {node: i for i, node in enumerate(new.graph.nodes)}
         for old in replaced:
@@ -167,6 +172,8 @@ class _Part:
             new.graph.erase_node(self.place)
         for origins in self.captured.origins.values():
             origins[:] = dict.fromkeys(new if origin in replaced else origin for origin in origins)
+        for part in parts:
+            part.sources = {node: new if own in replaced else own for node, own in part.sources.items()}
 
     def _call(self, function: Any, *arguments: Any) -> fx.Node:
         return self.captured.dynamo.call_function(function, arguments)
@@ -190,7 +197,8 @@ def _with_gradient(value: Any, place: fx.Node) -> Any:
 
 def _laid_out_alike(node: fx.Node, value: Tensor) -> bool:
     """Whether no reader of a node would notice if it had the strides of `value`."""
-    if _strides(node.meta[EXAMPLE]) == _strides(value):
+    pairs = zip(_strides(node.meta[EXAMPLE]), _strides(value), strict=True)
+    if all(a is b or (None not in (a, b) and statically_known_true(a == b)) for a, b in pairs):
         return True
     for user in node.users:
         if (

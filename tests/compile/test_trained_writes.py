@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import mla_compile
 from tests.compile.layers import ByHand, Layer, OneByOne, assert_trained, hidden
 from tests.compile.test_training import Frozen
 from tests.models import P
+from tests.training import assert_every_gradient
 
 
 class Written(Layer):
@@ -121,3 +124,94 @@ class ActivatedThrice(Layer):
 
 def test_a_latent_whose_value_another_tensor_has_before_and_after_the_attention():
     assert_trained(ActivatedThrice(), hidden(), rewritten=1)
+
+
+WRITES = {
+    "silu": lambda o: F.silu(o, inplace=True),
+    "a module": lambda o: nn.SiLU(inplace=True)(o),
+    "silu of a view": lambda o: F.silu(o.transpose(1, 2), inplace=True),
+    "leaky_relu": lambda o: F.leaky_relu(o, 0.1, True),
+    "by its method": lambda o: o.__imul__(3.0),
+    "clamp": lambda o: torch.clamp_(o, -0.3, 0.3),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_result_that_is_written_over_once_more(write):
+    """The code of the site has that write, and must not be followed by it."""
+
+    class WrittenOver(Layer):
+        def attend(self, q, k, v):
+            o = super().attend(q, k, v)
+            write(o)
+            return o
+
+    assert_trained(WrittenOver(), hidden(), rewritten=1)
+
+
+class TowardsOnes(Layer):
+    """What the result is overwritten with is made of it."""
+
+    def attend(self, q, k, v):
+        o = super().attend(q, k, v)
+        return o.lerp_(torch.ones_like(o), 0.3)
+
+
+def test_a_result_that_is_written_over_with_what_is_made_of_it():
+    compiled = assert_every_gradient(TowardsOnes(), [hidden()])
+    assert [outcome.rewritten for outcome in compiled.outcomes] == [True]
+
+
+def silent_result(q, k, v, attend):
+    o = attend(q, k, v)
+    with torch.no_grad():
+        o[:, :, -2:].zero_()
+    return o
+
+
+def silent_keys(q, k, v, attend):
+    with torch.no_grad():
+        k.mul_(2)
+    return attend(q, k, v)
+
+
+def silent_buffer(q, k, v, attend):
+    buffer = torch.zeros_like(k)
+    with torch.no_grad():
+        buffer[..., :P] = k[..., :P]
+    buffer[..., P:] = k[..., P:]
+    return attend(q, buffer, v)
+
+
+def silent_in_inference_mode(q, k, v, attend):
+    with torch.inference_mode():
+        q.mul_(2)
+    return attend(q, k, v)
+
+
+SILENT = (silent_result, silent_keys, silent_buffer, silent_in_inference_mode)
+
+
+@pytest.mark.parametrize("attention", SILENT, ids=[function.__name__ for function in SILENT])
+def test_writes_that_gradients_do_not_see(attention):
+    """Gradients pass them as if nothing had been written: those of the algebra would be others."""
+
+    class Silent(Layer):
+        def attend(self, q, k, v):
+            return attention(q, k, v, super().attend)
+
+    compiled = assert_trained(Silent(), hidden(), rewritten=0)
+    assert compiled.outcomes[0].reason.startswith("expected writes that gradients see, found one without gradients")
+
+
+class SilentAtFirst(Layer):
+    """A result without gradients is written over with them."""
+
+    def attend(self, q, k, v):
+        with torch.no_grad():
+            o = super().attend(q, k, v).clone()
+        return o.mul_(v.mean())
+
+
+def test_a_write_with_gradients_to_a_result_without():
+    assert_trained(SilentAtFirst(), hidden(), rewritten=1)

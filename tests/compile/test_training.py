@@ -313,3 +313,29 @@ def test_verify_raises_on_a_wrong_rewrite_in_a_checkpoint():
     compiled = torch.compile(module, backend="mla", options={"mla.verify": True})
     with pytest.raises(mla_compile.VerifyError, match="the chunked path differs from the original by"):
         gradients(compiled, module, [hidden()])
+
+
+class CalledTwice(Layer):
+    """Two calls with one input; the first one perhaps without gradients, as that of a teacher."""
+
+    def forward(self, x):
+        with torch.set_grad_enabled(not self.teacher):
+            first = super().forward(x)
+        return super().forward(x) + first.square()
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_one_layer_twice(teacher):
+    assert_trained(CalledTwice(teacher=teacher), hidden(), rewritten=2, outcomes=2)
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_a_length_that_only_a_run_knows():
+    module, x = Layer(), hidden()
+    torch._dynamo.decorators.mark_unbacked(x, 1)
+    with torch.enable_grad():
+        torch.compile(module, backend="mla", fullgraph=True)(x).square().mean().backward()
+        found = [parameter.grad for parameter in module.parameters()]
+        expected = torch.autograd.grad(module(x).square().mean(), list(module.parameters()))
+    assert mla_compile.last_report().rewritten == 1
+    torch.testing.assert_close(found, list(expected))
