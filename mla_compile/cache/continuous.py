@@ -211,7 +211,7 @@ class ContinuousModel(nn.Module, ContinuousMixin):
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=mask[:, None, None],
-            **{self._cache_argument: _Step(self.pool, (page[:, None], row[:, None]), table=table)},
+            **{self._cache_argument: _Step(self.pool, (page[:, None], row[:, None]), table=table, lengths=lengths)},
         )
 
 
@@ -220,7 +220,8 @@ def _compiled(function: Callable[..., Any], config: CompileConfig | None) -> Cal
 
 
 class _Step:
-    """The model's cache for one step: the places of new tokens, and those of all keys or the table of their pages."""
+    """The model's cache for one step: the places of new tokens, and those of all keys or the table of their pages, of
+    which sequences have `lengths` tokens."""
 
     is_compileable = False
 
@@ -230,8 +231,9 @@ class _Step:
         new: tuple[Tensor, Tensor],
         seen: tuple[Tensor, Tensor] | None = None,
         table: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> None:
-        self.pool, self.new, self.seen, self.table = pool, new, seen, table
+        self.pool, self.new, self.seen, self.table, self.lengths = pool, new, seen, table, lengths
 
     def update(self, latent: Tensor, k_rope: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write latents `[B, 1, S, L]` and rope keys `[B, 1, S, R]` to their places, and return both for all keys."""
@@ -241,7 +243,11 @@ class _Step:
             all_latents, all_ropes = (keys[None, None] for keys in self.pool.keys(layer, *self.seen))
         else:
             assert self.table is not None
+            assert self.lengths is not None
             all_latents, all_ropes = (keys.flatten(1, 2)[:, None] for keys in self.pool.keys(layer, self.table))
+            if not torch.compiler.is_compiling():  # there masks hide what an earlier request left, even if it is NaN
+                behind = torch.arange(all_latents.shape[2], device=self.table.device) >= self.lengths[:, None]
+                all_latents, all_ropes = (t.masked_fill(behind[:, None, :, None], 0) for t in (all_latents, all_ropes))
         return all_latents, all_ropes
 
     def get_seq_length(self, layer: int = 0) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class FixedTable(BlockTable):
-    """A `BlockTable` that takes `max_pages` pages for each sequence at construction.
+    """A `BlockTable` that takes `max_pages` pages for each sequence at construction, and clears them.
 
     The page of the next token and those behind it never have another holder, so that writes need no check.
 
@@ -32,6 +32,7 @@ class FixedTable(BlockTable):
     def __init__(self, pool: PagePool, batch: int, max_pages: int, pages: Tensor | None = None) -> None:
         if pages is None:
             pages = pool.take(batch * max_pages).view(batch, max_pages)
+            pool.clear(pages)
         super().__init__(pool, batch, max_pages)
         with to_be_written():
             self.tokens = torch.zeros((), dtype=torch.int64, device=pool.device)
@@ -81,7 +82,8 @@ class FixedTable(BlockTable):
         self.pool.write(layer, self.pages[:, position // self.page_tokens], position % self.page_tokens, tokens)
 
     def keys(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Latents `[batch, room, L]` and rope keys `[batch, room, R]`; values behind the last token are undefined."""
+        """Latents `[batch, room, L]` and rope keys `[batch, room, R]`; behind the last token are zeros, or tokens that
+        were forgotten."""
         latent, k_rope = self.pool.keys(layer, self.pages)
         return latent.flatten(1, 2), k_rope.flatten(1, 2)
 
@@ -89,6 +91,7 @@ class FixedTable(BlockTable):
         chosen = self.pages if rows is None else self.pages[rows.to(self.pool.device)]
         whole = self.length // self.page_tokens
         own = self.pool.take(len(chosen) * (self.max_pages - whole)).view(len(chosen), -1)
+        self.pool.clear(own)
         self.pool.share(chosen[:, :whole])
         other = FixedTable(self.pool, len(chosen), self.max_pages, torch.cat([chosen[:, :whole], own], dim=1))
         other.tokens.copy_(self.tokens)
@@ -112,7 +115,7 @@ class FixedTable(BlockTable):
         if not 0 <= length <= self.length:
             raise CacheMismatchError(f"expected a length from 0 to {self.length}, found {length}")
         behind = self.pages[:, length // self.page_tokens :]
-        numbers = behind.flatten()
+        numbers = behind.flatten().clone()
         shared = self._to_copy(numbers)
         taken = self.pool.copy(numbers[shared])
         self.pool.release(numbers[shared])

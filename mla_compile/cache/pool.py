@@ -198,6 +198,11 @@ class PagePool:
             rows = tensor.view(torch.uint8)  # not every device can index FP8, but all can index bytes
             rows[targets] = rows[pages]
 
+    def clear(self, pages: Tensor) -> None:
+        """Set all of `pages` to zero in every layer; does nothing in compiled code, where masks hide NaN too."""
+        for tensor in () if torch.compiler.is_compiling() else self.tensors:
+            tensor.view(torch.uint8)[pages] = 0
+
     def write(self, layer: int, pages: Tensor, rows: Tensor, tokens: Tensor) -> None:
         """Write `tokens` `[..., L + R]` to rows `rows` of pages `pages`, both `[...]`, of one layer, in place.
 

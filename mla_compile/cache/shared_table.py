@@ -31,9 +31,12 @@ class SharedTable(BlockTable):
 
     def keys(self, layer: int) -> tuple[Tensor, Tensor]:
         """All ranks' latents `[batch, T, L]` and rope keys `[batch, T, R]` of one layer, for all tokens that the pages
-        have room for. Values behind the last token are undefined."""
+        have room for. In compiled code, values behind the last token are undefined; else they are zeros."""
         own = self.pool.keys(layer, self.pages[:, : self.used])
         latent, k_rope = (self.shares.gathered(tensor.flatten(1, 2)) for tensor in own)
+        if not torch.compiler.is_compiling():
+            behind = torch.arange(latent.shape[1], device=latent.device)[:, None] >= self.length
+            latent, k_rope = (keys.masked_fill(behind, 0) for keys in (latent, k_rope))
         return latent, k_rope
 
     def _places(self, start: int, count: int) -> tuple[Tensor, Tensor]:

@@ -116,6 +116,16 @@ def test_a_crop_takes_no_page_that_another_sequence_of_its_own_can_keep():
     assert torch.equal(table.read(0), torch.cat([tokens[[1, 1], :1], more], dim=1))
 
 
+def test_what_an_earlier_holder_left_is_not_read():
+    """Attention multiplies what is behind the last token by 0, which NaN survives."""
+    pages = pool(pages=4)
+    append(FixedTable(pages, 1, 4), torch.full((1, 8, WIDTH), float("nan")))
+    table = FixedTable(pages, 1, 2)
+    append(table, torch.ones(1, 1, WIDTH))
+    for own in (table, table.fork()):
+        assert all(bool(keys.isfinite().all()) for keys in own.keys(0))
+
+
 def test_a_stack_has_its_length_and_pages():
     pages = pool()
     fixed, grown = FixedTable(pages, 2, 3), BlockTable(pages, 1)

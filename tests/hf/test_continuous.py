@@ -93,6 +93,14 @@ def test_pages_of_which_the_engine_allocates_several_at_once(model):
     assert serve(ContinuousModel(model, pages=41, page_size=4), short, together=6) == write_one_by_one(model, short)
 
 
+def test_what_an_earlier_request_left_is_not_read(model):
+    """Attention multiplies what is behind the last token by 0, which NaN survives."""
+    batched = ContinuousModel(model, pages=2, page_size=8)
+    batched.pool.layers[0].fill_(float("nan"))
+    short = {"a": ([5, 6, 7], 4)}
+    assert serve(batched, short, together=1) == write_one_by_one(model, short)
+
+
 def test_requests_that_wait_go_on_when_those_that_run_are_cancelled(model):
     """Two that do not fit together: the engine puts one back, and the other one is cancelled before it finishes."""
     batched = ContinuousModel(model, pages=16, page_size=4)
