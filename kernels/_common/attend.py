@@ -1,8 +1,6 @@
 """Device functions of attention over latents: an online softmax of one tile of keys against one tile of rows.
 
-A row is a head of a query. The rank L is cut into two blocks of columns, A and B, with an accumulator each: two
-products of half the width leave the compiler enough registers, which one product of the whole width does not (512
-columns of 64 rows are half of a Hopper multiprocessor's registers).
+A row is a head of a query. The rank L is cut into two `blocks` of columns, A and B, with an accumulator each.
 
     q         [ROWS, A], [ROWS, B], [ROWS, ROPE]
     keys      [KEYS, A], [KEYS, B], [KEYS, ROPE]    loaded once; the latents serve as keys and as values
@@ -15,6 +13,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .blocks import add_products, load_rows
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The lowest finite float32, not -inf: a row without a key then gets exp(-inf), not NaN."""
@@ -45,16 +45,6 @@ def rows_at(base, first, second, stride_0, stride_1, nothing, RUN: tl.constexpr,
 
 
 @triton.jit
-def load_rows(base, offsets, seen, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load `[rows, BLOCK]`: columns from FIRST on of the rows at these offsets, 0 from WIDTH on or where not `seen`."""
-    columns = FIRST + tl.arange(0, BLOCK)
-    mask = seen[:, None]
-    if FIRST + BLOCK > WIDTH:
-        mask = mask & (columns < WIDTH)[None, :]
-    return tl.load(base + (offsets[:, None] + columns[None, :]), mask=mask, other=0)
-
-
-@triton.jit
 def load_mask(of_sequence, stride, names, start, end, SOURCE: tl.constexpr, KEYS: tl.constexpr):
     """Load a mask that is the same for all rows for a tile of keys: 0 from `end` on, and for negative names."""
     place = start + tl.arange(0, KEYS)
@@ -63,6 +53,17 @@ def load_mask(of_sequence, stride, names, start, end, SOURCE: tl.constexpr, KEYS
         place = names
         there = names >= 0
     return tl.load(of_sequence + place.to(tl.int64) * stride, mask=there, other=0)
+
+
+@triton.jit
+def load_tile(corner, start, row_stride, column_stride, seen, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load `[ROWS, COLUMNS]` of a mask, 0 where not `seen`: rows from `corner` on, columns from `start` on.
+
+    A scalar address plus small offsets that are the same for each tile: a tile of addresses would take all registers.
+    """
+    base = corner + (start + tl.full([], 0, tl.int64)) * column_stride
+    entries = (tl.arange(0, ROWS) * row_stride)[:, None] + (tl.arange(0, COLUMNS) * column_stride)[None, :]
+    return tl.load(base + entries, mask=seen, other=0)
 
 
 @triton.jit
@@ -122,7 +123,5 @@ def add_keys(m, total, acc_a, acc_b, scores, a, b, B: tl.constexpr):
     decay = tl.exp2((m - m_new) * LOG2E)
     total = total * decay + tl.sum(weights, 1)
     weights = weights.to(a.dtype)
-    acc_a = tl.dot(weights, a, acc_a * decay[:, None], input_precision="ieee")
-    if B:
-        acc_b = tl.dot(weights, b, acc_b * decay[:, None], input_precision="ieee")
+    acc_a, acc_b = add_products(acc_a * decay[:, None], acc_b * decay[:, None], weights, a, b, B)
     return m_new, total, acc_a, acc_b

@@ -31,7 +31,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attend import LOWEST, add_keys, aligned, load_latents, load_mask, load_rows, rows_at
+from .attend import LOWEST, add_keys, aligned, load_latents, load_mask, rows_at
+from .blocks import load_blocks, load_rope, no_sums
 from .pieces import cut_in_pieces, key_count, measured, part_size, passed_by
 from .store import store_part, store_result
 
@@ -231,21 +232,13 @@ def attend_latents(
             first_row = tl.where(cut, slot * rows + tile * ROWS, first_row)
 
         q_rows = b * q_stride_b + query.to(tl.int64) * q_stride_s + head.to(tl.int64) * q_stride_n
-        q_a = load_rows(q_latent, q_rows, exists, 0, L, A)  # [ROWS, A]
-        q_b = q_a
-        if B:
-            q_b = load_rows(q_latent, q_rows, exists, A, L, B)  # [ROWS, B]
-        q_r = q_a
-        if R:
-            qr_rows = b * qr_stride_b + query.to(tl.int64) * qr_stride_s + head.to(tl.int64) * qr_stride_n
-            q_r = load_rows(q_rope, qr_rows, exists, 0, R, ROPE)  # [ROWS, ROPE]
+        q_a, q_b = load_blocks(q_latent, q_rows, exists, L, A, B)  # [ROWS, A], [ROWS, B]
+        qr_rows = b * qr_stride_b + query.to(tl.int64) * qr_stride_s + head.to(tl.int64) * qr_stride_n
+        q_r = load_rope(q_rope, qr_rows, exists, q_a, R, ROPE)  # [ROWS, ROPE]
         dtype: tl.constexpr = q_a.dtype
         m = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc_a = tl.zeros([ROWS, A], tl.float32)
-        acc_b = acc_a
-        if B:
-            acc_b = tl.zeros([ROWS, B], tl.float32)
+        acc_a, acc_b = no_sums(ROWS, A, B)
 
         entries = table + b * table_stride_0
         stride = table_stride_1

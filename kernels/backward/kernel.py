@@ -28,21 +28,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.attend import LOG2E, LOWEST, load_rows
-from .._common.store import store_columns
+from .._common.attend import LOG2E, LOWEST, load_tile
+from .._common.blocks import add_products, load_blocks, load_rope, no_sums, product, store_blocks, store_columns
 
 _ANY_VALUE = ("scale", "queries", "heads", "keys", "causal_offset")
-
-
-@triton.jit
-def product(x_a, x_b, x_r, y_a, y_b, y_r, B: tl.constexpr, R: tl.constexpr):
-    """`x @ y^T`, summed over up to three blocks of columns."""
-    sums = tl.dot(x_a, tl.trans(y_a), input_precision="ieee")
-    if B:
-        sums = tl.dot(x_b, tl.trans(y_b), sums, input_precision="ieee")
-    if R:
-        sums = tl.dot(x_r, tl.trans(y_r), sums, input_precision="ieee")
-    return sums
 
 
 @triton.jit
@@ -127,23 +116,15 @@ def add_to_queries(
 
     q_rows = query.to(tl.int64) * q_stride_s
     q += b * q_stride_b + head * q_stride_n
-    q_a = load_rows(q, q_rows, exists, 0, P, P_A)  # [ROWS, P_A]
-    q_b = q_a
-    if P_B:
-        q_b = load_rows(q, q_rows, exists, P_A, P, P_B)  # [ROWS, P_B]
-    q_r = q_a
-    if R:
-        q_r = load_rows(q + P, q_rows, exists, 0, R, ROPE)  # [ROWS, ROPE]
+    q_a, q_b = load_blocks(q, q_rows, exists, P, P_A, P_B)  # [ROWS, P_A], [ROWS, P_B]
+    q_r = load_rope(q + P, q_rows, exists, q_a, R, ROPE)  # [ROWS, ROPE]
     o += b * o_stride_b + head * o_stride_n
     do += b * do_stride_b + head * do_stride_n
-    o_rows = query.to(tl.int64) * o_stride_s
-    do_rows = query.to(tl.int64) * do_stride_s
-    do_a = load_rows(do, do_rows, exists, 0, V, V_A)  # [ROWS, V_A]
-    delta = tl.sum(do_a.to(tl.float32) * load_rows(o, o_rows, exists, 0, V, V_A).to(tl.float32), 1)
-    do_b = do_a
+    o_a, o_b = load_blocks(o, query.to(tl.int64) * o_stride_s, exists, V, V_A, V_B)  # [ROWS, V_A], [ROWS, V_B]
+    do_a, do_b = load_blocks(do, query.to(tl.int64) * do_stride_s, exists, V, V_A, V_B)
+    delta = tl.sum(do_a.to(tl.float32) * o_a.to(tl.float32), 1)
     if V_B:
-        do_b = load_rows(do, do_rows, exists, V_A, V, V_B)  # [ROWS, V_B]
-        delta += tl.sum(do_b.to(tl.float32) * load_rows(o, o_rows, exists, V_A, V, V_B).to(tl.float32), 1)
+        delta += tl.sum(do_b.to(tl.float32) * o_b.to(tl.float32), 1)
     if D_LSE:
         d_lse += b * d_lse_stride_b + head * d_lse_stride_n
         delta -= tl.load(d_lse + query.to(tl.int64) * d_lse_stride_s, mask=exists, other=0.0).to(tl.float32)
@@ -164,17 +145,10 @@ def add_to_queries(
             allowed = seen[None, :]
             if CAUSAL:
                 allowed = allowed & (place[None, :] <= query[:, None] + causal_offset)
-            corner = mask + (start + tl.full([], 0, tl.int64)) * mask_stride_t
-            entries = (tl.arange(0, ROWS) * mask_stride_s)[:, None] + (tl.arange(0, KEYS) * mask_stride_t)[None, :]
-            bias = tl.load(corner + entries, mask=allowed & exists[:, None], other=0)
+            bias = load_tile(mask, start, mask_stride_s, mask_stride_t, allowed & exists[:, None], ROWS, KEYS)
             offsets = place.to(tl.int64) * heads
-            k_a = load_rows(k, offsets * P, seen, 0, P, P_A)
-            k_b = k_a
-            if P_B:
-                k_b = load_rows(k, offsets * P, seen, P_A, P, P_B)
-            k_r = k_a
-            if R:
-                k_r = load_rows(rope, place.to(tl.int64) * rope_stride_t, seen, 0, R, ROPE)
+            k_a, k_b = load_blocks(k, offsets * P, seen, P, P_A, P_B)
+            k_r = load_rope(rope, place.to(tl.int64) * rope_stride_t, seen, k_a, R, ROPE)
             scores = product(q_a, q_b, q_r, k_a, k_b, k_r, P_B, R) * scale + bias.to(tl.float32)
             scores = tl.where(allowed, scores, -float("inf"))
             higher = tl.maximum(peak, tl.max(scores, 1))
@@ -191,10 +165,7 @@ def add_to_queries(
     if MASK == "bias":
         tl.store(shift_out + row, shift, mask=exists)
 
-    dq_a = tl.zeros([ROWS, P_A], tl.float32)
-    dq_b = dq_a
-    if P_B:
-        dq_b = tl.zeros([ROWS, P_B], tl.float32)
+    dq_a, dq_b = no_sums(ROWS, P_A, P_B)
     dq_r = dq_a
     if R:
         dq_r = tl.zeros([ROWS, ROPE], tl.float32)
@@ -206,39 +177,25 @@ def add_to_queries(
         if CAUSAL:
             allowed = allowed & (place[None, :] <= query[:, None] + causal_offset)
         if MASK != "none":
-            corner = mask + (start + tl.full([], 0, tl.int64)) * mask_stride_t
-            entries = (tl.arange(0, ROWS) * mask_stride_s)[:, None] + (tl.arange(0, KEYS) * mask_stride_t)[None, :]
-            bias = tl.load(corner + entries, mask=allowed & exists[:, None], other=0)
+            bias = load_tile(mask, start, mask_stride_s, mask_stride_t, allowed & exists[:, None], ROWS, KEYS)
             if MASK == "bool":
                 allowed = allowed & (bias != 0)
         offsets = place.to(tl.int64) * heads
-        k_a = load_rows(k, offsets * P, seen, 0, P, P_A)  # [KEYS, P_A]
-        k_b = k_a
-        if P_B:
-            k_b = load_rows(k, offsets * P, seen, P_A, P, P_B)  # [KEYS, P_B]
-        k_r = k_a
-        if R:
-            k_r = load_rows(rope, place.to(tl.int64) * rope_stride_t, seen, 0, R, ROPE)  # [KEYS, ROPE]
+        k_a, k_b = load_blocks(k, offsets * P, seen, P, P_A, P_B)  # [KEYS, P_A], [KEYS, P_B]
+        k_r = load_rope(rope, place.to(tl.int64) * rope_stride_t, seen, k_a, R, ROPE)  # [KEYS, ROPE]
         scores = product(q_a, q_b, q_r, k_a, k_b, k_r, P_B, R)  # [ROWS, KEYS]
         weights = weights_of(scores, scale, bias, peak[:, None], shift[:, None], MASK)
         weights = tl.where(allowed, weights, 0.0)
-        v_a = load_rows(v, offsets * V, seen, 0, V, V_A)  # [KEYS, V_A]
-        v_b = v_a
-        if V_B:
-            v_b = load_rows(v, offsets * V, seen, V_A, V, V_B)  # [KEYS, V_B]
+        v_a, v_b = load_blocks(v, offsets * V, seen, V, V_A, V_B)  # [KEYS, V_A], [KEYS, V_B]
         grown = product(do_a, do_b, do_b, v_a, v_b, v_b, V_B, 0)
         d_scores = (weights * (grown - delta[:, None])).to(k_a.dtype)
-        dq_a = tl.dot(d_scores, k_a, dq_a, input_precision="ieee")
-        if P_B:
-            dq_b = tl.dot(d_scores, k_b, dq_b, input_precision="ieee")
+        dq_a, dq_b = add_products(dq_a, dq_b, d_scores, k_a, k_b, P_B)
         if R:
             dq_r = tl.dot(d_scores, k_r, dq_r, input_precision="ieee")
 
     dq += b * dq_stride_b + head * dq_stride_n
     dq_rows = query.to(tl.int64) * dq_stride_s
-    store_columns(dq, dq_rows, dq_a * scale, exists, 0, P, P_A)
-    if P_B:
-        store_columns(dq, dq_rows, dq_b * scale, exists, P_A, P, P_B)
+    store_blocks(dq, dq_rows, dq_a * scale, dq_b * scale, exists, P, P_A, P_B)
     if R:
         store_columns(dq + P, dq_rows, dq_r * scale, exists, 0, R, ROPE)
 
@@ -303,35 +260,21 @@ def add_to_keys(
 
     of_head = (b * keys * heads + head).to(tl.int64)
     offsets = place.to(tl.int64) * heads
-    k_a = load_rows(k + of_head * P, offsets * P, there, 0, P, P_A)  # [KEYS, P_A]
-    k_b = k_a
-    if P_B:
-        k_b = load_rows(k + of_head * P, offsets * P, there, P_A, P, P_B)  # [KEYS, P_B]
-    k_r = k_a
-    if R:
-        rope += b * rope_stride_b + head * rope_stride_n
-        k_r = load_rows(rope, place.to(tl.int64) * rope_stride_t, there, 0, R, ROPE)  # [KEYS, ROPE]
-    v_a = load_rows(v + of_head * V, offsets * V, there, 0, V, V_A)  # [KEYS, V_A]
-    v_b = v_a
-    if V_B:
-        v_b = load_rows(v + of_head * V, offsets * V, there, V_A, V, V_B)  # [KEYS, V_B]
+    rope += b * rope_stride_b + head * rope_stride_n
+    k_a, k_b = load_blocks(k + of_head * P, offsets * P, there, P, P_A, P_B)  # [KEYS, P_A], [KEYS, P_B]
+    k_r = load_rope(rope, place.to(tl.int64) * rope_stride_t, there, k_a, R, ROPE)  # [KEYS, ROPE]
+    v_a, v_b = load_blocks(v + of_head * V, offsets * V, there, V, V_A, V_B)  # [KEYS, V_A], [KEYS, V_B]
     q += b * q_stride_b + head * q_stride_n
     do += b * do_stride_b + head * do_stride_n
     if MASK != "none":
         first_key = (tile * KEYS).to(tl.int64)
         mask += b * mask_stride_b + head * mask_stride_n + first_key * mask_stride_t
 
-    dk_a = tl.zeros([KEYS, P_A], tl.float32)
-    dk_b = dk_a
-    if P_B:
-        dk_b = tl.zeros([KEYS, P_B], tl.float32)
+    dk_a, dk_b = no_sums(KEYS, P_A, P_B)
     dk_r = dk_a
     if R:
         dk_r = tl.zeros([KEYS, ROPE], tl.float32)
-    dv_a = tl.zeros([KEYS, V_A], tl.float32)
-    dv_b = dv_a
-    if V_B:
-        dv_b = tl.zeros([KEYS, V_B], tl.float32)
+    dv_a, dv_b = no_sums(KEYS, V_A, V_B)
     for start in tl.range(first, queries, ROWS, num_stages=STAGES):
         query = start + tl.arange(0, ROWS)  # [ROWS]
         exists = query < queries
@@ -340,19 +283,12 @@ def add_to_keys(
         if CAUSAL:
             allowed = allowed & (place[:, None] <= query[None, :] + causal_offset)
         if MASK != "none":
-            corner = mask + (start + tl.full([], 0, tl.int64)) * mask_stride_s
-            entries = (tl.arange(0, KEYS) * mask_stride_t)[:, None] + (tl.arange(0, ROWS) * mask_stride_s)[None, :]
-            bias = tl.load(corner + entries, mask=allowed, other=0)
+            bias = load_tile(mask, start, mask_stride_t, mask_stride_s, allowed, KEYS, ROWS)
             if MASK == "bool":
                 allowed = allowed & (bias != 0)
         q_rows = query.to(tl.int64) * q_stride_s
-        q_a = load_rows(q, q_rows, exists, 0, P, P_A)  # [ROWS, P_A]
-        q_b = q_a
-        if P_B:
-            q_b = load_rows(q, q_rows, exists, P_A, P, P_B)  # [ROWS, P_B]
-        q_r = q_a
-        if R:
-            q_r = load_rows(q + P, q_rows, exists, 0, R, ROPE)  # [ROWS, ROPE]
+        q_a, q_b = load_blocks(q, q_rows, exists, P, P_A, P_B)  # [ROWS, P_A], [ROWS, P_B]
+        q_r = load_rope(q + P, q_rows, exists, q_a, R, ROPE)  # [ROWS, ROPE]
         row = group * queries + query
         peak = tl.load(peak_in + row, mask=exists, other=0.0)
         shift = peak
@@ -361,27 +297,16 @@ def add_to_keys(
         scores = product(k_a, k_b, k_r, q_a, q_b, q_r, P_B, R)  # [KEYS, ROWS]
         weights = weights_of(scores, scale, bias, peak[None, :], shift[None, :], MASK)
         weights = tl.where(allowed, weights, 0.0)
-        do_rows = query.to(tl.int64) * do_stride_s
-        do_a = load_rows(do, do_rows, exists, 0, V, V_A)  # [ROWS, V_A]
-        do_b = do_a
-        dv_a = tl.dot(weights.to(do_a.dtype), do_a, dv_a, input_precision="ieee")
-        if V_B:
-            do_b = load_rows(do, do_rows, exists, V_A, V, V_B)  # [ROWS, V_B]
-            dv_b = tl.dot(weights.to(do_a.dtype), do_b, dv_b, input_precision="ieee")
+        do_a, do_b = load_blocks(do, query.to(tl.int64) * do_stride_s, exists, V, V_A, V_B)  # [ROWS, V_A], [ROWS, V_B]
+        dv_a, dv_b = add_products(dv_a, dv_b, weights.to(do_a.dtype), do_a, do_b, V_B)
         delta = tl.load(delta_in + row, mask=exists, other=0.0)
         grown = product(v_a, v_b, v_b, do_a, do_b, do_b, V_B, 0)
         d_scores = (weights * (grown - delta[None, :])).to(q_a.dtype)
-        dk_a = tl.dot(d_scores, q_a, dk_a, input_precision="ieee")
-        if P_B:
-            dk_b = tl.dot(d_scores, q_b, dk_b, input_precision="ieee")
+        dk_a, dk_b = add_products(dk_a, dk_b, d_scores, q_a, q_b, P_B)
         if R:
             dk_r = tl.dot(d_scores, q_r, dk_r, input_precision="ieee")
 
-    store_columns(dk + of_head * P, offsets * P, dk_a * scale, there, 0, P, P_A)
-    if P_B:
-        store_columns(dk + of_head * P, offsets * P, dk_b * scale, there, P_A, P, P_B)
+    store_blocks(dk + of_head * P, offsets * P, dk_a * scale, dk_b * scale, there, P, P_A, P_B)
     if R:
         store_columns(d_rope + of_head * R, offsets * R, dk_r * scale, there, 0, R, ROPE)
-    store_columns(dv + of_head * V, offsets * V, dv_a, there, 0, V, V_A)
-    if V_B:
-        store_columns(dv + of_head * V, offsets * V, dv_b, there, V_A, V, V_B)
+    store_blocks(dv + of_head * V, offsets * V, dv_a, dv_b, there, V, V_A, V_B)

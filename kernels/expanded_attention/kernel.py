@@ -20,8 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.attend import LOWEST, add_keys, load_rows
-from .._common.store import store_columns
+from .._common.attend import LOWEST, add_keys, load_tile
+from .._common.blocks import load_blocks, load_rope, no_sums, product, store_blocks
 
 _ANY_VALUE = ("scale", "queries", "heads", "keys", "causal_offset", "begin", "first", "last")
 
@@ -116,13 +116,8 @@ def attend_chunk(
 
     q_rows = query.to(tl.int64) * q_stride_s
     q += b * q_stride_b + head * q_stride_n
-    q_a = load_rows(q, q_rows, exists, 0, P, P_A)  # [ROWS, P_A]
-    q_b = q_a
-    if P_B:
-        q_b = load_rows(q, q_rows, exists, P_A, P, P_B)  # [ROWS, P_B]
-    q_r = q_a
-    if R:
-        q_r = load_rows(q + P, q_rows, exists, 0, R, ROPE)  # [ROWS, ROPE]
+    q_a, q_b = load_blocks(q, q_rows, exists, P, P_A, P_B)  # [ROWS, P_A], [ROWS, P_B]
+    q_r = load_rope(q + P, q_rows, exists, q_a, R, ROPE)  # [ROWS, ROPE]
     k += head * k_stride_h + b * k_stride_b
     v += head * v_stride_h + b * v_stride_b
     rope += b * rope_stride_b + head * rope_stride_n
@@ -132,18 +127,13 @@ def attend_chunk(
 
     m = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc_a = tl.zeros([ROWS, V_A], tl.float32)
-    acc_b = acc_a
-    if V_B:
-        acc_b = tl.zeros([ROWS, V_B], tl.float32)
+    acc_a, acc_b = no_sums(ROWS, V_A, V_B)
     rows = group * queries + query  # of the state
     if STATE:
         begun = exists & (first + query * 0 == 0)
         m = tl.load(m_state + rows, mask=begun, other=LOWEST)
         total = tl.load(total_state + rows, mask=begun, other=0.0)
-        acc_a = load_rows(acc, rows * V, begun, 0, V, V_A)
-        if V_B:
-            acc_b = load_rows(acc, rows * V, begun, V_A, V, V_B)
+        acc_a, acc_b = load_blocks(acc, rows * V, begun, V, V_A, V_B)
 
     for start in tl.range(0, end, KEYS, num_stages=STAGES):
         place = start + tl.arange(0, KEYS)  # [KEYS]
@@ -152,32 +142,19 @@ def attend_chunk(
         if CAUSAL:
             allowed = allowed & (place[None, :] <= query[:, None] + causal_offset)
         if MASK != "none":
-            # A scalar address plus small offsets that are the same for each tile: a tile of addresses would take all
-            # registers.
-            corner = mask + (start + tl.full([], 0, tl.int64)) * mask_stride_t
-            entries = (tl.arange(0, ROWS) * mask_stride_s)[:, None] + (tl.arange(0, KEYS) * mask_stride_t)[None, :]
-            bias = tl.load(corner + entries, mask=allowed & exists[:, None], other=0)
+            bias = load_tile(mask, start, mask_stride_s, mask_stride_t, allowed & exists[:, None], ROWS, KEYS)
             if MASK == "bool":
                 allowed = allowed & (bias != 0)
                 # Keys that no query sees may hold anything, and 0 times NaN is NaN.
                 seen = tl.max(allowed.to(tl.int32), 0) > 0
         offsets = place.to(tl.int64)
-        k_a = load_rows(k, offsets * P, seen, 0, P, P_A)  # [KEYS, P_A]
-        scores = tl.dot(q_a, tl.trans(k_a), input_precision="ieee")
-        if P_B:
-            k_b = load_rows(k, offsets * P, seen, P_A, P, P_B)  # [KEYS, P_B]
-            scores = tl.dot(q_b, tl.trans(k_b), scores, input_precision="ieee")
-        if R:
-            k_rope = load_rows(rope, offsets * rope_stride_t, seen, 0, R, ROPE)  # [KEYS, ROPE]
-            scores = tl.dot(q_r, tl.trans(k_rope), scores, input_precision="ieee")
-        scores *= scale
+        k_a, k_b = load_blocks(k, offsets * P, seen, P, P_A, P_B)  # [KEYS, P_A], [KEYS, P_B]
+        k_r = load_rope(rope, offsets * rope_stride_t, seen, k_a, R, ROPE)  # [KEYS, ROPE]
+        scores = product(q_a, q_b, q_r, k_a, k_b, k_r, P_B, R) * scale
         if MASK == "bias":
             scores += bias.to(tl.float32)
         scores = tl.where(allowed, scores, -float("inf"))  # [ROWS, KEYS]
-        v_a = load_rows(v, offsets * V, seen, 0, V, V_A)  # [KEYS, V_A]
-        v_b = v_a
-        if V_B:
-            v_b = load_rows(v, offsets * V, seen, V_A, V, V_B)  # [KEYS, V_B]
+        v_a, v_b = load_blocks(v, offsets * V, seen, V, V_A, V_B)  # [KEYS, V_A], [KEYS, V_B]
         m, total, acc_a, acc_b = add_keys(m, total, acc_a, acc_b, scores, v_a, v_b, V_B)
 
     finished = last != 0
@@ -192,13 +169,10 @@ def attend_chunk(
             mask=exists,
         )
         o += b * o_stride_b + head * o_stride_n
-        store_columns(o, query.to(tl.int64) * o_stride_s, acc_a * share[:, None], exists, 0, V, V_A)
-        if V_B:
-            store_columns(o, query.to(tl.int64) * o_stride_s, acc_b * share[:, None], exists, V_A, V, V_B)
+        o_rows = query.to(tl.int64) * o_stride_s
+        store_blocks(o, o_rows, acc_a * share[:, None], acc_b * share[:, None], exists, V, V_A, V_B)
     else:  # without STATE there is only one chunk, and nothing to continue
         if STATE:
             tl.store(m_state + rows, m, mask=exists)
             tl.store(total_state + rows, total, mask=exists)
-            store_columns(acc, rows * V, acc_a, exists, 0, V, V_A)
-            if V_B:
-                store_columns(acc, rows * V, acc_b, exists, V_A, V, V_B)
+            store_blocks(acc, rows * V, acc_a, acc_b, exists, V, V_A, V_B)

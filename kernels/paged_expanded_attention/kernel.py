@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .._common.attend import aligned, load_latents
-from .._common.store import store_columns
+from .._common.blocks import store_columns
 
 
 @triton.jit(do_not_specialize=("begin", "keys", "page_size"))
