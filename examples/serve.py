@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import uvicorn
+from jinja2 import TemplateError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -203,13 +204,16 @@ def application(engine: Engine, name: str) -> Starlette:
     async def complete(request: Request) -> Response:
         try:
             body, chat = dict(await request.json()), "chat" in request.url.path
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise HTTPException(400, f"expected a JSON object: {error}") from error
         for key, value in DEFAULTS.items():
             if body.get(key) not in (None, value):
                 raise HTTPException(400, f"expected {key} to be {value}, found {body[key]}")
         counts = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
-        prompt, count = tokens_of(body, chat), (counts or [16])[0]
+        try:
+            prompt, count = tokens_of(body, chat), (counts or [16])[0]
+        except (TypeError, ValueError, TemplateError) as error:
+            raise HTTPException(400, f"expected text that the tokenizer takes: {error}") from error
         engine.check(prompt, count)
         writing = Writing(engine, name, chat, prompt, count)
         if body.get("stream"):

@@ -158,7 +158,16 @@ def test_what_it_cannot_do_is_refused_with_a_reason(running, more, message):
         asyncio.run(ask())
 
 
-@pytest.mark.parametrize("body", [b"import", b"[1, 2]", b'{"messages": 3}'], ids=["text", "list", "no prompt"])
+NO_REQUESTS = {
+    "text": b"import",
+    "list": b"[1, 2]",
+    "no prompt": b'{"messages": 3}',
+    "half a character": b'{"prompt": "\\ud800", "max_tokens": 2}',
+    "nested": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("body", NO_REQUESTS.values(), ids=NO_REQUESTS)
 def test_what_is_no_request_is_refused_too(running, body):
     asked = urllib.request.Request(f"{running.address()}/completions", body)
     with pytest.raises(urllib.error.HTTPError) as refused:

@@ -79,7 +79,7 @@ class Dropout(Layer):
         (DetachedKeys, "expected gradients to flow through all operands of the attention, found that they end at"),
         (DetachedLatentOfValues, "expected gradients to flow through all operands of the attention"),
         (WithoutGradients, "expected gradients to flow through all operands of the attention"),
-        (NotRecorded, "expected gradients to flow through all operands of the attention"),
+        (NotRecorded, "expected writes that gradients see, found one without gradients"),
         (GreatestOfValues, "expected gradients to flow through all operands of the attention"),
         (OneByOneDetached, "expected gradients to flow through all operands of the attention"),
         (OwnGradient, "expected "),
