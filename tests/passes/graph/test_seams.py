@@ -102,7 +102,7 @@ def test_a_seam_between_heads_needs_nothing() -> None:
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_compiled(dtype: torch.dtype) -> None:
     given = [t.to(dtype) for t in mla.tensors()]
     plain = joined(lambda nope, k_rope, latent: torch.cat([nope, for_all(k_rope)], -1), F.scaled_dot_product_attention)
