@@ -98,7 +98,7 @@ def capture(module: fx.GraphModule) -> Captured:
         interpreter = _Interpreter(sealed, {name: [next(supply) for _ in own] for name, own in given.items()})
         interpreter.run(enable_io_processing=False)
         autocast.update({nodes[name]: types for name, types in interpreter.autocast.items()})
-        writes.update({nodes[name]: [nodes[own] for own in names] for name, names in interpreter.writes.items()})
+        writes.update({nodes[name]: [nodes[own] for own in into] for name, into in interpreter.writes.items()})
         tensors = {name: value for name, value in interpreter.values.items() if isinstance(value, Tensor)}
         names[:] = tensors
         return list(tensors.values())
