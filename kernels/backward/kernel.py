@@ -120,8 +120,8 @@ def add_to_queries(
     q_r = load_rope(q + P, q_rows, exists, q_a, R, ROPE)  # [ROWS, ROPE]
     o += b * o_stride_b + head * o_stride_n
     do += b * do_stride_b + head * do_stride_n
-    o_a, o_b = load_blocks(o, query.to(tl.int64) * o_stride_s, exists, V, V_A, V_B)  # [ROWS, V_A], [ROWS, V_B]
-    do_a, do_b = load_blocks(do, query.to(tl.int64) * do_stride_s, exists, V, V_A, V_B)
+    do_a, do_b = load_blocks(do, query.to(tl.int64) * do_stride_s, exists, V, V_A, V_B)  # [ROWS, V_A], [ROWS, V_B]
+    o_a, o_b = load_blocks(o, query.to(tl.int64) * o_stride_s, exists, V, V_A, V_B)
     delta = tl.sum(do_a.to(tl.float32) * o_a.to(tl.float32), 1)
     if V_B:
         delta += tl.sum(do_b.to(tl.float32) * o_b.to(tl.float32), 1)
