@@ -68,3 +68,13 @@ def check_rewritten(function: Function, tensors: Sequence[Tensor], symbolic: Seq
     for path, module, outcomes in compiled(function, tensors, symbolic):
         assert [(o.path, o.reason) for o in outcomes] == [(path, "asked for by mla.path")]
         assert not unfolded(module)
+
+
+def check_unchanged(function: Function, tensors: Sequence[Tensor]) -> None:
+    """Assert that nothing is rewritten, not even the code of the graph, and that its results are the same."""
+    module = capture(function, *tensors)
+    before, code = run(module, *tensors), module.code
+    outcomes = rewrite(module)
+    assert not any(outcome.rewritten for outcome in outcomes)
+    assert module.code == code
+    check_right(before, run(module, *tensors))
