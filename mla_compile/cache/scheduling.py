@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
 
 
-class _Resuming:
+class _Resuming(Scheduler):
     """What is different in such a scheduler."""
-
-    active_requests: dict[str, Any]
-    block_new_requests: bool
 
     def clear_cancelled_requests(self) -> Any:
         """As in transformers."""
-        cancelled = super().clear_cancelled_requests()  # type: ignore[misc]
+        cancelled = super().clear_cancelled_requests()
         if not self.active_requests:
             self.block_new_requests = False
         return cancelled
