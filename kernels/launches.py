@@ -40,12 +40,13 @@ class _Launcher:
 
 
 def launch_of(
-    op: Any, arguments: Sequence[Any], named: Mapping[str, Any], kernels: str, *, guards: bool
+    op: Any, arguments: Sequence[Any], named: Mapping[str, Any], kernels: str, *, guards: bool, recorded: bool = True
 ) -> Launch | None:
     """The launcher for an op with these arguments, fake tensors on a GPU, or None where it stays an op.
 
-    `kernels` is the value of the option `mla.kernels`. With `guards`, a symbolic page size is specialised to its
-    present value, under a guard. Raises: KernelError, if the arguments do not fit the op.
+    `kernels` is the value of the option `mla.kernels`; `recorded` says whether a CUDA graph records the launches. With
+    `guards`, a symbolic page size is specialised to its present value, under a guard. Raises: KernelError, if the
+    arguments do not fit the op.
     """
     launcher = _launchers().get(op)
     if launcher is None:
@@ -69,7 +70,7 @@ def launch_of(
     widths = [rows.shape[-1] for rows in caches]
     if widths and not takes(machine, widths[0], widths[1], q.itemsize):
         return None
-    if launcher.others is not None and not _is_ours(launcher.others, x, machine, kernels):
+    if launcher.others is not None and not _is_ours(launcher.others, x, machine, kernels, recorded):
         return None
     return lambda *given, **by_name: launcher.launch(launcher.bundle(*given, **by_name), machine)
 
@@ -99,7 +100,7 @@ def _launchers() -> dict[Any, _Launcher]:
     }
 
 
-def _is_ours(op: Any, x: Any, machine: Any, kernels: str) -> bool:
+def _is_ours(op: Any, x: Any, machine: Any, kernels: str, recorded: bool) -> bool:
     """Whether our own kernel computes an op for which other projects have kernels too.
 
     Where symbols leave the choice open until a call, it does if none of the others is installed.
@@ -107,8 +108,10 @@ def _is_ours(op: Any, x: Any, machine: Any, kernels: str) -> bool:
     from .implementations.choose import any_installed, foreseen
     from .implementations.implementation import OURS
 
-    choice = foreseen(op, x, machine, kernels)
-    return not any_installed(op, kernels) if choice is None else choice.name == OURS
+    choice = foreseen(op, x, machine, kernels, recorded=recorded)
+    if choice is None:
+        return not any_installed(op, kernels, machine.arch, recorded)
+    return choice.name == OURS
 
 
 def _numbers(arguments: Sequence[Any]) -> Iterator[Any]:

@@ -260,7 +260,7 @@ class Compilation:
             retraced = self._timed("joint_passes", _recursive_joint_graph_passes, retraced)
         use_memory_again(retraced)
         log_graph("mla_retraced", retraced)
-        self.kernels = kernels_of(retraced.graph, self.options.kernels)
+        self.kernels = kernels_of(retraced.graph, self.options.kernels, recorded=_records_cuda_graphs())
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
         own = parameters()  # read now: freezing removes them from the arguments
@@ -289,7 +289,9 @@ class Compilation:
 
     def _code(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
         # Under max_autotune, tiles and implementations are timed at an op's first call, so ops have to stay ops.
-        launched = not inductor_config.max_autotune and put_launches(module.graph, self.options.kernels)
+        launched = not inductor_config.max_autotune and put_launches(
+            module.graph, self.options.kernels, recorded=_records_cuda_graphs()
+        )
         if launched:
             write_in_parts(module.graph)
             module.recompile()
@@ -305,6 +307,11 @@ class Compilation:
 
     def _unchanged(self) -> Callable[..., Any]:
         return _compile_fx(self.module, self.inputs, config_patches=self.settings)
+
+
+def _records_cuda_graphs() -> bool:
+    """Whether Inductor is asked to record what it compiles here and now in CUDA graphs."""
+    return bool(inductor_config.triton.cudagraphs)
 
 
 class Examination(Compilation):

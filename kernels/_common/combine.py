@@ -4,9 +4,9 @@
     o [groups, rows, L], lse [groups, rows]
 
 A program takes a few rows of a group and every SPREADth block of columns. It knows from the lengths which parts there
-are, and reads first their greatest scores, then their sums, in order, so that loads do not wait for each other. Where
-keys are shared out, there is a program for each sequence or, if cuts are fewer, for each cut. A program whose sequence
-is not cut does nothing, because the result has already been written.
+are, and merges PARTS of them at a time, whose loads do not wait for each other: a single sequence has as many parts as
+the machine has multiprocessors. Where keys are shared out, there is a program for each sequence or, if cuts are fewer,
+for each cut. A program whose sequence is not cut does nothing, because the result has already been written.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ import triton.language as tl
 
 from .attend import LOG2E, LOWEST
 from .pieces import cut_in_pieces, key_count, measured, part_size, passed_by
-
-AT_ONCE = tl.constexpr(8)
-"""The number of parts whose greatest scores, and then sums, are loaded at a time."""
 
 _ANY_VALUE = ("queries", "heads", "tokens", "causal_offset", "batch", "parts", "fixed", "own")
 
@@ -47,6 +44,7 @@ def combine(
     L: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
     SPREAD: tl.constexpr,
     KEYS: tl.constexpr,
     LEAST: tl.constexpr,
@@ -99,29 +97,30 @@ def combine(
         each = tl.num_programs(0) // SPREAD // tiles * rows
         ahead = 0
 
-    m = tl.full([ROWS], LOWEST, tl.float32)
-    for first_part in tl.range(0, used, AT_ONCE):
-        part = first_part + tl.arange(0, AT_ONCE)
-        places = slot + part * each + tl.where(part == 0, ahead, 0)
-        there = (part < used)[:, None] & exists[None, :]
-        m = tl.maximum(m, tl.max(tl.load(m_in + places[:, None] + row[None, :], mask=there, other=LOWEST), 0))
-
     row_of_all = group.to(tl.int64) * rows + row
     for block in tl.range(program % SPREAD, tl.cdiv(L, COLUMNS), SPREAD):
         columns = block * COLUMNS + tl.arange(0, COLUMNS)
-        inside = exists[:, None] & (columns < L)[None, :]
+        inside = columns < L
+        m = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         out = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for first_part in tl.range(0, used, AT_ONCE):
-            for i in tl.static_range(AT_ONCE):
-                part = first_part + i
-                there = exists & (row * 0 + part < used)
-                place = slot + part * each + tl.where(part == 0, ahead, 0) + row
-                weight = tl.exp2((tl.load(m_in + place, mask=there, other=LOWEST) - m) * LOG2E)
-                total += tl.load(total_in + place, mask=there, other=0.0) * weight
-                sums = acc + (place.to(tl.int64) * L)[:, None] + columns[None, :]
-                out += tl.load(sums, mask=inside & there[:, None], other=0.0) * weight[:, None]
+        for first_part in tl.range(0, used, PARTS):
+            part = first_part + tl.arange(0, PARTS)
+            # Rows come before parts: where there are several, each warp takes its own and sums parts by itself.
+            places = (slot + part * each + tl.where(part == 0, ahead, 0))[None, :] + row[:, None]  # [ROWS, PARTS]
+            there = (part < used)[None, :] & exists[:, None]
+            greatest = tl.load(m_in + places, mask=there, other=LOWEST)
+            totals = tl.load(total_in + places, mask=there, other=0.0)
+            sums = acc + (places.to(tl.int64) * L)[:, :, None] + columns[None, None, :]
+            values = tl.load(sums, mask=there[:, :, None] & inside[None, None, :], other=0.0)
+            m_new = tl.maximum(m, tl.max(greatest, 1))
+            decay = tl.exp2((m - m_new) * LOG2E)
+            weights = tl.exp2((greatest - m_new[:, None]) * LOG2E)
+            total = total * decay + tl.sum(totals * weights, 1)
+            out = out * decay[:, None] + tl.sum(values * weights[:, :, None], 1)
+            m = m_new
         if block == 0:
             tl.store(lse + row_of_all, m + tl.log(total), mask=exists)
         out = out / tl.maximum(total, 1.0)[:, None]
-        tl.store(o + row_of_all[:, None] * L + columns[None, :], out.to(o.dtype.element_ty), mask=inside)
+        places_of_all = o + row_of_all[:, None] * L + columns[None, :]
+        tl.store(places_of_all, out.to(o.dtype.element_ty), mask=exists[:, None] & inside[None, :])

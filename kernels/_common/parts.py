@@ -30,10 +30,14 @@ _COLUMNS = 128
 _COMBINING = 4
 """Programs per multiprocessor that combine parts: with 8 loads of 512 bytes each, they wait for 16 KiB at a time, which
 the multiprocessor's share of the bandwidth brings in half a microsecond."""
+_NUMBERS = 4096
+"""Numbers that such a program loads at a time: 32 for each of 128 threads."""
+_FEW_PARTS, _MANY_PARTS = 4, 64
+"""The fewest and the most parts that a program merges at a time."""
 _FEW_LENGTHS, _MANY_LENGTHS = 32, 1024
 """How many lengths a program reads at a time: as many as a warp does alone, or enough for few rounds."""
-_MOST_ROWS = 8
-"""The most rows of a program that combines parts: 1,024 numbers for 128 threads."""
+_MOST_ROWS = 4
+"""The most rows of a program that combines parts: one for each of its warps."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,13 @@ class Work:
     batch: int = 0
     own: int = 0
     """What a program does for a sequence besides its keys, in tiles of keys."""
+
+    @property
+    def most_parts(self) -> int:
+        """About how many parts there are to combine in each group."""
+        if self.kind == "shared":  # each sequence's share, and the pieces in which it begins and ends
+            return int(-(-expected(self.parts) // max(expected(self.batch), 1)) + 1)
+        return int(expected(self.parts))
 
     @property
     def combines(self) -> bool:
@@ -104,14 +115,18 @@ def _waves(tiles: int, processors: int) -> int:
     return next(full, waves[idle.index(min(idle))])
 
 
-def combination(groups: int, rows: int, rank: int, processors: int) -> dict[str, int]:
-    """The tile of a program that combines parts: just small enough that all processors have something to do."""
-    columns = min(power_of_two(rank), _COLUMNS)
+def combination(work: Work, rows: int, rank: int, processors: int) -> dict[str, int]:
+    """The tile of a program that combines parts of groups of `rows` rows: as many parts as there are, up to a limit,
+    and just so many rows that all processors have something to do."""
+    groups, rows = expected(work.combined), expected(rows)
+    parts = min(max(1 << (work.most_parts - 1).bit_length(), _FEW_PARTS), _MANY_PARTS)
+    columns = min(power_of_two(rank), _COLUMNS, _NUMBERS // parts)
     blocks = -(-rank // columns)
     wave = _COMBINING * processors
-    at_once = min(1 << max(math.ceil(groups * rows * blocks / wave) - 1, 0).bit_length(), _MOST_ROWS)
+    most = min(_MOST_ROWS, _NUMBERS // (parts * columns))
+    at_once = min(1 << max(math.ceil(groups * rows * blocks / wave) - 1, 0).bit_length(), most)
     spread = blocks if groups * -(-rows // at_once) * blocks <= wave else 1
-    return {"ROWS": at_once, "COLUMNS": columns, "SPREAD": spread}
+    return {"ROWS": at_once, "COLUMNS": columns, "PARTS": parts, "SPREAD": spread}
 
 
 def number_of_parts(programs: int, keys: int, least: int, processors: int, row_keys: float) -> int:

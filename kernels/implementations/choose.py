@@ -57,15 +57,17 @@ class Verdict:
 
 
 @functools.cache
-def any_installed(op: Op[B], kernels: str) -> bool:
-    """Whether any other implementation is installed in this process, under a value of `mla.kernels`."""
-    return any(map(is_installed, op.of(kernels)))
+def any_installed(op: Op[B], kernels: str, arch: str, recorded: bool = True) -> bool:
+    """Whether any other implementation for an architecture is installed in this process, under a value of
+    `mla.kernels`; `recorded` as for `foreseen`."""
+    of_arch = [each for each in op.of(kernels) if arch in each.architectures]
+    return any(is_installed(each) and (recorded or not _left_out(each, kernels)) for each in of_arch)
 
 
 def attend(op: Op[B], x: B, machine: Machine, ours: Attend[B]) -> tuple[Tensor, Tensor]:
     """o and lse, on a machine; `ours` computes any problem."""
     asked = _ASKED.get()
-    if not any_installed(op, asked):
+    if not any_installed(op, asked, machine.arch):
         return ours(x)
     key = op.name, machine, asked, timer() is None, op.layout_of(x)
     if key not in CHOICES and in_capture():
@@ -73,13 +75,17 @@ def attend(op: Op[B], x: B, machine: Machine, ours: Attend[B]) -> tuple[Tensor, 
     return CHOICES.get(key, lambda: _chosen(op, x, machine, ours, asked))(x)
 
 
-def foreseen(op: Op[B], x: B, machine: Machine, kernels: str = AUTO) -> Verdict | None:
+def foreseen(op: Op[B], x: B, machine: Machine, kernels: str = AUTO, *, recorded: bool = True) -> Verdict | None:
     """Which implementation would compute a call under a value of `mla.kernels`, as far as is known without running any;
-    None where sizes are symbols."""
+    None where sizes are symbols. `recorded` is false for a call of a graph that no CUDA graph records."""
     problem = op.problem_of(x)
     if problem is None:
         return None
     reasons = _refusals(op, problem, machine, kernels)
+    if not recorded:
+        left_out = [each.name for each in op.implementations if _left_out(each, kernels)]
+        why = "is launched from Python, which pays in a CUDA graph: mode='reduce-overhead' records one"
+        reasons |= {name: why for name in left_out if name in reasons and reasons[name] is None}
     candidates = [each for each in op.of(kernels) if reasons[each.name] is None]
     return _verdict(op, _first(candidates, problem, machine), reasons)
 
@@ -103,6 +109,11 @@ def _chosen(op: Op[B], x: B, machine: Machine, ours: Attend[B], asked: str) -> A
     return ways[name]
 
 
+def _left_out(each: Implementation[B], kernels: str) -> bool:
+    """Whether an implementation is not taken where no CUDA graph is recorded."""
+    return each.by_the_host and kernels == AUTO
+
+
 def _refusals(op: Op[B], problem: Problem, machine: Machine, asked: str) -> dict[str, str | None]:
     """Why each implementation is not taken, None if it may be.
 
@@ -114,8 +125,8 @@ def _refusals(op: Op[B], problem: Problem, machine: Machine, asked: str) -> dict
 
 def _refusal(each: Implementation[B], problem: Problem, machine: Machine, asked: str) -> str | None:
     """Why an implementation is not taken, as far as is known without running it; the cheapest checks come first."""
-    if each.asked_by != asked:
-        return f"has not run on a GPU yet: mla.kernels={each.asked_by!r} enables it"
+    if asked not in each.asked_by:
+        return f"has not run on a GPU yet: mla.kernels={each.asked_by[0]!r} enables it"
     if not is_installed(each):
         return "is not installed"
     why = each.refusal(problem, machine.arch)

@@ -65,8 +65,12 @@ class Implementation(Generic[B]):
     """Architectures on which it is taken before ours without a measurement, because its authors' figures are known."""
     first_from: int = 1
     """The fewest rows for which it is taken so."""
-    asked_by: str = AUTO
-    """The value of `mla.kernels` under which it is considered; not `auto` for what has not run on a GPU yet."""
+    asked_by: tuple[str, ...] = (AUTO,)
+    """The values of `mla.kernels` under which it is considered; not `auto` for what has not run on a GPU yet."""
+
+    by_the_host: bool = False
+    """Whether its launches, made from Python, may take longer than they save: then a graph has it, unless asked for,
+    only if it is recorded in a CUDA graph."""
 
     def refusal(self, problem: Problem, arch: str) -> str | None:
         """Why it does not take a problem on an architecture; None where it does."""
@@ -97,4 +101,4 @@ class Op(Generic[B]):
 
     def of(self, asked: str) -> tuple[Implementation[B], ...]:
         """The implementations that are considered under a value of `mla.kernels`."""
-        return tuple(each for each in self.implementations if each.asked_by == asked)
+        return tuple(each for each in self.implementations if asked in each.asked_by)

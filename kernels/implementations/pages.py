@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._common.plans import layout
+from .._common.sizes import always
 from .trial import normal_like
 
 if TYPE_CHECKING:
@@ -34,8 +35,10 @@ class Paged:
     causal: bool
     one_row: bool
     """Whether latent and rope key of a token are side by side, in rows at multiples of 16 bytes."""
-    rows_apart: bool = True
-    """Whether the stride of pages is a multiple of the stride of rows."""
+    matrices: bool = True
+    """Whether all pages' latents, and all rope keys, are rows of one matrix each, at multiples of 16 bytes."""
+    one_page: bool = False
+    """Whether each sequence has one page."""
     besides: tuple[str, ...] = ()
     """Features that the call needs and that no kernel here takes."""
 
@@ -49,7 +52,8 @@ class Paged:
         """The problem of a call; None where sizes are symbols."""
         _, queries, heads, rank = x.q_latent.shape
         rope, page_size = x.q_rope.shape[3], x.latent_pages.shape[1]
-        places = *x.latent_pages.stride(), *x.rope_pages.stride(), x.latent_pages.storage_offset()
+        offsets = x.latent_pages.storage_offset(), x.rope_pages.storage_offset()
+        places = *x.latent_pages.stride(), *x.rope_pages.stride(), *offsets
         if not all(isinstance(size, int) for size in (queries, heads, rank, rope, page_size, *places)):
             return None
         asked = {
@@ -61,10 +65,18 @@ class Paged:
         besides = tuple(name for name, is_asked in asked.items() if is_asked)
         causal = x.causal and queries > 1
         one_row = not besides and whole_rows(x.latent_pages, x.rope_pages)
-        of_page, of_row = x.latent_pages.stride()[:2]
-        rows_apart = of_row > 0 and of_page % of_row == 0
-        widths = rank, rope
-        return Paged(x.q_latent.dtype, queries, heads, widths, page_size, causal, one_row, rows_apart, besides)
+        return Paged(
+            x.q_latent.dtype,
+            queries,
+            heads,
+            (rank, rope),
+            page_size,
+            causal,
+            one_row,
+            is_matrix(x.latent_pages) and is_matrix(x.rope_pages),
+            always(x.block_table.shape[1] == 1),
+            besides,
+        )
 
 
 @dataclass(frozen=True)
@@ -124,6 +136,18 @@ def whole_rows(latent: Tensor, rope: Tensor) -> bool:
         and latent.stride(2) == 1
         and rope.storage_offset() == first + latent.shape[2]
         and all(place * latent.itemsize % ALIGNED == 0 for place in places)
+    )
+
+
+def is_matrix(pages: Tensor) -> bool:
+    """Whether the rows of all pages are rows of one matrix, at multiples of 16 bytes."""
+    of_page, of_row, of_column = pages.stride()
+    places = pages.storage_offset(), of_row
+    return (
+        of_column == 1
+        and of_row > 0
+        and of_page % of_row == 0
+        and all(place * pages.itemsize % ALIGNED == 0 for place in places)
     )
 
 

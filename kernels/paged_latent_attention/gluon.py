@@ -1,8 +1,11 @@
 """Paged absorbed MLA on Hopper and Blackwell, in Gluon: launch `warp_groups` or `tensor_memory`, then `combine` what
 was cut.
 
-q_latent [B, Sq, N, 512], q_rope [B, Sq, N, 64], latent and rope key in one row of bfloat16, pages of 64 tokens
+q_latent [B, Sq, N, 512], q_rope [B, Sq, N, 64]
+latents [pages, page_size, 512], rope keys [pages, page_size, 64]
 block_table [B, max_pages], seq_lens [B]
+
+Latents and rope keys are bfloat16. A page has a multiple of 64 tokens; if each sequence has one page, any number.
 """
 
 from __future__ import annotations
@@ -78,7 +81,8 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
     )
     plan.kernel[(work.programs,)](
         *(q_latent, q_rope, latent_rows, rope_rows, x.block_table, lengths, pieces, o, lse, *partial),
-        *(x.scale, queries, heads, tokens, plan.own[2], x.latent_pages.stride(0) // x.latent_pages.stride(1)),
+        *(x.scale, queries, heads, tokens, plan.own[2], triton.cdiv(x.latent_pages.shape[1], _PAGE)),
+        *(_rows_apart(x.latent_pages), _rows_apart(x.rope_pages)),
         *(*q_latent.stride()[:3], *q_rope.stride()[:3], *x.block_table.stride()),
         CAUSAL=causal,
         num_warps=4,
@@ -95,8 +99,13 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
 def rows_of(pages: Tensor) -> Tensor:
     """All rows `[rows, columns]` from the first to the last of the pages, which are a whole number of rows apart."""
     count, size, columns = pages.shape
-    rows = (count - 1) * (pages.stride(0) // pages.stride(1)) + size
+    rows = (count - 1) * _rows_apart(pages) + size
     return pages.as_strided((rows, columns), (pages.stride(1), 1))
+
+
+def _rows_apart(pages: Tensor) -> int:
+    """How many rows lie from one page to the next."""
+    return pages.stride(0) // pages.stride(1)
 
 
 def _new_plan(machine: Machine, batch: int, rows: int) -> _Plan:
@@ -106,7 +115,7 @@ def _new_plan(machine: Machine, batch: int, rows: int) -> _Plan:
     # What a sequence takes besides its keys (reading queries and writing sums), in pages read.
     own = tile * (_KEY_BYTES + 4 * _RANK / programs) / _KEY_BYTES / _PAGE
     work = shared_out(batch, rows, triton.cdiv(rows, tile) * programs, machine.processors, own)
-    combining = combination(work.combined, rows, _RANK, machine.processors)
+    combining = combination(work, rows, _RANK, machine.processors)
     constants = {"SOURCE": "pages", "CAUSAL": False, "STARTS": False, "SHARED": True, "L": _RANK, "KEYS": _PAGE}
     return _Plan(
         work,

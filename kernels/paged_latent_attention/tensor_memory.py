@@ -27,7 +27,20 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from .._common.attend import LOG2E, LOWEST
-from .warp_groups import HALF, KEYS, LOADED, RECORD, ROPE, TILE, clear, copy, keys_of, load_queries, taken_by
+from .warp_groups import (
+    HALF,
+    KEYS,
+    LOADED,
+    RECORD,
+    ROPE,
+    TILE,
+    clear,
+    copy,
+    first_rows,
+    keys_of,
+    load_queries,
+    taken_by,
+)
 
 ROWS = gl.constexpr(128)
 IN_ROWS = gl.constexpr(gl.BlockedLayout([1, 64], [32, 1], [4, 1], [0, 1]))
@@ -41,21 +54,19 @@ OWN, REST, FREE_OWN, FREE_REST, SCORED, WEIGHED, SUMMED, QUERIES = (gl.constexpr
 @gluon.jit
 def load_pages(own_half, rest_half, ropes, barriers, latent_rows, rope_rows, where):
     """The loader: load pages of all sequences of a piece, each part as soon as there is room."""
-    table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_rows, half = where
+    table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, pages, half = where
     group, on_line, turns, piece, payload, width = taken_by(pieces)
     free = 1
     for _ in range(turns):
         count, begin, end = keys_of(lengths, group, on_line, piece, payload, tokens)
         entries = table + group.to(gl.int64) * table_stride_0
         for start in range(begin, gl.maximum(end, begin + 1), TILE):
-            # Nothing is loaded for a page that does not exist.
-            row = gl.load(entries + (start // TILE).to(gl.int64) * table_stride_1, mask=start < end, other=0)
-            row = row.to(gl.int32) * page_rows
+            row, of_rope = first_rows(entries, table_stride_1, start, end, pages)
             mbarrier.wait(barriers.index(FREE_REST), free)
             if start < end:
                 mbarrier.expect(barriers.index(REST), TILE * (HALF + ROPE) * 2)
                 copy(latent_rows, [row, (1 - half) * HALF], barriers.index(REST), rest_half)
-                copy(rope_rows, [row, 0], barriers.index(REST), ropes)
+                copy(rope_rows, [of_rope, 0], barriers.index(REST), ropes)
             else:
                 mbarrier.arrive(barriers.index(REST))
             mbarrier.wait(barriers.index(FREE_OWN), free)
@@ -184,7 +195,7 @@ def weigh(shared, tensors, barriers, inputs, outputs, numbers, CAUSAL: gl.conste
         group += 1
 
 
-_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "page_rows", "table_stride_0")
+_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "page_tiles", "page_rows", "page_ropes", "table_stride_0")
 
 
 @gluon.jit(do_not_specialize=_ANY_VALUE)
@@ -206,7 +217,9 @@ def attend_pages(
     heads,
     tokens,
     own,
+    page_tiles,
     page_rows,
+    page_ropes,
     q_stride_b,
     q_stride_s,
     q_stride_n,
@@ -243,7 +256,8 @@ def attend_pages(
     outputs = (o, lse, acc, m_out, total_out)
     strides = (q_stride_b, q_stride_s, q_stride_n, qr_stride_b, qr_stride_s, qr_stride_n)
     numbers = (scale, queries, heads, tokens, part, tile, half, own, strides)
-    where = (table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_rows, half)
+    pages = (page_tiles, page_rows, page_ropes)
+    where = (table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, pages, half)
     gl.warp_specialize(
         [
             (weigh, (shared, tensors, barriers, inputs, outputs, numbers, CAUSAL)),

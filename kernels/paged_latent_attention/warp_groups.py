@@ -1,8 +1,9 @@
 """Decode over pages on Hopper by three warp groups, in Gluon: one loads, two compute half of the output each.
 
-A program takes 64 rows (heads of queries) of a sequence, and keys in pairs of pages of 64 tokens. The first consumer
-computes the scores of the first page of a pair and the columns A of the output, the second consumer the scores of the
-second page and the columns B. So each score is computed once, and the softmax of one overlaps products of the other:
+A program takes 64 rows (heads of queries) of a sequence, and keys in pairs of tiles of 64, here called pages. The
+first consumer computes the scores of the first page of a pair and the columns A of the output, the second consumer the
+scores of the second page and the columns B. So each score is computed once, and the softmax of one overlaps products of
+the other:
 
     first    S0 = Q K0^T      m0, P0        A += P0 V0a           P0 in the scale of m1 ->      A += P1 V1a
     second   S1 = Q K1^T      m0 -> m1, P1 ->          B += P1 V1b                      B += P0 V0b
@@ -12,6 +13,7 @@ replace the rope keys of their page, as those are no longer needed once the page
 
     q_latent [B, Sq, N, 512], q_rope [B, Sq, N, 64]     any strides but 1 in the last dim
     latents, ropes     descriptors of all pages' rows [rows, 512] and [rows, 64], boxes [64, 256] and [64, 64]
+    page_tiles         tiles of 64 keys in a page; page_rows and page_ropes, how many rows lie from one page to the next
     pieces             [parts, 8] int32: what each program takes, written by `share_out`
     o, lse, acc, m_out, total_out     as in `_common.kernel`, for the same `combine`
 
@@ -113,7 +115,7 @@ def keys_of(lengths, group, on_line, piece, payload, tokens):
 @gluon.jit
 def load_pages(keys, ropes, barriers, latent_rows, rope_rows, where):
     """The producer: load pages of all sequences of a piece, each part of a page as soon as there is room."""
-    table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_rows = where
+    table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, pages = where
     group, on_line, turns, piece, payload, width = taken_by(pieces)
     free = 1
     for _ in range(turns):
@@ -121,18 +123,26 @@ def load_pages(keys, ropes, barriers, latent_rows, rope_rows, where):
         entries = table + group.to(gl.int64) * table_stride_0
         for first in range(begin, gl.maximum(end, begin + 1), 2 * TILE):
             second = first + TILE
-            # Nothing is loaded for a page that does not exist.
-            row_0 = gl.load(entries + (first // TILE).to(gl.int64) * table_stride_1, mask=first < end, other=0)
-            row_1 = gl.load(entries + (second // TILE).to(gl.int64) * table_stride_1, mask=second < end, other=0)
-            row_0 = row_0.to(gl.int32) * page_rows
-            row_1 = row_1.to(gl.int32) * page_rows
+            row_0, of_rope_0 = first_rows(entries, table_stride_1, first, end, pages)
+            row_1, of_rope_1 = first_rows(entries, table_stride_1, second, end, pages)
             load_own(keys, barriers, latent_rows, row_0, first < end, free, 0)
             load_own(keys, barriers, latent_rows, row_1, second < end, free, 1)
-            load_rest(keys, ropes, barriers, latent_rows, rope_rows, row_0, first < end, free, 0)
-            load_rest(keys, ropes, barriers, latent_rows, rope_rows, row_1, second < end, free, 1)
+            load_rest(keys, ropes, barriers, latent_rows, rope_rows, row_0, of_rope_0, first < end, free, 0)
+            load_rest(keys, ropes, barriers, latent_rows, rope_rows, row_1, of_rope_1, second < end, free, 1)
             free ^= 1
         on_line += gl.where(width > 0, width, gl.cdiv(count, TILE)) + own
         group += 1
+
+
+@gluon.jit
+def first_rows(entries, stride, start, end, pages):
+    """The first row of the tile of keys from `start` on, among all rows of latents and among all rope keys. Nothing is
+    read of the table from `end` on."""
+    page_tiles, page_rows, page_ropes = pages
+    tile = start // TILE
+    page = gl.load(entries + (tile // page_tiles).to(gl.int64) * stride, mask=start < end, other=0).to(gl.int32)
+    inside = tile % page_tiles * TILE
+    return page * page_rows + inside, page * page_ropes + inside
 
 
 @gluon.jit
@@ -148,14 +158,14 @@ def load_own(keys, barriers, latent_rows, row, there, free, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def load_rest(keys, ropes, barriers, latent_rows, rope_rows, row, there, free, PAGE: gl.constexpr):
+def load_rest(keys, ropes, barriers, latent_rows, rope_rows, row, of_rope, there, free, PAGE: gl.constexpr):
     """Load the other half of a page, and the rope keys."""
     mbarrier.wait(barriers.index(FREE_REST + PAGE), free)
     full = barriers.index(REST + PAGE)
     if there:
         mbarrier.expect(full, TILE * (HALF + ROPE) * 2)
         copy(latent_rows, [row, (1 - PAGE) * HALF], full, keys.index(PAGE + 1))
-        copy(rope_rows, [row, 0], full, ropes.index(PAGE))
+        copy(rope_rows, [of_rope, 0], full, ropes.index(PAGE))
     else:
         mbarrier.arrive(full)
 
@@ -320,7 +330,7 @@ def attend_half(shared, inputs, outputs, numbers, WHO: gl.constexpr):
         group += 1
 
 
-_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "page_rows", "table_stride_0")
+_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "page_tiles", "page_rows", "page_ropes", "table_stride_0")
 
 
 @gluon.jit(do_not_specialize=_ANY_VALUE)
@@ -342,7 +352,9 @@ def attend_pages(
     heads,
     tokens,
     own,
+    page_tiles,
     page_rows,
+    page_ropes,
     q_stride_b,
     q_stride_s,
     q_stride_n,
@@ -374,7 +386,8 @@ def attend_pages(
     outputs = (o, lse, acc, m_out, total_out)
     strides = (q_stride_b, q_stride_s, q_stride_n, qr_stride_b, qr_stride_s, qr_stride_n)
     numbers = (scale, queries, heads, tokens, part, tile, own, CAUSAL, strides)
-    where = (table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_rows)
+    pages = (page_tiles, page_rows, page_ropes)
+    where = (table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, pages)
     gl.warp_specialize(
         [
             (load_pages, (keys, ropes, barriers, latent_rows, rope_rows, where)),

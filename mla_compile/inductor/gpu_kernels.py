@@ -22,10 +22,10 @@ _OPS: dict[Any, tuple[Op[Any], Callable[..., Any]]] = {
 }
 
 
-def kernels_of(graph: fx.Graph, kernels: str) -> tuple[str, ...]:
-    """Sentences that say which implementation will compute the ops with more than one, given a value of `mla.kernels`.
-    Empty on CPU."""
-    return tuple(dict.fromkeys(_sentences(graph, kernels)))
+def kernels_of(graph: fx.Graph, kernels: str, *, recorded: bool = False) -> tuple[str, ...]:
+    """Sentences that say which implementation will compute the ops with more than one, given a value of `mla.kernels`
+    and whether a CUDA graph records the launches. Empty on CPU."""
+    return tuple(dict.fromkeys(_sentences(graph, kernels, recorded)))
 
 
 def packages_for(inputs: Iterable[Any]) -> tuple[str, ...]:
@@ -35,13 +35,13 @@ def packages_for(inputs: Iterable[Any]) -> tuple[str, ...]:
     return versions(tuple(each for op, _ in _OPS.values() for each in op.implementations))
 
 
-def _sentences(graph: fx.Graph, kernels: str) -> Iterator[str]:
+def _sentences(graph: fx.Graph, kernels: str, recorded: bool) -> Iterator[str]:
     for node in graph.nodes:
         if node.target not in _OPS or not node.meta["val"][0].is_cuda:
             continue
         op, bundle = _OPS[node.target]
         x = bundle(*map(_value, node.args), **{name: _value(value) for name, value in node.kwargs.items()})
-        choice = foreseen(op, x, present(node.meta["val"][0].device), kernels)
+        choice = foreseen(op, x, present(node.meta["val"][0].device), kernels, recorded=recorded)
         yield f"mla::{op.name}: decided at each call, by its sizes" if choice is None else str(choice)
 
 

@@ -23,9 +23,9 @@ from mla_compile.passes.code.splicing import graph_of, inline
 from mla_compile.passes.nodes.arguments import INTEGERS, arguments
 
 
-def put_launches(graph: fx.Graph, kernels: str, *, guards: bool = True) -> bool:
+def put_launches(graph: fx.Graph, kernels: str, *, guards: bool = True, recorded: bool = False) -> bool:
     """Replace ops on a GPU by their launches where `launch_of` has one, given a value of `mla.kernels`, and whether
-    guards on sizes may be added. Return whether any op was replaced.
+    guards on sizes may be added and a CUDA graph records the launches. Return whether any op was replaced.
 
     Raises: KernelError if arguments do not fit an op.
     """
@@ -34,7 +34,7 @@ def put_launches(graph: fx.Graph, kernels: str, *, guards: bool = True) -> bool:
         if getattr(node.target, "namespace", "") != "mla" or not _on_gpu(node):
             continue
         given, named = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        launch = launch_of(node.target, given, named, kernels, guards=guards)
+        launch = launch_of(node.target, given, named, kernels, guards=guards, recorded=recorded)
         if launch is None:
             continue
         sources = node.all_input_nodes

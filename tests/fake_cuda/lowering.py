@@ -73,9 +73,9 @@ def lower(call: Callable[[], object]) -> Lowered:
     compile_fx_inner, put_launches = compilation.compile_fx_inner, compilation.put_launches
     found: dict[str, Any] = {}
 
-    def put(graph: fx.Graph, kernels: str) -> bool:
+    def put(graph: fx.Graph, kernels: str, **named: Any) -> bool:
         found["ops"] = [node.target._schema.name.removeprefix("mla::") for node in _ops_of(graph)]
-        return put_launches(graph, kernels)
+        return put_launches(graph, kernels, **named)
 
     def stop(graph: Any) -> None:
         code, _ = graph.codegen()

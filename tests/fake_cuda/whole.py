@@ -44,9 +44,9 @@ def write(folder: Path) -> None:
         (folder / f"{name}.py").write_text(code)
         return facts(code, *more)
 
-    def put(graph: fx.Graph, kernels: str) -> bool:
+    def put(graph: fx.Graph, kernels: str, **named: Any) -> bool:
         (folder / f"{name}.pickle").write_bytes(pickle.dumps(_exact(graph)))
-        return put_launches(graph, kernels)
+        return put_launches(graph, kernels, **named)
 
     with (
         mock.patch.multiple(cases, **small),

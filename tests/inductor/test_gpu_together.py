@@ -70,7 +70,7 @@ def test_inductor_is_asked_where_there_are_launches_and_the_user_says_nothing(mo
         asked.append(config.combo_kernels)
         raise _Asked
 
-    monkeypatch.setattr(compilation, "put_launches", lambda graph, kernels: launched)
+    monkeypatch.setattr(compilation, "put_launches", lambda graph, kernels, **_: launched)
     monkeypatch.setattr(compilation, "compile_fx_inner", inner)
     x, cache = torch.randn(1, 1, HIDDEN), (torch.randn(1, 40, L), torch.randn(1, 40, R))
     torch.compiler.reset()

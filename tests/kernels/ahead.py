@@ -24,7 +24,7 @@ from mla_compile.kernels._common import combine as combining
 from mla_compile.kernels._common.kernel import attend_latents
 from mla_compile.kernels._common.launch import LEAST_TILES, Source, constants_of, mask_kind
 from mla_compile.kernels._common.machine import Machine
-from mla_compile.kernels._common.parts import combination
+from mla_compile.kernels._common.parts import combination, shared_out
 from mla_compile.kernels._common.tiles import Tiles, choose
 from mla_compile.kernels.append_latents.kernel import append
 from mla_compile.kernels.append_latents.triton import constants_of as append_constants
@@ -133,7 +133,7 @@ def compile_attention(
 
 
 def compile_combination(
-    arch: str, shared: bool = True, rank: int = 512, starts: bool = False, wide: bool = False
+    arch: str, shared: bool = True, rank: int = 512, starts: bool = False, wide: bool = False, batch: int = 64
 ) -> Record:
     """Compile the kernel that merges the parts of a decode step in bfloat16; `wide` as for the step."""
     kernel = combining.combine
@@ -142,11 +142,12 @@ def compile_combination(
     types |= dict.fromkeys(("acc", "m_in", "total_in"), "*fp32")
     types |= dict.fromkeys(WIDE, "i64") if wide else {}
     constants = {"SOURCE": "pages", "CAUSAL": True, "STARTS": starts, "SHARED": shared, "L": rank}
+    processors = machine_of(arch).processors
     constants |= {
         "KEYS": 32,
         "LEAST": LEAST_TILES,
         "LENGTHS": 32,
-        **combination(64, 128, rank, machine_of(arch).processors),
+        **combination(shared_out(batch, 128, 2, processors, 3), 128, rank, processors),
     }
     aligned = [name for name in types if types[name].startswith("*")]
     return _compile(arch, kernel, types, constants, aligned, 4, 1)

@@ -108,10 +108,11 @@ def test_keys_with_a_latent_of_their_own(arch, width, heads):
     assert_clean(compile_attention(arch, heads, kind="rows", rank=width, rope=width), arch, 48, 0)
 
 
+@pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize("shared", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("arch", SOME)
-def test_combination(arch, shared):
-    record = compile_combination(arch, shared)
+def test_combination(arch, shared, batch):
+    record = compile_combination(arch, shared, batch=batch)
     assert record.stack == 0
     assert "trap;" not in record.assembly
 

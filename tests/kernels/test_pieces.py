@@ -86,10 +86,20 @@ def test_pieces_leave_few_processors_without_a_program(tiles):
     assert -(-programs // 132) * 132 <= 1.3 * programs
 
 
-@pytest.mark.parametrize("groups", [1, 8, 64, 131])
+@pytest.mark.parametrize("batch", [1, 8, 64, 500])
 @pytest.mark.parametrize("rows", [16, 128, 512])
-def test_combining_has_programs_for_all_processors_and_not_many_more(groups, rows):
-    shape = combination(groups, rows, 512, 132)
-    programs = groups * -(-rows // shape["ROWS"]) * shape["SPREAD"]
-    assert min(groups * rows * 4, 132) / 2 <= programs <= max(4 * 132, groups * rows / 8)
+def test_combining_has_programs_for_all_processors_and_not_many_more(batch, rows):
+    work = shared_out(batch, rows, -(-rows // 64), 132, 3)
+    shape = combination(work, rows, 512, 132)
+    programs = work.combined * -(-rows // shape["ROWS"]) * shape["SPREAD"]
+    least = max(4 * 132, work.combined * rows / 4)
+    assert min(work.combined * rows * 4, 132) / 2 <= programs <= least
     assert 512 % (shape["COLUMNS"] * shape["SPREAD"]) == 0
+
+
+@pytest.mark.parametrize(("batch", "parts"), [(1, 64), (8, 32), (64, 4)])
+def test_combining_loads_as_many_parts_at_a_time_as_there_are(batch, parts):
+    work = shared_out(batch, 16, 1, 132, 1)
+    shape = combination(work, 16, 512, 132)
+    assert shape["PARTS"] == parts
+    assert shape["PARTS"] * shape["ROWS"] * shape["COLUMNS"] <= 4096

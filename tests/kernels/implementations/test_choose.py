@@ -96,7 +96,6 @@ def test_it_is_chosen_once_for_a_layout(install, caplog):
 
 
 REFUSED = {
-    "an architecture": (B200, problem, "FlashMLA is for sm_90, this is sm_100"),
     "a dtype": (H100, lambda: problem(dtype=torch.float32), "takes bfloat16 and float16, found float32"),
     "a page size": (H100, lambda: problem(page_size=16), "takes pages of 64 tokens, found 16"),
     "a mask": (H100, lambda: problem(mask=torch.ones(1, 1, 1, 1, dtype=torch.bool)), "does not take a mask"),
@@ -129,6 +128,14 @@ def test_ours_computes_the_rest_with_a_reason(install, caplog, machine, make, re
     (line,) = chosen(caplog)
     assert line.startswith("mla::paged_latent_attention: triton; ")
     assert reason in line
+
+
+def test_of_another_architecture_nothing_is_decided_at_a_call(install, caplog):
+    install("flash_mla_2026")
+    ours = Ours()
+    attend(problem(), B200, ours)
+    assert (ours.calls, chosen(caplog), len(choose.CHOICES)) == (1, [], 0)
+    assert "FlashMLA is for sm_90, this is sm_100" in str(choose.foreseen(PAGED, problem(), B200))
 
 
 def test_other_widths_and_fp8_are_refused(install, caplog):
@@ -294,7 +301,7 @@ def test_while_tuning_the_fastest_is_taken_and_kept_on_disk(install, tmp_path, c
     assert [line.partition(": ")[2].partition(";")[0] for line in chosen(caplog)] == [fastest, fastest]
 
 
-UNTRIED = "Gluon has not run on a GPU yet: mla.kernels='gluon' enables it"
+UNTRIED = "Gluon is not installed; Gluon in tensor memory has not run on a GPU yet: mla.kernels='gluon' enables it"
 REST = f"FlashAttention 3 is not installed; FlashInfer's trtllm-gen is not installed; {UNTRIED}"
 
 

@@ -72,8 +72,8 @@ def assert_right(machine, x, causal=True):
     assert o.is_contiguous()
 
 
-def make(lengths, queries=1, heads=16, index=torch.int32):
-    return make_paged(lengths, (queries, heads, 512, 64), 64, torch.bfloat16, index)
+def make(lengths, queries=1, heads=16, index=torch.int32, page_size=64):
+    return make_paged(lengths, (queries, heads, 512, 64), page_size, torch.bfloat16, index)
 
 
 # lengths, queries, heads
@@ -112,6 +112,29 @@ def test_pages_some_rows_apart(machine):
     wide = torch.full((len(x.pool), 66, 576), torch.nan, dtype=torch.bfloat16)
     wide[:, :64] = x.pool
     assert_right(machine, dataclasses.replace(x, pool=wide[:, :64]))
+
+
+@pytest.mark.parametrize("lengths", [[300, 128, 5], [900, 40, 700, 0, 333]])
+def test_pages_of_several_tiles(machine, lengths):
+    assert_right(machine, make(lengths, page_size=192))
+
+
+def test_a_page_each_of_any_size(machine):
+    """As of a static cache: the last tile of a page goes on in the next sequence's page, where there is NaN."""
+    assert_right(machine, make_paged([130, 201, 5, 0], (1, 16, 512, 64), 201, torch.bfloat16, spare_pages=0))
+
+
+def test_latents_apart_from_rope_keys(machine):
+    x = make([300, 128, 5], heads=64)
+    wide = torch.full((len(x.pool), 70, 64), torch.nan, dtype=torch.bfloat16)
+    wide[:, :64] = x.pool[..., 512:]
+    q_latent, q_rope, latent, _, *numbers = x.arguments
+    bundle = PagedLatentAttention(
+        *to_device([q_latent, q_rope, latent.contiguous(), wide[:, :64], *numbers]), True, x.scale
+    )
+    o, lse = gluon.paged_latent_attention_gluon(bundle, machine)
+    expected = run(machine, x)
+    torch.testing.assert_close((o.cpu(), lse.cpu()), tuple(expected), atol=0, rtol=0)
 
 
 def test_queries_of_any_strides(machine):
