@@ -17,6 +17,8 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["MLA_COMPILE_TESTS_CACHE"]
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # they share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Inductor would start as many processes that compile as there are cores, for each of them.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch

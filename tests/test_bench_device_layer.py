@@ -1,13 +1,16 @@
 """The benchmark of a layer on a GPU, run on the CPU: what is timed is right, and what is wrong gets no time."""
 
+import csv
+from io import StringIO
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
 from mla_compile.bench import device_layer
-from mla_compile.bench.device_layer import Row, as_text, run
-from mla_compile.bench.layers import Layer
+from mla_compile.bench.device_layer import Row, as_csv, as_text, run
+from mla_compile.bench.layers import Layer, build
 
 TINY = Layer("tiny-v3", "deepseek_v3", hidden=64, N=4, Lq=24, L=32, P=16, R=8, V=12)
 CPU = torch.device("cpu")
@@ -71,6 +74,55 @@ def test_the_table():
         ["4096", "mla", "100.0", "20.00", "1e-03"],
         ["4096", "eager", "-", "-", "-", "x"],
     ]
+
+
+def test_what_is_measured_is_there_before_the_rest(monkeypatch, capsys):
+    """A run that ends in the middle leaves figures."""
+
+    def interrupt(built):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device_layer, "MODES", device_layer.MODES | {"long": interrupt})
+    kept = []
+    with pytest.raises(KeyboardInterrupt):
+        run(TINY, [37], ["eager", "long"], CPU, torch.float32, once, lambda rows: kept.append(as_csv(rows)))
+    (table,) = kept
+    (row,) = csv.DictReader(StringIO(table))
+    assert (row["context"], row["mode"], float(row["us"]), row["speed_up"]) == ("37", "eager", 2000.0, "")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:3] == ["tiny-v3: weights", "tiny-v3, context 37: float64", "tiny-v3, context 37: eager"]
+    assert lines[3].split()[:4] == ["37", "eager", "2000.0", "-"]
+    assert lines[4:] == ["tiny-v3, context 37: long"]
+
+
+def test_the_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        device_layer,
+        "run",
+        lambda layer, contexts, modes, device, progress: run(TINY, contexts, modes, CPU, torch.float32, once, progress),
+    )
+    table = tmp_path / "layer.csv"
+    asked = ["device_layer", "--contexts", "37", "--modes", "eager", "by-hand", "--csv", str(table)]
+    monkeypatch.setattr("sys.argv", asked)
+    device_layer.main()
+    assert [row["mode"] for row in csv.DictReader(StringIO(table.read_text()))] == ["eager", "by-hand"]
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_weights_are_drawn_where_they_stay(monkeypatch):
+    """On `meta`, for which torch has no generator, in place of a GPU."""
+    asked, generator = [], torch.Generator
+
+    def generator_of(device):
+        asked.append(device)
+        return generator()
+
+    monkeypatch.setattr(torch, "Generator", generator_of)
+    meta = torch.device("meta")
+    built = build(TINY, meta)
+    assert {tensor.device for tensor in (*built.attention.parameters(), *built.rotary.buffers())} == {meta}
+    assert asked == [meta]
 
 
 @pytest.mark.gpu

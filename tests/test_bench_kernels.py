@@ -6,6 +6,7 @@ from io import StringIO
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_compile.bench import kernel_peers, kernel_run
 from mla_compile.bench.kernel_cases import SCALE, Case, L, P, R, V, make_inputs
@@ -200,6 +201,23 @@ def test_the_quick_cases_are_some_of_each_kind_and_fit_a_gpu():
 def test_limits_are_rates_of_the_clock():
     limits = limits_of(CPU, torch.float32, lambda call: (call(), 0.5)[1])
     assert limits == Device("cpu", 2 * 256**3 / 0.5, 2 * 4 * 2**22 / 0.5)
+
+
+def test_the_limit_of_a_copy_is_a_kernels():
+    """torch copies on a GPU without a kernel, which a CUDA graph slows down."""
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func)
+            return func(*args, **kwargs or {})
+
+    def clock(call):
+        with Ops():
+            return (call(), 0.5)[1]
+
+    called = []
+    limits_of(CPU, torch.float32, clock)
+    assert called == [torch.ops.aten.mm.default, torch.ops.aten.neg.out]
 
 
 def test_a_context_that_is_no_multiple_of_a_page():

@@ -4,6 +4,7 @@ An argument with another meaning than the signature's gives a wrong result, whic
 """
 
 import importlib
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from mla_compile.bench import kernel_others, kernel_run
 from mla_compile.bench.kernel_cases import Case
 from mla_compile.cost import Device
+from mla_compile.kernels._common.machine import Machine
 
 CPU = torch.device("cpu")
 
@@ -124,6 +126,8 @@ def vllm_decode(
     v_scale=None,
     is_mla=False,
 ):
+    for factor in (k_scale, v_scale):  # if it gets none, it makes them on the host at each call
+        assert (factor.item(), factor.dtype, factor.device, factor.shape) == (1.0, torch.float32, q.device, ())
     assert is_mla  # else values are loaded by themselves, and not taken from the keys
     assert attn_logits.shape == (*q.shape[:2], num_kv_splits, 513)
     assert attn_logits.dtype == torch.float32
@@ -156,9 +160,11 @@ def sglang_decode(
     use_pdl=False,
     page_size=1,
 ):
-    assert (has_mla, page_size) == (True, 1)
+    assert (has_mla, use_pdl, page_size) == (True, True, 1)
     assert attn_logits.shape == (*attn_lse.shape, v_buffer.shape[-1]) == (*q.shape[:2], max_kv_splits, 512)
-    assert (num_kv_splits == max_kv_splits).all()
+    assert attn_logits.dtype == attn_lse.dtype == torch.float32
+    assert ((num_kv_splits > 0) & (num_kv_splits <= max_kv_splits)).all()
+    assert (kv_indptr.dtype, kv_indices.dtype, num_kv_splits.dtype) == (torch.int32, torch.int64, torch.int32)
     assert k_buffer.shape[1] == 1
     for b in range(len(q)):
         keys = k_buffer[kv_indices[kv_indptr[b] : kv_indptr[b + 1]].long(), 0]
@@ -169,12 +175,12 @@ STAND_INS = {
     "flash_mla": FlashMLA(),
     "flashinfer.mla": SimpleNamespace(BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper),
     "vllm.v1.attention.ops.triton_decode_attention": SimpleNamespace(decode_attention_fwd=vllm_decode),
-    "sglang.srt.layers.attention.triton_ops.decode_attention": SimpleNamespace(decode_attention_fwd=sglang_decode),
+    "sglang.kernels.ops.attention.decode_attention": SimpleNamespace(decode_attention_fwd=sglang_decode),
 }
 ONE = Case("decode", 2, 1, 192, 3)
 SEVERAL = Case("decode", 2, 3, 192, 3)
 FP8 = Case("decode", 2, 1, 192, 3, fp8=True)
-NAMED = Case("sparse", 2, 2, 192, 3, fp8=True)
+NAMED = Case("sparse", 2, 2, 192, 64, fp8=True)
 TAKEN = {
     "flashmla": [ONE, SEVERAL, NAMED],
     "flashinfer": [ONE, SEVERAL],
@@ -185,7 +191,8 @@ TAKEN = {
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Results on the CPU of a peer in all cases."""
+    """Results of a peer in all cases, on the CPU, which says that it is an H100."""
+    monkeypatch.setattr(kernel_others, "present", lambda _: Machine("sm_90", 132))
     monkeypatch.setattr(kernel_run, "limits_of", lambda *_: Device("a GPU", 8e14, 4e12))
 
     def run(peer):
@@ -220,9 +227,25 @@ def test_what_does_not_import_ends_nothing(measured, monkeypatch):
     )
 
 
+def test_an_older_gpu_launches_nothing_early(measured, monkeypatch):
+    def decode_attention_fwd(*given, use_pdl=False, **named):
+        early.append(use_pdl)
+        sglang_decode(*given, **named | {"use_pdl": True})
+
+    early = []
+    decode_attention_fwd.__signature__ = inspect.signature(sglang_decode)
+    older = SimpleNamespace(decode_attention_fwd=decode_attention_fwd)
+    monkeypatch.setattr(importlib, "import_module", lambda name: older)
+    monkeypatch.setattr(kernel_others, "present", lambda _: Machine("sm_80", 108))
+    (result,) = measured("sglang")
+    assert (result.status, result.note, set(early)) == ("ok", "", {False})
+
+
 def test_an_older_version_gets_no_argument_that_it_lacks(measured, monkeypatch):
     def decode_attention_fwd(q, k, v, o, lse, table, lengths, logits, splits, sm_scale, page_size=1, logit_cap=0.0):
-        return vllm_decode(q, k, v, o, lse, table, lengths, logits, splits, sm_scale, page_size, is_mla=True)
+        one = torch.ones(())
+        named = {"k_scale": one, "v_scale": one, "is_mla": True}
+        return vllm_decode(q, k, v, o, lse, table, lengths, logits, splits, sm_scale, page_size, **named)
 
     older = SimpleNamespace(decode_attention_fwd=decode_attention_fwd)
     monkeypatch.setattr(importlib, "import_module", lambda name: older)
@@ -230,14 +253,43 @@ def test_an_older_version_gets_no_argument_that_it_lacks(measured, monkeypatch):
     assert (result.status, result.note) == ("ok", "")
 
 
-def test_an_older_place_of_a_module_is_found(monkeypatch):
+@pytest.mark.parametrize(
+    ("peer", "place"),
+    [
+        ("vllm", "vllm.attention.ops.triton_decode_attention"),
+        ("sglang", "sglang.srt.layers.attention.triton_ops.decode_attention"),
+    ],
+)
+def test_an_older_place_of_a_module_is_found(monkeypatch, peer, place):
     def there(name):
-        if name != "vllm.attention.ops.triton_decode_attention":
+        if name != place:
             raise ModuleNotFoundError(name)
         return "the module"
 
     monkeypatch.setattr(importlib, "import_module", there)
-    assert kernel_others.OTHERS["vllm"].module() == "the module"
+    assert kernel_others.OTHERS[peer].module() == "the module"
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "N", "vllm", "sglang"),
+    [
+        (64, 8192, 16, 16, (15, 256)),
+        (16, 32768, 128, 64, (10, 256)),
+        (1, 131072, 16, 256, (256, 256)),
+        (1, 131072, 128, 256, (182, 256)),
+        (256, 1024, 16, 2, (3, 32)),
+        (4, 64, 128, 1, (5, 8)),
+    ],
+)
+def test_sequences_are_cut_as_their_projects_do(B, T, N, vllm, sglang):
+    case = Case("decode", B, 1, T, N)
+    assert kernel_others._vllm_splits(case, 132) == vllm
+    assert kernel_others._sglang_splits(case, 132) == sglang
+
+
+@pytest.mark.parametrize(("N", "T", "taken"), [(64, 192, True), (128, 192, True), (16, 192, False), (64, 96, False)])
+def test_flash_mla_takes_named_keys_of_some_shapes(N, T, taken):
+    assert kernel_others.OTHERS["flashmla"].takes(Case("sparse", 1, 1, T, N, fp8=True)) == taken
 
 
 def test_what_is_broken_is_a_failure(measured, monkeypatch):

@@ -6,6 +6,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_compile import device as device_module
 from mla_compile.cost import Device
@@ -127,6 +128,25 @@ def test_the_gemm_rate_is_that_of_the_best_size_tried(monkeypatch):
     monkeypatch.setattr(device_module, "_best_seconds", lambda *_: next(seconds))
     assert device_module._gemm_rate(CPU, torch.float32) == 2 * 512**3 / 0.003
     assert next(seconds) == 0.4, "1024 took longer than GEMM_SECONDS, so 2048 was not tried"
+
+
+@pytest.mark.parametrize(("device", "copies"), [(CPU, 1), (torch.device("meta"), device_module.COPIES)])
+def test_the_copy_rate_is_that_of_the_copies_that_were_waited_for(monkeypatch, device, copies):
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func)
+            return func(*args, **kwargs or {})
+
+    def seconds(_, call):
+        with Ops():
+            call()
+        return 0.5
+
+    called = []
+    monkeypatch.setattr(device_module, "COPY_BYTES", 2**20)
+    monkeypatch.setattr(device_module, "_best_seconds", seconds)
+    assert device_module._copy_rate(device) == copies * 2 * 2**20 / 0.5
+    assert called == [torch.ops.aten.copy_.default] * copies
 
 
 def test_a_device_whose_module_names_none_is_named_by_its_type(own_cache, rates):

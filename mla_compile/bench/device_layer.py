@@ -1,9 +1,10 @@
 """Time one decode step of an unmodified transformers layer on a GPU: eager, absorbed by hand, stock Inductor and `mla`.
 
-`python -m mla_compile.bench.device_layer --layer v3 --contexts 4096 32768`
+`python -m mla_compile.bench.device_layer --layer v3 --contexts 4096 32768 --csv layer.csv`
 
 There is one sequence in a static cache, in bfloat16, compiled with `mode="reduce-overhead"`, so that Inductor records
-the step in a CUDA graph. Each output is checked against float64 before it is timed.
+the step in a CUDA graph. Each output is checked against float64 before it is timed. Each result goes to standard error,
+and to the CSV file, as soon as it is measured, in case the run is cut short.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from mla_compile.bench.progress import log
 from mla_compile.bench.workloads import Workload, make_inputs
 from mla_compile.cache.argument import cache_argument, cache_of
 from mla_compile.kernels._common.tuning import device_seconds
+from mla_compile.text_table import with_header
 
 
 @dataclass(frozen=True)
@@ -45,21 +48,30 @@ def run(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     clock: Callable[[Callable[[], object]], float] | None = None,
+    progress: Callable[[list[Row]], None] = lambda _: None,
 ) -> list[Row]:
-    """Measure; `clock` defaults to the device's own. Compiled modes are recompiled for each context."""
-    built = build(layer)
-    built = replace(built, attention=built.attention.to(device, dtype), rotary=built.rotary.to(device))
-    rows = []
+    """Measure; `clock` defaults to the device's own. Compiled modes are recompiled for each context.
+
+    After each mode the results so far go to `progress`; what is measured, and its result, to standard error.
+    """
+    log(f"{layer.name}: weights")
+    built = build(layer, device)
+    built = replace(built, attention=built.attention.to(dtype))
+    rows: list[Row] = []
     with torch.no_grad():
         for context in contexts:
-            log(f"{layer.name}, context {context}")
+            log(f"{layer.name}, context {context}: float64")
             torch.compiler.reset()
             exact_built = replace(built, attention=copy.deepcopy(built.attention).double())
             exact = _once(exact_built, MODES["by-hand"](exact_built), context, device, torch.float64)
             eager = distance(_once(built, MODES["eager"](built), context, device, dtype), exact)
             del exact_built
             allowed = HALF_FACTOR * max(eager, torch.finfo(dtype).eps)
-            rows += [_row(built, mode, context, device, dtype, exact, allowed, clock or _seconds) for mode in modes]
+            for mode in modes:
+                log(f"{layer.name}, context {context}: {mode}")
+                rows.append(_row(built, mode, context, device, dtype, exact, allowed, clock or _seconds))
+                log(_line(rows[-1], None))
+                progress(rows)
     return rows
 
 
@@ -146,17 +158,41 @@ def _seconds(call: Callable[[], object]) -> float:
     return device_seconds(call, warmup=25, rep=100)
 
 
+def _line(row: Row, speed_up: float | None) -> str:
+    time = "-" if row.seconds is None else f"{row.seconds * 1e6:.1f}"
+    times = "-" if speed_up is None else f"{speed_up:.2f}"
+    error = "-" if row.error is None else f"{row.error:.0e}"
+    return f"{row.context:>8}  {row.mode:<9}{time:>9}  {times:>8}  {error}  {row.note}".rstrip()
+
+
+def _speed_ups(rows: Sequence[Row]) -> list[float | None]:
+    """For each row, the time of stock Inductor over its own; None where one of them is not known."""
+    inductor = {row.context: row.seconds for row in rows if row.mode == "inductor"}
+    pairs = [(inductor.get(row.context), row.seconds) for row in rows]
+    return [None if base is None or seconds is None else base / seconds for base, seconds in pairs]
+
+
 def as_text(rows: Sequence[Row]) -> str:
     """A line for each row, with the speed-up over stock Inductor."""
-    inductor = {row.context: row.seconds for row in rows if row.mode == "inductor"}
-    lines = [f"{'context':>8}  {'mode':<9}{'us':>9}  {'speed-up':>8}  error"]
-    for row in rows:
-        base = inductor.get(row.context)
-        time = "-" if row.seconds is None else f"{row.seconds * 1e6:.1f}"
-        speed_up = "-" if row.seconds is None or base is None else f"{base / row.seconds:.2f}"
-        error = "-" if row.error is None else f"{row.error:.0e}"
-        lines.append(f"{row.context:>8}  {row.mode:<9}{time:>9}  {speed_up:>8}  {error}  {row.note}".rstrip())
-    return "\n".join(lines)
+    head = f"{'context':>8}  {'mode':<9}{'us':>9}  {'speed-up':>8}  error"
+    return "\n".join([head, *map(_line, rows, _speed_ups(rows))])
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """The same as CSV, with a header."""
+    return with_header(
+        [
+            {
+                "context": row.context,
+                "mode": row.mode,
+                "us": None if row.seconds is None else row.seconds * 1e6,
+                "speed_up": speed_up,
+                "error": row.error,
+                "note": row.note,
+            }
+            for row, speed_up in zip(rows, _speed_ups(rows), strict=True)
+        ]
+    )
 
 
 def main() -> None:
@@ -164,10 +200,17 @@ def main() -> None:
     parser.add_argument("--layer", choices=LAYERS, default="v3")
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 32768], metavar="TOKENS")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each result, as soon as it is there")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error(f"expected a GPU that torch sees, found none (torch {torch.__version__})")
-    print(as_text(run(LAYERS[arguments.layer], arguments.contexts, arguments.modes, torch.device("cuda"))))
+
+    def write(rows: list[Row]) -> None:
+        if arguments.csv:
+            arguments.csv.write_text(as_csv(rows))
+
+    device, layer = torch.device("cuda"), LAYERS[arguments.layer]
+    print(as_text(run(layer, arguments.contexts, arguments.modes, device, progress=write)))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,9 @@ import torch
 from torch import Tensor
 
 from mla_compile.bench.kernel_cases import PAGE, SCALE, Case, Inputs, L, R
+from mla_compile.kernels._common.machine import present
 
 Call = Callable[[], Tensor]
-VLLM_SPLITS = 4
-"""The number of splits that vLLM's Triton backend for MLA uses for any problem."""
-SGLANG_SPLITS = 8
-"""SGLang's default number of splits."""
 
 
 def _flash_mla(x: Inputs, module: Any) -> Call:
@@ -68,36 +66,70 @@ def _flashinfer(x: Inputs, module: Any) -> Call:
 def _vllm(x: Inputs, module: Any) -> Call:
     """vLLM's Triton kernel, for one query."""
     case, q, pages = x.case, x.q[:, 0], x.pages[:, :, None]
+    splits = _vllm_splits(case, present(q.device).processors)
     o, lse = q.new_empty((case.B, case.N, L)), q.new_empty((case.B, case.N))
-    partial = q.new_empty((case.B, case.N, VLLM_SPLITS, L + 1), dtype=torch.float32)
-    given = q, pages, pages[..., :L], o, lse, x.table, x.lengths, partial, VLLM_SPLITS, SCALE, PAGE
-    named = _taken(module.decode_attention_fwd, is_mla=True)
+    partial = q.new_empty((case.B, case.N, splits, L + 1), dtype=torch.float32)
+    given = q, pages, pages[..., :L], o, lse, x.table, x.lengths, partial, splits, SCALE, PAGE
+    one = torch.ones((), dtype=torch.float32, device=q.device)  # else each call makes one on the host, and copies it
+    named = _taken(module.decode_attention_fwd, k_scale=one, v_scale=one, is_mla=True)
 
     def call() -> Tensor:
         module.decode_attention_fwd(*given, **named)
         return o[:, None]
 
     return call
+
+
+def _vllm_splits(case: Case, processors: int) -> int:
+    """The number of parts of a sequence in vLLM 0.33: of 256 to 512 keys, at most two for each multiprocessor."""
+    return min(_power_of_two(max(case.T // 512, 1)), 2 * processors)
 
 
 def _sglang(x: Inputs, module: Any) -> Call:
     """SGLang's Triton kernel, for one query, with keys listed one by one."""
     case, q, keys = x.case, x.q[:, 0], x.cache.view(-1, 1, L + R)
+    machine = present(q.device)
+    splits, most = _sglang_splits(case, machine.processors)
     integers: dict[str, Any] = {"dtype": torch.int32, "device": q.device}
     o = q.new_empty((case.B, case.N, L))
-    shape = case.B, case.N, SGLANG_SPLITS
+    shape = case.B, case.N, most
     partial, lse = (q.new_empty(size, dtype=torch.float32) for size in ((*shape, L), shape))
     starts = torch.arange(case.B + 1, **integers) * case.T
-    places = (x.table[:, :, None] * PAGE + torch.arange(PAGE, **integers)).flatten()
-    splits = torch.full((case.B,), SGLANG_SPLITS, **integers)
-    given = q, keys, keys[..., :L], o, starts, places, partial, lse, splits, SGLANG_SPLITS, SCALE
-    named = _taken(module.decode_attention_fwd, k_scale=1.0, v_scale=1.0, has_mla=True)
+    places = (x.table.long()[:, :, None] * PAGE + torch.arange(PAGE, device=q.device)).flatten()
+    counts = torch.full((case.B,), splits, **integers)
+    given = q, keys, keys[..., :L], o, starts, places, partial, lse, counts, most, SCALE
+    # Its second kernel may be launched while the first still runs, which sm_90 and later can do.
+    early = machine.arch.startswith("sm_") and int(machine.arch.removeprefix("sm_")) >= 90
+    named = _taken(module.decode_attention_fwd, k_scale=1.0, v_scale=1.0, has_mla=True, use_pdl=early)
 
     def call() -> Tensor:
         module.decode_attention_fwd(*given, **named)
         return o[:, None]
 
     return call
+
+
+def _sglang_splits(case: Case, processors: int) -> tuple[int, int]:
+    """The number of parts of a sequence in SGLang 0.5.23, and the most for which its buffers have room.
+
+    A program takes up to 16 heads of a part. There are as many parts as fill a GPU that is taken to be larger the
+    longer the sequences are.
+    """
+    most = max(min(_power_of_two(processors), _power_of_two(_quotient(case.T, 32))), 8)
+    scaled = int(processors * max(math.log2(case.T / 64), 1))
+    programs = case.B * _quotient(case.N, min(case.N, 16))
+    keys = _quotient(case.T, min(_quotient(scaled, programs), most))
+    return _quotient(case.T, keys), most
+
+
+def _quotient(number: int, divisor: int) -> int:
+    """Rounded up."""
+    return -(-number // divisor)
+
+
+def _power_of_two(number: int) -> int:
+    """The least one that is not less than a positive number."""
+    return 1 << (number - 1).bit_length()
 
 
 def _taken(function: Callable[..., Any], **named: Any) -> dict[str, Any]:
@@ -140,8 +172,13 @@ def _one_query(case: Case) -> bool:
     return _paged(case) and case.Sq == 1
 
 
+def _flash_mla_takes(case: Case) -> bool:
+    """Named keys it reads in tiles of 64, in FP8 alone, for two numbers of heads."""
+    return _paged(case) or (case.kind == "sparse" and case.fp8 and case.N in (64, 128) and case.keys % 64 == 0)
+
+
 OTHERS = {
-    "flashmla": Other("flash_mla", ("flash_mla",), _flash_mla, lambda c: _paged(c) or (c.kind == "sparse" and c.fp8)),
+    "flashmla": Other("flash_mla", ("flash_mla",), _flash_mla, _flash_mla_takes),
     "flashinfer": Other("flashinfer-python", ("flashinfer.mla",), _flashinfer, _paged),
     "vllm": Other(
         "vllm",
@@ -149,6 +186,14 @@ OTHERS = {
         _vllm,
         _one_query,
     ),
-    "sglang": Other("sglang", ("sglang.srt.layers.attention.triton_ops.decode_attention",), _sglang, _one_query),
+    "sglang": Other(
+        "sglang",
+        (
+            "sglang.kernels.ops.attention.decode_attention",
+            "sglang.srt.layers.attention.triton_ops.decode_attention",
+        ),
+        _sglang,
+        _one_query,
+    ),
 }
 """Other projects' kernels by the name of the peer."""
