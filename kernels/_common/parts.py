@@ -125,7 +125,9 @@ def combination(work: Work, rows: int, rank: int, processors: int) -> dict[str, 
     wave = _COMBINING * processors
     most = min(_MOST_ROWS, _NUMBERS // (parts * columns))
     at_once = min(1 << max(math.ceil(groups * rows * blocks / wave) - 1, 0).bit_length(), most)
-    spread = blocks if groups * -(-rows // at_once) * blocks <= wave else 1
+    spread = blocks
+    while spread > 1 and groups * -(-rows // at_once) * spread > wave:
+        spread //= 2
     return {"ROWS": at_once, "COLUMNS": columns, "PARTS": parts, "SPREAD": spread}
 
 

@@ -1,8 +1,8 @@
 """Choose the tiles of the kernel in `kernel.py` from the sizes of a problem, the machine, and a small table.
 
-The table was made by compiling ahead of time for each architecture. It holds tiles that do not spill for DeepSeek's
-ranks, and that load the next keys while some are attended to. Which of those pay was not measured, only counted in the
-machine code; `mode="max-autotune"` finds out.
+The table was made by compiling ahead of time for each architecture. It holds tiles that spill nothing in the loop for
+DeepSeek's ranks, and that load the next keys while some are attended to. Which of those pay was measured on an H200
+for few rows, and for keys in FP8; else it was only counted in the machine code, and `mode="max-autotune"` finds out.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SMALL = Tiles(32, 32, 8, 2)
 _TABLE: dict[str, ArchTiles] = {
     "sm_80": ArchTiles(Tiles(16, 32, 4, 3), Tiles(32, 32, 8, 3), Tiles(16, 32, 4, 3), _SMALL, Tiles(16, 32, 4, 3)),
     "sm_90": ArchTiles(
-        Tiles(16, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 3), Tiles(64, 32, 8, 3), Tiles(16, 64, 8, 3)
+        Tiles(16, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 3), Tiles(16, 64, 8, 3)
     ),
     # Tensor memory does not hold 64 x 512 sums beside the scores; 32 rows take no tensor memory.
     "sm_100": ArchTiles(
@@ -142,7 +142,9 @@ def choose(
         special = choice.masked if mask != "none" else choice.fp8 if fp8 else choice.few
         tiles = special if special.rows <= choice.few.rows else choice.few
     else:
-        tiles = choice.fp8 if fp8 else choice.many if mask == "none" else choice.masked
+        tiles = choice.fp8 if fp8 else choice.many
+        if mask != "none" and (not fp8 or choice.masked.rows * choice.masked.keys < tiles.rows * tiles.keys):
+            tiles = choice.masked
     if rope > _WIDEST_ROPE and family(machine) == "sm_100":
         tiles = replace(tiles, rows=LEAST)
     while tiles.rows > LEAST and tiles.rows * sum(columns(rank)) > choice.many.rows * _WIDEST:

@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -91,5 +91,14 @@ def _exists(top: str) -> bool:
 
 
 def _versioned(top: str) -> str:
-    names = importlib.metadata.packages_distributions().get(top, [])
+    try:
+        return f"{top} {importlib.metadata.version(top)}"
+    except importlib.metadata.PackageNotFoundError:  # it has another name than its module, or none
+        names = packages_by_module().get(top, [])
     return " ".join([top, *(importlib.metadata.version(name) for name in names[:1])])
+
+
+@functools.cache
+def packages_by_module() -> Mapping[str, list[str]]:
+    """The names of packages by those of their modules. Reads the files of all packages, which can take seconds."""
+    return importlib.metadata.packages_distributions()

@@ -23,8 +23,9 @@ def install(monkeypatch, tmp_path):
     def forget():
         for module in [module for module in sys.modules if module.partition(".")[0] in names]:
             del sys.modules[module]
-        for cached in (packages.is_installed, packages.found, packages.versions, choose.any_installed):
+        for cached in (packages.is_installed, packages.found, packages.versions, packages.packages_by_module):
             cached.cache_clear()
+        choose.any_installed.cache_clear()
         monkeypatch.setattr(choose, "CHOICES", Plans())
         monkeypatch.setattr(choose, "_TRIED", {})
         monkeypatch.setattr(tuning, "_KNOWN", {})
