@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .implementation import GLUON, Function, Implementation
+from ...asked import GLUON
+from .implementation import Function, Implementation
 from .pages import Paged, Takes
 
 if TYPE_CHECKING:

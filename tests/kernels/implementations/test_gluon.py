@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from mla_compile.asked import kept_to
 from mla_compile.kernels import native
 from mla_compile.kernels._common import tuning
 from mla_compile.kernels._common.machine import Machine
@@ -38,7 +39,7 @@ def sentence(machine, x, kernels="gluon"):
 
 def attend(x, kernels="gluon"):
     ours = Ours()
-    with choose.kept_to(kernels):
+    with kept_to(kernels):
         results = choose.attend(PAGED, x, H100, ours)
     for result, expected in zip(results, aten.attend(x), strict=True):
         torch.testing.assert_close(result, expected, atol=0, rtol=0)
