@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._common.suits import small, suits
+from ..attended import Attended, Wanted
 from .aten import attend_backward
-from .attended import Attended, Wanted
 
 
 def attend_backward_on_gpu(x: Attended) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Gradients of MLA by two Triton kernels, between the library products of `groups.py`.
+"""Gradients of MLA by two Triton kernels, between the library products of `head_groups.py`.
 
     k, dk; v, dv; d_rope   [b, T, H, P]; [b, T, H, V]; [b, T, H, R]     of one group of heads, in the dtype of q
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from .._common.launch import strides_of, word_of
 from .._common.machine import Machine
 from .._common.tiles import Tiles, constants_of_heads
+from ..attended import Attended
+from ..head_groups import Group, attend_backward_in_groups
 from ..share import PROGRAMS
-from .attended import Attended
-from .groups import Group, attend_backward_in_groups
 from .kernel import add_to_keys, add_to_queries
 from .tiles import Pair, choose
 

@@ -18,18 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..head_groups import Group, attend_backward_in_groups
 from .cudnn import ARCHITECTURES, TAKES, aligned, expanded, fewest_heads
 from .expansions import parts_of
 from .implementation import Implementation
 
 if TYPE_CHECKING:
-    from ..backward import Attended
-    from ..backward.groups import Group
+    from ..attended import Attended
 
 
 def _attend_backward(module: Any, x: Attended) -> list[Tensor]:
-    from ..backward.groups import attend_backward_in_groups
-
     aten, queries = module.ops.aten, x.q.shape[1]
     unused = torch.empty((), dtype=torch.int64, device=x.q.device)  # the state of a dropout that there is not
     q, do, o = (aligned(t.contiguous()) for t in (x.q, x.grad_o, x.o))

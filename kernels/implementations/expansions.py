@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -18,8 +18,11 @@ from ..visibility import causal_stop
 from .trial import normal_like
 
 if TYPE_CHECKING:
-    from ..backward import Attended
+    from ..attended import Attended
     from ..expanded_attention.arguments import ExpandedAttention
+
+
+B = TypeVar("B", "ExpandedAttention", "Attended")
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,10 @@ def sizes_of(x: ExpandedAttention | Attended) -> tuple[int, ...]:
     return *x.q.shape[:2], tokens_of(x)
 
 
-def small(x: ExpandedAttention) -> ExpandedAttention:
+def small(x: B) -> B:
     """Two sequences with the heads, widths and dtypes of `x`; more keys than queries, neither filling whole tiles."""
+    assert x.w_uk is not None
+    assert x.w_uv is not None
     queries, tokens, normal = 70, 160, normal_like(x.q)
     rank = x.latent.shape[2]
     return dataclasses.replace(

@@ -12,7 +12,7 @@ from . import expansions
 from .trial import normal_like
 
 if TYPE_CHECKING:
-    from ..backward import Attended
+    from ..attended import Attended
 
 _NAMES = ("dq", "d_latent", "d_k_rope", "d_w_uk", "d_w_uv", "d_mask")
 
@@ -42,16 +42,12 @@ def results_of(x: Attended) -> tuple[str, ...]:
 
 
 def small(x: Attended) -> Attended:
-    """All gradients of the small problem of the forward, whose results are computed in float32."""
-    from ..expanded_attention.arguments import ExpandedAttention
-    from ..expanded_attention.reference import attend_to_expanded
-
-    names = [field.name for field in dataclasses.fields(ExpandedAttention)]
-    forward = expansions.small(ExpandedAttention(**{name: getattr(x, name) for name in names}))
-    operands = {name: getattr(forward, name) for name in names}
-    wide = {name: t.float() if isinstance(t, torch.Tensor) else t for name, t in operands.items()}
-    o, lse = attend_to_expanded(ExpandedAttention(**wide))
+    """All gradients of the small problem of the forward, whose results the op gives."""
+    forward = expansions.small(x)
+    with torch.no_grad():
+        o, lse = torch.ops.mla.expanded_attention(
+            *(forward.q, forward.latent, forward.k_rope, forward.w_uk, forward.w_uv, forward.mask),
+            *(forward.causal_offset, forward.scale, forward.workspace_tokens),
+        )
     grad_o = normal_like(x.q)(*o.shape)
-    return dataclasses.replace(
-        x, **operands, grad_o=grad_o, o=o.to(x.q.dtype), lse=lse.contiguous(), wanted=[True] * 5 + [False]
-    )
+    return dataclasses.replace(forward, grad_o=grad_o, o=o, lse=lse, wanted=[True] * 5 + [False])

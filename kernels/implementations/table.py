@@ -14,7 +14,7 @@ from .gluon import WARP_GROUPS
 from .implementation import Op
 
 if TYPE_CHECKING:
-    from ..backward import Attended
+    from ..attended import Attended
     from ..expanded_attention.arguments import ExpandedAttention
     from ..paged_latent_attention.arguments import PagedLatentAttention
 

@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .._common.launch import part_of
-from ..share import in_even_groups, share_of
-from ..two_latents import latents_of
-from ..visibility import Visibility, causal_stop
 from .attended import Attended, Wanted
+from .share import in_even_groups, share_of
+from .two_latents import latents_of
+from .visibility import Visibility, causal_stop, part_of
 
 
 @dataclass(frozen=True)
