@@ -105,8 +105,8 @@ def _is_ours(op: Any, x: Any, machine: Any, kernels: str, recorded: bool) -> boo
 
     Where symbols leave the choice open until a call, it does if none of the others is installed.
     """
+    from ..asked import OURS
     from .implementations.choose import any_installed, foreseen
-    from .implementations.implementation import OURS
 
     choice = foreseen(op, x, machine, kernels, recorded=recorded)
     if choice is None:

@@ -46,6 +46,14 @@ def causal_stop(causal_offset: int | None, queries: range, tokens: int) -> int:
     return tokens if causal_offset is None else min(max(queries.stop + causal_offset, 0), tokens)
 
 
+def part_of(mask: Tensor | None, sequences: slice, heads: slice, keys: slice = slice(None)) -> Tensor | None:
+    """The part of a mask `[B|1, N|1, Sq|1, T|1]` for some sequences, heads and keys."""
+    if mask is None:
+        return None
+    whole, (b, n, _, t) = slice(None), mask.shape
+    return mask[sequences if b != 1 else whole, heads if n != 1 else whole, :, keys if t != 1 else whole]
+
+
 def reads_values(mask: Tensor) -> bool:
     """Whether the mask's values can be read without a device synchronisation."""
     return mask.is_cpu

@@ -20,11 +20,10 @@ from torch._inductor.lowering import FALLBACK_ALLOW_LIST
 
 import mla_compile.kernels.register  # noqa: F401  registers the kernels of the ops
 from mla_compile.kernels._common.tuning import tuning
-from mla_compile.kernels.implementations.choose import kept_to
-from mla_compile.kernels.implementations.implementation import AUTO
 
 from . import ops
 from . import options as option_parser
+from .asked import AUTO, kept_to
 from .compilation import Compilation, Examination, Inputs
 from .dynamo import variants
 from .dynamo.uncompiled import warn_of_generate

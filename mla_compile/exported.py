@@ -17,8 +17,8 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
+from mla_compile.asked import OURS
 from mla_compile.kernels.decompositions import decompositions
-from mla_compile.kernels.implementations.implementation import OURS
 from mla_compile.passes.paths.all import AUTO
 
 from .device import rates_of

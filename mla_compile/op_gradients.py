@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .asked import asked, kept_to
+
 
 def differentiate_by_op(library: torch.library.Library, name: str, count: int) -> None:
     """Use `mla::<name>_backward` for the gradients of an attention whose first `count` arguments are differentiable."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*inputs[:count], *output)
-        ctx.settings = inputs[count:]
+        ctx.settings, ctx.kernels = inputs[count:], asked()
         ctx.set_materialize_grads(False)
 
     def gradients(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
@@ -22,7 +24,8 @@ def differentiate_by_op(library: torch.library.Library, name: str, count: int) -
         if grad_o is None:
             grad_o = torch.zeros_like(o)
         backward = getattr(torch.ops.mla, f"{name}_backward")
-        found = iter(backward(grad_o, grad_lse, *operands, *ctx.settings, o, lse, wanted) if any(wanted) else ())
+        with kept_to(ctx.kernels):  # on a GPU, autograd calls this from a thread of its own
+            found = iter(backward(grad_o, grad_lse, *operands, *ctx.settings, o, lse, wanted) if any(wanted) else ())
         return *(next(found) if asked else None for asked in wanted), *(None for _ in ctx.settings)
 
     torch.library.register_fake(f"mla::{name}_backward", _backward_fake, lib=library)

@@ -11,7 +11,7 @@ from typing import Any
 import torch._inductor
 import torch._inductor.config
 
-from mla_compile.kernels.implementations.implementation import GLUON, OURS
+from mla_compile.asked import GLUON, OURS
 from mla_compile.passes.paths.agreement import NOTHING, SAME, Agreement
 from mla_compile.passes.paths.all import AUTO, may_be_asked
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mla_compile.asked import asked
 from mla_compile.bench import kernel_peers, kernel_run
 from mla_compile.bench.kernel_cases import SCALE, Case, L, P, R, V, make_inputs
 from mla_compile.bench.kernel_run import Result, as_csv, as_text, grid, limits_of, rows
@@ -39,7 +40,7 @@ def once(call):
 
 @pytest.fixture(scope="module")
 def results():
-    peers = ("mla", "sdpa", "inductor", "by-hand")
+    peers = ("mla", "mla-default", "sdpa", "inductor", "by-hand")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_run, "limits_of", lambda *_: DEVICE)
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
@@ -50,10 +51,21 @@ def results():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_way_is_right(results, case):
     own = {result.peer: result for result in results if result.case == case}
-    expected = {"mla"} if case.fp8 else {"mla", "inductor", "by-hand"} | ({"sdpa"} if case.kind != "sparse" else set())
+    expected = {"mla", "mla-default"}
+    if not case.fp8:
+        expected |= {"inductor", "by-hand"} | ({"sdpa"} if case.kind != "sparse" else set())
     assert set(own) == expected
     assert {peer: (result.status, result.note) for peer, result in own.items()} == dict.fromkeys(own, ("ok", ""))
     assert all(result.error < 1e-4 for result in own.values())
+
+
+@pytest.mark.parametrize(("peer", "kernels"), [("mla", "triton"), ("mla-default", "auto")])
+def test_one_peer_is_by_our_kernels_alone_and_one_as_users_get_it(monkeypatch, peer, kernels):
+    heard = []
+    op = torch.ops.mla.expanded_attention
+    monkeypatch.setattr(torch.ops.mla, "expanded_attention", lambda *a: heard.append(asked()) or op(*a))
+    kernel_peers.calls(make_inputs(Case("train", 1, 64, 64, 2), CPU, torch.float32), (peer,))[peer]()()
+    assert heard == [kernels]
 
 
 def test_flex_is_right():

@@ -300,14 +300,6 @@ def word_of(mask: Tensor | None) -> str:
     return "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias"
 
 
-def part_of(mask: Tensor | None, sequences: slice, heads: slice, keys: slice = slice(None)) -> Tensor | None:
-    """The part of a mask `[B|1, N|1, Sq|1, T|1]` for some sequences, heads and keys."""
-    if mask is None:
-        return None
-    whole, (b, n, _, t) = slice(None), mask.shape
-    return mask[sequences if b != 1 else whole, heads if n != 1 else whole, :, keys if t != 1 else whole]
-
-
 def strides_of(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
     """Strides of a tensor of at most `dims` dims, 0 where it broadcasts or there is none."""
     if tensor is None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ... import cache_files
-from .agreement import difference
+from .agreement import O_AND_LSE, difference
 from .machine import Machine
 from .tiles import LEAST, Tiles
 
@@ -38,7 +38,7 @@ _KNOWN: dict[tuple[Path, str], Tiles | str] = {}
 C = TypeVar("C", Tiles, str)
 """Candidates: tiles, or names."""
 
-Run: TypeAlias = Callable[[C], tuple[Tensor, Tensor]]
+Run: TypeAlias = Callable[[C], Sequence[Tensor]]
 
 
 @contextlib.contextmanager
@@ -72,11 +72,12 @@ def tuned(
     default: C,
     candidates: Callable[[], Sequence[C]],
     run: Run[C],
+    names: Sequence[str] = O_AND_LSE,
 ) -> C:
     """The best candidate for a problem; `default` while tuning is off, or where nothing may or can be timed.
 
     `problem` is everything that the choice may depend on besides the machine; `run` computes the problem with a
-    candidate: o and lse. One whose results differ from the default's is not taken.
+    candidate, whose results have these names. One whose results differ from the default's is not taken.
     """
     present = timer()
     if present is None:
@@ -90,7 +91,7 @@ def tuned(
     elif in_capture():
         return default
     else:
-        best = _fastest(present, [default], candidates(), run) or default
+        best = _fastest(present, [default], candidates(), run, names) or default
         _write(path, key, best)
     _KNOWN[path, key] = best
     return best
@@ -113,7 +114,7 @@ def bucket(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def _fastest(timer: Timer, table: Sequence[C], others: Sequence[C], run: Run[C]) -> C | None:
+def _fastest(timer: Timer, table: Sequence[C], others: Sequence[C], run: Run[C], names: Sequence[str]) -> C | None:
     best, best_time, expected = None, float("inf"), None
     # Launches that are being timed take the tiles that they are given.
     token = _TIMER.set(None)
@@ -121,7 +122,7 @@ def _fastest(timer: Timer, table: Sequence[C], others: Sequence[C], run: Run[C])
         for candidate in dict.fromkeys(itertools.chain(table, others)):
             try:
                 result = run(candidate)
-                if expected is not None and (wrong := difference(result, expected)) is not None:
+                if expected is not None and (wrong := difference(result, expected, names)) is not None:
                     _log.warning("%s %s", candidate, wrong)
                     continue
                 time = timer(functools.partial(run, candidate))

@@ -1,7 +1,6 @@
 """Gradients of MLA: keys and values are up-projected again for them, a group of heads at a time."""
 
 from .aten import attend_backward
-from .attended import Attended
 from .gpu import attend_backward_on_gpu
 
-__all__ = ["Attended", "attend_backward", "attend_backward_on_gpu"]
+__all__ = ["attend_backward", "attend_backward_on_gpu"]

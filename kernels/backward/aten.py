@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..attended import Attended, Wanted
 from ..two_latents import latents_of
 from ..visibility import Visibility, reads_values, take
-from .attended import Attended, Wanted
 from .flash import by_flash_attention, takes_flash
 from .products import by_products
 from .rows import Rows

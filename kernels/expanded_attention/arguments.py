@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ...errors import KernelError
-from ..backward import Attended
+from ..attended import Attended
 from ..checks import check_alike, check_mask, check_rank, check_shapes
 from ..two_latents import check_ranks
 

@@ -18,14 +18,14 @@ import torch
 import triton
 from torch import Tensor
 
-from .._common.launch import part_of, strides_of, word_of
+from .._common.launch import strides_of, word_of
 from .._common.machine import Machine
 from .._common.plans import Plans
 from .._common.tiles import Tiles, constants_of_heads
 from .._common.tuning import Run, bucket, is_on, neighbours, tuned
 from ..share import PROGRAMS, in_even_groups, share_of
 from ..two_latents import latents_of
-from ..visibility import causal_stop
+from ..visibility import causal_stop, part_of
 from .arguments import ExpandedAttention, Expansion
 from .kernel import attend_chunk
 from .tiles import choose, fits

@@ -11,35 +11,27 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from torch import Tensor
 
+from ...asked import AUTO, OURS, asked
 from .._common.machine import Machine
 from .._common.plans import Plans
 from .._common.tuning import bucket, in_capture, timer, tuned, tuning
-from .implementation import AUTO, OURS, B, Implementation, Op, Problem
+from .implementation import B, Implementation, Op, Problem
 from .packages import found, is_installed
 from .trial import disagreement
 
-Attend = Callable[[B], tuple[Tensor, Tensor]]
+R = TypeVar("R", bound=Sequence[Tensor])
+"""The results of an op."""
+Attend = Callable[[B], Sequence[Tensor]]
 
-_ASKED: ContextVar[str] = ContextVar("asked", default=AUTO)
-CHOICES = Plans[Callable[..., tuple[Tensor, Tensor]]]()
+CHOICES = Plans[Callable[..., Sequence[Tensor]]]()
 _TRIED: dict[tuple[str, Problem, Machine], str | None] = {}
 _log = logging.getLogger(__name__)
-
-
-@contextlib.contextmanager
-def kept_to(kernels: str) -> Iterator[None]:
-    """Within this context, calls are computed by the implementations that a value of `mla.kernels` allows."""
-    token = _ASKED.set(kernels)
-    try:
-        yield
-    finally:
-        _ASKED.reset(token)
 
 
 @dataclass(frozen=True)
@@ -64,15 +56,15 @@ def any_installed(op: Op[B], kernels: str, arch: str, recorded: bool = True) -> 
     return any(is_installed(each) and (recorded or not _left_out(each, kernels)) for each in of_arch)
 
 
-def attend(op: Op[B], x: B, machine: Machine, ours: Attend[B]) -> tuple[Tensor, Tensor]:
-    """o and lse, on a machine; `ours` computes any problem."""
-    asked = _ASKED.get()
-    if not any_installed(op, asked, machine.arch):
+def attend(op: Op[B], x: B, machine: Machine, ours: Callable[[B], R]) -> R:
+    """The op's results, on a machine; `ours` computes any problem."""
+    kernels = asked()
+    if not any_installed(op, kernels, machine.arch):
         return ours(x)
-    key = op.name, machine, asked, timer() is None, op.layout_of(x)
+    key = op.name, machine, kernels, timer() is None, op.layout_of(x)
     if key not in CHOICES and in_capture():
         return ours(x)  # an unknown implementation would have to be tried, which waits for the device
-    return CHOICES.get(key, lambda: _chosen(op, x, machine, ours, asked))(x)
+    return cast(R, CHOICES.get(key, lambda: _chosen(op, x, machine, ours, kernels))(x))
 
 
 def foreseen(op: Op[B], x: B, machine: Machine, kernels: str = AUTO, *, recorded: bool = True) -> Verdict | None:
@@ -90,12 +82,12 @@ def foreseen(op: Op[B], x: B, machine: Machine, kernels: str = AUTO, *, recorded
     return _verdict(op, _first(candidates, problem, machine), reasons)
 
 
-def _chosen(op: Op[B], x: B, machine: Machine, ours: Attend[B], asked: str) -> Attend[B]:
+def _chosen(op: Op[B], x: B, machine: Machine, ours: Attend[B], kernels: str) -> Attend[B]:
     problem = op.problem_of(x)
     assert problem is not None
-    reasons = _refusals(op, problem, machine, asked)
+    reasons = _refusals(op, problem, machine, kernels)
     ways = {OURS: ours}
-    for each in op.of(asked):
+    for each in op.of(kernels):
         wanted = timer() is not None or each.comes_first(problem, machine.arch)
         if reasons[each.name] is None and wanted:
             way = functools.partial(each.attend, found(each).module)
@@ -114,18 +106,18 @@ def _left_out(each: Implementation[B], kernels: str) -> bool:
     return each.by_the_host and kernels == AUTO
 
 
-def _refusals(op: Op[B], problem: Problem, machine: Machine, asked: str) -> dict[str, str | None]:
+def _refusals(op: Op[B], problem: Problem, machine: Machine, kernels: str) -> dict[str, str | None]:
     """Why each implementation is not taken, None if it may be.
 
     Under `auto` this lists all implementations, else only those that are considered under the value.
     """
-    listed = op.implementations if asked == AUTO else op.of(asked)
-    return {each.name: _refusal(each, problem, machine, asked) for each in listed}
+    listed = op.implementations if kernels == AUTO else op.of(kernels)
+    return {each.name: _refusal(each, problem, machine, kernels) for each in listed}
 
 
-def _refusal(each: Implementation[B], problem: Problem, machine: Machine, asked: str) -> str | None:
+def _refusal(each: Implementation[B], problem: Problem, machine: Machine, kernels: str) -> str | None:
     """Why an implementation is not taken, as far as is known without running it; the cheapest checks come first."""
-    if asked not in each.asked_by:
+    if kernels not in each.asked_by:
         return f"has not run on a GPU yet: mla.kernels={each.asked_by[0]!r} enables it"
     if not is_installed(each):
         return "is not installed"
@@ -138,7 +130,8 @@ def _tried(
 ) -> str | None:
     key = f"{op.name} {each.name}", problem, machine
     if key not in _TRIED:
-        _TRIED[key] = disagreement(op.small(x), way, ours)
+        small = op.small(x)
+        _TRIED[key] = disagreement(small, way, ours, op.results_of(small))
         if _TRIED[key] is not None:
             warnings.warn(f"mla::{op.name}: {each.name} of {found(each).package} {_TRIED[key]}", stacklevel=2)
     return _TRIED[key]
@@ -154,13 +147,13 @@ def _measured(op: Op[B], x: B, problem: Problem, machine: Machine, ways: dict[st
         return OURS
     present = timer()
 
-    def run(name: str) -> tuple[Tensor, Tensor]:
+    def run(name: str) -> Sequence[Tensor]:
         with tuning(present) if name == OURS else contextlib.nullcontext():
             return ways[name](x)
 
     packages = [found(each).package for each in op.implementations if each.name in ways]
     key = "implementation", op.name, *packages, problem, *map(bucket, op.sizes_of(x))
-    return tuned(machine, key, OURS, lambda: list(ways)[1:], run)
+    return tuned(machine, key, OURS, lambda: list(ways)[1:], run, op.results_of(x))
 
 
 def _verdict(op: Op[B], name: str, reasons: dict[str, str | None]) -> Verdict:

@@ -1,11 +1,14 @@
-"""Describe calls of `mla::expanded_attention`, what implementations take of them, and a small one for the trial."""
+"""Describe calls of `mla::expanded_attention`, what implementations take of them, and a small one for the trial.
+
+`gradients` does the same for its backward.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -15,7 +18,11 @@ from ..visibility import causal_stop
 from .trial import normal_like
 
 if TYPE_CHECKING:
+    from ..attended import Attended
     from ..expanded_attention.arguments import ExpandedAttention
+
+
+B = TypeVar("B", "ExpandedAttention", "Attended")
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,10 @@ class Expanded:
     """P, R and V."""
     limit: str
     """`none`, or for a causal limit how many keys the first query sees: one (`first`), `more`, or `fewer`."""
-    masked: bool
     fits: bool
     """Whether all keys of a head fit the workspace at once."""
+    besides: tuple[str, ...] = ()
+    """What the call has that no kernel here takes."""
 
     @property
     def rows(self) -> int:
@@ -38,35 +46,52 @@ class Expanded:
         return self.heads
 
     @staticmethod
-    def of(x: ExpandedAttention) -> Expanded | None:
+    def of(x: ExpandedAttention | Attended) -> Expanded | None:
         """The problem of a call; None where sizes are symbols."""
+        assert x.w_uk is not None
+        assert x.w_uv is not None
         offset, tokens = x.causal_offset, tokens_of(x)
-        (batch, _, heads, _), (_, nope, _), columns = x.q.shape, x.w_uk.shape, x.w_uv.shape[1]
+        (batch, queries, heads, _), (_, nope, _), columns = x.q.shape, x.w_uk.shape, x.w_uv.shape[1]
         rope = x.k_rope.shape[-1]
-        sizes = batch, heads, nope, rope, columns, tokens, x.workspace_tokens, 0 if offset is None else offset
+        sizes = batch, queries, heads, nope, rope, columns, tokens, x.workspace_tokens, 0 if offset is None else offset
         if not all(isinstance(size, int) for size in sizes):
             return None
-        fits = tokens > 0 and share_of(batch, heads, tokens, x.workspace_tokens).tokens == tokens
+        asked = {
+            "a mask": x.mask is not None,
+            "empty tensors": not batch * queries * heads * tokens,
+            "one key on its own": any(keys.stop - keys.start == 1 for keys, _ in parts_of(offset, tokens)),
+        }
+        fits = tokens > 0 and share_of(max(batch, 1), max(heads, 1), tokens, x.workspace_tokens).tokens == tokens
         limit = "none" if offset is None else "fewer" if offset < 0 else "more" if offset else "first"
-        return Expanded(x.q.dtype, heads, (nope, rope, columns), limit, x.mask is not None, fits)
+        besides = tuple(name for name, is_asked in asked.items() if is_asked)
+        return Expanded(x.q.dtype, heads, (nope, rope, columns), limit, fits, besides)
 
 
-def tokens_of(x: ExpandedAttention) -> int:
+def tokens_of(x: ExpandedAttention | Attended) -> int:
     """How many keys at least one query may see."""
     return causal_stop(x.causal_offset, range(x.q.shape[1]), x.latent.shape[1])
 
 
+def parts_of(causal_offset: int | None, tokens: int) -> Iterator[tuple[slice, bool]]:
+    """Cut the keys that some query may see into those that all queries see, and those of which query i sees the first
+    i + 1; the flag tells the latter. Each query sees at least one key."""
+    cut = tokens if causal_offset is None or causal_offset + 1 >= tokens else max(causal_offset, 0)
+    for part, causal in ((slice(0, cut), False), (slice(cut, tokens), True)):
+        if part.stop > part.start:
+            yield part, causal
+
+
 @dataclass(frozen=True)
 class Takes:
-    """The calls that an implementation takes: without a mask, and with each query seeing at least one key."""
+    """The calls that an implementation takes: those in which each query sees at least one key."""
 
     dtypes: tuple[torch.dtype, ...]
     widths: tuple[int, int, int]
 
     def refusal(self, problem: Expanded) -> str | None:
         """Why the implementation does not take a problem; None where it does."""
-        if problem.masked:
-            return "does not take a mask"
+        if problem.besides:
+            return f"does not take {' and '.join(problem.besides)}"
         if problem.dtype not in self.dtypes:
             return f"does not take {problem.dtype}"
         if problem.widths != self.widths:
@@ -82,18 +107,20 @@ def _list(widths: tuple[int, ...]) -> str:
     return ", ".join(map(str, widths))
 
 
-def layout_of(x: ExpandedAttention) -> Hashable:
+def layout_of(x: ExpandedAttention | Attended) -> Hashable:
     """Everything about the arguments that a choice may depend on."""
     return x.causal_offset, x.workspace_tokens, *map(layout, (x.q, x.latent, x.k_rope, x.w_uk, x.w_uv, x.mask))
 
 
-def sizes_of(x: ExpandedAttention) -> tuple[int, ...]:
+def sizes_of(x: ExpandedAttention | Attended) -> tuple[int, ...]:
     """The numbers of sequences, queries and keys."""
     return *x.q.shape[:2], tokens_of(x)
 
 
-def small(x: ExpandedAttention) -> ExpandedAttention:
+def small(x: B) -> B:
     """Two sequences with the heads, widths and dtypes of `x`; more keys than queries, neither filling whole tiles."""
+    assert x.w_uk is not None
+    assert x.w_uv is not None
     queries, tokens, normal = 70, 160, normal_like(x.q)
     rank = x.latent.shape[2]
     return dataclasses.replace(

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .implementation import AUTO, GLUON, Function, Implementation
+from ...asked import AUTO, GLUON
+from .implementation import Function, Implementation
 from .pages import Paged, Takes
 
 if TYPE_CHECKING:

@@ -5,17 +5,17 @@ It is another project's, or one of ours that has to be asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from ...asked import AUTO
+from .._common.agreement import O_AND_LSE
+
 B = TypeVar("B")
 """The bundle of an op's arguments."""
-
-AUTO, OURS, GLUON = "auto", "triton", "gluon"
-"""The values of `mla.kernels`."""
 
 
 class Problem(Protocol):
@@ -57,8 +57,8 @@ class Implementation(Generic[B]):
     homes: tuple[str, ...]
     """Modules that have it, its authors' first."""
     functions: tuple[Function, ...]
-    attend: Callable[[Any, B], tuple[Tensor, Tensor]]
-    """From the module and the arguments to o and lse, as the op returns them."""
+    attend: Callable[[Any, B], Sequence[Tensor]]
+    """From the module and the arguments to the results, as the op returns them."""
     architectures: tuple[str, ...]
     limits: Limits
     first_on: tuple[str, ...] = ()
@@ -98,7 +98,9 @@ class Op(Generic[B]):
     """The sizes that grow, which the problem leaves out."""
     small: Callable[[B], B]
     """A small problem of the same kind, for the trial."""
+    results_of: Callable[[B], tuple[str, ...]] = lambda _: O_AND_LSE
+    """The names of a call's results."""
 
-    def of(self, asked: str) -> tuple[Implementation[B], ...]:
+    def of(self, kernels: str) -> tuple[Implementation[B], ...]:
         """The implementations that are considered under a value of `mla.kernels`."""
-        return tuple(each for each in self.implementations if asked in each.asked_by)
+        return tuple(each for each in self.implementations if kernels in each.asked_by)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import expansions, pages
+from . import expansions, gradients, pages
 from .cudnn import CUDNN
+from .cudnn_backward import CUDNN_BACKWARD
 from .flash_attention_3 import FLASH_ATTENTION_3
 from .flash_mla import FLASH_MLA
 from .flashinfer import TRTLLM_GEN
@@ -13,6 +14,7 @@ from .gluon import TENSOR_MEMORY, WARP_GROUPS
 from .implementation import Op
 
 if TYPE_CHECKING:
+    from ..attended import Attended
     from ..expanded_attention.arguments import ExpandedAttention
     from ..paged_latent_attention.arguments import PagedLatentAttention
 
@@ -31,4 +33,13 @@ EXPANDED: Op[ExpandedAttention] = Op(
     layout_of=expansions.layout_of,
     sizes_of=expansions.sizes_of,
     small=expansions.small,
+)
+GRADIENTS: Op[Attended] = Op(
+    name="expanded_attention_backward",
+    implementations=(CUDNN_BACKWARD,),
+    problem_of=gradients.problem_of,
+    layout_of=gradients.layout_of,
+    sizes_of=expansions.sizes_of,
+    small=gradients.small,
+    results_of=gradients.results_of,
 )

@@ -7,12 +7,12 @@ for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .._common.agreement import difference
+from .._common.agreement import O_AND_LSE, difference
 from .implementation import B
 
 
@@ -23,13 +23,16 @@ def normal_like(x: Tensor) -> Callable[..., Tensor]:
 
 
 def disagreement(
-    small: B, other: Callable[[B], tuple[Tensor, Tensor]], ours: Callable[[B], tuple[Tensor, Tensor]]
+    small: B,
+    other: Callable[[B], Sequence[Tensor]],
+    ours: Callable[[B], Sequence[Tensor]],
+    names: Sequence[str] = O_AND_LSE,
 ) -> str | None:
-    """How another implementation's result for a small problem differs from ours; None where they agree."""
-    expected, expected_lse = ours(small)
+    """How another implementation's results for a small problem differ from ours; None where they agree."""
+    expected = ours(small)
     try:
-        o, lse = other(small)
+        results = other(small)
     except Exception as error:  # whatever another project raises
         return f"fails on a small problem: {type(error).__name__}: {error}"
-    found = difference((o, lse), (expected, expected_lse))
+    found = difference(results, expected, names)
     return None if found is None else f"{found} on a small problem"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backward import Attended, attend_backward
+from ..attended import Attended
+from ..backward import attend_backward
 from ..bundles import checked, implement
 from .arguments import LatentAttentionBackward
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mla_compile.cost import Device
 
 KINDS = ("decode", "sparse", "prefill", "train")
-PEERS = ("mla", "sdpa", "flex", "inductor", "by-hand", "flashmla", "flashinfer", "vllm", "sglang")
+PEERS = ("mla", "mla-default", "sdpa", "flex", "inductor", "by-hand", "flashmla", "flashinfer", "vllm", "sglang")
 UNTRIED = "mla-gluon"
 """One of our own peers, which has not run on a GPU yet and runs only if it is named."""
 

@@ -15,14 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mla_compile.asked import OURS, kept_to
 from mla_compile.bench.kernel_cases import SCALE, Inputs, L, P, R, V
 from mla_compile.bench.kernel_others import OTHERS
 from mla_compile.errors import KernelError
 from mla_compile.fp8 import RowLayout
 from mla_compile.kernels._common.machine import present
-from mla_compile.kernels.implementations.choose import kept_to
 from mla_compile.kernels.implementations.gluon import WARP_GROUPS
-from mla_compile.kernels.implementations.implementation import OURS
 from mla_compile.kernels.implementations.pages import Paged
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 
@@ -72,7 +71,7 @@ def _gluon(x: Inputs) -> Call:
 
 
 def _by_ours(call: Call) -> Call:
-    """Make a call use our kernels only: installed kernels of other projects are peers of their own."""
+    """Make a call use our kernels only, for gradients too: other projects' kernels are peers of their own."""
 
     def alone() -> Tensor:
         with kept_to(OURS):
@@ -187,7 +186,7 @@ def _inductor(x: Inputs) -> Call:
 
 def calls(x: Inputs, names: Sequence[str]) -> dict[str, Callable[[], Call]]:
     """For each named peer that can take a case, a function that makes its call."""
-    own: dict[str, Callable[[Inputs], Call]] = {"mla": lambda x: _by_ours(_mla(x))}
+    own: dict[str, Callable[[Inputs], Call]] = {"mla": lambda x: _by_ours(_mla(x)), "mla-default": _mla}
     if not x.case.fp8:
         own |= {"by-hand": _by_hand, "inductor": _inductor}
         if x.case.kind != "sparse":

@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 
 import mla_compile
 from mla_compile import compilation
+from mla_compile.asked import asked as asked_for
 from mla_compile.inductor import gpu_kernels
 from mla_compile.kernels._common.machine import Machine
-from mla_compile.kernels.implementations import choose
 from mla_compile.report import Report, merged
 from tests.kernels.implementations.conftest import install
 from tests.kernels.recorded import made as without_values
@@ -109,7 +109,7 @@ def test_the_option_holds_while_the_compiled_code_runs(monkeypatch, kernels):
         compiled = compile_fx_inner(*arguments, **named)
 
         def call(inputs):
-            asked.append(choose._ASKED.get())
+            asked.append(asked_for())
             return compiled(inputs)
 
         call._boxed_call = True
@@ -120,4 +120,4 @@ def test_the_option_holds_while_the_compiled_code_runs(monkeypatch, kernels):
     compiled = torch.compile(absorbed, backend="mla", options={"mla.kernels": kernels})
     torch.testing.assert_close(compiled(*inputs), absorbed(*inputs))
     assert mla_compile.last_report().rewritten == 1
-    assert (asked, choose._ASKED.get()) == ([kernels], "auto")
+    assert (asked, asked_for()) == ([kernels], "auto")

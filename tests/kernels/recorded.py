@@ -43,6 +43,7 @@ class _Recorded:
 @contextlib.contextmanager
 def recorded(arch: str = "sm_90") -> Iterator[list[Launch]]:
     """The launches of this project's kernels within the context, on an imagined machine; tensors need no values."""
+    from mla_compile.asked import OURS, kept_to
     from mla_compile.kernels._common import launch, machine
     from mla_compile.kernels.append_latents import triton as append_launcher
     from mla_compile.kernels.backward import triton as backward_launcher
@@ -57,6 +58,7 @@ def recorded(arch: str = "sm_90") -> Iterator[list[Launch]]:
     kernels += [(backward_launcher, name) for name in ("add_to_queries", "add_to_keys")]
     kernels += [(gluon, name) for name in ("share_out", "attend_by_warp_groups", "attend_in_tensor_memory", "combine")]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(kept_to(OURS))  # others would be tried, which takes values
         for module, name in kernels:
             stack.enter_context(mock.patch.object(module, name, _Recorded(name, getattr(module, name), launches)))
         stack.enter_context(mock.patch.object(machine, "present", return_value=machine.Machine(arch, 132)))

@@ -8,12 +8,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from mla_compile.asked import kept_to
 from mla_compile.kernels._common import tuning
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels._common.tiles import Tiles, choose, fits
 from mla_compile.kernels._common.tuning import neighbours, tuned
 from mla_compile.kernels.expanded_attention import tiles as chunk_tiles
-from mla_compile.kernels.implementations.choose import kept_to
 
 from .test_no_sync import chunks, decode, rows
 

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from mla_compile.asked import kept_to
 from mla_compile.kernels._common import tuning
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels.implementations import choose
@@ -159,7 +160,7 @@ def test_nothing_is_looked_at_where_nothing_is_installed(install, caplog):
 def test_ours_alone(install, caplog):
     install("flash_mla_2026")
     ours = Ours()
-    with choose.kept_to("triton"):
+    with kept_to("triton"):
         attend(problem(1, 64), H100, ours)
     assert (ours.calls, chosen(caplog)) == (1, [])
     assert "flash_mla" not in sys.modules

@@ -21,9 +21,11 @@ L, P, R, V = 32, 128, 64, 128
 OP = "_scaled_dot_product_cudnn_attention"
 
 
-def problem(queries=9, tokens=9, heads=4, offset=0, workspace_tokens=64, batch=3, device="cpu", **changes):
+def problem(
+    queries=9, tokens=9, heads=4, offset=0, workspace_tokens=64, batch=3, device="cpu", dtype=torch.bfloat16, **changes
+):
     def normal(*shape, scale=1.0):
-        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() * scale
+        return torch.empty(shape, dtype=dtype, device=device).normal_() * scale
 
     x = ExpandedAttention(
         normal(batch, queries, heads, P + R),
@@ -51,6 +53,7 @@ def attention(query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_ca
 def has_cudnn(install, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger=choose.__name__)
     monkeypatch.setattr(torch.ops.aten, OP, attention)
+    monkeypatch.setattr(cudnn, "_PROCESSORS", 1)
 
 
 def exact(x):
@@ -101,9 +104,12 @@ def test_no_workspace_is_larger_than_it_may_be(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda t, size, **k: made.append(tuple(size)) or new_empty(t, size, **k)
     )
-    cudnn.CUDNN.attend(torch, problem(24, 24, workspace_tokens=12))
+    for processors in (0, 1):
+        monkeypatch.setattr(cudnn, "_PROCESSORS", processors)
+        cudnn.CUDNN.attend(torch, problem(24, 24, workspace_tokens=12))
     keys = [size for size in made if size[-1] == P + R]
-    assert keys == [(2, 24, P + R)] * 6  # two heads of a sequence at a time: 2 * 24 keys = 4 * 12
+    few = [(2, 24, P + R)] * 6  # two heads of a sequence at a time: 2 * 24 keys = 4 * 12
+    assert keys == few + [(4, 24, P + R)] * 3  # unless so few do not keep the device busy
 
 
 REFUSED = {
@@ -113,7 +119,10 @@ REFUSED = {
         {"tokens": 90, "queries": 90, "workspace_tokens": 20},
         "takes all keys of a head at once, which do not fit the workspace",
     ),
-    "nothing measured": ({}, "is not known to be faster"),
+    "one key": ({"tokens": 1}, "does not take one key on its own"),
+    "a context of one key": ({"tokens": 10, "offset": 1}, "does not take one key on its own"),
+    "no sequences": ({"batch": 0}, "does not take empty tensors"),
+    "no queries": ({"queries": 0, "offset": None}, "does not take empty tensors"),
 }
 
 

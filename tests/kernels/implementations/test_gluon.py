@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from mla_compile.asked import kept_to
 from mla_compile.kernels import native
 from mla_compile.kernels._common import tuning
 from mla_compile.kernels._common.machine import Machine
@@ -41,7 +42,7 @@ def foreseen(machine, x, kernels="gluon", **named):
 
 def attend(x, kernels="auto", machine=H100):
     ours = Ours()
-    with choose.kept_to(kernels):
+    with kept_to(kernels):
         results = choose.attend(PAGED, x, machine, ours)
     for result, expected in zip(results, aten.attend(x), strict=True):
         torch.testing.assert_close(result, expected, atol=0, rtol=0)

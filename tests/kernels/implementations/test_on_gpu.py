@@ -1,22 +1,28 @@
-"""On a GPU, each implementation that is installed and for that GPU agrees with the Triton kernel of this project."""
+"""On a GPU, each implementation that is installed and for that GPU agrees with the Triton kernels of this project."""
 
 import dataclasses
 import functools
+import logging
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from mla_compile.asked import kept_to
 from mla_compile.kernels._common.machine import present
+from mla_compile.kernels._common.plans import Plans
+from mla_compile.kernels.backward.triton import attend_backward_triton
 from mla_compile.kernels.expanded_attention.triton import expanded_attention_triton
-from mla_compile.kernels.implementations import expansions, pages
+from mla_compile.kernels.implementations import choose, cudnn, expansions, gradients, pages
+from mla_compile.kernels.implementations.cudnn_backward import CUDNN_BACKWARD
 from mla_compile.kernels.implementations.packages import found, is_installed
-from mla_compile.kernels.implementations.table import EXPANDED, PAGED
+from mla_compile.kernels.implementations.table import EXPANDED, GRADIENTS, PAGED
 from mla_compile.kernels.implementations.trial import disagreement
 from mla_compile.kernels.paged_latent_attention.triton import paged_latent_attention_triton
 
-from . import test_choose, test_cudnn
+from ..errors import assert_as_close_as
+from . import test_choose, test_cudnn, test_cudnn_backward
 
 CASES = [(PAGED, each, heads) for each in PAGED.implementations for heads in (16, 128)]
 CASES += [(EXPANDED, each, offset) for each in EXPANDED.implementations for offset in (None, 0, 30)]
@@ -37,3 +43,66 @@ def test_it_agrees_with_ours(op, each, which):
     x = small(dataclasses.replace(made, **tensors))
     way = functools.partial(each.attend, found(each).module)
     assert disagreement(x, way, lambda x: ours(x, machine)) is None
+
+
+def gradients_on_gpu(offset, dtype=torch.bfloat16, workspace_tokens=1024):
+    """A small call of the backward, and the machine; skips where cuDNN is not for it."""
+    machine = present(torch.device("cuda", 0))
+    if machine.arch not in CUDNN_BACKWARD.architectures:
+        pytest.skip(f"cuDNN is not for {machine.arch}")
+    sizes = {"heads": 16, "offset": offset, "dtype": dtype, "workspace_tokens": workspace_tokens}
+    made = test_cudnn_backward.problem(9, 60, **sizes)
+    tensors = {name: value.cuda() for name, value in vars(made).items() if isinstance(value, torch.Tensor)}
+    return gradients.small(dataclasses.replace(made, **tensors)), machine
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [None, 0, 30])
+def test_gradients_agree_with_ours(offset):
+    x, machine = gradients_on_gpu(offset)
+    way = functools.partial(CUDNN_BACKWARD.attend, torch)
+    ours = functools.partial(attend_backward_triton, machine=machine)
+    assert disagreement(x, way, ours, GRADIENTS.results_of(x)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workspace_tokens", [1024, 40], ids=["all heads", "some heads of a sequence"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("offset", [None, 0, 30])
+def test_gradients_are_as_close_to_float64_as_ours(monkeypatch, offset, dtype, workspace_tokens):
+    monkeypatch.setattr(cudnn, "_PROCESSORS", 0)
+    x, machine = gradients_on_gpu(offset, dtype, workspace_tokens)
+    on_cpu = {name: value.cpu() for name, value in vars(x).items() if isinstance(value, torch.Tensor)}
+    _, _, differentiate = test_cudnn_backward.exact(dataclasses.replace(x, **on_cpu))
+    results = CUDNN_BACKWARD.attend(torch, x), attend_backward_triton(x, machine), differentiate(x.grad_o.cpu())
+    for theirs, ours, exact in zip(*results, strict=True):
+        assert_as_close_as(ours.cpu(), theirs.cpu(), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [300, 512])
+@pytest.mark.parametrize("offset", [None, 0, 40])
+def test_training_takes_cudnn_on_hopper_unless_kept_to_ours(monkeypatch, caplog, offset, queries):
+    if present(torch.device("cuda", 0)).arch != "sm_90":
+        pytest.skip("cuDNN comes first on sm_90")
+    monkeypatch.setattr(choose, "CHOICES", Plans())
+    caplog.set_level(logging.INFO, logger=choose.__name__)
+    x = test_cudnn.problem(queries, queries + (offset or 0), heads=16, offset=offset, batch=2, device="cuda")
+    direction = torch.randn(2, queries, 16, test_cudnn.V, device="cuda").bfloat16()
+    settings = x.mask, x.causal_offset, x.scale, x.workspace_tokens
+
+    def differentiate(direction, q):
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (q, x.latent, x.k_rope, x.w_uk, x.w_uv)]
+            return torch.autograd.grad(torch.ops.mla.expanded_attention(*leaves, *settings)[0], leaves, direction)
+
+    by_cudnn = differentiate(direction, x.q)
+    chosen = {message.partition(";")[0] for message in caplog.messages}
+    assert chosen == {"mla::expanded_attention: cuDNN", "mla::expanded_attention_backward: cuDNN"}
+    with kept_to("triton"):
+        by_ours = differentiate(direction, x.q)
+    # The same numbers in other strides, for which torch may not take the plan that it made for these.
+    by_heads = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (direction, x.q))
+    for first, again, ours in zip(by_cudnn, differentiate(*by_heads), by_ours, strict=True):
+        for one in (first, again):  # both forward and backward round otherwise
+            assert (one.float() - ours.float()).abs().max() <= 2**-5 * ours.float().abs().max()

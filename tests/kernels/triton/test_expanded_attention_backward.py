@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mla_compile.kernels._common.tiles import Tiles
+from mla_compile.kernels.attended import Attended
 from mla_compile.kernels.backward import triton as launcher
-from mla_compile.kernels.backward.attended import Attended
 from mla_compile.kernels.backward.tiles import Pair
 from mla_compile.kernels.backward.triton import attend_backward_triton
 from mla_compile.kernels.expanded_attention import expanded_attention_aten

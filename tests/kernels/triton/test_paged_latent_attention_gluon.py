@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mla_compile.asked import kept_to
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels._common.plans import Plans
 from mla_compile.kernels.implementations import choose, packages
@@ -182,7 +183,7 @@ def test_it_is_used_once_it_agreed(machine, monkeypatch):
         return paged_latent_attention_triton(problem, machine)
 
     bundle = PagedLatentAttention(*to_device(x.arguments), True, x.scale)
-    with choose.kept_to("gluon"):
+    with kept_to("gluon"):
         o, _ = choose.attend(PAGED, bundle, machine, ours)
     assert len(calls) == 1
     torch.testing.assert_close(o.cpu(), run(machine, x)[0], atol=0, rtol=0)
