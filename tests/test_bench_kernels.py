@@ -86,7 +86,7 @@ def test_the_kernel_that_has_to_be_asked_for(monkeypatch):
     call = kernel_peers.calls(x, ("mla-gluon",))["mla-gluon"]
     assert kernel_run._one(x, "mla-gluon", call, *kernel_run._truth(x), once).status == "ok"
     monkeypatch.setattr(kernel_peers, "present", lambda device: Machine("sm_80", 108))
-    with pytest.raises(KernelError, match="Gluon is for sm_90 and sm_100, this is sm_80"):
+    with pytest.raises(KernelError, match="Gluon is for sm_90, this is sm_80"):
         kernel_peers.calls(x, ("mla-gluon",))["mla-gluon"]()
 
 
