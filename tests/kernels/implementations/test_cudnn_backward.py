@@ -96,6 +96,7 @@ def has_cudnn(install, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger=choose.__name__)
     monkeypatch.setattr(torch.ops.aten, OP, backward)
     monkeypatch.setattr(cudnn, "_PROCESSORS", 1)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
 
 
 def strided(x):
@@ -204,6 +205,13 @@ REFUSED = {
 def test_ours_computes_the_rest_with_a_reason(caplog, change, reason):
     choose.attend(GRADIENTS, problem(**change), H100, lambda x: [])
     assert caplog.messages == [f"mla::expanded_attention_backward: triton; cuDNN {reason}"]
+
+
+def test_early_versions_are_refused(monkeypatch, caplog):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    choose.attend(GRADIENTS, problem(), H100, lambda x: [])
+    (line,) = caplog.messages
+    assert line.endswith("triton; cuDNN has to be 9.15.1 or later, found 9.10.2")
 
 
 def test_queries_that_see_no_key_are_refused(caplog):
