@@ -30,6 +30,7 @@ class Attended:
     o: Tensor
     lse: Tensor
     wanted: Sequence[bool]
+    kernels: str | None = None
 
     @property
     def operands(self) -> tuple[Tensor | None, ...]:

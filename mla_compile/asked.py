@@ -21,7 +21,7 @@ def asked() -> str:
 def kept_to(kernels: str) -> Iterator[None]:
     """Within this context, calls are computed by the implementations that a value of `mla.kernels` allows.
 
-    So are the gradients of ops that are called in it without compilation, wherever and whenever autograd computes them.
+    So are the gradients of calls in it, wherever and whenever autograd computes them.
     """
     token = _ASKED.set(kernels)
     try:

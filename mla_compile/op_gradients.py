@@ -7,15 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .asked import asked, kept_to
+from .asked import AUTO, asked
 
 
-def differentiate_by_op(library: torch.library.Library, name: str, count: int) -> None:
-    """Use `mla::<name>_backward` for the gradients of an attention whose first `count` arguments are differentiable."""
+def differentiate_by_op(
+    library: torch.library.Library, name: str, count: int, *, by_what_is_asked: bool = False
+) -> None:
+    """Use `mla::<name>_backward` for the gradients of an attention whose first `count` arguments are differentiable.
+
+    With `by_what_is_asked`, it is told which kernels the forward's caller asked for: autograd calls it later, on a GPU
+    in a thread of its own, or puts it into a graph.
+    """
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*inputs[:count], *output)
-        ctx.settings, ctx.kernels = inputs[count:], asked()
+        ctx.settings = inputs[count:]
+        ctx.named = {"kernels": asked()} if by_what_is_asked and asked() != AUTO else {}
         ctx.set_materialize_grads(False)
 
     def gradients(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
@@ -24,15 +31,15 @@ def differentiate_by_op(library: torch.library.Library, name: str, count: int) -
         if grad_o is None:
             grad_o = torch.zeros_like(o)
         backward = getattr(torch.ops.mla, f"{name}_backward")
-        with kept_to(ctx.kernels):  # on a GPU, autograd calls this from a thread of its own
-            found = iter(backward(grad_o, grad_lse, *operands, *ctx.settings, o, lse, wanted) if any(wanted) else ())
+        call = grad_o, grad_lse, *operands, *ctx.settings, o, lse, wanted
+        found = iter(backward(*call, **ctx.named) if any(wanted) else ())
         return *(next(found) if asked else None for asked in wanted), *(None for _ in ctx.settings)
 
     torch.library.register_fake(f"mla::{name}_backward", _backward_fake, lib=library)
     torch.library.register_autograd(f"mla::{name}", gradients, setup_context=save, lib=library)
 
 
-def _backward_fake(grad_o: Tensor, grad_lse: Tensor | None, *others: Any) -> list[Tensor]:
+def _backward_fake(grad_o: Tensor, grad_lse: Tensor | None, *others: Any, **named: Any) -> list[Tensor]:
     *operands_and_settings, wanted = others
     operands = zip(operands_and_settings, wanted, strict=False)  # operands come first; `wanted` has a flag for each
     return [operand.new_empty(operand.shape) for operand, asked in operands if asked and operand is not None]

@@ -91,7 +91,7 @@ _define(
 _define(
     "expanded_attention_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor latent, Tensor k_rope, Tensor w_uk, "
     "Tensor w_uv, Tensor? mask, SymInt? causal_offset, float scale, SymInt workspace_tokens, Tensor o, Tensor lse, "
-    "bool[] wanted) -> Tensor[]",
+    "bool[] wanted, *, str? kernels=None) -> Tensor[]",
 )
 _define(
     "paged_expanded_attention(Tensor q, Tensor latent_pages, Tensor rope_pages, Tensor block_table, Tensor seq_lens, "
@@ -210,6 +210,7 @@ least one (on CPU one per thread). On a GPU these are as many as the forward tak
 
 Args: grad_o like o; grad_lse like lse, or None for zeros; the operands of the forward; its o and lse; wanted, a flag
 for each of q, latent, k_rope, w_uk, w_uv and mask. A mask whose gradient is wanted must be a floating one.
+kernels, the value of `mla.kernels` on a GPU, or None for what is asked for where the op is called.
 Returns: the wanted gradients in that order, contiguous, each in the shape and dtype of its operand.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
@@ -341,7 +342,7 @@ _LIBRARY.impl("sealed_attention", _sealed_attention, "CompositeExplicitAutograd"
 torch.library.register_fake("mla::sealed_attention", _sealed_attention, lib=_LIBRARY)
 register_fakes(_LIBRARY)
 differentiate_by_op(_LIBRARY, "latent_attention", 5)
-differentiate_by_op(_LIBRARY, "expanded_attention", 6)
+differentiate_by_op(_LIBRARY, "expanded_attention", 6, by_what_is_asked=True)
 differentiate_per_head_matmul(_LIBRARY)
 for _device_type in ("cpu", "cuda"):
     _register_autocast(_device_type)

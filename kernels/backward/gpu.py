@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...asked import asked, kept_to
 from .._common.suits import small, suits
 from ..attended import Attended, Wanted
 from .aten import attend_backward
@@ -24,7 +25,7 @@ def attend_backward_on_gpu(x: Attended) -> list[Tensor]:
     from .tiles import takes
     from .triton import attend_backward_triton
 
-    with torch.cuda.device(x.q.device):
+    with torch.cuda.device(x.q.device), kept_to(x.kernels or asked()):
         machine = present(x.q.device)
         if not takes(machine, x.w_uk.shape[1], x.k_rope.shape[-1], x.w_uv.shape[1], x.q.itemsize):
             return attend_backward(x)

@@ -9,6 +9,7 @@ gradients.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +17,29 @@ from torch import Tensor
 
 from ..share import PROGRAMS, in_even_groups, share_of
 from ..two_latents import latents_of
-from .expansions import Takes, parts_of, tokens_of
+from .expansions import Expanded, Takes, parts_of, tokens_of
 from .implementation import Implementation
 
 if TYPE_CHECKING:
     from ..expanded_attention.arguments import ExpandedAttention
 
-TAKES = Takes(dtypes=(torch.bfloat16, torch.float16), widths=(128, 64, 128))
+_VERSION = 91501
+"""9.15.1. Before, it may access memory out of bounds where a length is not divisible by 128 (pytorch#169849); torch's
+own SDPA does not prefer cuDNN then either."""
+
+
+@dataclass(frozen=True)
+class _Corrected(Takes):
+    """Also requires a version of cuDNN."""
+
+    def refusal(self, problem: Expanded) -> str | None:
+        found = torch.backends.cudnn.version() or 0
+        if found < _VERSION:
+            return f"has to be 9.15.1 or later, found {found // 10000}.{found // 100 % 100}.{found % 100}"
+        return super().refusal(problem)
+
+
+TAKES = _Corrected(dtypes=(torch.bfloat16, torch.float16), widths=(128, 64, 128))
 ARCHITECTURES = ("sm_90", "sm_100", "sm_103")
 _BYTES = 128 << 20
 """The most bytes of workspace at a time, as for the Triton kernel."""
@@ -100,7 +117,7 @@ CUDNN = Implementation(
     attend=_attend,
     architectures=ARCHITECTURES,
     limits=TAKES,
-    # On an H200 stock SDPA by cuDNN, its products included, took 0.86 of the Triton kernel's time for 128 heads and
+    # On an H200 stock SDPA, its products included, took 0.86 of the Triton kernel's time for 128 heads and
     # 4,096 tokens, and 0.62 for 16 heads and 16,384.
     first_on=("sm_90",),
 )

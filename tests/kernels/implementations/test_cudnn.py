@@ -43,6 +43,10 @@ def problem(
 def attention(query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, *, scale):
     """A stand-in with the signature of torch's op, computed in float32."""
     assert (attn_bias, compute_log_sumexp, dropout_p, return_debug_mask) == (None, True, 0.0, False)
+    for t in (query, key, value):
+        assert t.data_ptr() % 16 == 0
+        assert t.stride(3) == 1
+        assert all(stride % 8 == 0 for stride in t.stride()[:3])
     scores = query.float() @ key.float().mT * scale
     if is_causal:
         scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
@@ -54,6 +58,7 @@ def has_cudnn(install, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger=choose.__name__)
     monkeypatch.setattr(torch.ops.aten, OP, attention)
     monkeypatch.setattr(cudnn, "_PROCESSORS", 1)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
 
 
 def exact(x):
@@ -96,6 +101,21 @@ def test_torch_takes_the_call_and_gives_these_shapes(monkeypatch, offset):
     monkeypatch.undo()
     o, lse = cudnn.CUDNN.attend(torch, problem(tokens=13, offset=offset, device="meta"))
     assert (o.shape, o.dtype, lse.shape, lse.dtype) == ((3, 9, 4, V), torch.bfloat16, (3, 9, 4), torch.float32)
+
+
+REORDERED = {
+    "heads before queries": lambda q: q.transpose(1, 2).contiguous().transpose(1, 2),
+    "columns apart": lambda q: q.transpose(1, 3).contiguous().transpose(1, 3),
+    "rows at odd places": lambda q: torch.nn.functional.pad(q, (1, 0))[..., 1:],
+}
+
+
+@pytest.mark.parametrize("reordered", REORDERED.values(), ids=REORDERED)
+def test_any_strides(reordered):
+    x = problem(tokens=20, offset=11)
+    other = dataclasses.replace(x, q=reordered(x.q))
+    for found, expected in zip(cudnn.CUDNN.attend(torch, other), cudnn.CUDNN.attend(torch, x), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_no_workspace_is_larger_than_it_may_be(monkeypatch):

@@ -1,5 +1,6 @@
 """Gradients by cuDNN's attention: computed by a stand-in on CPU; torch's own, on meta tensors, gives shapes."""
 
+import contextlib
 import dataclasses
 import logging
 
@@ -8,10 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_compile.kernels._common import tuning
+from mla_compile.kernels._common import machine, tuning
 from mla_compile.kernels._common.machine import Machine
-from mla_compile.kernels.backward import attend_backward
-from mla_compile.kernels.expanded_attention import expanded_attention_reference
+from mla_compile.kernels.backward import attend_backward, triton
+from mla_compile.kernels.expanded_attention import expanded_attention_backward_gpu, expanded_attention_reference
 from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention, ExpandedAttentionBackward
 from mla_compile.kernels.implementations import choose, cudnn, gradients
 from mla_compile.kernels.implementations.cudnn_backward import CUDNN_BACKWARD
@@ -34,7 +35,7 @@ def exact(x):
     return o, lse, lambda grad_o: torch.autograd.grad(o, list(leaves.values()), grad_o.double())
 
 
-def problem(*sizes, wanted=ALL, grad_lse=None, with_exact=False, **named):
+def problem(*sizes, wanted=ALL, grad_lse=None, kernels=None, with_exact=False, **named):
     """A call of the backward, after a forward whose results are those of float64, rounded."""
     x = test_cudnn.problem(*sizes, **named)
     operands = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
@@ -45,7 +46,9 @@ def problem(*sizes, wanted=ALL, grad_lse=None, with_exact=False, **named):
         o, lse, differentiate = exact(x)
         o, lse = o.detach().to(x.q.dtype), lse.detach().float().contiguous()
     grad_o = torch.randn(o.shape, device=o.device).to(o.dtype)
-    made = ExpandedAttentionBackward(**operands, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, wanted=wanted)
+    made = ExpandedAttentionBackward(
+        **operands, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, wanted=wanted, kernels=kernels
+    )
     return (made, differentiate(grad_o)) if with_exact else made
 
 
@@ -93,6 +96,7 @@ def has_cudnn(install, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger=choose.__name__)
     monkeypatch.setattr(torch.ops.aten, OP, backward)
     monkeypatch.setattr(cudnn, "_PROCESSORS", 1)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
 
 
 def strided(x):
@@ -203,10 +207,26 @@ def test_ours_computes_the_rest_with_a_reason(caplog, change, reason):
     assert caplog.messages == [f"mla::expanded_attention_backward: triton; cuDNN {reason}"]
 
 
+def test_early_versions_are_refused(monkeypatch, caplog):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    choose.attend(GRADIENTS, problem(), H100, lambda x: [])
+    (line,) = caplog.messages
+    assert line.endswith("triton; cuDNN has to be 9.15.1 or later, found 9.10.2")
+
+
 def test_queries_that_see_no_key_are_refused(caplog):
     x = dataclasses.replace(problem(), causal_offset=-2)
     choose.attend(GRADIENTS, x, H100, lambda x: [])
     assert caplog.messages == ["mla::expanded_attention_backward: triton; cuDNN does not take queries that see no key"]
+
+
+@pytest.mark.parametrize(("told", "taken"), [(None, ["cuDNN"]), ("triton", [])])
+def test_the_op_takes_it_unless_it_is_told_otherwise(monkeypatch, caplog, told, taken):
+    monkeypatch.setattr(machine, "present", lambda device: H100)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(triton, "attend_backward_triton", lambda x, machine: attend_backward(x))
+    expanded_attention_backward_gpu(**vars(problem(kernels=told)))
+    assert [message.rpartition(" ")[2] for message in caplog.messages] == taken
 
 
 def test_it_may_differ_from_run_to_run_and_so_is_refused_where_that_is_forbidden(caplog):

@@ -15,6 +15,7 @@ from mla_compile.kernels._common.plans import Plans
 from mla_compile.kernels.backward.triton import attend_backward_triton
 from mla_compile.kernels.expanded_attention.triton import expanded_attention_triton
 from mla_compile.kernels.implementations import choose, cudnn, expansions, gradients, pages
+from mla_compile.kernels.implementations.cudnn import CUDNN
 from mla_compile.kernels.implementations.cudnn_backward import CUDNN_BACKWARD
 from mla_compile.kernels.implementations.packages import found, is_installed
 from mla_compile.kernels.implementations.table import EXPANDED, GRADIENTS, PAGED
@@ -26,6 +27,12 @@ from . import test_choose, test_cudnn, test_cudnn_backward
 
 CASES = [(PAGED, each, heads) for each in PAGED.implementations for heads in (16, 128)]
 CASES += [(EXPANDED, each, offset) for each in EXPANDED.implementations for offset in (None, 0, 30)]
+
+
+def skip_if_refused(op, each, x, machine):
+    why = each.refusal(op.problem_of(x), machine.arch)
+    if why is not None:
+        pytest.skip(f"{each.name} {why}")
 
 
 @pytest.mark.gpu
@@ -41,19 +48,20 @@ def test_it_agrees_with_ours(op, each, which):
         small, ours = expansions.small, expanded_attention_triton
     tensors = {name: value.cuda() for name, value in vars(made).items() if isinstance(value, torch.Tensor)}
     x = small(dataclasses.replace(made, **tensors))
+    skip_if_refused(op, each, x, machine)
     way = functools.partial(each.attend, found(each).module)
     assert disagreement(x, way, lambda x: ours(x, machine)) is None
 
 
 def gradients_on_gpu(offset, dtype=torch.bfloat16, workspace_tokens=1024):
-    """A small call of the backward, and the machine; skips where cuDNN is not for it."""
+    """A small call of the backward, and the machine; skips where cuDNN does not take it."""
     machine = present(torch.device("cuda", 0))
-    if machine.arch not in CUDNN_BACKWARD.architectures:
-        pytest.skip(f"cuDNN is not for {machine.arch}")
     sizes = {"heads": 16, "offset": offset, "dtype": dtype, "workspace_tokens": workspace_tokens}
     made = test_cudnn_backward.problem(9, 60, **sizes)
     tensors = {name: value.cuda() for name, value in vars(made).items() if isinstance(value, torch.Tensor)}
-    return gradients.small(dataclasses.replace(made, **tensors)), machine
+    x = dataclasses.replace(made, **tensors)
+    skip_if_refused(GRADIENTS, CUDNN_BACKWARD, x, machine)
+    return gradients.small(x), machine
 
 
 @pytest.mark.gpu
@@ -83,12 +91,14 @@ def test_gradients_are_as_close_to_float64_as_ours(monkeypatch, offset, dtype, w
 @pytest.mark.parametrize("queries", [300, 512])
 @pytest.mark.parametrize("offset", [None, 0, 40])
 def test_training_takes_cudnn_on_hopper_unless_kept_to_ours(monkeypatch, caplog, offset, queries):
-    if present(torch.device("cuda", 0)).arch != "sm_90":
+    machine = present(torch.device("cuda", 0))
+    if machine.arch != "sm_90":
         pytest.skip("cuDNN comes first on sm_90")
     monkeypatch.setattr(choose, "CHOICES", Plans())
     caplog.set_level(logging.INFO, logger=choose.__name__)
     x = test_cudnn.problem(queries, queries + (offset or 0), heads=16, offset=offset, batch=2, device="cuda")
     direction = torch.randn(2, queries, 16, test_cudnn.V, device="cuda").bfloat16()
+    skip_if_refused(EXPANDED, CUDNN, x, machine)
     settings = x.mask, x.causal_offset, x.scale, x.workspace_tokens
 
     def differentiate(direction, q):
