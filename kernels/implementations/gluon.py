@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...asked import AUTO, GLUON
-from ...fp8 import FP8
 from .implementation import Function, Implementation
 from .pages import Paged, Takes
 
@@ -27,15 +26,12 @@ _TILE = 64
 
 @dataclass(frozen=True)
 class _Matrices(Takes):
-    """Requires latents and rope keys to be rows of a matrix each, which are loaded in tiles of 64. A scale is of a
-    multiple of 128 columns."""
+    """Requires latents and rope keys to be rows of a matrix each, which are loaded in tiles of 64."""
 
     def refusal(self, problem: Paged) -> str | None:
         why = super().refusal(problem)
         if why is not None:
             return why
-        if problem.coded is not None and (problem.coded[0] != FP8 or problem.coded[1] not in (1, 2, 4)):
-            return "takes e4m3fn with 1, 2 or 4 scales, found another code"
         if not problem.matrices:
             return "takes pages a whole number of rows apart, at multiples of 16 bytes, found another layout"
         if problem.page_size % _TILE and not problem.one_page:
@@ -48,24 +44,20 @@ def _attend(module: Any, x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
     return result
 
 
-def _row(
-    name: str, architecture: str, asked_by: tuple[str, ...], coded: bool = False
-) -> Implementation[PagedLatentAttention]:
+def _row(name: str, architecture: str, asked_by: tuple[str, ...]) -> Implementation[PagedLatentAttention]:
     return Implementation(
         name=name,
         homes=("mla_compile.kernels.paged_latent_attention.gluon",),
         functions=(Function("paged_latent_attention_gluon", positional=1),),
         attend=_attend,
         architectures=(architecture,),
-        limits=_Matrices(dtypes=(torch.bfloat16,), widths=(512, 64), one_row=False, coded=coded),
+        limits=_Matrices(dtypes=(torch.bfloat16,), widths=(512, 64), one_row=False),
         first_on=(architecture,),
-        # With fewer rows the Triton kernel, which adapts to them, is as fast or faster, but not in FP8.
-        first_from=1 if coded else _TILE,
+        first_from=_TILE,  # with fewer rows the Triton kernel, which adapts to them, is as fast or faster
         asked_by=asked_by,
         by_the_host=True,
     )
 
 
 WARP_GROUPS = _row("Gluon", "sm_90", (AUTO, GLUON))
-CODED_WARP_GROUPS = _row("Gluon for FP8", "sm_90", (AUTO, GLUON), coded=True)
 TENSOR_MEMORY = _row("Gluon in tensor memory", "sm_100", (GLUON,))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...fp8 import FP8, MOST
 from .._common.plans import layout
 from .._common.sizes import always
 from .trial import normal_like
@@ -40,8 +39,6 @@ class Paged:
     """Whether all pages' latents, and all rope keys, are rows of one matrix each, at multiples of 16 bytes."""
     one_page: bool = False
     """Whether each sequence has one page."""
-    coded: tuple[torch.dtype, int] | None = None
-    """The dtype of latents of one byte, and the number of their scales."""
     besides: tuple[str, ...] = ()
     """Features that the call needs and that no kernel here takes."""
 
@@ -60,13 +57,14 @@ class Paged:
         if not all(isinstance(size, int) for size in (queries, heads, rank, rope, page_size, *places)):
             return None
         asked = {
+            "FP8 pages": x.latent_scales is not None,
             "a mask": x.mask is not None,
             "results that do not depend on the batch": x.split_tokens is not None,
             "queries that are not the last tokens": x.first_positions is not None,
         }
         besides = tuple(name for name, is_asked in asked.items() if is_asked)
         causal = x.causal and queries > 1
-        one_row = not besides and x.latent_scales is None and whole_rows(x.latent_pages, x.rope_pages)
+        one_row = not besides and whole_rows(x.latent_pages, x.rope_pages)
         return Paged(
             x.q_latent.dtype,
             queries,
@@ -77,7 +75,6 @@ class Paged:
             one_row,
             is_matrix(x.latent_pages) and is_matrix(x.rope_pages),
             always(x.block_table.shape[1] == 1),
-            None if x.latent_scales is None else (x.latent_pages.dtype, x.latent_scales.shape[2]),
             besides,
         )
 
@@ -94,15 +91,11 @@ class Takes:
     one_row: bool = True
     """Whether it requires latent and rope key of a token side by side."""
     most_queries: int | None = None
-    coded: bool = False
-    """Whether it is for FP8 pages."""
 
     def refusal(self, problem: Paged) -> str | None:
         """Why it does not take a problem; None where it does."""
         if problem.besides:
             return f"does not take {' and '.join(problem.besides)}"
-        if self.coded != (problem.coded is not None):
-            return "is for FP8 pages" if self.coded else "does not take FP8 pages"
         if problem.dtype not in self.dtypes:
             return f"takes {' and '.join(map(_short, self.dtypes))}, found {_short(problem.dtype)}"
         if problem.widths != self.widths:
@@ -178,13 +171,6 @@ def by_query(lse: Tensor) -> Tensor:
     return result
 
 
-def coded_like(latents: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Latents in e4m3fn, and `groups` scales of each; NaN where they are NaN."""
-    grouped = latents.float().unflatten(-1, (groups, -1))
-    scales = grouped.abs().amax(-1) / MOST
-    return (grouped / scales[..., None]).flatten(-2).to(FP8), scales
-
-
 def small(x: PagedLatentAttention) -> PagedLatentAttention:
     """Four sequences with the queries, heads, widths, dtypes and page size of `x`."""
     _, queries, heads, rank = x.q_latent.shape
@@ -198,15 +184,11 @@ def small(x: PagedLatentAttention) -> PagedLatentAttention:
     for pages, length in zip(table, lengths, strict=True):
         behind = torch.arange(most * page_size, device=device).view(most, page_size) >= length
         rows[pages] = rows[pages].masked_fill(behind[..., None], torch.nan)
-    latents, scales = rows[..., :rank], None
-    if x.latent_scales is not None:
-        latents, scales = coded_like(latents, x.latent_scales.shape[2])
     return dataclasses.replace(
         x,
         q_latent=q[..., :rank],
         q_rope=q[..., rank:],
-        latent_pages=latents,
-        latent_scales=scales,
+        latent_pages=rows[..., :rank],
         rope_pages=rows[..., rank:],
         block_table=table.to(x.block_table.dtype),
         seq_lens=torch.tensor(lengths, device=device).to(x.seq_lens.dtype),

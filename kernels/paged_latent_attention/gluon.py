@@ -5,8 +5,7 @@ q_latent [B, Sq, N, 512], q_rope [B, Sq, N, 64]
 latents [pages, page_size, 512], rope keys [pages, page_size, 64]
 block_table [B, max_pages], seq_lens [B]
 
-Latents are bfloat16 or, on Hopper, in FP8; rope keys are bfloat16. A page has a multiple of 64 tokens; if each sequence
-has one page, any number.
+Latents and rope keys are bfloat16. A page has a multiple of 64 tokens; if each sequence has one page, any number.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from .._common.machine import Machine, present
 from .._common.parts import Work, combination, lengths_at_a_time, shared_out
 from .._common.plans import Plans, layout
 from .arguments import PagedLatentAttention
-from .coded_warp_groups import attend_coded_pages as attend_by_coded_warp_groups
 from .tensor_memory import ROWS
 from .tensor_memory import attend_pages as attend_in_tensor_memory
 from .warp_groups import HALF, KEYS, RECORD, ROPE, TILE, share_out
@@ -60,8 +58,7 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
     lse = q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
     if lse.numel() == 0:
         return o, lse
-    coded = x.latent_scales is not None
-    plan = _PLANS.get((machine, layout(q_latent), coded), lambda: _new_plan(machine, batch, queries * heads, coded))
+    plan = _PLANS.get((machine, layout(q_latent)), lambda: _new_plan(machine, batch, queries * heads))
     work = plan.work
     partial = [lse] * 3
     if work.slots:
@@ -78,38 +75,25 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
         num_warps=4,
         enable_fp_fusion=True,
     )
-    rope_rows = _descriptor(x.rope_pages, ROPE.value)
-    results = o, lse, *partial
-    numbers = x.scale, queries, heads, tokens, plan.own[2], triton.cdiv(x.latent_pages.shape[1], _PAGE)
-    strides = *q_latent.stride()[:3], *q_rope.stride()[:3]
-    options: dict[str, Any] = {"CAUSAL": causal, "num_warps": 4, "enable_fp_fusion": True}
-    if x.latent_scales is None:
-        latent_rows = _descriptor(x.latent_pages, HALF.value)
-        plan.kernel[(work.programs,)](
-            *(q_latent, q_rope, latent_rows, rope_rows, x.block_table, lengths, pieces, *results, *numbers),
-            *(_rows_apart(x.latent_pages), _rows_apart(x.rope_pages), *strides, *x.block_table.stride()),
-            **options,
-        )
-    else:
-        words, scales = x.latent_pages.view(torch.int32), x.latent_scales
-        plan.kernel[(work.programs,)](
-            *(q_latent, q_rope, words, scales, rope_rows, x.block_table, lengths, pieces, *results, *numbers),
-            *(_rows_apart(x.rope_pages), *strides, *words.stride()[:2], *scales.stride(), *x.block_table.stride()),
-            **options,
-            GROUP=_RANK // scales.shape[2],
-        )
+    latent_rows, rope_rows = (
+        TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [_PAGE, width], KEYS.value)
+        for rows, width in ((rows_of(x.latent_pages), HALF.value), (rows_of(x.rope_pages), ROPE.value))
+    )
+    plan.kernel[(work.programs,)](
+        *(q_latent, q_rope, latent_rows, rope_rows, x.block_table, lengths, pieces, o, lse, *partial),
+        *(x.scale, queries, heads, tokens, plan.own[2], triton.cdiv(x.latent_pages.shape[1], _PAGE)),
+        *(_rows_apart(x.latent_pages), _rows_apart(x.rope_pages)),
+        *(*q_latent.stride()[:3], *q_rope.stride()[:3], *x.block_table.stride()),
+        CAUSAL=causal,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
     if work.slots:
         combine[plan.combining_grid](
             *(*partial, lengths, lengths, o, lse, queries, heads, tokens, 0, *plan.own[:2], 0, plan.own[2]),
             **plan.combining,
         )
     return o, lse
-
-
-def _descriptor(pages: Tensor, width: int) -> TensorDescriptor:
-    """Of the rows of pages, for boxes of 64 rows and `width` columns."""
-    rows = rows_of(pages)
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [_PAGE, width], KEYS.value)
 
 
 def rows_of(pages: Tensor) -> Tensor:
@@ -124,8 +108,8 @@ def _rows_apart(pages: Tensor) -> int:
     return pages.stride(0) // pages.stride(1)
 
 
-def _new_plan(machine: Machine, batch: int, rows: int, coded: bool) -> _Plan:
-    kernel, tile, programs = attend_by_coded_warp_groups if coded else attend_by_warp_groups, _PAGE, 1
+def _new_plan(machine: Machine, batch: int, rows: int) -> _Plan:
+    kernel, tile, programs = attend_by_warp_groups, _PAGE, 1
     if machine.arch != "sm_90":  # two programs take half of the columns each
         kernel, tile, programs = attend_in_tensor_memory, ROWS.value, 2
     # What a sequence takes besides its keys (reading queries and writing sums), in pages read.

@@ -135,19 +135,13 @@ def load_pages(keys, ropes, barriers, latent_rows, rope_rows, where):
 
 
 @gluon.jit
-def place_of(entries, stride, start, end, page_tiles):
-    """The page of the tile of keys from `start` on, and its first row in it. The table is not read from `end` on."""
-    tile = start // TILE
-    page = gl.load(entries + (tile // page_tiles).to(gl.int64) * stride, mask=start < end, other=0)
-    return page, tile % page_tiles * TILE
-
-
-@gluon.jit
 def first_rows(entries, stride, start, end, pages):
-    """The first row of the tile of keys from `start` on, among all rows of latents and among all rope keys."""
+    """The first row of the tile of keys from `start` on, among all rows of latents and among all rope keys. Nothing is
+    read of the table from `end` on."""
     page_tiles, page_rows, page_ropes = pages
-    page, inside = place_of(entries, stride, start, end, page_tiles)
-    page = page.to(gl.int32)
+    tile = start // TILE
+    page = gl.load(entries + (tile // page_tiles).to(gl.int64) * stride, mask=start < end, other=0).to(gl.int32)
+    inside = tile % page_tiles * TILE
     return page * page_rows + inside, page * page_ropes + inside
 
 
@@ -336,27 +330,6 @@ def attend_half(shared, inputs, outputs, numbers, WHO: gl.constexpr):
         group += 1
 
 
-@gluon.jit
-def shared_memory(RESTS: gl.constexpr):
-    """What all warp groups share: keys, rope keys, queries, greatest scores and totals, and barriers.
-
-    The other half of a page and its rope keys are there after RESTS arrivals.
-    """
-    keys = gl.allocate_shared_memory(gl.bfloat16, [4, TILE, HALF], KEYS)
-    ropes = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, ROPE], KEYS)
-    q_halves = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, HALF], KEYS)
-    q_ropes = gl.allocate_shared_memory(gl.bfloat16, [TILE, ROPE], KEYS)
-    greatest = gl.allocate_shared_memory(gl.float32, [2, TILE], VECTOR)
-    totals = gl.allocate_shared_memory(gl.float32, [2, TILE], VECTOR)
-    barriers = gl.allocate_shared_memory(gl.int64, [16, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(16):
-        mbarrier.init(
-            barriers.index(i), count=1 + (i == QUERIES) + (i == MET) + (RESTS - 1) * ((i == REST) + (i == REST + 1))
-        )
-    fence_async_shared()
-    return keys, ropes, q_halves, q_ropes, greatest, totals, barriers
-
-
 _ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "page_tiles", "page_rows", "page_ropes", "table_stride_0")
 
 
@@ -397,8 +370,18 @@ def attend_pages(
     part = gl.program_id(0) // tiles
     pieces += part * RECORD
 
-    shared = shared_memory(1)
-    keys, ropes, _, _, _, _, barriers = shared
+    keys = gl.allocate_shared_memory(gl.bfloat16, [4, TILE, HALF], KEYS)
+    ropes = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, ROPE], KEYS)
+    q_halves = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, HALF], KEYS)
+    q_ropes = gl.allocate_shared_memory(gl.bfloat16, [TILE, ROPE], KEYS)
+    greatest = gl.allocate_shared_memory(gl.float32, [2, TILE], VECTOR)
+    totals = gl.allocate_shared_memory(gl.float32, [2, TILE], VECTOR)
+    barriers = gl.allocate_shared_memory(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(16):
+        mbarrier.init(barriers.index(i), count=1 + (i == QUERIES) + (i == MET))
+    fence_async_shared()
+
+    shared = (keys, ropes, q_halves, q_ropes, greatest, totals, barriers)
     inputs = (q_latent, q_rope, lengths, pieces)
     outputs = (o, lse, acc, m_out, total_out)
     strides = (q_stride_b, q_stride_s, q_stride_n, qr_stride_b, qr_stride_s, qr_stride_n)

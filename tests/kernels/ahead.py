@@ -40,7 +40,7 @@ from mla_compile.kernels.merge_states.triton import constants_of as merge_consta
 from mla_compile.kernels.paged_expanded_attention.kernel import gather_chunk
 from mla_compile.kernels.paged_expanded_attention.triton import WARPS
 from mla_compile.kernels.paged_expanded_attention.triton import constants_of as gather_constants
-from mla_compile.kernels.paged_latent_attention import coded_warp_groups, tensor_memory, warp_groups
+from mla_compile.kernels.paged_latent_attention import tensor_memory, warp_groups
 from mla_compile.kernels.pages import Pages
 
 from .recorded import Launch
@@ -248,22 +248,6 @@ def compile_specialised(arch: str, causal: bool = False, index: str = "*i32") ->
     aligned = [name for name in types if types[name].startswith("*")]
     aligned += [name for name in types if re.fullmatch(r"(q|qr)_stride_\w", name)]
     return _compile(arch, kernel, types, constants, aligned, 4, None, GluonASTSource)
-
-
-def compile_coded(causal: bool = False, group: int = 128) -> Record:
-    """Compile the warp-specialised decode kernel (Gluon) for keys in FP8, for sm_90."""
-    kernel = coded_warp_groups.attend_coded_pages
-    types = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "pieces": "*i32", "latents": "*i32"}
-    types |= dict.fromkeys(("q_latent", "q_rope", "o"), "*bf16")
-    types["rope_rows"] = (
-        f"tensordesc<bf16[{warp_groups.TILE.value}, {warp_groups.ROPE.value}],{warp_groups.KEYS.value!r}>"
-    )
-    types |= dict.fromkeys(("scales", "lse", "acc", "m_out", "total_out"), "*fp32")
-    types |= dict.fromkeys(("table", "lengths"), "*i32")
-    constants = {"CAUSAL": causal, "GROUP": group, "table_stride_1": 1, "page_tiles": 1}
-    aligned = [name for name in types if types[name].startswith("*")]
-    aligned += [name for name in types if re.fullmatch(r"(q|qr)_stride_\w", name)]
-    return _compile("sm_90", kernel, types, constants, aligned, 4, None, GluonASTSource)
 
 
 def compile_launch(arch: str, launch: Launch) -> Record:

@@ -31,7 +31,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import blackwell, hopper
 
-from .emulated_memory import Barrier, Barriers, Memory, Pointer, Sums, TensorMemory, Words, pointer_to
+from .emulated_memory import Barrier, Barriers, Memory, Pointer, Sums, TensorMemory, pointer_to
 
 DTYPES = {gl.int32: torch.int32, gl.int64: torch.int64, gl.float32: torch.float32, gl.bfloat16: torch.bfloat16}
 _STEPS = 32
@@ -281,23 +281,8 @@ def _tensors(start: Any, stop: Any = None, step: Any = 1) -> Any:
     return map(torch.tensor, builtins.range(int(start), int(stop), int(step)))
 
 
-def _in_bfloat16(codes: Tensor, scale: Tensor) -> Tensor:
-    numbers = codes.contiguous().view(torch.float8_e4m3fn).float() * scale[:, None]
-    return numbers.to(torch.bfloat16).view(torch.int32)
-
-
-_STAND_INS = {
-    "in_bfloat16": _in_bfloat16,
-    "prefetch": lambda *_: None,
-    "reinterpret": lambda keys, dtype, shape, layout: Words(keys),
-}
-"""Stand-ins, by name, for functions of the kernels that contain machine code or views that are not emulated."""
-
-
-def _namespace(module: dict[str, Any], machine: Machine, made: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """The global names of a kernel's module, with stand-ins for those of Gluon; `made` has those of modules so far."""
-    if id(module) in made:
-        return made[id(module)]
+def _namespace(module: Any, machine: Machine) -> dict[str, Any]:
+    """The global names of a kernel's module, with stand-ins for those of Gluon."""
     barriers = types.SimpleNamespace(
         init=machine.init, wait=machine.wait, arrive=machine.arrive, expect=machine.expect, MBarrierLayout=lambda: None
     )
@@ -311,14 +296,10 @@ def _namespace(module: dict[str, Any], machine: Machine, made: dict[int, dict[st
         id(blackwell.tcgen05_mma): machine.tcgen05_mma,
     }
     names: dict[str, Any] = {"range": _tensors}
-    made[id(module)] = names
-    for name, value in module.items():
-        if name in _STAND_INS:
-            names[name] = _STAND_INS[name]
-        elif isinstance(value, gluon._runtime.GluonJITFunction):
+    for name, value in vars(module).items():
+        if isinstance(value, gluon._runtime.GluonJITFunction):
             code = value.fn
-            own = _namespace(code.__globals__, machine, made)
-            names[name] = types.FunctionType(code.__code__, own, name, code.__defaults__)
+            names[name] = types.FunctionType(code.__code__, names, name, code.__defaults__)
         elif isinstance(value, gl.constexpr):
             names[name] = value.value
         elif name == "copy":
@@ -341,6 +322,6 @@ class Emulated:
             given = [pointer_to(a) if isinstance(a, Tensor) else a for a in arguments]
             for program in builtins.range(grid[0]):
                 machine = Machine(program, self.seed * 1000 + program)
-                _namespace(vars(self.module), machine, {})[self.name](*given, **constants)
+                _namespace(self.module, machine)[self.name](*given, **constants)
 
         return launch

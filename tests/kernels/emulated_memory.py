@@ -72,19 +72,6 @@ class Memory:
 
 
 @dataclass
-class Words:
-    """Halves of pages `[4, 64, 256]` in bfloat16 as strips of 64 columns, words of two numbers `[16, 64, 32]`."""
-
-    halves: Memory
-
-    def index(self, i: Any) -> Words:
-        return Words(self.halves.index(i // 4).slice(i % 4 * 64, 64, 1))
-
-    def store(self, words: Tensor) -> None:
-        self.halves.store(words.view(torch.bfloat16))
-
-
-@dataclass
 class TensorMemory(Memory):
     """A view of tensor memory; the views of an allocation share `uses`, an entry per pending product that uses it."""
 

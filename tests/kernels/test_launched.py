@@ -22,7 +22,6 @@ from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAtte
 from .ahead import CUOBJDUMP, SPILLED, compile_launch, machine_of
 from .instructions import (
     assert_clean,
-    assert_consumers,
     assert_each_score_once_and_no_wait_between,
     assert_tensor_memory,
     assert_warp_groups,
@@ -115,24 +114,6 @@ def test_warps_of_their_own_tasks_leave_nothing_on_the_stack(arch, kernel, queri
         if launch.kernel == kernel:
             check(record)
             assert narrow(record) == []
-
-
-def test_warps_that_convert_keys_leave_little_on_the_stack():
-    """What is spilled are numbers about the sequences, beside 1,000 instructions for a page."""
-    latent, ropes, scales = cache("packed")
-    q = (torch.zeros(2, 1, 128, width, dtype=torch.bfloat16) for width in (L, R))
-    with recorded("sm_90") as launches, mock.patch.object(gluon, "_PLANS", Plans()):
-        gluon.paged_latent_attention_gluon(
-            PagedLatentAttention(*q, latent, ropes, TABLE, LENGTHS, True, 0.1, scales), machine_of("sm_90")
-        )
-    assert [launch.kernel for launch in launches] == ["share_out", "attend_by_coded_warp_groups", "combine"]
-    record = compile_launch("sm_90", launches[1])
-    assert record.shared <= machine_of("sm_90").shared_bytes
-    assert record.registers == 168  # the average: 216 of a consumer's thread, 72 of the one that loads
-    assert record.stack <= 160
-    assert_consumers(record)
-    assert record.whole["UBLKPF"] == 2  # pages to the second-level cache
-    assert narrow(record) == []
 
 
 @pytest.mark.parametrize("kind", ["rows", "packed"])

@@ -302,10 +302,7 @@ def test_while_tuning_the_fastest_is_taken_and_kept_on_disk(install, tmp_path, c
     assert [line.partition(": ")[2].partition(";")[0] for line in chosen(caplog)] == [fastest, fastest]
 
 
-UNTRIED = (
-    "Gluon is not installed; Gluon for FP8 is not installed; "
-    "Gluon in tensor memory has not run on a GPU yet: mla.kernels='gluon' enables it"
-)
+UNTRIED = "Gluon is not installed; Gluon in tensor memory has not run on a GPU yet: mla.kernels='gluon' enables it"
 REST = f"FlashAttention 3 is not installed; FlashInfer's trtllm-gen is not installed; {UNTRIED}"
 
 

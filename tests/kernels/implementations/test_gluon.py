@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton")
 
 from mla_compile.asked import kept_to
-from mla_compile.fp8 import FP8
 from mla_compile.kernels import native
 from mla_compile.kernels._common import tuning
 from mla_compile.kernels._common.machine import Machine
@@ -90,17 +89,11 @@ def apart(x, of_page):
     return dataclasses.replace(x, latent_pages=rows[..., :512], rope_pages=rows[..., 512:])
 
 
-def coded(groups, dtype=FP8, **changes):
-    """The same problem in FP8, or another code, with so many scales of a latent."""
-    x = problem(**changes)
-    latents = torch.zeros_like(x.latent_pages, dtype=dtype).contiguous()
-    return dataclasses.replace(x, latent_pages=latents, latent_scales=torch.ones(*latents.shape[:2], groups))
-
-
 REFUSED = {
     "an architecture": (Machine("sm_120", 170), problem, "is for sm_90, this is sm_120"),
     "a dtype": (H100, lambda: problem(dtype=torch.float16), "takes bfloat16, found float16"),
     "a page size": (H100, lambda: problem(page_size=96), "takes pages of a multiple of 64 tokens, found 96"),
+    "FP8": (H100, lambda: problem(latent_scales=torch.ones(1, 1, 1)), "does not take FP8 pages"),
     "fixed parts": (H100, lambda: problem(split_tokens=64), "does not take results that do not depend on the batch"),
     "odd pages": (
         H100,
@@ -119,25 +112,6 @@ REFUSED = {
 @pytest.mark.parametrize(("machine", "make", "reason"), REFUSED.values(), ids=REFUSED)
 def test_what_it_does_not_take(machine, make, reason):
     assert foreseen(machine, make()) == ("triton", reason)
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("heads", [16, 128])
-def test_the_kernel_for_fp8_takes_any_number_of_rows(groups, heads):
-    verdict = choose.foreseen(PAGED, coded(groups, heads=heads), H100)
-    assert (verdict.name, verdict.others["Gluon"]) == ("Gluon for FP8", "does not take FP8 pages")
-
-
-OTHER_CODES = {
-    "bfloat16": (problem, "is for FP8 pages"),
-    "INT8": (lambda: coded(1, torch.int8), "takes e4m3fn with 1, 2 or 4 scales, found another code"),
-    "scales of 64 columns": (lambda: coded(8), "takes e4m3fn with 1, 2 or 4 scales, found another code"),
-}
-
-
-@pytest.mark.parametrize(("make", "reason"), OTHER_CODES.values(), ids=OTHER_CODES)
-def test_what_the_kernel_for_fp8_does_not_take(make, reason):
-    assert choose.foreseen(PAGED, make(), H100).others["Gluon for FP8"] == reason
 
 
 TAKEN = {
