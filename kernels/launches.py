@@ -40,7 +40,7 @@ class _Launcher:
 
 
 def launch_of(
-    op: Any, arguments: Sequence[Any], named: Mapping[str, Any], kernels: str, *, guards: bool, recorded: bool = True
+    op: Any, arguments: Sequence[Any], named: Mapping[str, Any], kernels: str, *, guards: bool, recorded: bool = False
 ) -> Launch | None:
     """The launcher for an op with these arguments, fake tensors on a GPU, or None where it stays an op.
 

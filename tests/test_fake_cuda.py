@@ -60,6 +60,7 @@ LAUNCHES = {
 """The most kernels, library calls and copies that one more layer adds."""
 ALWAYS = [Case("v3", "pages", 1, 1)]
 EXAMPLE = Case("examples/paged.py", "pages", 3, 1, layers=1)
+RECORDED = Case("v3", "static", 2, 1, layers=1, recorded=True)
 SAID = ("paged_latent_attention", "expanded_attention")
 """Ops for which a report names the kernel that would run."""
 WORKSPACE = 64 << 20
@@ -84,7 +85,7 @@ def lowered(cases: Sequence[Case], gpu: str = "h100") -> list[Lowered]:
 @pytest.fixture(scope="module")
 def always() -> dict[Case, Lowered]:
     """Each case with one layer and with two, in one process: importing torch takes most of the time of a process."""
-    cases = [dataclasses.replace(case, layers=layers) for case in ALWAYS for layers in (1, 2)] + [EXAMPLE]
+    cases = [dataclasses.replace(case, layers=layers) for case in ALWAYS for layers in (1, 2)] + [EXAMPLE, RECORDED]
     return dict(zip(cases, lowered(cases), strict=True))
 
 
@@ -143,6 +144,16 @@ def test_fp8_pages_on_a_gpu_without_fp8() -> None:
     assert (found.paths, found.moving, found.no_graphs) == (["absorbed"], [], "")
     assert "aten.index_put_.default" in found.launches
     assert max(found.buffers) <= WORKSPACE
+
+
+def test_cuda_graphs_have_the_warp_groups(always: dict[Case, Lowered]) -> None:
+    """Three launches from Python cost nothing in a replay; without one, Inductor launches the Triton kernel."""
+    found = always[RECORDED]
+    assert (found.paths, found.moving, found.no_graphs) == (["absorbed"], [], "")
+    assert [line.partition(";")[0] for line in found.kernels] == ["mla::paged_latent_attention: Gluon"]
+    assert "mla.paged_latent_attention.default" in found.launches
+    (line,) = always[dataclasses.replace(ALWAYS[0], layers=1)].kernels
+    assert "Gluon is launched from Python, which pays in a CUDA graph" in line
 
 
 def test_the_example_with_pages(always: dict[Case, Lowered]) -> None:

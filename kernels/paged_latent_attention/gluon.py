@@ -56,8 +56,8 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
     q_latent, q_rope = (q if q.stride(3) == 1 else q.contiguous() for q in (x.q_latent, x.q_rope))
     o = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     lse = q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
-    if lse.numel() == 0:
-        return o, lse
+    if lse.numel() == 0 or x.latent_pages.numel() == 0 or x.block_table.numel() == 0:
+        return o.zero_(), lse.fill_(-torch.inf)
     plan = _PLANS.get((machine, layout(q_latent)), lambda: _new_plan(machine, batch, queries * heads))
     work = plan.work
     partial = [lse] * 3

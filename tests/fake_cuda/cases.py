@@ -43,11 +43,13 @@ class Case:
     """Whether it is compiled for any number of sequences and of tokens before the step."""
     frozen: bool = False
     """Whether parameters are constants of the code, by Inductor's `freezing`."""
+    recorded: bool = False
+    """Whether it is compiled for CUDA graphs, by `mode="reduce-overhead"`."""
 
     @property
     def name(self) -> str:
         sizes = f"batch {self.batch} tokens {self.tokens}"
-        return f"{self.model} {self.cache} {sizes}{' of any size' * self.any_size}{' frozen' * self.frozen}"
+        return f"{self.model} {self.cache} {sizes}{' of any size' * self.any_size}{' frozen' * self.frozen}{' recorded' * self.recorded}"
 
 
 def model_of(case: Case) -> nn.Module:
@@ -120,7 +122,8 @@ def call_of(case: Case) -> Callable[[], Any]:
     model = model_of(case)
     cache = CACHES[case.cache](case, model)
     ids = torch.zeros(case.batch, case.tokens, dtype=torch.int64, device="cuda")
-    compiled = torch.compile(model, backend="mla", dynamic=case.any_size)
+    mode = "reduce-overhead" if case.recorded else None
+    compiled = torch.compile(model, backend="mla", dynamic=case.any_size, mode=mode)
     return lambda: compiled(ids, past_key_values=cache, use_cache=True)
 
 

@@ -161,6 +161,14 @@ def test_no_sequences(machine):
     assert (lse == -torch.inf).all()
 
 
+def test_no_pages(machine):
+    x = make([0, 0])
+    for none in ({"pool": x.pool[:0]}, {"block_table": x.block_table[:, :0]}):
+        o, lse = run(machine, dataclasses.replace(x, **none))
+        assert (o == 0).all()
+        assert (lse == -torch.inf).all()
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has an order of its own")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 60))])
 def test_in_any_order(machine, emulated, seed):
