@@ -289,19 +289,19 @@ class Compilation:
 
     def _code(self, module: fx.GraphModule, inputs: Inputs, **kwargs: Any) -> Any:
         # Under max_autotune, tiles and implementations are timed at an op's first call, so ops have to stay ops.
-        launched = not inductor_config.max_autotune and put_launches(
+        decodes = not inductor_config.max_autotune and put_launches(
             module.graph, self.options.kernels, recorded=_records_cuda_graphs()
         )
-        if launched:
+        if decodes:
             write_in_parts(module.graph)
             module.recompile()
             log_graph("mla_launches", module)
         with (
             inductor_config.patch(settings_of_loops(module.graph)),
             products_of(module.graph),
-            accesses_remembered() if launched else contextlib.nullcontext(),
+            accesses_remembered() if decodes else contextlib.nullcontext(),
             # Leave combo kernels alone if the user has set the option.
-            together() if launched and "combo_kernels" not in self.settings else contextlib.nullcontext(),
+            together() if decodes and "combo_kernels" not in self.settings else contextlib.nullcontext(),
         ):
             return compile_fx_inner(module, inputs, **kwargs)
 

@@ -151,7 +151,9 @@ def test_cuda_graphs_have_the_warp_groups(always: dict[Case, Lowered]) -> None:
     found = always[RECORDED]
     assert (found.paths, found.moving, found.no_graphs) == (["absorbed"], [], "")
     assert [line.partition(";")[0] for line in found.kernels] == ["mla::paged_latent_attention: Gluon"]
-    assert "mla.paged_latent_attention.default" in found.launches
+    of_op = [name for name in found.launches if name.startswith("paged_latent_attention: ")]
+    assert of_op == ["paged_latent_attention: attend_latents", "paged_latent_attention: combine"]  # ours are recorded
+    assert len(found.launches) - len(of_op) <= 16  # as many as beside launches by Inductor
     (line,) = always[dataclasses.replace(ALWAYS[0], layers=1)].kernels
     assert "Gluon is launched from Python, which pays in a CUDA graph" in line
 

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils._pytree import tree_leaves
@@ -25,17 +26,20 @@ from mla_compile.passes.nodes.arguments import INTEGERS, arguments
 
 def put_launches(graph: fx.Graph, kernels: str, *, guards: bool = True, recorded: bool = False) -> bool:
     """Replace ops on a GPU by their launches where `launch_of` has one, given a value of `mla.kernels`, and whether
-    guards on sizes may be added and a CUDA graph records the launches. Return whether any op was replaced.
+    guards on sizes may be added and a CUDA graph records the launches. Return whether there are such ops, replaced or
+    left to another kernel than ours.
 
     Raises: KernelError if arguments do not fit an op.
     """
     traced: dict[Hashable, fx.Graph] = {}
+    left = False
     for node in list(graph.nodes):
         if getattr(node.target, "namespace", "") != "mla" or not _on_gpu(node):
             continue
         given, named = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         launch = launch_of(node.target, given, named, kernels, guards=guards, recorded=recorded)
         if launch is None:
+            left |= node.target == torch.ops.mla.paged_latent_attention.default
             continue
         sources = node.all_input_nodes
         key = _key(node, sources)
@@ -46,7 +50,7 @@ def put_launches(graph: fx.Graph, kernels: str, *, guards: bool = True, recorded
                 # All launches of all layers share lengths and tables, which Inductor would recompute for each.
                 source.meta["inductor_realize_to_strides"] = True
         _put(graph, node, traced[key], sources)
-    return bool(traced)
+    return left or bool(traced)
 
 
 def _on_gpu(node: fx.Node) -> bool:

@@ -35,6 +35,8 @@ OPS: dict[str, Callable[..., object]] = {
     "paged_expanded_attention": paged_expanded_attention.paged_expanded_attention_gpu,
 }
 """The CUDA implementations of ops that Inductor's code may call; everything else it compiles, so its code shows it."""
+_BEGINS = re.compile(r"def (call|partition_\d+)\(")
+"""Where the code that runs begins; what a CUDA graph records is in functions of their own."""
 _CALLED = re.compile(r"\b(?:(\w+)\.run\(|extern_kernels\.(\w+)\(|torch\.ops\.((?:\w+\.)+\w+)\(|\w+\.(copy_)\()")
 _OURS = re.compile(r"^((?:attend_latents|combine)_\d+) = async_compile\.triton\('\w+', \'{3}(.*?)^\'{3}", re.M | re.S)
 _ALLOCATED = re.compile(r"= empty_strided_cuda\((\(.*?\)), \(.*?\), torch\.(\w+)\)")
@@ -171,7 +173,7 @@ def _facts(code: str, ops: list[_Op], graph: Any, static: Any) -> dict[str, Any]
     sizes = {str(symbol): value for symbol, value in graph.sizevars.shape_env.backed_var_to_val.items()}
     launches: list[str] = []
     buffers = [bytes for op in ops for bytes in op.buffers]
-    for line in code[code.index("def call(") :].splitlines():
+    for line in code[_BEGINS.search(code).start() :].splitlines():
         if (allocated := _ALLOCATED.search(line)) is not None:
             shape, dtype = sympy.sympify(allocated[1], locals=sizes), getattr(torch, allocated[2])
             buffers.append(int(math.prod(shape)) * dtype.itemsize)
