@@ -153,7 +153,7 @@ def test_cuda_graphs_have_the_warp_groups(always: dict[Case, Lowered]) -> None:
     assert [line.partition(";")[0] for line in found.kernels] == ["mla::paged_latent_attention: Gluon"]
     of_op = [name for name in found.launches if name.startswith("paged_latent_attention: ")]
     assert of_op == ["paged_latent_attention: attend_latents", "paged_latent_attention: combine"]  # ours are recorded
-    assert len(found.launches) - len(of_op) <= 16  # as many as beside launches by Inductor
+    assert len(found.launches) - len(of_op) <= 18  # as many as beside launches by Inductor; torch 2.11 has 2 more
     (line,) = always[dataclasses.replace(ALWAYS[0], layers=1)].kernels
     assert "Gluon is launched from Python, which pays in a CUDA graph" in line
 
