@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 ALIGNED = 16
 """Addresses and strides have to be multiples of this many bytes for TMA."""
+_PAGE = 256
+"""The size of pages of the trial where a call has larger ones, besides what is left over."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def _short(dtype: torch.dtype) -> str:
 
 def layout_of(x: PagedLatentAttention) -> Hashable:
     """Everything about the arguments that a choice may depend on."""
-    asked = x.causal, x.split_tokens is None, x.first_positions is None, whole_rows(x.latent_pages, x.rope_pages)
+    rows = whole_rows(x.latent_pages, x.rope_pages), is_matrix(x.latent_pages), is_matrix(x.rope_pages)
+    asked = x.causal, x.split_tokens is None, x.first_positions is None, rows
     tensors = x.q_latent, x.q_rope, x.latent_pages, x.rope_pages, x.block_table, x.seq_lens, x.latent_scales, x.mask
     return asked, *map(layout, tensors)
 
@@ -172,10 +175,16 @@ def by_query(lse: Tensor) -> Tensor:
 
 
 def small(x: PagedLatentAttention) -> PagedLatentAttention:
-    """Four sequences with the queries, heads, widths, dtypes and page size of `x`."""
+    """Four sequences with the queries, heads, widths and dtypes of `x`, in pages of its size, or of a smaller one that
+    ends within a tile of keys as far as that does; where `x` has a page for each sequence, these have too."""
     _, queries, heads, rank = x.q_latent.shape
     page_size, rope, device = x.latent_pages.shape[1], x.rope_pages.shape[2], x.q_latent.device
-    lengths = [queries, 0, queries + page_size // 2 + 1, queries + 2 * page_size + 3]
+    page_size = min(page_size, _PAGE + page_size % _PAGE)
+    if x.block_table.shape[1] == 1:
+        page_size += -(-queries // _PAGE) * _PAGE  # room for the queries and more
+        lengths = [queries, 0, page_size // 2 + 1, page_size]
+    else:
+        lengths = [queries, 0, queries + page_size // 2 + 1, queries + 2 * page_size + 3]
     most = -(-max(lengths) // page_size)
     normal = normal_like(x.q_latent)
     q = normal(len(lengths), queries, heads, rank + rope)

@@ -49,7 +49,8 @@ class Case:
     @property
     def name(self) -> str:
         sizes = f"batch {self.batch} tokens {self.tokens}"
-        return f"{self.model} {self.cache} {sizes}{' of any size' * self.any_size}{' frozen' * self.frozen}{' recorded' * self.recorded}"
+        asked = f"{' of any size' * self.any_size}{' frozen' * self.frozen}{' recorded' * self.recorded}"
+        return f"{self.model} {self.cache} {sizes}{asked}"
 
 
 def model_of(case: Case) -> nn.Module:

@@ -163,14 +163,15 @@ class Machine:
     def copy(self, source: Any, place: list[Any], barrier: Barrier, target: Memory) -> None:
         self.switch()
         (rows, columns), (row, column) = source.block_shape, map(int, place)
-        assert 0 <= row <= source.shape[0] - rows, "out of bounds"
+        assert 0 <= row < source.shape[0], "out of bounds"
         assert 0 <= column <= source.shape[1] - columns, "out of bounds"
         assert not target.unfenced.any(), "a copy to what was written without a fence"
         assert target.data.shape == (rows, columns)
         target.data.fill_(torch.nan)
 
         def arrives() -> None:
-            target.data.copy_(source.base[row : row + rows, column : column + columns])
+            there = source.base[row : row + rows, column : column + columns]
+            target.data.zero_()[: len(there)] = there  # a box may go on after the last row
             barrier.bytes -= target.data.numel() * target.data.itemsize
             assert barrier.bytes >= 0, f"{barrier.name}: more bytes than it was told of"
             barrier.settle()

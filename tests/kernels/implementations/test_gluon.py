@@ -14,7 +14,7 @@ from mla_compile.asked import kept_to
 from mla_compile.kernels import native
 from mla_compile.kernels._common import tuning
 from mla_compile.kernels._common.machine import Machine
-from mla_compile.kernels.implementations import choose, packages
+from mla_compile.kernels.implementations import choose, packages, pages
 from mla_compile.kernels.implementations.gluon import WARP_GROUPS
 from mla_compile.kernels.implementations.table import PAGED
 from mla_compile.kernels.paged_latent_attention import aten, gluon
@@ -122,6 +122,29 @@ TAKEN = {
     ),
     "latents apart from rope keys": lambda: dataclasses.replace(x := problem(), rope_pages=x.rope_pages.clone()),
 }
+
+
+@pytest.mark.parametrize(("page_size", "columns"), [(64, 3), (128, 1), (65536, 1), (65537, 1), (4096, 4)])
+def test_the_trial_is_small_and_of_the_same_kind(page_size, columns):
+    x = problem(1, 64, lengths=[5, 3])
+    rows = torch.zeros(1, 1, 576, dtype=torch.bfloat16).expand(2, page_size, 576)
+    table = torch.zeros(2, columns, dtype=torch.int32)
+    x = dataclasses.replace(x, latent_pages=rows[..., :512], rope_pages=rows[..., 512:], block_table=table)
+    small = pages.small(x)
+    assert (small.block_table.shape[1] == 1) == (columns == 1)
+    assert (small.latent_pages.shape[1] - page_size) % 64 == 0
+    assert small.latent_pages.numel() <= 4 << 20
+    if columns == 1:
+        assert small.seq_lens.max() == small.latent_pages.shape[1]
+
+
+def test_a_layout_that_it_does_not_take_is_another_choice():
+    x = problem(1, 64)
+    moved = torch.zeros(x.latent_pages.numel() + 4, dtype=torch.bfloat16)[4:].view(x.latent_pages.shape)
+    apart = dataclasses.replace(x, latent_pages=x.latent_pages.contiguous(), rope_pages=x.rope_pages.contiguous())
+    shifted = dataclasses.replace(apart, latent_pages=moved)
+    assert (pages.Paged.of(apart).matrices, pages.Paged.of(shifted).matrices) == (True, False)
+    assert pages.layout_of(apart) != pages.layout_of(shifted)
 
 
 @pytest.mark.parametrize("machine", [H100, B200])

@@ -122,7 +122,16 @@ def test_pages_of_several_tiles(machine, lengths):
 
 def test_a_page_each_of_any_size(machine):
     """As of a static cache: the last tile of a page goes on in the next sequence's page, where there is NaN."""
-    assert_right(machine, make_paged([130, 201, 5, 0], (1, 16, 512, 64), 201, torch.bfloat16, spare_pages=0))
+    assert_right(machine, static([130, 201, 5, 0, 90]))
+    x = static([130, 201, 5, 90])
+    place = torch.arange(4).flip(0)
+    for _ in place:  # in turn each page is the last, beyond which a tile goes on
+        place = place.roll(1)
+        assert_right(machine, dataclasses.replace(x, pool=x.pool[place.argsort()], block_table=place[x.block_table]))
+
+
+def static(lengths, heads=16):
+    return make_paged(lengths, (1, heads, 512, 64), 201, torch.bfloat16, spare_pages=0)
 
 
 def test_latents_apart_from_rope_keys(machine):
@@ -178,13 +187,16 @@ def test_in_any_order(machine, emulated, seed):
     assert kernel.launches == 1
 
 
-def test_it_is_used_once_it_agreed(machine, monkeypatch):
+@pytest.mark.parametrize(
+    "x", [lambda: make([100, 7], heads=64), lambda: static([100, 7], 64)], ids=["pages", "one each"]
+)
+def test_it_is_used_once_it_agreed(machine, monkeypatch, x):
     monkeypatch.setattr(gluon, "present", lambda device: machine)
     monkeypatch.setattr(packages, "_exists", lambda top: top == "mla_compile")
     for cached in (packages.is_installed, packages.found, choose.any_installed):
         cached.cache_clear()
     monkeypatch.setattr(choose, "_TRIED", {})
-    x, calls = make([100, 7], heads=64), []
+    x, calls = x(), []
 
     def ours(problem):
         calls.append(problem)
