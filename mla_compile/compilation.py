@@ -39,6 +39,7 @@ from mla_compile.passes.outcome import Outcome
 
 from . import options as option_parser
 from .artifacts import cache_tag
+from .asked import AUTO
 from .dynamo import differentiated
 from .dynamo.control_flow import copy_parts, has_apart
 from .dynamo.flex import write_out
@@ -306,7 +307,10 @@ class Compilation:
             return compile_fx_inner(module, inputs, **kwargs)
 
     def _unchanged(self) -> Callable[..., Any]:
-        return _compile_fx(self.module, self.inputs, config_patches=self.settings)
+        # The gradients of an op of ours that the user calls hold what is asked for; all else is as without us.
+        tag = "" if self.options.kernels == AUTO else f" mla.kernels={self.options.kernels}"
+        with _compiler_config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}{tag}"):
+            return _compile_fx(self.module, self.inputs, config_patches=self.settings)
 
 
 def _records_cuda_graphs() -> bool:

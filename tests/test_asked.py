@@ -72,3 +72,19 @@ def test_in_compiled_training(kernels, heard):
     compiled = torch.compile(mla, backend="mla", options={"mla.kernels": kernels})
     assert of_gradients(lambda: compiled(*inputs())) == [heard]
     assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+
+
+def test_a_graph_that_stays_as_it_is_is_kept_for_each_value(tmp_path, monkeypatch):
+    """torch keeps the gradients of an op that the user calls, with what was asked for, under another key."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def called(q, latent, k_rope, w):
+        w_uk, w_uv = w.T.view(4, 16, 16).split([8, 8], 1)
+        return torch.ops.mla.expanded_attention(q.transpose(1, 2), latent, k_rope, w_uk, w_uv, None, 0, 0.3, 16)[0]
+
+    def heard(kernels):
+        torch._dynamo.reset()
+        compiled = torch.compile(called, backend="mla", options={"mla.kernels": kernels})
+        return of_gradients(lambda: compiled(*inputs()))
+
+    assert [heard(kernels) for kernels in ("triton", "auto", "triton")] == [["triton"], [None], ["triton"]]

@@ -79,9 +79,10 @@ def test_flex_is_right():
     torch.testing.assert_close(o, kernel_peers.by_hand(x), rtol=1e-4, atol=1e-5)
 
 
-def test_the_kernel_that_has_to_be_asked_for(monkeypatch):
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_the_kernel_that_has_to_be_asked_for(monkeypatch, arch):
     x = make_inputs(Case("decode", 2, 2, 128, 3), CPU, torch.bfloat16)
-    monkeypatch.setattr(kernel_peers, "present", lambda device: Machine("sm_90", 132))
+    monkeypatch.setattr(kernel_peers, "present", lambda device: Machine(arch, 132))
     monkeypatch.setattr(gluon, "paged_latent_attention_gluon", lambda bundle, machine: aten.attend(bundle))
     call = kernel_peers.calls(x, ("mla-gluon",))["mla-gluon"]
     assert kernel_run._one(x, "mla-gluon", call, *kernel_run._truth(x), once).status == "ok"

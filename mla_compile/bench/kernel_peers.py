@@ -21,7 +21,7 @@ from mla_compile.bench.kernel_others import OTHERS
 from mla_compile.errors import KernelError
 from mla_compile.fp8 import RowLayout
 from mla_compile.kernels._common.machine import present
-from mla_compile.kernels.implementations.gluon import WARP_GROUPS
+from mla_compile.kernels.implementations.gluon import TENSOR_MEMORY, WARP_GROUPS
 from mla_compile.kernels.implementations.pages import Paged
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 
@@ -57,16 +57,17 @@ def _expanded_attention(x: Inputs) -> Tensor:
 
 
 def _gluon(x: Inputs) -> Call:
-    """Only the Gluon kernel, which runs only on request. Raises KernelError if it does not take the case."""
+    """Only the Gluon kernel for this GPU. Raises KernelError if there is none, or it does not take the case."""
     from mla_compile.kernels.paged_latent_attention.gluon import paged_latent_attention_gluon
 
     q = x.q[..., :L], x.q[..., L:]
     bundle = PagedLatentAttention(*(*q, x.pages[..., :L], x.pages[..., L:], x.table, x.lengths, x.case.Sq > 1, SCALE))
     problem, machine = Paged.of(bundle), present(x.q.device)
     assert problem is not None
-    why = WARP_GROUPS.refusal(problem, machine.arch)
+    kernel = TENSOR_MEMORY if machine.arch in TENSOR_MEMORY.architectures else WARP_GROUPS
+    why = kernel.refusal(problem, machine.arch)
     if why is not None:
-        raise KernelError(f"{WARP_GROUPS.name} {why}")
+        raise KernelError(f"{kernel.name} {why}")
     return lambda: paged_latent_attention_gluon(bundle, machine)[0]
 
 
