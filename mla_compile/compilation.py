@@ -107,6 +107,7 @@ class Compilation:
             return self._train()
         sealed = self._copy()
         tag = cache_tag(self.options, self._rates(), packages_for(self.inputs))
+        tag += " recorded" * _recorded_or_measured()  # on which the sentences of a report depend
         if (compiled := self._without_flex(copied(sealed), tag)) is not None:
             return compiled
         seal_with_parts(sealed)
@@ -261,7 +262,7 @@ class Compilation:
             retraced = self._timed("joint_passes", _recursive_joint_graph_passes, retraced)
         use_memory_again(retraced)
         log_graph("mla_retraced", retraced)
-        self.kernels = kernels_of(retraced.graph, self.options.kernels, recorded=_records_cuda_graphs())
+        self.kernels = kernels_of(retraced.graph, self.options.kernels, recorded=_recorded_or_measured())
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
         own = parameters()  # read now: freezing removes them from the arguments
@@ -316,6 +317,11 @@ class Compilation:
 def _records_cuda_graphs() -> bool:
     """Whether Inductor is asked to record what it compiles here and now in CUDA graphs."""
     return bool(inductor_config.triton.cudagraphs)
+
+
+def _recorded_or_measured() -> bool:
+    """Whether an op's kernels are recorded, or measured against each other at its first call, here and now."""
+    return _records_cuda_graphs() or bool(inductor_config.max_autotune)
 
 
 class Examination(Compilation):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from ...asked import AUTO, OURS, asked
@@ -64,7 +65,11 @@ def attend(op: Op[B], x: B, machine: Machine, ours: Callable[[B], R]) -> R:
     key = op.name, machine, kernels, timer() is None, op.layout_of(x)
     if key not in CHOICES and in_capture():
         return ours(x)  # an unknown implementation would have to be tried, which waits for the device
-    return cast(R, CHOICES.get(key, lambda: _chosen(op, x, machine, ours, kernels))(x))
+    try:
+        chosen = CHOICES.get(key, lambda: _chosen(op, x, machine, ours, kernels))
+    except torch.OutOfMemoryError:  # of a trial, for which there may be memory at another call
+        return ours(x)
+    return cast(R, chosen(x))
 
 
 def foreseen(op: Op[B], x: B, machine: Machine, kernels: str = AUTO, *, recorded: bool = True) -> Verdict | None:

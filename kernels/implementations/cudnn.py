@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..share import PROGRAMS, in_even_groups, share_of
 from ..two_latents import latents_of
-from .expansions import Expanded, Takes, parts_of, tokens_of
+from .expansions import MANY, Expanded, Takes, parts_of, tokens_of
 from .implementation import Implementation
 
 if TYPE_CHECKING:
@@ -119,4 +119,5 @@ CUDNN = Implementation(
     limits=TAKES,
     # On an H200 it takes 0.82 of the Triton kernel's time for 128 heads and 4,096 tokens, and 0.66 for 16 and 16,384.
     first_on=("sm_90",),
+    first_from=MANY,
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..head_groups import Group, attend_backward_in_groups
 from .cudnn import ARCHITECTURES, TAKES, aligned, expanded, fewest_heads
-from .expansions import parts_of
+from .expansions import MANY, parts_of
 from .implementation import Implementation
 
 if TYPE_CHECKING:
@@ -64,4 +64,5 @@ CUDNN_BACKWARD = Implementation(
     limits=TAKES,
     # On an H200 forward and backward take 0.62 of the Triton kernels' time for 128 heads and 4,096 tokens.
     first_on=("sm_90",),
+    first_from=MANY,
 )

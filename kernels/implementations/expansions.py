@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 B = TypeVar("B", "ExpandedAttention", "Attended")
 
 
+MANY = 4096
+"""From so many queries on, another implementation may be taken without a measurement: those were measured there, and
+may prepare each new length for tens of milliseconds."""
+
+
 @dataclass(frozen=True)
 class Expanded:
     """A call, without its numbers of sequences and tokens."""
@@ -39,11 +44,8 @@ class Expanded:
     """Whether all keys of a head fit the workspace at once."""
     besides: tuple[str, ...] = ()
     """What the call has that no kernel here takes."""
-
-    @property
-    def rows(self) -> int:
-        """The number of heads."""
-        return self.heads
+    rows: int = 1
+    """At least how many queries there are in all sequences together: `MANY` or one."""
 
     @staticmethod
     def of(x: ExpandedAttention | Attended) -> Expanded | None:
@@ -64,7 +66,12 @@ class Expanded:
         fits = tokens > 0 and share_of(max(batch, 1), max(heads, 1), tokens, x.workspace_tokens).tokens == tokens
         limit = "none" if offset is None else "fewer" if offset < 0 else "more" if offset else "first"
         besides = tuple(name for name, is_asked in asked.items() if is_asked)
-        return Expanded(x.q.dtype, heads, (nope, rope, columns), limit, fits, besides)
+        return Expanded(x.q.dtype, heads, (nope, rope, columns), limit, fits, besides, at_least(batch * queries))
+
+
+def at_least(queries: int) -> int:
+    """`MANY` or one, whichever is not more than the number of queries."""
+    return MANY if queries >= MANY else 1
 
 
 def tokens_of(x: ExpandedAttention | Attended) -> int:

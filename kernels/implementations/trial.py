@@ -28,10 +28,15 @@ def disagreement(
     ours: Callable[[B], Sequence[Tensor]],
     names: Sequence[str] = O_AND_LSE,
 ) -> str | None:
-    """How another implementation's results for a small problem differ from ours; None where they agree."""
+    """How another implementation's results for a small problem differ from ours; None where they agree.
+
+    Raises: torch.OutOfMemoryError.
+    """
     expected = ours(small)
     try:
         results = other(small)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever another project raises
         return f"fails on a small problem: {type(error).__name__}: {error}"
     found = difference(results, expected, names)

@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import mla_compile
+from mla_compile import compilation
+from tests.models import HIDDEN, Combined, L, R
 
 SCRIPT = """
 import json, sys
@@ -111,3 +116,18 @@ def test_a_lost_report_is_made_again(process):
     (again,) = process({})
     assert again["paths"] == ["absorbed"]
     assert again["error"] < 1e-5
+
+
+@pytest.mark.parametrize("option", ["triton.cudagraphs", "max_autotune"])
+def test_a_report_is_that_of_graphs_that_are_recorded_or_not(monkeypatch, option):
+    """It says which kernels will run, which depends on that."""
+    salt, kernels_of = random.random(), lambda graph, kernels, *, recorded: (f"recorded: {recorded}",)
+    monkeypatch.setattr(compilation, "kernels_of", kernels_of)
+    module = Combined()
+    said = []
+    for options in ({}, {option: True}, {}):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x, cache: module(x + salt, cache)[0], backend="mla", options=options)
+        compiled(torch.randn(1, 1, HIDDEN), (torch.randn(1, 40, L), torch.randn(1, 40, R)))
+        said += mla_compile.last_report().kernels
+    assert said == ["recorded: False", "recorded: True", "recorded: False"]

@@ -55,6 +55,7 @@ def attention(query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_ca
 
 @pytest.fixture(autouse=True)
 def has_cudnn(install, monkeypatch, caplog):
+    monkeypatch.setattr(expansions, "at_least", lambda queries: expansions.MANY)  # small as problems are here
     caplog.set_level(logging.INFO, logger=choose.__name__)
     monkeypatch.setattr(torch.ops.aten, OP, attention)
     monkeypatch.setattr(cudnn, "_PROCESSORS", 1)
@@ -182,3 +183,29 @@ def test_a_limit_that_ends_at_the_last_key_would_be_seen(monkeypatch):
     monkeypatch.setattr(torch.ops.aten, OP, from_the_end)
     x = expansions.small(problem(offset=None))
     assert "another o" in choose.disagreement(x, lambda x: cudnn.CUDNN.attend(torch, x), by_aten)
+
+
+def test_few_queries_are_left_to_ours(caplog, monkeypatch):
+    """cuDNN prepares each new length, and few queries gain nothing that is worth it."""
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
+    few, many = problem(batch=1), problem(queries=512, tokens=512, batch=8, heads=1)
+    assert str(choose.foreseen(EXPANDED, few, H100)).endswith("triton; cuDNN is not known to be faster")
+    assert choose.foreseen(EXPANDED, dataclasses.replace(many, workspace_tokens=4096), H100).name == "cuDNN"
+
+
+def test_a_trial_without_memory_is_made_again(caplog):
+    """What runs out of memory says nothing about cuDNN: ours computes, and the next call tries anew."""
+    x, full = problem(), [True]
+
+    def ours(bundle):
+        if full and bundle is not x:
+            raise torch.OutOfMemoryError
+        return by_aten(bundle)
+
+    for result, expected in zip(choose.attend(EXPANDED, x, H100, ours), by_aten(x), strict=True):
+        torch.testing.assert_close(result, expected, atol=0, rtol=0)
+    assert caplog.messages == []
+    full.clear()
+    choose.attend(EXPANDED, x, H100, ours)
+    assert caplog.messages == ["mla::expanded_attention: cuDNN"]

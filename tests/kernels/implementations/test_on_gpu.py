@@ -95,6 +95,7 @@ def test_training_takes_cudnn_on_hopper_unless_kept_to_ours(monkeypatch, caplog,
     if machine.arch != "sm_90":
         pytest.skip("cuDNN comes first on sm_90")
     monkeypatch.setattr(choose, "CHOICES", Plans())
+    monkeypatch.setattr(expansions, "at_least", lambda queries: expansions.MANY)  # small as the problem is
     caplog.set_level(logging.INFO, logger=choose.__name__)
     x = test_cudnn.problem(queries, queries + (offset or 0), heads=16, offset=offset, batch=2, device="cuda")
     direction = torch.randn(2, queries, 16, test_cudnn.V, device="cuda").bfloat16()
