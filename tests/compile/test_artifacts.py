@@ -118,7 +118,7 @@ def test_a_lost_report_is_made_again(process):
     assert again["error"] < 1e-5
 
 
-@pytest.mark.parametrize("option", ["triton.cudagraphs", "max_autotune"])
+@pytest.mark.parametrize("option", ["triton.cudagraphs", pytest.param("max_autotune", marks=pytest.mark.slow)])
 def test_a_report_is_that_of_graphs_that_are_recorded_or_not(monkeypatch, option):
     """It says which kernels will run, which depends on that."""
     salt, kernels_of = random.random(), lambda graph, kernels, *, recorded: (f"recorded: {recorded}",)
