@@ -82,9 +82,8 @@ def test_queries_that_are_not_the_last(arch):
 def test_fp8(arch, heads):
     # 8 bytes are spilled before the loop and read after it.
     stack, in_loop = SPILLED
-    assert_clean(
-        compile_attention(arch, heads, coded=FP8), arch, max(stack, 8 * ((arch, heads) == ("sm_120", 16))), in_loop
-    )
+    spilled = (arch, heads) in (("sm_120", 16), ("sm_90", 128))
+    assert_clean(compile_attention(arch, heads, coded=FP8), arch, max(stack, 8 * spilled), in_loop)
 
 
 @pytest.mark.parametrize("arch", SOME)
@@ -97,7 +96,8 @@ def test_int8(arch):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_fp8_of_named_keys(arch):
-    assert_clean(compile_attention(arch, 128, coded=FP8, kind="named", work="parts"), arch)
+    # On sm_90, up to 16 bytes are spilled before the loop and read after it.
+    assert_clean(compile_attention(arch, 128, coded=FP8, kind="named", work="parts"), arch, 16 * (arch == "sm_90"))
 
 
 @pytest.mark.parametrize("heads", [pytest.param(128, marks=pytest.mark.slow), 16])
