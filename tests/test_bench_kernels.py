@@ -80,7 +80,7 @@ def test_flex_is_right():
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-def test_the_kernel_that_has_to_be_asked_for(monkeypatch, arch):
+def test_the_peer_that_has_to_be_named(monkeypatch, arch):
     x = make_inputs(Case("decode", 2, 2, 128, 3), CPU, torch.bfloat16)
     monkeypatch.setattr(kernel_peers, "present", lambda device: Machine(arch, 132))
     monkeypatch.setattr(gluon, "paged_latent_attention_gluon", lambda bundle, machine: aten.attend(bundle))

@@ -1,8 +1,8 @@
 """Choose which implementation computes a call: ours, or another that is installed, takes the call and agrees with ours.
 
 The choice is made once for each layout of a call. Without measurements, another implementation comes before ours only
-where its authors' figures are known (`Implementation.first_on`); while tuning is on, the one that was measured to be
-fastest is taken, in this process or an earlier one.
+where figures are known (`Implementation.first_on`); while tuning is on, the one that was measured to be fastest is
+taken, in this process or an earlier one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Describe an alternative to an op's own kernel: where it is found, what it takes, and how it is called.
 
-It is another project's, or one of ours that has to be asked for.
+It is another project's, or one of ours that does not take every call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Problem(Protocol):
 
     @property
     def rows(self) -> int:
-        """The number of rows, of queries and heads, that attend to the keys of a sequence."""
+        """What `first_from` is compared with: over pages, the queries and heads that attend to a sequence's keys; for a
+        prompt, at least how many queries there are."""
 
     def __hash__(self) -> int: ...
 
@@ -62,12 +63,11 @@ class Implementation(Generic[B]):
     architectures: tuple[str, ...]
     limits: Limits
     first_on: tuple[str, ...] = ()
-    """Architectures on which it is taken before ours without a measurement, because its authors' figures are known."""
+    """Architectures on which it is taken before ours without a measurement, because figures are known."""
     first_from: int = 1
     """The fewest rows for which it is taken so."""
     asked_by: tuple[str, ...] = (AUTO,)
     """The values of `mla.kernels` under which it is considered; not `auto` for what has not run on a GPU yet."""
-
     by_the_host: bool = False
     """Whether its launches, made from Python, may take longer than they save: then a graph has it, unless asked for,
     only if it is recorded in a CUDA graph."""
