@@ -116,6 +116,46 @@ def load_latents(
 
 
 @triton.jit
+def scores_of_latents(
+    q_a,
+    q_b,
+    base,
+    offsets,
+    seen,
+    scales,
+    scale_offsets,
+    scale_stride,
+    scale,
+    L: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    CODED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SAME_A: tl.constexpr,
+    SAME_B: tl.constexpr,
+):
+    """Load a tile of latents: their part of the scores `[ROWS, KEYS]`, and themselves, `[KEYS, A]` and `[KEYS, B]`.
+
+    Each product is scaled by itself: with 64 rows on Hopper, one that goes on with the sums of another takes more
+    registers than there are.
+    """
+    a = load_latents(
+        *(base, offsets, seen, scales, scale_offsets, scale_stride),
+        *(q_a.dtype, 0, L, A, CODED, NATIVE, GROUP, SAME_A),
+    )
+    scores = tl.dot(q_a, tl.trans(a), input_precision="ieee") * scale
+    b = a
+    if B:
+        b = load_latents(
+            *(base, offsets, seen, scales, scale_offsets, scale_stride),
+            *(q_a.dtype, A, L, B, CODED, NATIVE, GROUP, SAME_B),
+        )
+        scores += tl.dot(q_b, tl.trans(b), input_precision="ieee") * scale
+    return scores, a, b
+
+
+@triton.jit
 def add_keys(m, total, acc_a, acc_b, scores, a, b, B: tl.constexpr):
     """Add one more tile of keys to the state: scores `[ROWS, KEYS]`, -inf where hidden; a and b are the latents."""
     m_new = tl.maximum(m, tl.max(scores, 1))

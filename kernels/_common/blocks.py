@@ -86,3 +86,10 @@ def store_blocks(base, offsets, a, b, exists, WIDTH: tl.constexpr, A: tl.constex
     store_columns(base, offsets, a, exists, 0, WIDTH, A)
     if B:
         store_columns(base, offsets, b, exists, A, WIDTH, B)
+
+
+@triton.jit
+def store_tiles(base, offsets, tiles, exists, WIDTH: tl.constexpr):
+    """Store tiles `[rows, BLOCK]`, side by side, as the WIDTH columns of the rows at these offsets."""
+    for i in tl.static_range(len(tiles)):
+        store_columns(base, offsets, tiles[i], exists, i * tiles[0].shape[1], WIDTH, tiles[i].shape[1])

@@ -31,10 +31,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attend import LOWEST, add_keys, aligned, load_latents, load_mask, rows_at
+from .attend import LOWEST, add_keys, aligned, load_latents, load_mask, rows_at, scores_of_latents
 from .blocks import load_blocks, load_rope, no_sums
 from .pieces import cut_in_pieces, key_count, measured, part_size, passed_by
 from .store import store_part, store_result
+from .words import add_words, load_queries, no_sums_of_words, scores_of_words, settled
 
 EARLIER_TRITON = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 """Triton before 3.9 hoists more out of loops, which then takes registers while the loop runs."""
@@ -131,6 +132,7 @@ def attend_latents(
     GROUP: tl.constexpr,
     SAME_A: tl.constexpr,
     SAME_B: tl.constexpr,
+    WORDS: tl.constexpr,
     STAGES: tl.constexpr,
     LENGTHS: tl.constexpr,
 ):
@@ -232,13 +234,20 @@ def attend_latents(
             first_row = tl.where(cut, slot * rows + tile * ROWS, first_row)
 
         q_rows = b * q_stride_b + query.to(tl.int64) * q_stride_s + head.to(tl.int64) * q_stride_n
-        q_a, q_b = load_blocks(q_latent, q_rows, exists, L, A, B)  # [ROWS, A], [ROWS, B]
+        if WORDS:
+            q_words, undo = load_queries(q_latent, q_rows, exists, WORDS, GROUP)
+            q_a = q_words[0]
+        else:
+            q_a, q_b = load_blocks(q_latent, q_rows, exists, L, A, B)  # [ROWS, A], [ROWS, B]
         qr_rows = b * qr_stride_b + query.to(tl.int64) * qr_stride_s + head.to(tl.int64) * qr_stride_n
         q_r = load_rope(q_rope, qr_rows, exists, q_a, R, ROPE)  # [ROWS, ROPE]
-        dtype: tl.constexpr = q_a.dtype
+        dtype: tl.constexpr = q_latent.dtype.element_ty
         m = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc_a, acc_b = no_sums(ROWS, A, B)
+        if WORDS:
+            sums = no_sums_of_words(ROWS, WORDS, GROUP)
+        else:
+            acc_a, acc_b = no_sums(ROWS, A, B)
 
         entries = table + b * table_stride_0
         stride = table_stride_1
@@ -309,24 +318,27 @@ def attend_latents(
                     # Keys that no row sees may hold anything, and 0 times NaN is NaN: they are not loaded.
                     seen = tl.max(allowed.to(tl.int32), 0) > 0
 
-            latents, offsets = rows_at(latent, first, second, latent_stride_0, latent_stride_1, nothing, RUN, KEYS)
-            key_scales, scale_offsets = latents, offsets
+            key_scales, scale_offsets = latent, seen
             if CODED or CODED_ROPE:
                 key_scales, scale_offsets = rows_at(
                     scales, first, second, scale_stride_0, scale_stride_1, nothing, RUN, KEYS
                 )
-            latent_a = load_latents(
-                *(latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
-                *(dtype, 0, L, A, CODED, NATIVE, GROUP, SAME_A),
-            )  # [KEYS, A]
-            scores = tl.dot(q_a, tl.trans(latent_a), input_precision="ieee") * scale
-            latent_b = latent_a
-            if B:
-                latent_b = load_latents(
-                    *(latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
-                    *(dtype, A, L, B, CODED, NATIVE, GROUP, SAME_B),
-                )  # [KEYS, B]
-                scores += tl.dot(q_b, tl.trans(latent_b), input_precision="ieee") * scale
+            if WORDS:
+                pairs, offsets = rows_at(
+                    *(latent.to(tl.pointer_type(tl.int16)), first, second),
+                    *(latent_stride_0 // 2, latent_stride_1 // 2, nothing, RUN, KEYS),
+                )
+                scores, words, word_scales = scores_of_words(
+                    *(q_words, pairs, offsets, seen, key_scales, scale_offsets, scale_stride_2),
+                    *(WORDS, GROUP, latent.dtype.element_ty == tl.int8, NATIVE),
+                )
+                scores = scores * (undo * scale)[:, None]
+            else:
+                latents, offsets = rows_at(latent, first, second, latent_stride_0, latent_stride_1, nothing, RUN, KEYS)
+                scores, latent_a, latent_b = scores_of_latents(
+                    *(q_a, q_b, latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
+                    *(scale, L, A, B, CODED, NATIVE, GROUP, SAME_A, SAME_B),
+                )
             if R:
                 ropes, rope_offsets = rows_at(rope, first, second, rope_stride_0, rope_stride_1, nothing, RUN, KEYS)
                 k_rope = load_latents(
@@ -340,21 +352,32 @@ def attend_latents(
             # both warp groups of a Hopper program compute all scores of 64 rows; the `if` hides it.
             if tl.num_programs(0) > 0:
                 scores = tl.where(allowed, scores, -float("inf"))  # [ROWS, KEYS]
-            m, total, acc_a, acc_b = add_keys(m, total, acc_a, acc_b, scores, latent_a, latent_b, B)
+            if WORDS:
+                m, total, sums = add_words(
+                    *(m, total, sums, scores, words, word_scales),
+                    *(WORDS, latent.dtype.element_ty == tl.int8, NATIVE),
+                )
+            else:
+                m, total, acc_a, acc_b = add_keys(m, total, acc_a, acc_b, scores, latent_a, latent_b, B)
 
         # A scalar address plus offsets that are constant in each thread: anything else that the stores need would take
         # registers throughout the loop.
         first_row = first_row.to(tl.int64)
         in_tile = tl.arange(0, ROWS)
-        sums = acc_a, acc_b, m, total
-        if WORK == "parts":
-            store_part(acc, m_out, total_out, first_row, in_tile, *sums, exists, L, A, B)
-        elif WORK == "whole":
-            store_result(o, lse, first_row, in_tile, *sums, exists, L, A, B)
-        elif cut:
-            store_part(acc, m_out, total_out, first_row, in_tile, *sums, exists, L, A, B)
+        if WORDS:
+            m, total, sums = settled(m, total, sums, WORDS)
+        elif B:
+            sums = (acc_a, acc_b)
         else:
-            store_result(o, lse, first_row, in_tile, *sums, exists, L, A, B)
+            sums = (acc_a,)
+        if WORK == "parts":
+            store_part(acc, m_out, total_out, first_row, in_tile, sums, m, total, exists, L)
+        elif WORK == "whole":
+            store_result(o, lse, first_row, in_tile, sums, m, total, exists, L)
+        elif cut:
+            store_part(acc, m_out, total_out, first_row, in_tile, sums, m, total, exists, L)
+        else:
+            store_result(o, lse, first_row, in_tile, sums, m, total, exists, L)
         if WORK == "shared":
             on_line += tl.where(width > 0, width, tl.cdiv(count, KEYS)) + own
             group += 1

@@ -21,13 +21,16 @@ from .machine import Machine
 from .parts import Work, combination, in_parts, lengths_at_a_time, number_of_parts, shared_out
 from .plans import Plans, layout
 from .sizes import always, expected, is_symbol
-from .tiles import MaskKind, Tiles, choose, columns, fits, power_of_two
+from .tiles import LEAST, MaskKind, Tiles, choose, columns, fits, power_of_two
 from .tuning import bucket, is_on, neighbours, tuned
 
 LEAST_TILES = 4
 """The fewest tiles of keys in a part, so that loading ahead pays."""
 MANY_TOKENS = 1 << 15
 """A cache that may grow is cut into parts for at least this many keys; parts that are not needed yet end at once."""
+
+_MOST_ROWS_OF_WORDS = 32
+"""The most rows of a program that loads codes as words."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +264,7 @@ def constants_of(
         "LEAST": LEAST_TILES,
         "LENGTHS": lengths_at_a_time(q_latent.shape[0] if work == "shared" else 0),
         **coded_constants(machine, rank, source.rope, source.scales),
+        "WORDS": _groups_in_words(machine, q_latent, source, tiles),
         "STAGES": tiles.stages,
     }
 
@@ -279,6 +283,27 @@ def coded_constants(machine: Machine, rank: int, rope: Tensor, scales: Tensor | 
         "SAME_A": min(same, first),
         "SAME_B": min(same, max(second, 1)),
     }
+
+
+def _groups_in_words(machine: Machine, q_latent: Tensor, source: Source, tiles: Tiles) -> int:
+    """The number of scales of each token if its codes can be loaded two at a time (see `words`), else 0.
+
+    Products of 64 rows on Hopper read their operands from shared memory, where converted numbers would have to go; and
+    a bias of the lowest number would hide what is said there about the greatest weight.
+    """
+    latent, scales = source.latent, source.scales
+    if scales is None or not machine.arch.startswith("sm_") or tiles.rows > _MOST_ROWS_OF_WORDS:
+        return 0
+    groups, rank = scales.shape[2], q_latent.shape[3]
+    width = rank // groups
+    even = (latent.stride(0), latent.stride(1), latent.storage_offset())
+    taken = (
+        q_latent.itemsize == 2
+        and word_of(source.mask) != "bias"
+        and width == power_of_two(width) >= 2 * LEAST
+        and all(always(number % 2 == 0) for number in even)
+    )
+    return groups if taken else 0
 
 
 def _align(cache: Tensor) -> int:

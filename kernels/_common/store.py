@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import store_blocks
+from .blocks import store_tiles
 
 
 @triton.jit
@@ -15,19 +15,16 @@ def store_part(
     total_out,
     first_row,
     row,
-    acc_a,
-    acc_b,
+    sums,
     m,
     total,
     exists,
     L: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
 ):
-    """Store the sums of a part as they are, for `combine`."""
+    """Store the sums of a part, tiles side by side, as they are, for `combine`."""
     tl.store(m_out + first_row + row, m, mask=exists)
     tl.store(total_out + first_row + row, total, mask=exists)
-    store_blocks(acc + first_row * L, row * L, acc_a, acc_b, exists, L, A, B)
+    store_tiles(acc + first_row * L, row * L, sums, exists, L)
 
 
 @triton.jit
@@ -36,17 +33,17 @@ def store_result(
     lse,
     first_row,
     row,
-    acc_a,
-    acc_b,
+    sums,
     m,
     total,
     exists,
     L: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
 ):
     """Store the result of the sums over all keys."""
     # The greatest score adds exp(0) = 1 to total, so that it is below 1 only in a row that saw no key.
     share = 1.0 / tl.maximum(total, 1.0)
     tl.store(lse + first_row + row, m + tl.log(total), mask=exists)
-    store_blocks(o + first_row * L, row * L, acc_a * share[:, None], acc_b * share[:, None], exists, L, A, B)
+    shares = ()
+    for i in tl.static_range(len(sums)):
+        shares += (sums[i] * share[:, None],)
+    store_tiles(o + first_row * L, row * L, shares, exists, L)

@@ -59,9 +59,9 @@ _TABLE: dict[str, ArchTiles] = {
     ),
     # Tensor memory does not hold 64 x 512 sums beside the scores; 32 rows take no tensor memory.
     "sm_100": ArchTiles(
-        Tiles(16, 64, 8, 3), Tiles(32, 32, 8, 3), Tiles(32, 16, 8, 3), Tiles(32, 16, 8, 3), Tiles(16, 64, 8, 2)
+        Tiles(16, 64, 8, 3), Tiles(32, 32, 8, 3), Tiles(32, 64, 8, 3), Tiles(32, 16, 8, 3), Tiles(16, 64, 8, 2)
     ),
-    "sm_120": ArchTiles(Tiles(16, 32, 8, 3), _SMALL, Tiles(32, 16, 8, 3), *[Tiles(16, 16, 8, 2)] * 2),
+    "sm_120": ArchTiles(Tiles(16, 32, 8, 3), _SMALL, _SMALL, *[Tiles(16, 16, 8, 2)] * 2),
     "gfx942": replace(ArchTiles(*[Tiles(16, 32, 4, 1)] * 5), fp8=Tiles(16, 16, 4, 1)),
 }
 _FLOAT32 = Tiles(16, 16, 8, 2)

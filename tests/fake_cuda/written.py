@@ -309,6 +309,7 @@ def run_written(code: Path, arguments: Sequence[Tensor], folder: Path) -> tuple[
     from torch._C._dynamo import guards
     from torch._inductor.async_compile import AsyncCompile
 
+    from tests.assembly import emulated_assembly
     from tests.quick_interpreter import quick_interpreter
 
     launches: list[str] = []
@@ -322,6 +323,7 @@ def run_written(code: Path, arguments: Sequence[Tensor], folder: Path) -> tuple[
 
     with (
         quick_interpreter(),
+        emulated_assembly(),
         mock.patch.object(AsyncCompile, "triton", interpreted),
         mock.patch.object(guards, "_empty_strided_cuda", poisoned, create=True),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True),

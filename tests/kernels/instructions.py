@@ -59,6 +59,22 @@ def assert_each_score_once_and_no_wait_between(record):
     assert record.loop["LDG"] == 1  # the number of the next page
 
 
+def assert_words(record, tiles):
+    """Check the loop over tiles of keys in FP8 or INT8, in DeepSeek's sizes, for up to 16 rows.
+
+    Codes, scales and rope keys are copied asynchronously. Scores and weights are written to shared memory, but no
+    converted numbers, which would take 16 more instructions. Codes are read as key and as value, and for two of them
+    one register is permuted.
+    """
+    threads, groups = 32 * tiles.warps, 4
+    codes, rope = (max(tiles.keys * row // 16 // threads, 1) for row in (512, 64 * 2))
+    assert codes + rope + groups <= record.loop["LDGSTS"] <= codes + rope + 2 * groups
+    assert record.loop["LDG"] == 1  # the number of the next page
+    assert record.loop["STS"] + record.loop["STSM"] < 32
+    assert record.loop["PRMT"] <= 128
+    assert record.spills_in_loop == 0
+
+
 def assert_consumers(record):
     scores, sums = (512 + 64) // 16, 2 * 64 // 16
     assert record.loop["HGMMA"] == scores + sums

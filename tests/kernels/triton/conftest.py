@@ -65,6 +65,18 @@ def in_less_time():
 
 
 @pytest.fixture(autouse=True)
+def assembly():
+    """Let the interpreter run a kernel's inline assembly."""
+    if not INTERPRETED:
+        yield
+        return
+    from tests.assembly import emulated_assembly
+
+    with emulated_assembly():
+        yield
+
+
+@pytest.fixture(autouse=True)
 def infinities_are_numbers():
     """Let numpy not warn of an overflow to infinity or of log(0), of which a GPU does not warn either."""
     with np.errstate(all="ignore"):
