@@ -49,7 +49,7 @@ from .errors import PassesError
 from .graph_log import is_observed, log_graph
 from .inductor.frozen import compile_frozen, parameters
 from .inductor.gpu_accesses import accesses_remembered
-from .inductor.gpu_kernels import kernels_of, packages_for
+from .inductor.gpu_kernels import kernels_of, kernels_of_training, packages_for
 from .inductor.gpu_launches import put_launches
 from .inductor.gpu_products import products_of
 from .inductor.gpu_together import together
@@ -227,6 +227,7 @@ class Compilation:
         if self.options.strict:
             raise_strict(self.outcomes, self.note)
         log_graph("mla_trained", trained.module)
+        self.kernels = kernels_of_training(trained.module, self.options.kernels, recorded=_recorded_or_measured())
         with self._own_artifacts(cache_tag(self.options, rates), use_cache=True):
             settings = self.settings | settings_of_loops(trained.module.graph)
             compiled = _compile_fx(trained.module, self.inputs, inner_compile=compile_fx_inner, config_patches=settings)

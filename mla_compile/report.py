@@ -40,7 +40,7 @@ class Report:
 
     kernels: tuple[str, ...] = ()
     """On a GPU, a sentence for each op that other projects' packages can compute too: which implementation runs, as far
-    as the sizes tell, and why the others do not."""
+    as the sizes tell, and why the others do not; where gradients are needed, for them too."""
 
     @property
     def rewritten(self) -> int:

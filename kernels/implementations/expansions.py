@@ -52,12 +52,12 @@ class Expanded:
         """The problem of a call; None where sizes are symbols."""
         assert x.w_uk is not None
         assert x.w_uv is not None
-        offset, tokens = x.causal_offset, tokens_of(x)
+        offset, rope = x.causal_offset, x.k_rope.shape[-1]
         (batch, queries, heads, _), (_, nope, _), columns = x.q.shape, x.w_uk.shape, x.w_uv.shape[1]
-        rope = x.k_rope.shape[-1]
-        sizes = batch, queries, heads, nope, rope, columns, tokens, x.workspace_tokens, 0 if offset is None else offset
-        if not all(isinstance(size, int) for size in sizes):
+        sizes = batch, queries, heads, nope, rope, columns, x.latent.shape[1], x.workspace_tokens
+        if not all(isinstance(size, int) for size in (*sizes, 0 if offset is None else offset)):
             return None
+        tokens = tokens_of(x)
         asked = {
             "a mask": x.mask is not None,
             "empty tensors": not batch * queries * heads * tokens,

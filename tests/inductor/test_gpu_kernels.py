@@ -13,6 +13,7 @@ from mla_compile import compilation
 from mla_compile.asked import asked as asked_for
 from mla_compile.inductor import gpu_kernels
 from mla_compile.kernels._common.machine import Machine
+from mla_compile.kernels.implementations import expansions
 from mla_compile.report import Report, merged
 from tests.kernels.implementations.conftest import install
 from tests.kernels.recorded import made as without_values
@@ -121,3 +122,95 @@ def test_the_option_holds_while_the_compiled_code_runs(monkeypatch, kernels):
     torch.testing.assert_close(compiled(*inputs), absorbed(*inputs))
     assert mla_compile.last_report().rewritten == 1
     assert (asked, asked_for()) == ([kernels], "auto")
+
+
+P, ROPE, V, HEADS, TOKENS = 128, 64, 128, 4, 6
+FORWARD, GRADIENTS = "mla::expanded_attention", "mla::expanded_attention_backward"
+
+
+def trained(q, latent, k_rope, w, mask=None):
+    """MLA over its own tokens: q `[1, N, T, P + R]`, w `[L, N (P + V)]`."""
+    k_nope, v = (latent @ w).view(1, -1, HEADS, P + V).transpose(1, 2).split([P, V], -1)
+    k = torch.cat([k_nope, k_rope[:, None].expand(-1, HEADS, -1, -1)], -1)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+
+
+def checkpointed(*inputs):
+    return torch.utils.checkpoint.checkpoint(trained, *inputs, use_reentrant=False)
+
+
+def inputs(dtype=torch.bfloat16, learned="w", **more):
+    sizes = {"q": (1, HEADS, TOKENS, P + ROPE), "latent": (1, TOKENS, 16), "k_rope": (1, TOKENS, ROPE)}
+    sizes |= {"w": (16, HEADS * (P + V)), **more}
+    return [torch.randn(size, dtype=dtype).requires_grad_(name == learned) for name, size in sizes.items()]
+
+
+MASK = {"mask": (1, 1, TOKENS, TOKENS)}
+TRAINED = {
+    "on Hopper": (trained, inputs, {}, [f"{FORWARD}: cuDNN", f"{GRADIENTS}: cuDNN"]),
+    "in a checkpoint": (checkpointed, inputs, {}, [f"{FORWARD}: cuDNN", f"{GRADIENTS}: cuDNN"]),
+    "ours alone": (trained, inputs, {"mla.kernels": "triton"}, [f"{FORWARD}: triton", f"{GRADIENTS}: triton"]),
+    "another dtype": (
+        trained,
+        lambda: inputs(torch.float32),
+        {},
+        [f"{op}: triton; cuDNN does not take torch.float32" for op in (FORWARD, GRADIENTS)],
+    ),
+    "a mask": (
+        trained,
+        lambda: inputs(**MASK),
+        {},
+        [f"{op}: triton; cuDNN does not take a mask" for op in (FORWARD, GRADIENTS)],
+    ),
+    "a mask that learns": (
+        lambda *given: trained(*given[:4], given[4] * 2),
+        lambda: inputs(learned="mask", **MASK),
+        {},
+        [
+            f"{FORWARD}: triton; cuDNN does not take a mask",
+            f"{GRADIENTS}: ATen operations, for the gradient of a mask",
+        ],
+    ),
+    "gradients of another layer": (
+        lambda *given: trained(*given[:4]) * given[4],
+        lambda: inputs(learned="gate", gate=(1, 1, 1, V)),
+        {},
+        [f"{FORWARD}: cuDNN"],
+    ),
+}
+
+
+@pytest.fixture
+def cudnn(install, monkeypatch):
+    """A process with a version of cuDNN that is taken, in which tensors count as a GPU's, and as many."""
+    monkeypatch.setattr(gpu_kernels, "_is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
+    monkeypatch.setattr(expansions, "at_least", lambda queries: expansions.MANY)
+
+
+@pytest.mark.usefixtures("without_codegen", "cudnn")
+@pytest.mark.parametrize(("model", "make", "options", "said"), TRAINED.values(), ids=TRAINED)
+def test_a_report_of_a_training_graph_names_what_computes_gradients(model, make, options, said):
+    with torch.enable_grad():
+        torch.compile(model, backend="mla", options=options)(*make())
+    report = mla_compile.last_report()
+    assert [site.path for site in report.sites] == ["chunked"]
+    assert list(report.kernels) == said
+
+
+@pytest.mark.usefixtures("without_codegen", "cudnn")
+def test_sizes_that_are_symbols_in_training_are_left_to_each_call():
+    given = inputs()
+    for tensor, of_tokens in zip(given, (2, 1, 1), strict=False):
+        torch._dynamo.mark_dynamic(tensor, of_tokens)
+    with torch.enable_grad():
+        torch.compile(trained, backend="mla")(*given)
+    said = mla_compile.last_report().kernels
+    assert said == tuple(f"{op}: decided at each call, by its sizes" for op in (FORWARD, GRADIENTS))
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_nothing_is_said_of_a_training_graph_on_cpu():
+    with torch.enable_grad():
+        torch.compile(trained, backend="mla")(*inputs(torch.float32))
+    assert (mla_compile.last_report().rewritten, mla_compile.last_report().kernels) == (1, ())
