@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,14 +17,20 @@ def differentiate_by_op(
 ) -> None:
     """Use `mla::<name>_backward` for the gradients of an attention whose first `count` arguments are differentiable.
 
-    With `by_what_is_asked`, it is told which kernels the forward's caller asked for: autograd calls it later, on a GPU
-    in a thread of its own, or puts it into a graph.
+    With `by_what_is_asked`, it is told which kernels the forward was told, or its caller asked for: autograd calls it
+    later, on a GPU in a thread of its own, or puts it into a graph.
     """
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def save(
+        ctx: Any,
+        inputs: tuple[Any, ...],
+        output: tuple[Tensor, Tensor],
+        keyword_only_inputs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         ctx.save_for_backward(*inputs[:count], *output)
         ctx.settings = inputs[count:]
-        ctx.named = {"kernels": asked()} if by_what_is_asked and asked() != AUTO else {}
+        kernels = keyword_only_inputs.get("kernels") or asked()
+        ctx.named = {"kernels": kernels} if by_what_is_asked and kernels != AUTO else {}
         ctx.set_materialize_grads(False)
 
     def gradients(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:

@@ -86,7 +86,7 @@ _define(
 )
 _define(
     "expanded_attention(Tensor q, Tensor latent, Tensor k_rope, Tensor w_uk, Tensor w_uv, Tensor? mask, "
-    "SymInt? causal_offset, float scale, SymInt workspace_tokens) -> (Tensor, Tensor)",
+    "SymInt? causal_offset, float scale, SymInt workspace_tokens, *, str? kernels=None) -> (Tensor, Tensor)",
 )
 _define(
     "expanded_attention_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor latent, Tensor k_rope, Tensor w_uk, "
@@ -197,7 +197,8 @@ first Lk columns of latent, and values from the last Lv.
 
 Args: q `[B, Sq, N, P + R]` with the nope part first, latent `[B, T, L]`, k_rope `[B, T, R]` or `[B, T, N, R]`,
 w_uk `[N, P, L]`, w_uv `[N, V, L]`, all of one floating dtype; mask and causal_offset as described for the module;
-scale; workspace_tokens, the largest number of tokens whose keys and values exist at one time (at least 1).
+scale; workspace_tokens, the largest number of tokens whose keys and values exist at one time (at least 1); kernels, the
+value of `mla.kernels` on a GPU, also for the gradients, or None for what is asked for where the op is called.
 Returns: o `[B, Sq, N, V]`, contiguous, of q's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """

@@ -1,30 +1,40 @@
-"""What is asked for by `mla.kernels` reaches gradients, which autograd computes later and maybe in another thread."""
+"""What is asked for by `mla.kernels` reaches what autograd computes later and maybe in another thread: gradients, and
+forwards of checkpoints again."""
 
 import threading
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import mla_compile
+from mla_compile import compilation
 from mla_compile.asked import asked, kept_to
 
 
 class Heard(TorchDispatchMode):
-    """Records which kernels each backward of this project's attention is told to take."""
+    """Records which kernels each backward of this project's attention is told to take, and each forward."""
 
     def __init__(self):
         super().__init__()
-        self.kernels = []
+        self.kernels, self.of_forwards = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.mla.expanded_attention_backward.default:
             self.kernels.append((kwargs or {}).get("kernels"))
+        if func is torch.ops.mla.expanded_attention.default:
+            self.of_forwards.append((kwargs or {}).get("kernels"))
         return func(*args, **kwargs or {})
 
 
 def of_gradients(make):
     """The kernels that are asked for in the backward of what `make` returns, run in a thread of its own."""
+    return heard_in_backward(make).kernels
+
+
+def heard_in_backward(make):
+    """What is heard in that backward."""
     heard = Heard()
 
     def differentiate():
@@ -36,7 +46,7 @@ def of_gradients(make):
         thread = threading.Thread(target=differentiate)
         thread.start()
         thread.join()
-    return heard.kernels
+    return heard
 
 
 def inputs():
@@ -72,6 +82,55 @@ def test_in_compiled_training(kernels, heard):
     compiled = torch.compile(mla, backend="mla", options={"mla.kernels": kernels})
     assert of_gradients(lambda: compiled(*inputs())) == [heard]
     assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize(("kernels", "heard"), ASKED)
+def test_in_a_checkpoint_a_forward_is_told_again(kernels, heard):
+    def checkpointed(*given):
+        return checkpoint(mla, *given, use_reentrant=False)
+
+    compiled = torch.compile(checkpointed, backend="mla", options={"mla.kernels": kernels})
+    again = heard_in_backward(lambda: compiled(*inputs()))
+    assert (again.of_forwards, again.kernels) == ([heard], [heard])
+    assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("kernels", [kernels for kernels, _ in ASKED])
+def test_in_a_checkpoint_around_a_compiled_function_it_is_asked_for_again(monkeypatch, kernels):
+    by_forwards, inner = [], compilation.compile_fx_inner
+
+    def listening(*arguments, is_backward=False, **named):
+        compiled = inner(*arguments, is_backward=is_backward, **named)
+
+        def call(given):
+            if not is_backward:
+                by_forwards.append((threading.current_thread() is threading.main_thread(), asked()))
+            return compiled(given)
+
+        call._boxed_call = True
+        return call
+
+    monkeypatch.setattr(compilation, "compile_fx_inner", listening)
+    compiled = torch.compile(mla, backend="mla", options={"mla.kernels": kernels})
+    with torch.enable_grad():
+        result = checkpoint(compiled, *inputs(), use_reentrant=False)
+    thread = threading.Thread(target=lambda: result.sum().backward())
+    thread.start()
+    thread.join()
+    assert by_forwards == [(True, kernels), (False, kernels)]
+
+
+def test_what_a_forward_is_told_counts_more_than_what_is_asked_for():
+    def make():
+        q, latent, k_rope, w = inputs()
+        w_uk, w_uv = w.T.view(4, 16, 16).split([8, 8], 1)
+        given = q.transpose(1, 2), latent, k_rope, w_uk, w_uv, None, 0, 0.3, 16
+        with kept_to("gluon"):
+            return torch.ops.mla.expanded_attention(*given, kernels="triton")[0]
+
+    assert of_gradients(make) == ["triton"]
 
 
 def test_a_graph_that_stays_as_it_is_is_kept_for_each_value(tmp_path, monkeypatch):

@@ -51,6 +51,7 @@ class ExpandedAttention:
     causal_offset: int | None
     scale: float
     workspace_tokens: int
+    kernels: str | None = None
 
     @property
     def ropes(self) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...asked import asked, kept_to
 from .._common.suits import small, suits
 from ..bundles import checked, implement
 from .arguments import ExpandedAttention, head_widths
@@ -25,7 +26,7 @@ def attend_on_gpu(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
     from .tiles import takes
     from .triton import expanded_attention_triton
 
-    with torch.cuda.device(x.q.device):
+    with torch.cuda.device(x.q.device), kept_to(x.kernels or asked()):
         machine = present(x.q.device)
         if not takes(machine, *head_widths(x), x.q.itemsize):
             return attend(x)

@@ -1,5 +1,6 @@
 """cuDNN's attention in a prefill: computed by a stand-in on CPU; torch's own, on meta tensors, gives shapes."""
 
+import contextlib
 import dataclasses
 import logging
 
@@ -8,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_compile.kernels._common import tuning
+from mla_compile.kernels._common import machine, tuning
 from mla_compile.kernels._common.machine import Machine
-from mla_compile.kernels.expanded_attention import expanded_attention_reference
+from mla_compile.kernels.expanded_attention import expanded_attention_gpu, expanded_attention_reference, triton
 from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention
 from mla_compile.kernels.expanded_attention.aten import attend as by_aten
 from mla_compile.kernels.implementations import choose, cudnn, expansions
@@ -209,3 +210,12 @@ def test_a_trial_without_memory_is_made_again(caplog):
     full.clear()
     choose.attend(EXPANDED, x, H100, ours)
     assert caplog.messages == ["mla::expanded_attention: cuDNN"]
+
+
+@pytest.mark.parametrize(("told", "taken"), [(None, ["cuDNN"]), ("triton", [])])
+def test_the_op_takes_it_unless_it_is_told_otherwise(monkeypatch, caplog, told, taken):
+    monkeypatch.setattr(machine, "present", lambda device: H100)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(triton, "expanded_attention_triton", lambda x, machine: by_aten(x))
+    expanded_attention_gpu(**vars(problem(kernels=told)))
+    assert [message.rpartition(" ")[2] for message in caplog.messages] == taken

@@ -38,7 +38,7 @@ def exact(x):
 def problem(*sizes, wanted=ALL, grad_lse=None, kernels=None, with_exact=False, **named):
     """A call of the backward, after a forward whose results are those of float64, rounded."""
     x = test_cudnn.problem(*sizes, **named)
-    operands = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
+    operands = vars(x) | {"kernels": kernels}
     (o, lse), differentiate = torch.zeros(2), None
     if x.q.device.type == "meta":
         o, lse = x.q.new_empty((*x.q.shape[:3], V)), x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
@@ -46,9 +46,7 @@ def problem(*sizes, wanted=ALL, grad_lse=None, kernels=None, with_exact=False, *
         o, lse, differentiate = exact(x)
         o, lse = o.detach().to(x.q.dtype), lse.detach().float().contiguous()
     grad_o = torch.randn(o.shape, device=o.device).to(o.dtype)
-    made = ExpandedAttentionBackward(
-        **operands, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, wanted=wanted, kernels=kernels
-    )
+    made = ExpandedAttentionBackward(**operands, grad_o=grad_o, grad_lse=grad_lse, o=o, lse=lse, wanted=wanted)
     return (made, differentiate(grad_o)) if with_exact else made
 
 
