@@ -31,6 +31,7 @@ class Attended:
     lse: Tensor
     wanted: Sequence[bool]
     kernels: str | None = None
+    measure: bool = False
 
     @property
     def operands(self) -> tuple[Tensor | None, ...]:

@@ -23,7 +23,7 @@ from mla_compile.kernels._common.tuning import tuning
 
 from . import ops
 from . import options as option_parser
-from .asked import AUTO, kept_to
+from .asked import AUTO, kept_to, measured
 from .compilation import Compilation, Examination, Inputs
 from .dynamo import variants
 from .dynamo.uncompiled import warn_of_generate
@@ -81,7 +81,8 @@ def _compile(
     with inductor_config.patch(inductor):
         start = time.perf_counter()
         compilation = kind(module, inputs, ours, inductor)
-        with kept_to(ours.kernels):  # for gradients, whose graph is made here
+        # For gradients, whose graph is made here.
+        with kept_to(ours.kernels), measured(bool(inductor.get("max_autotune"))):
             compiled = compilation.run()
         seconds = compilation.seconds | {"compile": time.perf_counter() - start}
         report = Report(compilation.outcomes, compilation.note, seconds, compilation.kernels)

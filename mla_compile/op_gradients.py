@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .asked import AUTO, asked
+from .asked import told
 
 
 def differentiate_by_op(
@@ -17,8 +17,8 @@ def differentiate_by_op(
 ) -> None:
     """Use `mla::<name>_backward` for the gradients of an attention whose first `count` arguments are differentiable.
 
-    With `by_what_is_asked`, it is told which kernels the forward was told, or its caller asked for: autograd calls it
-    later, on a GPU in a thread of its own, or puts it into a graph.
+    With `by_what_is_asked`, it is told what the forward was told, or what its caller asked for (`asked.py`): autograd
+    calls it later, on a GPU in a thread of its own, or puts it into a graph.
     """
 
     def save(
@@ -29,8 +29,8 @@ def differentiate_by_op(
     ) -> None:
         ctx.save_for_backward(*inputs[:count], *output)
         ctx.settings = inputs[count:]
-        kernels = keyword_only_inputs.get("kernels") or asked()
-        ctx.named = {"kernels": kernels} if by_what_is_asked and kernels != AUTO else {}
+        given = {name: value for name, value in keyword_only_inputs.items() if value}
+        ctx.named = told() | given if by_what_is_asked else {}
         ctx.set_materialize_grads(False)
 
     def gradients(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:

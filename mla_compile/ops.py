@@ -86,12 +86,13 @@ _define(
 )
 _define(
     "expanded_attention(Tensor q, Tensor latent, Tensor k_rope, Tensor w_uk, Tensor w_uv, Tensor? mask, "
-    "SymInt? causal_offset, float scale, SymInt workspace_tokens, *, str? kernels=None) -> (Tensor, Tensor)",
+    "SymInt? causal_offset, float scale, SymInt workspace_tokens, *, str? kernels=None, "
+    "bool measure=False) -> (Tensor, Tensor)",
 )
 _define(
     "expanded_attention_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor latent, Tensor k_rope, Tensor w_uk, "
     "Tensor w_uv, Tensor? mask, SymInt? causal_offset, float scale, SymInt workspace_tokens, Tensor o, Tensor lse, "
-    "bool[] wanted, *, str? kernels=None) -> Tensor[]",
+    "bool[] wanted, *, str? kernels=None, bool measure=False) -> Tensor[]",
 )
 _define(
     "paged_expanded_attention(Tensor q, Tensor latent_pages, Tensor rope_pages, Tensor block_table, Tensor seq_lens, "
@@ -197,8 +198,9 @@ first Lk columns of latent, and values from the last Lv.
 
 Args: q `[B, Sq, N, P + R]` with the nope part first, latent `[B, T, L]`, k_rope `[B, T, R]` or `[B, T, N, R]`,
 w_uk `[N, P, L]`, w_uv `[N, V, L]`, all of one floating dtype; mask and causal_offset as described for the module;
-scale; workspace_tokens, the largest number of tokens whose keys and values exist at one time (at least 1); kernels, the
-value of `mla.kernels` on a GPU, also for the gradients, or None for what is asked for where the op is called.
+scale; workspace_tokens, the largest number of tokens whose keys and values exist at one time (at least 1).
+What is asked for on a GPU, also for the gradients: kernels, the value of `mla.kernels`, and measure, whether to measure
+as `mode="max-autotune"` does. None and False leave it to where the op is called.
 Returns: o `[B, Sq, N, V]`, contiguous, of q's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
@@ -211,7 +213,7 @@ least one (on CPU one per thread). On a GPU these are as many as the forward tak
 
 Args: grad_o like o; grad_lse like lse, or None for zeros; the operands of the forward; its o and lse; wanted, a flag
 for each of q, latent, k_rope, w_uk, w_uv and mask. A mask whose gradient is wanted must be a floating one.
-kernels, the value of `mla.kernels` on a GPU, or None for what is asked for where the op is called.
+kernels and measure as for the forward.
 Returns: the wanted gradients in that order, contiguous, each in the shape and dtype of its operand.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """

@@ -1,5 +1,5 @@
-"""What is asked for by `mla.kernels` reaches what autograd computes later and maybe in another thread: gradients, and
-forwards of checkpoints again."""
+"""What is asked for by `mla.kernels` and `mode="max-autotune"` reaches what autograd computes later, maybe in another
+thread: gradients, and forwards of checkpoints again."""
 
 import threading
 
@@ -10,27 +10,28 @@ from torch.utils.checkpoint import checkpoint
 
 import mla_compile
 from mla_compile import compilation
-from mla_compile.asked import asked, kept_to
+from mla_compile.asked import asked, kept_to, told
+from mla_compile.kernels._common.tuning import tuning
 
 
 class Heard(TorchDispatchMode):
-    """Records which kernels each backward of this project's attention is told to take, and each forward."""
+    """Records what each backward of this project's attention is told, and each forward."""
 
     def __init__(self):
         super().__init__()
-        self.kernels, self.of_forwards = [], []
+        self.by_backwards, self.by_forwards = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.mla.expanded_attention_backward.default:
-            self.kernels.append((kwargs or {}).get("kernels"))
+            self.by_backwards.append(kwargs or {})
         if func is torch.ops.mla.expanded_attention.default:
-            self.of_forwards.append((kwargs or {}).get("kernels"))
+            self.by_forwards.append(kwargs or {})
         return func(*args, **kwargs or {})
 
 
 def of_gradients(make):
-    """The kernels that are asked for in the backward of what `make` returns, run in a thread of its own."""
-    return heard_in_backward(make).kernels
+    """What gradients are told in the backward of what `make` returns, run in a thread of its own."""
+    return heard_in_backward(make).by_backwards
 
 
 def heard_in_backward(make):
@@ -61,7 +62,10 @@ def mla(q, latent, k_rope, w):
     return (q @ k.transpose(-1, -2) * 0.3).softmax(-1) @ v
 
 
-ASKED = [("auto", None), ("triton", "triton")]
+ASKED = [("auto", {}), ("triton", {"kernels": "triton"})]
+OPTIONS = [({"mla.kernels": kernels}, heard) for kernels, heard in ASKED]
+OPTIONS += [({"max_autotune": True}, {"measure": True})]
+OPTIONS += [({"mla.kernels": "triton", "max_autotune": True}, {"kernels": "triton", "measure": True})]
 
 
 @pytest.mark.parametrize(("kernels", "heard"), ASKED)
@@ -76,23 +80,34 @@ def test_by_autograd(kernels, heard):
     assert asked() == "auto"
 
 
+def test_by_autograd_while_tuning():
+    def make():
+        q, latent, k_rope, w = inputs()
+        w_uk, w_uv = w.T.view(4, 16, 16).split([8, 8], 1)
+        with tuning():
+            return torch.ops.mla.expanded_attention(q.transpose(1, 2), latent, k_rope, w_uk, w_uv, None, 0, 0.3, 16)[0]
+
+    assert of_gradients(make) == [{"measure": True}]
+    assert told() == {}
+
+
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize(("kernels", "heard"), ASKED)
-def test_in_compiled_training(kernels, heard):
-    compiled = torch.compile(mla, backend="mla", options={"mla.kernels": kernels})
+@pytest.mark.parametrize(("options", "heard"), OPTIONS, ids=str)
+def test_in_compiled_training(options, heard):
+    compiled = torch.compile(mla, backend="mla", options=options)
     assert of_gradients(lambda: compiled(*inputs())) == [heard]
     assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize(("kernels", "heard"), ASKED)
-def test_in_a_checkpoint_a_forward_is_told_again(kernels, heard):
+@pytest.mark.parametrize(("options", "heard"), OPTIONS, ids=str)
+def test_in_a_checkpoint_a_forward_is_told_again(options, heard):
     def checkpointed(*given):
         return checkpoint(mla, *given, use_reentrant=False)
 
-    compiled = torch.compile(checkpointed, backend="mla", options={"mla.kernels": kernels})
+    compiled = torch.compile(checkpointed, backend="mla", options=options)
     again = heard_in_backward(lambda: compiled(*inputs()))
-    assert (again.of_forwards, again.kernels) == ([heard], [heard])
+    assert (again.by_forwards, again.by_backwards) == ([heard], [heard])
     assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
 
 
@@ -130,7 +145,7 @@ def test_what_a_forward_is_told_counts_more_than_what_is_asked_for():
         with kept_to("gluon"):
             return torch.ops.mla.expanded_attention(*given, kernels="triton")[0]
 
-    assert of_gradients(make) == ["triton"]
+    assert of_gradients(make) == [{"kernels": "triton"}]
 
 
 def test_a_graph_that_stays_as_it_is_is_kept_for_each_value(tmp_path, monkeypatch):
@@ -141,9 +156,10 @@ def test_a_graph_that_stays_as_it_is_is_kept_for_each_value(tmp_path, monkeypatc
         w_uk, w_uv = w.T.view(4, 16, 16).split([8, 8], 1)
         return torch.ops.mla.expanded_attention(q.transpose(1, 2), latent, k_rope, w_uk, w_uv, None, 0, 0.3, 16)[0]
 
-    def heard(kernels):
+    def heard(options):
         torch._dynamo.reset()
-        compiled = torch.compile(called, backend="mla", options={"mla.kernels": kernels})
+        compiled = torch.compile(called, backend="mla", options=options)
         return of_gradients(lambda: compiled(*inputs()))
 
-    assert [heard(kernels) for kernels in ("triton", "auto", "triton")] == [["triton"], [None], ["triton"]]
+    for options, said in (*OPTIONS, *OPTIONS):
+        assert heard(options) == [said]

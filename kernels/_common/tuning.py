@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ... import cache_files
+from ...asked import measured
 from .agreement import O_AND_LSE, difference
 from .machine import Machine
 from .tiles import LEAST, Tiles
@@ -43,8 +44,20 @@ Run: TypeAlias = Callable[[C], Sequence[Tensor]]
 
 @contextlib.contextmanager
 def tuning(timer: Timer | None = None) -> Iterator[None]:
-    """Within this context, launches time their candidates by `timer` (None: on the device)."""
-    token = _TIMER.set(timer or device_seconds)
+    """Within this context, launches time their candidates by `timer` (None: on the device); so do those of gradients of
+    what is computed in it, on the device."""
+    with measured(), _timing_by(timer or device_seconds):
+        yield
+
+
+def untuned() -> contextlib.AbstractContextManager[None]:
+    """A context in which launches take the tiles of the table, or those that they are given."""
+    return _timing_by(None)
+
+
+@contextlib.contextmanager
+def _timing_by(timer: Timer | None) -> Iterator[None]:
+    token = _TIMER.set(timer)
     try:
         yield
     finally:
@@ -116,9 +129,7 @@ def bucket(size: int) -> int:
 
 def _fastest(timer: Timer, table: Sequence[C], others: Sequence[C], run: Run[C], names: Sequence[str]) -> C | None:
     best, best_time, expected = None, float("inf"), None
-    # Launches that are being timed take the tiles that they are given.
-    token = _TIMER.set(None)
-    try:
+    with untuned():
         for candidate in dict.fromkeys(itertools.chain(table, others)):
             try:
                 result = run(candidate)
@@ -134,8 +145,6 @@ def _fastest(timer: Timer, table: Sequence[C], others: Sequence[C], run: Run[C],
             expected = result if expected is None else expected
             if time < best_time:
                 best, best_time = candidate, time
-    finally:
-        _TIMER.reset(token)
     return best
 
 

@@ -151,7 +151,7 @@ bool weights_fit(const Tensor& q, const Tensor& w_uk, const Tensor& w_uv, int64_
 Attended expanded_attention(const Tensor& q, const Tensor& latent, const Tensor& k_rope, const Tensor& w_uk,
                             const Tensor& w_uv, const std::optional<Tensor>& mask,
                             std::optional<int64_t> causal_offset, double scale, int64_t workspace_tokens,
-                            std::optional<c10::string_view> kernels) {
+                            std::optional<c10::string_view> kernels, bool measure) {
   const bool own_ropes = k_rope.dim() == 4;  // [B, T, N, R] instead of [B, T, R]
   const bool ranks = q.dim() == 4 && latent.dim() == 3 && (k_rope.dim() == 3 || own_ropes) && w_uk.dim() == 3 &&
                      w_uv.dim() == 3;
@@ -163,8 +163,9 @@ Attended expanded_attention(const Tensor& q, const Tensor& latent, const Tensor&
     static const auto op =
         general<Attended(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                          const std::optional<Tensor>&, std::optional<int64_t>, double, int64_t,
-                         std::optional<c10::string_view>)>("mla::expanded_attention_general");
-    return op.call(q, latent, k_rope, w_uk, w_uv, mask, causal_offset, scale, workspace_tokens, kernels);
+                         std::optional<c10::string_view>, bool)>("mla::expanded_attention_general");
+    return op.call(q, latent, k_rope, w_uk, w_uv, mask, causal_offset, scale, workspace_tokens, kernels,
+                   measure);
   }
   std::vector<Sequence> sequences;
   for (int64_t b = 0; b < q.size(0); ++b) {

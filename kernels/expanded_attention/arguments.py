@@ -52,6 +52,7 @@ class ExpandedAttention:
     scale: float
     workspace_tokens: int
     kernels: str | None = None
+    measure: bool = False
 
     @property
     def ropes(self) -> Tensor:

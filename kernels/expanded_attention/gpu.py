@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...asked import asked, kept_to
 from .._common.suits import small, suits
 from ..bundles import checked, implement
 from .arguments import ExpandedAttention, head_widths
@@ -21,12 +20,13 @@ def attend_on_gpu(x: ExpandedAttention) -> tuple[Tensor, Tensor]:
     if not small(x.mask) or not suits(x.q, x.latent, x.ropes.transpose(1, 2)):
         return attend(x)
     from .._common.machine import present
+    from ..implementations.choose import as_told
     from ..implementations.choose import attend as attend_by_the_best
     from ..implementations.table import EXPANDED
     from .tiles import takes
     from .triton import expanded_attention_triton
 
-    with torch.cuda.device(x.q.device), kept_to(x.kernels or asked()):
+    with torch.cuda.device(x.q.device), as_told(x):
         machine = present(x.q.device)
         if not takes(machine, *head_widths(x), x.q.itemsize):
             return attend(x)

@@ -11,17 +11,17 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from ...asked import AUTO, OURS, asked
+from ...asked import AUTO, OURS, asked, kept_to
 from .._common.machine import Machine
 from .._common.plans import Plans
-from .._common.tuning import bucket, in_capture, timer, tuned, tuning
+from .._common.tuning import bucket, in_capture, is_on, timer, tuned, tuning, untuned
 from .implementation import B, Implementation, Op, Problem
 from .packages import found, is_installed
 from .trial import disagreement
@@ -55,6 +55,22 @@ def any_installed(op: Op[B], kernels: str, arch: str, recorded: bool = True) -> 
     `mla.kernels`; `recorded` as for `foreseen`."""
     of_arch = [each for each in op.of(kernels) if arch in each.architectures]
     return any(is_installed(each) and (recorded or not _left_out(each, kernels)) for each in of_arch)
+
+
+class Told(Protocol):
+    """Arguments that say what is asked for, where that cannot be asked."""
+
+    @property
+    def kernels(self) -> str | None: ...
+    @property
+    def measure(self) -> bool: ...
+
+
+@contextlib.contextmanager
+def as_told(x: Told) -> Iterator[None]:
+    """Within this context, what is asked for is what a call was told."""
+    with kept_to(x.kernels or asked()), tuning() if x.measure and not is_on() else contextlib.nullcontext():
+        yield
 
 
 def attend(op: Op[B], x: B, machine: Machine, ours: Callable[[B], R]) -> R:
@@ -135,8 +151,9 @@ def _tried(
 ) -> str | None:
     key = f"{op.name} {each.name}", problem, machine
     if key not in _TRIED:
-        small = op.small(x)
-        _TRIED[key] = disagreement(small, way, ours, op.results_of(small))
+        with untuned():
+            small = op.small(x)
+            _TRIED[key] = disagreement(small, way, ours, op.results_of(small))
         if _TRIED[key] is not None:
             warnings.warn(f"mla::{op.name}: {each.name} of {found(each).package} {_TRIED[key]}", stacklevel=2)
     return _TRIED[key]
@@ -157,7 +174,7 @@ def _measured(op: Op[B], x: B, problem: Problem, machine: Machine, ways: dict[st
             return ways[name](x)
 
     packages = [found(each).package for each in op.implementations if each.name in ways]
-    key = "implementation", op.name, *packages, problem, *map(bucket, op.sizes_of(x))
+    key = "implementation", op.name, *packages, problem, *map(bucket, op.sizes_of(x)), *op.results_of(x)
     return tuned(machine, key, OURS, lambda: list(ways)[1:], run, op.results_of(x))
 
 

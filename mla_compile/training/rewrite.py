@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from mla_compile.asked import AUTO
+from mla_compile.asked import told
 from mla_compile.cost import Device
 from mla_compile.dynamo.graph import copied
 from mla_compile.options import KEEP_ALL, QUERIES, Options
@@ -62,7 +62,7 @@ def rewrite_for_training(
     for outcome in rewriting.outcomes:
         _move_origins(captured, outcome, sites)
     captured.share_origins()
-    outcomes = tuple(_spliced(captured, outcome, options, checkpointed) for outcome in rewriting.outcomes)
+    outcomes = tuple(_spliced(captured, outcome, options.recompute, checkpointed) for outcome in rewriting.outcomes)
     own: Check | None = None
     if rewriting.original is not None and any(outcome.rewritten for outcome in outcomes):
         own = functools.partial(check, rewriting.original, captured.module, outcomes)
@@ -100,7 +100,7 @@ def _move_origins(captured: Captured, outcome: Outcome, sites: dict[str, fx.Node
         captured.origins[_output(captured, outcome)] = captured.origins.pop(place)
 
 
-def _spliced(captured: Captured, outcome: Outcome, options: Options, checkpointed: bool) -> Outcome:
+def _spliced(captured: Captured, outcome: Outcome, recompute: str, checkpointed: bool) -> Outcome:
     """Put the code of a site into the Dynamo graph, and return the outcome; unchanged if that is refused."""
     if not outcome.rewritten:
         return outcome
@@ -115,10 +115,10 @@ def _spliced(captured: Captured, outcome: Outcome, options: Options, checkpointe
             return outcome
         code = splice(captured, output)
         recompute_operands(code)
-        _tell_kernels(code, options.kernels)
+        _tell(code)
     except Refusal as refusal:
         return replace(unchanged(output, refusal), node=outcome.node)
-    if options.recompute != QUERIES:
+    if recompute != QUERIES:
         return outcome
     try:
         recompute_queries(captured, output, code)
@@ -127,12 +127,11 @@ def _spliced(captured: Captured, outcome: Outcome, options: Options, checkpointe
     return replace(outcome, reason=f"{outcome.reason}, and so are queries")
 
 
-def _tell_kernels(code: Iterable[fx.Node], kernels: str) -> None:
-    """Tell ops with several implementations what `mla.kernels` is: a backward that computes them again, in a thread of
-    its own, cannot ask."""
+def _tell(code: Iterable[fx.Node]) -> None:
+    """Tell ops with several implementations what is asked for: a backward may compute them again."""
     for node in code:
-        if kernels != AUTO and node.target is torch.ops.mla.expanded_attention.default:
-            node.update_kwarg("kernels", kernels)
+        if node.target is torch.ops.mla.expanded_attention.default:
+            node.kwargs = {**node.kwargs, **told()}
 
 
 def _checkpoints(module: fx.GraphModule) -> list[str]:

@@ -219,3 +219,12 @@ def test_the_op_takes_it_unless_it_is_told_otherwise(monkeypatch, caplog, told, 
     monkeypatch.setattr(triton, "expanded_attention_triton", lambda x, machine: by_aten(x))
     expanded_attention_gpu(**vars(problem(kernels=told)))
     assert [message.rpartition(" ")[2] for message in caplog.messages] == taken
+
+
+def test_the_op_measures_if_told(monkeypatch, caplog):
+    monkeypatch.setattr(machine, "present", lambda device: H100)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(triton, "expanded_attention_triton", lambda x, machine: by_aten(x))
+    monkeypatch.setattr(tuning, "device_seconds", lambda call: {"triton": 1.0, "cuDNN": 2.0}[call.args[0]])
+    expanded_attention_gpu(**vars(problem(measure=True)))
+    assert caplog.messages == ["mla::expanded_attention: triton; cuDNN is not known to be faster"]

@@ -18,7 +18,7 @@ from mla_compile.kernels.implementations import choose, cudnn, expansions, gradi
 from mla_compile.kernels.implementations.cudnn_backward import CUDNN_BACKWARD
 from mla_compile.kernels.implementations.table import GRADIENTS
 
-from . import test_cudnn
+from . import test_choose, test_cudnn
 from .test_cudnn import H100, L, P, R, V
 
 OP = "_scaled_dot_product_cudnn_attention_backward"
@@ -35,10 +35,10 @@ def exact(x):
     return o, lse, lambda grad_o: torch.autograd.grad(o, list(leaves.values()), grad_o.double())
 
 
-def problem(*sizes, wanted=ALL, grad_lse=None, kernels=None, with_exact=False, **named):
+def problem(*sizes, wanted=ALL, grad_lse=None, kernels=None, measure=False, with_exact=False, **named):
     """A call of the backward, after a forward whose results are those of float64, rounded."""
     x = test_cudnn.problem(*sizes, **named)
-    operands = vars(x) | {"kernels": kernels}
+    operands = vars(x) | {"kernels": kernels, "measure": measure}
     (o, lse), differentiate = torch.zeros(2), None
     if x.q.device.type == "meta":
         o, lse = x.q.new_empty((*x.q.shape[:3], V)), x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
@@ -219,13 +219,58 @@ def test_queries_that_see_no_key_are_refused(caplog):
     assert caplog.messages == ["mla::expanded_attention_backward: triton; cuDNN does not take queries that see no key"]
 
 
-@pytest.mark.parametrize(("told", "taken"), [(None, ["cuDNN"]), ("triton", [])])
-def test_the_op_takes_it_unless_it_is_told_otherwise(monkeypatch, caplog, told, taken):
-    monkeypatch.setattr(machine, "present", lambda device: H100)
+@pytest.fixture
+def on(monkeypatch):
+    """A function after which the op runs as on a machine, with ATen operations in place of our kernels."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(triton, "attend_backward_triton", lambda x, machine: attend_backward(x))
+    return lambda present: monkeypatch.setattr(machine, "present", lambda device: present)
+
+
+@pytest.mark.parametrize(("told", "taken"), [(None, ["cuDNN"]), ("triton", [])])
+def test_the_op_takes_it_unless_it_is_told_otherwise(on, caplog, told, taken):
+    on(H100)
     expanded_attention_backward_gpu(**vars(problem(kernels=told)))
     assert [message.rpartition(" ")[2] for message in caplog.messages] == taken
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fastest"), [({"triton": 1.0, "cuDNN": 2.0}, "triton"), ({"triton": 2.0, "cuDNN": 1.0}, "cuDNN")]
+)
+@pytest.mark.parametrize("present", [H100, Machine("sm_100", 148)], ids=lambda machine: machine.arch)
+def test_the_op_measures_if_told_and_the_fastest_is_kept_on_disk(
+    install, monkeypatch, on, caplog, present, seconds, fastest
+):
+    on(present)
+    x, timed = problem(measure=True), test_choose.Timed(**seconds)
+    monkeypatch.setattr(tuning, "device_seconds", timed)
+    for _ in range(2):
+        expanded_attention_backward_gpu(**vars(x))
+    expanded_attention_backward_gpu(**vars(dataclasses.replace(x, wanted=[True] + [False] * 5)))
+    assert timed.asked == ["triton", "cuDNN"] * 2  # some of the gradients are another problem
+    install()  # another process
+    expanded_attention_backward_gpu(**vars(x))
+    assert timed.asked == ["triton", "cuDNN"] * 2
+    chosen = [message.partition(": ")[2].partition(";")[0] for message in caplog.messages]
+    assert chosen == [fastest] * 3
+    assert not tuning.is_on()
+
+
+def test_what_is_not_told_to_measure_takes_another_choice(monkeypatch, on, caplog):
+    on(H100)
+    monkeypatch.setattr(tuning, "device_seconds", test_choose.Timed(triton=1.0, cuDNN=2.0))
+    for measure in (True, False):
+        expanded_attention_backward_gpu(**vars(problem(measure=measure)))
+    chosen = [message.partition(": ")[2].partition(";")[0] for message in caplog.messages]
+    assert chosen == ["triton", "cuDNN"]
+
+
+def test_the_trial_takes_the_tiles_of_the_table(on):
+    on(H100)
+    tunes = []
+    with tuning.tuning(lambda call: 1.0):
+        choose.attend(GRADIENTS, problem(), H100, lambda x: tunes.append(tuning.is_on()) or attend_backward(x))
+    assert tunes == [False, True, True]  # the trial; compared, by its fastest tiles; the call
 
 
 def test_it_may_differ_from_run_to_run_and_so_is_refused_where_that_is_forbidden(caplog):
