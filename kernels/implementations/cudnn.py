@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._common.addresses import aligned
 from ..share import PROGRAMS, in_even_groups, share_of
 from ..two_latents import latents_of
 from .expansions import MANY, Expanded, Takes, parts_of, tokens_of
@@ -71,13 +72,6 @@ def _attend(module: Any, x: ExpandedAttention) -> tuple[Tensor, Tensor]:
 def fewest_heads(sequences: int, queries: int) -> int:
     """The fewest heads of some sequences that keep the device busy."""
     return -(-PROGRAMS * _PROCESSORS // (sequences * -(-queries // _ROWS)))
-
-
-def aligned(t: Tensor) -> Tensor:
-    """The tensor, or a contiguous copy where cuDNN could not read its rows 16 bytes at a time."""
-    steps = [stride for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if size > 1]
-    even = t.stride(-1) == 1 and all(step and step * t.itemsize % 16 == 0 for step in steps)
-    return t if even and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
 def expanded(of_keys: Tensor, of_values: Tensor, ropes: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._common.addresses import aligned
 from ..head_groups import Group, attend_backward_in_groups
-from .cudnn import ARCHITECTURES, TAKES, aligned, expanded, fewest_heads
+from .cudnn import ARCHITECTURES, TAKES, expanded, fewest_heads
 from .expansions import MANY, parts_of
 from .implementation import Implementation
 

@@ -7,25 +7,38 @@ natural logarithms. Not known from the sources: whether what lies after the last
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .._common.addresses import aligned
 from .implementation import Function, Implementation
-from .pages import Takes, by_query, numbers_of
+from .pages import Paged, Takes, by_query, numbers_of
 
 if TYPE_CHECKING:
     from ..paged_latent_attention.arguments import PagedLatentAttention
 
 
+@dataclass(frozen=True)
+class _Aligned(Takes):
+    """Requires rows that can be loaded 16 bytes at a time or by TMA."""
+
+    def refusal(self, problem: Paged) -> str | None:
+        why = super().refusal(problem)
+        if why is None and not problem.aligned:
+            return "takes latents and rope keys in rows at multiples of 16 bytes, found another layout"
+        return why
+
+
 def _attend(module: Any, x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
     table, lengths = numbers_of(x)
     o, lse, *_ = module.flash_attn_with_kvcache(
-        q=x.q_rope,
+        q=aligned(x.q_rope),
         k_cache=x.rope_pages[:, :, None],
         v_cache=x.latent_pages[:, :, None],
-        qv=x.q_latent,
+        qv=aligned(x.q_latent),
         cache_seqlens=lengths,
         page_table=table,
         softmax_scale=x.scale,
@@ -56,5 +69,5 @@ FLASH_ATTENTION_3 = Implementation(
     ),
     attend=_attend,
     architectures=("sm_90",),
-    limits=Takes(dtypes=(torch.bfloat16, torch.float16), widths=(512, 64), one_row=False),
+    limits=_Aligned(dtypes=(torch.bfloat16, torch.float16), widths=(512, 64), one_row=False),
 )

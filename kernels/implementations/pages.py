@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .._common.addresses import ALIGNED, begins_aligned
 from .._common.plans import layout
 from .._common.sizes import always
 from .trial import normal_like
@@ -17,8 +18,6 @@ from .trial import normal_like
 if TYPE_CHECKING:
     from ..paged_latent_attention.arguments import PagedLatentAttention
 
-ALIGNED = 16
-"""Addresses and strides have to be multiples of this many bytes for TMA."""
 _PAGE = 256
 """The size of pages of the trial where a call has larger ones, besides what is left over."""
 
@@ -39,6 +38,8 @@ class Paged:
     """Whether latent and rope key of a token are side by side, in rows at multiples of 16 bytes."""
     matrices: bool = True
     """Whether all pages' latents, and all rope keys, are rows of one matrix each, at multiples of 16 bytes."""
+    aligned: bool = True
+    """Whether latents and rope keys are rows at multiples of 16 bytes."""
     one_page: bool = False
     """Whether each sequence has one page."""
     besides: tuple[str, ...] = ()
@@ -76,6 +77,7 @@ class Paged:
             causal,
             one_row,
             is_matrix(x.latent_pages) and is_matrix(x.rope_pages),
+            is_aligned(x.latent_pages) and is_aligned(x.rope_pages),
             always(x.block_table.shape[1] == 1),
             besides,
         )
@@ -117,7 +119,8 @@ def _short(dtype: torch.dtype) -> str:
 
 def layout_of(x: PagedLatentAttention) -> Hashable:
     """Everything about the arguments that a choice may depend on."""
-    rows = whole_rows(x.latent_pages, x.rope_pages), is_matrix(x.latent_pages), is_matrix(x.rope_pages)
+    both = x.latent_pages, x.rope_pages
+    rows = whole_rows(*both), *map(is_matrix, both), *map(is_aligned, both)
     asked = x.causal, x.split_tokens is None, x.first_positions is None, rows
     tensors = x.q_latent, x.q_rope, x.latent_pages, x.rope_pages, x.block_table, x.seq_lens, x.latent_scales, x.mask
     return asked, *map(layout, tensors)
@@ -131,27 +134,26 @@ def sizes_of(x: PagedLatentAttention) -> tuple[int, ...]:
 def whole_rows(latent: Tensor, rope: Tensor) -> bool:
     """Whether pages `[pages, page_size, L]` and `[pages, page_size, R]` are columns of the same rows, in this order."""
     same = latent.untyped_storage()._cdata == rope.untyped_storage()._cdata
-    first = latent.storage_offset()
-    places = first, *latent.stride()[:2]
     return (
         same
         and latent.stride() == rope.stride()
-        and latent.stride(2) == 1
-        and rope.storage_offset() == first + latent.shape[2]
-        and all(place * latent.itemsize % ALIGNED == 0 for place in places)
+        and rope.storage_offset() == latent.storage_offset() + latent.shape[2]
+        and is_aligned(latent)
+    )
+
+
+def is_aligned(pages: Tensor) -> bool:
+    """Whether the rows of pages are dense, and begin at multiples of 16 bytes."""
+    apart = pages.stride()[:2]
+    return (
+        pages.stride(2) == 1 and all(step * pages.itemsize % ALIGNED == 0 for step in apart) and begins_aligned(pages)
     )
 
 
 def is_matrix(pages: Tensor) -> bool:
     """Whether the rows of all pages are rows of one matrix, at multiples of 16 bytes."""
-    of_page, of_row, of_column = pages.stride()
-    places = pages.storage_offset(), of_row
-    return (
-        of_column == 1
-        and of_row > 0
-        and of_page % of_row == 0
-        and all(place * pages.itemsize % ALIGNED == 0 for place in places)
-    )
+    of_page, of_row, _ = pages.stride()
+    return of_row > 0 and of_page % of_row == 0 and is_aligned(pages)
 
 
 def rows_of(x: PagedLatentAttention) -> Tensor:

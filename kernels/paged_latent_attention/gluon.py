@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
     raise ImportError(f"expected Triton 3.6 or newer, as Gluon was another language, found {triton.__version__}")
 
+from .._common.addresses import aligned
 from .._common.combine import combine
 from .._common.launch import LEAST_TILES
 from .._common.machine import Machine, present
@@ -53,7 +54,7 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
     """o and lse, on a machine (by default the present one), for problems that the implementation's `Takes` accepts."""
     machine = machine or present(x.q_latent.device)
     batch, queries, heads, _ = x.q_latent.shape
-    q_latent, q_rope = (q if q.stride(3) == 1 else q.contiguous() for q in (x.q_latent, x.q_rope))
+    q_latent, q_rope = aligned(x.q_latent), aligned(x.q_rope)  # else they would be loaded one number at a time
     o = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     lse = q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
     if lse.numel() == 0 or x.latent_pages.numel() == 0 or x.block_table.numel() == 0:

@@ -32,6 +32,16 @@ def problem(queries=2, heads=32, dtype=torch.bfloat16, index=torch.int32, page_s
     return dataclasses.replace(PagedLatentAttention(*made.arguments, True, made.scale), **changes)
 
 
+def placed(x, start, offset=0):
+    """The same problem, with pages at an offset in memory that begins so many bytes behind a multiple of 16."""
+    rows = torch.cat([x.latent_pages, x.rope_pages], -1)
+    memory = torch.zeros(rows.nbytes + 64, dtype=torch.uint8)
+    begin = -memory.data_ptr() % 16 + start
+    numbers = torch.frombuffer(memory.numpy(), dtype=rows.dtype, offset=begin)
+    there = numbers.as_strided(rows.shape, rows.stride(), offset // rows.itemsize).copy_(rows)
+    return dataclasses.replace(x, latent_pages=there[..., :L], rope_pages=there[..., L:])
+
+
 class Ours:
     """A stand-in for the Triton kernel of this project, which counts its calls."""
 
@@ -113,6 +123,11 @@ REFUSED = {
     "latents apart from rope keys": (
         H100,
         lambda: dataclasses.replace(x := problem(), rope_pages=x.rope_pages.clone()),
+        "takes latent and rope key in one row at multiples of 16 bytes, found another layout",
+    ),
+    "memory that begins elsewhere": (
+        H100,
+        lambda: placed(problem(), 8),
         "takes latent and rope key in one row at multiples of 16 bytes, found another layout",
     ),
     "few rows": (H100, lambda: problem(1, 16), "FlashMLA is not known to be faster"),
@@ -329,6 +344,12 @@ MEASURED = {
         lambda: dataclasses.replace(x := problem(2, 8, page_size=16), rope_pages=x.rope_pages.clone()),
         "FlashAttention 3",
     ),
+    "FlashAttention 3, odd queries": (
+        "flash_attention_3",
+        H100,
+        lambda: dataclasses.replace(x := problem(2, 8), q_rope=torch.nn.functional.pad(x.q_rope, (0, 1))[..., :R]),
+        "FlashAttention 3",
+    ),
     "FlashAttention 3": ("flash_attention_3", H100, lambda: problem(2, 8, torch.float16), "FlashAttention 3"),
     "FlashInfer": ("flashinfer_0_7", B200, lambda: problem(1, 8, page_size=32), "FlashInfer's trtllm-gen"),
     "FlashInfer, numbers of 64 bits": (
@@ -352,6 +373,17 @@ def test_what_has_no_known_figures_runs_only_where_it_was_measured_to_be_faster(
         results = attend(x, machine, ours)
     assert chosen(caplog)[1].startswith(f"mla::paged_latent_attention: {name}")
     assert_right(results, x)
+
+
+@pytest.mark.parametrize("start", [0, 8])
+def test_flash_attention_3_leaves_memory_that_begins_elsewhere_to_ours(install, caplog, start):
+    install("flash_attention_3")
+    x, ours = placed(problem(2, 8, page_size=16), start), Ours()
+    with tuning.tuning(Timed(**{"triton": 2.0, "FlashAttention 3": 1.0})):
+        attend(x, H100, ours)
+    (line,) = chosen(caplog)
+    refused = "FlashAttention 3 takes latents and rope keys in rows at multiples of 16 bytes, found another layout"
+    assert (refused in line) == (start == 8)
 
 
 def test_more_queries_than_one_are_refused_where_only_one_was_read(install, caplog):

@@ -4,6 +4,7 @@ sm_100 has to be asked for."""
 import dataclasses
 import logging
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +15,15 @@ from mla_compile.asked import kept_to
 from mla_compile.kernels import native
 from mla_compile.kernels._common import tuning
 from mla_compile.kernels._common.machine import Machine
+from mla_compile.kernels._common.plans import Plans
 from mla_compile.kernels.implementations import choose, packages, pages
 from mla_compile.kernels.implementations.gluon import WARP_GROUPS
 from mla_compile.kernels.implementations.table import PAGED
 from mla_compile.kernels.paged_latent_attention import aten, gluon
+from mla_compile.kernels.paged_latent_attention.gluon import paged_latent_attention_gluon as launch
 
-from .test_choose import B200, H100, Ours, Timed, problem
+from ..recorded import recorded
+from .test_choose import B200, H100, Ours, Timed, placed, problem
 
 ASKS = "Gluon in tensor memory has not run on a GPU yet: mla.kernels='gluon' enables it"
 
@@ -105,6 +109,11 @@ REFUSED = {
         lambda: dataclasses.replace(x := problem(), rope_pages=torch.nn.functional.pad(x.rope_pages, (0, 1))[..., :64]),
         "takes pages a whole number of rows apart, at multiples of 16 bytes, found another layout",
     ),
+    "memory that begins elsewhere": (
+        H100,
+        lambda: placed(problem(), 8),
+        "takes pages a whole number of rows apart, at multiples of 16 bytes, found another layout",
+    ),
     "few rows": (H100, lambda: problem(1, 16), "is not known to be faster"),
 }
 
@@ -121,6 +130,7 @@ TAKEN = {
         x := problem(page_size=100), block_table=x.block_table[:, :1]
     ),
     "latents apart from rope keys": lambda: dataclasses.replace(x := problem(), rope_pages=x.rope_pages.clone()),
+    "memory that begins elsewhere, at an offset": lambda: placed(problem(), 8, 8),
 }
 
 
@@ -145,6 +155,34 @@ def test_a_layout_that_it_does_not_take_is_another_choice():
     shifted = dataclasses.replace(apart, latent_pages=moved)
     assert (pages.Paged.of(apart).matrices, pages.Paged.of(shifted).matrices) == (True, False)
     assert pages.layout_of(apart) != pages.layout_of(shifted)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_memory_that_begins_elsewhere_is_another_choice(monkeypatch, captured):
+    x = problem(1, 64)
+    assert attend(placed(x, 0)) == 1  # by the trial
+    assert attend(placed(x, 0)) == 0
+    monkeypatch.setattr(choose, "in_capture", lambda: captured)
+    assert attend(placed(x, 8)) == 1
+    assert attend(placed(x, 16)) == 0
+
+
+@pytest.mark.parametrize("machine", [H100, B200], ids=lambda machine: machine.arch)
+@pytest.mark.parametrize("change", ["memory", "strides", "nothing"])
+def test_queries_that_cannot_be_loaded_16_bytes_at_a_time_are_copied(change, machine):
+    x = problem(1, 128)
+    q = x.q_rope
+    if change == "memory":
+        q = torch.nn.functional.pad(q.flatten(), (4, 0))[4:].view(q.shape)
+    if change == "strides":
+        q = torch.nn.functional.pad(q, (0, 4))[..., :64]
+    with recorded(machine.arch) as launches, mock.patch.object(gluon, "_PLANS", Plans()):
+        launch(dataclasses.replace(x, q_rope=q), machine)
+    given = launches[1].arguments[1]
+    assert torch.equal(given, x.q_rope)
+    assert (given is q) == (change == "nothing")
+    assert given.data_ptr() % 16 == 0
+    assert all(step % 8 == 0 for step in given.stride()[:3])
 
 
 @pytest.mark.parametrize("machine", [H100, B200])

@@ -41,6 +41,11 @@ def flash_attn_with_kvcache(
     assert (k_cache.shape[2:], v_cache.shape[2:], q.shape[3], qv.shape[3]) == ((1, 64), (1, 512), 64, 512)
     assert page_table.dtype == cache_seqlens.dtype == torch.int32
     assert return_softmax_lse
+    for t in (q, qv, k_cache, v_cache):  # by TMA, or 16 bytes at a time
+        assert t.data_ptr() % 16 == 0
+        assert all(
+            stride * t.itemsize % 16 == 0 for size, stride in zip(t.shape[:-1], t.stride(), strict=False) if size > 1
+        )
     tensors = qv, q, v_cache[:, :, 0], k_cache[:, :, 0]
     o, lse = paged_latent_attention_reference(
         *(tensor.float() for tensor in tensors), page_table, cache_seqlens, causal, softmax_scale
