@@ -93,7 +93,7 @@ def test_int8(arch):
     assert_clean(compile_attention(arch, 128, coded=torch.int8), arch, max(stack, 8 * (arch == "sm_90")), in_loop)
 
 
-@pytest.mark.parametrize("coded", [FP8, torch.int8], ids=str)
+@pytest.mark.parametrize("coded", [FP8, pytest.param(torch.int8, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("arch", SOME[:-1])
 def test_codes_are_loaded_ahead_and_read_as_words(arch, coded):
     assert_words(compile_attention(arch, 16, coded=coded), choose(machine_of(arch), 16, 512, 64, 2, True))

@@ -78,6 +78,7 @@ def assert_as_close(measure, actual, exact, scales):
     assert (actual[1] - exact[1]).nan_to_num().abs().max() <= allowed
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", CODED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tiles", [FEW, MANY], ids=["few", "many"])
