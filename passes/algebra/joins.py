@@ -6,14 +6,14 @@ Pure Python, like `operations`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .elementwise import MOST_TERMS
 from .operations import align, leaf, read_of
 from .runs import as_one
 from .sizes import Size, same, total
 from .substitution import DEPTH, change_read, change_term, prune
-from .terms import Axis, Form, Join, Product, Segment, Stacked, Unread, Zero
+from .terms import Axis, Form, Join, Product, Read, Segment, Stacked, Sum, Term, Unread, Zero
 
 
 def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
@@ -43,7 +43,9 @@ def join(source: Hashable, pieces: Sequence[Form], dim: int) -> Form:
     if all(s.term.parts is None for s in segments) and all(axes == together for axes in depends):
         plain = tuple(replace(s, term=replace(s.term, joined=None)) for s in segments)
         return Form(dims, replace(term, joined=Join(along, plain) if len(plain) <= MOST_TERMS else None))
-    return Form(dims, replace(term, parts=_stacked(along, segments) or Join(along, _in_runs(source, segments))))
+    joined = replace(term, parts=Join(along, segments))
+    one = stacked(joined)
+    return Form(dims, one if one is not joined else replace(term, parts=Join(along, _in_runs(source, segments))))
 
 
 def _opened(piece: Form, dim: int) -> Sequence[Form]:
@@ -105,33 +107,81 @@ def _in_runs(source: Hashable, segments: Sequence[Segment]) -> tuple[Segment, ..
     return tuple(runs)
 
 
-def _stacked(along: Axis, segments: Sequence[Segment]) -> Product | None:
-    """Stacked products of one term with a matrix each, as its product with the stacked matrices;
-    None if they are not that.
+def stacked(term: Term, *, nested: bool = False) -> Term:
+    """An element that is one of several, stacked, as their product with stacked matrices if they are that; else as it
+    is.
 
-    Heads that have a projection each look like this.
+    Heads that have a projection each, perhaps with a bias, look like this. If `nested`, what each head projects may
+    itself be such a product, with a matrix of this head.
     """
-    products = [s.term.parts for s in segments if isinstance(s.term.parts, Product) and not s.axes]
-    first = products[0] if len(products) == len(segments) else None
-    if first is None or any(p.scale != first.scale or len(p.summed) != len(first.summed) for p in products):
+    join = term.parts
+    if not isinstance(join, Join) or any(segment.axes for segment in join.segments):
+        return term
+    parts = _Stack(term.read.source, join.axis, nested).parts([segment.term for segment in join.segments])
+    return term if parts is None else replace(term, parts=parts)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Stacks terms of the tensor `source`, one for each index of `along`."""
+
+    source: Hashable
+    along: Axis
+    nested: bool
+
+    def parts(self, terms: Sequence[Term]) -> Product | Sum | None:
+        """Products of one term with a matrix each, as its product with the stacked matrices, or sums of such products
+        and biases; None if they are neither."""
+        sums = [term.parts.terms for term in terms if isinstance(term.parts, Sum)]
+        if len(sums) == len(terms) and all(len(addends) == len(sums[0]) for addends in sums):
+            each = [self._addend(addends) for addends in zip(*sums, strict=True)]
+            known = tuple(addend for addend in each if addend is not None)
+            return Sum(known) if len(known) == len(each) else None
+        products = [term.parts for term in terms if isinstance(term.parts, Product)]
+        first = products[0] if len(products) == len(terms) else None
+        if first is None or any(p.scale != first.scale or len(p.summed) != len(first.summed) for p in products):
+            return None
+        alike = [
+            {axis: own for axis, own in zip(p.summed, first.summed, strict=True) if same(axis.size, own.size)}
+            for p in products
+        ]
+        sides = [(change_term(p.left, own), change_term(p.right, own)) for p, own in zip(products, alike, strict=True)]
+        for shared in (0, 1):
+            matrices = self._matrices([s[1 - shared].read for s in sides])
+            term = self._one([s[shared] for s in sides]) if matrices is not None else None
+            if matrices is not None and term is not None:
+                left, right = (term, matrices) if shared == 0 else (matrices, term)
+                return Product(left, right, first.summed, first.scale)
         return None
-    alike = [
-        {axis: own for axis, own in zip(p.summed, first.summed, strict=True) if same(axis.size, own.size)}
-        for p in products
-    ]
-    sides = [(change_term(p.left, own), change_term(p.right, own)) for p, own in zip(products, alike, strict=True)]
-    for shared in (0, 1):
-        (term, *others), matrices = [s[shared] for s in sides], [s[1 - shared].read for s in sides]
-        over = matrices[0].axes
-        held = not any(isinstance(read.source, Unread) for read in matrices)
-        if held and all(o.read == term.read for o in others) and all(read.axes == over for read in matrices):
-            order = tuple(over)
-            own = tuple(Axis(axis.size) for axis in order)
-            source = Stacked(tuple(change_read(read, dict(zip(order, own, strict=True))) for read in matrices), own)
-            stack = read_of(source, [(along,), *((axis,) for axis in order)])
-            left, right = (term, stack) if shared == 0 else (stack, term)
-            return Product(left, right, first.summed, first.scale)
-    return None
+
+    def _one(self, terms: Sequence[Term]) -> Term | None:
+        """The term that all of these are; or what they are together, if they are `nested`."""
+        first, *others = terms
+        if all(other.read == first.read for other in others):
+            return first
+        parts = self.parts(terms) if self.nested else None
+        return None if parts is None else _unread(self.source, parts)
+
+    def _addend(self, terms: Sequence[Term]) -> Term | None:
+        if all(term.parts is None and len(term.axes) <= 1 for term in terms):  # biases
+            first, *others = terms
+            return first if all(o.read == first.read for o in others) else self._matrices([t.read for t in terms])
+        parts = self.parts(terms)
+        return None if parts is None else _unread(self.source, parts)
+
+    def _matrices(self, reads: Sequence[Read]) -> Term | None:
+        """Reads over the same axes, stacked; None if the graph does not hold what is read, or their axes differ."""
+        order = tuple(dict.fromkeys(digit.axis for digit in reads[0].digits if digit.axis is not None))
+        if any(isinstance(read.source, Unread) or read.axes != reads[0].axes for read in reads):
+            return None
+        own = tuple(Axis(axis.size) for axis in order)
+        source = Stacked(tuple(change_read(read, dict(zip(order, own, strict=True))) for read in reads), own)
+        return read_of(source, [(self.along,), *((axis,) for axis in order)])
+
+
+def _unread(source: Hashable, parts: Product | Sum) -> Term:
+    read = read_of(Unread(source), [(axis,) for axis in Term(read_of(None, ()).read, parts).axes]).read
+    return Term(read, parts)
 
 
 def pad(source: Hashable, form: Form, dim: int, before: Size, after: Size) -> Form:

@@ -64,7 +64,7 @@ def _together(a: Term, b: Term, keys: set[Axis]) -> Term | None:
             if not same_tensor(change_read(second.latent.read, own), first.latent.read):
                 continue
             other = change_read(second.weight, own)
-            weight = added([_times(first.weight, first.scale), _times(other, second.scale)])
+            weight = added([times(first.weight, first.scale), times(other, second.scale)])
             whole = a.read.source if isinstance(a.read.source, Unread) else Unread(a.read.source)
             return Term(replace(a.read, source=whole), Product(first.latent, Term(weight), first.rank))
     return None
@@ -82,7 +82,8 @@ def _up_projections(term: Term, keys: set[Axis]) -> Iterator[UpProjection]:
             yield UpProjection(inner.latent, weight, inner.rank, inner.scale * outer.scale)
 
 
-def _times(read: Read, factor: float) -> Read:
+def times(read: Read, factor: float) -> Read:
+    """`factor * read`."""
     return read if factor == 1.0 else replace(read, then=(*read.then, factor))
 
 

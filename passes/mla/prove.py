@@ -26,6 +26,7 @@ from ..attention.attention import Attention, Score
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 from .apart import own_latent, shared_by_heads
+from .composed import composed
 from .computed import computed
 from .gated import ungated
 from .groups import flat, groups_of, in_groups
@@ -61,18 +62,31 @@ def prove(attention: Attention, trace: Trace) -> Site:
         if best is None or _narrower(site, best):
             best = site
     if best is None:
+        best = _otherwise(as_written, attention, trace)
+    if best is None or (best.groups is not None and not best.heads):  # no two heads share a latent
         with contextlib.suppress(Refusal):
-            return _prove(as_written, Values(as_written.value, as_written.columns, None), trace)
-        with contextlib.suppress(Refusal):
-            if (multiplied := ungated(attention, trace)) is not None:
-                return prove(multiplied, trace)
-        with contextlib.suppress(Refusal):
-            if (split := in_groups(attention)) is not None:
-                return _of_groups(*split, trace)
-        with contextlib.suppress(Refusal):
-            return _prove(attention, next(readings(attention)), trace, apart=True)
+            if (in_one := composed(attention)) is not None:
+                site = prove(in_one, trace)
+                best = site if best is None or _narrower(site, best) else best
+    if best is None:
         raise refusals[0]
     return best
+
+
+def _otherwise(as_written: Attention, attention: Attention, trace: Trace) -> Site | None:
+    """The site of an attention that is none as it stands, with factors of its keys elsewhere, in groups, or with a
+    latent for keys and one for values."""
+    with contextlib.suppress(Refusal):
+        return _prove(as_written, Values(as_written.value, as_written.columns, None), trace)
+    with contextlib.suppress(Refusal):
+        if (multiplied := ungated(attention, trace)) is not None:
+            return prove(multiplied, trace)
+    with contextlib.suppress(Refusal):
+        if (split := in_groups(attention)) is not None:
+            return _of_groups(*split, trace)
+    with contextlib.suppress(Refusal):
+        return _prove(attention, next(readings(attention)), trace, apart=True)
+    return None
 
 
 def _of_groups(attention: Attention, axes: Dim, trace: Trace) -> Site:

@@ -1,4 +1,5 @@
-"""Multiply latents and queries with weights that have adapters beside them, `W + B A`: with each summand by itself.
+"""Multiply latents and queries with weights that have adapters beside them, `W + B A`, or are two maps in a row, `B A`:
+with each summand and each map by itself.
 
 Few rows are multiplied with `W`, and with the matrices of the adapter one after the other. Where keys and values are
 up-projected, the latent becomes `[latent, latent A]`, and the weight `[W, B]`. Neither forms the sum, in whose rounding
@@ -19,6 +20,19 @@ from ..algebra.terms import Dim, Read
 from ..code.reading import Reader, sum_of
 from ..mla.site import Site
 from .per_head import per_head
+
+
+def times_weight(x: Tensor, weight: Read, heads: Dim, inner: Dim, outer: Dim, read: Reader) -> Tensor:
+    """`x` `[B, Sq, N, I]` times a weight over `heads`, `inner` and `outer`, which is computed only if it is no sum or
+    product of others."""
+    if is_made_of_matrices(weight):
+        return times_sum(x, addends(weight), heads, inner, outer, read)
+    return per_head(x, read(weight, heads, inner, outer), weight)
+
+
+def is_made_of_matrices(weight: Read) -> bool:
+    """Whether a weight is a sum or a product of others: rows are multiplied with these."""
+    return len(addends(weight)) > 1 or matrices(weight) is not None
 
 
 def times_sum(x: Tensor, pieces: Sequence[Read], heads: Dim, inner: Dim, outer: Dim, read: Reader) -> Tensor:

@@ -121,15 +121,22 @@ class ByHeadsCode:
     def __call__(self, *values: Any) -> Tensor:
         site, read = self.site, Reader(self.sources, values)
         rows, keys = (site.batch, site.heads, site.tokens), site.attention.keys
-        second = [] if self.second is None else [self.second]
+        latent = read(site.latent.read, site.batch, keys, site.rank)
+        second = [read(o.latent.read, site.batch, keys, o.rank) for o in (self.second,) if o is not None]
+        below = (*second, latent)[0]
         rank = self.second.rank if self.second is not None else site.rank
         tensors: dict[str, Any] = {
             "queries": [self._queries(i, read) for i in range(len(self.dtypes))],
-            "latent": read(site.latent.read, site.batch, keys, site.rank),
-            "second latent": [read(own.latent.read, site.batch, keys, own.rank) for own in second],
-            "w_uk": [read(w_uk, site.heads, site.nope.summed, rank) for w_uk in (site.w_uk,) if w_uk is not None],
+            "latent": latent,
+            "second latent": second,
+            # weights that are made of others come in float32
+            "w_uk": [
+                read(w, site.heads, site.nope.summed, rank).to(below.dtype) for w in (site.w_uk,) if w is not None
+            ],
             "w_uv": [
-                read(w_uv, site.heads, site.attention.columns, site.rank) for w_uv in (site.w_uv,) if w_uv is not None
+                read(w, site.heads, site.attention.columns, site.rank).to(latent.dtype)
+                for w in (site.w_uv,)
+                if w is not None
             ],
             "ropes": [read(rope.key.read, site.batch, keys, rope.summed) for rope in site.ropes],
             "shifts": [

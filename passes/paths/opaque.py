@@ -22,10 +22,10 @@ from ..masks.meaning import Meaning
 from ..mla.site import Site
 from ..nodes.refusal import Refusal
 from .absorbed import Absorbed, absorbed_cost
+from .adapters import times_weight
 from .carriers import Carrier
 from .padding import padded
 from .path import Part, Path
-from .per_head import per_head
 
 
 class Opaque(Path):
@@ -109,8 +109,8 @@ class ScoresCode:
         assert site.w_uk is not None
         latent = read(site.latent.read, site.batch, site.attention.keys, site.rank)
         q_nope = read(site.nope.query.read, site.batch, site.tokens, site.heads, site.nope.summed)
-        w_uk = read(site.w_uk, site.heads, site.nope.summed, site.rank)
-        return _per_key(per_head(q_nope, w_uk, site.w_uk), latent) * site.nope.scale
+        q_latent = times_weight(q_nope, site.w_uk, site.heads, site.nope.summed, site.rank, read)
+        return _per_key(q_latent, latent) * site.nope.scale
 
 
 class OutputCode:
@@ -131,8 +131,8 @@ class OutputCode:
 
         weights = read(self.weights, *rows, site.attention.keys)
         latent = read(site.latent.read, site.batch, site.attention.keys, site.rank)
-        w_uv = read(site.w_uv, site.heads, site.attention.columns, site.rank)
-        o = per_head(_per_key(weights, latent.transpose(1, 2)), w_uv.transpose(1, 2), site.w_uv)
+        sums = _per_key(weights, latent.transpose(1, 2))
+        o = times_weight(sums, site.w_uv, site.heads, site.rank, site.attention.columns, read)
         for bias in site.biases:
             o = o + read(bias, *rows, site.attention.columns) * weights.sum(-1, keepdim=True)
         o, columns = padded(o, site, read.realize)

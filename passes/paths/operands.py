@@ -16,7 +16,7 @@ from ..caches.stored import StoredKeys
 from ..code.reading import Reader
 from ..masks.named_keys import NamedKeys
 from ..mla.site import Piece, Site
-from .adapters import times_sum, widened
+from .adapters import is_made_of_matrices, times_sum, widened
 from .carriers import Carrier, Indices, Lengths, MaskAndOffset
 from .per_head import per_head
 
@@ -75,10 +75,9 @@ class Operands:
         return self._times(o, w_uv.transpose(1, 2), site.w_uv, site.rank, site.attention.columns)
 
     def _times(self, x: Tensor, weight: Tensor, read: Read, inner: Dim, outer: Dim) -> Tensor:
-        pieces = addends(read)
-        if len(pieces) == 1:
-            return per_head(x, weight, read)
-        return times_sum(x, pieces, self.site.heads, inner, outer, self.read)
+        if is_made_of_matrices(read):
+            return times_sum(x, addends(read), self.site.heads, inner, outer, self.read)
+        return per_head(x, weight, read)
 
     def to_expand(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """A wider latent, `W_UK` and `W_UV` for an op that up-projects keys that are not in pages, if the weights have

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from ..algebra import operations
 from ..algebra.gathers import flatten
+from ..algebra.joins import stacked
 from ..algebra.sizes import Size, Unaligned, quotient
 from ..algebra.terms import Form
 from ..nodes.arguments import arguments, aten
@@ -55,6 +57,7 @@ def _lifted(trace: Forms, node: fx.Node) -> Form:
 )
 def _view(trace: Forms, node: fx.Node) -> Form:
     form = operations.view(trace[arguments(node)[0]], shape_of(node))
+    form = replace(form, term=stacked(form.term))
     return flatten(node, form) or form
 
 

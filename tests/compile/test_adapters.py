@@ -192,3 +192,23 @@ def test_what_is_frozen_gets_no_gradient():
     assert mla_compile.last_report().rewritten == 1
     learned = {name for name, weight in module.named_parameters() if weight.grad is not None}
     assert learned == {f"mla.kv_b_proj.lora_{part}.one.weight" for part in "AB"}
+
+
+class Capped(Layer):
+    """Scores under a soft cap."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (3 * (q @ k.mT / 9).tanh()).softmax(-1) @ v
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("path", ["absorbed", "chunked"])
+def test_a_function_of_the_scores_in_bfloat16(path: str) -> None:
+    """The weight that has an adapter beside it is summed up in float32, and the latent is not."""
+    layer = Capped().bfloat16()
+    adapt(layer.mla, "kv_b_proj")
+    layer.bfloat16()
+    compiled, x = torch.compile(layer, backend="mla", options={"mla.path": path}), hidden(torch.bfloat16)
+    with torch.no_grad():
+        assert_as_close_as_eager(compiled(x), layer(x), copy.deepcopy(layer).double()(x.double()))
+    assert [site.path for site in mla_compile.last_report().sites] == [path]

@@ -93,6 +93,9 @@ class Spelling:
     """Which half precision takes the place of bfloat16 as the `dtype`."""
     blind: bool = False
     """Whether the mask hides all keys from the first query."""
+    mapped: str = "no"
+    """By what keys and values of each head are multiplied after their up-projection: a matrix of each `head`, or one
+    matrix of `all` heads, or `no` matrix."""
 
     @property
     def needs_scores(self) -> bool:
@@ -171,6 +174,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "apart": (False,) * 3 + (True,),
     "half": ("bfloat16", "float16"),
     "blind": (False,) * 3 + (True,),
+    "mapped": ("no",) * 6 + ("head", "all"),
 }
 
 
@@ -189,6 +193,8 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
         s = replace(s, keys="two scores", padded="no", softcap=False, returned=False, keys_scaled="no")
         s = replace(s, scale="query") if s.scale == "key" else s
         s = replace(s, softmax=dice.choice(("plain", "wide", "by hand"))) if s.softmax in ("sdpa", "late") else s
+    if s.absorbed != "no" or s.threes != "no" or s.gated or s.latents != "one":
+        s = replace(s, mapped="no")
     if s.absorbed != "no" or s.groups != "none" or s.keys == "two scores":
         s = replace(s, keys_scaled="no")  # there are no whole keys of each head
     if s.cache != "cat" or s.cache_tensors != "two" or s.absorbed != "no" or s.gated or s.latents != "one":

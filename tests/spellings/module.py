@@ -50,6 +50,11 @@ class Attention(Joining):
             shape = (self.query_heads, 1, width) if heads_first else (self.query_heads, width)
             self.key_scale = nn.Parameter(0.5 + torch.rand(shape))
         self.sink = nn.Parameter(torch.randn(self.query_heads)) if s.sink else None
+        self.maps = [None, None]
+        if s.mapped != "no":
+            lead = (s.heads,) if s.mapped == "head" else ()
+            maps = [nn.Parameter(torch.randn(*lead, width, width) / math.sqrt(width)) for width in (s.nope, s.value)]
+            self.maps = nn.ParameterList(maps)
 
     # The order of sequences, tokens and heads
 
@@ -250,6 +255,16 @@ class Attention(Joining):
     # From the latent to keys and values
 
     def up_project(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(map(self.mapped, self.plainly_up_projected(latent), self.maps))
+
+    def mapped(self, x: Tensor, matrix: Tensor | None) -> Tensor:
+        """Keys or values times a matrix of each head, or of all heads."""
+        if matrix is None or matrix.dim() == 2:
+            return x if matrix is None else x @ matrix
+        lead = self.letters.format("t")
+        return x @ matrix if lead == "bnt" else torch.einsum(f"{lead}d,nde->{lead}e", x, matrix)
+
+    def plainly_up_projected(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         s = self.spelling
         if s.latents != "one":
             halves = latent.chunk(2, dim=-1)

@@ -106,6 +106,13 @@ def a_head_each(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: 
     return sealed(q[:, :G], torch.cat([k, to_heads(k_rope)[:, :G]], -1), v)
 
 
+def from_few_columns(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
+    """All latents together are wider than what they are projected from."""
+    down = w_uv.flatten()[: 3 * G * L].view(3, G * L)
+    made = (latents[:, :, 0, :3] @ down).unflatten(-1, (G, L))
+    return sealed(q, torch.cat([expanded(made, w_uk), to_heads(k_rope)], -1), expanded(made, w_uv))
+
+
 def in_zeros(*places: int, cut: bool = True, attend: Callable[..., Tensor] = sealed) -> Callable[..., Tensor]:
     """Keys and values are written group by group into zeros. Values, with a bias, start at `places[g]` in group g."""
 
@@ -194,6 +201,7 @@ GROUPED = GATED | {
     "written behind zeros": in_zeros(1, 1, 1, cut=False),
     "written into zeros, softmax by hand": in_zeros(2, 2, 2, attend=softmax(lambda s: s)),
     "a head each": a_head_each,
+    "made of few columns": from_few_columns,
     "einsum": attention(expanded),
     "repeated": attention(repeated),
     "joined": attention(joined),

@@ -1,0 +1,84 @@
+"""Make one up-projection of two linear maps in a row, the first of which gives each head an intermediate of its own.
+
+    value[b, n, t, v] = sum_m (sum_l latent[b, t, l] A[n, m, l] + a[n, m]) B[n, v, m]
+                      = sum_l latent[b, t, l] (B A)[n, v, l] + (B a)[n, v]
+
+The intermediate of each head is no latent that heads share, so its own latent is taken. An intermediate that all heads
+share is a latent: it stays one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..algebra.joins import stacked
+from ..algebra.made import contracted
+from ..algebra.terms import Axis, Join, Product, Sum, Term, Unread
+from ..attention.attention import Attention
+from .products import UpProjection, times, up_projection
+
+
+def composed(attention: Attention) -> Attention | None:
+    """An attention whose keys and values are up-projections in one step; None if none of them had two."""
+    keys, rows = {*attention.keys}, {*attention.rows}
+    value = _composed(attention.value, keys, rows)
+    scores = tuple(replace(s, key=_composed(s.key, keys, rows)) for s in attention.scores)
+    if value is attention.value and all(a.key is b.key for a, b in zip(scores, attention.scores, strict=True)):
+        return None
+    return replace(attention, value=value, scores=scores)
+
+
+def _composed(term: Term, keys: set[Axis], rows: set[Axis]) -> Term:
+    """A term with every such product in its pieces and addends composed; the term itself if it has none."""
+    match term.parts:
+        case Join(axis, segments):
+            one = stacked(term, nested=True) if axis in rows else term
+            if one is not term and (made := _composed(one, keys, rows)) is not one:
+                return made
+            pieces = [_composed(segment.term, keys, rows) for segment in segments]
+            if all(piece is segment.term for piece, segment in zip(pieces, segments, strict=True)):
+                return term
+            own = tuple(replace(s, term=piece) for s, piece in zip(segments, pieces, strict=True))
+            return replace(term, parts=replace(term.parts, segments=own))
+        case Sum(terms):
+            addends = [_composed(addend, keys, rows) for addend in terms]
+            if all(a is b for a, b in zip(addends, terms, strict=True)):
+                return term
+            return replace(term, parts=Sum(tuple(one for addend in addends for one in _addends(addend))))
+        case Product():
+            outer = up_projection(term, keys)
+            inner = None if outer is None else _addends(_composed(outer.latent, keys, rows))
+            sums = None if outer is None or inner is None else _distributed(term, outer, inner, keys, rows)
+            return sums or term
+    return term
+
+
+def _addends(term: Term) -> Sequence[Term]:
+    return term.parts.terms if isinstance(term.parts, Sum) else (term,)
+
+
+def _distributed(
+    whole: Term, outer: UpProjection, inner: Sequence[Term], keys: set[Axis], rows: set[Axis]
+) -> Term | None:
+    """The sum `inner`, times the weight of `outer`, addend by addend.
+
+    None if an addend that differs between keys is no up-projection whose weight gives each head its own.
+    """
+
+    def unread(parts: Product | Sum) -> Term:
+        return Term(replace(whole.read, source=Unread(whole.read.source)), parts)
+
+    made = list[Term]()
+    for addend in inner:
+        if addend.axes.isdisjoint(keys):
+            made.append(Term(times(contracted(addend.read, outer.weight, outer.rank), outer.scale)))
+            continue
+        first = up_projection(addend, keys)
+        if first is None or not first.latent.axes.isdisjoint(outer.rank):
+            return None
+        if not (first.weight.axes & rows) - first.latent.axes:
+            return None
+        weight = times(contracted(first.weight, outer.weight, outer.rank), first.scale)
+        made.append(unread(Product(first.latent, Term(weight), first.rank, outer.scale)))
+    return made[0] if len(made) == 1 else unread(Sum(tuple(made)))
