@@ -40,7 +40,7 @@ def joined(first: Read, second: Read, along: tuple[Dim, Dim], axis: Axis) -> Rea
     None if their other axes differ, if neither read differs along the join, or if one repeats along an axis in its
     `along`. The axes of the source are the same in every source, so that two sources that are alike compare equal.
     """
-    pieces = *_pieces(first, along[0]), *_pieces(second, along[1])
+    pieces = *side_by_side(first, along[0]), *side_by_side(second, along[1])
     others = [d.axis for d in first.digits if d.axis is not None and d.axis not in along[0]]
     counted = [own for read, own in zip((first, second), along, strict=True) if {*own} & read.axes]
     whole = all({*own} <= read.axes for read, own in zip((first, second), along, strict=True))
@@ -56,7 +56,7 @@ def joined(first: Read, second: Read, along: tuple[Dim, Dim], axis: Axis) -> Rea
     return read_of(source, [(axis,), *((other,) for other in names)]).read
 
 
-def _pieces(read: Read, own: Dim) -> list[tuple[Read, Dim]]:
+def side_by_side(read: Read, own: Dim) -> list[tuple[Read, Dim]]:
     """The pieces of a read of all of a source that is joined along `own`, with their axes; else the read alone."""
     source = read.source
     if not isinstance(source, Joined) or read.then or any(len(d) != 1 or not d[0].whole for d in read.dims):

@@ -34,6 +34,7 @@ from .own_ropes import SHARE, as_biases, own_of
 from .products import UpProjection, gathered, same_tensor, up_projection
 from .readable import is_held
 from .scaled import with_scaled_queries, with_scaled_query
+from .side_by_side import side_by_side
 from .site import Groups, OwnLatent, Piece, Site
 from .values import Values, readings
 from .why_not import describe, name, no_up_projection, stored_expanded
@@ -217,7 +218,7 @@ def _told_apart(attention: Attention, values: Values, trace: Trace, *, apart: bo
         for piece in _pieces(node, score, keys, weight_heads, values, trace)
         for part in _around(piece, latent.read, rank)
     ]
-    for piece in pieces:
+    for piece in side_by_side(attention, pieces, [_up_projected(piece, keys, latent, rank) for piece in pieces]):
         if piece.key.axes.isdisjoint(keys):
             shifts.append(piece)
             continue

@@ -1,5 +1,5 @@
-"""Multiply latents and queries with weights that have adapters beside them, `W + B A`, or are two maps in a row, `B A`:
-with each summand and each map by itself.
+"""Multiply latents and queries with weights that are made of others, with each of these by itself: weights that have
+adapters beside them, `W + B A`, two maps in a row, `B A`, or weights side by side.
 
 Few rows are multiplied with `W`, and with the matrices of the adapter one after the other. Where keys and values are
 up-projected, the latent becomes `[latent, latent A]`, and the weight `[W, B]`. Neither forms the sum, in whose rounding
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..algebra.made import addends, matrices
+from ..algebra.made import addends, matrices, side_by_side
+from ..algebra.sizes import product
 from ..algebra.substitution import change_read
 from ..algebra.terms import Dim, Read
 from ..code.reading import Reader, sum_of
@@ -25,14 +26,14 @@ from .per_head import per_head
 def times_weight(x: Tensor, weight: Read, heads: Dim, inner: Dim, outer: Dim, read: Reader) -> Tensor:
     """`x` `[B, Sq, N, I]` times a weight over `heads`, `inner` and `outer`, which is computed only if it is no sum or
     product of others."""
-    if is_made_of_matrices(weight):
+    if is_made_of_matrices(weight, inner):
         return times_sum(x, addends(weight), heads, inner, outer, read)
     return per_head(x, read(weight, heads, inner, outer), weight)
 
 
-def is_made_of_matrices(weight: Read) -> bool:
-    """Whether a weight is a sum or a product of others: rows are multiplied with these."""
-    return len(addends(weight)) > 1 or matrices(weight) is not None
+def is_made_of_matrices(weight: Read, inner: Dim) -> bool:
+    """Whether a weight is a sum or a product of others, or several side by side: rows are multiplied with these."""
+    return len(addends(weight)) > 1 or matrices(weight) is not None or len(side_by_side(weight, inner)) > 1
 
 
 def times_sum(x: Tensor, pieces: Sequence[Read], heads: Dim, inner: Dim, outer: Dim, read: Reader) -> Tensor:
@@ -41,6 +42,11 @@ def times_sum(x: Tensor, pieces: Sequence[Read], heads: Dim, inner: Dim, outer: 
 
 
 def _times(x: Tensor, piece: Read, heads: Dim, inner: Dim, outer: Dim, read: Reader) -> Tensor:
+    parts = side_by_side(piece, inner)
+    if len(parts) > 1:
+        widths = [read.realize(product(axis.size for axis in own)) for _, own in parts]
+        pairs = zip(x.split(widths, dim=-1), parts, strict=True)
+        return sum_of([_times(own, part, heads, along, outer, read) for own, (part, along) in pairs]).to(x.dtype)
     made = _in_order(piece, inner)
     if made is not None and made[0].axes.isdisjoint(outer):
         first, second, rank = made

@@ -76,12 +76,6 @@ def softmax_over_queries(*args: Tensor) -> Tensor:
     return ((q @ k.transpose(-1, -2)) * SCALE).softmax(-2) @ v
 
 
-def keys_of_two_up_projections(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    k_nope, v = mla.up_projected(latent, w_kv)
-    q = mla.queries(x, w_q)
-    return mla.softmax(torch.cat([q, q[..., :P]], -1), torch.cat([k_nope, mla.to_heads(k_rope), v[..., :P]], -1), v)
-
-
 def tokens_make_the_weight(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
     """Another up-projection for every sequence."""
     w_uk, w_uv = mla.weights(w_kv)
@@ -160,7 +154,6 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "keys and values cached unfolded": (expanded_cache, "keys and values that are stored expanded"),
     "columns that nobody wrote": (unwritten_columns, "all of whose columns are written"),
     "softmax over the queries": (softmax_over_queries, "the keys of the softmax"),
-    "keys with two parts of the latent": (keys_of_two_up_projections, "found two"),
     "a mixture of experts": (experts, "expected values that are an up-projection of a latent, found a product of"),
     "keys of each query": (keys_of_each_query, "found `index"),
     "batch and heads merged in two orders": (unfactored_batch, "values to keep its axes"),

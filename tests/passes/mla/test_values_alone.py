@@ -52,8 +52,8 @@ def check(function: Function, tensors: Sequence[Tensor], symbolic: Sequence[Sequ
     return module
 
 
-UNSAVED = ["keys and values cached unfolded", "keys with two parts of the latent"]
-"""Near misses that the path `values` does not take, either. In the second, keys have columns of the values."""
+UNSAVED = ["keys and values cached unfolded"]
+"""Near misses that the path `values` does not take, either."""
 OF_KEYS = {
     name: function
     for name, (function, _) in NEAR_MISSES.items()
