@@ -283,7 +283,7 @@ def change(form: Form, changes: Changes) -> Form:
     return Form(tuple(_change_axes(dim, changes) for dim in form.dims), change_term(form.term, changes))
 
 
-DEPTH = 3
+DEPTH = 4
 """How many levels of products and joins are kept of a factor of a product and of an addend of a sum."""
 
 
