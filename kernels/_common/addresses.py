@@ -10,12 +10,12 @@ ALIGNED = 16
 """Addresses and strides have to be multiples of this many bytes."""
 
 
-def begins_aligned(t: Tensor) -> bool:
-    """Whether a tensor's first element is at a multiple of 16 bytes; in a graph, whether its offset is one, as memory
-    begins at one if torch allocates it."""
+def begins_aligned(t: Tensor, to: int = ALIGNED) -> bool:
+    """Whether a tensor's first element is at a multiple of `to` bytes, at most 16; in a graph, whether its offset is
+    one, as memory begins at one if torch allocates it."""
     if isinstance(t, FakeTensor):
-        return bool(t.storage_offset() * t.itemsize % ALIGNED == 0)
-    return t.data_ptr() % ALIGNED == 0
+        return bool(t.storage_offset() * t.itemsize % to == 0)
+    return t.data_ptr() % to == 0
 
 
 def aligned(t: Tensor) -> Tensor:

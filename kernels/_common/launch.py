@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...coded import CODED
 from ...fp8 import FP8
+from .addresses import begins_aligned
 from .combine import combine
 from .kernel import attend_latents
 from .launching import is_traced, launched
@@ -21,16 +22,13 @@ from .machine import Machine
 from .parts import Work, combination, in_parts, lengths_at_a_time, number_of_parts, shared_out
 from .plans import Plans, layout
 from .sizes import always, expected, is_symbol
-from .tiles import LEAST, MaskKind, Tiles, choose, columns, fits, power_of_two
+from .tiles import LEAST, MOST_ROWS_OF_WORDS, MaskKind, Tiles, choose, columns, fits, power_of_two
 from .tuning import bucket, is_on, neighbours, tuned
 
 LEAST_TILES = 4
 """The fewest tiles of keys in a part, so that loading ahead pays."""
 MANY_TOKENS = 1 << 15
 """A cache that may grow is cut into parts for at least this many keys; parts that are not needed yet end at once."""
-
-_MOST_ROWS_OF_WORDS = 32
-"""The most rows of a program that loads codes as words."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,8 @@ def _plan(
     tensors = q_latent, q_rope, source.latent, source.rope, source.table, source.scales, source.mask
     lengths = source.lengths is not None, source.starts is not None
     keys = source.kind, source.tokens, source.cached, source.page_size, source.causal, source.causal_offset
-    key = machine, tiles, split_tokens, keys, lengths, *map(layout, tensors)
+    in_words = source.scales is None or _begins_evenly(source.latent)
+    key = machine, tiles, split_tokens, keys, lengths, in_words, *map(layout, tensors)
     return PLANS.get(key, lambda: _new_plan(machine, q_latent, q_rope, source, split_tokens, tiles))
 
 
@@ -292,18 +291,24 @@ def _groups_in_words(machine: Machine, q_latent: Tensor, source: Source, tiles: 
     a bias of the lowest number would hide what is said there about the greatest weight.
     """
     latent, scales = source.latent, source.scales
-    if scales is None or not machine.arch.startswith("sm_") or tiles.rows > _MOST_ROWS_OF_WORDS:
+    if scales is None or not machine.arch.startswith("sm_") or tiles.rows > MOST_ROWS_OF_WORDS:
         return 0
     groups, rank = scales.shape[2], q_latent.shape[3]
     width = rank // groups
-    even = (latent.stride(0), latent.stride(1), latent.storage_offset())
     taken = (
         q_latent.itemsize == 2
         and word_of(source.mask) != "bias"
         and width == power_of_two(width) >= 2 * LEAST
-        and all(always(number % 2 == 0) for number in even)
+        and always(latent.stride(0) % 2 == 0)
+        and always(latent.stride(1) % 2 == 0)
+        and _begins_evenly(latent)
     )
     return groups if taken else 0
+
+
+def _begins_evenly(codes: Tensor) -> bool:
+    """Whether codes begin where a word may."""
+    return always(codes.storage_offset() % 2 == 0) if is_traced() else begins_aligned(codes, 2)
 
 
 def _align(cache: Tensor) -> int:

@@ -64,6 +64,10 @@ _TABLE: dict[str, ArchTiles] = {
     "sm_120": ArchTiles(Tiles(16, 32, 8, 3), _SMALL, _SMALL, *[Tiles(16, 16, 8, 2)] * 2),
     "gfx942": replace(ArchTiles(*[Tiles(16, 32, 4, 1)] * 5), fp8=Tiles(16, 16, 4, 1)),
 }
+_WORDS = Tiles(32, 64, 8, 3)
+"""For 17 to 32 rows and keys in FP8 or INT8 on Hopper: half of 64 rows would be padding, and `words` takes 32."""
+MOST_ROWS_OF_WORDS = _WORDS.rows
+"""The most rows of a program that loads codes as `words`."""
 _FLOAT32 = Tiles(16, 16, 8, 2)
 """Products of float32 do not use the matrix units, and take twice the memory."""
 _SUMS = 128
@@ -141,6 +145,8 @@ def choose(
     elif rows <= choice.few.rows:
         special = choice.masked if mask != "none" else choice.fp8 if fp8 else choice.few
         tiles = special if special.rows <= choice.few.rows else choice.few
+    elif fp8 and mask == "none" and rows <= MOST_ROWS_OF_WORDS < choice.fp8.rows:
+        tiles = _WORDS
     else:
         tiles = choice.fp8 if fp8 else choice.many
         if mask != "none" and (not fp8 or choice.masked.rows * choice.masked.keys < tiles.rows * tiles.keys):

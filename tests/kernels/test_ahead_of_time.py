@@ -99,6 +99,26 @@ def test_codes_are_loaded_ahead_and_read_as_words(arch, coded):
     assert_words(compile_attention(arch, 16, coded=coded), choose(machine_of(arch), 16, 512, 64, 2, True))
 
 
+@pytest.mark.parametrize(("rows", "of_codes", "of_numbers"), [(16, 16, 16), (17, 32, 64), (32, 32, 64), (33, 64, 64)])
+def test_rows_of_codes_on_hopper(rows, of_codes, of_numbers):
+    chosen = [choose(machine_of("sm_90"), rows, 512, 64, 2, coded).rows for coded in (True, False)]
+    assert chosen == [of_codes, of_numbers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pages", "named"])
+@pytest.mark.parametrize("coded", [FP8, torch.int8], ids=str)
+def test_half_of_64_rows_on_hopper(coded, kind):
+    """They are taken as words, where Hopper's products of 64 rows would compute 32 for nothing. Addresses of named keys
+    are on the stack while the loop runs."""
+    tiles = choose(machine_of("sm_90"), 32, 512, 64, 2, True)
+    assert tiles.rows == 32
+    record = compile_attention("sm_90", 32, coded=coded, kind=kind, work="shared" if kind == "pages" else "parts")
+    assert matrix_unit(record.assembly) == "mma.sync"
+    assert_clean(record, "sm_90", 72, 16 if kind == "named" else 0)
+    assert record.loop["PRMT"] <= 128
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_fp8_of_named_keys(arch):

@@ -183,11 +183,22 @@ def only_key(codes, arch):
     return [result.flatten() for result in results]
 
 
+def test_codes_that_begin_at_an_odd_address_after_others_that_did_not(groups_in_words):
+    """What was planned for the same layout does not hold for them."""
+    x = make_paged([37, 18], (1, 5, 64, 8), 16, torch.bfloat16)
+    (q, rope, codes, *rest), scale, scales = _quantised(x, 2)
+    rows = torch.zeros(*codes.shape[:2], 66, dtype=FP8)
+    for start, groups in ((0, 2), (1, 0)):
+        own = rows[..., start : start + 64].copy_(codes)
+        assert_right((q, rope, own, *rest), scale, scales, torch.float32 if groups else q.dtype)
+        assert groups_in_words[-1] == groups
+
+
 def test_what_is_not_taken_as_words(groups_in_words):
     x = make_paged([37, 18], (1, 5, 64, 8), 16, torch.bfloat16)
     (q, rope, codes, *rest), scale, scales = _quantised(x, 2)
     assert_right((q, rope, codes, *rest), scale, scales, q.dtype, mask=torch.zeros(1, 1, 1, 48, dtype=q.dtype))
-    behind = torch.zeros(*codes.shape[:2], 65, dtype=FP8)[..., 1:].copy_(codes)  # odd strides, and an odd beginning
+    behind = torch.zeros(*codes.shape[:2], 65, dtype=FP8)[..., 1:].copy_(codes)  # odd strides
     run((q, rope, behind, *rest), scale, scales)
     run((q, rope, codes, *rest), scale, scales, tiles=Tiles(64, 16, 8, 2))
     run((q.float(), rope.float(), codes, rest[0].float(), *rest[1:]), scale, scales)
