@@ -76,9 +76,9 @@ def test_queries_that_are_not_the_last(arch):
     assert_clean(compile_attention(arch, 128, starts=True), arch, *SPILLED)
 
 
-@pytest.mark.diagonal
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("arch", SLOW_90)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_fp8(arch, heads):
     # A few bytes are spilled before the loop and read after it.
     stack, in_loop = SPILLED
@@ -86,7 +86,8 @@ def test_fp8(arch, heads):
     assert_clean(compile_attention(arch, heads, coded=FP8), arch, max(stack, spilled), in_loop)
 
 
-@pytest.mark.parametrize("arch", SOME)
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_int8(arch):
     # 8 bytes are spilled before the loop and read after it.
     stack, in_loop = SPILLED
