@@ -2,7 +2,8 @@
 
 The table was made by compiling ahead of time for each architecture. It holds tiles that spill nothing in the loop for
 DeepSeek's ranks, and that load the next keys while some are attended to. Which of those pay was measured on an H200
-for few rows, and for keys in FP8; else it was only counted in the machine code, and `mode="max-autotune"` finds out.
+for few rows of keys that are no codes, and for many rows of codes; else it was only counted in the machine code, and
+`mode="max-autotune"` finds out.
 """
 
 from __future__ import annotations
