@@ -27,7 +27,14 @@ _HEADROOM = tl.constexpr(9.704060527839234)
 it."""
 _LEAST = tl.constexpr(2.0**-60)
 """Scales below this count as this much where the greatest weight is chosen, so that sums of weights stay finite."""
-_FROM_E4M3 = tl.constexpr("""{
+
+
+def _assembly(lines: str) -> tl.constexpr:
+    """In one line: torch 2.11 writes an escaped character of a constant, such as a new line, unescaped."""
+    return tl.constexpr(" ".join(lines.split()))
+
+
+_FROM_E4M3 = _assembly("""{
     .reg .b16 first, second;
     .reg .b32 a, b;
     mov.b32 {first, second}, $2;
@@ -37,7 +44,7 @@ _FROM_E4M3 = tl.constexpr("""{
     prmt.b32 $1, a, b, 0x7632;
 }""")
 """Of two words $2: the numbers of their lower bytes $0, and of their upper bytes $1, two float16 each."""
-_FROM_E4M3_BITS = tl.constexpr("""{
+_FROM_E4M3_BITS = _assembly("""{
     .reg .b32 up, codes, nan, sign, even, odd;
     mov.b32 up, 0x5c005c00;
     and.b32 codes, $2, 0x7f7f7f7f;
@@ -58,7 +65,7 @@ _FROM_E4M3_BITS = tl.constexpr("""{
 }""")
 """The same where hardware has no conversion: the bits of a float16 2^8 times smaller. A code of seven ones is NaN, and
 gets the highest bit of the float16's exponent too."""
-_FROM_INT8 = tl.constexpr("""{
+_FROM_INT8 = _assembly("""{
     .reg .b32 raised, above;
     mov.b32 above, 0xe480e480;
     xor.b32 raised, $2, 0x80808080;

@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 
 pytest.importorskip("triton")
+
+from mla_compile.kernels._common.combine import combine
+from mla_compile.kernels._common.kernel import attend_latents
+from mla_compile.kernels.merge_states.kernel import merge
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or torch.version.hip is not None, reason="there is a GPU, or torch takes AMD's for one"
@@ -97,6 +102,12 @@ def test_a_lowered_program_launches(written):
     ops = (written / "exported.txt").read_text().split()
     assert ops.count("triton_kernel_wrapper_functional") == 2
     assert not {op for op in ops if op.startswith("aten.")} - {"aten.slice.Tensor", "aten.empty.memory_format"}
+
+
+@pytest.mark.parametrize("kernel", [attend_latents, combine, merge], ids=lambda kernel: kernel.__name__)
+def test_every_version_of_torch_can_write_the_source(kernel):
+    """torch 2.11 puts the source into a literal, in which it escapes nothing."""
+    assert "\\" not in user_defined_triton_kernel_transitive_closure_source_code(kernel)
 
 
 @pytest.mark.slow
