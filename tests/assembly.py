@@ -28,26 +28,28 @@ def _elementwise(
     """Elements of 16 bits, two in each register, as `tl.inline_asm_elementwise` has them."""
     (words,) = args
     assert is_pure
-    assert pack == 2
-    assert words.handle.data.itemsize == 2
-    outputs = constraints.split(",")[: len(dtype)]
+    bits = executed(str(getattr(asm, "value", asm)), constraints, pack, words.handle.data)
+    return tuple(
+        tl.tensor(TensorHandle(found.view(DTYPES[kind]), kind), words.type.with_element_ty(kind))
+        for found, kind in zip(bits, dtype, strict=True)
+    )
+
+
+def executed(asm: str, constraints: str, pack: int, words: np.ndarray) -> list[np.ndarray]:
+    """The outputs, of 16 bits an element; two elements that follow each other are in one register."""
+    outputs = constraints.split(",")[:-1]
     assert constraints.split(",") == ["=r"] * len(outputs) + ["r"]
-    # Which elements are neighbours in a register does not matter: any two are computed each by itself.
-    given = np.ascontiguousarray(words.handle.data)
-    flat = given.reshape(-1)
+    assert pack == 2
+    assert words.itemsize == 2
+    flat = np.ascontiguousarray(words).reshape(-1)
     flat = np.concatenate([flat, flat[: len(flat) % 2]]).view(np.uint32)
     registers: dict[str, Any] = {f"${len(outputs)}": flat}
     with np.errstate(invalid="ignore"):
-        for line in str(getattr(asm, "value", asm)).strip("{} \n").split(";"):
+        for line in asm.strip("{} \n").split(";"):
             if line.strip() and not line.strip().startswith(".reg"):
                 _execute(line.strip(), registers)
-    return tuple(
-        tl.tensor(
-            TensorHandle(registers[f"${i}"].view(DTYPES[kind])[: given.size].reshape(given.shape), kind),
-            words.type.with_element_ty(kind),
-        )
-        for i, kind in enumerate(dtype)
-    )
+    found = [registers[f"${i}"].view(np.uint16)[: words.size].reshape(words.shape) for i in range(len(outputs))]
+    return [bits.view(np.int16) for bits in found]
 
 
 def _execute(line: str, registers: dict[str, Any]) -> None:

@@ -22,29 +22,28 @@ import triton.language as tl
 from .attend import LOG2E, LOWEST
 from .blocks import load_rows
 
-_HEADROOM = tl.constexpr(9.704060527839234)
+HEADROOM = tl.constexpr(9.704060527839234)
 """The logarithm of 2^14, to which the greatest weight of a row is raised: smaller ones then lose no bits above 2^-28 of
 it."""
-_LEAST = tl.constexpr(2.0**-60)
+LEAST_SCALE = tl.constexpr(2.0**-60)
 """Scales below this count as this much where the greatest weight is chosen, so that sums of weights stay finite."""
 
 
-def _assembly(lines: str) -> tl.constexpr:
+def in_one_line(lines: str) -> tl.constexpr:
     """In one line: torch 2.11 writes an escaped character of a constant, such as a new line, unescaped."""
     return tl.constexpr(" ".join(lines.split()))
 
 
-_FROM_E4M3 = _assembly("""{
-    .reg .b16 first, second;
-    .reg .b32 a, b;
-    mov.b32 {first, second}, $2;
-    cvt.rn.f16x2.e4m3x2 a, first;
-    cvt.rn.f16x2.e4m3x2 b, second;
-    prmt.b32 $0, a, b, 0x5410;
-    prmt.b32 $1, a, b, 0x7632;
+FROM_E4M3 = in_one_line("""{
+    .reg .b16 lower, upper;
+    .reg .b32 sorted;
+    prmt.b32 sorted, $2, $2, 0x3120;
+    mov.b32 {lower, upper}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, lower;
+    cvt.rn.f16x2.e4m3x2 $1, upper;
 }""")
 """Of two words $2: the numbers of their lower bytes $0, and of their upper bytes $1, two float16 each."""
-_FROM_E4M3_BITS = _assembly("""{
+FROM_E4M3_BITS = in_one_line("""{
     .reg .b32 up, codes, nan, sign, even, odd;
     mov.b32 up, 0x5c005c00;
     and.b32 codes, $2, 0x7f7f7f7f;
@@ -65,7 +64,7 @@ _FROM_E4M3_BITS = _assembly("""{
 }""")
 """The same where hardware has no conversion: the bits of a float16 2^8 times smaller. A code of seven ones is NaN, and
 gets the highest bit of the float16's exponent too."""
-_FROM_INT8 = _assembly("""{
+FROM_INT8 = in_one_line("""{
     .reg .b32 raised, above;
     mov.b32 above, 0xe480e480;
     xor.b32 raised, $2, 0x80808080;
@@ -80,7 +79,7 @@ _FROM_INT8 = _assembly("""{
 @triton.jit
 def numbers_of(words, INT8: tl.constexpr, NATIVE: tl.constexpr):
     """The float16 of even and of odd columns."""
-    ASSEMBLY: tl.constexpr = _FROM_INT8 if INT8 else _FROM_E4M3 if NATIVE else _FROM_E4M3_BITS
+    ASSEMBLY: tl.constexpr = FROM_INT8 if INT8 else FROM_E4M3 if NATIVE else FROM_E4M3_BITS
     return tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
 
 
@@ -153,8 +152,8 @@ def add_words(m, total, sums, scores, words, scales, GROUPS: tl.constexpr, INT8:
     largest = scales[0]
     for g in tl.static_range(1, GROUPS):
         largest = tl.maximum(largest, scales[g])
-    weighed = scores + tl.log(tl.maximum(largest, _LEAST))[None, :]
-    m_new = tl.maximum(m, tl.max(weighed, 1) - _HEADROOM)
+    weighed = scores + tl.log(tl.maximum(largest, LEAST_SCALE))[None, :]
+    m_new = tl.maximum(m, tl.max(weighed, 1) - HEADROOM)
     weights = tl.exp2((scores - m_new[:, None]) * LOG2E)
     decay = tl.exp2((m - m_new) * LOG2E)
     total = total * decay + tl.sum(weights, 1)

@@ -23,6 +23,17 @@ _PAGE = 256
 
 
 @dataclass(frozen=True)
+class Codes:
+    """Latents in FP8 or INT8."""
+
+    dtype: torch.dtype
+    groups: int
+    """The number of scales of a token."""
+    rope_too: bool
+    """Whether rope keys are codes too."""
+
+
+@dataclass(frozen=True)
 class Paged:
     """A call, without its batch size and its lengths, for which no kernel here refuses a call."""
 
@@ -42,6 +53,7 @@ class Paged:
     """Whether latents and rope keys are rows at multiples of 16 bytes."""
     one_page: bool = False
     """Whether each sequence has one page."""
+    codes: Codes | None = None
     besides: tuple[str, ...] = ()
     """Features that the call needs and that no kernel here takes."""
 
@@ -60,14 +72,17 @@ class Paged:
         if not all(isinstance(size, int) for size in (queries, heads, rank, rope, page_size, *places)):
             return None
         asked = {
-            "FP8 pages": x.latent_scales is not None,
             "a mask": x.mask is not None,
             "results that do not depend on the batch": x.split_tokens is not None,
             "queries that are not the last tokens": x.first_positions is not None,
         }
         besides = tuple(name for name, is_asked in asked.items() if is_asked)
         causal = x.causal and queries > 1
-        one_row = not besides and whole_rows(x.latent_pages, x.rope_pages)
+        codes = None
+        if x.latent_scales is not None:
+            of_ropes = x.rope_pages.dtype == x.latent_pages.dtype
+            codes = Codes(x.latent_pages.dtype, x.latent_scales.shape[2], of_ropes)
+        one_row = not besides and codes is None and whole_rows(x.latent_pages, x.rope_pages)
         return Paged(
             x.q_latent.dtype,
             queries,
@@ -79,6 +94,7 @@ class Paged:
             is_matrix(x.latent_pages) and is_matrix(x.rope_pages),
             is_aligned(x.latent_pages) and is_aligned(x.rope_pages),
             always(x.block_table.shape[1] == 1),
+            codes,
             besides,
         )
 
@@ -95,11 +111,16 @@ class Takes:
     one_row: bool = True
     """Whether it requires latent and rope key of a token side by side."""
     most_queries: int | None = None
+    codes: bool = False
+    """Whether latents may be codes."""
 
     def refusal(self, problem: Paged) -> str | None:
         """Why it does not take a problem; None where it does."""
-        if problem.besides:
-            return f"does not take {' and '.join(problem.besides)}"
+        besides = problem.besides
+        if problem.codes is not None and not self.codes:
+            besides = ("FP8 pages", *besides)
+        if besides:
+            return f"does not take {' and '.join(besides)}"
         if problem.dtype not in self.dtypes:
             return f"takes {' and '.join(map(_short, self.dtypes))}, found {_short(problem.dtype)}"
         if problem.widths != self.widths:
@@ -192,16 +213,33 @@ def small(x: PagedLatentAttention) -> PagedLatentAttention:
     q = normal(len(lengths), queries, heads, rank + rope)
     rows = normal(len(lengths) * most, page_size, rank + rope)
     table = torch.arange(len(rows), device=device).flip(0).view(len(lengths), most)
+    behind = torch.zeros(rows.shape[:2], dtype=torch.bool, device=device)
     for pages, length in zip(table, lengths, strict=True):
-        behind = torch.arange(most * page_size, device=device).view(most, page_size) >= length
-        rows[pages] = rows[pages].masked_fill(behind[..., None], torch.nan)
+        behind[pages] = torch.arange(most * page_size, device=device).view(most, page_size) >= length
+    rows = rows.masked_fill(behind[..., None], torch.nan)
+    latent, scales = rows[..., :rank], None
+    if x.latent_scales is not None:
+        latent, scales = _coded(latent, x.latent_pages.dtype, x.latent_scales.shape, behind)
     return dataclasses.replace(
         x,
         q_latent=q[..., :rank],
         q_rope=q[..., rank:],
-        latent_pages=rows[..., :rank],
+        latent_pages=latent,
         rope_pages=rows[..., rank:],
         block_table=table.to(x.block_table.dtype),
         seq_lens=torch.tensor(lengths, device=device).to(x.seq_lens.dtype),
+        latent_scales=scales,
         scale=(rank + rope) ** -0.5,  # scores of a variance of 1
     )
+
+
+def _coded(latent: Tensor, dtype: torch.dtype, like: torch.Size, behind: Tensor) -> tuple[Tensor, Tensor]:
+    """Latents as codes with scales that broadcast as those of shape `like`; behind each end scales are NaN, and so are
+    codes that can be."""
+    of_tokens = [size if given > 1 else 1 for size, given in zip(latent.shape[:2], like[:2], strict=True)]
+    scales = torch.rand((*of_tokens, like[2]), device=latent.device) / 32 + 1 / 64
+    if scales.shape[:2] == behind.shape:
+        scales = scales.masked_fill(behind[..., None], torch.nan)
+    integers = not dtype.is_floating_point
+    codes = (latent.float() * 32).clamp(-127, 127)
+    return (codes.nan_to_num(127).round() if integers else codes).to(dtype), scales

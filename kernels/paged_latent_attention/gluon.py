@@ -1,11 +1,12 @@
-"""Paged absorbed MLA on Hopper and Blackwell, in Gluon: launch `warp_groups` or `tensor_memory`, then `combine` what
-was cut.
+"""Paged absorbed MLA on Hopper and Blackwell, in Gluon: launch `key_rows`, `coded_key_rows`, `warp_groups` or
+`tensor_memory`, then `combine` what was cut.
 
 q_latent [B, Sq, N, 512], q_rope [B, Sq, N, 64]
 latents [pages, page_size, 512], rope keys [pages, page_size, 64]
 block_table [B, max_pages], seq_lens [B]
 
-Latents and rope keys are bfloat16. A page has a multiple of 64 tokens; if each sequence has one page, any number.
+Latents and rope keys are bfloat16; for `coded_key_rows` latents are FP8 or INT8, with 1, 2 or 4 scales a token. A page
+has a multiple of 64 tokens; if each sequence has one page, any number.
 """
 
 from __future__ import annotations
@@ -28,19 +29,29 @@ from .._common.machine import Machine, present
 from .._common.parts import Work, combination, lengths_at_a_time, shared_out
 from .._common.plans import Plans, layout
 from .arguments import PagedLatentAttention
+from .coded_key_rows import attend_pages as attend_coded_key_rows
+from .key_rows import BOX, KEYS, RANK
+from .key_rows import attend_pages as attend_key_rows
+from .taken import RECORD, TILE, share_out
 from .tensor_memory import ROWS
 from .tensor_memory import attend_pages as attend_in_tensor_memory
-from .warp_groups import HALF, KEYS, RECORD, ROPE, TILE, share_out
+from .warp_groups import HALF
 from .warp_groups import attend_pages as attend_by_warp_groups
 
-_PAGE, _RANK, _RECORD = TILE.value, 2 * HALF.value, RECORD.value
-_KEY_BYTES = 2 * (_RANK + ROPE.value)
+_PAGE, _RANK, _RECORD, _ROPE = TILE.value, RANK.value, RECORD.value, BOX.value
+_FEWEST, _FEW = 16, 32
+"""Rows of a program of `key_rows`; `coded_key_rows` has the first."""
+_MOST = _FEW
+"""The most rows of a sequence that `key_rows` takes."""
 
 
 @dataclass(frozen=True)
 class _Plan:
     work: Work
     kernel: Any
+    box: int
+    """Columns of latents that the kernel loads at a time, or words of two codes."""
+    constants: dict[str, Any]
     own: tuple[int, ...]
     """Numbers that all three launches take: the batch, the parts, and what a sequence takes besides its keys."""
     combining_grid: tuple[int]
@@ -59,7 +70,10 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
     lse = q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
     if lse.numel() == 0 or x.latent_pages.numel() == 0 or x.block_table.numel() == 0:
         return o.zero_(), lse.fill_(-torch.inf)
-    plan = _PLANS.get((machine, layout(q_latent)), lambda: _new_plan(machine, batch, queries * heads))
+    codes = None if x.latent_scales is None else x.latent_pages.dtype
+    groups = 0 if x.latent_scales is None else x.latent_scales.shape[2]
+    key = machine, layout(q_latent), codes, groups
+    plan = _PLANS.get(key, lambda: _new_plan(machine, batch, queries * heads, codes, groups))
     work = plan.work
     partial = [lse] * 3
     if work.slots:
@@ -76,16 +90,23 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
         num_warps=4,
         enable_fp_fusion=True,
     )
+    latents = x.latent_pages
+    scales, scale_strides = [], []
+    if x.latent_scales is not None:
+        latents = latents.view(torch.int16)
+        of_tokens = x.latent_scales.expand(*latents.shape[:2], -1)
+        scales, scale_strides = [of_tokens], [*of_tokens.stride()]
     latent_rows, rope_rows = (
         TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [_PAGE, width], KEYS.value)
-        for rows, width in ((rows_of(x.latent_pages), HALF.value), (rows_of(x.rope_pages), ROPE.value))
+        for rows, width in ((rows_of(latents), plan.box), (rows_of(x.rope_pages), _ROPE))
     )
     plan.kernel[(work.programs,)](
-        *(q_latent, q_rope, latent_rows, rope_rows, x.block_table, lengths, pieces, o, lse, *partial),
-        *(x.scale, queries, heads, tokens, plan.own[2], triton.cdiv(x.latent_pages.shape[1], _PAGE)),
-        *(_rows_apart(x.latent_pages), _rows_apart(x.rope_pages)),
-        *(*q_latent.stride()[:3], *q_rope.stride()[:3], *x.block_table.stride()),
+        *(q_latent, q_rope, latent_rows, rope_rows, *scales, x.block_table, lengths, pieces, o, lse, *partial),
+        *(x.scale, queries, heads, tokens, plan.own[2], triton.cdiv(latents.shape[1], _PAGE)),
+        *(_rows_apart(latents), _rows_apart(x.rope_pages)),
+        *(*q_latent.stride()[:3], *q_rope.stride()[:3], *scale_strides, *x.block_table.stride()),
         CAUSAL=causal,
+        **plan.constants,
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -109,21 +130,31 @@ def _rows_apart(pages: Tensor) -> int:
     return pages.stride(0) // pages.stride(1)
 
 
-def _new_plan(machine: Machine, batch: int, rows: int) -> _Plan:
-    kernel, tile, programs = attend_by_warp_groups, _PAGE, 1
+def _new_plan(machine: Machine, batch: int, rows: int, codes: torch.dtype | None, groups: int) -> _Plan:
+    kernel, tile, programs, box = attend_by_warp_groups, _PAGE, 1, HALF.value
+    constants: dict[str, Any] = {}
     if machine.arch != "sm_90":  # two programs take half of the columns each
         kernel, tile, programs = attend_in_tensor_memory, ROWS.value, 2
-    # What a sequence takes besides its keys (reading queries and writing sums), in pages read.
-    own = tile * (_KEY_BYTES + 4 * _RANK / programs) / _KEY_BYTES / _PAGE
+    elif codes is not None:
+        kernel, tile, box = attend_coded_key_rows, _FEWEST, BOX.value
+        constants = {"GROUPS": groups, "INT8": codes == torch.int8}
+    elif rows <= _MOST:
+        kernel, tile, box = attend_key_rows, _FEWEST if rows <= _FEWEST else _FEW, BOX.value
+        constants = {"ROWS": tile}
+    # What a sequence takes besides its keys (reading queries and writing sums), in tiles of keys.
+    key_bytes = 2 * (_RANK + _ROPE)
+    own = tile * (key_bytes + 4 * _RANK / programs) / key_bytes / _PAGE
     work = shared_out(batch, rows, triton.cdiv(rows, tile) * programs, machine.processors, own)
     combining = combination(work, rows, _RANK, machine.processors)
-    constants = {"SOURCE": "pages", "CAUSAL": False, "STARTS": False, "SHARED": True, "L": _RANK, "KEYS": _PAGE}
+    common = {"SOURCE": "pages", "CAUSAL": False, "STARTS": False, "SHARED": True, "L": _RANK, "KEYS": _PAGE}
     return _Plan(
         work,
         kernel,
+        box,
+        constants,
         (work.batch, work.parts, work.own),
         (work.combined * triton.cdiv(rows, combining["ROWS"]) * combining["SPREAD"],),
-        constants
+        common
         | {
             "LEAST": LEAST_TILES,
             "LENGTHS": lengths_at_a_time(batch),

@@ -27,20 +27,8 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from .._common.attend import LOG2E, LOWEST
-from .warp_groups import (
-    HALF,
-    KEYS,
-    LOADED,
-    RECORD,
-    ROPE,
-    TILE,
-    clear,
-    copy,
-    first_rows,
-    keys_of,
-    load_queries,
-    taken_by,
-)
+from .taken import RECORD, TILE, copy, first_rows, keys_of, taken_by
+from .warp_groups import HALF, KEYS, LOADED, ROPE, clear, load_queries
 
 ROWS = gl.constexpr(128)
 IN_ROWS = gl.constexpr(gl.BlockedLayout([1, 64], [32, 1], [4, 1], [0, 1]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from mla_compile.bench.kernel_others import OTHERS
 from mla_compile.errors import KernelError
 from mla_compile.fp8 import RowLayout
 from mla_compile.kernels._common.machine import present
-from mla_compile.kernels.implementations.gluon import TENSOR_MEMORY, WARP_GROUPS
+from mla_compile.kernels.implementations.gluon import HOPPER, TENSOR_MEMORY
 from mla_compile.kernels.implementations.pages import Paged
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 
@@ -32,21 +33,23 @@ def _mla(x: Inputs) -> Call:
     case, ops = x.case, torch.ops.mla
     if case.of_prompts:
         return functools.partial(_expanded_attention, x)
-    scales = None
-    latent, k_rope = x.cache[..., :L], x.cache[..., L:]
+    if case.kind == "sparse":
+        latent, k_rope, scales = x.cache[..., :L], x.cache[..., L:], None
+        if x.rows is not None:
+            latent, scales, k_rope = RowLayout(L, R, x.q.dtype).views(x.rows)
+            latent, k_rope, scales = (t.unflatten(0, (case.B, -1)).flatten(1, 2) for t in (latent, k_rope, scales))
+        named = (x.q[..., :L], x.q[..., L:], latent, k_rope, x.indices, None, None, SCALE, False, scales)
+        return lambda: ops.sparse_latent_attention(*named)[0]
+    paged = _paged(x)
+    return lambda: ops.paged_latent_attention(*paged)[0]
+
+
+def _paged(x: Inputs) -> tuple[Any, ...]:
+    """The arguments of `mla::paged_latent_attention`."""
+    latent, scales, k_rope = x.pages[..., :L], None, x.pages[..., L:]
     if x.rows is not None:
         latent, scales, k_rope = RowLayout(L, R, x.q.dtype).views(x.rows)
-    q = x.q[..., :L], x.q[..., L:]
-    if case.kind == "sparse":
-        if x.rows is not None:
-            assert scales is not None
-            latent, k_rope, scales = (t.unflatten(0, (case.B, -1)).flatten(1, 2) for t in (latent, k_rope, scales))
-        named = (*q, latent, k_rope, x.indices, None, None, SCALE, False, scales)
-        return lambda: ops.sparse_latent_attention(*named)[0]
-    if x.rows is None:
-        latent, k_rope = x.pages[..., :L], x.pages[..., L:]
-    paged = (*q, latent, k_rope, x.table, x.lengths, case.Sq > 1, SCALE, scales)
-    return lambda: ops.paged_latent_attention(*paged)[0]
+    return x.q[..., :L], x.q[..., L:], latent, k_rope, x.table, x.lengths, x.case.Sq > 1, SCALE, scales
 
 
 def _expanded_attention(x: Inputs) -> Tensor:
@@ -60,11 +63,10 @@ def _gluon(x: Inputs) -> Call:
     """Only the Gluon kernel for this GPU. Raises KernelError if there is none, or it does not take the case."""
     from mla_compile.kernels.paged_latent_attention.gluon import paged_latent_attention_gluon
 
-    q = x.q[..., :L], x.q[..., L:]
-    bundle = PagedLatentAttention(*(*q, x.pages[..., :L], x.pages[..., L:], x.table, x.lengths, x.case.Sq > 1, SCALE))
+    bundle = PagedLatentAttention(*_paged(x))
     problem, machine = Paged.of(bundle), present(x.q.device)
     assert problem is not None
-    kernel = TENSOR_MEMORY if machine.arch in TENSOR_MEMORY.architectures else WARP_GROUPS
+    kernel = TENSOR_MEMORY if machine.arch in TENSOR_MEMORY.architectures else HOPPER
     why = kernel.refusal(problem, machine.arch)
     if why is not None:
         raise KernelError(f"{kernel.name} {why}")
@@ -193,7 +195,9 @@ def calls(x: Inputs, names: Sequence[str]) -> dict[str, Callable[[], Call]]:
         if x.case.kind != "sparse":
             own["sdpa"] = _sdpa
         if x.case.kind == "decode":
-            own |= {"flex": _flex, "mla-gluon": _gluon}
+            own["flex"] = _flex
+    if x.case.kind == "decode":
+        own["mla-gluon"] = _gluon
     makers: dict[str, Callable[[], Call]] = {name: functools.partial(_for_kind, make, x) for name, make in own.items()}
     for name in names:
         other = OTHERS.get(name)

@@ -18,6 +18,7 @@ emulated:
 from __future__ import annotations
 
 import builtins
+import collections
 import random
 import threading
 import types
@@ -31,9 +32,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import blackwell, hopper
 
+from ..assembly import executed
 from .emulated_memory import Barrier, Barriers, Memory, Pointer, Sums, TensorMemory, pointer_to
 
-DTYPES = {gl.int32: torch.int32, gl.int64: torch.int64, gl.float32: torch.float32, gl.bfloat16: torch.bfloat16}
+DTYPES = dict(
+    zip(
+        (gl.int16, gl.int32, gl.int64, gl.float16, gl.float32, gl.bfloat16),
+        (torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.bfloat16),
+        strict=True,
+    )
+)
+_GARBAGE = 0x7F7F
+"""What integers are in memory that was not written: as two codes of FP8, NaN."""
 _STEPS = 32
 """For how many operations, on average, the same partitions and asynchronous operations are held back."""
 
@@ -140,7 +150,7 @@ class Machine:
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if dtype == torch.int64:
             return Barriers([Barrier(f"barrier {i}") for i in builtins.range(shape[0])])
-        return Memory(self, torch.full(shape, torch.nan, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
+        return Memory(self, torch.full(shape, _unwritten(dtype), dtype=dtype), torch.zeros(shape, dtype=torch.bool))
 
     def init(self, barrier: Barrier, count: int) -> None:
         barrier.count = barrier.pending = count
@@ -167,7 +177,7 @@ class Machine:
         assert 0 <= column <= source.shape[1] - columns, "out of bounds"
         assert not target.unfenced.any(), "a copy to what was written without a fence"
         assert target.data.shape == (rows, columns)
-        target.data.fill_(torch.nan)
+        target.data.fill_(_unwritten(target.data.dtype))
 
         def arrives() -> None:
             there = source.base[row : row + rows, column : column + columns]
@@ -230,6 +240,10 @@ class Machine:
         return values if len(values) > 1 else values[0]
 
 
+def _unwritten(dtype: torch.dtype) -> float:
+    return torch.nan if dtype.is_floating_point else _GARBAGE
+
+
 def _is_in(one: Any, those: list[Any]) -> bool:
     return any(one is each for each in those)
 
@@ -247,6 +261,16 @@ def _store(pointer: Pointer, values: Tensor, mask: Any = None) -> None:
     offset, mask = pointer.places(mask)
     assert values.dtype == pointer.base.dtype
     pointer.base[offset[mask].long()] = values.expand(offset.shape)[mask]
+
+
+def _inline_asm_elementwise(
+    asm: str, constraints: str, args: list[Tensor], dtype: tuple[torch.dtype, ...], is_pure: bool, pack: int
+) -> tuple[Tensor, ...]:
+    """Elements that follow each other in memory are neighbours in a register."""
+    (words,) = args
+    assert is_pure
+    found = executed(asm, constraints, pack, words.contiguous().numpy())
+    return tuple(torch.from_numpy(bits).view(kind) for bits, kind in zip(found, dtype, strict=True))
 
 
 def _language(machine: Machine) -> types.SimpleNamespace:
@@ -269,11 +293,14 @@ def _language(machine: Machine) -> types.SimpleNamespace:
         zeros_like=torch.zeros_like,
         convert_layout=lambda x, layout: x,
         SliceLayout=gl.SliceLayout,
+        NVMMADistributedLayout=gl.NVMMADistributedLayout,
+        NVMMASharedLayout=gl.NVMMASharedLayout,
+        inline_asm_elementwise=_inline_asm_elementwise,
+        cast=lambda x, dtype, bitcast: x.view(dtype),
         static_range=builtins.range,
         allocate_shared_memory=machine.allocate_shared_memory,
         warp_specialize=machine.warp_specialize,
-        **{str(name): dtype for name, dtype in (("int32", torch.int32), ("int64", torch.int64))},
-        **{str(name): dtype for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))},
+        **{str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()},
     )
 
 
@@ -297,7 +324,11 @@ def _namespace(module: Any, machine: Machine) -> dict[str, Any]:
         id(blackwell.tcgen05_mma): machine.tcgen05_mma,
     }
     names: dict[str, Any] = {"range": _tensors}
-    for name, value in vars(module).items():
+    of_others = [
+        value.fn.__globals__ for value in vars(module).values() if isinstance(value, gluon._runtime.GluonJITFunction)
+    ]
+    everything = collections.ChainMap(vars(module), *of_others)
+    for name, value in everything.items():
         if isinstance(value, gluon._runtime.GluonJITFunction):
             code = value.fn
             names[name] = types.FunctionType(code.__code__, names, name, code.__defaults__)

@@ -35,6 +35,29 @@ def assert_warp_groups(record):
     assert_all_warps_are_there_before_one_arrives(record.assembly, 4 + 2 * 6)
 
 
+def assert_key_rows(record, stack):
+    """Check the kernels for sm_90 whose keys are the rows of products, of 16 or 32 rows of queries and heads.
+
+    Each of two consumers computes scores of 64 keys, and all sums.
+    """
+    assert record.shared <= machine_of("sm_90").shared_bytes
+    assert record.registers == 168  # per thread: the average of 384; a consumer's have 240
+    assert record.stack <= stack
+    products = (512 + 64) // 16 + 512 // 64 * (64 // 16)
+    assert (record.loop["HGMMA"], record.whole["HGMMA"]) == (products, 2 * products)
+    # Each begins products at most 18 times and waits for them at most 8 times, so that none is serialised.
+    assert record.whole["WARPGROUP"] <= 2 * (18 + 8)
+
+
+def assert_coded_key_rows(record):
+    """Check that of FP8 among them: codes are read twice by matrix loads, and converted in registers."""
+    assert_key_rows(record, 128)
+    assert record.loop["LDSM"] == 2 * 64 * 512 // 512 // 4  # 512 bytes each, by four warps
+    assert record.loop["F2FP"] <= 2 * 64 * 512 // 2 // 128 + 32  # two numbers each; scores and weights
+    assert record.loop["STS"] + record.loop["STSM"] < 32  # converted numbers would take 32 more
+    assert record.spills_in_loop <= 24
+
+
 def assert_tensor_memory(record):
     """Check that for sm_100: one warp issues all products, the scores of 128 rows and 64 keys, and half of the sums."""
     assert record.shared <= machine_of("sm_100").shared_bytes

@@ -56,7 +56,14 @@ def recorded(arch: str = "sm_90") -> Iterator[list[Launch]]:
     kernels = [(launch, "attend_latents"), (launch, "combine"), (append_launcher, "append")]
     kernels += [(expanded_launcher, "attend_chunk"), (merge_launcher, "merge"), (gather_launcher, "gather_chunk")]
     kernels += [(backward_launcher, name) for name in ("add_to_queries", "add_to_keys")]
-    kernels += [(gluon, name) for name in ("share_out", "attend_by_warp_groups", "attend_in_tensor_memory", "combine")]
+    of_gluon = (
+        "share_out",
+        "attend_key_rows",
+        "attend_coded_key_rows",
+        "attend_by_warp_groups",
+        "attend_in_tensor_memory",
+    )
+    kernels += [(gluon, name) for name in (*of_gluon, "combine")]
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_to(OURS))  # others would be tried, which takes values
         for module, name in kernels:

@@ -22,7 +22,9 @@ from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAtte
 from .ahead import CUOBJDUMP, SPILLED, compile_launch, machine_of
 from .instructions import (
     assert_clean,
+    assert_coded_key_rows,
     assert_each_score_once_and_no_wait_between,
+    assert_key_rows,
     assert_tensor_memory,
     assert_warp_groups,
 )
@@ -91,29 +93,35 @@ def test_decode_loads_whole_words_and_leaves_nothing_on_the_stack(arch, heads, k
         assert_each_score_once_and_no_wait_between(record)
 
 
+WARPS_OF_THEIR_OWN_TASKS = {
+    "128 heads": ("sm_90", "attend_by_warp_groups", (1, 128), "rows", assert_warp_groups),
+    "128 heads, sm_100": ("sm_100", "attend_in_tensor_memory", (2, 128), "rows", assert_tensor_memory),
+    "16 heads": ("sm_90", "attend_key_rows", (1, 16), "rows", lambda record: assert_key_rows(record, 0)),
+    "16 heads, 2 queries": ("sm_90", "attend_key_rows", (2, 16), "rows", lambda record: assert_key_rows(record, 112)),
+    "16 heads, FP8": ("sm_90", "attend_coded_key_rows", (1, 16), "packed", assert_coded_key_rows),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "kernel", "queries", "check"),
-    [
-        ("sm_90", "attend_by_warp_groups", 1, assert_warp_groups),
-        ("sm_100", "attend_in_tensor_memory", 2, assert_tensor_memory),
-    ],
+    ("arch", "kernel", "rows", "kind", "check"), WARPS_OF_THEIR_OWN_TASKS.values(), ids=WARPS_OF_THEIR_OWN_TASKS
 )
-def test_warps_of_their_own_tasks_leave_nothing_on_the_stack(arch, kernel, queries, check):
-    latent, ropes, _ = cache("rows")
-    q = (torch.zeros(2, queries, 128, width, dtype=torch.bfloat16) for width in (L, R))
+def test_warps_of_their_own_tasks(arch, kernel, rows, kind, check):
+    latent, ropes, scales = cache(kind)
+    q = (torch.zeros(2, *rows, width, dtype=torch.bfloat16) for width in (L, R))
     with recorded(arch) as launches, mock.patch.object(gluon, "_PLANS", Plans()):
         gluon.paged_latent_attention_gluon(
-            PagedLatentAttention(*q, latent, ropes, TABLE, LENGTHS, True, 0.1), machine_of(arch)
+            PagedLatentAttention(*q, latent, ropes, TABLE, LENGTHS, True, 0.1, scales), machine_of(arch)
         )
     assert [launch.kernel for launch in launches] == ["share_out", kernel, "combine"]
     for launch in launches:
         record = compile_launch(arch, launch)
         assert record.shared <= machine_of(arch).shared_bytes
-        assert record.stack == 0
+        assert narrow(record) == []
         if launch.kernel == kernel:
             check(record)
-            assert narrow(record) == []
+        else:
+            assert record.stack == 0
 
 
 @pytest.mark.parametrize("kind", ["rows", "packed"])

@@ -1,4 +1,4 @@
-"""The warp-specialised kernel for sm_90 runs where it takes the call and has agreed with the Triton kernel; that for
+"""The warp-specialised kernels for sm_90 run where they take the call and have agreed with the Triton kernel; that for
 sm_100 has to be asked for."""
 
 import dataclasses
@@ -12,12 +12,14 @@ import torch
 pytest.importorskip("triton")
 
 from mla_compile.asked import kept_to
+from mla_compile.fp8 import FP8
+from mla_compile.int8 import INT8
 from mla_compile.kernels import native
 from mla_compile.kernels._common import tuning
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels._common.plans import Plans
 from mla_compile.kernels.implementations import choose, packages, pages
-from mla_compile.kernels.implementations.gluon import WARP_GROUPS
+from mla_compile.kernels.implementations.gluon import HOPPER
 from mla_compile.kernels.implementations.table import PAGED
 from mla_compile.kernels.paged_latent_attention import aten, gluon
 from mla_compile.kernels.paged_latent_attention.gluon import paged_latent_attention_gluon as launch
@@ -93,11 +95,27 @@ def apart(x, of_page):
     return dataclasses.replace(x, latent_pages=rows[..., :512], rope_pages=rows[..., 512:])
 
 
+def coded(heads=16, dtype=FP8, groups=4, rope_too=False, queries=1):
+    """A problem over latents in FP8 or INT8."""
+    x = problem(queries, heads)
+    scales = torch.rand(*x.latent_pages.shape[:2], groups) / 32 + 1 / 64
+    latent = (x.latent_pages * 32).nan_to_num().clamp(-127, 127).to(dtype)
+    rope = x.rope_pages.nan_to_num().to(dtype) if rope_too else x.rope_pages.contiguous()
+    return dataclasses.replace(x, latent_pages=latent, rope_pages=rope, latent_scales=scales)
+
+
 REFUSED = {
     "an architecture": (Machine("sm_120", 170), problem, "is for sm_90, this is sm_120"),
     "a dtype": (H100, lambda: problem(dtype=torch.float16), "takes bfloat16, found float16"),
     "a page size": (H100, lambda: problem(page_size=96), "takes pages of a multiple of 64 tokens, found 96"),
-    "FP8": (H100, lambda: problem(latent_scales=torch.ones(1, 1, 1)), "does not take FP8 pages"),
+    "FP8 on sm_100": (B200, coded, "does not take FP8 pages"),
+    "FP8 of many rows": (
+        H100,
+        lambda: coded(17),
+        "takes FP8 and INT8 for up to 16 rows of queries and heads, found 17",
+    ),
+    "FP8 of rope keys": (H100, lambda: coded(groups=1, rope_too=True), "does not take rope keys in FP8 or INT8"),
+    "many scales": (H100, lambda: coded(groups=8), "takes 1, 2 or 4 scales for each token, found 8"),
     "fixed parts": (H100, lambda: problem(split_tokens=64), "does not take results that do not depend on the batch"),
     "odd pages": (
         H100,
@@ -114,7 +132,6 @@ REFUSED = {
         lambda: placed(problem(), 8),
         "takes pages a whole number of rows apart, at multiples of 16 bytes, found another layout",
     ),
-    "few rows": (H100, lambda: problem(1, 16), "is not known to be faster"),
 }
 
 
@@ -132,6 +149,30 @@ TAKEN = {
     "latents apart from rope keys": lambda: dataclasses.replace(x := problem(), rope_pages=x.rope_pages.clone()),
     "memory that begins elsewhere, at an offset": lambda: placed(problem(), 8, 8),
 }
+
+
+@pytest.mark.parametrize(
+    "make", [coded, lambda: coded(8, INT8, 1), lambda: coded(5, groups=2, queries=3)], ids=["4", "INT8", "2"]
+)
+def test_latents_in_fp8_and_int8(make):
+    x = make()
+    assert foreseen(H100, x) == ("Gluon", None)
+    assert attend(x) == 1  # by the trial
+    assert attend(x) == 0
+
+
+@pytest.mark.parametrize("make", [coded, lambda: coded(8, INT8, 1)], ids=["FP8", "INT8"])
+def test_the_trial_has_codes_and_scales_of_the_same_kind(make):
+    x = make()
+    for scales in (x.latent_scales, x.latent_scales[:1, :1, :1]):
+        small = pages.small(dataclasses.replace(x, latent_scales=scales))
+        assert small.latent_pages.dtype == x.latent_pages.dtype
+        assert (small.latent_scales.shape[:2] == (1, 1)) == (scales.numel() == 1)
+        o, lse = aten.attend(small)
+        assert o.isfinite().all()
+        assert lse[0].isfinite().all()
+        changed = dataclasses.replace(small, latent_scales=small.latent_scales * 1.01)
+        assert not torch.equal(aten.attend(changed)[0], o)
 
 
 @pytest.mark.parametrize(("page_size", "columns"), [(64, 3), (128, 1), (65536, 1), (65537, 1), (4096, 4)])
@@ -204,7 +245,7 @@ def test_what_disagrees_is_not_used(monkeypatch):
 
 
 def test_without_gluon_in_triton_ours_runs_and_says_so(monkeypatch):
-    monkeypatch.delitem(sys.modules, WARP_GROUPS.homes[0])
+    monkeypatch.delitem(sys.modules, HOPPER.homes[0])
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon.nvidia.hopper", None)
     with pytest.warns(UserWarning, match="^Gluon is not used: .* does not import: "):
         assert attend(problem(1, 64)) == 1

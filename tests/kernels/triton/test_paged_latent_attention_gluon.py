@@ -15,6 +15,7 @@ from mla_compile.kernels.implementations import choose, packages
 from mla_compile.kernels.implementations.table import PAGED
 from mla_compile.kernels.paged_latent_attention import (
     gluon,
+    key_rows,
     paged_latent_attention_reference,
     tensor_memory,
     warp_groups,
@@ -30,30 +31,39 @@ from .where import machine as present
 
 pytestmark = [*ON_GPU]
 
-MODULES = {"sm_90": warp_groups, "sm_100": tensor_memory}
-NAMES = {"sm_90": "attend_by_warp_groups", "sm_100": "attend_in_tensor_memory"}
+MODULES = {"key rows": key_rows, "warp groups": warp_groups, "tensor memory": tensor_memory}
+NAMES = dict(zip(MODULES, ("attend_key_rows", "attend_by_warp_groups", "attend_in_tensor_memory"), strict=True))
+ARCHITECTURES = dict(zip(MODULES, ("sm_90", "sm_90", "sm_100"), strict=True))
 
 
 @pytest.fixture(autouse=True, params=MODULES)
-def machine(request):
-    """Each machine that has such a kernel; where there is no GPU, a small imagined one."""
+def kernel(request, monkeypatch):
+    """The name of each kernel, which then takes any number of rows; `key rows` takes 16 or 32 at a time."""
+    monkeypatch.setattr(gluon, "_MOST", 1 << 20 if request.param == "key rows" else 0)
+    monkeypatch.setattr(gluon, "_PLANS", Plans())
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def machine(kernel):
+    """A machine that has the kernel; where there is no GPU, a small imagined one."""
     if INTERPRETED:
-        return Machine(request.param, 4)
-    if present().arch != request.param:
-        pytest.skip(f"for {request.param}")
+        return Machine(ARCHITECTURES[kernel], 4)
+    if present().arch != ARCHITECTURES[kernel]:
+        pytest.skip(f"for {ARCHITECTURES[kernel]}")
     return present()
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch, machine):
+def emulated(monkeypatch, kernel):
     """Where there is no GPU, emulate the launched kernel; the value is a function that emulates that of a module."""
 
-    def begin(module=MODULES[machine.arch], seed=0):
-        kernel = Emulated(module, module.attend_pages, seed)
+    def begin(module=MODULES[kernel], seed=0):
+        launched = Emulated(module, module.attend_pages, seed)
         if INTERPRETED:
-            monkeypatch.setattr(gluon, NAMES[machine.arch], kernel)
+            monkeypatch.setattr(gluon, NAMES[kernel], launched)
             monkeypatch.setattr(gluon, "_PLANS", Plans())
-        return kernel
+        return launched
 
     begin()
     return begin
@@ -182,21 +192,22 @@ def test_no_pages(machine):
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 60))])
 def test_in_any_order(machine, emulated, seed):
     torch.manual_seed(seed)
-    kernel = emulated(seed=seed)
+    launched = emulated(seed=seed)
     assert_right(machine, make([300, 130, 0, 77]))
-    assert kernel.launches == 1
+    assert launched.launches == 1
 
 
 @pytest.mark.parametrize(
-    "x", [lambda: make([100, 7], heads=64), lambda: static([100, 7], 64)], ids=["pages", "one each"]
+    "x", [lambda heads: make([100, 7], heads=heads), lambda heads: static([100, 7], heads)], ids=["pages", "one each"]
 )
-def test_it_is_used_once_it_agreed(machine, monkeypatch, x):
+def test_it_is_used_once_it_agreed(kernel, machine, monkeypatch, x):
     monkeypatch.setattr(gluon, "present", lambda device: machine)
     monkeypatch.setattr(packages, "_exists", lambda top: top == "mla_compile")
     for cached in (packages.is_installed, packages.found, choose.any_installed):
         cached.cache_clear()
     monkeypatch.setattr(choose, "_TRIED", {})
-    x, calls = x(), []
+    monkeypatch.setattr(choose, "CHOICES", Plans())
+    x, calls = x(16 if kernel == "key rows" else 64), []
 
     def ours(problem):
         calls.append(problem)
@@ -209,31 +220,39 @@ def test_it_is_used_once_it_agreed(machine, monkeypatch, x):
     torch.testing.assert_close(o.cpu(), run(machine, x)[0], atol=0, rtol=0)
 
 
-# Architectures and lines of the source that synchronise warps.
+SYNCHRONISES = r"\s{8,}(mbarrier\.(wait|arrive)\(|fence_async_shared\(\)|clear\()|\s{4}mbarrier.(wait|arrive)"
+"""Lines that synchronise warps."""
+# Kernels and these lines of their source.
 SYNCHRONISING = [
-    (arch, place)
-    for arch, module in MODULES.items()
+    (name, place)
+    for name, module in MODULES.items()
     for place, line in enumerate(Path(module.__file__).read_text().splitlines())
-    if re.match(r"\s{8,}(mbarrier\.(wait|arrive)\(|fence_async_shared\(\)|clear\()|\s{4}mbarrier.(wait|arrive)", line)
+    if re.match(SYNCHRONISES, line)
 ]
 SOME = SYNCHRONISING[::5]
 
 
+def without_line(module, place, folder):
+    """The module without what a line of its source does."""
+    lines = Path(module.__file__).read_text().splitlines()
+    lines[place] = re.match(r"\s*", lines[place])[0] + "pass"
+    text = "\n".join(lines).replace("from .._common", "from mla_compile.kernels._common")
+    path = folder / "changed.py"
+    path.write_text(re.sub(r"^from \.(\w)", rf"from {gluon.__package__}.\1", text, flags=re.M))
+    spec = importlib.util.spec_from_file_location("changed", path)
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    return changed
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="of the emulation")
 @pytest.mark.parametrize(
-    ("machine", "place"),
+    ("kernel", "place"),
     [pytest.param(*each, marks=() if each in SOME else pytest.mark.slow) for each in SYNCHRONISING],
-    indirect=["machine"],
+    indirect=["kernel"],
 )
-def test_nothing_that_keeps_warps_apart_can_be_left_out(machine, emulated, tmp_path, place):
-    lines = Path(MODULES[machine.arch].__file__).read_text().splitlines()
-    lines[place] = re.match(r"\s*", lines[place])[0] + "pass"
-    path = tmp_path / "changed.py"
-    text = "\n".join(lines).replace("from .._common", "from mla_compile.kernels._common")
-    path.write_text(text.replace("from .warp_groups", f"from {warp_groups.__name__}"))
-    spec = importlib.util.spec_from_file_location("changed", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def test_nothing_that_keeps_warps_apart_can_be_left_out(kernel, machine, emulated, tmp_path, place):
+    module = without_line(MODULES[kernel], place, tmp_path)
     for seed in range(8):
         emulated(module, seed)
         try:
