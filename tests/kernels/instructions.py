@@ -86,8 +86,8 @@ def assert_words(record, tiles):
     """Check the loop over tiles of keys in FP8 or INT8, in DeepSeek's sizes, for up to 16 rows.
 
     Codes, scales and rope keys are copied asynchronously. Scores and weights are written to shared memory, but no
-    converted numbers, which would take 16 more instructions. Codes are read as key and as value, and for two of them
-    one register is permuted.
+    converted numbers, which would take 16 more instructions. Codes are read as key and as value, and for four of them
+    at most one register is permuted, in INT8 two.
     """
     threads, groups = 32 * tiles.warps, 4
     codes, rope = (max(tiles.keys * row // 16 // threads, 1) for row in (512, 64 * 2))
