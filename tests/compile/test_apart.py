@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mla_compile
-from tests.errors import assert_as_close_as_eager
+from tests.compile.steps import prompts_and_steps
 from tests.training import assert_gradients_of
 
 HIDDEN, N, P, R, V, KEYS, VALUES = 48, 8, 16, 8, 12, 28, 20
@@ -84,24 +83,11 @@ def test_prompts_and_steps_whose_keys_heads_share(dtype: torch.dtype) -> None:
 
 
 def check_prompts_and_steps(make: Callable[[], nn.Module], dtype: torch.dtype) -> Mapping[str, str]:
-    """Assert that a layer is as close to its float64 copy as it is eagerly, for prompts and steps after one another.
-
-    Returns the shapes of the last report.
-    """
+    """Returns the shapes of the last site."""
     torch.manual_seed(0)
-    layer = make().to(dtype)
-    exact, compiled = copy.deepcopy(layer).double(), torch.compile(layer, backend="mla")
-    past, taken = empty(dtype), []
-    with torch.no_grad():
-        for count in (30, 1, 1, 1, 60):
-            x, before = torch.randn(2, count, HIDDEN, dtype=dtype), len(mla_compile.reports())
-            o, after = compiled(x, *past)
-            expected, _ = exact(x.double(), *(t.double() for t in past))
-            assert_as_close_as_eager(o, layer(x, *past)[0], expected, factor=4.0)  # sums in another order
-            taken += [site.path for report in mla_compile.reports()[before:] for site in report.sites]
-            past = after
-    assert taken == ["chunked", "absorbed", "chunked"]
-    shapes = mla_compile.last_report().sites[0].shapes
+    sites = prompts_and_steps(make().to(dtype), empty(dtype), HIDDEN)
+    assert [site.path for site in sites] == ["chunked", "absorbed", "chunked"]
+    shapes = sites[-1].shapes
     assert shapes["T"].count("s") == 2  # the lengths of all caches are one symbol
     return shapes
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import mla_compile
-from tests.errors import assert_as_close_as_eager
+from tests.compile.steps import prompts_and_steps
 from tests.training import assert_every_gradient
 
 HIDDEN, N, P, R, V, L = 48, 4, 16, 8, 12, 20
@@ -49,24 +46,18 @@ class Capped(TwoMaps):
         return (3 * (q @ k.mT / 9).tanh()).softmax(-1) @ v
 
 
+def empty(dtype: torch.dtype) -> Cache:
+    return torch.zeros(2, 0, L, dtype=dtype), torch.zeros(2, 0, R, dtype=dtype)
+
+
+@pytest.mark.diagonal
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("kind", [TwoMaps, Capped])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_prompts_and_steps_at_any_length(dtype: torch.dtype, kind: type[TwoMaps]) -> None:
     torch.manual_seed(0)
-    layer = kind().to(dtype)
-    exact, compiled = copy.deepcopy(layer).double(), torch.compile(layer, backend="mla")
-    past, taken = (torch.zeros(2, 0, L, dtype=dtype), torch.zeros(2, 0, R, dtype=dtype)), []
-    with torch.no_grad():
-        for count in (30, 1, 1, 1, 60):
-            x, before = torch.randn(2, count, HIDDEN, dtype=dtype), len(mla_compile.reports())
-            o, after = compiled(x, *past)
-            expected, _ = exact(x.double(), *(t.double() for t in past))
-            assert_as_close_as_eager(o, layer(x, *past)[0], expected, factor=4.0)  # sums in another order
-            taken += [
-                (site.path, site.shapes["L"]) for report in mla_compile.reports()[before:] for site in report.sites
-            ]
-            past = after
+    sites = prompts_and_steps(kind().to(dtype), empty(dtype), HIDDEN)
+    taken = [(site.path, site.shapes["L"]) for site in sites]
     assert taken == [("chunked", str(L)), ("absorbed", str(L)), ("chunked", str(L))]
 
 

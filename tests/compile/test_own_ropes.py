@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mla_compile
-from tests.errors import assert_as_close_as_eager
+from tests.compile.steps import prompts_and_steps
 from tests.training import assert_gradients_of
 
 HIDDEN, N, P, R, V, L = 48, 4, 16, 8, 12, 20
@@ -44,17 +42,8 @@ def empty(dtype: torch.dtype = torch.float32) -> Cache:
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_prompts_and_steps_at_any_length(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    layer = OwnRopes().to(dtype)
-    exact, compiled = copy.deepcopy(layer).double(), torch.compile(layer, backend="mla")
-    past, taken = empty(dtype), []
-    with torch.no_grad():
-        for count in (30, 1, 1, 1, 60):
-            x, before = torch.randn(2, count, HIDDEN, dtype=dtype), len(mla_compile.reports())
-            o, after = compiled(x, *past)
-            expected, _ = exact(x.double(), *(t.double() for t in past))
-            assert_as_close_as_eager(o, layer(x, *past)[0], expected, factor=4.0)  # sums in another order
-            taken += [(site.path, site.mask) for report in mla_compile.reports()[before:] for site in report.sites]
-            past = after
+    sites = prompts_and_steps(OwnRopes().to(dtype), empty(dtype), HIDDEN)
+    taken = [(site.path, site.mask) for site in sites]
     assert taken == [("chunked", "causal"), ("absorbed", "own ropes"), ("chunked", "causal")]
 
 
