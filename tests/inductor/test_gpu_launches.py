@@ -64,8 +64,8 @@ def step(command, folder, *names, module="written", **environment):
 @pytest.fixture(scope="module")
 def names(request):
     """The cases of the tests that run."""
-    of_tests = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    return sorted({call.params["name"] for call in of_tests if call is not None})
+    of_tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return sorted({item.callspec.params["name"] for item in of_tests if "name" in item.callspec.params})
 
 
 @pytest.fixture(scope="module")
