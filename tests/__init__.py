@@ -3,5 +3,5 @@
 import gc
 
 # Millions of objects of torch, sympy and transformers outlive every test. Collecting garbage after every 700 new
-# objects, Python's default, took an eighth of the time of tests that compile a model.
-gc.set_threshold(50_000, 20, 20)
+# objects, Python's default, took an eighth of the time of tests that compile a model; after every 50,000, a twentieth.
+gc.set_threshold(400_000, 5, 20)

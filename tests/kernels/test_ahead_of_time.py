@@ -41,6 +41,8 @@ SOME = [arch if arch == "sm_90" else pytest.param(arch, marks=pytest.mark.slow) 
 """For kernels that differ little from those compiled for all: one architecture, and the others marked slow."""
 SLOW_90 = [pytest.param(arch, marks=pytest.mark.slow) if arch == "sm_90" else arch for arch in ARCHITECTURES]
 """For kernels of which `test_launched.py` compiles real launches for sm_90."""
+SLOW_80 = [pytest.param(arch, marks=pytest.mark.slow) if arch == "sm_80" else arch for arch in ARCHITECTURES]
+"""For kernels of which sm_120 is the harder case: the same instructions as sm_80, and less shared memory."""
 HEADS = {"V3": 128, "V2-Lite": 16}
 STACK = 16 if version("triton") < "3.9" else 0
 """The most bytes of stack, other than for pages of 64 tokens without a mask: with Triton 3.6, up to four numbers of an
@@ -135,7 +137,7 @@ def test_keys_with_a_latent_of_their_own(arch, width, heads):
     assert_clean(compile_attention(arch, heads, kind="rows", rank=width, rope=width), arch, 48, 0)
 
 
-@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 64])
 @pytest.mark.parametrize("shared", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("arch", SOME)
 def test_combination(arch, shared, batch):
@@ -162,7 +164,7 @@ def test_kernels_without_products(arch, kernel):
 
 @pytest.mark.diagonal
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", SLOW_80)
 def test_chunks_of_a_prefill(arch, causal):
     """Heads of V3 and of V2-Lite have the same widths, and the kernel does not depend on their number."""
     record = compile_chunk(arch, causal=causal, state=True)

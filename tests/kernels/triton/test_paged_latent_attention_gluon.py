@@ -125,6 +125,7 @@ def test_pages_some_rows_apart(machine):
     assert_right(machine, dataclasses.replace(x, pool=wide[:, :64]))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("lengths", [[300, 128, 5], [900, 40, 700, 0, 333]])
 def test_pages_of_several_tiles(machine, lengths):
     assert_right(machine, make(lengths, page_size=192))
@@ -197,6 +198,7 @@ def test_in_any_order(machine, emulated, seed):
     assert launched.launches == 1
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     "x", [lambda heads: make([100, 7], heads=heads), lambda heads: static([100, 7], heads)], ids=["pages", "one each"]
 )

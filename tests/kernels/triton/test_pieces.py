@@ -77,6 +77,7 @@ def expected(tiles, payload, places, until, before, end_of_piece):
     return [count, begin, end, places[count] if count else 0, behind]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("at_a_time", [32, 1024])
 @pytest.mark.parametrize(("lengths", "parts", "own"), CASES.values(), ids=CASES)
 def test_pieces(lengths, parts, own, at_a_time):
@@ -87,6 +88,7 @@ def test_pieces(lengths, parts, own, at_a_time):
         assert rest == expected(tiles, payload, where, len(tiles), index * payload, (index + 1) * payload)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("at_a_time", [32, 1024])
 @pytest.mark.parametrize(("lengths", "parts", "own"), CASES.values(), ids=CASES)
 def test_sequences(lengths, parts, own, at_a_time):

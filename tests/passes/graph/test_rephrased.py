@@ -89,7 +89,7 @@ class Differential(nn.Module):
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_compiled_and_verified(dtype: torch.dtype) -> None:
     given = [t.to(dtype) for t in mla.tensors()]
     exact = Differential()(*(t.double() for t in given))
