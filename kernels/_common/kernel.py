@@ -302,8 +302,10 @@ def attend_latents(
             else:
                 if not AHEAD:
                     seen = (found >= 0) & (found < limit)
-                # Not `where(seen, ...)` then: Triton 3.6 fails if `seen` comes from the previous iteration's mask.
-                position = (tl.maximum(found, 0) if AHEAD else tl.where(seen, found, 0)).to(tl.int32)
+                # Where no key is seen any position will do, as nothing is loaded. Triton 3.6 and 3.7 fail at
+                # `where(seen, ...)` if names are int64, or if `seen` comes from the previous iteration's mask.
+                WIDE: tl.constexpr = table.dtype.element_ty == tl.int64
+                position = (tl.maximum(found, 0) if AHEAD else found if WIDE else tl.where(seen, found, 0)).to(tl.int32)
                 first = b
                 second = position
             of_keys = of_sequence + position.to(tl.int64) * mask_stride_t
