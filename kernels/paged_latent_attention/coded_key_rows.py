@@ -30,13 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .._common.attend import LOG2E, LOWEST
 from .._common.words import FROM_E4M3, FROM_INT8, HEADROOM, LEAST_SCALE, in_one_line
-from .key_rows import BOX, KEYS, MET, PLAIN, QUERIES, VECTOR, finish, hide, seen_by_all
+from .key_rows import BOX, KEYS, MET, PLAIN, QUERIES, VECTOR, clear, finish, hide, seen_by_all
 from .taken import RECORD, TILE, copy, first_rows, keys_of, taken_by
 
 BOXES = gl.constexpr(4)
 """Boxes of the words of a tile."""
 BUFFERS = gl.constexpr(4)
-LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 IN_PAIRS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 """A row for each warp."""
 ROWS = gl.constexpr(16)
@@ -97,15 +96,6 @@ def load_tiles(words, ropes, barriers, word_rows, rope_rows, where):
             loaded += 1
         on_line += gl.where(width > 0, width, gl.cdiv(count, TILE)) + own
         group += 1
-
-
-@gluon.jit
-def clear(words, first, left):
-    """Set the words of a tile, whose first box is `first`, to 0 from row `left` on."""
-    row = gl.arange(0, TILE, gl.SliceLayout(1, LOADED))
-    for box in range(BOXES):
-        values = words.index(first + box).load(LOADED)
-        words.index(first + box).store(gl.where((row < left)[:, None], values, gl.zeros_like(values)))
 
 
 @gluon.jit
@@ -243,7 +233,7 @@ def attend_some(shared, inputs, outputs, numbers, GROUPS: gl.constexpr, INT8: gl
             box_0 = buffer * BOXES
             mbarrier.wait(barriers.index(FIRST_BARRIER + buffer), number // BUFFERS & 1)
             if end - start < TILE:
-                clear(words, box_0, end - start)
+                clear(words, box_0, end - start, BOXES)
             scores, largest = scores_of(
                 words, box_0, ropes.index(buffer), q_boxes, q_ropes, number >> 30, scale_of, of_rows, scale, INT8
             )

@@ -81,10 +81,10 @@ def load_tiles(keys, ropes, barriers, latent_rows, rope_rows, where):
 
 
 @gluon.jit
-def clear(boxes, first, left):
-    """Set the latents of a tile, whose first box is `first`, to 0 from row `left` on."""
+def clear(boxes, first, left, COUNT: gl.constexpr):
+    """Set a tile of COUNT boxes, of which `first` is the first, to 0 from row `left` on."""
     row = gl.arange(0, TILE, gl.SliceLayout(1, LOADED))
-    for box in range(BOXES):
+    for box in range(COUNT):
         values = boxes.index(first + box).load(LOADED)
         boxes.index(first + box).store(gl.where((row < left)[:, None], values, gl.zeros_like(values)))
 
@@ -223,7 +223,7 @@ def attend_some(shared, inputs, outputs, numbers, ROWS: gl.constexpr, WHO: gl.co
             mbarrier.wait(barriers.index(FULL + 2 * buffer), filled)
             if end - start < TILE:
                 mbarrier.wait(barriers.index(FULL + 2 * buffer + 1), filled)
-                clear(keys, first, end - start)
+                clear(keys, first, end - start, BOXES)
                 fence_async_shared()
             scores = gl.zeros([TILE, ROWS], gl.float32, SCORES)
             scores = warpgroup_mma(ropes.index(buffer), q_ropes.permute((1, 0)), scores, use_acc=False, is_async=True)
