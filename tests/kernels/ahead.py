@@ -98,7 +98,6 @@ def compile_attention(
     rope: int = 64,
     tiles: Tiles | None = None,
     wide: bool = False,
-    index: str = "*i32",
 ) -> Record:
     """Compile the kernel of a decode step in DeepSeek's sizes, with the given tiles or those of the table.
 
@@ -123,7 +122,7 @@ def compile_attention(
     types = dict.fromkeys(attend_latents.arg_names, "i32") | {"scale": "fp32"}
     types |= dict.fromkeys(("q_latent", "q_rope", "latent", "rope", "o"), POINTERS[dtype])
     types |= dict.fromkeys(("scales", "lse", "acc", "m_out", "total_out"), "*fp32")
-    types |= dict.fromkeys(("table", "lengths", "starts"), index)
+    types |= dict.fromkeys(("table", "lengths", "starts"), "*i32")
     types["mask"] = {None: "*u8", torch.bool: "*i1"}.get(mask, "*fp32")
     types |= dict.fromkeys(WIDE, "i64") if wide else {}
     if coded:

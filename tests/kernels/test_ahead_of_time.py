@@ -123,13 +123,6 @@ def test_half_of_64_rows_on_hopper(coded, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("coded", [None, FP8], ids=str)
-def test_names_of_64_bits(coded):
-    record = compile_attention("sm_90", 32, coded=coded, kind="named", work="parts", index="*i64")
-    assert_clean(record, "sm_90", 128, 48)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_fp8_of_named_keys(arch):
     # On sm_90, up to 16 bytes are spilled before the loop and read after it.

@@ -12,12 +12,15 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia")
 
-from mla_compile.fp8 import RowLayout
+from mla_compile.fp8 import FP8, RowLayout
 from mla_compile.kernels import paged_expanded_attention as prefill
 from mla_compile.kernels import paged_latent_attention as paged
 from mla_compile.kernels._common.plans import Plans
+from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.paged_latent_attention import gluon
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
+from mla_compile.kernels.sparse_latent_attention.arguments import SparseLatentAttention
+from mla_compile.kernels.sparse_latent_attention.triton import sparse_latent_attention_triton
 
 from .ahead import CUOBJDUMP, SPILLED, compile_launch, machine_of
 from .instructions import (
@@ -27,8 +30,9 @@ from .instructions import (
     assert_key_rows,
     assert_tensor_memory,
     assert_warp_groups,
+    matrix_unit,
 )
-from .recorded import recorded
+from .recorded import made, recorded
 from .test_no_sync import CALLS
 
 pytestmark = [
@@ -39,7 +43,7 @@ pytestmark = [
 L, R, PAGES, PAGE_SIZE = 512, 64, 4, 64
 SOME = ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100", "sm_120"))]
 
-QUICK = ("append", "merge")
+QUICK = ("append", "merge", "named keys")
 STACK = {("packed", 16): 40}
 """By kind of pages and number of heads, bytes of stack that are written before the loop and read after it."""
 
@@ -122,6 +126,24 @@ def test_warps_of_their_own_tasks(arch, kernel, rows, kind, check):
             check(record)
         else:
             assert record.stack == 0
+
+
+@pytest.mark.parametrize("index", [torch.int64, pytest.param(torch.int32, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("arch", SOME)
+def test_names_of_few_codes(arch, index):
+    """Names in 64 bits are loaded in another layout than names in 32."""
+    codes, scales = made(2, 40, 64, dtype=FP8), made(2, 40, 2, dtype=torch.float32)
+    named = made(2, 40, 8), made(2, 3, 24, dtype=index)
+    x = SparseLatentAttention(
+        made(2, 3, 20, 64), made(2, 3, 20, 8), codes, *named, None, None, 0.1, False, latent_scales=scales
+    )
+    with recorded(arch) as launches:
+        sparse_latent_attention_triton(x, machine_of(arch), Tiles(32, 32, 8, 2))
+    (launch,) = launches
+    assert launch.constants["WORDS"] == 2
+    record = compile_launch(arch, launch)
+    assert matrix_unit(record.assembly) == "mma.sync"
+    assert record.spills_in_loop == 0
 
 
 @pytest.mark.parametrize("kind", ["rows", "packed"])

@@ -18,7 +18,7 @@ from mla_compile.kernels.sparse_latent_attention.triton import sparse_latent_att
 
 from ..errors import FACTOR, assert_as_close_as
 from ..paged import FP8, INT8, make_paged, quantised
-from .where import ON_GPU, machine, to_device
+from .where import INTERPRETED, ON_GPU, machine, to_device
 
 pytestmark = [*ON_GPU]
 
@@ -163,6 +163,8 @@ def test_latents_of_zeros():
 @pytest.mark.parametrize(("coded", "arch"), [(FP8, "sm_90"), (FP8, "sm_80"), (INT8, "sm_90")], ids=str)
 def test_every_code(coded, arch):
     """Attention to a single key gives its latent; before sm_89, hardware has no conversion of FP8."""
+    if (coded, arch) == (FP8, "sm_90") and not INTERPRETED and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("hardware has no conversion")
     codes = torch.arange(256, dtype=torch.uint8).view(coded)
     numbers = codes.to(torch.bfloat16)
     some = codes.where(~numbers.isnan(), codes[0])
