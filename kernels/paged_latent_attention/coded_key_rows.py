@@ -62,10 +62,10 @@ PAIRS_OF_INT8 = in_one_line("""{
 
 
 @gluon.jit
-def numbers_of(words, KEYS_OF: gl.constexpr, INT8: gl.constexpr):
+def numbers_of(words, AS_KEYS: gl.constexpr, INT8: gl.constexpr):
     """Two operands of the float16 of codes. Of keys: of each two neighbouring words those of the first, and of the
     second; of values: those of each word's lower byte, and of its upper byte."""
-    if KEYS_OF:
+    if AS_KEYS:
         ASSEMBLY: gl.constexpr = PAIRS_OF_INT8 if INT8 else PAIRS_OF_E4M3
     else:
         ASSEMBLY: gl.constexpr = FROM_INT8 if INT8 else FROM_E4M3
