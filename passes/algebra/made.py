@@ -11,7 +11,7 @@ from dataclasses import replace
 from .laid import bound_axis
 from .operations import read_of
 from .substitution import change_read
-from .terms import Added, Axis, Contracted, Dim, Joined, Read, Scaled
+from .terms import Added, Axis, Contracted, Dim, Joined, Read, Scaled, Zeros
 
 
 def multiplied(of: Read, by: Read, *, divides: bool = False) -> Read:
@@ -32,6 +32,12 @@ def contracted(left: Read, right: Read, summed: Dim) -> Read:
     bound = {axis: own.pop(axis, Axis(axis.size)) for axis in summed}
     left, right = (change_read(read, own | bound) for read in (left, right))
     return _read(Contracted(left, right, tuple(bound.values()), tuple(own.values())), own)
+
+
+def zeros(like: Read, axes: Dim) -> Read:
+    """Zeros over these axes, in the dtype of `like`."""
+    own = {axis: bound_axis(place, axis.size) for place, axis in enumerate(axes)}
+    return _read(Zeros(like, tuple(own.values())), own)
 
 
 def joined(first: Read, second: Read, along: tuple[Dim, Dim], axis: Axis) -> Read | None:

@@ -212,6 +212,14 @@ class Contracted:
 
 
 @dataclass(frozen=True)
+class Zeros:
+    """A source that is not a tensor of the graph: zeros in the dtype of `like`, with a dimension for each of `axes`."""
+
+    like: Read
+    axes: Dim
+
+
+@dataclass(frozen=True)
 class Laid:
     """A source that is not a tensor of the graph: `of` with its axes `parts` flattened into the first dimension;
     then a dimension for each of `others`."""
@@ -230,7 +238,7 @@ def made_of(source: Hashable) -> tuple[Read, ...]:
             return pieces
         case Contracted(left, right):
             return left, right
-        case Laid(of):
+        case Laid(of) | Zeros(of):
             return (of,)
     return ()
 

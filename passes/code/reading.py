@@ -16,8 +16,23 @@ from torch import Tensor, fx
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from ..algebra.made import side_by_side
 from ..algebra.sizes import Size, Unaligned, product, same, symbols_in
-from ..algebra.terms import Added, Axis, Bits, Contracted, Digit, Dim, Joined, Laid, Read, Scaled, Stacked, made_of
+from ..algebra.terms import (
+    Added,
+    Axis,
+    Bits,
+    Contracted,
+    Digit,
+    Dim,
+    Joined,
+    Laid,
+    Read,
+    Scaled,
+    Stacked,
+    Zeros,
+    made_of,
+)
 from ..nodes.shapes import size_of
 
 T = TypeVar("T")
@@ -107,6 +122,10 @@ class Reader:
         self._place = dict(zip(sources, values, strict=True))
 
     def __call__(self, what: Read, *layout: Dim, broadcast: bool = True) -> Tensor:
+        for place, dim in enumerate(layout):  # what is joined along one dimension is joined as it is laid out
+            if len(dim) == 1 and len(parts := side_by_side(what, dim)) > 1:
+                before, after = layout[:place], layout[place + 1 :]
+                return torch.cat([self(part, *before, own, *after) for part, own in parts], dim=place)
         return read_as(self._source(what), what, layout, self.realize, broadcast=broadcast)
 
     def _source(self, read: Read) -> Tensor:
@@ -117,6 +136,9 @@ class Reader:
             return tensor
         if isinstance(source, Contracted):
             return self._contracted(source)
+        if isinstance(source, Zeros):
+            sizes = [self.realize(axis.size) for axis in source.axes]
+            return self._source(source.like).new_zeros(sizes)
         if isinstance(source, Laid):
             return self(source.of, source.parts, *((axis,) for axis in source.others))
         assert isinstance(source, Scaled | Stacked | Joined | Added)

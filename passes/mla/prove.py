@@ -30,6 +30,7 @@ from .composed import composed
 from .computed import computed
 from .gated import ungated
 from .groups import flat, groups_of, in_groups
+from .one_latent import in_one_latent
 from .own_ropes import SHARE, as_biases, own_of
 from .products import UpProjection, gathered, same_tensor, up_projection
 from .readable import is_held
@@ -82,6 +83,9 @@ def _otherwise(as_written: Attention, attention: Attention, trace: Trace) -> Sit
     with contextlib.suppress(Refusal):
         if (multiplied := ungated(attention, trace)) is not None:
             return prove(multiplied, trace)
+    with contextlib.suppress(Refusal):
+        if (one := in_one_latent(attention)) is not None:
+            return prove(one, trace)
     with contextlib.suppress(Refusal):
         if (split := in_groups(attention)) is not None:
             return _of_groups(*split, trace)

@@ -21,11 +21,7 @@ _LINEAR = (
     "let nothing but views, casts, joins and sums lie between the up-projection and the attention: apply a norm, a "
     "nonlinearity or a rope to the latent before the up-projection, or to columns of their own"
 )
-_ONE_LATENT = (
-    "compute all that is added up from the same latent: an adapter with dropout on its input starts from another one "
-    "(call model.eval(), or remove that dropout)"
-)
-
+_ADDENDS = "let all that is added up be up-projections of latents, or the same for all keys"
 _OTHER_GRAPH = (
     "bring the up-projection into the graph of the attention, which is given its result here (TORCH_LOGS=graph_breaks "
     "shows what separates them; modules of torch.ao.quantization and accelerate's hooks break graphs; branches of "
@@ -56,7 +52,7 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
     node = attention.node
     if latent is None:
         stop = _stop(attention.value, trace)
-        remedy = _ONE_LATENT if isinstance(attention.value.parts, Sum) else _LINEAR
+        remedy = _ADDENDS if isinstance(attention.value.parts, Sum) else _LINEAR
         multiplied = multiplied_product(attention.value, trace)
         found = describe(attention.value, trace)
         if multiplied is not None:

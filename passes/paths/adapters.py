@@ -17,7 +17,7 @@ from torch import Tensor
 from ..algebra.made import addends, matrices, side_by_side
 from ..algebra.sizes import product
 from ..algebra.substitution import change_read
-from ..algebra.terms import Dim, Read
+from ..algebra.terms import Dim, Read, Zeros
 from ..code.reading import Reader, sum_of
 from ..mla.site import Site
 from .per_head import per_head
@@ -26,14 +26,15 @@ from .per_head import per_head
 def times_weight(x: Tensor, weight: Read, heads: Dim, inner: Dim, outer: Dim, read: Reader) -> Tensor:
     """`x` `[B, Sq, N, I]` times a weight over `heads`, `inner` and `outer`, which is computed only if it is no sum or
     product of others."""
-    if is_made_of_matrices(weight, inner):
+    if is_made_of_matrices(weight, inner, outer):
         return times_sum(x, addends(weight), heads, inner, outer, read)
     return per_head(x, read(weight, heads, inner, outer), weight)
 
 
-def is_made_of_matrices(weight: Read, inner: Dim) -> bool:
+def is_made_of_matrices(weight: Read, inner: Dim, outer: Dim) -> bool:
     """Whether a weight is a sum or a product of others, or several side by side: rows are multiplied with these."""
-    return len(addends(weight)) > 1 or matrices(weight) is not None or len(side_by_side(weight, inner)) > 1
+    several = any(len(side_by_side(weight, dim)) > 1 for dim in (inner, outer))
+    return several or len(addends(weight)) > 1 or matrices(weight) is not None
 
 
 def times_sum(x: Tensor, pieces: Sequence[Read], heads: Dim, inner: Dim, outer: Dim, read: Reader) -> Tensor:
@@ -47,6 +48,11 @@ def _times(x: Tensor, piece: Read, heads: Dim, inner: Dim, outer: Dim, read: Rea
         widths = [read.realize(product(axis.size for axis in own)) for _, own in parts]
         pairs = zip(x.split(widths, dim=-1), parts, strict=True)
         return sum_of([_times(own, part, heads, along, outer, read) for own, (part, along) in pairs]).to(x.dtype)
+    parts = side_by_side(piece, outer)
+    if len(parts) > 1:
+        return torch.cat([_times(x, part, heads, inner, along, read) for part, along in parts], dim=-1)
+    if isinstance(piece.source, Zeros):
+        return x.new_zeros([*x.shape[:-1], read.realize(product(axis.size for axis in outer))])
     made = _in_order(piece, inner)
     if made is not None and made[0].axes.isdisjoint(outer):
         first, second, rank = made

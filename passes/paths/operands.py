@@ -75,7 +75,7 @@ class Operands:
         return self._times(o, w_uv.transpose(1, 2), site.w_uv, site.rank, site.attention.columns)
 
     def _times(self, x: Tensor, weight: Tensor, read: Read, inner: Dim, outer: Dim) -> Tensor:
-        if is_made_of_matrices(read, inner):
+        if is_made_of_matrices(read, inner, outer):
             return times_sum(x, addends(read), self.site.heads, inner, outer, self.read)
         return per_head(x, weight, read)
 

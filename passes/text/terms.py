@@ -20,15 +20,18 @@ from ..algebra.terms import (
     Dim,
     Form,
     Join,
+    Joined,
     Laid,
     Product,
     Read,
     Scaled,
+    Stacked,
     Sum,
     Term,
     Undefined,
     Unread,
     Zero,
+    Zeros,
 )
 from .names import Names, factor, short
 
@@ -50,6 +53,13 @@ def read_text(read: Read, names: Names) -> str:
         case Laid(of, parts, others):
             inner = _own((*parts, *others))
             name = f"({read_text(of, inner)}).flat({', '.join(map(inner, parts))})"
+        case Joined(pieces, along, axes):
+            name = f"[{' | '.join(_joined(*piece, axes) for piece in zip(pieces, along, strict=True))}]"
+        case Stacked(pieces, axes):
+            inner = _own(axes)
+            name = f"[{', '.join(read_text(piece, inner) for piece in pieces)}]"
+        case Zeros():
+            name = "0"
         case Unread(node):
             name = f"part of {_name(node)}"
         case _:
@@ -91,6 +101,13 @@ def _operand(term: Term, names: Names) -> str:
 def _matrix(read: Read, names: Names) -> str:
     text = read_text(read, names)
     return f"({text})" if read.then else text
+
+
+def _joined(piece: Read, along: Dim, axes: Dim) -> str:
+    """A piece of what is joined, whose own axes along the join are flattened."""
+    inner = _own((*along, *axes))
+    text = read_text(piece, inner)
+    return text if len(along) == 1 else f"({text}).flat({', '.join(map(inner, along))})"
 
 
 def _own(axes: Dim) -> Names:

@@ -3,7 +3,8 @@
     k = (latent @ w.to(dtype)) * scale  =  latent @ (w.to(dtype) * scale)        scale runs over the weight's columns
 
 Only then are keys an up-projection. The scaled weight is not a tensor of the graph: code that reads it multiplies the
-two. Weights in few bits have such scales, and so do linear layers whose columns have learned magnitudes (DoRA).
+two. Weights in few bits have such scales, and so do linear layers whose columns have learned magnitudes (DoRA). A
+learned number scales all columns.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import fx
 
 from ..algebra import elementwise, operations
 from ..algebra.made import multiplied
-from ..algebra.terms import Form, Product, Term
+from ..algebra.terms import Form, Product, Sum, Term, Unread
 from ..nodes.arguments import aten
 from .handler import Forms
 
@@ -35,37 +36,58 @@ _MOVES = {
 
 
 def with_scaled_weight(trace: Forms, node: fx.Node) -> Form | None:
-    """The form of a product times a tensor, if that tensor scales the columns of the product's weight; else None."""
+    """The form of a product times a tensor, if that tensor scales the columns of the product's weight; else None.
+
+    The product may be one of several that are added up, with biases: the tensor then scales all of them.
+    """
     operands = [trace[operand] for operand in node.all_input_nodes]
     if len(operands) != 2 or not any(_may_scale(*pair) for pair in (operands, operands[::-1])):
         return None
     whole, forms = factors(trace, node)
     for form, factor in (forms, forms[::-1]):
-        parts, scale = form.term.parts, factor.term
-        if not isinstance(parts, Product):
-            continue
-        for weight, other in ((parts.right, parts.left), (parts.left, parts.right)):
-            apart = scale.axes.isdisjoint({*other.axes, *parts.summed})
-            if apart and scale.axes <= weight.axes and _scales(weight, scale):
-                scaled = Term(multiplied(weight.read, scale.read))
-                left, right = (scaled, other) if weight is parts.left else (other, scaled)
-                return replace(whole, term=replace(whole.term, parts=replace(parts, left=left, right=right)))
+        scaled = _scaled(form.term, factor.term) if form.term.parts is not None else None
+        if scaled is not None:
+            return replace(whole, term=replace(whole.term, parts=scaled.parts))
+    return None
+
+
+def _scaled(term: Term, scale: Term) -> Term | None:
+    """`term * scale`, if `scale` goes into the weights of its products, and into what else is added; else None."""
+    read = Term(replace(term.read, source=Unread(term.read.source)))
+    match term.parts:
+        case Product(left, right, summed) as parts:
+            for weight, other in ((right, left), (left, right)):
+                apart = scale.axes.isdisjoint({*other.axes, *summed})
+                if apart and scale.axes <= weight.axes and _scales(weight, scale):
+                    scaled = Term(multiplied(weight.read, scale.read))
+                    left, right = (scaled, other) if weight is left else (other, scaled)
+                    return replace(read, parts=replace(parts, left=left, right=right))
+        case Sum(terms):
+            each = [_scaled(addend, scale) for addend in terms]
+            known = tuple(addend for addend in each if addend is not None)
+            return replace(read, parts=Sum(known)) if len(known) == len(terms) else None
+        case None if not isinstance(term.read.source, Unread):
+            return Term(multiplied(term.read, scale.read))
     return None
 
 
 def _may_scale(product: Form, factor: Form) -> bool:
     """Whether `factor` may differ along nothing but columns of a weight of `product`, judging by its dimensions."""
-    parts = product.term.parts
-    if not isinstance(parts, Product):
-        return False
     dims, rank = factor.dims, min(len(product.dims), len(factor.dims))
     own = factor.term.axes
     scaled = [i for i in range(1, len(dims) + 1) if not own.isdisjoint(dims[-i])]
     return any(
         _input(weight.read.source) is not None
         and all(i <= rank and not weight.axes.isdisjoint(product.dims[-i]) for i in scaled)
+        for parts in _products(product.term)
         for weight in (parts.left, parts.right)
     )
+
+
+def _products(term: Term) -> list[Product]:
+    """The products that a term is the sum of, besides other addends."""
+    addends = term.parts.terms if isinstance(term.parts, Sum) else (term,)
+    return [addend.parts for addend in addends if isinstance(addend.parts, Product)]
 
 
 def factors(trace: Forms, node: fx.Node) -> tuple[Form, list[Form]]:
@@ -81,14 +103,14 @@ def _scales(weight: Term, scale: Term) -> bool:
     """Whether one is a weight and the other its scale.
 
     If the weight has one byte an element, both have to be inputs of the graph. Otherwise the weight has to be a
-    matrix, and the scale of its columns may be computed from anything.
+    matrix, and the scale of its columns, or of all of it, may be computed from anything.
     """
     matrix = _input(weight.read.source)
     if matrix is None:
         return False
     if matrix.dtype.itemsize == 1 and matrix.dtype != torch.bool:
         return _input(scale.read.source) is not None
-    return matrix.dim() == 2 and bool(scale.axes)
+    return matrix.dim() == 2
 
 
 def _input(source: Any) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from tests.adapters import Adapted, WithMagnitudes, adapt
 from tests.compile.layers import Layer, assert_trained, hidden
 from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, Combined
-from tests.training import Rewritten, gradients
+from tests.training import Rewritten, assert_gradients_close, gradients
 
 STEPS = (6, 1)
 ALL = ("q_proj", "kv_a_proj", "kv_b_proj", "o_proj")
@@ -90,7 +90,7 @@ def test_an_adapter_is_switched_while_the_model_is_compiled(kind, calls):
     module = Combined()
     adapter = adapt(module, "kv_b_proj", kind=kind, names=("one", "other"))["kv_b_proj"]
     compiled, found = torch.compile(module, backend="mla"), []
-    # With DoRA, the second adapter scales the result of the first: a sum of products times a tensor.
+    # With DoRA, the second adapter adds to what the first made of three terms, three times: more than a sum keeps.
     two = {"paths": ("unchanged",)} if kind is WithMagnitudes else {}
 
     def look(**expected) -> None:
@@ -159,19 +159,22 @@ def test_dropout_that_is_off_changes_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dropout_before_an_adapter_of_the_up_projection_makes_two_latents(kind):
-    """The attention stays unchanged and its dropout stays too: from one seed, results and gradients are eager's."""
-    module = Layer().requires_grad_(False)
-    adapt(module.mla, "kv_b_proj", dropout=0.5, kind=kind)
-    compiled, found = Rewritten(module.train()), []
-    for function in (module, compiled):
+@pytest.mark.parametrize("frozen", [True, False])
+def test_dropout_before_an_adapter_of_the_up_projection(kind, frozen):
+    """What the adapter makes of its own latent is one beside the latent. From one seed, dropout is eager's."""
+    module = Layer().requires_grad_(not frozen)
+    adapt(module.mla, "kv_b_proj", dropout=0.5, kind=kind, frozen=frozen)
+    wide = copy.deepcopy(module.train()).double()
+    compiled, found = Rewritten(module), []
+    for function, owner, x in (
+        (compiled, module, hidden()),
+        (module, module, hidden()),
+        (wide, wide, hidden().double()),
+    ):
         torch.manual_seed(5)
-        found.append(gradients(function, module, [hidden()]))
-    (outcome,) = compiled.outcomes
-    assert outcome.path == "unchanged"
-    assert "found a sum of a product of" in outcome.reason
-    assert "dropout" in outcome.remedy
-    torch.testing.assert_close(found[0], found[1])
+        found.append(gradients(function, owner, [x]))
+    assert [outcome.path for outcome in compiled.outcomes] == ["chunked"]
+    assert_gradients_close(*found)
 
 
 def test_dropout_before_other_projections():

@@ -133,6 +133,15 @@ def own_ropes(q: Tensor, latent: Tensor, k_rope: Tensor, w_kv: Tensor) -> Tensor
     return torch.ops.mla.sealed_attention(q, torch.cat([k_nope, k_rope], dim=-1), v, None, 0.0, False, None, False)
 
 
+def two_latents(
+    q: Tensor, past: Tensor, k_rope: Tensor, new: Tensor, w_kv: Tensor, first: Tensor, w_first: Tensor
+) -> Tensor:
+    """The values of another latent, that of the first layer perhaps, are added to those of this one."""
+    k, v = up_projected(torch.cat([past, new], dim=1), k_rope, w_kv)
+    v = v + (first @ w_first.T).unflatten(2, (N, V)).transpose(1, 2)
+    return torch.ops.mla.sealed_attention(q, k, v, None, 0.0, False, None, False)
+
+
 def turned_keys(q: Tensor, past: Tensor, new: Tensor, angle: Tensor, w_kv: Tensor) -> Tensor:
     """Keys are rotated after their up-projection."""
     latent = torch.cat([past, new], dim=1)
@@ -158,6 +167,7 @@ IN_FP8 = NUMBERS, SCALES, random(PAGES, PAGE_SIZE, R), TABLE, W_KV
 STATIC = random(B, T, L + R), random(B, SQ, L + R), LENGTHS, W_KV
 TURNED = LATENT[:, SQ:], LATENT[:, :SQ], random(T, P), W_KV
 GROWN = LATENT[:, SQ:], K_ROPE, LATENT[:, :SQ], W_KV
+FIRST = random(B, T, L), random(N * V, L)
 ANY = (0, 2), (0, 1), (0, 1), ()
 """Symbolic sizes: sequences, queries and keys."""
 
@@ -172,6 +182,7 @@ CASES = {
     "absorbed, named keys": Case(named, (queries(), SCORES, *KEYS), "absorbed"),
     "absorbed, sinks": Case(sinks, (queries(), *KEYS, SINK), "absorbed"),
     "absorbed, by hand": Case(absorbed_by_hand, (random(B, N, SQ, L), random(B, N, SQ, R), *KEYS[:2]), "auto"),
+    "absorbed, two latents": Case(two_latents, (queries(), *GROWN, *FIRST), "absorbed"),
     "absorbed, symbolic": Case(plain, (queries(), *KEYS), "absorbed", ANY),
     "chunked, plain": Case(plain, (queries(), *KEYS), "chunked"),
     "chunked, causal": Case(causal, (queries(), *KEYS), "chunked"),
@@ -182,6 +193,7 @@ CASES = {
     "chunked, named keys": Case(named, (queries(), SCORES, *KEYS), "chunked"),
     "chunked, sinks": Case(sinks, (queries(), *KEYS, SINK), "chunked"),
     "chunked, own ropes": Case(own_ropes, (queries(), LATENT, OWN_ROPES, W_KV), "chunked"),
+    "chunked, two latents": Case(two_latents, (queries(), *GROWN, *FIRST), "chunked"),
     "chunked, opaque": Case(soft_cap, (queries(), *KEYS), "chunked"),
     "sparse, named keys": Case(named, (queries(), SCORES, *KEYS), "sparse"),
     "sparse, paged": Case(named_paged, (queries(), SCORES, POOL, TABLE, W_KV), "sparse"),

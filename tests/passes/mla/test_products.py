@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -134,10 +136,31 @@ def with_a_nonlinearity(x, latent, k_rope, w_q, w_kv, a, b, _):
 
 
 @pytest.mark.parametrize("function", [with_dropout, of_another_rank, of_other_tokens, with_a_nonlinearity])
-def test_products_of_two_latents_stay_two(function: Function) -> None:
+def test_products_of_two_latents_are_one_of_both(function: Function) -> None:
+    """The other latent is what comes before the last matrix."""
     torch.manual_seed(3)
+    assert site(function, *inputs()).sizes["L"] == L + RANK
     module = capture(function, *inputs())
-    (outcome,) = rewrite(module)
+    for path in ("absorbed", "chunked"):
+        rewritten = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
+        (outcome,) = rewrite(rewritten, path)
+        assert outcome.path == path
+        assert not unfolded(rewritten)
+        before, after = (_seeded(graph) for graph in (module, rewritten))
+        check_right(before, after)
+
+
+def _seeded(module: torch.fx.GraphModule) -> Tensor:
+    torch.manual_seed(3)
+    return run(module, *inputs())
+
+
+def with_a_wide_addend(x, latent, k_rope, w_q, w_kv, a, b, _):
+    return attend(x, k_rope, w_q, latent @ w_kv + (latent @ a @ b).relu())
+
+
+def test_what_is_added_to_a_product_has_to_be_one() -> None:
+    (outcome,) = rewrite(capture(with_a_wide_addend, *inputs()))
     assert outcome.path == "unchanged"
     assert "an up-projection of a latent, found a sum of a product of `latent_1`" in outcome.reason
-    assert "adapter with dropout on its input" in outcome.remedy
+    assert outcome.remedy.startswith("let all that is added up be up-projections of latents")

@@ -1,0 +1,122 @@
+"""Make one latent of several whose up-projections are added up.
+
+    value[b, n, t, v] = sum_l latent[b, t, l] A[n, v, l] + sum_m other[b, t, m] B[n, v, m]
+                      = sum_k [latent, other][b, t, k] [A, B][n, v, k]
+
+Values that are added to those of an earlier layer, whose latent they then also come from, are such a sum. Keys that are
+an up-projection of only some of the latents have zeros in their weight for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..algebra.made import joined, zeros
+from ..algebra.operations import alike
+from ..algebra.sizes import total
+from ..algebra.substitution import change_read
+from ..algebra.terms import Axis, Dim, Join, Product, Read, Sum, Term, Unread
+from ..attention.attention import Attention
+from .products import UpProjection, gathered, same_tensor, times, up_projection
+
+
+def in_one_latent(attention: Attention) -> Attention | None:
+    """An attention whose values are an up-projection of one latent, which is several side by side, and whose keys are
+    too where they come from no other latents. None if its values do not come from several latents."""
+    keys = {*attention.keys}
+    addends = gathered(attention.value.parts.terms, keys) if isinstance(attention.value.parts, Sum) else []
+    found = [up_projection(addend, keys) for addend in addends if addend.axes & keys]
+    latents = [(up.latent.read, up.rank) for up in found if up is not None]
+    if len(latents) < 2 or len(latents) < len(found) or not all(up.latent.axes & keys for up in found if up):
+        return None
+    read = _side_by_side(latents)
+    if read is None:
+        return None
+    one = _Latents(latents, Term(read[0]), read[1], keys)
+    value = one.of(attention.value)
+    if value is attention.value:
+        return None
+    return replace(attention, value=value, scores=tuple(replace(s, key=one.of(s.key)) for s in attention.scores))
+
+
+@dataclass(frozen=True)
+class _Latents:
+    """Several latents with their ranks, and all of them side by side in `whole`, over `rank`."""
+
+    each: Sequence[tuple[Read, Dim]]
+    whole: Term
+    rank: Axis
+    keys: set[Axis]
+
+    def of(self, term: Term) -> Term:
+        """A term with its up-projections of some of these latents as one of all of them; itself if it has none."""
+        match term.parts:
+            case Join(_, segments):
+                pieces = [self.of(segment.term) for segment in segments]
+                if all(piece is segment.term for piece, segment in zip(pieces, segments, strict=True)):
+                    return term
+                own = tuple(replace(s, term=piece) for s, piece in zip(segments, pieces, strict=True))
+                return replace(term, parts=replace(term.parts, segments=own))
+            case Sum(terms):
+                return self._in_one(term, gathered(terms, self.keys))
+            case Product():
+                return self._in_one(term, [term])
+        return term
+
+    def _in_one(self, whole: Term, addends: Sequence[Term]) -> Term:
+        """`whole`, the sum of `addends`, with those that come from these latents made one."""
+        weights: dict[int, Read] = {}
+        others = list[Term]()
+        for addend in addends:
+            up = up_projection(addend, self.keys)
+            place = None if up is None else self._place(up)
+            if up is None or place is None or place in weights:
+                others.append(addend)
+                continue
+            own = dict(zip(up.rank, self.each[place][1], strict=True))
+            weights[place] = times(change_read(up.weight, own), up.scale)
+        weight = self._weight(weights) if weights else None
+        if weight is None:
+            return whole
+        product = Product(self.whole, Term(weight), (self.rank,))
+        unread = replace(whole.read, source=Unread(whole.read.source))
+        one = Term(unread, product)
+        return Term(unread, Sum((one, *others))) if others else one
+
+    def _place(self, up: UpProjection) -> int | None:
+        """Which of the latents is up-projected; None if it is another."""
+        for i, (latent, rank) in enumerate(self.each):
+            if alike(up.rank, rank):
+                own = change_read(up.latent.read, dict(zip(up.rank, rank, strict=True)))
+                if same_tensor(own, latent):
+                    return i
+        return None
+
+    def _weight(self, weights: dict[int, Read]) -> Read | None:
+        """The weights of the latents side by side, zeros for those that have none; None if they have unlike axes."""
+        place, first = next(iter(weights.items()))
+        others = tuple(axis for axis in _axes(first) if axis not in self.each[place][1])
+        reads = [
+            (weights[i] if i in weights else zeros(first, (*others, *rank)), rank)
+            for i, (_, rank) in enumerate(self.each)
+        ]
+        read = _side_by_side(reads, self.rank)
+        return None if read is None else read[0]
+
+
+def _axes(read: Read) -> list[Axis]:
+    return list(dict.fromkeys(digit.axis for digit in read.digits if digit.axis is not None))
+
+
+def _side_by_side(reads: Sequence[tuple[Read, Dim]], rank: Axis | None = None) -> tuple[Read, Axis] | None:
+    """Reads, each with its own axes of a join, joined along `rank`; None if they have unlike axes otherwise."""
+    (read, dim), *others = reads
+    for i, (other, own) in enumerate(others):
+        size = total(axis.size for axis in (*dim, *own))
+        axis = rank if rank is not None and i == len(others) - 1 else Axis(size)
+        both = joined(read, other, (dim, own), axis)
+        if both is None:
+            return None
+        read, dim = both, (axis,)
+    return read, dim[0]
