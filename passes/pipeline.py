@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from mla_compile.cost import Device
 
 from .algebra.sizes import Unaligned
-from .algebra.terms import Scaled
+from .algebra.terms import Joined, Read, Scaled
 from .attention.attention import Attention
 from .attention.find import find
 from .caches.grown import copying
@@ -174,14 +175,23 @@ class Pipeline:
 def _ends_of_up_projections(site: Site) -> tuple[list[str | None], list[str]]:
     """The names of the latents, None where the graph has none, and of the products of queries and keys."""
     opaque, second = site.attention.opaque, site.second_latent
-    latents = [site.latent.read.source, *([second.latent.read.source] if second is not None else [])]
-    names = list[str | None]()
-    for latent in latents:
-        while isinstance(latent, Scaled):  # the scaling is computed again together with the keys and values
-            latent = latent.of.source
-        names.append(latent.name if isinstance(latent, fx.Node) else None)
+    latents = [site.latent.read, *([second.latent.read] if second is not None else [])]
+    sources = [source for latent in latents for source in _unscaled(latent)]
+    names = [source.name if isinstance(source, fx.Node) else None for source in sources]
     products = [product.source for product in opaque.products] if opaque is not None else []
     return names, [product.name for product in products if isinstance(product, fx.Node)]
+
+
+def _unscaled(latent: Read) -> Iterator[Hashable]:
+    """What a latent is, or its pieces are, without scalings, which are computed again with the keys and values."""
+    match latent.source:
+        case Scaled(of):
+            yield from _unscaled(of)
+        case Joined(pieces):
+            for piece in pieces:
+                yield from _unscaled(piece)
+        case source:
+            yield source
 
 
 def _rewritten(site: Site, meaning: Meaning, choice: Choice) -> Outcome:

@@ -103,14 +103,14 @@ def _scales(weight: Term, scale: Term) -> bool:
     """Whether one is a weight and the other its scale.
 
     If the weight has one byte an element, both have to be inputs of the graph. Otherwise the weight has to be a
-    matrix, and the scale of its columns, or of all of it, may be computed from anything.
+    matrix, and the scale of its columns may be computed from anything; or, for a single number, a matrix or several.
     """
     matrix = _input(weight.read.source)
     if matrix is None:
         return False
     if matrix.dtype.itemsize == 1 and matrix.dtype != torch.bool:
         return _input(scale.read.source) is not None
-    return matrix.dim() == 2
+    return matrix.dim() == 2 or (matrix.dim() == 3 and not scale.axes)
 
 
 def _input(source: Any) -> torch.Tensor | None:

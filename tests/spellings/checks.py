@@ -91,7 +91,8 @@ def check(spelling: Spelling, seed: int) -> Outcome:
     expected = 2 + (spelling.query == "low rank") + (spelling.output != "raw")
     expected += {"no": 0, "keys": 1, "values": 1}.get(spelling.absorbed, 2)
     # What multiplies keys and values multiplies queries and outputs, or the weights; and the biases of the values.
-    expected += 0 if spelling.mapped == "no" else 2 + spelling.bias
+    of_latents = 1 + (spelling.spoiled == "residual")
+    expected += 0 if spelling.mapped == "no" else 1 + of_latents * (1 + spelling.bias)
     # Queries times the keys' weights, which no op takes if there are two latents, or times the rope keys of each head.
     expected += spelling.has_two_latents or spelling.has_own_ropes
     if spelling.threes != "no":  # these orders absorb by hand

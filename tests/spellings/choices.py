@@ -129,9 +129,9 @@ OWN_ROPES = ("rope a head",)
 """One rope key per head: few queries attend to the latent, and what the rope keys add to scores is a bias; many have
 keys that end with it."""
 
-TWO_LATENTS = ("two latents", "shifted")
+TWO_LATENTS = ("two latents", "shifted", "residual")
 """Values from another latent, or from the token before: few queries attend to both latents; for many, each is
-up-projected."""
+up-projected. Or values to which a learned share of the previous token's is added: from both latents side by side."""
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "projection": ("linear", "functional", "einsum", "matmul", "bmm", "addmm"),

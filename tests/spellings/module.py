@@ -50,6 +50,7 @@ class Attention(Joining):
             shape = (self.query_heads, 1, width) if heads_first else (self.query_heads, width)
             self.key_scale = nn.Parameter(0.5 + torch.rand(shape))
         self.sink = nn.Parameter(torch.randn(self.query_heads)) if s.sink else None
+        self.share = nn.Parameter(torch.tensor(0.7)) if s.spoiled == "residual" else None
         self.maps = [None, None]
         if s.mapped != "no":
             lead = (s.heads,) if s.mapped == "head" else ()
@@ -383,6 +384,8 @@ class Attention(Joining):
                 v = self.up_project(latent * 2 + 1)[1]
             case "shifted":
                 v = self.up_project(latent.roll(1, self.token_dim))[1]
+            case "residual":
+                v = v + self.share * self.up_project(latent.roll(1, self.token_dim))[1]
         return k, k_rope, v
 
     def leave(self, o: Tensor) -> Tensor:
