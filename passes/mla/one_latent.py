@@ -21,27 +21,46 @@ from ..attention.attention import Attention
 from .products import UpProjection, gathered, same_tensor, times, up_projection
 
 
-def in_one_latent(attention: Attention) -> Attention | None:
+def in_one_latent(attention: Attention, *, of_keys: bool = False) -> Attention | None:
     """An attention whose values are an up-projection of one latent, which is several side by side, and whose keys are
-    too where they come from no other latents. None if its values do not come from several latents."""
-    keys = {*attention.keys}
-    addends = gathered(attention.value.parts.terms, keys) if isinstance(attention.value.parts, Sum) else []
-    found = [up_projection(addend, keys) for addend in addends if addend.axes & keys]
-    latents = [(up.latent.read, up.rank) for up in found if up is not None]
-    if len(latents) < 2 or len(latents) < len(found) or not all(up.latent.axes & keys for up in found if up):
+    too where they come from no other latents. None if its values do not come from several latents, or, where latents
+    `of_keys` count as well, neither do they together with the keys of each head."""
+    keys, rows = {*attention.keys}, {*attention.rows}
+    if isinstance(attention.value.parts, Join):  # of groups of heads, perhaps, with a latent each
         return None
-    read = _side_by_side(latents)
-    if read is None:
+    found = [up_projection(addend, keys) for addend in _addends(attention.value, keys) if addend.axes & keys]
+    ups = [up for up in found if up is not None]
+    if len(ups) < len(found):
         return None
-    one = _Latents(latents, Term(read[0]), read[1], keys)
-    value = one.of(attention.value)
-    if value is attention.value:
+    if of_keys:
+        addends = [addend for score in attention.scores for addend in _addends(score.key, keys)]
+        found = [up_projection(addend, keys) for addend in addends]
+        ups += [up for up in found if up is not None and up.weight.axes & rows - up.latent.axes]
+    each = list[tuple[Read, Dim]]()
+    for up in ups:
+        if _place(up, each) is None:
+            each.append((up.latent.read, up.rank))
+    whole = _side_by_side(each) if len(each) > 1 else None
+    if whole is None:
+        return None
+    one = _OneLatent(each, Term(whole[0]), whole[1], keys)
+    if (value := one.of(attention.value)) is attention.value:
         return None
     return replace(attention, value=value, scores=tuple(replace(s, key=one.of(s.key)) for s in attention.scores))
 
 
+def _addends(term: Term, keys: set[Axis]) -> Sequence[Term]:
+    """What a term, or a piece of what it is joined from, is a sum of."""
+    match term.parts:
+        case Join(_, segments):
+            return [addend for segment in segments for addend in _addends(segment.term, keys)]
+        case Sum(terms):
+            return gathered(terms, keys)
+    return [term]
+
+
 @dataclass(frozen=True)
-class _Latents:
+class _OneLatent:
     """Several latents with their ranks, and all of them side by side in `whole`, over `rank`."""
 
     each: Sequence[tuple[Read, Dim]]
@@ -70,7 +89,7 @@ class _Latents:
         others = list[Term]()
         for addend in addends:
             up = up_projection(addend, self.keys)
-            place = None if up is None else self._place(up)
+            place = None if up is None else _place(up, self.each)
             if up is None or place is None or place in weights:
                 others.append(addend)
                 continue
@@ -84,15 +103,6 @@ class _Latents:
         one = Term(unread, product)
         return Term(unread, Sum((one, *others))) if others else one
 
-    def _place(self, up: UpProjection) -> int | None:
-        """Which of the latents is up-projected; None if it is another."""
-        for i, (latent, rank) in enumerate(self.each):
-            if alike(up.rank, rank):
-                own = change_read(up.latent.read, dict(zip(up.rank, rank, strict=True)))
-                if same_tensor(own, latent):
-                    return i
-        return None
-
     def _weight(self, weights: dict[int, Read]) -> Read | None:
         """The weights of the latents side by side, zeros for those that have none; None if they have unlike axes."""
         place, first = next(iter(weights.items()))
@@ -103,6 +113,16 @@ class _Latents:
         ]
         read = _side_by_side(reads, self.rank)
         return None if read is None else read[0]
+
+
+def _place(up: UpProjection, latents: Sequence[tuple[Read, Dim]]) -> int | None:
+    """Which of the latents is up-projected; None if it is another."""
+    for i, (latent, rank) in enumerate(latents):
+        if alike(up.rank, rank):
+            own = change_read(up.latent.read, dict(zip(up.rank, rank, strict=True)))
+            if same_tensor(own, latent):
+                return i
+    return None
 
 
 def _axes(read: Read) -> list[Axis]:

@@ -51,6 +51,24 @@ def prove(attention: Attention, trace: Trace) -> Site:
         raise Refusal(attention.node, "expected several keys, found one: its value is the result")
     as_written, attention = attention, with_scaled_queries(attention, trace)
     refusals: list[Refusal] = []
+    best = _as_it_stands(attention, trace, refusals)
+    if best is None:
+        best = _otherwise(as_written, attention, trace)
+    elif best.own_ropes and (in_one := in_one_latent(attention, of_keys=True)) is not None:
+        site = _as_it_stands(in_one, trace, [])
+        best = site if site is not None and _narrower(site, best) else best
+    if best is None or (best.groups is not None and not best.heads):  # no two heads share a latent
+        with contextlib.suppress(Refusal):
+            if (in_one := composed(attention)) is not None:
+                site = prove(in_one, trace)
+                best = site if best is None or _narrower(site, best) else best
+    if best is None:
+        raise refusals[0]
+    return best
+
+
+def _as_it_stands(attention: Attention, trace: Trace, refusals: list[Refusal]) -> Site | None:
+    """The narrowest site that an attention is by any reading of its values; None, and why, if there is none."""
     best: Site | None = None
     for values in readings(attention):
         complete = best is not None and not best.own_ropes
@@ -63,15 +81,6 @@ def prove(attention: Attention, trace: Trace) -> Site:
             continue
         if best is None or _narrower(site, best):
             best = site
-    if best is None:
-        best = _otherwise(as_written, attention, trace)
-    if best is None or (best.groups is not None and not best.heads):  # no two heads share a latent
-        with contextlib.suppress(Refusal):
-            if (in_one := composed(attention)) is not None:
-                site = prove(in_one, trace)
-                best = site if best is None or _narrower(site, best) else best
-    if best is None:
-        raise refusals[0]
     return best
 
 

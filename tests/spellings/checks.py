@@ -17,7 +17,7 @@ from tests.errors import assert_as_close_as_eager
 from tests.passes.graphs import capture, rewrite
 
 from .choices import Spelling
-from .module import Attention
+from .module import HIDDEN, Attention
 
 aten = torch.ops.aten
 FACTOR = 8.0
@@ -93,6 +93,11 @@ def check(spelling: Spelling, seed: int) -> Outcome:
     # What multiplies keys and values multiplies queries and outputs, or the weights; and the biases of the values.
     of_latents = 1 + (spelling.spoiled == "residual")
     expected += 0 if spelling.mapped == "no" else 1 + of_latents * (1 + spelling.bias)
+    # Where a function of the scores sees them, also the biases of the keys.
+    expected += spelling.mapped != "no" and spelling.bias and spelling.needs_scores
+    # Hidden states that nothing norms are one latent for all groups, if that is narrower than theirs together.
+    plain = spelling.latent == "plain" and spelling.cache == "none"
+    expected += 2 * (spelling.latents == "groups" and plain and spelling.rank > HIDDEN)
     # Queries times the keys' weights, which no op takes if there are two latents, or times the rope keys of each head.
     expected += spelling.has_two_latents or spelling.has_own_ropes
     if spelling.threes != "no":  # these orders absorb by hand

@@ -66,6 +66,16 @@ def added_to_keys_too(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias)
     return attend(q, k, k_rope, v)
 
 
+def added_to_keys_alone(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
+    return attend(q, heads(latent, w_uk) + share * heads(other, w_k), k_rope, heads(latent, w_uv))
+
+
+def keys_beside_keys_of_the_other(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
+    """Some columns of the keys come from either latent."""
+    keys = torch.cat([heads(latent, w_uk[: 2 * N]), heads(other, w_k[: 2 * N])], -1)
+    return attend(q, keys, k_rope, heads(latent, w_uv))
+
+
 def keys_of_the_other(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
     return attend(q, heads(other, w_k), k_rope, heads(latent, w_uv) + heads(other, w))
 
@@ -83,7 +93,8 @@ def of_a_cache(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
 
 SPELLINGS = [
     *(added, mixed_by_a_number, mixed_by_what_is_learned, mixed_with_biases, mixed_in_each_head),
-    *(added_to_keys_too, keys_of_the_other, of_three, of_a_cache),
+    *(added_to_keys_too, added_to_keys_alone, keys_beside_keys_of_the_other, keys_of_the_other),
+    *(of_three, of_a_cache),
 ]
 
 

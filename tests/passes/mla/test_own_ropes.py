@@ -45,12 +45,6 @@ def two_scores(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Ten
     return scores.masked_fill(hidden, -1e9).softmax(-1) @ v
 
 
-def a_second_latent(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """Keys are a sum of two up-projections, only one of which is of the values' latent."""
-    k_nope, v = mla.up_projected(latent, w_kv)
-    return mla.softmax(mla.queries(x, w_q)[..., :P], k_nope + mla.up_projected(latent.flip(1), w_kv)[0], v)
-
-
 def keys_are_latents(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
     """Queries are absorbed by hand."""
     w_uk, _ = mla.weights(w_kv)
@@ -59,7 +53,7 @@ def keys_are_latents(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_k
     return (scores * SCALE).softmax(-1) @ mla.up_projected(latent, w_kv)[1]
 
 
-@pytest.mark.parametrize("function", [by_hand, causal, two_scores, a_second_latent, keys_are_latents])
+@pytest.mark.parametrize("function", [by_hand, causal, two_scores, keys_are_latents])
 def test_few_queries_attend_to_the_latent(function: Function) -> None:
     module = capture(function, *mla.tensors())
     before = run(module, *mla.tensors())
@@ -76,7 +70,7 @@ def _is_of(node: torch.fx.Node, shape: list[int]) -> bool:
     return isinstance(value, Tensor) and [*value.shape] == shape
 
 
-EXPANDED = [by_hand, causal, two_scores, a_second_latent]
+EXPANDED = [by_hand, causal, two_scores]
 
 
 @pytest.mark.parametrize("function", EXPANDED)
@@ -88,14 +82,14 @@ def test_many_queries_get_them_beside_their_keys(function: Function) -> None:
     assert outcome.mask == {causal: "causal", two_scores: "lengths"}.get(function, "none")
     check_right(before, run(module, *mla.tensors()))
     (op,) = (node for node in module.graph.nodes if node.target is torch.ops.mla.expanded_attention.default)
-    assert op.args[2].meta["val"].shape == (B, T, N, P if function is a_second_latent else R)
+    assert op.args[2].meta["val"].shape == (B, T, N, R)
     biased = [
         node for node in module.graph.nodes if _is_of(node, [B, N, SQ, T]) and node.meta["val"].is_floating_point()
     ]
     assert not biased, "scores of all heads"
 
 
-@pytest.mark.parametrize("function", [by_hand, two_scores, a_second_latent])
+@pytest.mark.parametrize("function", [by_hand, two_scores])
 def test_they_are_trained(function: Function) -> None:
     class Module(nn.Module):
         forward = staticmethod(function)
