@@ -86,10 +86,14 @@ def _without(term: Term, keys: set[Axis], trace: Trace) -> Term | None:
             return None
         segments = tuple(replace(s, term=t or s.term) for s, t in zip(term.parts.segments, terms, strict=True))
         return replace(term, parts=replace(term.parts, segments=segments))
+    if isinstance(term.parts, Sum):
+        terms = [_without(addend, keys, trace) for addend in term.parts.terms]
+        own = tuple(t or addend for t, addend in zip(terms, term.parts.terms, strict=True))
+        return replace(term, parts=Sum(own)) if any(terms) else None
     if term.parts is None and term.joined is not None and not term.read.then:
         joined = _without(replace(term, parts=term.joined, joined=None), keys, trace)
         pieces = joined.parts.segments if joined is not None and isinstance(joined.parts, Join) else ()
-        return joined if pieces and all(segment.term.parts is not None for segment in pieces) else None
+        return joined if any(segment.term.parts is not None for segment in pieces) else None
     node = term.read.source
     then = term.read.then
     if any(isinstance(step, Bits) for step in then):

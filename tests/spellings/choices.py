@@ -105,13 +105,13 @@ class Spelling:
     @property
     def has_two_latents(self) -> bool:
         """Whether keys have a latent of their own, with which it is rewritten."""
-        return self.spoiled in TWO_LATENTS and not self.gated and self.latents == "one"
+        gated = self.gated and self.spoiled != "residual"
+        return self.spoiled in TWO_LATENTS and not gated and self.latents == "one"
 
     @property
     def has_own_ropes(self) -> bool:
         """Whether it has a rope key per head, with which it is rewritten."""
-        function = self.needs_scores or self.gated
-        return self.spoiled in OWN_ROPES and not function and self.latents == "one"
+        return self.spoiled in OWN_ROPES and not self.needs_scores and self.latents == "one"
 
     @property
     def is_rewritten(self) -> bool:

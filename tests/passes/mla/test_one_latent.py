@@ -76,6 +76,12 @@ def keys_beside_keys_of_the_other(q, latent, k_rope, other, share, w_uk, w_uv, w
     return attend(q, keys, k_rope, heads(latent, w_uv))
 
 
+def gated_and_added(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
+    """A factor of each token, on the keys and values of one latent."""
+    gate = latent[:, None, :, :1].sigmoid()
+    return attend(q, gate * heads(latent, w_uk), k_rope, gate * heads(latent, w_uv) + share * heads(other, w))
+
+
 def keys_of_the_other(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
     return attend(q, heads(other, w_k), k_rope, heads(latent, w_uv) + heads(other, w))
 
@@ -94,7 +100,7 @@ def of_a_cache(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
 SPELLINGS = [
     *(added, mixed_by_a_number, mixed_by_what_is_learned, mixed_with_biases, mixed_in_each_head),
     *(added_to_keys_too, added_to_keys_alone, keys_beside_keys_of_the_other, keys_of_the_other),
-    *(of_three, of_a_cache),
+    *(gated_and_added, of_three, of_a_cache),
 ]
 
 
