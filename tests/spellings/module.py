@@ -256,7 +256,8 @@ class Attention(Joining):
     # From the latent to keys and values
 
     def up_project(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        return tuple(map(self.mapped, self.plainly_up_projected(latent), self.maps))
+        keys, values = self.plainly_up_projected(latent)
+        return self.mapped(keys, self.maps[0]), self.mapped(values, self.maps[1])
 
     def mapped(self, x: Tensor, matrix: Tensor | None) -> Tensor:
         """Keys or values times a matrix of each head, or of all heads."""
