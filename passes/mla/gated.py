@@ -138,7 +138,8 @@ def _times(term: Term, by: Read, keys: set[Axis], divides: bool) -> Term | None:
         case Product(left, right) as parts:
             for side in sorted((left, right), key=lambda each: not each.axes & keys):
                 if by.axes <= side.axes - set(parts.summed) and not isinstance(side.read.source, Unread):
-                    own = Term(multiplied(side.read, by, divides=divides))
+                    inner = _times(side, by, keys, divides) if side.parts is not None else None
+                    own = inner or Term(multiplied(side.read, by, divides=divides))
                     return Term(read, replace(parts, left=own) if side is left else replace(parts, right=own))
         case Sum(terms):
             each = [_times(addend, by, keys, divides) for addend in terms]

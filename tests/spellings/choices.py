@@ -193,7 +193,7 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
         s = replace(s, keys="two scores", padded="no", softcap=False, returned=False, keys_scaled="no")
         s = replace(s, scale="query") if s.scale == "key" else s
         s = replace(s, softmax=dice.choice(("plain", "wide", "by hand"))) if s.softmax in ("sdpa", "late") else s
-    if s.absorbed != "no" or s.threes != "no" or s.gated or s.latents != "one":
+    if s.absorbed != "no" or s.threes != "no" or s.latents != "one":
         s = replace(s, mapped="no")
     if s.absorbed != "no" or s.groups != "none" or s.keys == "two scores":
         s = replace(s, keys_scaled="no")  # there are no whole keys of each head
