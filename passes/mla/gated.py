@@ -26,21 +26,31 @@ from ..nodes.arguments import arguments, aten, is_tensor
 from ..trace.trace import Trace
 from ..trace.weights import factors
 from .groups import changed
+from .multiplied import multiplied_product
 
 _DIVIDE = {aten.div.Tensor, aten.div.Scalar}
 _MULTIPLY = {aten.mul.Tensor, aten.mul.Scalar, *_DIVIDE}
 
 
 def ungated(attention: Attention, trace: Trace) -> Attention | None:
-    """An attention with what multiplied its keys and values moved into their products; None if values have no such
-    factor."""
+    """An attention with what multiplied its keys and values moved into their products; None if nothing did, or if
+    only its keys are normed, whose norms take the products themselves."""
     attention = _divided(attention, trace)
     keys = set(attention.keys)
     value = _without(attention.value, keys, trace)
-    if value is None:
+    moved = [_without(s.key, keys, trace) for s in attention.scores]
+    if value is None and (not any(moved) or any(_is_normed(s.key, trace) for s in attention.scores)):
         return None
-    scores = tuple(replace(s, key=_without(s.key, keys, trace) or s.key) for s in attention.scores)
-    return replace(attention, value=value, scores=scores)
+    scores = tuple(replace(s, key=key or s.key) for s, key in zip(attention.scores, moved, strict=True))
+    return replace(attention, value=value or attention.value, scores=scores)
+
+
+def _is_normed(term: Term, trace: Trace) -> bool:
+    """Whether a term, or a piece of what it is joined from, was multiplied by what is computed from it."""
+    if isinstance(join := term.parts or term.joined, Join):
+        return any(_is_normed(segment.term, trace) for segment in join.segments)
+    multiplied = multiplied_product(term, trace)
+    return multiplied is not None and multiplied.is_norm
 
 
 def _divided(attention: Attention, trace: Trace) -> Attention:

@@ -1,6 +1,6 @@
 """Describe up-projections that were multiplied by something that differs between keys, or normed.
 
-key[b, n, t] = (latent[b, t] W_UK[n]) * gate[b, t]           MLA, if the gate multiplied the latent instead
+key[b, n, t] = (latent[b, t] W_UK[n]) * gate[b, n, t]        MLA, if the gate were the same for all heads
 key[b, n, t] = (latent[b, t] W_UK[n]) * r[b, n, t]           r = rsqrt(mean of its squares): a norm of each head
 
 A norm scales the score: q . (W_UK c) r(n, t). But r is made of all of W_UK c, which takes P L multiply-adds a head and
@@ -46,10 +46,7 @@ class MultipliedProduct:
         """What would let it be rewritten."""
         if self.is_norm:
             return "norm the latent before the up-projection: a norm after it needs all that absorbing would leave out"
-        return (
-            "multiply keys and values by the same number for each key: a factor on only one of "
-            "them makes two latents of one"
-        )
+        return "multiply by one number of each key for all heads, which is then applied to the latent"
 
 
 def multiplied_product(term: Term, trace: Trace) -> MultipliedProduct | None:

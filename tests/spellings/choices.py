@@ -105,7 +105,7 @@ class Spelling:
     @property
     def has_two_latents(self) -> bool:
         """Whether keys have a latent of their own, with which it is rewritten."""
-        gated = self.gated and self.spoiled != "residual"
+        gated = self.gated and self.spoiled not in ("gate", "residual")
         return self.spoiled in TWO_LATENTS and not gated and self.latents == "one"
 
     @property
@@ -122,16 +122,16 @@ class Spelling:
 TENSORS = ("number", "head", "position")
 """Scales that are tensors."""
 
-SPOILERS = ("tanh", "norm", "gate")
-"""On the keys: a nonlinearity, a norm of each head, or a factor that differs between tokens."""
+SPOILERS = ("tanh", "norm")
+"""On the keys: a nonlinearity, or a norm of each head."""
 
 OWN_ROPES = ("rope a head",)
 """One rope key per head: few queries attend to the latent, and what the rope keys add to scores is a bias; many have
 keys that end with it."""
 
-TWO_LATENTS = ("two latents", "shifted", "residual")
-"""Values from another latent, or from the token before: few queries attend to both latents; for many, each is
-up-projected. Or values to which a learned share of the previous token's is added: from both latents side by side."""
+TWO_LATENTS = ("two latents", "shifted", "gate", "residual")
+"""Values from another latent, or from the token before, or a gate on the keys alone: few queries attend to both
+latents; for many, each is up-projected. Or values to which a learned share of the previous token's is added: from both latents side by side."""
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "projection": ("linear", "functional", "einsum", "matmul", "bmm", "addmm"),
@@ -237,6 +237,4 @@ def _possible(s: Spelling, dice: random.Random) -> Spelling:
         alone = s.latents != "one" and s.heads == 2  # the only head of its group: no other head shares its rope key
         if s.spoiled == "rope a head" and (s.rope == "none" or alone):
             s = replace(s, spoiled="tanh")
-        if s.spoiled == "gate" and s.gated:  # keys and values have a latent each, with a gate of its own
-            s = replace(s, spoiled="norm")
     return s

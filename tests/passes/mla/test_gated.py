@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.passes import spellings as mla
 from tests.passes.checks import check_rewritten, check_right
 from tests.passes.graphs import capture, rewrite, run
-from tests.passes.spellings import Function, N, P, T, V, sealed
+from tests.passes.spellings import Function, N, P, R, T, V, sealed
 
 
 def gate(latent: Tensor) -> Tensor:
@@ -78,6 +78,11 @@ def test_a_factor_of_keys_and_values_goes_to_the_latent(function: Function) -> N
 
 APART: dict[str, Function] = {
     "values alone": gated(keys=lambda k, _: k),
+    "keys alone": gated(values=lambda v, _: v),
+    "all of the keys alone": gated(values=lambda v, _: v, whole=True, attend=mla.softmax),
+    "keys of the first tokens alone": gated(
+        lambda c: torch.arange(c.shape[1]).expand(len(c), -1) < 4, values=lambda v, _: v
+    ),
     "another factor": gated(values=lambda v, g: v * g.exp()),
     "divided by what the keys are multiplied by": gated(values=lambda v, g: v / g),
     "the factor of the key before": gated(values=lambda v, g: v * g.roll(1, 2)),
@@ -85,7 +90,7 @@ APART: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("function", APART.values(), ids=APART)
-def test_a_factor_of_the_values_alone_makes_a_latent_of_their_own(function: Function) -> None:
+def test_a_factor_of_one_of_them_alone_makes_a_latent_of_its_own(function: Function) -> None:
     for path in ("absorbed", "chunked"):
         module = capture(function, *mla.tensors())
         before = run(module, *mla.tensors())
@@ -95,8 +100,16 @@ def test_a_factor_of_the_values_alone_makes_a_latent_of_their_own(function: Func
         check_right(before, run(module, *mla.tensors()))
 
 
+def normed_keys(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """One norm for the keys of all heads: to compute it takes all of them."""
+    q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)
+    k_nope, k_rope = k.split([P, R], -1)
+    k_nope = k_nope * (k_nope.square().mean((1, 3), keepdim=True) + 1e-6).rsqrt()
+    return sealed(q, torch.cat([k_nope, k_rope], -1), v)
+
+
 UNCHANGED: dict[str, tuple[Function, str]] = {
-    "keys alone": (gated(values=lambda v, _: v), "an up-projection times `unsqueeze"),
+    "keys alone, by a norm": (normed_keys, "computed from it as in a norm"),
     "squared": (gated(keys=lambda k, _: k * k, values=lambda v, _: v * v), "computed from it as in a norm"),
     "a factor of each key and head": (
         gated(
@@ -106,7 +119,7 @@ UNCHANGED: dict[str, tuple[Function, str]] = {
         "computed from it as in a norm",
     ),
 }
-"""Near misses: the latent of the keys would be another than that of the values."""
+"""What the factor is made of takes the product."""
 
 
 @pytest.mark.parametrize(("function", "reason"), UNCHANGED.values(), ids=UNCHANGED)

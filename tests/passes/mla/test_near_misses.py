@@ -116,14 +116,6 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "keys of rolled heads": (changed_keys(lambda k: torch.cat([k[:, 2:], k[:, :2]], 1)), "2 pieces"),
     "keys of reversed tokens": (changed_keys(lambda k: k.flip(2)), "found `flip`"),
     "keys of later tokens": (changed_keys(lambda k: torch.cat([k[:, :, 1:], k[:, :, :1]], 2)), "2 pieces"),
-    "keys of the first tokens only": (
-        changed_keys(lambda k: k * (torch.arange(T) < 4)[:, None]),
-        "an up-projection times `unsqueeze",
-    ),
-    "a gate of each key": (
-        changed_keys(lambda k: k * torch.ones(T).double().cumsum(0)[:, None]),
-        "an up-projection times `unsqueeze",
-    ),
     "a gate of each key and head": (
         changed_keys(lambda k: k * torch.ones(N, T, 1).double().cumsum(1)),
         "an up-projection times `cumsum",
