@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from torch import fx
@@ -22,13 +22,16 @@ from ..algebra.sizes import Size, Unaligned, product, total
 from ..algebra.substitution import Split
 from ..algebra.terms import Axis, Bits, Dim, Form, Join, Product, Read, Segment, Sum, Term, Unread, Zero
 from ..attention.attention import Attention
-from ..nodes.arguments import arguments, aten, is_tensor
+from ..nodes.arguments import arguments, aten, factor_of, is_tensor
 from ..trace.trace import Trace
 from ..trace.weights import factors
 from .groups import changed
 from .multiplied import multiplied_product
 
+_DEPTH = 8
+"""How many sums and products to take apart one after the other: each may double the work."""
 _DIVIDE = {aten.div.Tensor, aten.div.Scalar}
+_ADD = {aten.add.Tensor, aten.sub.Tensor}
 _MULTIPLY = {aten.mul.Tensor, aten.mul.Scalar, *_DIVIDE}
 
 
@@ -88,20 +91,23 @@ def _merged(term: Term, trace: Trace) -> Iterator[tuple[Axis, Dim]]:
             yield from _merged(_at(whole, form.term, read), trace)
 
 
-def _without(term: Term, keys: set[Axis], trace: Trace) -> Term | None:
-    """A term with what multiplied its products moved into their factors; None if nothing did."""
+def _without(term: Term, keys: set[Axis], trace: Trace, depth: int = 0) -> Term | None:
+    """A term with what multiplied its products moved into their factors; None if nothing did.
+
+    `depth` is how many sums and products were taken apart on the way to it.
+    """
     if isinstance(term.parts, Join):
-        terms = [_without(segment.term, keys, trace) for segment in term.parts.segments]
+        terms = [_without(segment.term, keys, trace, depth) for segment in term.parts.segments]
         if not any(terms):
             return None
         segments = tuple(replace(s, term=t or s.term) for s, t in zip(term.parts.segments, terms, strict=True))
         return replace(term, parts=replace(term.parts, segments=segments))
     if isinstance(term.parts, Sum):
-        terms = [_without(addend, keys, trace) for addend in term.parts.terms]
-        own = tuple(t or addend for t, addend in zip(terms, term.parts.terms, strict=True))
-        return replace(term, parts=Sum(own)) if any(terms) else None
+        terms = [_without(addend, keys, trace, depth) for addend in term.parts.terms]
+        own = (t or addend for t, addend in zip(terms, term.parts.terms, strict=True))
+        return replace(term, parts=_sum(own)) if any(terms) else None
     if term.parts is None and term.joined is not None and not term.read.then:
-        joined = _without(replace(term, parts=term.joined, joined=None), keys, trace)
+        joined = _without(replace(term, parts=term.joined, joined=None), keys, trace, depth)
         pieces = joined.parts.segments if joined is not None and isinstance(joined.parts, Join) else ()
         return joined if any(segment.term.parts is not None for segment in pieces) else None
     node = term.read.source
@@ -109,10 +115,14 @@ def _without(term: Term, keys: set[Axis], trace: Trace) -> Term | None:
     if any(isinstance(step, Bits) for step in then):
         return None
     if then:  # numbers that multiplied the whole of it later, and roundings
-        inner = _without(replace(term, read=replace(term.read, then=())), keys, trace)
+        inner = _without(replace(term, read=replace(term.read, then=())), keys, trace, depth)
         number = math.prod(term.read.factors, start=1.0)
         return None if inner is None else operations.scaled(Form((), inner), number).term
-    if term.parts is not None or not isinstance(node, fx.Node) or node.target not in _MULTIPLY:
+    if term.parts is not None or not isinstance(node, fx.Node) or depth == _DEPTH:
+        return None
+    if node.target in _ADD:
+        return _without_any(term, node, keys, trace, depth + 1)
+    if node.target not in _MULTIPLY:
         return None
     divides = node.target in _DIVIDE
     a, b = arguments(node)[:2]
@@ -120,16 +130,38 @@ def _without(term: Term, keys: set[Axis], trace: Trace) -> Term | None:
         return None
     with contextlib.suppress(Unaligned):
         if not is_tensor(b):
-            inner = _without(_at(trace[a], trace[a].term, term.read), keys, trace)
+            inner = _without(_at(trace[a], trace[a].term, term.read), keys, trace, depth + 1)
             return None if inner is None else operations.scaled(Form((), inner), 1 / b if divides else b).term
         whole, forms = factors(trace, node)
         for form, factor in (forms,) if divides else (forms, forms[::-1]):
             times, by = (_at(whole, each.term, term.read) for each in (form, factor))
-            times = _without(times, keys, trace) or times
+            times = _without(times, keys, trace, depth + 1) or times
             found = _times(times, by.read, keys, divides) if times.parts is not None else None
             if found is not None:
                 return replace(found, read=term.read)
     return None
+
+
+def _without_any(term: Term, node: fx.Node, keys: set[Axis], trace: Trace, depth: int) -> Term | None:
+    """`term`, an element of the sum `node`, with what multiplied products in its addends moved into their factors."""
+    a, b = arguments(node)[:2]
+    factor = factor_of(node)
+    if not (is_tensor(a) and is_tensor(b)) or a is b or factor is None:
+        return None
+    with contextlib.suppress(Unaligned):
+        whole, forms = factors(trace, node)
+        addends = [_at(whole, form.term, term.read) for form in forms]
+        moved = [_without(addend, keys, trace, depth) for addend in addends]
+        sign = factor if node.target is aten.add.Tensor else -factor
+        first, second = (own or addend for own, addend in zip(moved, addends, strict=True))
+        second = operations.scaled(Form((), second), sign).term if sign != 1 else second
+        return replace(term, parts=_sum((first, second))) if any(moved) else None
+    return None
+
+
+def _sum(addends: Iterable[Term]) -> Sum:
+    """A sum, of what its addends are sums of."""
+    return Sum(tuple(t for each in addends for t in (each.parts.terms if isinstance(each.parts, Sum) else (each,))))
 
 
 def _at(form: Form, term: Term, read: Read) -> Term:

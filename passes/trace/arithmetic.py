@@ -15,7 +15,7 @@ from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
 from ..nodes.shapes import shape_of, size_of
 from .coded import WIDE, dequantized_read, is_coded, widened, widens
 from .handler import Forms, Handlers, pointwise
-from .weights import with_scaled_weight
+from .weights import with_mixed_weights, with_scaled_weight
 
 HANDLERS = Handlers()
 HANDLERS.of(  # elementwise ops that torch does not tag as pointwise
@@ -153,6 +153,11 @@ def _add(trace: Forms, node: fx.Node) -> Form:
 
 def _times(form: Form, factor: float) -> Form:
     return form if factor == 1 else operations.scaled(form, factor)
+
+
+@HANDLERS.of(aten.lerp.Scalar, aten.lerp.Tensor)
+def _mixed(trace: Forms, node: fx.Node) -> Form:
+    return with_mixed_weights(trace, node) or pointwise(trace, node)
 
 
 @HANDLERS.of(aten.neg.default)

@@ -18,7 +18,8 @@ from torch import fx
 from ..algebra import elementwise, operations
 from ..algebra.made import multiplied
 from ..algebra.terms import Form, Product, Sum, Term, Unread
-from ..nodes.arguments import aten
+from ..nodes.arguments import arguments, aten, is_tensor
+from ..nodes.shapes import shape_of
 from .handler import Forms
 
 _MOVES = {
@@ -88,6 +89,29 @@ def _products(term: Term) -> list[Product]:
     """The products that a term is the sum of, besides other addends."""
     addends = term.parts.terms if isinstance(term.parts, Sum) else (term,)
     return [addend.parts for addend in addends if isinstance(addend.parts, Product)]
+
+
+def with_mixed_weights(trace: Forms, node: fx.Node) -> Form | None:
+    """The form of `torch.lerp`, `start + weight * (end - start)`, whose weight is a number or scales columns; else
+    None."""
+    start, end, by = arguments(node)
+    rank = node.meta["val"].dim()
+    tensors = [trace[operand] for operand in (start, end, *([by] if is_tensor(by) else []))]
+    whole = elementwise.pointwise(node, tensors, shape_of(node))
+    labels = [range(rank), *(range(rank - len(form.dims), rank) for form in tensors)]
+    (whole, *forms), _ = operations.align([whole, *tensors], labels)
+    first, last = forms[0].term, forms[1].term
+    if first.parts is None or last.parts is None:
+        return None
+    if is_tensor(by):
+        shares = [_scaled(term, forms[2].term) for term in (first, last)]
+    else:
+        shares = [operations.scaled(Form((), term), float(by)).term for term in (first, last)]
+    if shares[0] is None or shares[1] is None:
+        return None
+    addends = first, operations.scaled(Form((), shares[0]), -1.0).term, shares[1]
+    flat = [t for each in addends for t in (each.parts.terms if isinstance(each.parts, Sum) else (each,))]
+    return replace(whole, term=replace(whole.term, parts=Sum(tuple(flat))))
 
 
 def factors(trace: Forms, node: fx.Node) -> tuple[Form, list[Form]]:

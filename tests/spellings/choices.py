@@ -131,7 +131,8 @@ keys that end with it."""
 
 TWO_LATENTS = ("two latents", "shifted", "gate", "residual")
 """Values from another latent, or from the token before, or a gate on the keys alone: few queries attend to both
-latents; for many, each is up-projected. Or values to which a learned share of the previous token's is added: from both latents side by side."""
+latents; for many, each is up-projected. Or values to which a learned share of the previous token's is added: from both
+latents side by side."""
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "projection": ("linear", "functional", "einsum", "matmul", "bmm", "addmm"),

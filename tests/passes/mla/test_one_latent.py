@@ -56,6 +56,15 @@ def mixed_with_biases(q, latent, k_rope, other, share, w_uk, w_uv, _, w, bias):
     return attend(q, heads(latent, w_uk, w_uk[:, 0]), k_rope, v)
 
 
+def mixed_by_lerp(q, latent, k_rope, other, share, w_uk, w_uv, _, w, bias):
+    v = torch.lerp(heads(latent, w_uv), heads(other, w, bias), share.sigmoid())
+    return attend(q, heads(latent, w_uk), k_rope, v)
+
+
+def mixed_by_lerp_and_a_number(q, latent, k_rope, other, share, w_uk, w_uv, _, w, bias):
+    return attend(q, heads(latent, w_uk), k_rope, torch.lerp(heads(latent, w_uv), heads(other, w), 0.3), mla.softmax)
+
+
 def mixed_in_each_head(q, latent, k_rope, other, share, w_uk, w_uv, _, w, bias):
     share = bias.view(N, V)[:, :1, None].sigmoid()
     return attend(q, heads(latent, w_uk), k_rope, heads(latent, w_uv) * share + heads(other, w) * (1 - share))
@@ -82,6 +91,19 @@ def gated_and_added(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
     return attend(q, gate * heads(latent, w_uk), k_rope, gate * heads(latent, w_uv) + share * heads(other, w))
 
 
+def mixed_by_a_gate(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
+    """A share of each token."""
+    gate = latent[:, None, :, :1].sigmoid()
+    k = (1 - gate) * heads(latent, w_uk) + gate * heads(other, w_k)
+    return attend(q, k, k_rope, (1 - gate) * heads(latent, w_uv) + gate * heads(other, w), mla.softmax)
+
+
+def nearer_by_a_gate(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
+    """The gate is on the difference, so that one latent has it and also does not."""
+    gate, v = latent[:, None, :, :1].sigmoid(), heads(latent, w_uv)
+    return attend(q, heads(latent, w_uk), k_rope, v + gate * (heads(other, w) - v))
+
+
 def keys_of_the_other(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
     return attend(q, heads(other, w_k), k_rope, heads(latent, w_uv) + heads(other, w))
 
@@ -98,16 +120,17 @@ def of_a_cache(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
 
 
 SPELLINGS = [
+    *(mixed_by_lerp, mixed_by_lerp_and_a_number),
     *(added, mixed_by_a_number, mixed_by_what_is_learned, mixed_with_biases, mixed_in_each_head),
     *(added_to_keys_too, added_to_keys_alone, keys_beside_keys_of_the_other, keys_of_the_other),
-    *(gated_and_added, of_three, of_a_cache),
+    *(gated_and_added, mixed_by_a_gate, nearer_by_a_gate, of_three, of_a_cache),
 ]
 
 
 @pytest.mark.parametrize("function", SPELLINGS)
 def test_several_latents_are_one(function: Function) -> None:
     check_rewritten(function, inputs())
-    assert site(function, *inputs()).sizes["L"] == L + M + (R if function is of_three else 0)
+    assert site(function, *inputs()).sizes["L"] == L + M + {of_three: R, nearer_by_a_gate: L}.get(function, 0)
 
 
 @pytest.mark.parametrize("function", [mixed_by_what_is_learned, added_to_keys_too])
@@ -138,9 +161,9 @@ def values_in_head_space(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bi
     return attend(q, heads(latent, w_uk), k_rope, heads(latent, w_uv) + share * wide)
 
 
-def mixed_by_key(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
-    """A share of each key, which no weight can take."""
-    share = latent[:, None, :, :1].sigmoid()
+def mixed_by_key_and_head(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
+    """A share of each key and head, which neither latents nor weights can take."""
+    share = latent[:, None, :, :1].sigmoid() ** torch.arange(1, N + 1)[:, None, None]
     v = share * heads(latent, w_uv) + (1 - share) * heads(other, w)
     return attend(q, heads(latent, w_uk), k_rope, v)
 
@@ -149,7 +172,7 @@ def multiplied(q, latent, k_rope, other, share, w_uk, w_uv, w_k, w, bias):
     return attend(q, heads(latent, w_uk), k_rope, heads(latent, w_uv) * heads(other, w))
 
 
-@pytest.mark.parametrize("function", [values_in_head_space, mixed_by_key, multiplied])
+@pytest.mark.parametrize("function", [values_in_head_space, mixed_by_key_and_head, multiplied])
 def test_what_is_no_sum_of_up_projections_stays(function: Function) -> None:
     check_unchanged(function, inputs())
     (outcome,) = rewrite(capture(function, *inputs()))
