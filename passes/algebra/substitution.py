@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .sizes import Size, Unaligned, known_at_most, quotient, same, total
+from .sizes import Size, Unaligned, known_at_most, product, quotient, same, total
 from .terms import (
     Axis,
     Digit,
@@ -59,8 +59,9 @@ Change = Split | Slice | Pin | Axis
 Changes = Mapping[Axis, Change]
 
 
-def _change_digit(digit: Digit, change: Change, alone: bool) -> tuple[Digit, ...]:
-    """The digits that a change makes of one; `alone` says whether it is the only digit of its dimension."""
+def _change_digit(digit: Digit, change: Change, faster: Sequence[Digit] | None) -> tuple[Digit, ...]:
+    """The digits that a change makes of one; `faster` are those after it, None unless it is the slowest of its
+    dimension."""
     match change:
         case Axis():
             return (Digit(change, digit.extent, digit.start, digit.step, digit.before, digit.after),)
@@ -72,20 +73,22 @@ def _change_digit(digit: Digit, change: Change, alone: bool) -> tuple[Digit, ...
             start, extent = quotient(digit.start, fast.size), quotient(digit.extent, fast.size)
             if digit.step == 1 and start is not None and extent is not None:
                 return (replace(digit, axis=slow, extent=extent, start=start), Digit(fast, fast.size))
-            if digit.step != 1 or not alone:
+            if digit.step != 1 or faster is None:
                 raise Unaligned(f"a slice from {digit.start} of {digit.extent} does not split by {fast.size}")
-            count = slow.size * fast.size
-            before = total([digit.before, digit.start])
-            after = total([digit.after, digit.extent, -digit.start, -count])
+            unit = product(other.extent for other in faster)
+            left = total([digit.extent, -1 * digit.start, -1 * product([slow.size, fast.size])])
+            before = total([digit.before, product([digit.start, unit])])
+            after = total([digit.after, product([left, unit])])
             return (Digit(slow, slow.size, before=before, after=after), Digit(fast, fast.size))
 
 
 def change_read(read: Read, changes: Changes) -> Read:
     def change_all(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
         changed: list[Digit] = []
-        for digit in digits:
+        for i, digit in enumerate(digits):
             change = changes.get(digit.axis) if digit.axis is not None else None
-            changed.extend((digit,) if change is None else _change_digit(digit, change, len(digits) == 1))
+            faster = digits[1:] if i == 0 else None
+            changed.extend((digit,) if change is None else _change_digit(digit, change, faster))
         return tuple(changed)
 
     if read.axes.isdisjoint(changes):

@@ -236,6 +236,15 @@ def expanded_groups(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv
     return softmax(q, k, v)
 
 
+def groups_with_rope_queries_behind(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """One product has first the queries of all heads, then their rope queries; two heads share one key head."""
+    both = (x @ torch.cat([w_q, w_q.flip(1)], 1)).split([2 * N * P, 2 * N * R], -1)
+    q, q_rope = (part.unflatten(-1, (2 * N, -1)).transpose(1, 2) for part in both)
+    k, v = (heads.repeat_interleave(2, 1) for heads in up_projected(latent, w_kv))
+    scores = q @ k.mT + q_rope @ k_rope[:, None].expand(-1, 2 * N, -1, -1).mT
+    return (scores * SCALE).softmax(-1) @ v
+
+
 def grouped_sdpa(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
     q, k, v = naive(x, latent, k_rope, w_q, w_kv)
     q = torch.stack([q, q.flip(-1)], 2).reshape(-1, 2 * N, q.shape[2], P + R)
@@ -283,6 +292,7 @@ SPELLINGS: dict[str, Function] = {
         scale_on_nope_only,
         scale_everywhere,
         expanded_groups,
+        groups_with_rope_queries_behind,
         grouped_sdpa,
         cast_softmax,
     )

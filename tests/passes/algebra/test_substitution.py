@@ -78,6 +78,17 @@ def test_a_split_falls_on_the_borders_of_a_slice_or_within_it() -> None:
     assert not any(digit.whole for digit in within.dims[0][:1])
 
 
+@pytest.mark.parametrize(("extent", "before", "after"), [(8, 0, 0), (7, 3, 0), (7, 1, 2)])
+def test_a_split_of_the_slowest_of_several_digits_counts_what_is_left(extent: int, before: int, after: int) -> None:
+    """A number of columns that no group has, as queries beside rope queries have."""
+    axis, slow, fast, column = Axis(6), Axis(3), Axis(2), Axis(3)
+    read = Read("x", ((Digit(axis, extent, 1, 1, before, after), Digit(column, 3)),))
+    part = np.arange(24.0)[before + 3 :][:18]
+    world().check(Form(((axis,), (column,)), Term(read)), part.reshape(6, 3))
+    split = change_read(read, {axis: Split(slow, fast)})
+    world().check(Form(((slow,), (fast,), (column,)), Term(split)), part.reshape(3, 2, 3))
+
+
 def test_a_split_of_a_slice_with_a_step_or_of_one_of_several_digits_is_unaligned() -> None:
     axis, slow, fast = Axis(12), Axis(2), Axis(6)
     for digits in ((Digit(axis, 24, 0, 2),), (Digit(None, 2), Digit(axis, 24, 5))):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.passes import spellings as mla
-from tests.passes.checks import check_rewritten, check_right
+from tests.passes.checks import check_rewritten, check_right, compiled
 from tests.passes.graphs import capture, rewrite, run
 from tests.passes.spellings import Function, N, P, R, T, V, sealed
 
@@ -127,3 +127,17 @@ def test_a_near_miss_stays_as_it_is(function: Function, reason: str) -> None:
     (outcome,) = rewrite(capture(function, *mla.tensors()))
     assert outcome.path == "unchanged"
     assert reason in outcome.reason
+
+
+def turned(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Each token's keys are turned by one angle: the sum of two linear maps, each with a gate."""
+    q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)
+    k_nope, k_rope = k.split([P, R], -1)
+    angle = latent[:, None, :, :1]
+    other = torch.cat([-k_nope[..., P // 2 :], k_nope[..., : P // 2]], -1)
+    return sealed(q, torch.cat([k_nope * angle.cos() + other * angle.sin(), k_rope], -1), v)
+
+
+def test_gates_of_a_sum_are_gates_of_its_addends() -> None:
+    for path, _, (outcome,) in compiled(turned, mla.tensors(), paths=["absorbed"]):
+        assert outcome.path == path

@@ -38,7 +38,9 @@ def changed_weights(change: Function) -> Function:
 
 
 def rotated(x: Tensor) -> Tensor:
-    angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None]
+    """A rope of `[..., T, P]`, each pair of columns with a frequency of its own."""
+    frequency = 10.0 ** -torch.arange(P // 2).double().repeat(2)
+    angle = torch.arange(x.shape[-2]).double()[:, None] * frequency
     return x * angle.cos() + torch.cat([-x[..., P // 2 :], x[..., : P // 2]], -1) * angle.sin()
 
 

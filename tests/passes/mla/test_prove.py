@@ -31,7 +31,7 @@ def size(dim: Dim) -> object:
     return product(axis.size for axis in dim)
 
 
-GROUPED = ("expanded groups", "grouped sdpa")
+GROUPED = ("expanded groups", "groups with rope queries behind", "grouped sdpa")
 WITHOUT_ROPE = ("without rope", "keys of all heads first")
 
 
