@@ -125,7 +125,8 @@ class Reader:
         for place, dim in enumerate(layout):  # what is joined along one dimension is joined as it is laid out
             if len(dim) == 1 and len(parts := side_by_side(what, dim)) > 1:
                 before, after = layout[:place], layout[place + 1 :]
-                return torch.cat([self(part, *before, own, *after) for part, own in parts], dim=place)
+                pieces = [self(part, *before, own, *after, broadcast=broadcast) for part, own in parts]
+                return torch.cat(pieces, dim=place)
         return read_as(self._source(what), what, layout, self.realize, broadcast=broadcast)
 
     def _source(self, read: Read) -> Tensor:

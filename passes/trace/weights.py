@@ -95,23 +95,26 @@ def with_mixed_weights(trace: Forms, node: fx.Node) -> Form | None:
     """The form of `torch.lerp`, `start + weight * (end - start)`, whose weight is a number or scales columns; else
     None."""
     start, end, by = arguments(node)
-    rank = node.meta["val"].dim()
-    tensors = [trace[operand] for operand in (start, end, *([by] if is_tensor(by) else []))]
+    if not is_tensor(by) and not isinstance(by, int | float):
+        return None
+    tensors = [trace[operand] for operand in (start, end, by) if is_tensor(operand)]
     whole = elementwise.pointwise(node, tensors, shape_of(node))
+    rank = len(whole.dims)
     labels = [range(rank), *(range(rank - len(form.dims), rank) for form in tensors)]
     (whole, *forms), _ = operations.align([whole, *tensors], labels)
-    first, last = forms[0].term, forms[1].term
+    first, last, *weight = (form.term for form in forms)
     if first.parts is None or last.parts is None:
         return None
-    if is_tensor(by):
-        shares = [_scaled(term, forms[2].term) for term in (first, last)]
-    else:
-        shares = [operations.scaled(Form((), term), float(by)).term for term in (first, last)]
+    shares = [_scaled(term, weight[0]) if weight else _times(term, float(by)) for term in (first, last)]
     if shares[0] is None or shares[1] is None:
         return None
-    addends = first, operations.scaled(Form((), shares[0]), -1.0).term, shares[1]
-    flat = [t for each in addends for t in (each.parts.terms if isinstance(each.parts, Sum) else (each,))]
+    addends = first, _times(shares[0], -1.0), shares[1]
+    flat = (t for each in addends for t in (each.parts.terms if isinstance(each.parts, Sum) else (each,)))
     return replace(whole, term=replace(whole.term, parts=Sum(tuple(flat))))
+
+
+def _times(term: Term, factor: float) -> Term:
+    return operations.scaled(Form((), term), factor).term
 
 
 def factors(trace: Forms, node: fx.Node) -> tuple[Form, list[Form]]:
