@@ -3,8 +3,9 @@
     key   = (latent W_UK) g        =        (g latent) W_UK
     value = (latent W_UV) g        =        (g latent) W_UV
 
-The same goes for the factor of a norm of the latent that is applied after the up-projection, and for a factor of each
-group of heads where groups have a latent each. Keys and values that have different factors have two latents, not one.
+The same goes for the factor of a norm of the latent that is applied after the up-projection, for a factor of each group
+of heads where groups have a latent each, and for factors of the addends of a sum. Where keys and values have different
+factors, or only one of them has any, they have two latents, not one.
 """
 
 from __future__ import annotations
