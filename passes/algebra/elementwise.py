@@ -5,7 +5,7 @@ Pure Python. Both functions raise `Unaligned` when sizes do not factor over one 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from .operations import align, piece_of, read_of
@@ -71,13 +71,18 @@ def add(source: Hashable, operands: Sequence[Form], shape: Sequence[Size]) -> Fo
     return Form(dims, _sum(aligned[0].term, [prune(o.term, DEPTH) for o in aligned[1:]]))
 
 
+def addends(terms: Iterable[Term]) -> list[Term]:
+    """Terms that are added up, each that is itself a sum as its own terms."""
+    return [t for term in terms for t in (term.parts.terms if isinstance(term.parts, Sum) else (term,))]
+
+
 MOST_TERMS = 4
 """The most terms that a sum keeps: enough for a bias or two, too few for a residual stream."""
 
 
 def _sum(whole: Term, terms: Sequence[Term]) -> Term:
     """`whole`, the sum of the terms, refined by what is known about it."""
-    flat = [t for term in terms for t in (term.parts.terms if isinstance(term.parts, Sum) else (term,))]
+    flat = addends(terms)
     if any(isinstance(term.parts, Undefined) for term in flat):
         return replace(whole, parts=Undefined())
     flat = [term for term in flat if not isinstance(term.parts, Zero)]

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import fx
 
 from ..algebra import operations
+from ..algebra.elementwise import addends
 from ..algebra.made import multiplied
 from ..algebra.sizes import Size, Unaligned, product, total
 from ..algebra.substitution import Split
@@ -106,7 +107,7 @@ def _without(term: Term, keys: set[Axis], trace: Trace, depth: int = 0) -> Term 
     if isinstance(term.parts, Sum):
         terms = [_without(addend, keys, trace, depth) for addend in term.parts.terms]
         own = (t or addend for t, addend in zip(terms, term.parts.terms, strict=True))
-        return replace(term, parts=_sum(own)) if any(terms) else None
+        return replace(term, parts=Sum(tuple(addends(own)))) if any(terms) else None
     if term.parts is None and term.joined is not None and not term.read.then:
         joined = _without(replace(term, parts=term.joined, joined=None), keys, trace, depth)
         pieces = joined.parts.segments if joined is not None and isinstance(joined.parts, Join) else ()
@@ -151,18 +152,13 @@ def _without_any(term: Term, node: fx.Node, keys: set[Axis], trace: Trace, depth
         return None
     with contextlib.suppress(Unaligned):
         whole, forms = factors(trace, node)
-        addends = [_at(whole, form.term, term.read) for form in forms]
-        moved = [_without(addend, keys, trace, depth) for addend in addends]
+        both = [_at(whole, form.term, term.read) for form in forms]
+        moved = [_without(addend, keys, trace, depth) for addend in both]
         sign = factor if node.target is aten.add.Tensor else -factor
-        first, second = (own or addend for own, addend in zip(moved, addends, strict=True))
+        first, second = (own or addend for own, addend in zip(moved, both, strict=True))
         second = operations.scaled(Form((), second), sign).term if sign != 1 else second
-        return replace(term, parts=_sum((first, second))) if any(moved) else None
+        return replace(term, parts=Sum(tuple(addends((first, second))))) if any(moved) else None
     return None
-
-
-def _sum(addends: Iterable[Term]) -> Sum:
-    """A sum, of what its addends are sums of."""
-    return Sum(tuple(t for each in addends for t in (each.parts.terms if isinstance(each.parts, Sum) else (each,))))
 
 
 def _at(form: Form, term: Term, read: Read) -> Term:

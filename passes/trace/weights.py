@@ -87,8 +87,7 @@ def _may_scale(product: Form, factor: Form) -> bool:
 
 def _products(term: Term) -> list[Product]:
     """The products that a term is the sum of, besides other addends."""
-    addends = term.parts.terms if isinstance(term.parts, Sum) else (term,)
-    return [addend.parts for addend in addends if isinstance(addend.parts, Product)]
+    return [addend.parts for addend in elementwise.addends([term]) if isinstance(addend.parts, Product)]
 
 
 def with_mixed_weights(trace: Forms, node: fx.Node) -> Form | None:
@@ -108,9 +107,8 @@ def with_mixed_weights(trace: Forms, node: fx.Node) -> Form | None:
     shares = [_scaled(term, weight[0]) if weight else _times(term, float(by)) for term in (first, last)]
     if shares[0] is None or shares[1] is None:
         return None
-    addends = first, _times(shares[0], -1.0), shares[1]
-    flat = (t for each in addends for t in (each.parts.terms if isinstance(each.parts, Sum) else (each,)))
-    return replace(whole, term=replace(whole.term, parts=Sum(tuple(flat))))
+    parts = Sum(tuple(elementwise.addends((first, _times(shares[0], -1.0), shares[1]))))
+    return replace(whole, term=replace(whole.term, parts=parts))
 
 
 def _times(term: Term, factor: float) -> Term:

@@ -375,8 +375,7 @@ class Attention(Joining):
             case "norm":
                 k = F.rms_norm(k, (k.shape[-1],))
             case "gate":
-                gate = latent[..., :1].sigmoid()
-                k = k * gate.unsqueeze(self.letters.format("t").index("n"))
+                k = k * latent[..., :1].sigmoid().unsqueeze(self.letters.format("t").index("n"))
             case "rope a head":
                 heads = 1 + torch.arange(k.shape[self.letters.format("t").index("n")], dtype=k.dtype)
                 k_rope = self.shared(k_rope, k)
