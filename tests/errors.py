@@ -7,16 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-FACTOR = 2.0
-"""The compiled result may be this many times further from float64 than eager in the same dtype: another order of the
-same sums has errors of the same size, not the same errors."""
+FACTOR, FACTOR_OF_SUMS = 2.0, 4.0
+"""The compiled result may be this many times further from float64 than eager in the same dtype. In half precision the
+rounding of tensors decides, which both do alike (no test has more than 1.2). In wider dtypes that of sums does: another
+order of the same sums has errors of the same size, not the same errors, and those of few rows are up to 3.5 times
+eager's from draw to draw and from CPU to CPU."""
 
 
-def assert_as_close_as_eager(compiled: Tensor, eager: Tensor, exact: Tensor, factor: float = FACTOR) -> None:
+def assert_as_close_as_eager(compiled: Tensor, eager: Tensor, exact: Tensor, factor: float | None = None) -> None:
     """Check the compiled result's distance to the exact (float64) one against eager's.
 
     The floor is one rounding of the largest value: eager may be exact by chance.
     """
+    if factor is None:
+        factor = FACTOR if eager.dtype.itemsize < 4 else FACTOR_OF_SUMS
     assert compiled.dtype == eager.dtype
     assert compiled.shape == eager.shape
     finite = eager.isfinite()
@@ -31,7 +35,8 @@ DRAWS = 16
 """How many inputs `assert_as_close_as_eager_on_average` wants.
 
 Few rows share few rounding errors: of 8 queries over 40 keys the largest error in float32 is 0.3 to 3.5 times eager's
-from draw to draw, while the root mean square over 16 draws is 0.9 to 1.7 times eager's (on a CPU with AVX2).
+from draw to draw, while the root mean square over 16 draws is 0.9 to 1.7 times eager's (on a CPU with AVX2), so that
+`FACTOR` bounds it in all dtypes.
 """
 
 

@@ -25,7 +25,7 @@ def test_the_scale_follows_from_a_guard_on_the_width() -> None:
     for queries, keys in ((5, 24), (5, 33), (7, 40)):
         given = torch.randn(2, N, queries, P + R), torch.randn(2, keys, L), torch.randn(2, keys, R), weight
         expected = attend(*(t.double() for t in given))
-        assert_as_close_as_eager(compiled(*given), attend(*given), expected, factor=4.0)  # sums in another order
+        assert_as_close_as_eager(compiled(*given), attend(*given), expected)
     assert [site.path for report in mla_compile.reports() for site in report.sites] == ["absorbed"]
 
 

@@ -104,7 +104,7 @@ def test_query_heads_that_share_keys_are_lowered_right() -> None:
     program = torch.export.export(Shared(), given)
     program = mla_compile.lower(mla_compile.rewrite(program, options={"mla.path": "chunked", "mla.strict": True}))
     exact = Shared()(*(t.double() for t in given))
-    assert_as_close_as_eager(program.module()(*given), Shared()(*given), exact, factor=4.0)  # sums in another order
+    assert_as_close_as_eager(program.module()(*given), Shared()(*given), exact)
 
 
 def test_a_lowered_program_of_one_sequence() -> None:
