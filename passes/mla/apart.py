@@ -6,7 +6,7 @@
 
 For few queries, that of the keys is a rope key beside the values' latent: all heads share it, and W_UK goes to the
 queries. There are no nope columns. The same holds for keys that heads share as they are, beside values that they do not
-share. For many queries, keys are up-projected from their own latent, and values from theirs.
+share. Rope keys that each head has for itself are added to the scores (see `own_ropes`). For many queries, keys are up-projected from their own latent, and values from theirs.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from .site import OwnLatent, Piece, Site
 def shared_by_heads(
     attention: Attention, pieces: Sequence[Piece], heads: set[Axis]
 ) -> tuple[list[Piece], list[Piece]] | None:
-    """Pieces of the keys over what all `heads` share, up-projected ones first; and pieces that all keys have alike.
+    """Pieces of the keys over what all `heads` share, up-projected ones first, then those that heads have for
+    themselves; and pieces that all keys have alike.
 
-    None if there are no pieces of the first kind, or if one is neither shared nor an up-projection of what is.
+    None if there are no shared pieces, or none of them is up-projected while heads have others for themselves.
     """
     keys = {*attention.keys}
     parts = [part for piece in pieces for part in _without_bias(piece, keys)]
     same = [part for part in parts if part.key.axes.isdisjoint(keys)]
     differ = [(part, _over_its_latent(part, attention)) for part in parts if not part.key.axes.isdisjoint(keys)]
-    shared = [own for part, own in sorted(differ, key=lambda pair: pair[0] is pair[1])]  # up-projected ones first
-    if not (heads and shared) or any(not piece.key.axes.isdisjoint(heads) for piece in shared):
+    differ.sort(key=lambda pair: pair[0] is pair[1])  # up-projected ones first
+    shared = [(part, piece) for part, piece in differ if piece.key.axes.isdisjoint(heads)]
+    own = [piece for _, piece in differ if not piece.key.axes.isdisjoint(heads)]
+    if not (heads and shared) or (own and shared[0][0] is shared[0][1]):
         return None
-    return shared, same
+    return [*(piece for _, piece in shared), *own], same
 
 
-def own_latent(attention: Attention, pieces: Sequence[Piece]) -> OwnLatent | None:
+def own_latent(attention: Attention, pieces: Sequence[Piece], heads: set[Axis]) -> OwnLatent | None:
     """The latent from which alone keys that are `shared_by_heads` are up-projected; None if there is not just one."""
     keys = {*attention.keys}
     parts = [part for piece in pieces for part in _without_bias(piece, keys) if not part.key.axes.isdisjoint(keys)]
@@ -48,7 +51,9 @@ def own_latent(attention: Attention, pieces: Sequence[Piece]) -> OwnLatent | Non
     (nope,) = up_projected
     factors = up_projection(nope.key, keys)
     assert factors is not None
-    ropes = tuple(part for part in parts if part is not nope)
+    if not factors.latent.axes.isdisjoint(heads):
+        return None
+    ropes = tuple(part for part in parts if part is not nope and part.key.axes.isdisjoint(heads))
     nope = replace(nope, scale=nope.scale * factors.scale)
     return OwnLatent(factors.latent, factors.rank, factors.weight, nope, ropes)
 

@@ -254,7 +254,7 @@ def _told_apart(attention: Attention, values: Values, trace: Trace, *, apart: bo
         found_apart = shared_by_heads(attention, ropes, weight_heads)
         if found_apart is not None:
             shared, same_for_all = found_apart
-            of_keys = own_latent(attention, ropes)
+            of_keys = own_latent(attention, ropes, weight_heads)
             return values, _Keys(None, shared[0], shared, [*shifts, *same_for_all], of_keys)
     if nope is None or apart:
         found = values.latent.read if w_uv is not None else None

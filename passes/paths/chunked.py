@@ -48,7 +48,7 @@ class Chunked(OneOp):
 
     def as_taken(self, site: Site) -> Site:
         """Rope keys of each head are columns of its keys, and keys that have a latent of their own come from that."""
-        return up_projected_apart(in_keys(site))
+        return in_keys(up_projected_apart(site))
 
     def takes(self, site: Site, meaning: Meaning) -> bool:
         """All sites with up-projections whose scores are a sum, though it refuses some of them."""

@@ -21,18 +21,16 @@ HANDLERS = Handlers()
 @HANDLERS.of(aten.cat.default)
 def _cat(trace: Forms, node: fx.Node) -> Form:
     dim = argument(node, "dim") % len(shape_of(node))
-    pieces = [trace[piece] for piece in arguments(node)[0] if len(shape_of(piece)) == len(shape_of(node))]
-    if len(pieces) != len(arguments(node)[0]) or len({p.meta["val"].dtype for p in arguments(node)[0]}) > 1:
-        raise Unaligned("pieces of different ranks or dtypes")
+    if any(len(shape_of(piece)) != len(shape_of(node)) for piece in arguments(node)[0]):
+        raise Unaligned("pieces of different ranks")
+    pieces = [_as_held(trace, piece, node) for piece in arguments(node)[0]]
     return pieces[0] if len(pieces) == 1 else joins.join(node, pieces, dim)
 
 
 @HANDLERS.of(aten.stack.default)
 def _stack(trace: Forms, node: fx.Node) -> Form:
     dim = argument(node, "dim") % len(shape_of(node))
-    if len({p.meta["val"].dtype for p in arguments(node)[0]}) > 1:
-        raise Unaligned("pieces of different dtypes")
-    return joins.join(node, [_unsqueezed(trace[piece], dim) for piece in arguments(node)[0]], dim)
+    return joins.join(node, [_unsqueezed(_as_held(trace, piece, node), dim) for piece in arguments(node)[0]], dim)
 
 
 @HANDLERS.of(

@@ -238,15 +238,7 @@ def test_a_bias_of_keys_beside_a_sink() -> None:
         sink = w_q[0, :N].view(1, N, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
         return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ (v + w_q[1, :V])
 
-    tensors = [t.float() for t in mla.tensors()]
-    captured = capture(attention, *tensors)
-    eager = run(captured, *tensors)
-    exact = run(capture(attention, *(t.double() for t in tensors)), *(t.double() for t in tensors))
-    for path in ("absorbed", "chunked"):
-        module = fx.GraphModule(captured, copy.deepcopy(captured.graph))
-        (outcome,) = rewrite(module, path)
-        assert outcome.path == path, outcome.reason
-        assert_as_close_as_eager(run(module, *tensors), eager, exact)
+    check_as_close_as_eager(attention, [t.float() for t in mla.tensors()])
 
 
 def test_a_latent_that_is_computed_twice() -> None:
@@ -255,3 +247,28 @@ def test_a_latent_that_is_computed_twice() -> None:
         return mla.softmax(q, k, mla.up_projected(latent.sigmoid(), w_kv)[1])
 
     check_rewritten(attention, mla.tensors())
+
+
+def test_columns_of_two_dtypes() -> None:
+    """`torch.cat` casts to the wider dtype: rope keys of float32 tables beside an up-projection in bfloat16."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        nope, rope = mla.queries(x, w_q).split([P, R], -1)
+        k_nope, v = mla.up_projected(latent, w_kv)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        k = torch.cat([k_nope, mla.to_heads(k_rope.to(wide).cos())], -1).to(x.dtype)
+        return mla.softmax(torch.cat([nope, rope.to(wide).cos()], -1).to(x.dtype), k, v)
+
+    check_as_close_as_eager(attention, [t.bfloat16() for t in mla.tensors()])
+
+
+def check_as_close_as_eager(function: Function, tensors: Sequence[Tensor]) -> None:
+    """Assert that each path is taken, and that the result is as close to float64 as eager's."""
+    captured = capture(function, *tensors)
+    eager = run(captured, *tensors)
+    exact = function(*(t.double() for t in tensors))
+    for path in ("absorbed", "chunked"):
+        module = fx.GraphModule(captured, copy.deepcopy(captured.graph))
+        (outcome,) = rewrite(module, path)
+        assert outcome.path == path, outcome.reason
+        assert_as_close_as_eager(run(module, *tensors), eager, exact)

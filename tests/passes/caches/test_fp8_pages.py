@@ -236,7 +236,10 @@ def test_any_number_of_queries_groups_and_dtypes(sizes: dict) -> None:
     eager = run(module, *tensors)
     rewrite(module)
     assert reads_coded(module)
-    assert_as_close_as_eager(run(module, *tensors), eager, exact(in_pages, tensors))
+    if eager.dtype == torch.float64:
+        check_right(eager, run(module, *tensors))
+    else:
+        assert_as_close_as_eager(run(module, *tensors), eager, exact(in_pages, tensors))
 
 
 def test_pages_without_rope_keys_are_read_too() -> None:

@@ -53,13 +53,23 @@ def keys_are_latents(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_k
     return (scores * SCALE).softmax(-1) @ mla.up_projected(latent, w_kv)[1]
 
 
-@pytest.mark.parametrize("function", [by_hand, causal, two_scores, keys_are_latents])
+def two_latents(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Keys and values have a latent each."""
+    w_uk, w_uv = mla.weights(w_kv)
+    k = torch.einsum("btl,npl->bntp", latent.sin(), w_uk) + w_uk[:, None, :, 0]
+    v = torch.einsum("btl,nvl->bntv", latent, w_uv)
+    scores = mla.queries(x, w_q) @ torch.cat([k, of_each_head(k_rope)], -1).mT * SCALE
+    return scores.masked_fill(torch.ones(SQ, T, dtype=torch.bool).triu(T - SQ + 1), -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("function", [by_hand, causal, two_scores, keys_are_latents, two_latents])
 def test_few_queries_attend_to_the_latent(function: Function) -> None:
     module = capture(function, *mla.tensors())
     before = run(module, *mla.tensors())
     (outcome,) = rewrite(module, "absorbed")
     assert outcome.path == "absorbed"
-    masks = {causal: "causal + own ropes", two_scores: "own ropes + tensor"}
+    masks = {function: "causal + own ropes" for function in (causal, two_latents)}
+    masks[two_scores] = "own ropes + tensor"
     assert outcome.mask == masks.get(function, "own ropes")
     check_right(before, run(module, *mla.tensors()))
     assert not [node for node in module.graph.nodes if _is_of(node, [B, N, T, V])], "values of all heads"
@@ -70,7 +80,7 @@ def _is_of(node: torch.fx.Node, shape: list[int]) -> bool:
     return isinstance(value, Tensor) and [*value.shape] == shape
 
 
-EXPANDED = [by_hand, causal, two_scores]
+EXPANDED = [by_hand, causal, two_scores, two_latents]
 
 
 @pytest.mark.parametrize("function", EXPANDED)
@@ -79,7 +89,7 @@ def test_many_queries_get_them_beside_their_keys(function: Function) -> None:
     before = run(module, *mla.tensors())
     (outcome,) = rewrite(module, "chunked")
     assert outcome.path == "chunked"
-    assert outcome.mask == {causal: "causal", two_scores: "lengths"}.get(function, "none")
+    assert outcome.mask == {by_hand: "none", two_scores: "lengths"}.get(function, "causal")
     check_right(before, run(module, *mla.tensors()))
     (op,) = (node for node in module.graph.nodes if node.target is torch.ops.mla.expanded_attention.default)
     assert op.args[2].meta["val"].shape == (B, T, N, R)
@@ -89,7 +99,7 @@ def test_many_queries_get_them_beside_their_keys(function: Function) -> None:
     assert not biased, "scores of all heads"
 
 
-@pytest.mark.parametrize("function", [by_hand, two_scores])
+@pytest.mark.parametrize("function", [by_hand, two_scores, two_latents])
 def test_they_are_trained(function: Function) -> None:
     class Module(nn.Module):
         forward = staticmethod(function)
