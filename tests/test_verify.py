@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from mla_compile.errors import VerifyError
 from mla_compile.passes.outcome import Outcome
 from mla_compile.verify import compare
+from tests.models import HIDDEN, Combined, L, R
 
 SITE = Outcome("bmm", "model.py:7", "", "absorbed", "few queries", shapes={"L": "4", "T": "9"})
 
@@ -22,9 +25,48 @@ SITE = Outcome("bmm", "model.py:7", "", "absorbed", "few queries", shapes={"L": 
 )
 def test_it_says_how_they_differ(original, rewritten, found):
     with pytest.raises(VerifyError, match=f"mla.verify: model.py:7: the absorbed path {found}"):
-        compare(torch.tensor(original), torch.tensor(rewritten), SITE)
+        compare(torch.tensor(original), torch.tensor(rewritten), SITE, lambda: True)
 
 
 @pytest.mark.parametrize("values", [[1.0, math.nan], [1.0, -math.inf], []])
 def test_equal_outputs_pass(values):
-    compare(torch.tensor(values), torch.tensor(values), SITE)
+    compare(torch.tensor(values), torch.tensor(values), SITE, lambda: True)
+
+
+class Two(nn.Module):
+    """Two attentions, with dropout between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Combined(), Combined()
+
+    def forward(self, x, cache):
+        x = F.dropout(self.first(x, cache)[0], 0.3, training=True)
+        return F.dropout(self.second(x, cache)[0], 0.3, training=True)
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("trained", [False, True])
+def test_it_uses_no_random_numbers(trained):
+    module, cache, found = Two(), (torch.randn(1, 40, L), torch.randn(1, 40, R)), []
+    with torch.set_grad_enabled(trained):
+        for options in ({}, {"mla.verify": True}):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            found.append(torch.compile(module, backend="mla", options=options)(torch.randn(1, 1, HIDDEN), cache))
+    assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_what_no_query_sees_may_be_anything():
+    """In the original, 0 times NaN is NaN."""
+    latent, seen = torch.randn(1, 40, L), torch.arange(40) < 37
+    latent[:, ~seen] = torch.nan
+
+    def attend(q, latent, weight, seen):
+        k, v = (latent[:, None] @ weight).split([8, 6], -1)
+        return (q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+    operands = torch.randn(1, 4, 1, 8), latent, torch.randn(4, L, 14), seen
+    assert attend(*operands).isnan().all()
+    assert torch.compile(attend, backend="mla", options={"mla.verify": True})(*operands).isfinite().all()

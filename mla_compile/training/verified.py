@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from mla_compile.dynamo.control_flow import is_operator
-from mla_compile.verify import Check
+from mla_compile.verify import Check, no_random_numbers_used
 
 _CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 
@@ -35,7 +35,7 @@ def check_of_parts(
 
     def on(inputs: Sequence[Any]) -> None:
         run = _Run(module, given if own is not None else (), of_checkpoints)
-        with torch.no_grad():
+        with torch.no_grad(), no_random_numbers_used(inputs):
             run.run(*map(_copy, inputs))
         if own is not None:
             own([leaf for name in given for leaf in pytree.tree_leaves(run.found[name])])
