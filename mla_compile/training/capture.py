@@ -25,6 +25,7 @@ from mla_compile.dynamo.graph import EXAMPLE
 from mla_compile.dynamo.seal import seal
 from mla_compile.passes.nodes.arguments import aten
 from mla_compile.passes.nodes.common_subexpressions import CommonSubexpressions
+from mla_compile.passes.nodes.constants import constant_of
 
 _WRITING = ("triton_kernel_wrapper_mutation", "auto_functionalized", "with_effects")
 """Prefixes of the names of higher-order operators that write to their inputs."""
@@ -118,6 +119,7 @@ def capture(module: fx.GraphModule) -> Captured:
         if any(getattr(node.target, "__name__", "") == "_vmap_increment_nesting" for node in module.graph.nodes):
             found = "torch.func.vmap"
         raise NotCaptured(f"expected a graph that can be traced without gradients, found {found}") from error
+    _write_numbers_out(traced)
     _make_copies_differentiable(traced)
     _refuse_shared_memory(examples, written)
     origins = _origins(
@@ -135,13 +137,34 @@ def _alike(value: Any, mode: FakeTensorMode) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
+def _write_numbers_out(traced: fx.GraphModule) -> None:
+    """Replace constant tensors of one number, which assignments of numbers make, by code that Dynamo's graph can
+    have."""
+    for node in traced.graph.find_nodes(op="get_attr"):
+        value, number = node.meta.get("val"), constant_of(node)
+        if number is None or not isinstance(value, Tensor) or value.is_complex():
+            continue
+        number = number if value.is_floating_point() else int(number)
+        with traced.graph.inserting_before(node):
+            own: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+            full = traced.graph.call_function(aten.full.default, ([*value.shape], number), own)
+        full.meta = dict(node.meta)
+        node.replace_all_uses_with(full)
+        traced.graph.erase_node(node)
+
+
 def _make_copies_differentiable(traced: fx.GraphModule) -> None:
-    """Replace `aten.copy`, which has no derivative, where it copies a whole tensor."""
+    """Replace `aten.copy`, which has no derivative, where it copies a whole tensor, or to sizes that are known."""
     for node in traced.graph.find_nodes(op="call_function", target=aten.copy.default):
         into, source = (argument.meta["val"] for argument in node.all_input_nodes[:2])
         sizes = zip(into.shape, source.shape, strict=False)
         if into.dim() != source.dim() or not all(statically_known_true(a == b) for a, b in sizes):
-            continue
+            if not all(isinstance(size, int) for size in into.shape):
+                continue
+            with traced.graph.inserting_before(node):
+                expanded = traced.graph.call_function(aten.expand.default, (node.args[1], [*into.shape]))
+            expanded.meta = {**node.meta, "val": source.expand(into.shape)}
+            node.args = node.args[0], expanded
         node.args = node.args[1:2]
         if into.dtype == source.dtype:
             node.target = aten.clone.default

@@ -8,7 +8,7 @@ The operator stands in graphs that are yet to be differentiated. AOTAutograd put
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,11 +80,21 @@ def over_groups_with_gradients(
             return list(torch.autograd.grad(attend(leaves), wanted, grad, materialize_grads=True))
 
         result = attend(parts)
-        forward_graph, backward_graph = make_fx(forward)(*parts), make_fx(backward)(torch.empty_like(result), *parts)
+        forward_graph = make_fx(forward)(*parts)
+        backward_graph = _without_writes(make_fx(backward), torch.empty_like(result), *parts)
         backward_graph.graph.eliminate_dead_code()
         backward_graph.recompile()
     filled: Tensor = OVER_GROUPS(forward_graph, backward_graph, tensors, dims, group, out)
     return filled
+
+
+def _without_writes(trace: Callable[..., fx.GraphModule], *arguments: Tensor) -> fx.GraphModule:
+    """A graph without writes to tensors: derivatives of some operations, as of `clamp`, write to what they computed."""
+    graph = trace(*arguments)
+    targets = (node.target for node in graph.graph.nodes)
+    if any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets):
+        return make_fx(torch.func.functionalize(graph, remove="mutations"))(*arguments)
+    return graph
 
 
 def _same(tensor: Tensor) -> Tensor:

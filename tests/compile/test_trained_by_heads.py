@@ -80,7 +80,14 @@ class ExpTwo(Capped):
         return powers / powers.sum(-1, keepdim=True)
 
 
-LAYERS = [Capped, Learned, TwoScores, Blind, ExpTwo]
+class Clamped(Capped):
+    """torch's derivative of `clamp` writes to what it computed."""
+
+    def function(self, scores: Tensor) -> Tensor:
+        return scores.clamp(-0.5, 0.5)
+
+
+LAYERS = [Capped, Learned, TwoScores, Blind, ExpTwo, Clamped]
 
 
 @pytest.mark.diagonal

@@ -44,6 +44,21 @@ def test_a_result_that_is_written_in_pieces_or_over(layer):
     assert_trained(layer(), hidden(), rewritten=1)
 
 
+class Zeroed(Layer):
+    """Numbers are assigned to a column of the keys, a row of the result, and a column of it."""
+
+    def attend(self, q, k, v):
+        k[..., 0] = 0
+        o = super().attend(q, k, v)
+        o[:, :, 0] = 0.5
+        o[..., 1] = torch.tensor(2.0)
+        return o
+
+
+def test_numbers_that_are_assigned():
+    assert_trained(Zeroed(), hidden(), rewritten=1)
+
+
 class FrozenWithOut(Frozen):
     """The shares of a softmax by hand are taken of its result, whose memory is given as `out`."""
 

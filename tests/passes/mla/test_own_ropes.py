@@ -68,7 +68,7 @@ def test_few_queries_attend_to_the_latent(function: Function) -> None:
     before = run(module, *mla.tensors())
     (outcome,) = rewrite(module, "absorbed")
     assert outcome.path == "absorbed"
-    masks = {function: "causal + own ropes" for function in (causal, two_latents)}
+    masks = dict.fromkeys((causal, two_latents), "causal + own ropes")
     masks[two_scores] = "own ropes + tensor"
     assert outcome.mask == masks.get(function, "own ropes")
     check_right(before, run(module, *mla.tensors()))
