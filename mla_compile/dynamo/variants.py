@@ -24,8 +24,18 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from .graph import EXAMPLE
 
 _MOST_SHOWN = 4
-Shapes = dict[str, str]
-"""The sizes of each input tensor of a variant, parameters excluded."""
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """What torch compiled a function for: its input tensors, parameters excluded, and the modes that were on."""
+
+    sizes: dict[str, list[Any]]
+    """Those with which each input was traced."""
+    shown: dict[str, str]
+    """Those for which it was compiled."""
+    rest: dict[str, str]
+    """Dtypes of inputs and modes."""
 
 
 @dataclass
@@ -34,7 +44,7 @@ class _Function:
 
     code: CodeType
     owner: str
-    variants: list[Shapes] = field(default_factory=list)
+    variants: list[_Variant] = field(default_factory=list)
     objects: set[int] = field(default_factory=set)
     """The identities of its `self`s."""
 
@@ -56,12 +66,12 @@ def remember(module: fx.GraphModule) -> None:
         return  # the backend was called directly, not by torch
     root: Any = InstructionTranslator.current_tx()
     function = _functions.get(now.frame_id)
-    if function is None or function.code is not root.f_code:
+    if function is None or function.code is not root.f_code or now.frame_compile_id == 0:
         owner = type(root.f_locals["self"]).__name__ if "self" in root.f_locals else root.f_globals.get("__name__", "?")
         function = _functions[now.frame_id] = _Function(root.f_code, owner)
     inputs = dict(_inputs(module.graph))
     function.objects.add(id(root.f_locals.get("self")))
-    function.variants.append({name: _sizes(node) for name, node in inputs.items()})
+    function.variants.append(_variant(inputs))
     _open_sizes(root, {name for name, node in inputs.items() if _grows(node)})
     count = now.frame_compile_id + 1
     if count == config.recompile_limit:
@@ -76,9 +86,27 @@ def _inputs(graph: fx.Graph) -> Iterator[tuple[str, fx.Node]]:
             yield source.name if isinstance(source.name, str) else source.name(), node
 
 
-def _sizes(node: fx.Node) -> str:
-    sizes = node.meta[EXAMPLE].shape
-    return "[" + ", ".join(str(int(size)) if is_concrete_int(size) else "any" for size in sizes) + "]"
+def _variant(inputs: dict[str, fx.Node]) -> _Variant:
+    values = {name: node.meta[EXAMPLE] for name, node in inputs.items()}
+    rest = {f"{name}.dtype": str(value.dtype).removeprefix("torch.") for name, value in values.items()}
+    rest |= {f"{name}.requires_grad": str(value.requires_grad) for name, value in values.items()}
+    modes = {"gradients": torch.is_grad_enabled(), "inference mode": torch.is_inference_mode_enabled()}
+    rest |= {name: "on" if on else "off" for name, on in modes.items()}
+    for device in sorted({value.device.type for value in values.values()}):
+        on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else "off"
+        rest[f"autocast of {device}"] = dtype
+    sizes = {name: [_now(size) for size in value.shape] for name, value in values.items()}
+    return _Variant(sizes, {name: _sizes(value) for name, value in values.items()}, rest)
+
+
+def _now(size: Any) -> int | None:
+    """The present value of a size; None if only a run knows it."""
+    return size if isinstance(size, int) else size.node.hint
+
+
+def _sizes(value: Tensor) -> str:
+    return "[" + ", ".join(str(int(size)) if is_concrete_int(size) else "any" for size in value.shape) + "]"
 
 
 def _grows(node: fx.Node) -> bool:
@@ -129,9 +157,10 @@ def _arguments(root: Any) -> Iterator[str]:
 
 
 def _last_variant(function: _Function, count: int) -> str:
+    differences = "; ".join(_differences(function)) or "no input tensor and no mode; TORCH_LOGS=recompiles says what"
     return (
         f"variant {count} of {function}, the last that torch compiles: for inputs of another kind it will run "
-        f"uncompiled, tens of times slower. What differed: {'; '.join(_differences(function))}. Set "
+        f"uncompiled, tens of times slower. What differed: {differences}. Set "
         f"torch._dynamo.config.recompile_limit = {8 * count} before the first call, or call it "
         "with fewer kinds of inputs"
     )
@@ -141,9 +170,13 @@ def _differences(function: _Function) -> list[str]:
     """A line for each group of inputs that differed between variants; inputs with the same history share a line."""
     variants, objects = function.variants, len(function.objects)
     alike: dict[tuple[str, ...], list[str]] = {}
-    for name in dict.fromkeys(name for variant in variants for name in variant):
-        history = tuple(dict.fromkeys(variant.get(name, "none") for variant in variants))
-        if len(history) > 1:
+    for name in dict.fromkeys(name for variant in variants for name in (*variant.shown, *variant.rest)):
+        shown = [variant.shown.get(name, "none") for variant in variants]
+        if any(name in variant.rest for variant in variants):
+            shown = [variant.rest[name] for variant in variants if name in variant.rest]
+        elif all(variant.sizes.get(name) == variants[0].sizes.get(name) for variant in variants):
+            continue  # compiled for more sizes than it was called with
+        if len(history := tuple(dict.fromkeys(shown))) > 1:
             alike.setdefault(history, []).append(name)
     lines = [
         _short(first) + (f" and {len(others)} others" if others else "") + ": " + ", ".join(history)

@@ -5,8 +5,9 @@
     score[b, s, n, t] = sum_l (sum_p query[b, s, n, p] W_UK[n, p, l]) latent_k[b, t, l]
 
 For few queries, that of the keys is a rope key beside the values' latent: all heads share it, and W_UK goes to the
-queries. There are no nope columns. The same holds for keys that heads share as they are, beside values that they do not
-share. Rope keys that each head has for itself are added to the scores (see `own_ropes`). For many queries, keys are up-projected from their own latent, and values from theirs.
+queries. There are no nope columns. The same holds for keys that heads share as they are, beside values that they do
+not share. Rope keys that each head has for itself are added to the scores (see `own_ropes`). For many queries, keys
+are up-projected from their own latent, and values from theirs.
 """
 
 from __future__ import annotations

@@ -55,6 +55,27 @@ def test_the_last_variant_says_which_function_it_is_what_differed_and_what_to_do
 
 
 @pytest.mark.usefixtures("without_codegen")
+def test_modes_and_dtypes_are_named_as_what_differed():
+    """Not the length of the cache, which is compiled for any length but was the same in all calls."""
+    layer = torch.compile(Layer(), backend="mla", options={"mla.path": "chunked"})
+    given = torch.randn(2, 1, HIDDEN), torch.randn(2, 5, L)
+    with torch._dynamo.config.patch(recompile_limit=4):
+        layer(*given)
+        with torch.enable_grad():
+            layer(*given)
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(*given)
+        layer.bfloat16()
+        with pytest.warns(UserWarning, match="the last that torch compiles") as caught:
+            layer(*(tensor.bfloat16() for tensor in given))
+    (text,) = [str(one.message) for one in caught if "the last that torch" in str(one.message)]
+    found = text[text.index("What differed: ") : text.index(". Set ")]
+    assert found == (
+        "What differed: x.dtype and 1 others: float32, bfloat16; gradients: off, on; autocast of cpu: off, bfloat16"
+    )
+
+
+@pytest.mark.usefixtures("without_codegen")
 def test_layers_of_a_graph_that_breaks_are_named_as_what_differed():
     class Numbered(Layer):
         def __init__(self, number):

@@ -81,8 +81,8 @@ def assert_right(x, case, workspace_tokens, with_lse=False):
         assert truth.isfinite().all()
         if not truth.numel():
             continue  # a rope key without columns
-        # A weight is exp(score - lse); score and lse are up to 16 here, and each is rounded by half an eps of that. With
-        # each chunk of keys lse, of up to 8 then, is rounded again, up or down.
+        # A weight is exp(score - lse); score and lse are up to 16 here, and each is rounded by half an eps of that.
+        # Each chunk of keys rounds lse, of up to 8 then, again, up or down.
         chunks = math.ceil(x.latent.shape[1] / workspace_tokens)
         assert_as_close_as(plain, ours, truth, merges=32 + math.ceil(8 * math.sqrt(chunks)))
 
