@@ -49,10 +49,12 @@ def rewrite(program: ExportedProgram, *, options: Mapping[str, Any] | None = Non
     says what became of each attention.
 
     Raises:
+        TypeError: if this is no exported program.
         OptionError: for an option that is not one of ours.
         StrictError: with `mla.strict`, if an attention stays unchanged or there is none.
         VerifyError: with `mla.verify`, if a rewritten site differs from the original.
     """
+    _expect_program(program)
     ours, others = parse(options, None)
     if others:
         raise OptionError(f"expected options that start with 'mla.', found {min(others)!r}: give it to AOTInductor")
@@ -92,7 +94,11 @@ def lower(program: ExportedProgram, *, kernels: bool = False) -> ExportedProgram
 
     If there is a GPU, attention of known sizes on it becomes launches of its Triton kernels, planned for that GPU, and
     a package contains these kernels compiled.
+
+    Raises:
+        TypeError: if this is no exported program.
     """
+    _expect_program(program)
 
     def launch(graph: fx.Graph) -> None:
         if torch.cuda.is_available():
@@ -101,6 +107,11 @@ def lower(program: ExportedProgram, *, kernels: bool = False) -> ExportedProgram
     lowered = _decomposed(program, _composite() | decompositions(kernels), launch)
     straighten_loop_operands(lowered.graph_module)
     return lowered
+
+
+def _expect_program(program: object) -> None:
+    if not isinstance(program, ExportedProgram):
+        raise TypeError(f"expected a program of torch.export.export, found {type(program).__name__}")
 
 
 def _decomposed(

@@ -96,10 +96,10 @@ class Options:
             raise OptionError(f"mla.same_on_ranks: expected one of {', '.join(SAME)}, found {self.same_on_ranks!r}")
         for name, what in PAIRS.items():
             if (given := getattr(self, name)) is not None and not _two_numbers(given, least=name == "link"):
-                raise OptionError(f"mla.{name}: expected a pair of numbers, {what}, found {given!r}")
+                raise OptionError(f"mla.{name}: expected a pair of positive numbers, {what}, found {given!r}")
         tokens = self.workspace_tokens
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-            raise OptionError(f"mla.workspace_tokens: expected a positive number of keys, found {tokens!r}")
+            raise OptionError(f"mla.workspace_tokens: expected a whole number of keys, at least 1, found {tokens!r}")
 
 
 def _two_numbers(given: object, *, least: bool) -> bool:

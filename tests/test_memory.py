@@ -172,6 +172,8 @@ def test_a_config_that_does_not_say_enough(fields, message, config, without_tran
 
 def test_errors_are_one_line(config, tmp_path, capsys):
     assert cli.main(["memory", str(tmp_path / "nowhere")]) == 2
+    assert cli.main(["memory", str(tmp_path)]) == 2
+    assert f"expected a config.json in {tmp_path}, found none" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{")
     assert cli.main(["memory", str(tmp_path)]) == 2
     assert "expected JSON" in capsys.readouterr().err.splitlines()[-1]

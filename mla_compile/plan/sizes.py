@@ -83,10 +83,12 @@ def read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """Read a config: the path of the file (`path`, or the config.json in it), its content, and the text model's part.
 
     Raises:
-        ConfigError: if the file is no JSON object.
-        OSError: if there is no such file.
+        ConfigError: if the folder has no config.json, or the file is no JSON object.
+        OSError: if the file cannot be read.
     """
     file = path / "config.json" if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        raise ConfigError(f"expected a config.json in {path}, found none")
     try:
         config = json.loads(file.read_text())
     except ValueError as error:

@@ -35,6 +35,7 @@ _QUERIES = 2048
 """The most queries of a packed sequence for which keys are up-projected at a time. With DeepSeek-V3's dims, a key's
 up-projection is then a fifth of what attending to it takes, and a short sequence is not padded to a very long one."""
 FORCE = "set options={'mla.path': 'absorbed'}"
+_NOT_MLA = "first see that it is MLA and not ordinary attention, which this would slow down, then "
 
 
 class Chunked(OneOp):
@@ -147,7 +148,7 @@ def refuse_wide_latent(site: Site) -> None:
             site.node,
             "expected a latent less than half as wide as the keys and the values it expands to, "
             f"found width {width} for {sizes['N']} heads of {sizes['P']} + {sizes['V']}",
-            FORCE,
+            _NOT_MLA + FORCE,
         )
 
 

@@ -272,6 +272,12 @@ def test_options(step):
         mla_compile.rewrite(program, options={"mla.kernels": "triton"})
 
 
+@pytest.mark.parametrize("function", [mla_compile.rewrite, mla_compile.lower])
+def test_a_module_is_no_program(function):
+    with pytest.raises(TypeError, match=r"expected a program of torch\.export\.export, found Linear"):
+        function(torch.nn.Linear(2, 2))
+
+
 def test_verify_runs_the_example(step, monkeypatch):
     mla_compile.rewrite(step[1], options={"mla.verify": True})
     monkeypatch.setattr("mla_compile.verify.ROUNDINGS", 0)
