@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..algebra.sizes import known_at_most, total
-from ..algebra.terms import Axis, Join
+from ..algebra.terms import Join
 from ..attention.scores import ALL_ALIKE, highest_fill
 from ..attention.summands import Mask
 from ..mla.site import Site
@@ -75,7 +75,7 @@ def understand(site: Site, trace: Trace) -> Meaning:
     truth = conjunction([truth for truth, _ in known])
     if truth is None or truth.negated:
         return unknown
-    literals = [literal for literal in truth.literals if not _always(literal)]
+    literals = [literal for literal in truth.literals if not literal.holds_always]
     found = [recognise(literal, site, masks) for literal in literals]
     kinds = [kind for kind in found if kind is not None]
     if len(kinds) < len(found):
@@ -137,7 +137,7 @@ def _joined(site: Site, valuation: Valuation) -> JoinedMask | None:
         if found is None or truth is None or truth.negated or len(segment.axes) != 1:
             return None
         part = part_of(site, segment.axes[0])
-        literals = [literal for literal in truth.literals if not _always(literal)]
+        literals = [literal for literal in truth.literals if not literal.holds_always]
         kinds = [kind for literal in literals if (kind := recognise(literal, part, ())) is not None]
         if len(kinds) < len(literals):
             return None
@@ -173,22 +173,7 @@ def _all_see_some(literals: Sequence[Literal], site: Site) -> bool:
     last = [key - what for what in inequalities if what.factor(axis) == 1]
     for candidate in (Affine(), Affine(total([axis.size, -1])), *last):
         there = key - candidate
-        exists = _never_positive(candidate * -1) and _never_positive(candidate - Affine(total([axis.size, -1])))
-        if exists and all(_never_positive(what - there * what.factor(axis)) for what in inequalities):
+        exists = (candidate * -1).never_positive and (candidate - Affine(total([axis.size, -1]))).never_positive
+        if exists and all((what - there * what.factor(axis)).never_positive for what in inequalities):
             return True
     return False
-
-
-def _always(literal: Literal) -> bool:
-    return isinstance(literal, AtMost) and _never_positive(literal.what)
-
-
-def _never_positive(what: Affine) -> bool:
-    """Whether a value is at most 0 at all indices of its axes."""
-    most = what.const
-    for axis, factor in what.terms:
-        if not isinstance(axis, Axis):
-            return False
-        if factor > 0:
-            most = most + factor * (axis.size - 1)
-    return known_at_most(most, 0)

@@ -45,6 +45,17 @@ class Affine:
         return not self.terms and isinstance(self.const, int)
 
     @property
+    def never_positive(self) -> bool:
+        """Whether it is provably at most 0 at all indices of its axes."""
+        most = self.const
+        for axis, factor in self.terms:
+            if not isinstance(axis, Axis):
+                return False
+            if factor > 0:
+                most = most + factor * (axis.size - 1)
+        return known_at_most(most, 0)
+
+    @property
     def axes(self) -> frozenset[Axis]:
         """The axes that it depends on."""
         own = frozenset(w for w, _ in self.terms if isinstance(w, Axis))
@@ -58,6 +69,11 @@ class Literal(ABC):
     def opposite(self) -> Literal:
         """The condition that holds exactly where this one does not."""
 
+    @property
+    def holds_always(self) -> bool:
+        """Whether it provably holds at all indices."""
+        return False
+
 
 @dataclass(frozen=True)
 class AtMost(Literal):
@@ -67,6 +83,10 @@ class AtMost(Literal):
 
     def opposite(self) -> AtMost:
         return AtMost(Affine(1) - self.what)
+
+    @property
+    def holds_always(self) -> bool:
+        return self.what.never_positive
 
 
 @dataclass(frozen=True)
@@ -147,6 +167,14 @@ class Conditional:
 
     def map(self, function: Callable[[float], float]) -> Conditional:
         return replace(self, then=function(self.then), otherwise=function(self.otherwise))
+
+    def settled(self) -> Conditional:
+        """The same; as one number if the condition provably always holds, or never."""
+        for condition, number in ((self.condition, self.then), (negation(self.condition), self.otherwise)):
+            positive = _positive(condition)
+            if positive is not None and all(literal.holds_always for literal in positive.literals):
+                return constant(number)
+        return self
 
     def where(self, test: Callable[[float], bool]) -> Truth:
         """Where the chosen number passes a test."""

@@ -100,6 +100,7 @@ def check(spelling: Spelling, seed: int) -> Outcome:
     expected += 2 * (spelling.latents == "groups" and plain and spelling.rank > HIDDEN)
     # Queries times the keys' weights, which no op takes if there are two latents, or times the rope keys of each head.
     expected += spelling.has_two_latents or spelling.has_own_ropes
+    expected += 2 * (spelling.spoiled == "gate" and spelling.latents != "one")  # in each group, if it is rewritten
     if spelling.threes != "no":  # these orders absorb by hand
         expected += {*spelling.threes[:2]} == {*"xw"}
         expected += {*spelling.threes[:2]} == {*"xc"}

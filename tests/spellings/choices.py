@@ -105,8 +105,7 @@ class Spelling:
     @property
     def has_two_latents(self) -> bool:
         """Whether keys have a latent of their own, with which it is rewritten."""
-        gated = self.gated and self.spoiled not in ("gate", "residual")
-        return self.spoiled in TWO_LATENTS and not gated and self.latents == "one"
+        return self.spoiled in TWO_LATENTS and self.latents == "one"
 
     @property
     def has_own_ropes(self) -> bool:

@@ -59,6 +59,7 @@ def _combined(
     a, b = (constant(float(x.const)) if isinstance(x, Affine) and x.is_number else x for x in (a, b))
     if not isinstance(a, Conditional) or not isinstance(b, Conditional):
         return None
+    a, b = a.settled(), b.settled()
     condition = a.condition
     if a.then == a.otherwise:
         condition = b.condition
