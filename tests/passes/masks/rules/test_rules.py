@@ -84,6 +84,12 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "filled whole": lambda flags, names: aten.fill.Scalar(whole(0), -torch.inf).triu(1),
     "cast": lambda flags, names: (1 - seen().to(torch.float16)) * -1e4,
     "added": lambda flags, names: hidden() + torch.where(flags, 0.0, -torch.inf),
+    "added where nothing else is chosen": lambda flags, names: (
+        torch.where(columns() < COLUMNS, 0.0, -1e9) + torch.where(seen(), 0.0, -1e9)
+    ),
+    "added where the other is always chosen": lambda flags, names: (
+        torch.where(flags, 0.0, -1e9) - torch.where(rows() > ROWS, 5.0, 1.0)
+    ),
     "like": lambda flags, names: (
         torch.zeros_like(hidden()) + torch.ones_like(hidden()) * torch.full_like(hidden(), 3.0)
     ),
