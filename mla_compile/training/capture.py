@@ -141,8 +141,11 @@ def _write_numbers_out(traced: fx.GraphModule) -> None:
     """Replace constant tensors of one number, which assignments of numbers make, by code that Dynamo's graph can
     have."""
     for node in traced.graph.find_nodes(op="get_attr"):
-        value, number = node.meta.get("val"), constant_of(node)
-        if number is None or not isinstance(value, Tensor) or value.is_complex():
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or value.is_complex():
+            continue
+        number = constant_of(node)
+        if number is None or (not value.is_floating_point() and abs(number) > 2**53):  # a float holds all up to there
             continue
         number = number if value.is_floating_point() else int(number)
         with traced.graph.inserting_before(node):
