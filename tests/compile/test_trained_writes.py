@@ -204,10 +204,13 @@ def silent_in_inference_mode(q, k, v, attend):
     return attend(q, k, v)
 
 
-SILENT = (silent_result, silent_keys, silent_buffer, silent_in_inference_mode)
+ONLY_LATER = pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="torch 2.11 traces no inference_mode within"
+)
+SILENT = (silent_result, silent_keys, silent_buffer, pytest.param(silent_in_inference_mode, marks=ONLY_LATER))
 
 
-@pytest.mark.parametrize("attention", SILENT, ids=[function.__name__ for function in SILENT])
+@pytest.mark.parametrize("attention", SILENT, ids=lambda function: function.__name__)
 def test_writes_that_gradients_do_not_see(attention):
     """Gradients pass them as if nothing had been written: those of the algebra would be others."""
 
