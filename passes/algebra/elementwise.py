@@ -49,7 +49,7 @@ def _divided_alike(dims: Sequence[Sequence[_Part]]) -> list[_Part]:
         sizes = [size for size, _ in slowest]
         common = next((size for size in sizes if all(quotient(other, size) is not None for other in sizes)), None)
         if common is None:
-            raise Unaligned(f"axes of {' and '.join(map(str, sizes))} do not divide one another")
+            raise Unaligned(f"axes of {' and '.join(map(str, sizes))} do not provably divide one another")
         found.append((common, any(differ for _, differ in slowest)))
         for parts, (size, differ) in zip(pending, slowest, strict=True):
             rest = quotient(size, common)

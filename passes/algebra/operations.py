@@ -66,7 +66,7 @@ def view(form: Form, shape: Sequence[Size]) -> Form:
                 pending.append(fast)
                 need = 1
             else:
-                raise Unaligned(f"{axis.size} and {need} do not divide one another")
+                raise Unaligned(f"{axis.size} and {need} do not provably divide one another")
         dims.append(axes)
     if pending:
         raise Unaligned(f"{form.shape} has more elements than {tuple(shape)}")
@@ -171,7 +171,7 @@ def unify(left: Form, right: Form, pairs: Sequence[tuple[int, int]]) -> tuple[Fo
             elif (rest := quotient(b.size, a.size)) is not None:
                 right = change(right, {b: Split(a, Axis(rest))})
             else:
-                raise Unaligned(f"axes of {a.size} and {b.size} do not divide one another")
+                raise Unaligned(f"axes of {a.size} and {b.size} do not provably divide one another")
             position += 1
     return left, right
 

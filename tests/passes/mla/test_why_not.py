@@ -96,13 +96,13 @@ SENTENCES: dict[str, tuple[Function, str]] = {
     ),
     "rows that are cut at other borders": (
         values(cut_at_other_borders),
-        NO_VALUES + "`view_5` (view.default), where the trace stopped: 5 and 12 do not divide one another",
+        NO_VALUES + "`view_5` (view.default), where the trace stopped: 5 and 12 do not provably divide one another",
     ),
     "dimensions merged in two orders": (
         merged_in_two_orders,
         "expected the product of attention weights and values to keep its axes, found them "
         "cut or merged, where the trace "
-        "stopped: axes of 2 and 5 do not divide one another",
+        "stopped: axes of 2 and 5 do not provably divide one another",
     ),
 }
 
