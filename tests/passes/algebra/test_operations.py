@@ -286,7 +286,12 @@ def test_a_view_that_factors_is_a_read(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "reason"),
-    [((3, 8), "do not provably divide"), ((4, 5), "do not provably divide"), ((4, 3), "more elements"), ((4, 6, 2), "no axis left")],
+    [
+        ((3, 8), "do not provably divide"),
+        ((4, 5), "do not provably divide"),
+        ((4, 3), "more elements"),
+        ((4, 6, 2), "no axis left"),
+    ],
 )
 def test_a_view_that_does_not_factor_is_unaligned(shape: tuple[int, ...], reason: str) -> None:
     with pytest.raises(Unaligned, match=reason):
