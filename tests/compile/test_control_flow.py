@@ -79,7 +79,7 @@ def test_what_is_decided_of_one_branch_is_not_told_of_another():
 @pytest.mark.parametrize(("kind", "sites"), [(InBranches, 2), (InALoop, 1)])
 def test_it_is_rewritten_and_verified(kind, sites, monkeypatch):
     checked = []
-    monkeypatch.setattr("mla_compile.verify.compare", lambda original, rewritten, site: checked.append(site.path))
+    monkeypatch.setattr("mla_compile.verify.compare", lambda original, rewritten, site, _: checked.append(site.path))
     found = call(kind(), 13, options={"mla.verify": True})
     assert [site.rewritten for site in found] == [True] * sites
     assert len({site.node for site in found}) == sites

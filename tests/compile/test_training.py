@@ -299,7 +299,7 @@ def test_verify_raises_on_a_wrong_rewrite_in_training():
 @pytest.mark.usefixtures("without_codegen")
 def test_verify_looks_into_checkpoints(monkeypatch):
     checked = []
-    monkeypatch.setattr("mla_compile.verify.compare", lambda original, rewritten, site: checked.append(site.path))
+    monkeypatch.setattr("mla_compile.verify.compare", lambda original, rewritten, site, _: checked.append(site.path))
     module = Twice()
     compiled = torch.compile(module, backend="mla", options={"mla.verify": True})
     for _ in range(2):
