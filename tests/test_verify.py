@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mla_compile import last_report
 from mla_compile.errors import VerifyError
 from mla_compile.passes.outcome import Outcome
 from mla_compile.verify import compare
@@ -54,6 +55,7 @@ def test_it_uses_no_random_numbers(trained):
             torch._dynamo.reset()
             torch.manual_seed(0)
             found.append(torch.compile(module, backend="mla", options=options)(torch.randn(1, 1, HIDDEN), cache))
+            assert last_report().rewritten == 2
     assert torch.equal(*found)
 
 
