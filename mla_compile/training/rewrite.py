@@ -27,6 +27,7 @@ from mla_compile.verify import Check, check
 from .capture import Captured, NotCaptured, capture
 from .recompute import recompute_keys_and_values, recompute_operands, recompute_queries
 from .splice import splice
+from .through_views import read_through_views
 from .verified import check_of_parts, is_checkpoint
 
 
@@ -62,6 +63,7 @@ def rewrite_for_training(
     for outcome in rewriting.outcomes:
         _move_origins(captured, outcome, sites)
     captured.share_origins()
+    read_through_views(captured)
     outcomes = tuple(_spliced(captured, outcome, options.recompute, checkpointed) for outcome in rewriting.outcomes)
     own: Check | None = None
     if rewriting.original is not None and any(outcome.rewritten for outcome in outcomes):
