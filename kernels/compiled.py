@@ -11,9 +11,10 @@ from ..cpu_products import has_products
 from ..fp8 import FP8
 from ..int8 import INT8
 from . import dispatcher
+from .backward import native as backward
 from .expanded_attention import native as expanded_attention
 from .latent_attention import cached
-from .native import TYPES
+from .native import TYPES, dtype_of_keys
 from .per_head_matmul import native as per_head_matmul
 from .widened_matmul import native as widened_matmul
 
@@ -21,14 +22,17 @@ _MAY_BE = {FP8: (FP8, torch.uint8), INT8: (INT8,)}
 """For each coded dtype, the dtypes of graph inputs that may be such a cache: FP8 is also passed as its bytes."""
 
 
-def begin(dtypes: Iterable[torch.dtype]) -> None:
-    """Start compiling in the background what `make_ready` waits for; what is on disk already is ready at once."""
+def begin(dtypes: Iterable[torch.dtype], *, gradients: bool = False) -> None:
+    """Start compiling in the background what `make_ready` waits for, and what `gradients` will be computed by; what is
+    on disk already is ready at once."""
     dispatcher.begin()
     dtypes = list(dtypes)
     for triple in of_attention(dtypes):
         cached.KERNELS.begin(*triple)
     for dtype in of_numbers(dtypes):
         expanded_attention.KERNELS.begin(dtype)
+        if gradients:
+            backward.KERNELS.begin(dtype)
         per_head_matmul.KERNELS.begin(dtype)
         if not has_products(dtype):
             widened_matmul.KERNELS.begin(dtype)
@@ -45,7 +49,7 @@ def make_ready(dtypes: Iterable[torch.dtype]) -> None:
             dispatcher.provide("widened_matmul", (dtype,), widened_matmul.KERNELS.of(dtype))
         of_chunks = expanded_attention.KERNELS.of(dtype)
         if of_chunks is not None:
-            keys = expanded_attention.dtype_of_keys(of_chunks, dtype)
+            keys = dtype_of_keys(of_chunks, dtype)
             dispatcher.provide("expanded_attention", (dtype, keys), of_chunks)
 
 

@@ -1,8 +1,8 @@
-"""Gradients of MLA on a GPU, a group of heads at a time: library products up-project and contract, a kernel does what
-is between.
+"""Gradients of MLA, a group of heads at a time: library products up-project and contract, a kernel does what is
+between.
 
     latent [B, T, L], w_uk [N, P, L], w_uv [N, V, L]
-    dk, d_rope, dv   [b, T, H, P], [b, T, H, R], [b, T, H, V]   of one group of heads, in the dtype of q
+    dk, d_rope, dv   [b, T, H, P], [b, T, H, R], [b, T, H, V]   of one group of heads, in the dtype of the weights
 
 For a group of heads of some sequences, the latent's gradients due to keys and to values are one product each,
 `dk @ W_UK` and `dv @ W_UV`, which sum over the heads, and so are the weights', `dk^T @ latent` and `dv^T @ latent`.
@@ -50,11 +50,13 @@ class Group:
 Kernel = Callable[[Group, Tensor, bool], tuple[Tensor, Tensor, Tensor] | None]
 """Fills dq `[b, Sq, H, P + R]` of a group and returns dk, d_rope and dv, of any strides; or None in their place where
 the flag says that these are not wanted."""
+Groups = Callable[[Attended, int], Iterator[tuple[slice, slice]]]
+"""From a problem and the number of keys to the sequences and heads taken at a time."""
 Fewest = Callable[[int, int], int]
 """From the number of sequences taken together and that of keys to the fewest heads that keep the device busy."""
 
 
-def attend_backward_in_groups(x: Attended, kernel: Kernel, fewest: Fewest) -> list[Tensor]:
+def attend_backward_in_groups(x: Attended, kernel: Kernel, groups: Groups) -> list[Tensor]:
     """The wanted gradients, each in the dtype of its operand; there are up-projections of keys and of values."""
     want, names = Wanted(*x.wanted), ("q", "latent", "k_rope", "w_uk", "w_uv")
     totals = {name: _zeros(getattr(x, name)) for name in names[1:] if getattr(want, name)}
@@ -64,7 +66,7 @@ def attend_backward_in_groups(x: Attended, kernel: Kernel, fewest: Fewest) -> li
     ropes = x.k_rope if x.k_rope.dim() == 4 else x.k_rope[:, :, None]
     ropes = ropes if ropes.shape[3] < 2 or ropes.stride(3) == 1 else ropes.contiguous()
     seen = replace(x, q=q, grad_o=do, o=o, latent=x.latent[:, :tokens], k_rope=ropes[:, :tokens])
-    for part in _groups(x, tokens, fewest):
+    for part in groups(x, tokens) if x.lse.numel() and tokens else ():
         _add_group(seen, part, totals, kernel)
     return [totals[name].to(x.q.dtype) for name in names if getattr(want, name)]
 
@@ -81,14 +83,18 @@ def _add_group(x: Attended, part: tuple[slice, slice], totals: dict[str, Tensor]
         return
     assert found is not None
     dk, d_rope, dv = found
-    count, tokens = dk.shape[2], dk.shape[1]
+    tokens = dk.shape[1]
     grads = dk.flatten(2).flatten(0, 1), dv.flatten(2).flatten(0, 1)  # [b T, H P], [b T, H V]
     weights = group.w_uk.flatten(0, 1), group.w_uv.flatten(0, 1)  # [H P, L], [H V, L]
     latents = group.of_keys.flatten(0, 1), group.of_values.flatten(0, 1)  # [b T, L]
     if "latent" in totals:
         of_each = latents_of(totals["latent"][some, :tokens], x.w_uk, x.w_uv)
         for total, grad, weight in zip(of_each, grads, weights, strict=True):
-            total += (grad @ weight).view(total.shape)
+            if total.is_cpu:  # one product for each sequence, whose bits then do not depend on the batch
+                for own, of_own in zip(total, grad.unflatten(0, total.shape[:2]), strict=True):
+                    _add_product(own, of_own, weight)
+            else:
+                total += (grad @ weight).view(total.shape)
     if "k_rope" in totals:
         total = totals["k_rope"][some, :tokens]
         if total.dim() == 3:
@@ -97,7 +103,15 @@ def _add_group(x: Attended, part: tuple[slice, slice], totals: dict[str, Tensor]
             total[:, :, heads] += d_rope
     for name, grad, own in zip(("w_uk", "w_uv"), grads, latents, strict=True):
         if name in totals:
-            totals[name][heads] += (grad.T @ own).unflatten(0, (count, -1))
+            _add_product(totals[name][heads].flatten(0, 1), grad.T, own)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to a matrix."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 def _group_of(x: Attended, some: slice, heads: slice) -> Group:
@@ -130,13 +144,15 @@ def _zeros(operand: Tensor) -> Tensor:
     return torch.zeros(operand.shape, dtype=torch.float32, device=operand.device)
 
 
-def _groups(x: Attended, tokens: int, fewest: Fewest) -> Iterator[tuple[slice, slice]]:
-    """The sequences and heads taken at a time: as many as the forward takes, and enough to keep the device busy."""
-    batch, _, heads, _ = x.q.shape
-    if not x.lse.numel() or not tokens:
-        return
-    share = share_of(batch, heads, tokens, x.workspace_tokens)
-    size = in_even_groups(heads, max(share.heads, fewest(share.sequences, tokens)))
-    for b in range(0, batch, share.sequences):
-        for head in range(0, heads, size):
-            yield slice(b, min(b + share.sequences, batch)), slice(head, min(head + size, heads))
+def busy_groups(fewest: Fewest) -> Groups:
+    """As many sequences and heads at a time as the forward takes, and enough to keep the device busy."""
+
+    def groups(x: Attended, tokens: int) -> Iterator[tuple[slice, slice]]:
+        batch, _, heads, _ = x.q.shape
+        share = share_of(batch, heads, tokens, x.workspace_tokens)
+        size = in_even_groups(heads, max(share.heads, fewest(share.sequences, tokens)))
+        for b in range(0, batch, share.sequences):
+            for head in range(0, heads, size):
+                yield slice(b, min(b + share.sequences, batch)), slice(head, min(head + size, heads))
+
+    return groups

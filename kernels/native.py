@@ -38,8 +38,8 @@ _CONFIG = {
 }
 
 
-_HEADERS = "vector.h", "attend.h", "number.h", "pairs.h"
-VECTOR, ATTEND, NUMBER, PAIRS = (Path(__file__).with_name(name) for name in _HEADERS)
+_HEADERS = "vector.h", "attend.h", "number.h", "pairs.h", "panels.h"
+VECTOR, ATTEND, NUMBER, PAIRS, PANELS = (Path(__file__).with_name(name) for name in _HEADERS)
 TYPES = {
     torch.float32: "float",
     torch.bfloat16: "bf16",
@@ -155,6 +155,11 @@ def address(kernel: Callable[..., None]) -> int:
 def constant(kernel: Callable[..., None], name: str) -> int:
     """The value of an int64 constant that a kernel's library exports."""
     return ctypes.c_int64.in_dll(_library_of(kernel), name).value
+
+
+def dtype_of_keys(kernel: Callable[..., None], queries: torch.dtype) -> torch.dtype:
+    """The dtype of keys and values that a kernel for queries of a dtype requires, by `panels.h`."""
+    return queries if constant(kernel, "bytes_of_a_key") == queries.itemsize else torch.float32
 
 
 def _library_of(kernel: Callable[..., None]) -> ctypes.CDLL:

@@ -226,6 +226,7 @@ class Compilation:
             return self._stock(self.note or self._nothing(), looked=not self.note)
         if self.options.strict:
             raise_strict(self.outcomes, self.note)
+        cpp_kernels.begin(self._dtypes_on_cpu(), gradients=True)
         log_graph("mla_trained", trained.module)
         self.kernels = kernels_of_training(trained.module, self.options.kernels, recorded=_recorded_or_measured())
         with self._own_artifacts(cache_tag(self.options, rates), use_cache=True):

@@ -54,8 +54,7 @@ def attend_backward(x: Attended) -> list[Tensor]:
             for operand, asked in zip(operands, x.wanted, strict=True)
         )
     )
-    least = torch.get_num_threads() if x.q.is_cpu else 1  # CPU flash attention's backward splits heads over threads
-    size = max(_HEADS * x.workspace_tokens // max(x.latent.shape[1], 1), least)
+    size = heads_at_a_time(x, x.latent.shape[1])
     for start in range(0, heads, size):
         group = slice(start, start + size)
         w_uk, w_uv = (None if weight is None else weight[group].to(dtype) for weight in (x.w_uk, x.w_uv))
@@ -85,6 +84,12 @@ def attend_backward(x: Attended) -> list[Tensor]:
         for total, operand in zip(found, operands, strict=True)
         if total is not None and operand is not None
     ]
+
+
+def heads_at_a_time(x: Attended, tokens: int) -> int:
+    """The number of heads in a group."""
+    least = torch.get_num_threads() if x.q.is_cpu else 1  # kernels split heads over threads
+    return max(_HEADS * x.workspace_tokens // max(tokens, 1), least)
 
 
 def _of(totals: _Gradients, b: int, group: slice) -> _Gradients:

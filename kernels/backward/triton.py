@@ -17,7 +17,7 @@ from .._common.launch import strides_of, word_of
 from .._common.machine import Machine
 from .._common.tiles import Tiles, constants_of_heads
 from ..attended import Attended
-from ..head_groups import Group, attend_backward_in_groups
+from ..head_groups import Group, attend_backward_in_groups, busy_groups
 from ..share import PROGRAMS
 from .kernel import add_to_keys, add_to_queries
 from .tiles import Pair, choose
@@ -48,7 +48,7 @@ def attend_backward_triton(x: Attended, machine: Machine, tiles: Pair | None = N
         of_a_head = min(triton.cdiv(tokens, pair.to_keys.keys), triton.cdiv(queries, pair.to_queries.rows))
         return triton.cdiv(PROGRAMS * machine.processors, sequences * of_a_head)
 
-    return attend_backward_in_groups(x, attend, fewest)
+    return attend_backward_in_groups(x, attend, busy_groups(fewest))
 
 
 def _expanded(latent: Tensor, weight: Tensor) -> Tensor:

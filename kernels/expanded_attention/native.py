@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..bundles import checked
 from ..dispatcher import general
-from ..native import ATTEND, NUMBER, PAIRS, VECTOR, Kernels, constant
+from ..native import ATTEND, NUMBER, PAIRS, PANELS, VECTOR, Kernels, dtype_of_keys
 from ..visibility import KeyPositions, Visibility
 from .arguments import ExpandedAttention
 from .aten import Flash
@@ -27,7 +27,7 @@ from .chunks import Arithmetic, Keys, attend_in_chunks, masked_tiles
 
 _HERE = Path(__file__).parent
 KERNELS = Kernels(
-    (VECTOR, ATTEND, NUMBER, PAIRS, _HERE / "call.h", _HERE / "native.cpp"),
+    (VECTOR, ATTEND, NUMBER, PAIRS, PANELS, _HERE / "call.h", _HERE / "native.cpp"),
     ("const void*",) * 4 + ("uintptr_t",) + ("float*",) * 2 + ("int64_t",) * 22 + ("float", "int64_t"),
 )
 
@@ -41,11 +41,6 @@ def fastest(dtype: torch.dtype) -> Arithmetic:
     """The arithmetic for queries of `dtype`: this kernel, or flash attention where there is none."""
     kernel = KERNELS.of(dtype)
     return Flash.of(dtype) if kernel is None else Native(kernel, dtype)
-
-
-def dtype_of_keys(kernel: Callable[..., None], queries: torch.dtype) -> torch.dtype:
-    """The dtype of keys and values that a kernel for queries of a dtype requires."""
-    return queries if constant(kernel, "bytes_of_a_key") == queries.itemsize else torch.float32
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .._common.addresses import aligned
-from ..head_groups import Group, attend_backward_in_groups
+from ..head_groups import Group, attend_backward_in_groups, busy_groups
 from .cudnn import ARCHITECTURES, TAKES, expanded, fewest_heads
 from .expansions import MANY, parts_of
 from .implementation import Implementation
@@ -53,7 +53,7 @@ def _attend_backward(module: Any, x: Attended) -> list[Tensor]:
     def fewest(sequences: int, tokens: int) -> int:
         return fewest_heads(sequences, queries)
 
-    return attend_backward_in_groups(replace(x, q=q, grad_o=do, o=o), attend, fewest)
+    return attend_backward_in_groups(replace(x, q=q, grad_o=do, o=o), attend, busy_groups(fewest))
 
 
 CUDNN_BACKWARD = Implementation(

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_compile.errors import KernelError
 from mla_compile.kernels import visibility
-from mla_compile.kernels.backward import aten
+from mla_compile.kernels.backward import aten, native
 from tests.memory import peak
 
 from .errors import assert_as_close_as
@@ -25,8 +25,20 @@ SIZES = {
     "after a context": (2, 13, 31, 3, 11, 7, 5, 9),
     "no rope, wide values": (3, 9, 20, 2, 16, 5, 0, 12),
     "one key": (2, 1, 1, 1, 5, 3, 1, 2),
+    "several blocks": (2, 150, 210, 2, 12, 40, 6, 34),
 }
 NAMES = ("q", "latent", "k_rope", "w_uk", "w_uv")
+
+
+@pytest.fixture(params=["native", "aten"])
+def computed_by(request):
+    """Each way to compute the gradients: a C++ kernel, and ATen operations alone."""
+    if request.param == "aten":
+        request.getfixturevalue("no_compiler")
+    return request.param
+
+
+each_way = pytest.mark.usefixtures("computed_by")
 
 
 def equation(operands: tuple[Tensor, ...], case: Case, scale: float) -> tuple[Tensor, Tensor]:
@@ -87,6 +99,7 @@ def assert_right(x, case, workspace_tokens, with_lse=False):
         assert_as_close_as(plain, ours, truth, merges=32 + math.ceil(8 * math.sqrt(chunks)))
 
 
+@each_way
 @pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -95,6 +108,7 @@ def test_float32(sizes, mask):
     assert_right(make_inputs(sizes), case, workspace_tokens=32)
 
 
+@each_way
 @pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -103,6 +117,7 @@ def test_rope_keys_of_each_head(sizes, mask):
     assert_right(make_inputs(sizes).with_own_ropes(), case, workspace_tokens=2)
 
 
+@each_way
 @pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -110,6 +125,7 @@ def test_a_latent_for_keys_and_one_for_values(sizes, mask):
     assert_right(make_inputs(sizes).with_two_latents(sizes[4] // 3), case_of(sizes, mask), workspace_tokens=2)
 
 
+@each_way
 @pytest.mark.diagonal
 @pytest.mark.parametrize("mask", [name for name in MASKS if name != "bias of finfo.min"])
 @pytest.mark.parametrize("sizes", [SIZES["square"], SIZES["after a context"]], ids=["square", "after a context"])
@@ -119,23 +135,42 @@ def test_of_the_log_sum_exp(sizes, mask):
     assert_right(make_inputs(sizes), case, workspace_tokens=32, with_lse=True)
 
 
+@each_way
 @pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "scattered keys", "bias"])
 @pytest.mark.parametrize("workspace_tokens", [1, 4, 1000])
-def test_groups_of_heads(monkeypatch, mask, workspace_tokens):
+def test_groups_of_heads(monkeypatch, computed_by, mask, workspace_tokens):
     """A small workspace has room for the keys of one head, a large one for those of all heads."""
     sizes = (2, 19, 40, 7, 12, 6, 4, 6)
     case = case_of(sizes, mask)
     groups = []
-    add = aten._add_group
+    add, attend = aten._add_group, native._attend
     monkeypatch.setattr(aten, "_add_group", lambda rows, *rest: (groups.append(rows.q.shape[0]), add(rows, *rest)))
+    monkeypatch.setattr(native, "_attend", lambda *all: (groups.append(all[1].q.shape[::2]), attend(*all))[1])
     assert_right(make_inputs(sizes), case, workspace_tokens)
-    assert groups == {1: [1] * 14, 4: [1] * 14, 1000: [7] * 2}[workspace_tokens]
+    if computed_by == "native" and mask != "bias":
+        assert groups == {1: [(1, 1)] * 14, 4: [(1, 1)] * 14, 1000: [(2, 7)]}[workspace_tokens]
+    else:
+        assert groups == {1: [1] * 14, 4: [1] * 14, 1000: [7] * 2}[workspace_tokens]
 
 
+@pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "causal, first queries see nothing"])
+def test_queries_a_part_at_a_time(monkeypatch, mask):
+    monkeypatch.setattr(native, "_QUERIES", 40)
+    sizes = (2, 90, 110, 3, 12, 6, 4, 6)
+    assert_right(make_inputs(sizes), case_of(sizes, mask), workspace_tokens=32)
+
+
+def test_several_threads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    sizes = (2, 90, 110, 5, 12, 6, 4, 6)
+    assert_right(make_inputs(sizes), case_of(sizes, "causal"), workspace_tokens=32)
+
+
+@each_way
 @pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "bias"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(mask, dtype):
-    sizes = (2, 23, 31, 5, 12, 6, 4, 6)
+@pytest.mark.parametrize("sizes", [(2, 23, 31, 5, 12, 6, 4, 6), (1, 133, 101, 2, 12, 37, 5, 33)], ids=str)
+def test_half_precision(sizes, mask, dtype):
     case = case_of(sizes, mask)
     assert_right(make_inputs(sizes, dtype), case, workspace_tokens=16)
 
@@ -196,6 +231,7 @@ def test_frozen_weights_ask_for_no_gradient():
     assert asked == [[True, True, False, False, False, False]]
 
 
+@each_way
 @pytest.mark.parametrize("synchronous", [True, False])
 def test_keys_that_no_query_sees_may_hold_nan_and_have_no_gradient(monkeypatch, synchronous):
     monkeypatch.setattr(visibility, "reads_values", lambda mask: synchronous)
@@ -215,6 +251,7 @@ def test_keys_that_no_query_sees_may_hold_nan_and_have_no_gradient(monkeypatch, 
     assert not actual[2][unseen].any()
 
 
+@each_way
 @pytest.mark.parametrize("case", [(None, 0), (torch.ones(1, 1, 1024, 1024, dtype=torch.bool).tril(), None)])
 def test_memory_is_bounded(case):
     """Besides the gradients there are the keys and values of one head, and scores of a tile of 256 queries."""

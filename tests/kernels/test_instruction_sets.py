@@ -11,8 +11,11 @@ from torch._inductor import config
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from mla_compile.kernels import native
+from mla_compile.kernels.backward import attend_backward, attend_backward_on_cpu
+from mla_compile.kernels.backward import native as backward_native
 from mla_compile.kernels.expanded_attention import expanded_attention_reference
 from mla_compile.kernels.expanded_attention import native as expanded_native
+from mla_compile.kernels.expanded_attention.arguments import ExpandedAttentionBackward
 from mla_compile.kernels.latent_attention import cached, latent_attention_reference
 from mla_compile.kernels.latent_attention import native as latent_native
 from mla_compile.kernels.paged_latent_attention import native as paged_native
@@ -63,6 +66,7 @@ def dtype(request, monkeypatch):
         pytest.skip("torch 2.11 compiles C++ for this CPU alone")
     monkeypatch.setattr(native, "load", lambda *arguments: built(name, *arguments))
     monkeypatch.setattr(expanded_native, "Flash", None)
+    monkeypatch.setattr(backward_native, "attend_backward", None)
     monkeypatch.setattr(latent_native, "attend_with_aten", None)
     monkeypatch.setattr(paged_native, "attend_with_aten", None)
     return dtype
@@ -132,6 +136,31 @@ def test_expanded_attention(monkeypatch, dtype, sizes, threads, mask):
     measure = expanded_attention_reference(*operands, *case, x.scale, 100)
     assert_as_close_as(measure[0], o, exact[0], merges=3)
     assert_as_close_as(measure[1].float(), lse, exact[1], merges=3)
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "scattered keys"])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@of([(name, t) for name, t in ALL if name != TILES])
+def test_gradients_of_expanded_attention(monkeypatch, dtype, sizes, threads, mask):
+    """Against ATen operations in float64 and, as the measure of error, in this dtype."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x, case = make_inputs(sizes, dtype), case_of(sizes, mask)
+    operands = x.q, x.latent, x.k_rope, x.w_uk, x.w_uv
+    wide = [t.double() for t in operands]
+    o, lse = expanded_attention_reference(*wide, *case, x.scale, 100)
+    direction = torch.randn_like(o)
+    wanted = [True] * 5 + [False]
+
+    def problem(tensors, o, lse, direction):
+        return ExpandedAttentionBackward(direction, None, *tensors, *case, x.scale, 100, o, lse, wanted)
+
+    exact = attend_backward(problem(wide, o, lse.float(), direction))
+    rounded = problem(operands, o.to(dtype), lse.float(), direction.to(dtype))
+    for found, measure, truth in zip(attend_backward_on_cpu(rounded), attend_backward(rounded), exact, strict=True):
+        if truth.numel():  # else a rope key without columns
+            assert_as_close_as(measure, found, truth, merges=32)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 160])

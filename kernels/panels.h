@@ -1,0 +1,158 @@
+// Products of rows of keys or values and a panel of queries, whose rows lie in vector lanes; sums in float32.
+//
+// NUMBER is the type of the queries. Keys and values are floats, except for bf16 queries where the CPU multiplies pairs
+// of bf16: then they are bf16. `bytes_of_a_key` tells which.
+
+namespace {
+
+typedef NUMBER Number;
+#if defined(__AVX512BF16__)
+typedef std::conditional_t<std::is_same_v<Number, bf16>, bf16, float> Key;
+#else
+typedef float Key;
+#endif
+
+#if defined(__AVX512F__)
+constexpr int64_t ROWS_OF_A_TILE = 12;  // of keys or values: 24 of 32 registers accumulate
+#else
+constexpr int64_t ROWS_OF_A_TILE = 6;   // 12 of 16
+#endif
+constexpr int64_t VECTORS = 2, PANEL = VECTORS * WIDTH;
+
+#if defined(__AVX512BF16__)
+// A tile of rows in bfloat16 and a panel of pairs.
+template <int64_t ROWS>
+struct PairTile {
+  __m512 sum[ROWS][VECTORS];
+
+  PairTile() {
+    for (auto& of_row : sum)
+      for (__m512& some : of_row) some = _mm512_setzero_ps();
+  }
+
+  void add(const bf16* const (&rows)[ROWS], const pair_t* panel, int64_t width) {
+    const int64_t whole = width / 2;
+    for (int64_t i = 0; i < whole; ++i)
+      add_pair(panel + i * PANEL, [&](int64_t row) {
+        pair_t pair;
+        std::memcpy(&pair, rows[row] + 2 * i, sizeof(pair));
+        return pair;
+      });
+    if (width % 2) add_pair(panel + whole * PANEL, [&](int64_t row) { return pair_t{rows[row][width - 1].bits}; });
+  }
+
+ private:
+  template <typename PairOf>
+  void add_pair(const pair_t* panel, PairOf pair_of) {
+    const __m512i first = _mm512_loadu_si512(panel), second = _mm512_loadu_si512(panel + WIDTH);
+#pragma GCC unroll 12
+    for (int64_t row = 0; row < ROWS; ++row) {
+      const __m512i pair = _mm512_set1_epi32(pair_of(row));
+      sum[row][0] = dot(sum[row][0], first, pair);
+      sum[row][1] = dot(sum[row][1], second, pair);
+    }
+  }
+};
+#endif
+
+template <int64_t ROWS>
+struct FloatTile : Tile<ROWS, VECTORS> {
+  static constexpr int64_t TERMS = 64;  // accumulated at a time: errors grow with the square root of this
+
+  void add(const float* const (&rows)[ROWS], const float* panel, int64_t width) {
+    Tile<ROWS, VECTORS>::template add<TERMS>(rows, panel, width, nullptr);
+  }
+};
+
+// A panel of rows packed for a product, [width, PANEL]: floats, or pairs of neighbouring numbers.
+//
+// `put` packs a row of `width` numbers as a column of lanes, `put_two` two neighbouring rows of PANEL numbers as lines.
+// `weights` packs scores [count, PANEL], and `rows` are numbers as the rows of a product: both in place if they can.
+template <typename Key>
+struct Packed {
+  typedef float Lane;
+  template <int64_t ROWS> using Tile = FloatTile<ROWS>;
+
+  static int64_t lines(int64_t width) { return width; }
+  static void put(const Number* numbers, int64_t width, Lane* column) {
+    float some[WIDTH];
+    for (int64_t i = 0; i < width; i += WIDTH) {
+      const int64_t count = std::min(width - i, WIDTH);
+      convert(numbers + i, count, 1.0f, some);
+      for (int64_t j = 0; j < count; ++j) column[(i + j) * PANEL] = some[j];
+    }
+  }
+  static const Lane* weights(const float* scores, int64_t, Lane*) { return scores; }
+  static const float* rows(const float* numbers, int64_t, float*) { return numbers; }
+  static void put_two(const Number* first, const Number* second, Lane* lines) {
+    convert(first, PANEL, 1.0f, lines);
+    convert(second, PANEL, 1.0f, lines + PANEL);
+  }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Packed<bf16> {
+  typedef pair_t Lane;
+  template <int64_t ROWS> using Tile = PairTile<ROWS>;
+
+  static int64_t lines(int64_t width) { return (width + 1) / 2; }
+  static void put(const bf16* numbers, int64_t width, Lane* column) {
+    for (int64_t i = 0; i < width / 2; ++i) std::memcpy(column + i * PANEL, numbers + 2 * i, sizeof(pair_t));
+    if (width % 2) column[width / 2 * PANEL] = numbers[width - 1].bits;
+  }
+  static const Lane* weights(const float* scores, int64_t count, Lane* pairs) {
+    pair_weights(scores, count, PANEL, pairs);
+    return pairs;
+  }
+  static const bf16* rows(const float* numbers, int64_t size, bf16* narrowed) {
+    convert(numbers, size, 1.0f, narrowed);
+    return narrowed;
+  }
+  static void put_two(const bf16* first, const bf16* second, Lane* line) {
+    for (int64_t i = 0; i < PANEL; ++i) line[i] = pair_t{first[i].bits} | pair_t{second[i].bits} << 16;
+  }
+};
+#endif
+
+typedef Packed<Key> Panel;
+typedef Panel::Lane Lane;
+
+// Rows of keys or of values, and the panel that they are multiplied with.
+struct Factors {
+  const Key* data;
+  int64_t stride, width;
+  const Lane* panel;
+};
+
+template <int64_t ROWS, typename Parts, typename Take>
+inline void multiply_tile(const Parts& parts, int64_t first, int64_t count, Take take) {
+  typename Panel::Tile<ROWS> tile;
+  for (const Factors& part : parts) {
+    const Key* rows[ROWS];
+    for (int64_t row = 0; row < ROWS; ++row) rows[row] = part.data + std::min(first + row, count - 1) * part.stride;
+    tile.add(rows, part.panel, part.width);
+  }
+  for (int64_t row = 0; row < ROWS; ++row)
+    for (int64_t v = 0; v < VECTORS; ++v) take((first + row) * PANEL + v * WIDTH, as<vec>(tile.sum[row][v]));
+}
+
+// Computes products [count, PANEL], summed over the parts, and passes them to `take`, one vector at a time with its
+// place. The last tile has a third, two thirds or all of the rows of others, and repeats the last row for missing ones.
+template <typename Parts, typename Take>
+inline void multiply(const Parts& parts, int64_t count, Take take) {
+  constexpr int64_t THIRD = ROWS_OF_A_TILE / 3;
+  int64_t first = 0;
+  for (; count - first > 2 * THIRD; first += 3 * THIRD) multiply_tile<3 * THIRD>(parts, first, count, take);
+  if (count - first > THIRD) multiply_tile<2 * THIRD>(parts, first, count, take);
+  else if (count > first) multiply_tile<THIRD>(parts, first, count, take);
+}
+
+template <typename Take>
+inline void multiply(std::initializer_list<Factors> parts, int64_t count, Take take) {
+  multiply<std::initializer_list<Factors>>(parts, count, take);
+}
+
+}  // namespace
+
+extern "C" const int64_t bytes_of_a_key = sizeof(Key);
