@@ -22,17 +22,14 @@ _MAY_BE = {FP8: (FP8, torch.uint8), INT8: (INT8,)}
 """For each coded dtype, the dtypes of graph inputs that may be such a cache: FP8 is also passed as its bytes."""
 
 
-def begin(dtypes: Iterable[torch.dtype], *, gradients: bool = False) -> None:
-    """Start compiling in the background what `make_ready` waits for, and what `gradients` will be computed by; what is
-    on disk already is ready at once."""
+def begin(dtypes: Iterable[torch.dtype]) -> None:
+    """Start compiling in the background what `make_ready` waits for; what is on disk already is ready at once."""
     dispatcher.begin()
     dtypes = list(dtypes)
     for triple in of_attention(dtypes):
         cached.KERNELS.begin(*triple)
     for dtype in of_numbers(dtypes):
         expanded_attention.KERNELS.begin(dtype)
-        if gradients:
-            backward.KERNELS.begin(dtype)
         per_head_matmul.KERNELS.begin(dtype)
         if not has_products(dtype):
             widened_matmul.KERNELS.begin(dtype)
@@ -47,10 +44,28 @@ def make_ready(dtypes: Iterable[torch.dtype]) -> None:
         dispatcher.provide("per_head_matmul", (dtype,), per_head_matmul.KERNELS.of(dtype))
         if not has_products(dtype):
             dispatcher.provide("widened_matmul", (dtype,), widened_matmul.KERNELS.of(dtype))
-        of_chunks = expanded_attention.KERNELS.of(dtype)
-        if of_chunks is not None:
-            keys = dtype_of_keys(of_chunks, dtype)
-            dispatcher.provide("expanded_attention", (dtype, keys), of_chunks)
+        _provide_chunks(dtype)
+
+
+def begin_training(dtypes: Iterable[torch.dtype]) -> None:
+    """`begin` for graphs that need gradients: chunks, and the kernel for their gradients, for which the first backward
+    waits."""
+    dispatcher.begin()
+    for dtype in of_numbers(dtypes):
+        expanded_attention.KERNELS.begin(dtype)
+        backward.KERNELS.begin(dtype)
+
+
+def make_ready_for_training(dtypes: Iterable[torch.dtype]) -> None:
+    """`make_ready` for graphs that need gradients."""
+    for dtype in of_numbers(dtypes):
+        _provide_chunks(dtype)
+
+
+def _provide_chunks(dtype: torch.dtype) -> None:
+    kernel = expanded_attention.KERNELS.of(dtype)
+    if kernel is not None:
+        dispatcher.provide("expanded_attention", (dtype, dtype_of_keys(kernel, dtype)), kernel)
 
 
 def of_numbers(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .attended import Attended, Wanted
+from .even import even
 from .share import in_even_groups, share_of
 from .two_latents import latents_of
 from .visibility import Visibility, causal_stop, part_of
@@ -108,6 +109,8 @@ def _add_group(x: Attended, part: tuple[slice, slice], totals: dict[str, Tensor]
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add `a @ b` to a matrix."""
+    if a.is_cpu and a.stride(1) == 1:
+        a, b = even(a), even(b.T).T
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:

@@ -226,12 +226,13 @@ class Compilation:
             return self._stock(self.note or self._nothing(), looked=not self.note)
         if self.options.strict:
             raise_strict(self.outcomes, self.note)
-        cpp_kernels.begin(self._dtypes_on_cpu(), gradients=True)
+        cpp_kernels.begin_training(self._dtypes_on_cpu())
         log_graph("mla_trained", trained.module)
         self.kernels = kernels_of_training(trained.module, self.options.kernels, recorded=_recorded_or_measured())
         with self._own_artifacts(cache_tag(self.options, rates), use_cache=True):
             settings = self.settings | settings_of_loops(trained.module.graph)
             compiled = _compile_fx(trained.module, self.inputs, inner_compile=compile_fx_inner, config_patches=settings)
+        cpp_kernels.make_ready_for_training(self._dtypes_on_cpu())
         return Verified(compiled, trained.checks) if trained.checks else compiled
 
     def _stock(self, note: str, *, looked: bool = True) -> Callable[..., Any]:

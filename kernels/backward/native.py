@@ -1,7 +1,7 @@
 """The gradients on CPU: library products, and a C++ kernel (`native.cpp`) for what is between.
 
-There is a product for each sequence, so that its gradients are the same bits in any batch. Keys, values and
-their gradients have the dtype of `panels.h`: bfloat16 for bfloat16 queries where the CPU multiplies pairs of them, else
+There is a product for each sequence, so that its gradients are the same bits in any batch. Keys, values and their
+gradients have the dtype of `panels.h`: bfloat16 for bfloat16 queries where the CPU multiplies pairs of them, else
 float32. ATen operations take over for float64, for masks of numbers, for keys or values that are the latent itself, and
 without a C++ compiler.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..attended import Attended
+from ..even import even
 from ..head_groups import Group, attend_backward_in_groups
 from ..native import ATTEND, NUMBER, PAIRS, PANELS, VECTOR, Kernels, dtype_of_keys
 from .aten import attend_backward, heads_at_a_time
@@ -56,7 +57,7 @@ def attend_backward_on_cpu(x: Attended) -> list[Tensor]:
 
 
 def _groups(x: Attended, tokens: int) -> Iterator[tuple[slice, slice]]:
-    """All heads of as many sequences as fit a workspace of `_HEADS` heads, or some of the heads of each sequence."""
+    """All heads of as many sequences, or as many heads of each, as `heads_at_a_time` allows."""
     (batch, _, heads, _), size = x.q.shape, heads_at_a_time(x, tokens)
     together = max(size // heads, 1)
     for b in range(0, batch, together):
@@ -124,7 +125,7 @@ def _summed(grads: Sequence[Tensor]) -> Tensor:
 
 def _expanded(latent: Tensor, weight: Tensor) -> Tensor:
     """`[b, T, H, W]` of a latent `[b, T, L]` and a weight `[H, W, L]`, one product for each sequence."""
-    whole = latent.new_empty((*latent.shape[:2], *weight.shape[:2]))
+    whole, columns = latent.new_empty((*latent.shape[:2], *weight.shape[:2])), even(weight.flatten(0, 1)).T
     for own, of_own in zip(whole.flatten(2), latent, strict=True):
-        torch.mm(of_own, weight.flatten(0, 1).T, out=own)
+        torch.mm(even(of_own), columns, out=own)
     return whole

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...score_spacing import lost_in_ops
+from ..even import even
 from ..two_latents import latents_of
 from ..visibility import KeyPositions, Visibility, reads_values, split, take
 from .arguments import ExpandedAttention, Expansion
@@ -206,7 +207,7 @@ class Workspace:
 
     def __init__(self, w_uk: Tensor, w_uv: Tensor, size: int) -> None:
         self._w_uk, self._w_uv = w_uk, w_uv
-        self._of_keys, self._of_values = (_even(w.flatten(0, 1)) for w in (w_uk, w_uv))
+        self._of_keys, self._of_values = (even(w.flatten(0, 1)) for w in (w_uk, w_uv))
         self._gap = _CACHE_LINE // w_uk.itemsize
         self._k = w_uk.new_empty(size * (self._of_keys.shape[0] + self._gap))
         self._v = w_uv.new_empty(self._of_values.shape[0] * (size + self._gap))
@@ -215,7 +216,7 @@ class Workspace:
         """Up-project latents `[C, L]`, beside rope keys `[C, 1 or H, R]`."""
         k = self._rows(self._k, latent.shape[0], self._of_keys.shape[0])
         v = self._rows(self._v, self._of_values.shape[0], latent.shape[0])
-        below_keys, below_values = map(_even, latents_of(latent, self._w_uk, self._w_uv))
+        below_keys, below_values = map(even, latents_of(latent, self._w_uk, self._w_uv))
         torch.mm(below_keys, self._of_keys.T, out=k)
         torch.mm(self._of_values, below_values.T, out=v)
         nope, values = k.unflatten(1, self._w_uk.shape[:2]), v.unflatten(0, self._w_uv.shape[:2])
@@ -223,11 +224,3 @@ class Workspace:
 
     def _rows(self, memory: Tensor, rows: int, columns: int) -> Tensor:
         return memory[: rows * (columns + self._gap)].view(rows, -1)[:, :columns]
-
-
-def _even(rows: Tensor) -> Tensor:
-    """Pad the rows `[., L]` with a 0 where L is odd in half precision.
-
-    A library that multiplies pairs of numbers would read on into the next row.
-    """
-    return torch.nn.functional.pad(rows, (0, 1)) if rows.itemsize < 4 and rows.shape[1] % 2 else rows

@@ -18,6 +18,8 @@ _OF_SIZES = {f"{value}_like" for value in ("empty", "full", "ones", "rand", "ran
     f"new_{value}" for value in ("empty", "full", "ones", "tensor", "zeros")
 }
 """The names of functions that take only sizes, dtype and device from their first argument."""
+_LIKE_ANOTHER = {"expand_as", "reshape_as", "to", "type_as", "view_as"}
+"""The names of methods that take only sizes, dtype and device from their second argument."""
 
 
 def check_gradients(place: fx.Node, sources: Collection[fx.Node], writes: Writes) -> None:
@@ -43,8 +45,7 @@ def check_gradients(place: fx.Node, sources: Collection[fx.Node], writes: Writes
         results = [value for value in tensors_of(node) if value.is_floating_point() or value.is_complex()]
         if isinstance(node.target, torch._ops.HigherOrderOperator) and any(value.requires_grad for value in results):
             raise Refusal(end, f"expected operations whose gradients are torch's own, found {where(node)}")
-        operands = node.all_input_nodes[1:] if _name(node) in _OF_SIZES else node.all_input_nodes
-        given = [value for operand in operands for value in tensors_of(operand)]
+        given = [value for operand in _operands(node) for value in tensors_of(operand)]
         if node in silent and node in writes and any(value.requires_grad for value in given):
             reason = f"expected writes that gradients see, found one without gradients at {where(node)}"
             raise Refusal(end, reason, "write with gradients, or to a tensor that needs none")
@@ -112,7 +113,8 @@ def _without_gradients(graph: fx.Graph) -> set[fx.Node]:
 
 
 def between(end: fx.Node, sources: Collection[fx.Node], writes: Writes) -> Iterator[fx.Node]:
-    """`end` and all nodes from which it is computed, back to `sources`, including writes to tensors on the way."""
+    """`end` and all nodes whose numbers it is computed from, back to `sources`, including writes to tensors on the
+    way."""
     written: dict[Any, list[fx.Node]] = {}
     for node in end.graph.nodes:
         if node is end:
@@ -124,10 +126,18 @@ def between(end: fx.Node, sources: Collection[fx.Node], writes: Writes) -> Itera
         node = pending.pop()
         yield node
         to_it = [write for storage in _storages(node) for write in written.get(storage, ())]
-        for other in (*node.all_input_nodes, *to_it):
+        for other in (*_operands(node), *to_it):
             if other not in seen and other not in sources:
                 seen.add(other)
                 pending.append(other)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The operands whose numbers a node reads."""
+    operands = node.all_input_nodes
+    if _name(node) in _OF_SIZES:
+        return operands[1:]
+    return operands[:1] if node.op == "call_method" and _name(node) in _LIKE_ANOTHER else operands
 
 
 def writes_to(place: fx.Node, writes: Writes) -> list[fx.Node]:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from mla_compile.dynamo.graph import EXAMPLE
+from mla_compile.dynamo.graph import EXAMPLE, tensors_of
 from mla_compile.passes.code.splicing import adopted
 from mla_compile.passes.nodes.arguments import is_repeatable
 from mla_compile.passes.nodes.refusal import Refusal
@@ -72,6 +72,8 @@ class _Part:
         """The ATen nodes that the code reads, each with the Dynamo node that has its value."""
         self.known: set[fx.Node] = set()
         """All Dynamo nodes with these values."""
+        self.of_two_minds: list[fx.Node] = []
+        """Dynamo nodes with a value that the attention reads both with gradients and without."""
         self._collect()
 
     def _collect(self) -> None:
@@ -90,8 +92,10 @@ class _Part:
         nearest = self.known.intersection(near)
         for operand, nodes in known.items():
             there = [node for node in nodes if self._is_complete(node)] or nodes
-            near = [node for node in there if node in nearest]
-            self.sources[operand] = near[0] if len(near) == 1 else there[0]
+            near = [node for node in there if node in nearest] or there
+            if len({value.requires_grad for node in near for value in tensors_of(node)}) > 1:
+                self.of_two_minds.append(near[0])
+            self.sources[operand] = near[0]
 
     def _is_complete(self, node: fx.Node) -> bool:
         """Whether a node has the value that it has at the end of a run already where the code is put."""
@@ -117,6 +121,9 @@ class _Part:
                 self.end,
                 f"expected operands that are computed before the attention, found one that is not, {where(late[0])}",
             )
+        if self.of_two_minds:
+            reason = "expected operands that all need gradients or none, found one that is computed both ways, "
+            raise Refusal(self.end, reason + where(self.of_two_minds[0]))
         check_gradients(self.place, set(self.sources.values()), self.captured.writes)
 
     def put(self, parts: Iterable[_Part]) -> list[fx.Node]:

@@ -26,10 +26,10 @@ def read_through_views(captured: Captured) -> None:
     new: dict[fx.Node, fx.Node] = {}
     """For values that Dynamo's graph lacks, the same computed from a view."""
     for node in reversed(nodes):
-        if node in captured.origins or not isinstance(node.meta.get("val"), Tensor):
+        if node in captured.places or not isinstance(node.meta.get("val"), Tensor):
             continue
         for view in node.users:
-            source = view if view in captured.origins else new.get(view)
+            source = view if view in captured.places else new.get(view)
             inverse = _inverse(view, node.meta["val"]) if source is not None else None
             if source is None or inverse is None:
                 continue

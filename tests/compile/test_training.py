@@ -18,7 +18,7 @@ from tests.compile.layers import (
     expanded_attention,
     hidden,
 )
-from tests.models import HIDDEN, L, N, P, R, V
+from tests.models import HIDDEN, L, N, P, R, V, rope
 from tests.training import Rewritten, assert_gradients_of, gradients
 
 
@@ -109,6 +109,19 @@ def test_no_gradient_of_zero_is_made_for_a_frozen_bias():
     module = Biased()
     module.of_keys.requires_grad_(False)
     compiled = assert_trained(module, hidden(), rewritten=1)
+    assert not [node for node in compiled.graphs[0].graph.nodes if node.target == "narrow"]
+
+
+class LikeAnother(Layer):
+    """Rope keys are given the dtype of the projection that they come from, as transformers does."""
+
+    def latents(self, x):
+        latent, k_rope = super().latents(x)
+        return latent, rope(k_rope[:, :, None].float(), 0)[:, :, 0].type_as(k_rope).expand_as(k_rope)
+
+
+def test_no_gradient_of_zero_is_made_for_what_only_gives_a_dtype_or_sizes():
+    compiled = assert_trained(LikeAnother(), hidden(), rewritten=1)
     assert not [node for node in compiled.graphs[0].graph.nodes if node.target == "narrow"]
 
 

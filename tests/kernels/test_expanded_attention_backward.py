@@ -160,6 +160,30 @@ def test_queries_a_part_at_a_time(monkeypatch, mask):
     assert_right(make_inputs(sizes), case_of(sizes, mask), workspace_tokens=32)
 
 
+def laid_out(t: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The same numbers, with the dims of `order` from the outermost to the innermost in memory."""
+    return t.permute(order).contiguous().permute([order.index(i) for i in range(t.dim())])
+
+
+@each_way
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("innermost", [0, 1, 2, 3])
+def test_operands_of_any_strides(innermost, dtype):
+    """A projection by a convolution, for instance, gives queries whose tokens are innermost."""
+    x, settings = make_inputs((2, 7, 9, 3, 12, 6, 4, 6), dtype), (None, 2, 0.3, 32)
+    o, lse = expanded_attention(*x.tensors, *settings)
+    direction = torch.randn_like(o)
+    order = (*(i for i in range(4) if i != innermost), innermost)
+    latent, k_rope = (laid_out(t, (0, 2, 1)) for t in (x.latent, x.k_rope))
+    q, do, out = (laid_out(t, order) for t in (x.q, direction, o))
+    weights = [laid_out(w, (2, 0, 1)) for w in (x.w_uk, x.w_uv)]
+    for wanted in ([True] * 5 + [False], [True] + [False] * 5):
+        exact = expanded_attention_backward(direction, None, *x.tensors, *settings, o, lse, wanted)
+        found = expanded_attention_backward(do, None, q, latent, k_rope, *weights, *settings, out, lse, wanted)
+        for ours, expected in zip(found, exact, strict=True):
+            torch.testing.assert_close(ours, expected)
+
+
 def test_several_threads(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     sizes = (2, 90, 110, 5, 12, 6, 4, 6)
