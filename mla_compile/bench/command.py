@@ -228,11 +228,9 @@ def _run_training(arguments: argparse.Namespace) -> int:
 
     from mla_compile.bench import training
 
-    if arguments.dtype != "float32":
-        arguments.parser.error(f"--train: expected --dtype float32, found {arguments.dtype}")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    layer = LAYERS[arguments.layer]
+    layer = replace(LAYERS[arguments.layer], dtype=arguments.dtype)
     results = training.measure(layer, arguments.train or [1024, 4096], list(training.MODES), arguments.repeats)
     print(training.as_text(layer, results))
     if arguments.json:

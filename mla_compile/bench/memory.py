@@ -95,7 +95,7 @@ def needed_to_train(layer: Layer, mode: str, tokens: int) -> int:
     weights = query_weights + layer.hidden * (layer.L + layer.R) + layer.N * layer.L * (layer.P + layer.V)
     weights += layer.N * layer.V * layer.hidden
     scores = 0 if mode == "mla" else 2 * layer.N * tokens**2
-    return 4 * (weights + 6 * layer.N * (layer.P + layer.R) * tokens + scores)
+    return layer.torch_dtype.itemsize * (weights + 6 * layer.N * (layer.P + layer.R) * tokens + scores)
 
 
 def peak_growth(call: Callable[[], object]) -> int | None:

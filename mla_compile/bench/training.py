@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from mla_compile.bench.check import ROUNDING_FACTOR, distance, too_far
+from mla_compile.bench.check import HALF_FACTOR, ROUNDING_FACTOR, distance, too_far
 from mla_compile.bench.layers import Built, Layer, build
 from mla_compile.bench.memory import answered, kept_for_backward, needed_to_train, peak_growth, too_much
 from mla_compile.bench.modes import summary
@@ -85,7 +85,7 @@ def _step(mode: str, built: Built) -> Step:
     return compiled
 
 
-def _arguments(built: Built, tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def _arguments(built: Built, tokens: int, dtype: torch.dtype | None = None) -> dict[str, Any]:
     inputs = make_inputs(built, Workload("prefill", tokens), "dynamic", dtype)
     arguments = inputs.arguments() | {inputs.cache_argument: None}
     arguments["hidden_states"] = arguments["hidden_states"].requires_grad_()
@@ -95,7 +95,8 @@ def _arguments(built: Built, tokens: int, dtype: torch.dtype = torch.float32) ->
 def _gradients(step: Step, built: Built, arguments: dict[str, Any]) -> list[Tensor]:
     """The gradients of the hidden states and the weights, for the sum of the output times a fixed tensor."""
     output = step(arguments)
-    direction = torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(2)).to(output.dtype)
+    direction = torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(2))
+    direction = direction.to(built.layer.torch_dtype).to(output.dtype)
     leaves = [arguments["hidden_states"], *built.attention.parameters()]
     return list(torch.autograd.grad(output @ direction, leaves, torch.ones_like(output[..., 0])))
 
@@ -113,12 +114,21 @@ def _exact_gradients(built: Built) -> list[Tensor]:
     return _gradients(lambda arguments: exact.attention(**arguments)[0], exact, checked)
 
 
+def _allowed(built: Built, exact: Sequence[Tensor]) -> float:
+    """The relative error that rounding explains, as in `check.tolerance`."""
+    layer, dtype = built.layer, built.layer.torch_dtype
+    if dtype.itemsize < 4:
+        plain = _gradients(lambda arguments: built.attention(**arguments)[0], built, _arguments(built, CHECKED_TOKENS))
+        return HALF_FACTOR * max(torch.finfo(dtype).eps, *map(distance, plain, exact))
+    terms = max(layer.hidden, layer.N * layer.V, layer.L, CHECKED_TOKENS)
+    return float(ROUNDING_FACTOR * terms**0.5 * 2.0**-24)
+
+
 def measure(layer: Layer, lengths: Sequence[int], modes: Sequence[str], repeats: int) -> list[TrainingResult]:
     """A result for each mode at each number of tokens. Progress goes to standard error."""
     built = _trainable(layer)
     exact = _exact_gradients(built)
-    terms = max(layer.hidden, layer.N * layer.V, layer.L, CHECKED_TOKENS)
-    allowed = ROUNDING_FACTOR * terms**0.5 * 2.0**-24
+    allowed = _allowed(built, exact)
     results = []
     for tokens in lengths:
         steps: dict[str, Step] = {}
@@ -195,7 +205,7 @@ def as_text(layer: Layer, results: Sequence[TrainingResult]) -> str:
         rows.append((str(result.tokens), result.mode, *cells))
     modes = "\n".join(f"{mode:12} {words}" for mode, words in MODES.items())
     lines = aligned(rows, "><>")
-    return "\n".join([f"training of one attention layer of {layer.name}, fp32", *lines, "", modes, LEGEND])
+    return "\n".join([f"training of one attention layer of {layer.name}, {layer.dtype}", *lines, "", modes, LEGEND])
 
 
 if __name__ == "__main__":

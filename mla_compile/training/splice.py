@@ -121,10 +121,10 @@ class _Part:
                 self.end,
                 f"expected operands that are computed before the attention, found one that is not, {where(late[0])}",
             )
+        check_gradients(self.place, set(self.sources.values()), self.captured.writes)
         if self.of_two_minds:
             reason = "expected operands that all need gradients or none, found one that is computed both ways, "
             raise Refusal(self.end, reason + where(self.of_two_minds[0]))
-        check_gradients(self.place, set(self.sources.values()), self.captured.writes)
 
     def put(self, parts: Iterable[_Part]) -> list[fx.Node]:
         """Replace the Dynamo node by the code, inserted after all writes to it, and return the new nodes.
