@@ -44,28 +44,17 @@ def make_ready(dtypes: Iterable[torch.dtype]) -> None:
         dispatcher.provide("per_head_matmul", (dtype,), per_head_matmul.KERNELS.of(dtype))
         if not has_products(dtype):
             dispatcher.provide("widened_matmul", (dtype,), widened_matmul.KERNELS.of(dtype))
-        _provide_chunks(dtype)
+        of_chunks = expanded_attention.KERNELS.of(dtype)
+        if of_chunks is not None:
+            dispatcher.provide("expanded_attention", (dtype, dtype_of_keys(of_chunks, dtype)), of_chunks)
 
 
 def begin_training(dtypes: Iterable[torch.dtype]) -> None:
-    """`begin` for graphs that need gradients: chunks, and the kernel for their gradients, for which the first backward
-    waits."""
-    dispatcher.begin()
+    """Start compiling in the background what the first call of a graph that needs gradients, and its backward, wait
+    for. torch's dispatcher, which takes longest to compile, is left to Python there."""
     for dtype in of_numbers(dtypes):
         expanded_attention.KERNELS.begin(dtype)
         backward.KERNELS.begin(dtype)
-
-
-def make_ready_for_training(dtypes: Iterable[torch.dtype]) -> None:
-    """`make_ready` for graphs that need gradients."""
-    for dtype in of_numbers(dtypes):
-        _provide_chunks(dtype)
-
-
-def _provide_chunks(dtype: torch.dtype) -> None:
-    kernel = expanded_attention.KERNELS.of(dtype)
-    if kernel is not None:
-        dispatcher.provide("expanded_attention", (dtype, dtype_of_keys(kernel, dtype)), kernel)
 
 
 def of_numbers(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:

@@ -232,7 +232,6 @@ class Compilation:
         with self._own_artifacts(cache_tag(self.options, rates), use_cache=True):
             settings = self.settings | settings_of_loops(trained.module.graph)
             compiled = _compile_fx(trained.module, self.inputs, inner_compile=compile_fx_inner, config_patches=settings)
-        cpp_kernels.make_ready_for_training(self._dtypes_on_cpu())
         return Verified(compiled, trained.checks) if trained.checks else compiled
 
     def _stock(self, note: str, *, looked: bool = True) -> Callable[..., Any]:

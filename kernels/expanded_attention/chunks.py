@@ -79,6 +79,9 @@ class Arithmetic(Protocol):
 def attend_in_chunks(x: ExpandedAttention, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     """o and lse of `mla::expanded_attention`."""
     q, mask, level = leveled(x.q, x.mask)
+    if len(q) > 1:  # else each sequence would cast and copy the weights of its groups of heads
+        w_uk, w_uv = (w.to(arithmetic.dtype).contiguous() for w in (x.w_uk, x.w_uv))
+        x = replace(x, w_uk=w_uk, w_uv=w_uv)
     o = q.new_zeros((*q.shape[:3], x.w_uv.shape[1]))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     for b in range(q.shape[0]):
