@@ -38,8 +38,12 @@ class Layer(nn.Module):
         latent, k_rope = self.mla.kv_a_proj(x).split([self.mla.kv_norm.normalized_shape[0], R], dim=-1)
         return self.mla.kv_norm(latent), k_rope
 
+    def queries(self, x: Tensor) -> Tensor:
+        """`[B, S, N, P + R]`, before rope."""
+        return self.mla.q_proj(x).unflatten(2, (N, P + R))
+
     def forward(self, x: Tensor) -> Tensor:
-        q_nope, q_rope = self.mla.q_proj(x).unflatten(2, (N, P + R)).split([P, R], dim=-1)
+        q_nope, q_rope = self.queries(x).split([P, R], dim=-1)
         q = torch.cat([q_nope, rope(q_rope, 0)], dim=-1).transpose(1, 2)
         latent, k_rope = self.latents(x)
         k_rope = rope(k_rope[:, :, None], 0).transpose(1, 2)
