@@ -72,7 +72,7 @@ class _Part:
         """The ATen nodes that the code reads, each with the Dynamo node that has its value."""
         self.known: set[fx.Node] = set()
         """All Dynamo nodes with these values."""
-        self.of_two_minds: list[fx.Node] = []
+        self.mixed: list[fx.Node] = []
         """Dynamo nodes with a value that the attention reads both with gradients and without."""
         self._collect()
 
@@ -94,7 +94,7 @@ class _Part:
             there = [node for node in nodes if self._is_complete(node)] or nodes
             near = [node for node in there if node in nearest] or there
             if len({value.requires_grad for node in near for value in tensors_of(node)}) > 1:
-                self.of_two_minds.append(near[0])
+                self.mixed.append(near[0])
             self.sources[operand] = near[0]
 
     def _is_complete(self, node: fx.Node) -> bool:
@@ -122,9 +122,9 @@ class _Part:
                 f"expected operands that are computed before the attention, found one that is not, {where(late[0])}",
             )
         check_gradients(self.place, set(self.sources.values()), self.captured.writes)
-        if self.of_two_minds:
+        if self.mixed:
             reason = "expected operands that all need gradients or none, found one that is computed both ways, "
-            raise Refusal(self.end, reason + where(self.of_two_minds[0]))
+            raise Refusal(self.end, reason + where(self.mixed[0]))
 
     def put(self, parts: Iterable[_Part]) -> list[fx.Node]:
         """Replace the Dynamo node by the code, inserted after all writes to it, and return the new nodes.
