@@ -108,8 +108,8 @@ def _add_group(x: Attended, part: tuple[slice, slice], totals: dict[str, Tensor]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to a matrix."""
-    if a.is_cpu and a.stride(1) == 1:
+    """Add `a @ b`, of `[n, k]` and `[k, m]`, to `total` `[n, m]`."""
+    if a.is_cpu and a.stride(1) == 1:  # a transposed matrix is copied before it is multiplied
         a, b = even(a), even(b.T).T
     if total.dtype == a.dtype:
         total.addmm_(a, b)

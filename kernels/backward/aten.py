@@ -92,7 +92,7 @@ def _dense(rows: Tensor) -> Tensor:
 
 
 def heads_at_a_time(x: Attended, tokens: int) -> int:
-    """The number of heads in a group."""
+    """The number of heads in a group: as many as fit, with `tokens` keys of each, and at least one per CPU thread."""
     least = torch.get_num_threads() if x.q.is_cpu else 1  # kernels split heads over threads
     return max(_HEADS * x.workspace_tokens // max(tokens, 1), least)
 
