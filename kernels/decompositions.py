@@ -61,7 +61,7 @@ def _unless_taken(op: torch._ops.OpOverload, decomposition: Callable[..., Any]) 
 
     @wraps(decomposition)
     def unless_taken(*operands: Any, **more: Any) -> Any:
-        taken = takes(dict(zip(names, operands, strict=False)) | more)
+        taken = takes(op._schema.name.removeprefix("mla::"), dict(zip(names, operands, strict=False)) | more)
         return NotImplemented if taken else decomposition(*operands, **more)
 
     return unless_taken

@@ -89,8 +89,9 @@ def lower(program: ExportedProgram, *, kernels: bool = False) -> ExportedProgram
     `torch._inductor.aoti_compile_and_package` needs such a program, as its packages run without Python. Dynamic shapes
     stay dynamic. The chunked path becomes a `torch.while_loop` with the workspace that the path prescribes.
 
-    With `kernels`, the ops that have C++ kernels stay: attention without a mask tensor on CPU, in float32, bfloat16 or
-    float16, and products with a matrix per head. The result runs where a library written by `build_library` is loaded.
+    With `kernels`, the ops that have C++ kernels stay: absorbed attention, all other attention without a mask tensor,
+    and products with a matrix per head, on CPU, in float32, bfloat16 or float16. The result runs where a library
+    written by `build_library` is loaded.
 
     If there is a GPU, attention of known sizes on it becomes launches of its Triton kernels, planned for that GPU, and
     a package contains these kernels compiled.

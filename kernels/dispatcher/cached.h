@@ -31,6 +31,19 @@ struct CachedKeys {
   Tensor scales;  // none, or `[batches, pages, page_size, groups]`
 };
 
+// What is added to scores, float32, and its strides; null for nothing.
+struct Bias {
+  const float* numbers = nullptr;
+  int64_t sequence = 0, query = 0, head = 0, key = 0;
+};
+
+// The same of `[B or 1, N or 1, Sq or 1, keys]`, or of an undefined tensor. It has to outlive the call.
+Bias bias_of(const Tensor& bias) {
+  if (!bias.defined()) return {};
+  const auto stride = [&](int64_t dim) { return bias.size(dim) == 1 ? 0 : bias.stride(dim); };
+  return {bias.const_data_ptr<float>(), stride(0), stride(2), stride(1), stride(3)};
+}
+
 // Operands and results of calls of the kernel, for all sequences of q `[sequences, queries, heads, .]` or some of them.
 struct Call {
   LatentAttentionKernel* kernel;
@@ -47,7 +60,7 @@ struct Call {
   // Runs the kernel for some sequences, with `keys` keys each, or `lengths` if given; if there are offsets, query i
   // sees keys up to i + offset. The cache is read from `latent_start` and `rope_start` numbers after its first.
   void run(const CachedKeys& cached, int64_t first, int64_t sequences, int64_t keys, const int64_t* lengths,
-           const int64_t* offsets, int64_t latent_start = 0, int64_t rope_start = 0) const {
+           const int64_t* offsets, const Bias& bias = {}, int64_t latent_start = 0, int64_t rope_start = 0) const {
     const int64_t heads = q_latent.size(2), rank = q_latent.size(3), rope = q_rope.size(3), rows = queries * heads;
     const bool scaled = cached.scales.defined();
     const auto moved = [](const Tensor& tensor, int64_t numbers) {
@@ -61,10 +74,12 @@ struct Call {
            moved(lse, first * rows), scaled ? reinterpret_cast<uintptr_t>(cached.scales.data_ptr()) : 0,
            reinterpret_cast<uintptr_t>(cached.table ? cached.table + first * cached.table_row : nullptr),
            reinterpret_cast<uintptr_t>(lengths ? lengths + first : nullptr),
-           reinterpret_cast<uintptr_t>(offsets ? offsets + first : nullptr), 0, sequences, heads, rows, keys, rank,
-           rope, cached.queries, cached.page_size, cached.table_row, scaled ? cached.scales.size(3) : 1, latent_batch,
-           latent_page, latent_key, rope_batch, rope_page, rope_key, stride(0), stride(1), stride(2), stride(3), 0, 0,
-           0, scale, at::get_num_threads());
+           reinterpret_cast<uintptr_t>(offsets ? offsets + first : nullptr),
+           reinterpret_cast<uintptr_t>(bias.numbers ? bias.numbers + first * bias.sequence : nullptr), sequences,
+           heads, rows, keys, rank, rope, cached.queries, cached.page_size, cached.table_row,
+           scaled ? cached.scales.size(3) : 1, latent_batch, latent_page, latent_key, rope_batch, rope_page, rope_key,
+           stride(0), stride(1), stride(2), stride(3), bias.sequence, bias.query, bias.head, bias.key, scale,
+           at::get_num_threads());
   }
 };
 

@@ -1,26 +1,6 @@
-// `mla::latent_attention` for a few rows whose keys are a range.
+// `mla::latent_attention` for a few rows.
 
 namespace {
-
-// Consecutive keys of some sequences.
-struct Span {
-  int64_t first_sequence, sequences, first_key, keys;
-};
-
-// The spans of the first `stop` keys that a mask with one row per sequence leaves. False if one is not a range.
-bool spans_of(const Tensor& mask, int64_t sequences, int64_t stop, std::vector<Span>& spans) {
-  const int64_t rows = mask.size(0), step = mask.stride(3);
-  for (int64_t row = 0; row < rows; ++row) {
-    const bool* seen = mask.const_data_ptr<bool>() + row * mask.stride(0);
-    int64_t count = 0, first = 0, end = stop;
-    for (int64_t j = 0; j < stop; ++j) count += seen[j * step];
-    while (first < end && !seen[first * step]) ++first;
-    while (end > first && !seen[(end - 1) * step]) --end;
-    if (count != end - first) return false;
-    spans.push_back({row, rows == 1 ? sequences : 1, first, count});
-  }
-  return true;
-}
 
 Attended latent_attention(const Tensor& q_latent, const Tensor& q_rope, const Tensor& given_latent,
                           const Tensor& given_k_rope, const std::optional<Tensor>& mask,
@@ -37,33 +17,27 @@ Attended latent_attention(const Tensor& q_latent, const Tensor& q_rope, const Te
   LatentAttentionKernel* kernel = attention_kernel(q_latent, latent, k_rope);
   const int64_t batch = q_latent.size(0), queries = q_latent.size(1), tokens = latent.size(1);
   const bool fits = latent.size(0) == batch && queries_fit(q_latent, q_rope, queries * q_latent.size(2)) &&
-                    keys_fit(latent, k_rope, q_latent.size(3), q_rope.size(3));
+                    keys_fit(latent, k_rope, q_latent.size(3), q_rope.size(3)) &&
+                    (!is_given(mask) || mask_fits(*mask, batch, q_latent.size(2), queries, tokens));
   if (!kernel || !fits) return otherwise();
 
-  const int64_t offset = causal_offset.value_or(tokens);
-  const int64_t stop = std::min(std::max(queries + offset, int64_t{0}), tokens);
-  std::vector<Span> spans;
-  if (is_given(mask)) {
-    const bool row_a_sequence = mask->dim() == 4 && mask->scalar_type() == at::kBool && mask->device().is_cpu() &&
-                                mask->size(3) == tokens && broadcasts(*mask, {batch, 1, 1, tokens});
-    if (!row_a_sequence || !spans_of(*mask, batch, stop, spans)) return otherwise();
-  } else {
-    spans.push_back({0, batch, 0, stop});
-  }
+  const Visible visible = visible_to(mask, {causal_offset, tokens}, batch, queries);
   const Call call(kernel, q_latent, q_rope, queries, scale);
+  const bool named = !visible.named.empty();  // as pages of one key; otherwise each sequence is one page
+  const auto strides = [&](const Tensor& t) {
+    return std::array<int64_t, 3>{t.stride(0), named ? t.stride(1) : 0, named ? 0 : t.stride(1)};
+  };
   const CachedKeys cached{latent,
                           k_rope,
-                          {latent.stride(0), 0, latent.stride(1)},
-                          {k_rope.stride(0), 0, k_rope.stride(1)},
+                          strides(latent),
+                          strides(k_rope),
                           1,
-                          std::max(tokens, int64_t{1})};
-  for (const Span& span : spans) {
-    const int64_t b = span.first_sequence, key = span.first_key;
-    std::vector<int64_t> offsets;
-    if (key + span.keys - 1 > offset) offsets.assign(b + span.sequences, offset - key);
-    call.run(cached, b, span.sequences, span.keys, nullptr, offsets.empty() ? nullptr : offsets.data(),
-             b * latent.stride(0) + key * latent.stride(1), b * k_rope.stride(0) + key * k_rope.stride(1));
-  }
+                          named ? 1 : std::max(tokens, int64_t{1}),
+                          named ? visible.named.data() : nullptr,
+                          visible.counts.empty() ? 0 : visible.keys};
+  const auto data = [](const std::vector<int64_t>& numbers) { return numbers.empty() ? nullptr : numbers.data(); };
+  call.run(cached, 0, batch, visible.keys, data(visible.counts), data(visible.offsets), bias_of(visible.bias),
+           visible.first_key * latent.stride(1), visible.first_key * k_rope.stride(1));
   return {call.o, call.lse};
 }
 

@@ -1,11 +1,12 @@
-// `mla::sparse_latent_attention` without a mask: each query is a sequence whose keys lie in pages of one key.
+// `mla::sparse_latent_attention`: each query is a sequence whose keys lie in pages of one key.
 
 namespace {
 
-// Writes the existing keys among those that queries name, `[B, Sq, topk]`, up to i + offset for query i, to the start
-// of the query's row of a table `[B * Sq, topk]`, and their number to `lengths`.
-void table_of_named(const Tensor& indices, int64_t tokens, std::optional<int64_t> offset, std::vector<int64_t>& table,
-                    std::vector<int64_t>& lengths) {
+// Writes the existing keys among those that queries name, `[B, Sq, topk]`, up to i + offset for query i and if a mask
+// `[B, 1, Sq, T]` leaves them, to the start of the query's row of a table `[B * Sq, topk]`, and their number to
+// `lengths`.
+void table_of_named(const Tensor& indices, const Tensor& mask, int64_t tokens, std::optional<int64_t> offset,
+                    std::vector<int64_t>& table, std::vector<int64_t>& lengths) {
   const Integers named(indices);
   const int64_t batch = indices.size(0), queries = indices.size(1), count = indices.size(2);
   table.resize(batch * queries * count);
@@ -13,10 +14,11 @@ void table_of_named(const Tensor& indices, int64_t tokens, std::optional<int64_t
     const int64_t b = row / queries, i = row % queries;
     const int64_t stop = offset ? std::min(tokens, i + *offset + 1) : tokens;
     const int64_t from = b * indices.stride(0) + i * indices.stride(1);
+    const bool* seen = mask.defined() ? mask.const_data_ptr<bool>() + b * mask.stride(0) + i * mask.stride(2) : nullptr;
     int64_t* to = table.data() + row * count;
     for (int64_t k = 0; k < count; ++k) {
       const int64_t key = named[from + k * indices.stride(2)];
-      if (key >= 0 && key < stop) *to++ = key;
+      if (key >= 0 && key < stop && (!seen || seen[key * mask.stride(3)])) *to++ = key;
     }
     lengths.push_back(to - table.data() - row * count);
   }
@@ -37,18 +39,21 @@ Attended sparse_latent_attention(const Tensor& q_latent, const Tensor& q_rope, c
   };
   const bool ranks = q_latent.dim() == 4 && q_rope.dim() == 4 && latent.dim() == 3 && k_rope.dim() == 3 &&
                      indices.dim() == 3;
-  if (!ranks || is_given(mask) || !alike(q_latent, {q_rope})) return otherwise();
+  if (!ranks || !alike(q_latent, {q_rope})) return otherwise();
   LatentAttentionKernel* kernel = attention_kernel(q_latent, latent, k_rope);
   const int64_t batch = q_latent.size(0), queries = q_latent.size(1), tokens = latent.size(1);
   const bool fits = latent.size(0) == batch && indices.sizes().slice(0, 2) == q_latent.sizes().slice(0, 2) &&
                     Integers::fit(indices) && batch * queries > 0 && tokens > 0 &&
                     queries_fit(q_latent, q_rope, q_latent.size(2)) &&
                     keys_fit(latent, k_rope, q_latent.size(3), q_rope.size(3)) &&
-                    dtypes_fit(q_latent, latent, k_rope, latent_scales);
+                    dtypes_fit(q_latent, latent, k_rope, latent_scales) &&
+                    (!is_given(mask) ||
+                     (mask->scalar_type() == at::kBool && mask_fits(*mask, batch, 1, queries, tokens)));
   if (!kernel || !fits) return otherwise();
 
   std::vector<int64_t> table, lengths;
-  table_of_named(indices, tokens, causal_offset, table, lengths);
+  const Tensor seen = is_given(mask) ? mask->expand({batch, 1, queries, tokens}) : Tensor();
+  table_of_named(indices, seen, tokens, causal_offset, table, lengths);
   const Tensor scales = scales_of(latent_scales, latent);
   const Call call(kernel, q_latent, q_rope, 1, scale);
   const CachedKeys cached{latent,

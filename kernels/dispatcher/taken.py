@@ -12,11 +12,10 @@ from ...coded import CODED
 from ..native import TYPES
 
 
-def takes(arguments: Mapping[str, Any]) -> bool:
+def takes(op: str, arguments: Mapping[str, Any]) -> bool:
     """Whether a C++ kernel computes an op with these arguments, by name, whatever their values and sizes are.
 
-    Not under a mask: the kernels take a mask of one row per sequence only if the keys that it leaves are a range, which
-    only a run knows.
+    Under a mask only that of `latent_attention`.
     """
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     known = tensors[0].dtype in TYPES and tensors[0].dtype not in CODED
@@ -24,4 +23,5 @@ def takes(arguments: Mapping[str, Any]) -> bool:
     named = indices is None or (
         not arguments["uniform_when_empty"] and latent is not None and statically_known_true(latent.shape[1] > 0)
     )
-    return known and named and arguments.get("mask") is None and all(t.device.type == "cpu" for t in tensors)
+    unmasked = op == "latent_attention" or arguments.get("mask") is None
+    return known and named and unmasked and all(t.device.type == "cpu" for t in tensors)

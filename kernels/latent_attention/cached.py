@@ -25,7 +25,7 @@ def _tiles(number: torch.dtype) -> tuple[str, ...]:
 
 KERNELS = Kernels(
     (VECTOR, ATTEND, NUMBER, PAIRS, *_OWN),
-    ("const void*",) * 4 + ("void*",) * 2 + ("uintptr_t",) * 5 + ("int64_t",) * 23 + ("float", "int64_t"),
+    ("const void*",) * 4 + ("void*",) * 2 + ("uintptr_t",) * 5 + ("int64_t",) * 24 + ("float", "int64_t"),
     ("NUMBER", "LATENT", "ROPE"),
     _tiles,
 )
@@ -69,14 +69,14 @@ def attend(
     """Fill o, like q_latent, and lse `[sequences, Sq, N]`.
 
     q_latent is `[sequences, Sq, N, L]`, q_rope `[sequences, Sq, N, R]`; they, o and lse are contiguous. bias is float32
-    `[1, N or 1, Sq or 1, keys]`. lengths and offsets `[sequences]` are int64 and contiguous: the number of keys of each
-    sequence, instead of `keys`; and query i sees keys up to i + offset.
+    `[sequences or 1, N or 1, Sq or 1, keys]`. lengths and offsets `[sequences]` are int64 and contiguous: the number of
+    keys of each sequence, instead of `keys`; and query i sees keys up to i + offset.
     """
     sequences, query_count, heads, rank = q_latent.shape
-    bias_strides = (0, 0, 0)
+    bias_strides = (0, 0, 0, 0)
     if bias is not None:
-        _, by_head, by_query, by_key = bias.expand(1, heads, query_count, keys).stride()
-        bias_strides = (by_query, by_head, by_key)
+        by_sequence, by_head, by_query, by_key = bias.expand(sequences, heads, query_count, keys).stride()
+        bias_strides = (by_sequence, by_query, by_head, by_key)
     scales, table = cached.scales, cached.table
     kernel(
         *(q_latent, q_rope, cached.latent, cached.k_rope, o, lse),

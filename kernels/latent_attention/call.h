@@ -8,5 +8,5 @@ typedef void LatentAttentionKernel(
     int64_t heads, int64_t rows, int64_t keys, int64_t rank, int64_t rope, int64_t queries, int64_t page_size,
     int64_t table_row, int64_t groups, int64_t latent_batch, int64_t latent_page, int64_t latent_key,
     int64_t rope_batch, int64_t rope_page, int64_t rope_key, int64_t scales_batch, int64_t scales_page,
-    int64_t scales_key, int64_t scales_group, int64_t bias_query, int64_t bias_head, int64_t bias_key, float scale,
-    int64_t threads);
+    int64_t scales_key, int64_t scales_group, int64_t bias_sequence, int64_t bias_query, int64_t bias_head,
+    int64_t bias_key, float scale, int64_t threads);

@@ -5,7 +5,7 @@
 //     latent, k_rope   keys that `Cache` locates, with a last stride of 1
 //     lengths  [sequences] or null            number of keys of each sequence; null: `keys` for all
 //     offsets  [sequences] or null            query i sees keys up to i + offset
-//     bias     [queries, heads, keys] or null any strides, shared by the sequences, -inf hides
+//     bias     [sequences, queries, heads, keys] or null    any strides, -inf hides
 //     o        [sequences, rows, L], lse [sequences, rows]        contiguous
 //
 // NUMBER is the type of queries and output, LATENT and ROPE are those of the keys.
@@ -32,7 +32,7 @@ struct Problem {
   const float* bias;
   Number* o;
   float* lse;
-  int64_t sequences, heads, keys, bias_query, bias_head, bias_key;
+  int64_t sequences, heads, keys, bias_sequence, bias_query, bias_head, bias_key;
   Sizes sizes;
 
   int64_t rows() const { return sizes.rows; }
@@ -132,10 +132,11 @@ struct Workspace {
         decay(p.padded_rows()) {}
 };
 
-void add_bias(const Problem& p, int64_t first, int64_t count, float* scores) {
+void add_bias(const Problem& p, int64_t sequence, int64_t first, int64_t count, float* scores) {
   const int64_t stride = p.padded_rows();
+  const float* of_keys = p.bias + sequence * p.bias_sequence + first * p.bias_key;
   for (int64_t row = 0; row < p.rows(); ++row) {
-    const float* bias = p.bias + row / p.heads * p.bias_query + row % p.heads * p.bias_head + first * p.bias_key;
+    const float* bias = of_keys + row / p.heads * p.bias_query + row % p.heads * p.bias_head;
     for (int64_t k = 0; k < count; ++k) scores[k * stride + row] += bias[k * p.bias_key];
   }
 }
@@ -164,7 +165,7 @@ void attend(const Problem& p, int64_t sequence, int64_t begin, int64_t end, cons
     const Raw* ahead;
     const auto& keys = w.loader.load(p, sequence, first, block + 1 < end, &ahead);
     w.products.score(keys, ahead, scores);
-    if (p.bias) add_bias(p, first, keys.count, scores);
+    if (p.bias) add_bias(p, sequence, first, keys.count, scores);
     if (p.offsets && first + keys.count - 1 > p.offsets[sequence])
       hide_later_keys(p, p.offsets[sequence], first, keys.count, scores);
     soften(scores, stride, stride, keys.count, partial.m, partial.total, w.decay.data());
@@ -264,8 +265,8 @@ extern "C" void kernel(const void* q_latent, const void* q_rope, const void* lat
                        int64_t rope, int64_t queries, int64_t page_size, int64_t table_row, int64_t groups,
                        int64_t latent_batch, int64_t latent_page, int64_t latent_key, int64_t rope_batch,
                        int64_t rope_page, int64_t rope_key, int64_t scales_batch, int64_t scales_page,
-                       int64_t scales_key, int64_t scales_group, int64_t bias_query, int64_t bias_head,
-                       int64_t bias_key, float scale, int64_t threads) {
+                       int64_t scales_key, int64_t scales_group, int64_t bias_sequence, int64_t bias_query,
+                       int64_t bias_head, int64_t bias_key, float scale, int64_t threads) {
   const Cache<Latent, Rope> cache{static_cast<const Latent*>(latent), static_cast<const Rope*>(k_rope),
                                   reinterpret_cast<const float*>(scales), reinterpret_cast<const int64_t*>(table),
                                   queries, page_size, table_row, groups,
@@ -274,7 +275,7 @@ extern "C" void kernel(const void* q_latent, const void* q_rope, const void* lat
   run_best({static_cast<const Number*>(q_latent), static_cast<const Number*>(q_rope), cache,
             reinterpret_cast<const int64_t*>(lengths), reinterpret_cast<const int64_t*>(offsets),
             reinterpret_cast<const float*>(bias), static_cast<Number*>(o), static_cast<float*>(lse), sequences, heads,
-            keys, bias_query, bias_head, bias_key, {rows, rank, rope, scale}},
+            keys, bias_sequence, bias_query, bias_head, bias_key, {rows, rank, rope, scale}},
            threads);
 }
 

@@ -1,7 +1,6 @@
 """Absorbed MLA in C++ (`native.cpp`) for the few rows of a decode step: the implementation for CPU tensors.
 
-In compiled graphs with no mask, or a mask of one row per sequence, `dispatcher/latent_attention.h` does the same
-without this Python code.
+In compiled graphs, `dispatcher/latent_attention.h` does the same without this Python code.
 
 With 16 or 128 rows, the matrix products of `aten.py` are thin and far from what a core can do. Everything else goes to
 `aten.py`: float64, many rows, keys that are not a range, no C++ compiler.

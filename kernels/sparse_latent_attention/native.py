@@ -1,6 +1,6 @@
 """Absorbed MLA over named keys in C++: the implementation for CPU tensors.
 
-In compiled graphs without a mask, `dispatcher/sparse_latent_attention.h` does the same without this Python code.
+In compiled graphs, `dispatcher/sparse_latent_attention.h` does the same without this Python code.
 
 This is the kernel of `latent_attention`, called with each query as a sequence whose keys lie in pages of one key. Keys
 that a query does not attend to are left out of its table. Masks that are floating or differ between heads, float64,

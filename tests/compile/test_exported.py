@@ -203,11 +203,15 @@ def test_lowered_but_for_kernels(step, monkeypatch):
     check(lowered.module(), module)
 
 
+MASK = torch.ones(1, 1, 1, 9, dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
     ("changes", "taken"),
     [
         ({}, True),
-        ({"mask": torch.ones(1, 1, 1, 9, dtype=torch.bool)}, False),
+        ({"mask": MASK}, False),
+        ({"mask": MASK, "indices": None}, True),
         ({"uniform_when_empty": True}, False),
         ({"latent": torch.zeros(1, 0, 8), "k_rope": torch.zeros(1, 0, 4)}, False),
         ({"q_latent": torch.zeros(1, 1, 2, 8, dtype=torch.float64)}, False),
@@ -218,7 +222,9 @@ def test_what_kernels_take(changes, taken):
     shapes = {"q_latent": (1, 1, 2, 8), "q_rope": (1, 1, 2, 4), "latent": (1, 9, 8), "k_rope": (1, 9, 4)}
     arguments = {name: torch.zeros(shape) for name, shape in shapes.items()}
     arguments |= {"indices": torch.zeros(1, 1, 3), "mask": None, "uniform_when_empty": False}
-    assert takes(arguments | changes) is taken
+    arguments |= changes
+    op = "latent_attention" if arguments["indices"] is None else "sparse_latent_attention"
+    assert takes(op, arguments) is taken
 
 
 def test_the_given_program_stays_as_it_is(step):

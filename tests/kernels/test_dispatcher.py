@@ -29,7 +29,7 @@ from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_
 
 from .conftest import withdraw
 from .errors import assert_as_close_as
-from .naive import case_of, make_inputs
+from .naive import MASKS, case_of, make_inputs
 from .paged import CODED, INT8, make_paged, make_paged_heads, quantised
 
 SIZES = {
@@ -37,16 +37,6 @@ SIZES = {
     "sequences and queries": (3, 4, 130, 5, 33, 8, 7, 8),
     "no keys": (2, 1, 0, 4, 16, 8, 8, 8),
 }
-IN_CPP = (
-    "none",
-    "causal",
-    "causal, first queries see nothing",
-    "causal, last keys unseen",
-    "right padding",
-    "left padding and causal",
-    "all hidden",
-)
-"""Masks that C++ handles: one row per sequence, in which the visible keys are a range."""
 
 
 @pytest.fixture
@@ -68,12 +58,12 @@ def no_python(monkeypatch, dispatched):
 @pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("mask", IN_CPP)
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_a_decode_step_runs_no_python(no_python, sizes, mask, threads, dtype):
     torch.set_num_threads(threads)
     x = make_inputs(sizes, dtype)
-    case = case_of(sizes, mask)
+    case = case_of(sizes, mask, dtype)
     o, lse = torch.ops.mla.latent_attention(*x.absorbed, *case, x.scale)
     exact = latent_attention_reference(*(t.double() for t in x.absorbed), *case, x.scale)
     measure = latent_attention_reference(*x.absorbed, *case, x.scale)
@@ -133,14 +123,23 @@ def test_a_decode_step_over_pages_in_few_bits_runs_no_python(no_python, groups, 
 
 @pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("causal_offset", "uniform"), [(None, False), (None, True), (20, True), (-2, False)])
-def test_named_keys_run_no_python(no_python, causal_offset, uniform, dtype):
-    x = make_inputs((2, 3, 40, 4, 33, 8, 7, 8), dtype)
+@pytest.mark.parametrize(
+    ("mask", "causal_offset", "uniform"),
+    [
+        *[("none", None, False), ("none", None, True), ("none", 20, True), ("none", -2, False)],
+        *[("right padding", None, True), ("window", 20, False), ("scattered keys", None, False)],
+        *[("some rows hidden", None, False), ("one value for all keys", 20, False)],
+    ],
+)
+def test_named_keys_run_no_python(no_python, mask, causal_offset, uniform, dtype):
+    sizes = (2, 3, 40, 4, 33, 8, 7, 8)
+    x = make_inputs(sizes, dtype)
+    mask = case_of(sizes, mask)[0]
     indices = torch.randint(-3, 44, (2, 6, 30))[:, ::2, ::2]
     indices[:, :, 0] = 0
     indices = indices.sort(-1).values
     indices[:, :, 1:][indices[:, :, 1:] == indices[:, :, :-1]] = -1
-    arguments = *x.absorbed, indices, None, causal_offset, x.scale, uniform
+    arguments = *x.absorbed, indices, mask, causal_offset, x.scale, uniform
     assert_right(torch.ops.mla.sparse_latent_attention(*arguments), sparse_latent_attention_reference, arguments)
 
 

@@ -107,6 +107,7 @@ def test_every_op_runs_without_python(library, tmp_path):
     few, many = x.absorbed, make_inputs((1, 80, 90, 5, 16, 8, 4, 8)).absorbed
     spread = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in few[2:]]
     indices = torch.rand(2, 3, 40).topk(12).indices
+    hiding, adding = torch.rand(2, 1, 3, 40) < 0.7, torch.randn(1, 4, 3, 1, dtype=torch.bfloat16)
     paged, of_heads = make_paged([70, 5, 33], (3, 5, 33, 7), 7), make_paged_heads([81, 40], (9, 3, 11, 7, 5, 9), 8)
     expanded = x.q, x.latent, x.k_rope, x.w_uk, x.w_uv, None, 20, x.scale, 16
     reference = {
@@ -122,8 +123,10 @@ def test_every_op_runs_without_python(library, tmp_path):
     calls = [
         ("latent_attention", (*few, None, 37, 0.2)),
         ("latent_attention", (*many, None, 10, 0.2)),
+        ("latent_attention", (*few, hiding, 37, 0.2)),
+        ("latent_attention", (*few, adding, None, 0.2)),
         ("latent_attention", (*few[:2], *spread, None, None, 0.2)),
-        ("sparse_latent_attention", (*few, indices, None, 37, 0.2, False)),
+        ("sparse_latent_attention", (*few, indices, hiding, 37, 0.2, False)),
         ("sparse_latent_attention", (*few[:2], *spread, indices, None, None, 0.2, False)),
         ("paged_latent_attention", (*paged.arguments, True, paged.scale)),
         ("expanded_attention", expanded),
