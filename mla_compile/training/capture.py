@@ -26,6 +26,9 @@ from mla_compile.dynamo.seal import seal
 from mla_compile.passes.nodes.arguments import aten
 from mla_compile.passes.nodes.common_subexpressions import CommonSubexpressions
 from mla_compile.passes.nodes.constants import constant_of
+from mla_compile.passes.nodes.gradients import end_gradients, ends_gradients
+
+from .gradients import Ends, ends_of_gradients
 
 _WRITING = ("triton_kernel_wrapper_mutation", "auto_functionalized", "with_effects")
 """Prefixes of the names of higher-order operators that write to their inputs."""
@@ -61,7 +64,8 @@ class Captured:
         firsts: dict[fx.Node, fx.Node] = {}
         for node in self.module.graph.nodes:
             first = same.first(node)
-            firsts[node] = firsts[node.all_input_nodes[0]] if node.target in _SAME else first
+            same_value = node.target in _SAME and not ends_gradients(node)
+            firsts[node] = firsts[node.all_input_nodes[0]] if same_value else first
         for node, first in firsts.items():
             origins.setdefault(first, []).extend(self.origins.get(node, ()))
         order = {node: i for i, node in enumerate(self.dynamo.nodes)}
@@ -89,6 +93,7 @@ def capture(module: fx.GraphModule) -> Captured:
     if mode is None:
         raise NotCaptured("expected a graph from Dynamo, with fake values, found none")
     values = [_alike(value, mode) for value in examples]
+    ends = ends_of_gradients(module.graph)
     names: list[str] = []
     autocast: dict[fx.Node, tuple[str, ...]] = {}
     writes: dict[fx.Node, list[fx.Node]] = {}
@@ -96,13 +101,14 @@ def capture(module: fx.GraphModule) -> Captured:
 
     def run(*leaves: Any) -> list[Any]:
         supply = iter(leaves)
-        interpreter = _Interpreter(sealed, {name: [next(supply) for _ in own] for name, own in given.items()})
+        interpreter = _Interpreter(sealed, {name: [next(supply) for _ in own] for name, own in given.items()}, ends)
         interpreter.run(enable_io_processing=False)
         autocast.update({nodes[name]: types for name, types in interpreter.autocast.items()})
         writes.update({nodes[name]: [nodes[own] for own in into] for name, into in interpreter.writes.items()})
-        tensors = {name: value for name, value in interpreter.values.items() if isinstance(value, Tensor)}
-        names[:] = tensors
-        return list(tensors.values())
+        named = [*interpreter.values.items(), *interpreter.detached]
+        tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
+        names[:] = [name for name, _ in tensors]
+        return [value for _, value in tensors] + interpreter.without_gradients()
 
     def functional(*leaves: Any) -> list[Any]:
         with FunctionalTensorMode():
@@ -119,6 +125,7 @@ def capture(module: fx.GraphModule) -> Captured:
         if any(getattr(node.target, "__name__", "") == "_vmap_increment_nesting" for node in module.graph.nodes):
             found = "torch.func.vmap"
         raise NotCaptured(f"expected a graph that can be traced without gradients, found {found}") from error
+    _end_gradients(traced, len(names))
     _write_numbers_out(traced)
     _make_copies_differentiable(traced)
     _refuse_shared_memory(examples, written)
@@ -127,6 +134,21 @@ def capture(module: fx.GraphModule) -> Captured:
     )
     _return(traced, module.graph, origins)
     return Captured(module.graph, traced, origins, tuple(given), autocast, writes)
+
+
+def _end_gradients(traced: fx.GraphModule, count: int) -> None:
+    """Mark where gradients end: the outputs after `count`, which are dropped, and detached tensors that views of
+    written memory were made of again. Other detached tensors need no gradients at all."""
+    output = traced.graph.output_node()
+    (values,) = output.args
+    assert isinstance(values, list | tuple)
+    ended, known = set(values[count:]), set(values)
+    output.args = (list(values[:count]),)
+    for node in traced.graph.find_nodes(op="call_function", target=aten.detach.default):
+        if node in ended or node not in known:
+            end_gradients(node)
+        else:
+            node.target = aten.alias.default
 
 
 def _alike(value: Any, mode: FakeTensorMode) -> Any:
@@ -235,12 +257,15 @@ def _leaves(node: fx.Node) -> list[Any]:
 class _Interpreter(fx.Interpreter):
     """Run a Dynamo graph, and record the values of its nodes.
 
-    Gradients stay off even where the graph enables them; `gradients` reads these settings from the graph.
+    Gradients stay off even where the graph enables them; `gradients` reads these settings from the graph. Where they
+    end, tensors are detached once more, so that the ATen graph shows it.
     """
 
-    def __init__(self, module: fx.GraphModule, given: dict[str, list[Any]]) -> None:
+    def __init__(self, module: fx.GraphModule, given: dict[str, list[Any]], ends: Ends) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.given = given
+        self.given, self.ends = given, ends
+        self.detached: list[tuple[str, Any]] = []
+        """What readers with gradients are given in place of values computed without, by the names of those."""
         self.values: dict[str, Any] = {}
         self.autocast: dict[str, tuple[str, ...]] = {}
         self.writes: dict[str, list[str]] = {}
@@ -253,15 +278,35 @@ class _Interpreter(fx.Interpreter):
         elif n.target is torch._C._set_grad_enabled or n.op == "output":
             value = None
         else:
+            self._detach_operands(n)
             before = {operand.name: self._count_writes(operand) for operand in n.all_input_nodes}
             value = super().run_node(n)
+            if n.name in self.ends.here and n.target != "detach":
+                value = _detached(value)
             written = [own.name for own in n.all_input_nodes if self._count_writes(own) != before[own.name]]
             if written:
                 self.writes[n.name] = written
         self.values[n.name] = value
         return value
 
+    def _detach_operands(self, n: fx.Node) -> None:
+        """Detach what the node reads and was computed where gradients are off."""
+        for operand in n.all_input_nodes if n.name not in self.ends.silent else ():
+            if operand.name in self.ends.lost and operand.name not in dict(self.detached):
+                self.env[operand] = _detached(self.env[operand])
+                self.detached.append((operand.name, self.env[operand]))
+
+    def without_gradients(self) -> list[Tensor]:
+        """All tensors in which gradients end."""
+        values = [self.values[name] for name in self.ends.here if name in self.values]
+        leaves = pytree.tree_leaves([*values, *(value for _, value in self.detached)])
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
     def _count_writes(self, node: fx.Node) -> int:
         """How often the memory of a node's tensors has been written to."""
         tensors = [leaf for leaf in pytree.tree_leaves(self.values[node.name]) if isinstance(leaf, FunctionalTensor)]
         return sum(torch._functionalize_mutation_counter(tensor.elem) for tensor in tensors)
+
+
+def _detached(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, Tensor.detach, value)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mla_compile.dynamo.graph import tensors_of
 from mla_compile.passes.nodes.refusal import Refusal
@@ -37,25 +38,79 @@ def check_gradients(place: fx.Node, sources: Collection[fx.Node], writes: Writes
     end, silent = completed[-1], _without_gradients(place.graph)
     if silent.issuperset(completed):
         return
-    for node in between(end, sources, writes):
+    for node in _above(end, sources, writes):
         if any("hook" in _name(user) for user in node.users):
             raise Refusal(
                 end, f"expected no gradient hooks between the projections and the attention, found one at {where(node)}"
             )
-        results = [value for value in tensors_of(node) if value.is_floating_point() or value.is_complex()]
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and any(value.requires_grad for value in results):
-            raise Refusal(end, f"expected operations whose gradients are torch's own, found {where(node)}")
-        given = [value for operand in _operands(node) for value in tensors_of(operand)]
-        if node in silent and node in writes and any(value.requires_grad for value in given):
+        if node in silent and node in writes and _takes_trained(node):
             reason = f"expected writes that gradients see, found one without gradients at {where(node)}"
             raise Refusal(end, reason, "write with gradients, or to a tensor that needs none")
-        ends = results and any(v.requires_grad for v in given) and not any(v.requires_grad for v in results)
-        if ends and not _is_taken_from_its_own(node):
+    for node in between(end, sources, writes):
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and any(v.requires_grad for v in _numbers(node)):
+            raise Refusal(end, f"expected operations whose gradients are torch's own, found {where(node)}")
+        if _ends(node) and not _is_taken_from_its_own(node):
             reason = (
                 "expected gradients to flow through all operands of the attention, found that "
                 f"they end at {where(node)}"
             )
             raise Refusal(end, reason, "detach the inputs of the projections instead, or nothing")
+
+
+def _above(end: fx.Node, sources: Collection[fx.Node], writes: Writes) -> Iterator[fx.Node]:
+    """`end` and what it is computed from, as far as that is computed from `sources`: also between two of these, as code
+    that reads the deeper one may leave out what lies between."""
+    own, above, written = set(between(end, (), writes)), set(sources), set[Any]()
+    for node in end.graph.nodes:
+        read = node.all_input_nodes
+        if node in own and not (above.isdisjoint(read) and written.isdisjoint(s for n in read for s in _storages(n))):
+            above.add(node)
+            written.update(storage for operand in writes.get(node, ()) for storage in _storages(operand))
+            yield node
+
+
+def _numbers(node: fx.Node) -> list[Tensor]:
+    """The fake tensors that a node makes and that could have gradients."""
+    return [value for value in tensors_of(node) if value.is_floating_point() or value.is_complex()]
+
+
+def _takes_trained(node: fx.Node) -> bool:
+    return any(value.requires_grad for operand in _operands(node) for value in tensors_of(operand))
+
+
+def _ends(node: fx.Node) -> bool:
+    """Whether a node makes numbers without gradients from some that have them."""
+    return bool(_numbers(node)) and _takes_trained(node) and not any(v.requires_grad for v in _numbers(node))
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where gradients end in a Dynamo graph, by the names of nodes."""
+
+    here: frozenset[str]
+    """Nodes that make numbers without gradients from some that have them, such as `detach`."""
+    silent: frozenset[str]
+    """Nodes that run where gradients are off."""
+    lost: frozenset[str]
+    """Those of them whose results would have gradients otherwise."""
+
+
+def ends_of_gradients(graph: fx.Graph) -> Ends:
+    """Where gradients end, except in a maximum of scores that is only subtracted from these."""
+    silent = _without_gradients(graph)
+    ends, lost = set[fx.Node](), set[fx.Node]()
+    for node in graph.nodes:
+        of_lost = _numbers(node) and not lost.isdisjoint(_operands(node))
+        if node in silent and (of_lost or _ends(node)):
+            lost.add(node)
+        elif _ends(node):
+            ends.add(node)
+    sets = (
+        {n for n in ends if not _is_taken_from_its_own(n)},
+        silent,
+        {n for n in lost if not _is_taken_from_its_own(n)},
+    )
+    return Ends(*(frozenset(node.name for node in nodes) for nodes in sets))
 
 
 def trained_inputs(end: fx.Node, sources: Collection[fx.Node], writes: Writes) -> list[fx.Node]:

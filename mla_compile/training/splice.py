@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from mla_compile.dynamo.graph import EXAMPLE, tensors_of
+from mla_compile.dynamo.graph import EXAMPLE
 from mla_compile.passes.code.splicing import adopted
 from mla_compile.passes.nodes.arguments import is_repeatable
 from mla_compile.passes.nodes.refusal import Refusal
@@ -72,8 +72,6 @@ class _Part:
         """The ATen nodes that the code reads, each with the Dynamo node that has its value."""
         self.known: set[fx.Node] = set()
         """All Dynamo nodes with these values."""
-        self.mixed: list[fx.Node] = []
-        """Dynamo nodes with a value that the attention reads both with gradients and without."""
         self._collect()
 
     def _collect(self) -> None:
@@ -86,16 +84,13 @@ class _Part:
                     wanted.add(operand)
                     pending.append(operand)
         self.code = [node for node in self.end.graph.nodes if node in wanted]
-        # If several nodes have one value (one may be detached), prefer the one from which the attention is computed.
+        # If several nodes have one value, prefer the one from which the attention is computed.
         self.known = {node for nodes in known.values() for node in nodes}
         near = [o for node in between(self.last, self.known, self.captured.writes) for o in node.all_input_nodes]
         nearest = self.known.intersection(near)
         for operand, nodes in known.items():
             there = [node for node in nodes if self._is_complete(node)] or nodes
-            near = [node for node in there if node in nearest] or there
-            if len({value.requires_grad for node in near for value in tensors_of(node)}) > 1:
-                self.mixed.append(near[0])
-            self.sources[operand] = near[0]
+            self.sources[operand] = next((node for node in there if node in nearest), there[0])
 
     def _is_complete(self, node: fx.Node) -> bool:
         """Whether a node has the value that it has at the end of a run already where the code is put."""
@@ -122,9 +117,6 @@ class _Part:
                 f"expected operands that are computed before the attention, found one that is not, {where(late[0])}",
             )
         check_gradients(self.place, set(self.sources.values()), self.captured.writes)
-        if self.mixed:
-            reason = "expected operands that all need gradients or none, found one that is computed both ways, "
-            raise Refusal(self.end, reason + where(self.mixed[0]))
 
     def put(self, parts: Iterable[_Part]) -> list[fx.Node]:
         """Replace the Dynamo node by the code, inserted after all writes to it, and return the new nodes.

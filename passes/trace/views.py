@@ -13,6 +13,7 @@ from ..algebra.joins import stacked
 from ..algebra.sizes import Size, Unaligned, quotient
 from ..algebra.terms import Form
 from ..nodes.arguments import arguments, aten
+from ..nodes.gradients import ends_gradients
 from ..nodes.shapes import shape_of, size_of
 from .handler import Forms, Handlers
 
@@ -28,6 +29,8 @@ HANDLERS = Handlers()
     aten.detach_copy.default,
 )
 def _same(trace: Forms, node: fx.Node) -> Form:
+    if ends_gradients(node):
+        raise Unaligned("gradients end here")
     return trace[arguments(node)[0]]
 
 
