@@ -120,7 +120,9 @@ def trained_inputs(end: fx.Node, sources: Collection[fx.Node], writes: Writes) -
     closed = {
         node
         for node in nodes
-        if not any(value.requires_grad for value in tensors_of(node)) and written.isdisjoint(_storages(node))
+        if node not in writes
+        and not any(value.requires_grad for value in tensors_of(node))
+        and written.isdisjoint(_storages(node))
     }
     found = {*between(end, {*sources, *closed}, writes)}
     return [node for node in nodes if node.op in ("placeholder", "get_attr") and node in found]

@@ -34,7 +34,7 @@ def signature(site: Site, code_said: object, sources: Sequence[fx.Node], environ
         (site.batch, site.tokens, site.heads, site.rank, attention.keys, attention.columns, attention.dims),
         code_said,
         (site.w_uk, site.w_uv, site.nope.query.read, site.nope.summed, site.nope.scale, pieces, shifts),
-        (site.biases, attention.padding, site.apart, second),
+        (site.biases, site.value_scale, attention.padding, site.apart, second),
         (sinks, attention.share, attention.strict_rows, attention.numbers),
         [(source.meta["val"], source.op) for source in sources],
     )

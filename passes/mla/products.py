@@ -38,11 +38,12 @@ def up_projection(term: Term, keys: set[Axis]) -> UpProjection | None:
 
 
 def gathered(terms: Sequence[Term], keys: set[Axis]) -> list[Term]:
-    """The terms of a sum, those that are up-projections of one latent merged into one, by the sum of their weights."""
+    """The terms of a sum, those that are up-projections of one latent merged into one, by the sum of their weights; and
+    so are multiples of one tensor."""
     found: list[Term] = []
     for term in terms:
         for i, earlier in enumerate(found):
-            together = _together(earlier, term, keys)
+            together = _together(earlier, term, keys) or _multiples(earlier, term)
             if together is not None:
                 found[i] = together
                 break
@@ -68,6 +69,20 @@ def _together(a: Term, b: Term, keys: set[Axis]) -> Term | None:
             whole = a.read.source if isinstance(a.read.source, Unread) else Unread(a.read.source)
             return Term(replace(a.read, source=whole), Product(first.latent, Term(weight), first.rank))
     return None
+
+
+def _multiples(a: Term, b: Term) -> Term | None:
+    """`a + b` as a multiple of the tensor that both read; None if they read others, or more is known of these."""
+    (one, first), (other, second) = _without_factor(a.read), _without_factor(b.read)
+    return replace(a, read=times(one, first + second)) if a.parts is b.parts is None and one == other else None
+
+
+def _without_factor(read: Read) -> tuple[Read, float]:
+    """A read without the numbers that it is multiplied by at the end, and their product."""
+    then, factor = list(read.then), 1.0
+    while then and isinstance(then[-1], float):
+        factor *= then.pop()
+    return replace(read, then=tuple(then)), factor
 
 
 def _up_projections(term: Term, keys: set[Axis]) -> Iterator[UpProjection]:

@@ -33,7 +33,7 @@ from .groups import flat, groups_of, in_groups
 from .one_latent import in_one_latent
 from .own_ropes import SHARE, as_biases, own_of
 from .products import UpProjection, gathered, same_tensor, up_projection
-from .readable import is_held
+from .readable import is_held, unbroadcast
 from .scaled import with_scaled_queries, with_scaled_query
 from .side_by_side import side_by_side
 from .site import Groups, OwnLatent, Piece, Site
@@ -144,9 +144,8 @@ def _width(site: Site) -> Size:
 def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = False) -> Site:
     """The site that an attention is if its values are these; if they are `apart`, from another latent than its keys."""
     node, keys, rows = attention.node, set(attention.keys), set(attention.rows)
-    if values.scale != 1.0:
-        reason = f"expected values without a scale, found {values.scale:g} times a product"
-        raise Refusal(node, reason, "scale the output of the attention instead")
+    if not math.isfinite(values.scale):
+        raise Refusal(node, f"expected values with a finite scale, found {values.scale:g} times a product")
     values, told = _told_apart(attention, values, trace, apart=apart)
     w_uk, nope, ropes, shifts = told.w_uk, told.nope, told.ropes, told.shifts
     latent, rank, w_uv, biases = values.latent, values.rank, values.w_uv, values.biases
@@ -156,6 +155,7 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
     if shared := tuple(axis for axis in attention.rows if axis in heads & latent.read.axes):
         return _of_groups(attention, shared, trace)
     ropes, own = own_of(ropes, heads)
+    ropes = [replace(rope, key=unbroadcast(rope.key)) for rope in ropes]
     batch = {axis for read in (latent.read, *(rope.key.read for rope in ropes)) for axis in read.axes} & rows
     tokens = set(attention.queries) if attention.queries is not None else rows - heads - batch
     if attention.queries is None and attention.masks and not heads:  # any row may be a head; heads share their masks
@@ -187,6 +187,7 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
         w_uk=w_uk,
         w_uv=w_uv,
         biases=biases,
+        value_scale=values.scale,
         shifts=tuple(shifts) if attention.shared or attention.opaque else (),
         apart=apart,
         of_keys=None if told.own_latent is None else _readable(told.own_latent, batch | tokens),

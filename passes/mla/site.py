@@ -73,6 +73,8 @@ class Site:
     w_uv: Read | None
     biases: tuple[Read, ...] = ()
     """What is added to the values of all keys alike, and so to the output, as weights add up to 1."""
+    value_scale: float = 1.0
+    """The number by which the values, without biases, are multiplied, and so the output."""
     shifts: tuple[Piece, ...] = ()
     """What the biases of the keys add to all scores of a row. Empty unless it matters: beside sinks, to whose scores it
     is not added, and under a function of the scores."""

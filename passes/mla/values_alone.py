@@ -9,6 +9,7 @@ them; the values only have to be linear in what is summed over the keys.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from ..algebra.terms import Axis
@@ -44,7 +45,7 @@ def values_alone(attention: Attention, trace: Trace, why: Refusal) -> Site:
     if not attention.keys or attention.packed is not None:
         raise why
     values = next(readings(attention))
-    if values.made is None or values.w_uv is None or values.scale != 1.0:
+    if values.made is None or values.w_uv is None or not math.isfinite(values.scale):
         raise why
     rows = {*attention.rows}
     own = values.w_uv.axes & rows
@@ -72,6 +73,7 @@ def values_alone(attention: Attention, trace: Trace, why: Refusal) -> Site:
         w_uk=None,
         w_uv=values.w_uv,
         biases=values.biases,
+        value_scale=values.scale,
         unproved_keys=why,
         kept=kept_columns(values.made, attention, trace, why),
     )

@@ -194,6 +194,7 @@ class ByHeadsCode:
             weights = weights.masked_fill(weights.isnan(), 0.0)
         weights = done(weights.to(function.weights_dtype), site.attention.opaque.weights.then)
         o = weights @ _up_projected(x["latent"], x["w_uv"]).to(weights.dtype)
+        o = o if site.value_scale == 1.0 else o * site.value_scale
         for bias in x["biases"]:
             o = o + bias * weights.sum(-1, keepdim=True)
         return o.to(site.node.meta["val"].dtype)

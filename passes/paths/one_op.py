@@ -2,7 +2,7 @@
 
 Before   k = cat(latent @ W_UK, k_rope), v = latent @ W_UV, o = softmax(q k^T) v
 After    o, lse = the path's op, of queries, keys as they are stored, weights, and masks in a form that it takes
-         o + biases, times the share that sinks leave
+         o times the scale of v, + biases, times the share that sinks leave
 """
 
 from __future__ import annotations
@@ -96,10 +96,12 @@ class OneOpCode:
 def finished(site: Site, carrier: Carrier, read: Reader, o: Tensor, lse: Tensor) -> Tensor:
     """What takes the place of an attention, made of its output `[B, Sq, N, V]` and the log-sum-exp of its scores.
 
-    Biases of the values are added, sinks take their share, and rows that see nothing become what they are in the graph.
+    It is scaled as the values are, their biases are added, sinks take their share, and rows that see nothing become
+    what they are in the graph.
     """
     rows, columns = (site.batch, site.tokens, site.heads), site.attention.columns
     empty = lse.isneginf().unsqueeze(-1) if carrier.may_be_empty else None
+    o = o if site.value_scale == 1.0 else o * site.value_scale
     for bias in site.biases:
         addend = read(bias, *rows, columns)
         o = o + (addend if empty is None else torch.where(empty, 0, addend))

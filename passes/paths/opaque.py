@@ -133,6 +133,7 @@ class OutputCode:
         latent = read(site.latent.read, site.batch, site.attention.keys, site.rank)
         sums = _per_key(weights, latent.transpose(1, 2))
         o = times_weight(sums, site.w_uv, site.heads, site.rank, site.attention.columns, read)
+        o = o if site.value_scale == 1.0 else o * site.value_scale
         for bias in site.biases:
             o = o + read(bias, *rows, site.attention.columns) * weights.sum(-1, keepdim=True)
         o, columns = padded(o, site, read.realize)

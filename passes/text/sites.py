@@ -70,6 +70,7 @@ def _tensors(site: Site, names: Names) -> Iterator[tuple[str, str]]:
     if site.unproved_keys is None or site.attention.opaque is None:
         yield f"score{names.shape((*rows, keys))}", _score(site, names)
     values = "latent" if site.w_uv is None else f"(sum_{_letters(site.rank, names)} latent w_uv)"
+    values = values if site.value_scale == 1.0 else f"{site.value_scale:g} * {values}"
     bias = " + bias" * len(site.biases)
     weights = "weights" if site.attention.opaque is not None else "softmax(score)"
     yield f"o{names.shape((*rows, columns))}", f"sum_{_letters(keys, names)} {weights} {values}{bias}"

@@ -266,6 +266,19 @@ def absorbed_by_hand(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_k
     return torch.einsum("bnsl,nvl->bnsv", o, w_uv)
 
 
+def scale_on_v(*args: Tensor) -> Tensor:
+    """Values, and then what all have in common, are multiplied by a number; one row sees nothing."""
+    q, k, v = naive(*args)
+    mask = torch.ones(SQ, T, dtype=torch.bool).tril(-1)
+    return sealed(q, k, (v * 0.5 + torch.arange(V).to(v.dtype)) * 3, mask[-q.shape[2] :])
+
+
+def keys_added_to_themselves(*args: Tensor) -> Tensor:
+    """Joined keys, so that each head's copy of a rope key is one of a sum."""
+    q, k, v = naive(*args)
+    return sealed(q, k + 0.5 * k, v)
+
+
 SPELLINGS: dict[str, Function] = {
     f.__name__.replace("_", " "): f
     for f in (
@@ -291,6 +304,8 @@ SPELLINGS: dict[str, Function] = {
         scale_on_k,
         scale_on_nope_only,
         scale_everywhere,
+        scale_on_v,
+        keys_added_to_themselves,
         expanded_groups,
         groups_with_rope_queries_behind,
         grouped_sdpa,

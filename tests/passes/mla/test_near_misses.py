@@ -136,7 +136,7 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
         changed_values(lambda v: v / v.norm(dim=-1, keepdim=True)),
         "which is computed from it as in a norm",
     ),
-    "a scale on the values": (changed_values(lambda v: v * 2), "values without a scale"),
+    "values by more than a number holds": (changed_values(lambda v: v * 1e200 * 1e200), "values with a finite scale"),
     "a nonlinearity on the values": (changed_values(torch.relu), "found `relu`"),
     "keys rounded to FP8": (changed_keys(lambda k: k.to(torch.float8_e4m3fn).to(k.dtype)), "found `_to_copy"),
     "values rounded to FP8, by a scale": (

@@ -114,7 +114,7 @@ def static(latent: Tensor) -> Tensor:
 
 def biased(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mask = torch.arange(T) < torch.tensor([4, 0])[:, None, None, None]
-    return mla.sealed(q, k, v + torch.arange(V).double(), mask)
+    return mla.sealed(q, k, v * 0.5 + torch.arange(V).double(), mask)
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ ATTENTIONS: dict[str, Function] = {
     "sealed": turned(mla.sealed),
     "by hand": turned(mla.softmax),
     "causal": turned(lambda q, k, v: mla.sealed(q, k, v, causal=True)),
-    "a bias on values, and a row that sees nothing": turned(biased),
+    "a scale and a bias on values, and a row that sees nothing": turned(biased),
     "a mask that is added": turned(with_a_bias_a_head),
     "sinks": turned(with_sinks),
     "a soft cap": turned(lambda q, k, v: mla.softmax(q, k, v, lambda s: 2 * torch.tanh(s / 2))),
