@@ -132,7 +132,12 @@ class Compilation:
 
     def _without_flex(self, written_out: fx.GraphModule, tag: str) -> Callable[..., Any] | None:
         """Compile a graph with every flex_attention written out; None if it has none or not all is rewritten."""
-        if not write_out(written_out):
+        try:
+            with failures_told():
+                if not write_out(written_out):
+                    return None
+        except PassesError as error:
+            self._tell(error)
             return None
         seal_with_parts(written_out)
         self.all_or_nothing = True

@@ -133,7 +133,8 @@ def _is_always(graph: fx.Graph) -> bool:
 def _is_element_by_element(graph: fx.Graph, buffers: Sequence[fx.Node]) -> bool:
     """Whether a function of one score, applied to tensors of scores, gives the same as applied to each element."""
     given = graph.find_nodes(op="placeholder")
-    ranks = {node: buffer.meta[EXAMPLE].dim() for node, buffer in zip(given[::-1], buffers[::-1], strict=False)}
+    pairs = zip(given[::-1], buffers[::-1], strict=False)
+    ranks = {node: buffer.meta[EXAMPLE].dim() for node, buffer in pairs if isinstance(buffer.meta[EXAMPLE], Tensor)}
     return all(
         node.op in ("placeholder", "output")
         or (node.op == "call_function" and (_is_pointwise(node.target.__name__.strip("_")) or _is_lookup(node, ranks)))

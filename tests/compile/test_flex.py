@@ -7,6 +7,7 @@ from torch.fx import symbolic_trace
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 import mla_compile
+from mla_compile import compilation
 from mla_compile.dynamo.flex import _is_element_by_element
 
 B, N, P, R, V, L, S = 2, 4, 6, 2, 5, 8, 9
@@ -109,3 +110,13 @@ def test_flex_attention_that_is_no_mla_is_left_to_inductor():
     report = mla_compile.last_report()
     assert report.rewritten == 0
     assert "flex_attention" in report.sites[0].reason
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_a_bug_in_writing_it_out_leaves_it_to_inductor(monkeypatch):
+    monkeypatch.setattr(compilation, "write_out", lambda module: 1 // 0)
+    layer, given = Layer(), inputs()
+    with pytest.warns(UserWarning, match="ZeroDivisionError: integer division or modulo by zero. The graph is left"):
+        o = torch.compile(layer, backend="mla")(*given)
+    torch.testing.assert_close(o, layer(*given))
+    assert not mla_compile.last_report().rewritten

@@ -28,3 +28,16 @@ def test_logits_are_those_of_eager_attention(padding, layers):
     logits = flexible(ids, attention_mask=seen).logits.double()
     torch.testing.assert_close(logits[:, padding:], expected[:, padding:], rtol=1e-4, atol=1e-5)
     assert sum(report.rewritten for report in mla_compile.reports()) == layers
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_tokens_are_those_of_eager_attention():
+    """In a step, the mask's function is given a number of tokens that is a symbol."""
+    ids, settings = torch.randint(1, 64, (2, 7)), {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    flexible, eager = model(1), model(1)
+    flexible.set_attn_implementation("flex_attention")
+    flexible.compile(backend="mla")
+    assert torch.equal(flexible.generate(ids, **settings), eager.generate(ids, **settings))
+    sites = [site for report in mla_compile.reports() for site in report.sites]
+    assert len(sites) >= 2
+    assert all(site.rewritten for site in sites)

@@ -31,6 +31,8 @@ def missing() -> str | None:
         return "needs Linux and a CPU with AVX512-BF16"
     if torch.cpu._is_amx_tile_supported():
         return "this CPU has AMX"
+    if torch.__version__ >= "2.15":
+        return "torch 2.15 does not read from cpuinfo whether there are tiles"
     tools = [tool for tool in (os.environ.get("CC", "cc"), "nm", "objdump") if shutil.which(tool) is None]
     return f"needs {' and '.join(tools)}" if tools else None
 
