@@ -80,8 +80,9 @@ def _multiples(a: Term, b: Term) -> Term | None:
 def _without_factor(read: Read) -> tuple[Read, float]:
     """A read without the numbers that it is multiplied by at the end, and their product."""
     then, factor = list(read.then), 1.0
-    while then and isinstance(then[-1], float):
-        factor *= then.pop()
+    while then and isinstance(last := then[-1], float):
+        factor *= last
+        then.pop()
     return replace(read, then=tuple(then)), factor
 
 
