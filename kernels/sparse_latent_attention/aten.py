@@ -98,7 +98,7 @@ def _attend(
     # Thin products are faster with the keys as rows.
     scores = torch.bmm(latent, q_latent.mT).baddbmm_(k_rope, q_rope.mT).mT
     if bias is not None:
-        scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
+        scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias.to(dtype)
     if not everything:
         scores = scores.masked_fill(~seen[:, None], -torch.inf)
     lse = torch.logsumexp(scores, -1)

@@ -96,6 +96,15 @@ def test_half_precision(implementation, dtype, mask):
     assert_right(arguments, indices, (tensor, causal_offset), scale)
 
 
+def test_masks_may_be_wider_than_the_tensors(implementation):
+    arguments, indices, scale = make(*SIZES["several tokens"])
+    bias = torch.randn(2, 1, 5, 60)
+    wide, narrow = (
+        sparse_latent_attention(*arguments, indices, mask, None, scale, False) for mask in (bias.double(), bias)
+    )
+    assert all(map(torch.equal, wide, narrow))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_decoding_takes_the_native_kernel(monkeypatch, dtype):
     monkeypatch.setattr(native, "attend_with_aten", None)
