@@ -116,7 +116,7 @@ class _Part:
                 self.end,
                 f"expected operands that are computed before the attention, found one that is not, {where(late[0])}",
             )
-        check_gradients(self.place, set(self.sources.values()), self.captured.writes)
+        check_gradients(self.place, self.known, self.captured.writes)
 
     def put(self, parts: Iterable[_Part]) -> list[fx.Node]:
         """Replace the Dynamo node by the code, inserted after all writes to it, and return the new nodes.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from tests.compile.layers import Layer, assert_trained, hidden
+from tests.models import HIDDEN
 from tests.training import assert_every_gradient
 
 
@@ -76,3 +79,24 @@ def test_gradients_end_where_the_code_ends_them(layer):
 def test_a_detached_maximum_that_is_used_again():
     compiled = assert_every_gradient(GreatestOfValues(), [hidden()])
     assert compiled.outcomes[0].rewritten
+
+
+class SharedIndices(nn.Module):
+    """Two layers, for each of which the same mask is made of what an indexer of the first names."""
+
+    def __init__(self):
+        super().__init__()
+        self.indexer, self.layers = nn.Linear(HIDDEN, 13), nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x):
+        with torch.no_grad():
+            indices = self.indexer(x).topk(6).indices
+        for layer in self.layers:
+            mask = torch.zeros(x.shape[0], 13, 13, dtype=torch.bool).scatter(2, indices, True)[:, None]
+            layer.attend = lambda q, k, v, mask=mask: F.scaled_dot_product_attention(q, k, v, mask)
+            x = x + layer(x)
+        return x
+
+
+def test_one_mask_that_is_made_twice_without_gradients():
+    assert_trained(SharedIndices(), hidden(), rewritten=2, outcomes=2)
