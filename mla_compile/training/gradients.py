@@ -21,6 +21,8 @@ _OF_SIZES = {f"{value}_like" for value in ("empty", "full", "ones", "rand", "ran
 """The names of functions that take only sizes, dtype and device from their first argument."""
 _LIKE_ANOTHER = {"expand_as", "reshape_as", "to", "type_as", "view_as"}
 """The names of methods that take only sizes, dtype and device from their second argument."""
+_DETACHING = {"detach", "_get_data_attr"}
+"""The names of `detach` and `data`."""
 
 
 def check_gradients(place: fx.Node, sources: Collection[fx.Node], writes: Writes) -> None:
@@ -96,14 +98,17 @@ class Ends:
 
 
 def ends_of_gradients(graph: fx.Graph) -> Ends:
-    """Where gradients end, except in a maximum of scores that is only subtracted from these."""
+    """Where gradients end, except in a maximum of scores that is only subtracted from these.
+
+    The fake values tell what has gradients at the end of a run: of a tensor without, if something with gradients was
+    written to it since, that it has them. So for what never has gradients as it is made, they are not asked.
+    """
     silent = _without_gradients(graph)
     ends, lost = set[fx.Node](), set[fx.Node]()
     for node in graph.nodes:
-        of_lost = _numbers(node) and not lost.isdisjoint(_operands(node))
-        if node in silent and (of_lost or _ends(node)):
+        if node in silent and _numbers(node) and (_takes_trained(node) or not lost.isdisjoint(_operands(node))):
             lost.add(node)
-        elif _ends(node):
+        elif _ends(node) or (_name(node) in _DETACHING and _takes_trained(node)):
             ends.add(node)
     sets = (
         {n for n in ends if not _is_taken_from_its_own(n)},

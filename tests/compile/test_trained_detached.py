@@ -65,6 +65,46 @@ class LatentOfValuesWithoutGradients(Layer):
         return super().up_projected(latent)[0], super().up_projected(same)[1]
 
 
+class AddedWithGradients(Layer):
+    """Keys that are computed without gradients, to which others are added with theirs."""
+
+    def up_projected(self, latent):
+        k, v = super().up_projected(latent)
+        own = self.without(k * 0.5)
+        own.add_(k)
+        return own, v
+
+    def without(self, k):
+        return k.detach()
+
+
+class AddedToData(AddedWithGradients):
+    def without(self, k):
+        return k.data
+
+
+class AddedToSilent(AddedWithGradients):
+    def without(self, k):
+        with torch.no_grad():
+            return k.clone()
+
+
+class PartlyWrittenWithGradients(Layer):
+    """Of the values, the last columns have gradients."""
+
+    def up_projected(self, latent):
+        k, v = super().up_projected(latent)
+        with torch.no_grad():
+            own = v.clone()
+        own[..., 2:] = v[..., 2:]
+        return k, own
+
+
+@pytest.mark.parametrize("layer", [AddedWithGradients, AddedToData, AddedToSilent, PartlyWrittenWithGradients])
+def test_what_gets_gradients_when_it_is_written_to(layer):
+    assert_every_gradient(layer(), [hidden()])
+
+
 @pytest.mark.parametrize(
     "layer",
     [
