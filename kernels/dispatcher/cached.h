@@ -57,10 +57,12 @@ struct Call {
         lse(at::empty(latent.sizes().slice(0, 3), latent.options().dtype(at::kFloat))), queries(query_count),
         scale(static_cast<float>(by)) {}
 
-  // Runs the kernel for some sequences, with `keys` keys each, or `lengths` if given; if there are offsets, query i
-  // sees keys up to i + offset. The cache is read from `latent_start` and `rope_start` numbers after its first.
-  void run(const CachedKeys& cached, int64_t first, int64_t sequences, int64_t keys, const int64_t* lengths,
-           const int64_t* offsets, const Bias& bias = {}, int64_t latent_start = 0, int64_t rope_start = 0) const {
+  // Runs the kernel for the queries of some sequences and the keys, the bias and so on of just these: `keys` keys each,
+  // or `lengths` unless empty; unless `offsets` are empty, query i sees keys up to i + offset. The cache is read from
+  // `latent_start` and `rope_start` numbers after its first.
+  void run(const CachedKeys& cached, int64_t first, int64_t sequences, int64_t keys,
+           const std::vector<int64_t>& lengths, const std::vector<int64_t>& offsets, const Bias& bias = {},
+           int64_t latent_start = 0, int64_t rope_start = 0) const {
     const int64_t heads = q_latent.size(2), rank = q_latent.size(3), rope = q_rope.size(3), rows = queries * heads;
     const bool scaled = cached.scales.defined();
     const auto moved = [](const Tensor& tensor, int64_t numbers) {
@@ -69,14 +71,14 @@ struct Call {
     const auto& [latent_batch, latent_page, latent_key] = cached.latent_strides;
     const auto& [rope_batch, rope_page, rope_key] = cached.rope_strides;
     const auto stride = [&](int64_t dim) { return scaled ? cached.scales.stride(dim) : 0; };
+    const auto numbers = [](const std::vector<int64_t>& of) {
+      return reinterpret_cast<uintptr_t>(of.empty() ? nullptr : of.data());
+    };
     kernel(moved(q_latent, first * rows * rank), moved(q_rope, first * rows * rope),
            moved(cached.latent, latent_start), moved(cached.k_rope, rope_start), moved(o, first * rows * rank),
            moved(lse, first * rows), scaled ? reinterpret_cast<uintptr_t>(cached.scales.data_ptr()) : 0,
-           reinterpret_cast<uintptr_t>(cached.table ? cached.table + first * cached.table_row : nullptr),
-           reinterpret_cast<uintptr_t>(lengths ? lengths + first : nullptr),
-           reinterpret_cast<uintptr_t>(offsets ? offsets + first : nullptr),
-           reinterpret_cast<uintptr_t>(bias.numbers ? bias.numbers + first * bias.sequence : nullptr), sequences,
-           heads, rows, keys, rank, rope, cached.queries, cached.page_size, cached.table_row,
+           reinterpret_cast<uintptr_t>(cached.table), numbers(lengths), numbers(offsets),
+           reinterpret_cast<uintptr_t>(bias.numbers), sequences, heads, rows, keys, rank, rope, cached.queries, cached.page_size, cached.table_row,
            scaled ? cached.scales.size(3) : 1, latent_batch, latent_page, latent_key, rope_batch, rope_page, rope_key,
            stride(0), stride(1), stride(2), stride(3), bias.sequence, bias.query, bias.head, bias.key, scale,
            at::get_num_threads());

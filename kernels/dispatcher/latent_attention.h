@@ -21,7 +21,7 @@ Attended latent_attention(const Tensor& q_latent, const Tensor& q_rope, const Te
                     (!is_given(mask) || mask_fits(*mask, batch, q_latent.size(2), queries, tokens));
   if (!kernel || !fits) return otherwise();
 
-  const Visible visible = visible_to(mask, {causal_offset, tokens}, batch, queries);
+  const Visible visible = visible_to(mask, {{causal_offset, tokens}}, batch, queries);
   const Call call(kernel, q_latent, q_rope, queries, scale);
   const bool named = !visible.named.empty();  // as pages of one key; otherwise each sequence is one page
   const auto strides = [&](const Tensor& t) {
@@ -34,9 +34,8 @@ Attended latent_attention(const Tensor& q_latent, const Tensor& q_rope, const Te
                           1,
                           named ? 1 : std::max(tokens, int64_t{1}),
                           named ? visible.named.data() : nullptr,
-                          visible.counts.empty() ? 0 : visible.keys};
-  const auto data = [](const std::vector<int64_t>& numbers) { return numbers.empty() ? nullptr : numbers.data(); };
-  call.run(cached, 0, batch, visible.keys, data(visible.counts), data(visible.offsets), bias_of(visible.bias),
+                          named && !visible.counts.empty() ? visible.keys : 0};
+  call.run(cached, 0, batch, visible.keys, visible.counts, visible.offsets, bias_of(visible.bias),
            visible.first_key * latent.stride(1), visible.first_key * k_rope.stride(1));
   return {call.o, call.lse};
 }

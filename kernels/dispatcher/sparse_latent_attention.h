@@ -65,7 +65,7 @@ Attended sparse_latent_attention(const Tensor& q_latent, const Tensor& q_rope, c
                           table.data(),
                           indices.size(2),
                           scales.defined() ? scales.unsqueeze(2) : scales};
-  call.run(cached, 0, batch * queries, 0, lengths.data(), nullptr);
+  call.run(cached, 0, batch * queries, 0, lengths, {});
   // Then rows that saw no key are the mean of all latents, which the general implementation computes.
   const float* lse = call.lse.const_data_ptr<float>();
   if (uniform_when_empty && std::find(lse, lse + call.lse.numel(), -INFINITY) != lse + call.lse.numel())

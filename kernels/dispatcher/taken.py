@@ -15,7 +15,7 @@ from ..native import TYPES
 def takes(op: str, arguments: Mapping[str, Any]) -> bool:
     """Whether a C++ kernel computes an op with these arguments, by name, whatever their values and sizes are.
 
-    Under a mask only that of `latent_attention`.
+    Under a mask only attention over latents, of one sequence each or in pages.
     """
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     known = tensors[0].dtype in TYPES and tensors[0].dtype not in CODED
@@ -23,5 +23,5 @@ def takes(op: str, arguments: Mapping[str, Any]) -> bool:
     named = indices is None or (
         not arguments["uniform_when_empty"] and latent is not None and statically_known_true(latent.shape[1] > 0)
     )
-    unmasked = op == "latent_attention" or arguments.get("mask") is None
+    unmasked = op in ("latent_attention", "paged_latent_attention") or arguments.get("mask") is None
     return known and named and unmasked and all(t.device.type == "cpu" for t in tensors)

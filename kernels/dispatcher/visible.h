@@ -1,8 +1,8 @@
-// Which keys a mask of `mla::latent_attention` lets the queries of each sequence see, like `visibility.py`.
+// Which keys a mask lets the queries of each sequence see, like `visibility.py`.
 
 namespace {
 
-// The causal limit: query i sees the keys before `stop(i)`.
+// How many keys a sequence has, and the causal limit: query i sees the keys before `stop(i)`.
 struct Limit {
   std::optional<int64_t> offset;
   int64_t tokens;
@@ -12,11 +12,14 @@ struct Limit {
   }
 };
 
+// One limit for each sequence, or one for all.
+typedef std::vector<Limit> Limits;
+
 // The keys of each sequence that at least one of its queries sees, and what is added to their scores.
 struct Visible {
-  int64_t first_key = 0, keys = 0;    // consecutive keys, the same for all sequences,
+  int64_t first_key = 0, keys = 0;    // consecutive keys, for all sequences from the same one on,
   std::vector<int64_t> named = {};    // unless they are named: `[B or 1, keys]`
-  std::vector<int64_t> counts = {};   // how many of the named ones each sequence has; empty for `keys`
+  std::vector<int64_t> counts = {};   // how many each sequence has; empty for `keys`, the same for all
   std::vector<int64_t> offsets = {};  // query i sees keys up to i + offset of these; empty for no limit
   Tensor bias = {};                   // float32 `[B or 1, N or 1, Sq or 1, keys]`, undefined for nothing
 };
@@ -61,31 +64,37 @@ bool hides_one(const Tensor& mask, const std::vector<int64_t>& keys, const Limit
   return hidden;
 }
 
-// What a bool mask `[B or 1, N or 1, Sq or 1, T]` leaves.
-Visible through(const Tensor& mask, const Limit& limit, int64_t batch, int64_t queries) {
+// What a bool mask `[B or 1, N or 1, Sq or 1, T]` leaves: `[B, ...]` if there is a limit for each sequence.
+Visible through(const Tensor& mask, const Limits& limits, int64_t batch, int64_t queries) {
   const int64_t masks = mask.size(0), heads = mask.size(1);
+  const auto limit = [&](int64_t b) -> const Limit& { return limits[limits.size() == 1 ? 0 : b]; };
   std::vector<std::vector<int64_t>> keys;
+  std::optional<int64_t> start;
   bool alike = true, ranges = true, cut = false, differ = false;
   size_t most = 0;
   for (int64_t b = 0; b < masks; ++b) {
-    const std::vector<int64_t>& own = keys.emplace_back(keys_of(mask.select(0, b), limit, queries));
+    const std::vector<int64_t>& own = keys.emplace_back(keys_of(mask.select(0, b), limit(b), queries));
     most = std::max(most, own.size());
-    alike = alike && own == keys[0];
-    ranges = ranges && (own.empty() || own.back() - own[0] == static_cast<int64_t>(own.size()) - 1);
-    cut = cut || (!own.empty() && own.back() >= limit.stop(0));
-    differ = differ || hides_one(mask.select(0, b), own, limit, queries);
+    differ = differ || hides_one(mask.select(0, b), own, limit(b), queries);
+    if (own.empty()) continue;
+    if (!start) start = own[0];
+    alike = alike && own[0] == *start;
+    ranges = ranges && own.back() - own[0] == static_cast<int64_t>(own.size()) - 1;
+    cut = cut || own.back() >= limit(b).stop(0);
   }
-  const auto first = [](const std::vector<int64_t>& own) { return own.empty() ? 0 : own[0]; };
-  Visible visible{alike && ranges ? first(keys[0]) : 0, static_cast<int64_t>(most)};
-  if (!alike || !ranges)
-    for (const std::vector<int64_t>& own : keys) {
-      if (masks > 1) visible.counts.push_back(own.size());
-      visible.named.insert(visible.named.end(), own.begin(), own.end());
-      visible.named.resize(visible.named.size() + most - own.size());
-    }
+  Visible visible{alike && ranges ? start.value_or(0) : 0, static_cast<int64_t>(most)};
+  for (const std::vector<int64_t>& own : keys) {
+    if (masks > 1) visible.counts.push_back(own.size());
+    if (alike && ranges) continue;
+    visible.named.insert(visible.named.end(), own.begin(), own.end());
+    visible.named.resize(visible.named.size() + most - own.size());
+  }
   // The kernel's own limit counts keys as if they were consecutive.
   if (cut && !differ && ranges)
-    for (int64_t b = 0; b < batch; ++b) visible.offsets.push_back(*limit.offset - first(keys[masks == 1 ? 0 : b]));
+    for (int64_t b = 0; b < batch; ++b) {
+      const std::vector<int64_t>& own = keys[masks == 1 ? 0 : b];
+      visible.offsets.push_back(*limit(b).offset - (own.empty() ? 0 : own[0]));
+    }
   if (!differ && (!cut || ranges)) return visible;
 
   const int64_t rows = cut ? queries : mask.size(2);
@@ -93,7 +102,7 @@ Visible through(const Tensor& mask, const Limit& limit, int64_t batch, int64_t q
   float* bias = visible.bias.mutable_data_ptr<float>();
   for (int64_t b = 0; b < masks; ++b)
     for_each_row(mask.select(0, b), rows, [&](int64_t, int64_t i, const bool* values, int64_t step) {
-      const int64_t stop = limit.stop(cut ? i : queries - 1);
+      const int64_t stop = limit(b).stop(cut ? i : queries - 1);
       for (size_t k = 0; k < keys[b].size(); ++k)
         bias[k] = keys[b][k] < stop && values[keys[b][k] * step] ? 0.0f : -INFINITY;
       bias += visible.keys;
@@ -101,14 +110,25 @@ Visible through(const Tensor& mask, const Limit& limit, int64_t batch, int64_t q
   return visible;
 }
 
-// What a mask `[B or 1, N or 1, Sq or 1, T or 1]`, if given, and the limit let the queries see.
-Visible visible_to(const std::optional<Tensor>& mask, const Limit& limit, int64_t batch, int64_t queries) {
+// What a mask `[B or 1, N or 1, Sq or 1, T or 1]`, if given, and the limits let the queries see.
+Visible visible_to(const std::optional<Tensor>& mask, const Limits& limits, int64_t batch, int64_t queries) {
   if (batch == 0) return {};
+  int64_t tokens = 0;
+  for (const Limit& limit : limits) tokens = std::max(tokens, limit.tokens);
   if (is_given(mask) && mask->scalar_type() == at::kBool)
-    return through(mask->expand({-1, -1, -1, limit.tokens}), limit, batch, queries);
-  Visible visible{0, limit.stop(queries - 1)};
-  if (is_given(mask)) visible.bias = mask->expand({-1, -1, -1, limit.tokens}).slice(3, 0, visible.keys).to(at::kFloat);
-  if (visible.keys > limit.stop(0)) visible.offsets.assign(batch, *limit.offset);
+    return through(mask->expand({limits.size() == 1 ? -1 : batch, -1, -1, mask->size(3) == 1 ? tokens : -1}), limits,
+                   batch, queries);
+  Visible visible;
+  bool cut = false;
+  for (const Limit& limit : limits) {
+    const int64_t stop = limit.stop(queries - 1);
+    visible.keys = std::max(visible.keys, stop);
+    cut = cut || stop > limit.stop(0);
+    if (limits.size() > 1) visible.counts.push_back(stop);
+  }
+  for (int64_t b = 0; cut && b < batch; ++b) visible.offsets.push_back(*limits[limits.size() == 1 ? 0 : b].offset);
+  if (is_given(mask))
+    visible.bias = mask->expand({-1, -1, -1, mask->size(3) == 1 ? tokens : -1}).slice(3, 0, visible.keys).to(at::kFloat);
   return visible;
 }
 

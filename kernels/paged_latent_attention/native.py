@@ -1,8 +1,8 @@
 """Paged absorbed MLA in C++ for the few rows of a decode step: the implementation for CPU tensors.
 
-In compiled graphs without a mask, `dispatcher/paged_latent_attention.h` does the same without this Python code.
+In compiled graphs `dispatcher/paged_latent_attention.h` does the same without this Python code, under masks too.
 
-This is the kernel of `latent_attention`, which reads keys in place from the pages, also in FP8 and INT8. Masks,
+This is the kernel of `latent_attention`, which reads keys in place from the pages, also in FP8 and INT8. Here masks,
 float64, many rows, pages whose last dim is not contiguous, and a machine without a C++ compiler go to `aten.py`.
 """
 

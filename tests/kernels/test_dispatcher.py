@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_
 
 from .conftest import withdraw
 from .errors import assert_as_close_as
-from .naive import MASKS, case_of, make_inputs
+from .naive import MASKS, case_of, make_inputs, masks
 from .paged import CODED, INT8, make_paged, make_paged_heads, quantised
 
 SIZES = {
@@ -76,6 +77,7 @@ def test_a_decode_step_runs_no_python(no_python, sizes, mask, threads, dtype):
         assert (lse == -torch.inf).all()
 
 
+TENSORS = [name for name, (tensor, _) in masks(1, 1, 1, 1).items() if tensor is not None]
 PAGES = {
     "decode": ([290, 0, 33, 2], (1, 4, 64, 32), 16),
     "several tokens": ([70, 5, 33], (3, 5, 33, 7), 7),
@@ -91,8 +93,11 @@ def expanded_attention_of_python(*arguments):
 
 
 def assert_right(results, reference, arguments, merges=0, **more):
-    raised = [t.double() if isinstance(t, torch.Tensor) and t.dtype == results[0].dtype else t for t in arguments]
-    exact, measure = reference(*raised, **more), reference(*arguments, **more)
+    def wide(value):
+        return value.double() if isinstance(value, torch.Tensor) and value.dtype == results[0].dtype else value
+
+    masked = {"mask": wide(more["mask"])} if "mask" in more else {}
+    exact, measure = reference(*map(wide, arguments), **more | masked), reference(*arguments, **more)
     assert_as_close_as(measure[0], results[0], exact[0], merges)
     assert_as_close_as(measure[1].float(), results[1], exact[1], merges)
 
@@ -119,6 +124,41 @@ def test_a_decode_step_over_pages_in_few_bits_runs_no_python(no_python, groups, 
     arguments = *arguments, True, x.scale
     results = torch.ops.mla.paged_latent_attention(*arguments, scales)
     assert_right(results, paged_latent_attention_reference, arguments, latent_scales=scales)
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("split_tokens", [None, 32])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("coded", [None, (4, False, FP8), (1, True, INT8)], ids=["in the dtype", "fp8", "int8"])
+@pytest.mark.parametrize("mask", [*TENSORS, "the same padding"])
+@pytest.mark.parametrize(
+    "case", [([290, 0, 33, 2], (1, 4, 64, 32), 16), ([70, 5, 33], (3, 5, 36, 7), 7)], ids=["decode", "several tokens"]
+)
+def test_a_decode_step_over_pages_under_a_mask_runs_no_python(
+    no_python, case, mask, coded, causal, split_tokens, dtype
+):
+    lengths, (queries, heads, *_), _ = case
+    x = make_paged(*case, dtype=dtype)
+    arguments, scales = (x.arguments, None) if coded is None else quantised(x, *coded)
+    if mask == "the same padding":
+        hiding = torch.arange(max(lengths)).expand(1, 1, 1, -1) >= 30
+    else:
+        hiding, _ = case_of((len(lengths), queries, max(lengths), heads), mask, dtype)
+    arguments = *arguments, causal, x.scale
+    more = {"latent_scales": scales, "split_tokens": split_tokens, "mask": hiding}
+    results = torch.ops.mla.paged_latent_attention(*arguments, **more)
+    assert_right(results, paged_latent_attention_reference, arguments, **more)
+
+
+def test_pages_whose_keys_cannot_be_numbered_are_left_to_python(dispatched):
+    x = make_paged(*PAGES["several tokens"])
+    pool = x.pool.new_full((x.pool.shape[0], 9, x.pool.shape[2]), torch.nan)[:, 1:8].copy_(x.pool)
+    hiding = torch.rand(3, 1, 3, 70) < 0.7
+    for some in (x, replace(x, pool=pool)):
+        results = torch.ops.mla.paged_latent_attention(*some.arguments, True, x.scale, mask=hiding)
+        arguments = *x.arguments, True, x.scale
+        assert_right(results, paged_latent_attention_reference, arguments, mask=hiding)
 
 
 @pytest.mark.diagonal

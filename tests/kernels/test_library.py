@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,9 @@ def test_every_op_runs_without_python(library, tmp_path):
     indices = torch.rand(2, 3, 40).topk(12).indices
     hiding, adding = torch.rand(2, 1, 3, 40) < 0.7, torch.randn(1, 4, 3, 1, dtype=torch.bfloat16)
     paged, of_heads = make_paged([70, 5, 33], (3, 5, 33, 7), 7), make_paged_heads([81, 40], (9, 3, 11, 7, 5, 9), 8)
+    hiding_of_paged = torch.rand(3, 1, 3, 70) < 0.7
+    between = torch.zeros(len(paged.pool), 9, paged.pool.shape[2])[:, 1:8]
+    paged_apart = replace(paged, pool=between.copy_(paged.pool.nan_to_num()))
     expanded = x.q, x.latent, x.k_rope, x.w_uk, x.w_uv, None, 20, x.scale, 16
     reference = {
         "latent_attention": latent_attention_reference,
@@ -129,6 +133,8 @@ def test_every_op_runs_without_python(library, tmp_path):
         ("sparse_latent_attention", (*few, indices, hiding, 37, 0.2, False)),
         ("sparse_latent_attention", (*few[:2], *spread, indices, None, None, 0.2, False)),
         ("paged_latent_attention", (*paged.arguments, True, paged.scale)),
+        ("paged_latent_attention", (*paged.arguments, True, paged.scale, None, None, hiding_of_paged)),
+        ("paged_latent_attention", (*paged_apart.arguments, True, paged.scale, None, None, hiding_of_paged)),
         ("expanded_attention", expanded),
         ("paged_expanded_attention", (*of_heads.arguments, True, of_heads.scale, 20)),
         ("per_head_matmul", (x.q[..., :8], x.w_uk)),
