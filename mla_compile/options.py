@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_origin
 
 import torch._inductor
 import torch._inductor.config
@@ -133,11 +133,24 @@ def parse(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Options,
     except RuntimeError as error:
         raise OptionError(f"mode: {error}") from error
     known = torch._inductor.config.get_config_copy()
-    for key in given:
-        if key.replace("-", "_") not in known:
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        if name not in known:
             raise OptionError(_unknown(key, [PREFIX + name for name in names] + list(known)))
-    inductor |= {key.replace("-", "_"): value for key, value in given.items()}
+        _check_type(name, value)
+        inductor[name] = value
     return Options(**ours), inductor
+
+
+def _check_type(name: str, value: object) -> None:
+    """Check the type of a value for one of Inductor's options, where that is no generic one, as `torch.compile` does.
+
+    Raises: OptionError.
+    """
+    config: Any = torch._inductor.config
+    expected = config.get_type(name)
+    if get_origin(expected) is None and not isinstance(value, expected):
+        raise OptionError(f"{name}: expected a value of type {expected.__name__}, found {value!r}")
 
 
 def _unknown(key: str, known: list[str]) -> str:

@@ -28,6 +28,8 @@ from .model_layers import other_layers, own_layers
 from .pool import PagePool, check_count
 from .scheduling import resuming
 
+LEAST_PAGE = 4
+"""The smallest page that transformers' engine takes."""
 _CALL = "call generate_batch or continuous_batching_context_manager, or use the model that this one was made from"
 
 
@@ -61,6 +63,10 @@ class ContinuousModel(nn.Module, ContinuousMixin):
             raise CacheError(f"ContinuousModel needs transformers 5.19 or later, found {transformers.__version__}")
         check_count("pages", pages)
         check_count("page_size", page_size)
+        if page_size < LEAST_PAGE:
+            raise CacheMismatchError(
+                f"expected a page_size of at least {LEAST_PAGE}, as transformers' engine does, found {page_size}"
+            )
         inner: Any = model
         attention = inner.config._attn_implementation
         if attention not in ("sdpa", "eager"):

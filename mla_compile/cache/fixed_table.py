@@ -112,8 +112,7 @@ class FixedTable(BlockTable):
         return self
 
     def crop(self, length: int) -> None:
-        if not 0 <= length <= self.length:
-            raise CacheMismatchError(f"expected a length from 0 to {self.length}, found {length}")
+        self.check_length(length)
         behind = self.pages[:, length // self.page_tokens :]
         numbers = behind.flatten().clone()
         shared = self._to_copy(numbers)

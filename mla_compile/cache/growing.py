@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer
 
 from ..errors import CacheMismatchError
+from .pool import check_count
 from .room import Room, check_sizes
 
 
@@ -152,6 +153,8 @@ class LatentCache(DynamicCache):
 
     def __init__(self, config: Any, tokens: int = 0) -> None:
         super().__init__(config=config)
+        if tokens:
+            check_count("tokens", tokens)
         room, indexer_room = Room(tokens), Room(tokens)
         for i, layer in enumerate(self.layers):
             if type(layer) is DynamicIndexedLayer:

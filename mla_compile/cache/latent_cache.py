@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..coded import CODED
@@ -168,15 +169,17 @@ class PagedLatentCache(Base):
     ) -> tuple[Tensor, Tensor]:
         """Append latents `[B, 1, S, L]` and rope keys `[B, 1, S, R]` of one layer, and return both for all T tokens.
 
+        A layer without rope has rope keys of width 0.
+
         If tokens are split over ranks, whole pages of all ranks are gathered. Then, and for a batch that has all its
         pages from the start, the mask must hide keys behind the last token, as with a static cache.
 
         The first call in a step makes room for the tokens; the other layers write to the same places. The result is a
         naive read of the pages, which `backend="mla"` replaces by attention that reads the pages itself.
 
-        Raises, with nothing changed: OutOfPagesError; FreedError; CacheMismatchError for other widths, another dtype,
-        device or batch, another number of tokens than another layer has in this step, and a layer that was left out of
-        an earlier step.
+        Raises, with nothing changed (but see `get_mask_sizes`): OutOfPagesError; FreedError; CacheMismatchError for
+        other widths, another dtype, device or batch, another number of tokens than another layer has in this step, and
+        a layer that was left out of an earlier step.
         """
         if self._keeps(layer_idx):
             states: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
@@ -185,25 +188,27 @@ class PagedLatentCache(Base):
         batch, heads, count, _ = key_states.shape
         if heads != 1:
             raise CacheMismatchError(f"expected latents that all heads share, [B, 1, S, L], found {heads} heads")
-        widths = key_states.shape[-1], value_states.shape[-1]
-        if widths != (self.pool.latent_width, self.pool.rope_width):
+        latent_width, rope_width = key_states.shape[-1], value_states.shape[-1]
+        if latent_width != self.pool.latent_width or rope_width not in (self.pool.rope_width, 0):
             expected = f"{self.pool.latent_width} and {self.pool.rope_width}"
             raise CacheMismatchError(
-                f"expected latents and rope keys of widths {expected}, found {widths[0]} and {widths[1]}"
+                f"expected latents and rope keys of widths {expected}, found {latent_width} and {rope_width}"
             )
         for tensor in (key_states, value_states):
             self.pool.check(tensor)
         tokens = torch.cat([key_states, value_states], dim=-1)[:, 0]
+        if missing := self.pool.rope_width - rope_width:
+            tokens = F.pad(tokens, (0, missing))
         table = self._new_table(batch) if self._table is None else self._table
         if table.batch != batch:
             raise CacheMismatchError(f"expected tokens of {table.batch} sequences, found {batch}")
         if self._steps.begins(layer_idx, count):
-            table.extend(count)
+            self._extend(table, count)
         self._steps.take(layer_idx, count)
         self._table = table
         table.write(layer_idx, tokens)
         latent, k_rope = table.keys(layer_idx)
-        return latent[:, None], k_rope[:, None]
+        return latent[:, None], k_rope[:, None, :, :rope_width]
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Append an indexer's keys `[B, S, I]` of one layer, and return those of all T tokens; they are not paged."""
@@ -225,9 +230,16 @@ class PagedLatentCache(Base):
         return self.shares.page_tokens * (self.shares.spare if self.max_pages is None else self.max_pages)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """The number of keys that `query_length` more tokens attend to, and the position of the first key."""
+        """The number of keys that `query_length` more tokens attend to, and the position of the first key.
+
+        transformers asks this before a step, which starts with layers that keep a state or a window if the model does.
+        As they can't go back, this raises OutOfPagesError if there are no pages for the step; not in compiled code,
+        where what a step changes is written after that is known.
+        """
         if self.batch is not None:
             return self.get_max_length(), 0
+        if self._table is not None and self._kept() and not torch.compiler.is_compiling():
+            self._table.require(query_length)
         if self._slides(layer_idx):
             sizes: tuple[int, int] = self.layers[layer_idx].get_mask_sizes(query_length)
             return sizes
@@ -245,16 +257,22 @@ class PagedLatentCache(Base):
         """
         if tokens_to_remove > 0:
             raise CacheMismatchError(f"expected a negative number of tokens to remove, found {tokens_to_remove}")
+        removed = -int(tokens_to_remove)
+        if self._table is not None:
+            self._table.check_length(self._table.length - removed)
         for layer in self._kept():
             layer.crop(tokens_to_remove)
-        if tokens_to_remove and self._table is not None:
-            self._table.crop(int(self.get_seq_length()) + int(tokens_to_remove))
-            self._indexer_keys.crop(-int(tokens_to_remove))
-            self._steps.crop(-int(tokens_to_remove))
+        if removed and self._table is not None:
+            self._table.crop(self._table.length - removed)
+            self._indexer_keys.crop(removed)
+            self._steps.crop(removed)
             self._own()
 
     def fork(self, rows: Tensor | None = None) -> PagedLatentCache:
-        """A second cache that continues sequences `rows` (default: all) and shares pages that neither will write."""
+        """A second cache that continues sequences `rows` (default: all) and shares pages that neither will write.
+
+        Its last page is copied if it is not full: left for later, that would break the graph of a compiled step.
+        """
         other = type(self)(self.pool, self.max_pages, self.shares, layers=self._unused)
         every = torch.arange((self.batch or 0) if self._table is None else self._table.batch)
         chosen = every if rows is None else every[rows.cpu()]
@@ -266,6 +284,8 @@ class PagedLatentCache(Base):
             other.layers = copy.deepcopy(self.layers)
             for layer in other._kept():
                 layer.reorder_cache(chosen)
+            for cache in (other, self):
+                cache._own()
         return other
 
     def reset(self) -> None:
@@ -312,6 +332,15 @@ class PagedLatentCache(Base):
             layer.reorder_cache(rows)
         self._own()
 
+    def _extend(self, table: BlockTable, count: int) -> None:
+        """Make room for a step's tokens; if that is the first step and fails, states and windows are as new."""
+        try:
+            table.extend(count)
+        except OutOfPagesError:
+            if self._table is None:
+                self.layers = copy.deepcopy(self._unused)
+            raise
+
     def _keeps(self, layer_idx: int) -> bool:
         """Whether a layer uses a transformers cache layer."""
         return bool(self.layers) and self.layers[layer_idx] is not None
@@ -356,5 +385,5 @@ class PagedLatentCache(Base):
 
     def activate_past_recording(self) -> None:
         """Make windows and states keep their past until they are cropped; pages are never dropped before that."""
-        for layer in self._kept():
+        for layer in (*self._kept(), *(layer for layer in self._unused if layer is not None)):
             layer.activate_past_recording()

@@ -7,6 +7,7 @@ is free again when the last one releases it. All is plain torch. The methods tha
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -89,6 +90,8 @@ class PagePool:
         """The number of free pages: the first ones in `_free`, of which the last is taken first."""
         self._left: list[tuple[Tensor, int]] = []
         """Block tables that were left to the pool, and the columns of each that hold pages."""
+        self._traced = 0
+        """How many times Dynamo had traced a function when garbage was last collected."""
         stays(*self.tensors, self.references, self._free)
 
     def _empty(
@@ -125,8 +128,18 @@ class PagePool:
         self._left.append((pages, used))
 
     def collect(self) -> None:
-        """Release what was left to the pool; does nothing in compiled code."""
-        while not torch.compiler.is_compiling() and self._left:
+        """Release what was left to the pool; does nothing in compiled code.
+
+        Where Dynamo has traced anything since the last time, garbage is collected first: it leaves the objects that it
+        traced, tables among them, in reference cycles.
+        """
+        if torch.compiler.is_compiling():
+            return
+        traced = sum(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values())
+        if traced != self._traced and self._available < self.pages:
+            self._traced = traced
+            gc.collect()
+        while self._left:
             pages, used = self._left.pop()
             self.release(pages[:, :used])
 

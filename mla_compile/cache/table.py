@@ -169,8 +169,7 @@ class BlockTable:
 
         Raises: FreedError; CacheMismatchError for a length that is negative or larger than the present one.
         """
-        if not 0 <= length <= self.length:
-            raise CacheMismatchError(f"expected a length from 0 to {self.length}, found {length}")
+        self.check_length(length)
         if length == self.length:
             return
         kept = self._pages_for(length)
@@ -178,6 +177,16 @@ class BlockTable:
         self._length, self._forked = length, min(self._forked, length)
         partial = length % self.page_tokens != 0
         self._shares_tail = partial and bool((self.pool.references[self.pages[:, kept - 1]] > 1).any())
+
+    def check_length(self, length: int) -> None:
+        """Raise CacheMismatchError for a length that is negative or larger than the present one."""
+        if not 0 <= length <= self.length:
+            raise CacheMismatchError(f"expected a length from 0 to {self.length}, found {length}")
+
+    def require(self, count: int) -> None:
+        """Raise OutOfPagesError unless there are pages for `count` more tokens of each sequence, which own the last."""
+        self.own()
+        self.pool.require(self.batch * (self._pages_for(self.length + count) - self.used))
 
     def free(self) -> None:
         """Release all pages. The table cannot be used again.

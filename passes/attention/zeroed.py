@@ -103,8 +103,9 @@ def _bool(node: Any, trace: Trace) -> Form | None:
         return None
     if source.target is aten._to_copy.default:
         (before,) = arguments(source)[:1]
-        term = operations.term_of(trace[before], replace(form.term.read, then=()))
-        return replace(form, term=term) if before.meta["val"].dtype == torch.bool else None
+        if before.meta["val"].dtype != torch.bool:
+            return None
+        return replace(form, term=operations.term_of(trace[before], replace(form.term.read, then=())))
     return form if source.meta["val"].dtype == torch.bool else None
 
 

@@ -56,8 +56,9 @@ class Chunked(OneOp):
         return site.attention.opaque is None and site.up_projects_both
 
     def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse a latent that is not worth keeping, and keys that are neither up-projected from one latent nor shared
-        by heads as they are."""
+        """Refuse a latent that is not worth keeping, keys that are neither up-projected from one latent nor shared by
+        heads as they are, and rope keys of each query."""
+        refuse_ropes_of_queries(site)
         if not _shared_as_written(site):
             refuse_apart(site)
         if not asked:
@@ -114,6 +115,18 @@ class Chunked(OneOp):
             operands = _queries(x), latent, x.k_rope, w_uk, w_uv, mask, offset, x.scale, workspace_tokens
             o, lse = op(*operands)
         return o, lse
+
+
+def refuse_ropes_of_queries(site: Site) -> None:
+    """Refuse rope keys with an axis of the queries: that of the sequences, too, if these share a latent."""
+    for rope in site.ropes:
+        if not rope.key.axes.isdisjoint(site.tokens):
+            raise Refusal(
+                site.node,
+                "expected rope keys that many queries share, found some that differ between queries: "
+                f"{name(rope.key.read)}",
+                "if they differ between sequences, let scaled_dot_product_attention tell these from queries",
+            )
 
 
 def refuse_apart(site: Site) -> None:

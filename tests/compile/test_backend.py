@@ -54,6 +54,7 @@ def test_torch_finds_the_backend_by_name():
     [
         ({"mla.pth": "auto"}, "unknown option 'mla.pth': the nearest is 'mla.path'"),
         ({"max_autotun": True}, "unknown option 'max_autotun': the nearest is 'max_autotune'"),
+        ({"cpp_wrapper": "False"}, "cpp_wrapper: expected a value of type bool, found 'False'"),
         ({"mla.path": "fast"}, "mla.path: expected one of auto, absorbed, chunked, values, off, found 'fast'"),
         ({"mla.workspace_tokens": 0}, "mla.workspace_tokens: expected a whole number of keys, at least 1, found 0"),
         ({"mla.keys_stay": "yes"}, "mla.keys_stay: expected True or False, found 'yes'"),

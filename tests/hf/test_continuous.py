@@ -86,6 +86,11 @@ def test_requests_join_leave_wait_and_are_cancelled(model, requests, one_by_one)
     assert serve(batched, dict(list(requests.items())[:3]), together=3) == {n: one_by_one[n] for n in "012"}
 
 
+def test_a_page_that_the_engine_does_not_take_is_refused(model):
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected a page_size of at least 4"):
+        ContinuousModel(model, pages=8, page_size=2)
+
+
 def test_pages_of_which_the_engine_allocates_several_at_once(model):
     """A page of 4 tokens takes 64 bytes of the engine's own cache, which it allocates by 128 bytes."""
     short = {str(i): ([5 + i, 6, 7][: 1 + i % 3], 8) for i in range(6)}

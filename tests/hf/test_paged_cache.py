@@ -229,6 +229,56 @@ def test_a_fork_has_what_is_beside_the_pages_of_its_own(family, cropped):
         assert_as_close_as_eager(logits, eager[rows], exact[rows])
 
 
+@pytest.mark.parametrize("family", [*MIXED, "deepseek_v3"])
+def test_a_step_without_pages_can_be_repeated(family):
+    """Layers before the first one in pages have not moved on: in a first step as in a later one."""
+    model = families.build(families.FAMILIES[family], "sdpa")
+    ids = torch.randint(1, 60, (2, 12))
+    expected = transformers.DynamicCache(config=model.config)
+    logits = [model(part, past_key_values=expected).logits for part in ids.split([8, 4], dim=1)]
+    cache = PagedLatentCache.of(model, pages=12, page_size=2)
+    others = [cache.fork() for _ in range(3)]
+    for other, count in zip(others, (8, 2, 2), strict=True):
+        model(ids[:, :count], past_key_values=other)
+    for part, later, other in zip(ids.split([8, 4], dim=1), logits, (others[0], others[1]), strict=True):
+        before = int(cache.get_seq_length()), cache.pool.available
+        with pytest.raises(mla_compile.OutOfPagesError):
+            model(part, past_key_values=cache)
+        assert (int(cache.get_seq_length()), cache.pool.available) == before
+        other.reset()
+        if other is others[1]:
+            others[2].reset()
+        torch.testing.assert_close(model(part, past_key_values=cache).logits, later)
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_a_crop_that_cannot_be_changes_nothing(family):
+    model = families.build(families.FAMILIES[family], "sdpa")
+    ids = torch.randint(1, 60, (2, 6))
+    logits = []
+    for fails in (False, True):
+        cache = PagedLatentCache.of(model, pages=12, page_size=2)
+        cache.activate_past_recording()
+        model(ids[:, :5], past_key_values=cache)
+        if fails:
+            with pytest.raises(mla_compile.CacheMismatchError, match="expected a length from 0 to 5, found -1"):
+                cache.crop(-6)
+        logits.append(model(ids[:, 5:], past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int8], ids=str)
+def test_layers_without_rope_are_in_pages_too(dtype):
+    """One of two layers has no rope keys, and the pool has room for those of the other."""
+    model = families.build(families.FAMILIES["mistral_large4"], "sdpa")
+    ids = prompt(2, padded=True)
+    cache = PagedLatentCache.of(model, pages=64, page_size=4, dtype=dtype)
+    tokens = generate(model, ids, cache, {})
+    if dtype is None:
+        assert torch.equal(tokens, generate(model, ids, None, {}))
+    assert cache.get_seq_length() == tokens.shape[1] - 1
+
+
 def test_a_window_is_cropped_with_the_pages_where_it_was_recorded():
     model = families.build(families.FAMILIES["dots3_note"], "sdpa")
     ids, more = prompt(2)["input_ids"], torch.randint(1, 60, (2, 3))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.passes import spellings as mla
@@ -175,6 +176,23 @@ NO_ATTENTION: dict[str, Function] = {
 def test_other_numbers_in_the_place_of_weights_stay(function: Function) -> None:
     for _, _, outcomes in compiled(function, mla.tensors()):
         assert not any(outcome.rewritten for outcome in outcomes)
+
+
+def test_a_product_of_what_was_cast_is_no_attention() -> None:
+    """Weights in four bits, two to a byte, each group of columns with a scale and a zero point."""
+    heads, rank, group = 4, 32, 8
+
+    def function(q: Tensor, latent: Tensor, packed: Tensor, step: Tensor, low: Tensor) -> Tensor:
+        numbers = torch.stack([packed & 15, packed >> 4], -1).flatten(1).unflatten(1, (-1, group))
+        kv = F.linear(latent, (numbers.to(q.dtype) * step + low).flatten(1))
+        k, v = kv.unflatten(-1, (heads, -1)).transpose(1, 2).split([q.shape[3], 12], -1)
+        return mla.softmax(q, k, v)
+
+    packed = torch.randint(256, (heads * (16 + 12), rank // 2), dtype=torch.uint8)
+    step, low = torch.rand(2, heads * (16 + 12), rank // group, 1)
+    q, latent = torch.randn(2, heads, 1, 16), torch.randn(2, T, rank)
+    (outcome,) = rewrite(capture(function, q, latent, packed, step, low), "absorbed")
+    assert outcome.path == "absorbed"
 
 
 def test_weights_that_are_read_before_they_are_set_to_0_exist() -> None:

@@ -75,6 +75,24 @@ def test_few_queries_attend_to_the_latent(function: Function) -> None:
     assert not [node for node in module.graph.nodes if _is_of(node, [B, N, T, V])], "values of all heads"
 
 
+def test_sequences_that_share_a_latent_may_have_rope_keys_of_their_own() -> None:
+    """Without one in the latent, nothing tells an axis of sequences from one of queries: many are refused."""
+
+    def function(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
+        k_nope, v = (part[0] for part in mla.up_projected(latent[:1], w_kv))
+        scores = q_nope @ k_nope.mT + q_rope @ of_each_head(k_rope).mT
+        return (scores * SCALE).softmax(-1) @ v
+
+    for path in ("absorbed", "chunked"):
+        module = capture(function, *mla.tensors())
+        before = run(module, *mla.tensors())
+        (outcome,) = rewrite(module, path)
+        check_right(before, run(module, *mla.tensors()))
+        assert outcome.path == (path if path == "absorbed" else "unchanged")
+    assert outcome.reason.startswith("expected rope keys that many queries share, found some that differ between")
+
+
 def _is_of(node: torch.fx.Node, shape: list[int]) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and [*value.shape] == shape
