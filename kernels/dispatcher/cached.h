@@ -78,10 +78,10 @@ struct Call {
            moved(cached.latent, latent_start), moved(cached.k_rope, rope_start), moved(o, first * rows * rank),
            moved(lse, first * rows), scaled ? reinterpret_cast<uintptr_t>(cached.scales.data_ptr()) : 0,
            reinterpret_cast<uintptr_t>(cached.table), numbers(lengths), numbers(offsets),
-           reinterpret_cast<uintptr_t>(bias.numbers), sequences, heads, rows, keys, rank, rope, cached.queries, cached.page_size, cached.table_row,
-           scaled ? cached.scales.size(3) : 1, latent_batch, latent_page, latent_key, rope_batch, rope_page, rope_key,
-           stride(0), stride(1), stride(2), stride(3), bias.sequence, bias.query, bias.head, bias.key, scale,
-           at::get_num_threads());
+           reinterpret_cast<uintptr_t>(bias.numbers), sequences, heads, rows, keys, rank, rope, cached.queries,
+           cached.page_size, cached.table_row, scaled ? cached.scales.size(3) : 1, latent_batch, latent_page,
+           latent_key, rope_batch, rope_page, rope_key, stride(0), stride(1), stride(2), stride(3), bias.sequence,
+           bias.query, bias.head, bias.key, scale, at::get_num_threads());
   }
 };
 

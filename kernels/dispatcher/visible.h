@@ -115,9 +115,11 @@ Visible visible_to(const std::optional<Tensor>& mask, const Limits& limits, int6
   if (batch == 0) return {};
   int64_t tokens = 0;
   for (const Limit& limit : limits) tokens = std::max(tokens, limit.tokens);
+  const auto over_keys = [&](int64_t sequences) {
+    return mask->expand({sequences, -1, -1, mask->size(3) == 1 ? tokens : -1});
+  };
   if (is_given(mask) && mask->scalar_type() == at::kBool)
-    return through(mask->expand({limits.size() == 1 ? -1 : batch, -1, -1, mask->size(3) == 1 ? tokens : -1}), limits,
-                   batch, queries);
+    return through(over_keys(limits.size() == 1 ? -1 : batch), limits, batch, queries);
   Visible visible;
   bool cut = false;
   for (const Limit& limit : limits) {
@@ -127,8 +129,7 @@ Visible visible_to(const std::optional<Tensor>& mask, const Limits& limits, int6
     if (limits.size() > 1) visible.counts.push_back(stop);
   }
   for (int64_t b = 0; cut && b < batch; ++b) visible.offsets.push_back(*limits[limits.size() == 1 ? 0 : b].offset);
-  if (is_given(mask))
-    visible.bias = mask->expand({-1, -1, -1, mask->size(3) == 1 ? tokens : -1}).slice(3, 0, visible.keys).to(at::kFloat);
+  if (is_given(mask)) visible.bias = over_keys(-1).slice(3, 0, visible.keys).to(at::kFloat);
   return visible;
 }
 
