@@ -1,7 +1,4 @@
-"""Every MLA family of transformers is trained as it is: loss and the gradients of every weight.
-
-Not those of experts' routers and of indexers: which expert or key is taken is a question of order, and has none.
-"""
+"""Every MLA family of transformers is trained as it is: loss and the gradients of every weight."""
 
 from __future__ import annotations
 
