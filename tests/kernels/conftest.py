@@ -6,6 +6,14 @@ import torch
 import mla_compile.kernels.register  # noqa: F401  the ops under test
 from mla_compile.coded import CODED
 from mla_compile.kernels import compiled, dispatcher, native
+from mla_compile.kernels.append_latents.arguments import AppendLatents
+from mla_compile.kernels.expanded_attention import native as expanded_native
+from mla_compile.kernels.latent_attention import native as latent_native
+from mla_compile.kernels.merge_states.arguments import MergeStates
+from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
+from mla_compile.kernels.paged_latent_attention import native as paged_native
+from mla_compile.kernels.per_head_matmul import native as matmul_native
+from mla_compile.kernels.sparse_latent_attention import native as sparse_native
 
 from .recorded import recorded
 
@@ -81,3 +89,19 @@ def launches():
     """The Triton launches of a test, recorded instead of made, as for tensors without values."""
     with recorded() as found:
         yield found
+
+
+@pytest.fixture
+def no_python(monkeypatch, dispatched):
+    """Torch calls C++, and an error is raised if a general implementation, in Python, is called."""
+
+    def called(*arguments):
+        raise AssertionError("the general implementation was called")
+
+    monkeypatch.setattr(latent_native, "_cached", called)
+    monkeypatch.setattr(matmul_native, "_suits", called)
+    monkeypatch.setattr(expanded_native, "attend_in_chunks", called)
+    for module in (paged_native, sparse_native):
+        monkeypatch.setattr(module, "Cached", called)
+    for bundle in (AppendLatents, MergeStates, PagedExpandedAttention):
+        monkeypatch.setattr(bundle, "check", called)

@@ -10,22 +10,16 @@ import pytest
 import torch
 
 from mla_compile.errors import KernelError
-from mla_compile.fp8 import FP8, RowLayout
+from mla_compile.fp8 import FP8
 from mla_compile.kernels import dispatcher, native
-from mla_compile.kernels.append_latents import append_latents_reference
-from mla_compile.kernels.append_latents.arguments import AppendLatents
 from mla_compile.kernels.expanded_attention import chunks, expanded_attention_reference
 from mla_compile.kernels.expanded_attention import native as expanded_native
 from mla_compile.kernels.latent_attention import latent_attention_reference
-from mla_compile.kernels.latent_attention import native as latent_native
 from mla_compile.kernels.merge_states.arguments import MergeStates
 from mla_compile.kernels.paged_expanded_attention import paged_expanded_attention_reference
 from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
-from mla_compile.kernels.paged_latent_attention import native as paged_native
 from mla_compile.kernels.paged_latent_attention import paged_latent_attention_reference
-from mla_compile.kernels.per_head_matmul import native as matmul_native
 from mla_compile.kernels.per_head_matmul import per_head_matmul_reference
-from mla_compile.kernels.sparse_latent_attention import native as sparse_native
 from mla_compile.kernels.sparse_latent_attention import sparse_latent_attention_reference
 
 from .conftest import withdraw
@@ -38,22 +32,6 @@ SIZES = {
     "sequences and queries": (3, 4, 130, 5, 33, 8, 7, 8),
     "no keys": (2, 1, 0, 4, 16, 8, 8, 8),
 }
-
-
-@pytest.fixture
-def no_python(monkeypatch, dispatched):
-    """Torch calls C++, and an error is raised if a general implementation, in Python, is called."""
-
-    def called(*arguments):
-        raise AssertionError("the general implementation was called")
-
-    monkeypatch.setattr(latent_native, "_cached", called)
-    monkeypatch.setattr(matmul_native, "_suits", called)
-    monkeypatch.setattr(expanded_native, "attend_in_chunks", called)
-    for module in (paged_native, sparse_native):
-        monkeypatch.setattr(module, "Cached", called)
-    for bundle in (AppendLatents, MergeStates, PagedExpandedAttention):
-        monkeypatch.setattr(bundle, "check", called)
 
 
 @pytest.mark.diagonal
@@ -258,42 +236,6 @@ def test_merging_runs_no_python(no_python, shape, dtype):
     assert torch.equal(lse, expected[1])
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("one_scale", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize(("rank", "rope"), [(512, 64), (40, 6), (256, 0), (13, 3)])
-def test_appending_runs_no_python(no_python, rank, rope, dtype, one_scale, index):
-    """Numbers of all magnitudes: below the least step, half way between two steps, infinite and NaN."""
-    latent, k_rope = (torch.randn(2, 9, rank + rope) * torch.randn(9, 1).mul(20).exp2()).to(dtype)
-    latent, k_rope = latent[:, rope:], k_rope[:, rank:]
-    latent[3:6, ::7] = torch.tensor([0.0, torch.inf, torch.nan], dtype=dtype)[:, None]
-    latent[6] = torch.arange(rank).to(dtype) / 16 * 2.0**-6
-    latent[6, -1] = 448
-    width = rank + rope if one_scale else RowLayout(rank, rope, dtype).row_bytes
-    rows = torch.randint(0, 100, (5, 4, width + 16), dtype=torch.uint8)[1:, :, :width]
-    slots = torch.tensor([4, -1, 0, 15, 9, 1, 7, 8, 2], dtype=index)
-    scale = torch.tensor(1.0) if one_scale else None
-    found = []
-    for op in (torch.ops.mla.append_latents, append_latents_reference):
-        written = rows.clone()
-        op(latent, k_rope, slots, written.view(FP8) if one_scale else written, scale)
-        found.append(written)
-    assert torch.equal(*found)
-
-
-def test_every_number_is_appended_as_torch_rounds_it(no_python):
-    """All bit patterns of bfloat16, and float32 numbers at and next to those that are half way between two steps."""
-    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-    halfway = torch.arange(2**14, dtype=torch.int32).mul(2**17).view(torch.float32)
-    close = [halfway, *(torch.nextafter(halfway, torch.tensor(end)) for end in (0.0, torch.inf))]
-    latent = torch.cat([numbers, *close, *(-part for part in close)])[None]
-    rows = torch.zeros(1, 1, latent.shape[1], dtype=FP8)
-    torch.ops.mla.append_latents(latent, latent[:, :0], torch.tensor([0]), rows, torch.tensor(1.0))
-    expected = latent.clamp(-448, 448).to(FP8)
-    assert torch.equal(rows[0].isnan(), expected.isnan())
-    assert torch.equal(rows[0].view(torch.uint8)[~expected.isnan()], expected.view(torch.uint8)[~expected.isnan()])
-
-
 @pytest.mark.parametrize("change", ["a page that is not", "a length that cannot be", "a page of no tokens"])
 def test_pages_that_cannot_be_are_refused(dispatched, change):
     x = make_paged([20, 5], (1, 4, 16, 8), 8)
@@ -316,13 +258,6 @@ def test_what_chunks_of_pages_refuse_is_named(dispatched):
     x.cache[2][1, 0] = 1000
     with pytest.raises(KernelError, match=r"mla::paged_expanded_attention: expected pages from 0 to"):
         torch.ops.mla.paged_expanded_attention(*x.arguments, True, x.scale, 2)
-
-
-def test_nothing_is_appended_where_a_slot_cannot_be(dispatched):
-    rows = torch.zeros(2, 3, RowLayout(8, 4, torch.float32).row_bytes, dtype=torch.uint8)
-    with pytest.raises(KernelError, match=r"expected slots below 6, found slots\[1\] = 6"):
-        torch.ops.mla.append_latents(torch.ones(2, 8), torch.ones(2, 4), torch.tensor([0, 6]), rows)
-    assert not rows.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
