@@ -11,13 +11,13 @@ from dataclasses import replace
 from .laid import bound_axis
 from .operations import read_of
 from .substitution import change_read
-from .terms import Added, Axis, Contracted, Dim, Joined, Read, Scaled, Zeros
+from .terms import Added, Axis, Contracted, Dim, How, Joined, Read, Scaled, Zeros
 
 
-def multiplied(of: Read, by: Read, *, divides: bool = False) -> Read:
-    """`of * by`, or `of / by`, over the axes of both."""
+def multiplied(of: Read, by: Read, how: How = How.TIMES) -> Read:
+    """What `by` makes of `of`, over the axes of both."""
     own = _own((of, by))
-    return _read(Scaled(change_read(of, own), change_read(by, own), tuple(own.values()), divides), own)
+    return _read(Scaled(change_read(of, own), change_read(by, own), tuple(own.values()), how), own)
 
 
 def added(pieces: Sequence[Read]) -> Read:

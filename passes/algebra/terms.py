@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 
 from .sizes import Size, product, same
 
@@ -162,15 +163,25 @@ class Unread:
     node: Hashable
 
 
+class How(Enum):
+    """What one tensor does to the elements of another: it multiplies or divides them; or, where it is True, lets them
+    be or sets them to 0."""
+
+    TIMES = "*"
+    OVER = "/"
+    WHERE = "where"
+    UNLESS = "unless"
+
+
 @dataclass(frozen=True)
 class Scaled:
-    """A source that is not a tensor of the graph: `of * by`, or `of / by` if it `divides`, with a dimension for each of
+    """A source that is not a tensor of the graph: what `by` makes of the elements of `of`, with a dimension for each of
     `axes`."""
 
     of: Read
     by: Read
     axes: Dim
-    divides: bool = False
+    how: How = How.TIMES
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import fx
 from ..algebra import made, operations
 from ..algebra.operations import read_of
 from ..algebra.sizes import Unaligned
-from ..algebra.terms import Bits, Dim, Form, Product, Read, Term, Unread
+from ..algebra.terms import Bits, Dim, Form, How, Product, Read, Term, Unread
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..trace.trace import Trace
 from ..trace.weights import factors
@@ -62,7 +62,7 @@ def times(query: Term, by: Read, *, divides: bool) -> Term:
     """A query times, or divided by, what multiplies or divides all of its scores; in its own dtype."""
     source, casts = query.read.source, [step for step in query.read.then if isinstance(step, torch.dtype)]
     own = casts[-1:] or ([source.meta["val"].dtype] if isinstance(source, fx.Node) else [])
-    return Term(replace(made.multiplied(query.read, by, divides=divides), then=tuple(own)))
+    return Term(replace(made.multiplied(query.read, by, How.OVER if divides else How.TIMES), then=tuple(own)))
 
 
 def regrouped(parts: Product, is_outer: Callable[[Term], bool], trace: Trace) -> tuple[Product, fx.Node] | None:

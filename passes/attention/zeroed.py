@@ -66,14 +66,14 @@ def zeroed(node: fx.Node, trace: Trace) -> Zeroed | None:
             inverted = True
         case aten.where.self:
             mask, whole, number = arguments(node)
-            inverted = _is_zero(whole, trace)
+            inverted = is_zero(whole, trace)
             whole, number = (number, whole) if inverted else (whole, number)
         case aten.mul.Tensor:
             return _multiplied(node, trace)
         case _:
             return None
     source = copied(whole, trace)
-    if source is None or not _is_zero(number, trace):
+    if source is None or not is_zero(number, trace):
         return None
     between = (number,) if is_tensor(number) and arguments(number)[:1] == (whole,) else ()
     if inverted and (asked := _not_a_number(mask, source, trace)):
@@ -123,7 +123,8 @@ def _not_a_number(mask: Any, of: fx.Node, trace: Trace) -> tuple[fx.Node, ...]:
     return (source,) if asks and copied(a, trace) is of else ()
 
 
-def _is_zero(value: Any, trace: Trace) -> bool:
+def is_zero(value: Any, trace: Trace) -> bool:
+    """Whether a number or a tensor is 0 throughout."""
     return constant_of(value) == 0 or (is_tensor(value) and isinstance(trace[value].term.parts, Zero))
 
 

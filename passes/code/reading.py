@@ -25,6 +25,7 @@ from ..algebra.terms import (
     Contracted,
     Digit,
     Dim,
+    How,
     Joined,
     Laid,
     Read,
@@ -145,8 +146,7 @@ class Reader:
         assert isinstance(source, Scaled | Stacked | Joined | Added)
         dims = [(axis,) for axis in source.axes]
         if isinstance(source, Scaled):
-            of, by = self(source.of, *dims), self(source.by, *dims, broadcast=False)
-            return of / by if source.divides else of * by
+            return changed(self(source.of, *dims), self(source.by, *dims, broadcast=False), source.how)
         if isinstance(source, Stacked):
             return torch.stack([self(piece, *dims) for piece in source.pieces])
         if isinstance(source, Joined):
@@ -162,6 +162,18 @@ class Reader:
         columns = tuple(axis for axis in source.axes if axis in right.axes and axis not in both)
         product = wide(self(left, both, rows, summed)) @ wide(self(right, both, summed, columns))
         return write_as(product, (both, rows, columns), [(axis,) for axis in source.axes], self.realize)
+
+
+def changed(of: Tensor, by: Tensor, how: How) -> Tensor:
+    """What a tensor makes of another; a bool tensor also of elements that are NaN."""
+    match how:
+        case How.TIMES:
+            return of * by
+        case How.OVER:
+            return of / by
+        case How.WHERE:
+            return torch.where(by, of, 0.0)
+    return of.masked_fill(by, 0.0)
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -3,6 +3,9 @@
     key   = (latent W_UK) g        =        (g latent) W_UK
     value = (latent W_UV) g        =        (g latent) W_UV
 
+    key   = where(m, latent W_UK, 0)    =    where(m, latent, 0) W_UK        m: a bool of each key
+    key   = where(m, latent W1, latent W2)   =   where(m, latent, 0) W1 + where(m, 0, latent) W2
+
 The same goes for the factor of a norm of the latent that is applied after the up-projection, for a factor of each group
 of heads where groups have a latent each, and for factors of the addends of a sum. Where keys and values have different
 factors, or only one of them has any, they have two latents, not one.
@@ -15,6 +18,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from ..algebra import operations
@@ -22,9 +26,10 @@ from ..algebra.elementwise import addends
 from ..algebra.made import multiplied
 from ..algebra.sizes import Size, Unaligned, product, total
 from ..algebra.substitution import Split
-from ..algebra.terms import Axis, Bits, Dim, Form, Join, Product, Read, Segment, Sum, Term, Unread, Zero
+from ..algebra.terms import Axis, Bits, Dim, Form, How, Join, Product, Read, Segment, Sum, Term, Unread, Zero
 from ..attention.attention import Attention
-from ..nodes.arguments import arguments, aten, factor_of, is_tensor
+from ..attention.zeroed import is_zero
+from ..nodes.arguments import NEGATIONS, arguments, aten, factor_of, is_tensor
 from ..trace.trace import Trace
 from ..trace.weights import factors
 from .groups import changed
@@ -35,6 +40,7 @@ _DEPTH = 8
 _DIVIDE = {aten.div.Tensor, aten.div.Scalar}
 _ADD = {aten.add.Tensor, aten.sub.Tensor}
 _MULTIPLY = {aten.mul.Tensor, aten.mul.Scalar, *_DIVIDE}
+_CHOOSE = {aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self}
 
 
 def ungated(attention: Attention, trace: Trace) -> Attention | None:
@@ -82,7 +88,7 @@ def _merged(term: Term, trace: Trace) -> Iterator[tuple[Axis, Dim]]:
             yield from _merged(segment.term, trace)
         return
     node, read = term.read.source, replace(term.read, then=())
-    if not isinstance(node, fx.Node) or node.target not in _MULTIPLY:
+    if not isinstance(node, fx.Node) or node.target not in _MULTIPLY | _CHOOSE:
         return
     whole, forms = factors(trace, node)
     for digits, axes in zip(read.dims, whole.dims, strict=True):
@@ -124,21 +130,23 @@ def _without(term: Term, keys: set[Axis], trace: Trace, depth: int = 0) -> Term 
         return None
     if node.target in _ADD:
         return _without_any(term, node, keys, trace, depth + 1)
+    if node.target in _CHOOSE:
+        return _chosen(term, node, keys, trace, depth + 1)
     if node.target not in _MULTIPLY:
         return None
-    divides = node.target in _DIVIDE
+    how = How.OVER if node.target in _DIVIDE else How.TIMES
     a, b = arguments(node)[:2]
     if not is_tensor(a) or a is b or not (is_tensor(b) or b):
         return None
     with contextlib.suppress(Unaligned):
         if not is_tensor(b):
             inner = _without(_at(trace[a], trace[a].term, term.read), keys, trace, depth + 1)
-            return None if inner is None else operations.scaled(Form((), inner), 1 / b if divides else b).term
+            return None if inner is None else operations.scaled(Form((), inner), 1 / b if how is How.OVER else b).term
         whole, forms = factors(trace, node)
-        for form, factor in (forms,) if divides else (forms, forms[::-1]):
+        for form, factor in (forms,) if how is How.OVER else (forms, forms[::-1]):
             times, by = (_at(whole, each.term, term.read) for each in (form, factor))
             times = _without(times, keys, trace, depth + 1) or times
-            found = _times(times, by.read, keys, divides) if times.parts is not None else None
+            found = _changed(times, by.read, keys, how) if times.parts is not None else None
             if found is not None:
                 return replace(found, read=term.read)
     return None
@@ -161,14 +169,46 @@ def _without_any(term: Term, node: fx.Node, keys: set[Axis], trace: Trace, depth
     return None
 
 
+def _chosen(term: Term, node: fx.Node, keys: set[Axis], trace: Trace, depth: int) -> Term | None:
+    """`term`, an element of what `node` chooses by a bool of each key from products and 0, as the sum of products of
+    latents that are 0 where theirs are not chosen; None if it chooses otherwise."""
+    if node.target is aten.where.self:
+        mask, first, second = arguments(node)
+        choices = [(first, How.WHERE), (second, How.UNLESS)]
+    else:
+        first, mask, second = arguments(node)
+        choices = [(first, How.UNLESS), (second, How.WHERE)]
+    while mask.target in NEGATIONS:
+        (mask,) = arguments(mask)
+        choices = [(of, How.WHERE if how is How.UNLESS else How.UNLESS) for of, how in choices]
+    choices = [(of, how) for of, how in choices if not is_zero(of, trace)]
+    if mask.meta["val"].dtype != torch.bool or not choices or not all(is_tensor(of) for of, _ in choices):
+        return None
+    found: list[Term] = []
+    with contextlib.suppress(Unaligned):
+        for of, how in choices:
+            whole, forms = factors(trace, node, (of, mask))
+            one, by = (_at(whole, form.term, term.read) for form in forms)
+            one = _without(one, keys, trace, depth) or one
+            if one.parts is None or (moved := _changed(one, by.read, keys, how)) is None:
+                return None
+            found.append(moved)
+        one, *others = found
+        return replace(term, parts=Sum(tuple(addends(found)))) if others else replace(one, read=term.read)
+    return None
+
+
 def _at(form: Form, term: Term, read: Read) -> Term:
     """A term over a form's axes, at the place that `read` reads, before what that does to it `then`."""
     return operations.term_of(replace(form, term=term), replace(read, then=()))
 
 
-def _times(term: Term, by: Read, keys: set[Axis], divides: bool) -> Term | None:
-    """A term times a factor, which a factor of each product in it takes; None if in one neither has all of its axes."""
-    read = multiplied(term.read, by, divides=divides) if not isinstance(term.read.source, Unread) else term.read
+def _changed(term: Term, by: Read, keys: set[Axis], how: How) -> Term | None:
+    """A term that a factor changes, as does a factor of each product in it; None if in one neither has all axes of it.
+
+    Only what runs over keys is set to 0: a weight would still be multiplied by latents that may be NaN.
+    """
+    read = multiplied(term.read, by, how) if not isinstance(term.read.source, Unread) else term.read
     match term.parts:
         case None:
             return None if isinstance(term.read.source, Unread) else Term(read)
@@ -176,12 +216,14 @@ def _times(term: Term, by: Read, keys: set[Axis], divides: bool) -> Term | None:
             return term
         case Product(left, right) as parts:
             for side in sorted((left, right), key=lambda each: not each.axes & keys):
+                if how in (How.WHERE, How.UNLESS) and not side.axes & keys:
+                    continue
                 if by.axes <= side.axes - set(parts.summed) and not isinstance(side.read.source, Unread):
-                    inner = _times(side, by, keys, divides) if side.parts is not None else None
-                    own = inner or Term(multiplied(side.read, by, divides=divides))
+                    inner = _changed(side, by, keys, how) if side.parts is not None else None
+                    own = inner or Term(multiplied(side.read, by, how))
                     return Term(read, replace(parts, left=own) if side is left else replace(parts, right=own))
         case Sum(terms):
-            each = [_times(addend, by, keys, divides) for addend in terms]
+            each = [_changed(addend, by, keys, how) for addend in terms]
             known = tuple(addend for addend in each if addend is not None)
             return Term(read, Sum(known)) if len(known) == len(terms) else None
         case Join(axis, segments):
@@ -189,7 +231,7 @@ def _times(term: Term, by: Read, keys: set[Axis], divides: bool) -> Term | None:
             pieces: list[Segment] = []
             for segment in segments:
                 part = operations.piece_of(Term(by), axis, start, segment.axes).read
-                if (piece := _times(segment.term, part, keys, divides)) is None:
+                if (piece := _changed(segment.term, part, keys, how)) is None:
                     return None
                 pieces.append(replace(segment, term=piece))
                 start = total([start, segment.size])

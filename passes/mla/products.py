@@ -108,7 +108,7 @@ def same_tensor(a: Read, b: Read) -> bool:
     a, b = _plainly(without_widening(a)), _plainly(without_widening(b))
     if not isinstance(a.source, Scaled) or not isinstance(b.source, Scaled) or a == b:
         return a == b
-    if replace(a, source=None) != replace(b, source=None) or a.source.divides != b.source.divides:
+    if replace(a, source=None) != replace(b, source=None) or a.source.how != b.source.how:
         return False
     own = dict(zip(b.source.axes, a.source.axes, strict=True))  # their dimensions match, as they are read alike
     pairs = (a.source.of, b.source.of), (a.source.by, b.source.by)

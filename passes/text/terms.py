@@ -40,9 +40,9 @@ def read_text(read: Read, names: Names) -> str:
     """What a read names: its tensor, the index in each dimension, and what was done to it after."""
     source: Any = read.source
     match source:
-        case Scaled(of, by, axes, divides):
+        case Scaled(of, by, axes, how):
             inner = _own(axes)
-            name = f"({read_text(of, inner)} {'/' if divides else '*'} {read_text(by, inner)})"
+            name = f"({read_text(of, inner)} {how.value} {read_text(by, inner)})"
         case Added(pieces, axes):
             inner = _own(axes)
             name = f"({' + '.join(read_text(piece, inner) for piece in pieces)})"

@@ -9,6 +9,7 @@ learned number scales all columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,9 +116,9 @@ def _times(term: Term, factor: float) -> Term:
     return operations.scaled(Form((), term), factor).term
 
 
-def factors(trace: Forms, node: fx.Node) -> tuple[Form, list[Form]]:
-    """The form of a product of tensors, as a leaf, and the forms of its operands, all over common axes."""
-    operands, rank = [trace[operand] for operand in node.all_input_nodes], node.meta["val"].dim()
+def factors(trace: Forms, node: fx.Node, of: Sequence[fx.Node] = ()) -> tuple[Form, list[Form]]:
+    """The form of an elementwise function, as a leaf, and those of its operands, or of some, all over common axes."""
+    operands, rank = [trace[operand] for operand in of or node.all_input_nodes], node.meta["val"].dim()
     whole = elementwise.pointwise(node, operands, [1] * rank)
     labels = [range(rank), *(range(rank - len(operand.dims), rank) for operand in operands)]
     (whole, *forms), _ = operations.align([whole, *operands], labels)

@@ -1,0 +1,118 @@
+"""Keys and values that are set to 0 for some tokens, or projected by another weight: a choice between latents and 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.passes import spellings as mla
+from tests.passes.checks import check_rewritten, compiled, unfolded
+from tests.passes.graphs import capture, rewrite, run
+from tests.passes.mla.test_gated import gated
+from tests.passes.spellings import Function, L, N, P, T, V, sealed
+from tests.training import assert_every_gradient
+
+
+def padding(latent: Tensor) -> Tensor:
+    """A bool of each key, `[B, T]`."""
+    return latent[..., 0] > 0.3
+
+
+def chosen(keys: Function, values: Function, **options: Function | bool) -> Function:
+    return gated(padding, keys=keys, values=values, **options)
+
+
+def filled(tensor: Tensor, mask: Tensor) -> Tensor:
+    return tensor.masked_fill(mask, 0.0)
+
+
+def filled_before_heads(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    kv = (latent @ w_kv).masked_fill(padding(latent)[..., None], 0.0)
+    k, v = kv.unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], -1)
+    return sealed(mla.queries(x, w_q), torch.cat([k, mla.to_heads(k_rope)], -1), v)
+
+
+CHOSEN: dict[str, Callable[..., Tensor]] = {
+    "filled": chosen(filled, filled),
+    "filled with all of the keys": chosen(filled, filled, whole=True),
+    "filled before heads are split off": filled_before_heads,
+    "where": chosen(lambda k, m: torch.where(m, k, 0), lambda v, m: torch.where(m, v, torch.zeros_like(v))),
+    "where, and where not": chosen(lambda k, m: torch.where(m, 0.0, k), lambda v, m: torch.where(~m, v, 0.0)),
+    "times a number": chosen(lambda k, m: filled(k, m) * 0.5, lambda v, m: filled(2 * v, m)),
+    "a tensor of 0": chosen(*[lambda t, m: t.masked_fill(m, torch.tensor(0.0).double())] * 2),
+    "softmax by hand": chosen(filled, filled, attend=mla.softmax),
+}
+
+
+@pytest.mark.parametrize("function", CHOSEN.values(), ids=CHOSEN)
+def test_the_latent_is_set_to_zero_instead(function: Function) -> None:
+    check_rewritten(function, mla.tensors())
+
+
+def two_weights(attend: Function) -> Function:
+    """Tokens of two kinds, as text and images, whose latents are up-projected by a weight each."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        of_image = padding(latent)[:, None, :, None]
+        pairs = zip(mla.up_projected(latent, w_kv), mla.up_projected(latent, w_kv.flip(0) * 2), strict=True)
+        k, v = (torch.where(of_image, *pair) for pair in pairs)
+        return attend(mla.queries(x, w_q), torch.cat([k, mla.to_heads(k_rope)], -1), v)
+
+    return attention
+
+
+@pytest.mark.parametrize("path", ["absorbed", "chunked"])
+@pytest.mark.parametrize("function", [two_weights(sealed), chosen(lambda k, _: k, filled)], ids=["weights", "values"])
+def test_there_are_two_latents_where_one_does_not_do(function: Function, path: str) -> None:
+    for _, module, (outcome,) in compiled(function, mla.tensors(), paths=[path]):
+        assert outcome.path == path
+        assert (outcome.shapes["L"], outcome.shapes.get("Lk")) in [(str(2 * L), None), (str(L), str(L))]
+        assert not unfolded(module)
+
+
+@pytest.mark.parametrize("path", ["absorbed", "chunked"])
+@pytest.mark.parametrize("function", CHOSEN.values(), ids=CHOSEN)
+def test_what_is_set_to_zero_may_be_nan(function: Function, path: str) -> None:
+    """All queries see these keys, whose scores are those of the rope keys alone."""
+    x, latent, *rest = mla.tensors()
+    latent[..., 1:].masked_fill_(padding(latent)[..., None] == (function is not CHOSEN["where"]), torch.nan)
+    module = capture(function, x, latent, *rest)
+    before = run(module, x, latent, *rest)
+    (outcome,) = rewrite(module, path)
+    assert outcome.path == path
+    assert before.isfinite().all()
+    torch.testing.assert_close(run(module, x, latent, *rest), before)
+
+
+class Filled(nn.Module):
+    forward = staticmethod(chosen(filled, filled, attend=mla.softmax))
+
+
+class OfTwoKinds(nn.Module):
+    forward = staticmethod(two_weights(mla.softmax))
+
+
+@pytest.mark.parametrize("module", [Filled, OfTwoKinds])
+def test_they_are_trained(module: type[nn.Module]) -> None:
+    trained = assert_every_gradient(module(), [*mla.tensors()])
+    assert [outcome.path for outcome in trained.outcomes] == ["chunked"]
+
+
+UNCHANGED: dict[str, Function] = {
+    "another number": chosen(filled, lambda v, m: v.masked_fill(m, 1.0)),
+    "a value that is learned": chosen(filled, lambda v, m: torch.where(m, v, torch.arange(V).double())),
+    "of some heads": chosen(filled, lambda v, _: v.masked_fill((torch.arange(N) == 1)[:, None, None], 0.0)),
+    "some columns": chosen(filled, lambda v, _: v.masked_fill(torch.arange(V) == 1, 0.0)),
+    "of each head and key": chosen(filled, lambda v, _: v.masked_fill(torch.ones(N, T).tril().bool()[..., None], 0.0)),
+    "negative numbers": chosen(filled, lambda v, _: torch.where(v > 0, v, 0.0)),
+}
+
+
+@pytest.mark.parametrize("function", UNCHANGED.values(), ids=UNCHANGED)
+def test_a_near_miss_stays_as_it_is(function: Function) -> None:
+    (outcome,) = rewrite(capture(function, *mla.tensors()))
+    assert outcome.path == "unchanged"
+    assert "expected values that are an up-projection of a latent" in outcome.reason
