@@ -42,7 +42,9 @@ from transformers.distributed import DistributedConfig
 
 from mla_compile import ContinuousModel, tp_plan
 
-DEFAULTS = {"temperature": 0, "n": 1, "best_of": 1, "echo": False, "logprobs": None, "stop": None, "suffix": None}
+DEFAULTS: dict[str, Any] = {"temperature": 0, "n": 1, "best_of": 1, "echo": False}
+DEFAULTS |= {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}}
+DEFAULTS |= dict.fromkeys(("logprobs", "stop", "suffix", "tools"))
 """Fields that a request may contain, but only with these values."""
 
 
@@ -78,7 +80,7 @@ class Engine:
         if not (isinstance(prompt, list) and prompt and all(type(t) is int and t in vocabulary for t in prompt)):
             raise HTTPException(400, f"expected a prompt: a text, or tokens from 0 to {vocabulary[-1]}")
         if type(count) is not int or count < 1:
-            raise HTTPException(400, f"expected max_tokens of at least 1, found {count}")
+            raise HTTPException(400, f"expected max_tokens to be a whole number of at least 1, found {count!r}")
         if len(prompt) + count > self.most:
             raise HTTPException(400, f"expected at most {self.most} tokens, found {len(prompt)} and {count} to write")
 
@@ -136,6 +138,11 @@ class Writing:
     def reason(self) -> str:
         return "stop" if self.tokens[-1] == self.engine.tokenizer.eos_token_id else "length"
 
+    @property
+    def usage(self) -> dict[str, int]:
+        usage = {"prompt_tokens": len(self.prompt), "completion_tokens": len(self.tokens)}
+        return usage | {"total_tokens": sum(usage.values())}
+
     def answer(self, text: str, reason: str | None, chunk: bool = False) -> dict[str, Any]:
         """A whole completion, or a chunk of one."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
@@ -160,11 +167,9 @@ class Writing:
             writing.cancel()
             return Response(status_code=499)
         writing.result()
-        usage = {"prompt_tokens": len(self.prompt), "completion_tokens": len(self.tokens)}
-        usage["total_tokens"] = sum(usage.values())
-        return JSONResponse(self.answer(self.text, self.reason) | {"usage": usage})
+        return JSONResponse(self.answer(self.text, self.reason) | {"usage": self.usage})
 
-    async def stream(self) -> AsyncIterator[str]:
+    async def stream(self, with_usage: bool) -> AsyncIterator[str]:
         """Yield server-sent events. A character whose bytes are incomplete waits for the rest."""
         sent = 0
         async with contextlib.aclosing(self.engine.write(self.prompt, self.count)) as written:
@@ -175,6 +180,8 @@ class Writing:
                     yield _event(self.answer(text[sent:], None, chunk=True))
                     sent = len(text)
         yield _event(self.answer(self.text[sent:], self.reason, chunk=True))
+        if with_usage:
+            yield _event(self.answer("", None, chunk=True) | {"choices": [], "usage": self.usage})
         yield "data: [DONE]\n\n"
 
 
@@ -203,12 +210,18 @@ def application(engine: Engine, name: str) -> Starlette:
 
     async def complete(request: Request) -> Response:
         try:
-            body, chat = dict(await request.json()), "chat" in request.url.path
+            body, chat = await request.json(), "chat" in request.url.path
         except (TypeError, ValueError, RecursionError) as error:
             raise HTTPException(400, f"expected a JSON object: {error}") from error
+        if not isinstance(body, dict):
+            raise HTTPException(400, f"expected a JSON object, found a {type(body).__name__}")
+        if not isinstance(body.get("stream") or False, bool):
+            raise HTTPException(400, f"expected stream to be true or false, found {body['stream']!r}")
+        if not isinstance(streaming := body.get("stream_options") or {}, dict):
+            raise HTTPException(400, f"expected stream_options to be an object, found {streaming!r}")
         for key, value in DEFAULTS.items():
             if body.get(key) not in (None, value):
-                raise HTTPException(400, f"expected {key} to be {value}, found {body[key]}")
+                raise HTTPException(400, f"expected {key} to be {value}, found {body[key]!r}")
         counts = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
         try:
             prompt, count = tokens_of(body, chat), (counts or [16])[0]
@@ -217,7 +230,8 @@ def application(engine: Engine, name: str) -> Starlette:
         engine.check(prompt, count)
         writing = Writing(engine, name, chat, prompt, count)
         if body.get("stream"):
-            return StreamingResponse(writing.stream(), media_type="text/event-stream")
+            written = writing.stream(bool(streaming.get("include_usage")))
+            return StreamingResponse(written, media_type="text/event-stream")
         return await writing.whole(request)
 
     async def models(_: Request) -> Response:

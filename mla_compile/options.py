@@ -20,6 +20,7 @@ from .errors import OptionError
 
 PREFIX = "mla."
 OFF = "off"
+MOST_TOKENS = 2**31 - 1
 """The value of `mla.path` that leaves everything to stock Inductor."""
 
 KEEP_ALL, QUERIES = "nothing", "queries"
@@ -98,8 +99,9 @@ class Options:
             if (given := getattr(self, name)) is not None and not _two_numbers(given, least=name == "link"):
                 raise OptionError(f"mla.{name}: expected a pair of positive numbers, {what}, found {given!r}")
         tokens = self.workspace_tokens
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-            raise OptionError(f"mla.workspace_tokens: expected a whole number of keys, at least 1, found {tokens!r}")
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= MOST_TOKENS:
+            expected = f"a whole number of keys from 1 to {MOST_TOKENS}"
+            raise OptionError(f"mla.workspace_tokens: expected {expected}, found {tokens!r}")
 
 
 def _two_numbers(given: object, *, least: bool) -> bool:
@@ -116,7 +118,7 @@ def parse(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Options,
 
     Raises:
         OptionError: for a key that is no string or unknown (the message names the nearest known one), or an invalid
-            value.
+            value or mode.
     """
     given = dict(options or {})
     for key in given:
@@ -128,6 +130,8 @@ def parse(options: Mapping[str, Any] | None, mode: str | None) -> tuple[Options,
     for name in ours:
         if name not in names:
             raise OptionError(_unknown(PREFIX + name, [PREFIX + known for known in names]))
+    if mode is not None and not isinstance(mode, str):
+        raise OptionError(f"mode: expected a string, found {mode!r}")
     try:
         inductor = dict(torch._inductor.list_mode_options(mode)) if mode not in (None, "default") else {}
     except RuntimeError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -130,11 +130,14 @@ def last_report() -> Report | None:
 
 
 def merged(parts: Sequence[Report]) -> Report:
-    """Merge the reports of several compilations into one."""
+    """Merge the reports of several compilations into one, in which notes say of how many graphs they are."""
     seconds: dict[str, float] = {}
     for part in parts:
         for name, value in part.seconds.items():
             seconds[name] = seconds.get(name, 0.0) + value
-    notes = dict.fromkeys(part.note for part in parts if part.note)
+    notes = Counter(part.note for part in parts if part.note)
+    told = [
+        note if count == len(parts) else f"in {count} of {len(parts)} graphs {note}" for note, count in notes.items()
+    ]
     kernels = dict.fromkeys(sentence for part in parts for sentence in part.kernels)
-    return Report(tuple(site for part in parts for site in part.sites), "; ".join(notes), seconds, tuple(kernels))
+    return Report(tuple(site for part in parts for site in part.sites), "; ".join(told), seconds, tuple(kernels))

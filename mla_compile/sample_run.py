@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -45,6 +46,8 @@ def load(name: str, tokens: int, user: str, cache_kind: Literal["dynamic", "stat
     require("transformers", "hf", user)
     import transformers
 
+    if not Path(name).exists() and (Path(name).is_absolute() or name.startswith((".", "~"))):
+        raise FileNotFoundError(f"expected the folder of a model, or its name on the hub, found no folder {name}")
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(name)
     except (ImportError, OSError):

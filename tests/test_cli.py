@@ -120,6 +120,12 @@ def test_plot_is_refused_before_anything_is_measured(calls, monkeypatch, capsys)
     assert "pip install 'mla-compile[plot]'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["explain"], ["inspect", "--out", "folder"]], ids=lambda command: command[0])
+def test_a_folder_that_is_not_there_is_one_line(command, tmp_path, capsys):
+    assert cli.main([*command, f"{tmp_path}/none"]) == 2
+    assert capsys.readouterr().err.startswith("mla-compile: expected the folder of a model, or its name on the hub,")
+
+
 def test_commands_register_themselves():
     assert command in cli.COMMANDS
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import mla_compile
 from mla_compile.passes.outcome import Outcome
-from mla_compile.report import MOST_REPORTS, Report, record
+from mla_compile.report import MOST_REPORTS, Report, merged, record
 
 N, L, P, V = 2, 4, 3, 3
 
@@ -51,3 +51,14 @@ def test_the_latest_reports_are_kept() -> None:
     kept = [report.note for report in mla_compile.reports()]
     assert kept == [f"number {number}" for number in range(2, MOST_REPORTS + 2)]
     assert mla_compile.last_report() == Report((), kept[-1])
+
+
+def test_a_note_of_some_graphs_is_no_note_of_all() -> None:
+    fine, miss = (
+        Outcome("bmm", "model.py:1", "", "absorbed", "few"),
+        Outcome("bmm", "model.py:1", "", "unchanged", "no"),
+    )
+    rewritten, stock = Report((fine,), kernels=("ours",)), Report((miss,), "nothing to rewrite")
+    both = str(merged([rewritten, stock, rewritten]))
+    assert both.startswith("2 of 3 attentions rewritten: in 1 of 3 graphs nothing to rewrite\n")
+    assert str(merged([stock, stock])).startswith("0 of 2 attentions rewritten: nothing to rewrite\n")

@@ -104,8 +104,14 @@ async def ask_all(running, requests, seconds_between=0.0):
             answer = await client.completions.create(model=NAME, prompt=prompt, max_tokens=count, temperature=0)
             assert answer.usage.completion_tokens <= count
             return answer.choices[0].text
-        stream = await client.completions.create(model=NAME, prompt=prompt, max_tokens=count, stream=True)
-        parts = [chunk.choices[0] async for chunk in stream]
+        asked = {"stream": True, "stream_options": {"include_usage": i % 4 == 0}}
+        stream = await client.completions.create(model=NAME, prompt=prompt, max_tokens=count, **asked)
+        chunks = [chunk async for chunk in stream]
+        if i % 4 == 0:
+            last = chunks.pop()
+            assert not last.choices
+            assert 1 <= last.usage.completion_tokens <= count
+        parts = [chunk.choices[0] for chunk in chunks]
         assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
         assert parts[-1].finish_reason in ("length", "stop")
         return "".join(part.text for part in parts)
@@ -141,13 +147,14 @@ def test_each_of_many_requests_gets_what_it_would_get_alone(running):
     ("more", "message"),
     [
         ({"max_tokens": 300}, "expected at most 256 tokens, found 1 and 300 to write"),
-        ({"max_tokens": 0}, "expected max_tokens of at least 1, found 0"),
+        ({"max_tokens": 0}, "expected max_tokens to be a whole number of at least 1, found 0"),
+        ({"logit_bias": {"5": 10}}, "expected logit_bias to be {}, found {'5': 10}"),
         ({"prompt": ""}, "expected a prompt: a text, or tokens from 0 to 1535"),
         ({"prompt": ["import", "os"]}, "expected a prompt: a text, or tokens from 0 to 1535"),
         ({"prompt": [5, 1536]}, "expected a prompt: a text, or tokens from 0 to 1535"),
         ({"temperature": 0.7}, "expected temperature to be 0, found 0.7"),
     ],
-    ids=["too long", "none to write", "nothing", "several", "no token", "sampling"],
+    ids=["too long", "none to write", "biased", "nothing", "several", "no token", "sampling"],
 )
 def test_what_it_cannot_do_is_refused_with_a_reason(running, more, message):
     async def ask():
@@ -161,6 +168,10 @@ def test_what_it_cannot_do_is_refused_with_a_reason(running, more, message):
 NO_REQUESTS = {
     "text": b"import",
     "list": b"[1, 2]",
+    "pairs": b'[["prompt", "import"]]',
+    "a word for a number": b'{"prompt": "import", "max_tokens": "3"}',
+    "a word for false": b'{"prompt": "import", "stream": "false"}',
+    "a list of options": b'{"prompt": "import", "stream": true, "stream_options": [1]}',
     "no prompt": b'{"messages": 3}',
     "half a character": b'{"prompt": "\\ud800", "max_tokens": 2}',
     "nested": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",

@@ -180,7 +180,8 @@ class ContinuousModel(nn.Module, ContinuousMixin):
             mask = attention_mask.clone(memory_format=torch.contiguous_format)
             return self._varlen(input_ids, position_ids, mask, logits_to_keep, new, seen)
         start = cu_seq_lens_k["full_attention"].long()
-        most = -(-max_length_k["full_attention"] // size)  # pages of one request
+        # Pages of one request: at least two, as torch compiles anew for one where there were more, and the other way.
+        most = max(-(-max_length_k["full_attention"] // size), 2)
         first = start[:-1, None] + size * torch.arange(most, device=start.device)  # first token of each page
         table = read[first.clamp(max=read.shape[0] - 1)] // stride
         output = self._decode(input_ids.T, position_ids.T, start.diff(), new, table)

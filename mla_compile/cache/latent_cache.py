@@ -194,9 +194,8 @@ class PagedLatentCache(Base):
             raise CacheMismatchError(
                 f"expected latents and rope keys of widths {expected}, found {latent_width} and {rope_width}"
             )
-        for tensor in (key_states, value_states):
-            self.pool.check(tensor)
-        tokens = torch.cat([key_states, value_states], dim=-1)[:, 0]
+        tokens = torch.cat([key_states, value_states], dim=-1)[:, 0]  # under autocast one may be wider than the other
+        self.pool.check(tokens)
         if missing := self.pool.rope_width - rope_width:
             tokens = F.pad(tokens, (0, missing))
         table = self._new_table(batch) if self._table is None else self._table

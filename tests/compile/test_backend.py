@@ -56,7 +56,8 @@ def test_torch_finds_the_backend_by_name():
         ({"max_autotun": True}, "unknown option 'max_autotun': the nearest is 'max_autotune'"),
         ({"cpp_wrapper": "False"}, "cpp_wrapper: expected a value of type bool, found 'False'"),
         ({"mla.path": "fast"}, "mla.path: expected one of auto, absorbed, chunked, values, off, found 'fast'"),
-        ({"mla.workspace_tokens": 0}, "mla.workspace_tokens: expected a whole number of keys, at least 1, found 0"),
+        ({"mla.workspace_tokens": 0}, "expected a whole number of keys from 1 to 2147483647, found 0"),
+        ({"mla.workspace_tokens": 2**63}, "expected a whole number of keys from 1 to 2147483647, found 92233720368547"),
         ({"mla.keys_stay": "yes"}, "mla.keys_stay: expected True or False, found 'yes'"),
         (
             {"mla.link": (0.0, 0.0)},
@@ -80,6 +81,11 @@ def test_a_wrong_option_is_refused_with_the_nearest_right_one(options, message):
     with pytest.raises(Exception, match="OptionError") as caught:
         compiled(*decode_inputs())
     assert message in str(caught.value)
+
+
+def test_a_mode_that_is_no_string_is_refused():
+    with pytest.raises(mla_compile.OptionError, match=r"mode: expected a string, found \['default'\]"):
+        parse(None, ["default"])
 
 
 def test_pairs_of_numbers_may_be_lists():

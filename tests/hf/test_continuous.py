@@ -153,9 +153,9 @@ def test_in_few_bits_it_writes_what_generate_does_in_few_bits(model, requests, d
         assert output.generated_tokens == alone[0, len(prompt) :].tolist()
 
 
-def assert_compiled_as_eager(model, requests, expected, most, *fields):
+def assert_compiled_as_eager(model, requests, expected, most, *fields, page_size=8):
     config = transformers.CompileConfig(backend="mla", mode="default", dynamic=True, fullgraph=True)
-    batched = ContinuousModel(model, pages=64, page_size=8)
+    batched = ContinuousModel(model, pages=512 // page_size, page_size=page_size)
     assert serve(batched, requests, together=6, **dict.fromkeys(fields, config)) == expected
     reports = mla_compile.reports()
     assert 1 <= len(reports) <= most
@@ -167,9 +167,9 @@ def assert_compiled_as_eager(model, requests, expected, most, *fields):
 
 @pytest.mark.usefixtures("without_codegen")
 def test_compiled_decoding_writes_the_same(requests):
-    """Two compilations: of one request, and of several."""
+    """Two compilations: of one request, and of several, whether all fit into one page or not."""
     model, some = load(layers=1), {str(i): requests[str(i)] for i in range(12)}
-    assert_compiled_as_eager(model, some, write_one_by_one(model, some), 2, "decode_compile_config")
+    assert_compiled_as_eager(model, some, write_one_by_one(model, some), 2, "decode_compile_config", page_size=64)
 
 
 @pytest.mark.slow

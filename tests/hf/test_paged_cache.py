@@ -336,3 +336,21 @@ def test_compiled_generation_with_an_indexer_is_eagers():
     sites = [site for report in mla_compile.reports() for site in report.sites]
     assert sites
     assert all(site.rewritten for site in sites)
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_under_autocast_rope_keys_may_be_narrower_than_latents():
+    """DeepSeek-V2 casts rope keys back to the dtype of the products."""
+    model = build("v2", layers=1)
+    ids = prompt(2)["input_ids"]
+    compiled = torch.compile(model, backend="mla", fullgraph=True)
+
+    def steps(run, cache):
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.cat([run(part, past_key_values=cache).logits for part in ids.split([7, 2], 1)], 1)
+
+    eager = steps(model, transformers.DynamicCache(config=model.config))
+    found = steps(compiled, PagedLatentCache.of(model, pages=8, page_size=4))
+    assert mla_compile.last_report().rewritten == 1
+    exact = model.double()(ids).logits
+    assert_as_close_as_eager(found, eager, exact)
