@@ -52,7 +52,7 @@ class Model(nn.Module):
         return x, tuple(caches)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.usefixtures("without_codegen")
 def test_prompts_and_steps_at_any_length(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -182,16 +182,14 @@ SPELLED = {
     name: Case(name) for name in ("along_tokens", "tokens_first", "into_tensor", "list_of_tensors", "redistributed")
 }
 MASKED = {
-    f"{layout}, {mask}, {Sq} queries": Case(
-        layout, "masks", Sq, mask, compiled=coded == (layout, mask, Sq), code=coded == (layout, mask, Sq)
-    )
-    for coded in [("by_page", "lengths", 3)]
+    f"{layout}, {mask}, {Sq} queries": Case(layout, "masks", Sq, mask)
     for layout in ("along_tokens", "by_token", "by_page")
     for mask in ("causal", "lengths")
     for Sq in (1, 3)
 }
 SOON = ("along_tokens, causal, 3", "along_tokens, lengths, 1", "by_token, causal, 1", "by_token, lengths, 3")
 SOON += ("by_page, causal, 1", "by_page, lengths, 3")
+MASKED["with generated code"] = Case("by_page", "masks", 3, "lengths", compiled=True, code=True)
 SLOW_MASKED = [name for name in MASKED if not name.startswith(SOON)]
 """Each two values of layout, mask and number of queries occur together in a case that is not slow."""
 SAME_QUERIES = {mask: Case("by_token", "queries", 2, mask) for mask in ("none", "causal", "lengths")}
@@ -245,6 +243,7 @@ CUT = {
     )
 }
 SLOW_FORMS = "the same, chunked", "weights that may not be the same", "messages are what counts"
+SLOW_FORMS += ("weights of all heads, and messages are what counts",)
 
 
 def but_for_slow(cases, *slow):
@@ -302,7 +301,7 @@ def test_masks_are_told_by_position(found, case):
         assert one["graph"] == bytes_of_gathered_queries(case.Sq, 8)
 
 
-@pytest.mark.parametrize("case", SAME_QUERIES.values(), ids=SAME_QUERIES)
+@pytest.mark.parametrize("case", but_for_slow(SAME_QUERIES, "causal"))
 def test_queries_that_all_ranks_have_are_not_sent(found, case):
     for one in found[case]:
         assert_exchanged(one)
@@ -316,7 +315,7 @@ def test_narrower_numbers(found, case):
         assert one["graph"] == bytes_of_gathered_queries(1, case.dtype.itemsize)
 
 
-@pytest.mark.parametrize("case", PAGED.values(), ids=PAGED)
+@pytest.mark.parametrize("case", but_for_slow(PAGED, "by_page, lengths, queries, 3 queries"))
 def test_pages_are_read_where_they_are(found, case):
     for one in found[case]:
         assert_exchanged(one)
