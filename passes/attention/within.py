@@ -31,6 +31,8 @@ def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand
         seen.add(node)
         form = trace[node]
         source, through = form.term.read.source, labels_through(form, labels)
+        if isinstance(form.term.parts, Product) and not _is_of_keys(form, labels, keys):
+            continue  # a temperature of each query, perhaps
         if isinstance(form.term.parts, Product):
             factor = math.prod(form.term.read.factors)
             if isinstance(source, fx.Node) and form.term.read.whole and factor:
@@ -50,6 +52,11 @@ def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand
             values = [p for p in arguments(source)[0] if same(trace[p].shape[along], keys.size)]
             pending += [(piece, through) for piece in values[:1]]
     return list(found.values())
+
+
+def _is_of_keys(form: Form, labels: tuple[int, ...], keys: KeyRange) -> bool:
+    """Whether a tensor, whose dimensions are `labels`, differs between keys."""
+    return keys.dim in labels and not form.term.axes.isdisjoint(form.dims[labels.index(keys.dim)])
 
 
 def _product_and_more(form: Form) -> tuple[Form, tuple[Form, ...]] | None:

@@ -61,6 +61,13 @@ def with_scaled_values(*args: Tensor) -> Tensor:
     return capped((q @ k.transpose(-1, -2)) * SCALE).softmax(-1) @ (v * 0.5 + torch.arange(V).double())
 
 
+def with_temperature(*args: Tensor) -> Tensor:
+    """A number of each query, which is a product too, divides what a mask has hidden before."""
+    q, k, v = mla.naive(*args)
+    temperature = (args[0] @ args[3][:, :1]).exp()[:, None]
+    return ((q @ k.mT * SCALE).masked_fill(~seen(), -math.inf) / temperature).softmax(-1) @ v
+
+
 FUNCTIONS: dict[str, Function] = {
     "a soft cap": attention(lambda s: capped(s).softmax(-1)),
     "under a causal mask": attention(lambda s: capped(s).masked_fill(~seen(), -math.inf).softmax(-1)),
@@ -73,6 +80,7 @@ FUNCTIONS: dict[str, Function] = {
     "a power of 2": attention(lambda s: capped(s).exp2() / capped(s).exp2().sum(-1, keepdim=True)),
     "a softmax by hand": attention(by_hand),
     "two products": in_two,
+    "a temperature": with_temperature,
     "scaled values": with_scaled_values,
     "a sink": attention(with_sink),
     "no number, so 0": attention(
