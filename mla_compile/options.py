@@ -20,8 +20,9 @@ from .errors import OptionError
 
 PREFIX = "mla."
 OFF = "off"
-MOST_TOKENS = 2**31 - 1
 """The value of `mla.path` that leaves everything to stock Inductor."""
+MOST_TOKENS = 2**31 - 1
+"""The largest `mla.workspace_tokens`: times heads and widths it still fits into the ops' 64 bits."""
 
 KEEP_ALL, QUERIES = "nothing", "queries"
 """The values of `mla.recompute`."""
