@@ -252,7 +252,7 @@ class _Op:
                 scores, mask, fill, inverted = b, a, constant_of(c), False
             case aten.where.self if is_tensor(c) and constant_of(b) is not None:
                 scores, mask, fill, inverted = c, a, constant_of(b), True
-            case aten.index_put.default if (by_index := _filled_by_index(self.node)) is not None:
+            case aten.index_put.default if (by_index := filled_by_index(self.node)) is not None:
                 scores, (mask, fill), inverted = a, by_index, True
             case _:
                 return []
@@ -266,7 +266,7 @@ class _Op:
         return [*self._operand(scores, self.factor), Summand(form, own, rejected)]
 
 
-def _filled_by_index(node: fx.Node) -> tuple[fx.Node, float] | None:
+def filled_by_index(node: fx.Node) -> tuple[fx.Node, float] | None:
     """The mask and the number of `scores[mask] = number`, where the mask is over the first dimensions."""
     _, indices, number, accumulate = (*arguments(node), False)[:4]
     fill = constant_of(number)

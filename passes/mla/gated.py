@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from torch import fx
 
 from ..algebra import operations
@@ -28,10 +27,10 @@ from ..algebra.sizes import Size, Unaligned, product, total
 from ..algebra.substitution import Split
 from ..algebra.terms import Axis, Bits, Dim, Form, How, Join, Product, Read, Segment, Sum, Term, Unread, Zero
 from ..attention.attention import Attention
-from ..attention.zeroed import is_zero
-from ..nodes.arguments import NEGATIONS, arguments, aten, factor_of, is_tensor
+from ..nodes.arguments import arguments, aten, factor_of, is_tensor
 from ..trace.trace import Trace
 from ..trace.weights import factors
+from .chosen import Choice, choice_of
 from .groups import changed
 from .multiplied import multiplied_product
 
@@ -40,7 +39,6 @@ _DEPTH = 8
 _DIVIDE = {aten.div.Tensor, aten.div.Scalar}
 _ADD = {aten.add.Tensor, aten.sub.Tensor}
 _MULTIPLY = {aten.mul.Tensor, aten.mul.Scalar, *_DIVIDE}
-_CHOOSE = {aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self}
 
 
 def ungated(attention: Attention, trace: Trace) -> Attention | None:
@@ -88,9 +86,12 @@ def _merged(term: Term, trace: Trace) -> Iterator[tuple[Axis, Dim]]:
             yield from _merged(segment.term, trace)
         return
     node, read = term.read.source, replace(term.read, then=())
-    if not isinstance(node, fx.Node) or node.target not in _MULTIPLY | _CHOOSE:
+    if not isinstance(node, fx.Node):
         return
-    whole, forms = factors(trace, node)
+    choice = choice_of(node, trace)
+    if choice is None and node.target not in _MULTIPLY:
+        return
+    whole, forms = factors(trace, node, () if choice is None else [*(trace[of] for of, _ in choice.of), choice.mask])
     for digits, axes in zip(read.dims, whole.dims, strict=True):
         if len(digits) == 1 and digits[0].whole and digits[0].axis is not None and len(axes) > 1:
             yield digits[0].axis, axes
@@ -130,13 +131,13 @@ def _without(term: Term, keys: set[Axis], trace: Trace, depth: int = 0) -> Term 
         return None
     if node.target in _ADD:
         return _without_any(term, node, keys, trace, depth + 1)
-    if node.target in _CHOOSE:
-        return _chosen(term, node, keys, trace, depth + 1)
+    if (choice := choice_of(node, trace)) is not None:
+        return _chosen(term, choice, keys, trace, depth + 1)
     if node.target not in _MULTIPLY:
         return None
     how = How.OVER if node.target in _DIVIDE else How.TIMES
     a, b = arguments(node)[:2]
-    if not is_tensor(a) or a is b or not (is_tensor(b) or b):
+    if not is_tensor(a) or a is b or not (is_tensor(b) or (isinstance(b, int | float) and b)):
         return None
     with contextlib.suppress(Unaligned):
         if not is_tensor(b):
@@ -169,25 +170,15 @@ def _without_any(term: Term, node: fx.Node, keys: set[Axis], trace: Trace, depth
     return None
 
 
-def _chosen(term: Term, node: fx.Node, keys: set[Axis], trace: Trace, depth: int) -> Term | None:
-    """`term`, an element of what `node` chooses by a bool of each key from products and 0, as the sum of products of
-    latents that are 0 where theirs are not chosen; None if it chooses otherwise."""
-    if node.target is aten.where.self:
-        mask, first, second = arguments(node)
-        choices = [(first, How.WHERE), (second, How.UNLESS)]
-    else:
-        first, mask, second = arguments(node)
-        choices = [(first, How.UNLESS), (second, How.WHERE)]
-    while mask.target in NEGATIONS:
-        (mask,) = arguments(mask)
-        choices = [(of, How.WHERE if how is How.UNLESS else How.UNLESS) for of, how in choices]
-    choices = [(of, how) for of, how in choices if not is_zero(of, trace)]
-    if mask.meta["val"].dtype != torch.bool or not choices or not all(is_tensor(of) for of, _ in choices):
-        return None
+def _chosen(term: Term, choice: Choice, keys: set[Axis], trace: Trace, depth: int) -> Term | None:
+    """`term`, an element of what a node chooses by a bool of each key from products and 0, as the sum of products of
+    latents that are 0 where theirs are not chosen; None if it is not."""
+    node = term.read.source
+    assert isinstance(node, fx.Node)
     found: list[Term] = []
     with contextlib.suppress(Unaligned):
-        for of, how in choices:
-            whole, forms = factors(trace, node, (of, mask))
+        for of, how in choice.of:
+            whole, forms = factors(trace, node, (trace[of], choice.mask))
             one, by = (_at(whole, form.term, term.read) for form in forms)
             one = _without(one, keys, trace, depth) or one
             if one.parts is None or (moved := _changed(one, by.read, keys, how)) is None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import fx
 
 from ..algebra.terms import Join, Product, Read, Scaled, Sum, Term, Unread, made_of
 from ..attention import outer
 from ..attention.attention import Attention
 from ..attention.pieces import WRITES
-from ..nodes.arguments import is_tensor, takes_tensors
+from ..nodes.arguments import is_elementwise, is_tensor, takes_tensors
+from ..nodes.constants import constant_of
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
 from ..trace.trace import Trace
@@ -33,7 +35,7 @@ def stored_expanded(attention: Attention, trace: Trace) -> Refusal | None:
     """The refusal if keys and values are up-projected from one latent, but before they are cached."""
     values = list(_leaves(attention.value, trace, set()))
     keys = [leaf for score in attention.scores for leaf in _leaves(score.key, trace, set())]
-    stored = [leaf.read for leaf in values if leaf.parts is None and _node(leaf.read) and trace.lost(leaf) is None]
+    stored = [leaf.read for leaf in values if leaf.parts is None and _is_stored(leaf, trace)]
     factors = [_factors(leaf) for leaf in values if isinstance(leaf.parts, Product)]
     latents = [source for source in _factors_of_all(keys) if any(source in pair for pair in factors)]
     if not stored or not latents:
@@ -45,6 +47,14 @@ def stored_expanded(attention: Attention, trace: Trace) -> Refusal | None:
         "cache the latent, as transformers >= 5.15 does, and attend to learned keys separately",
         _node(stored[0]),
     )
+
+
+def _is_stored(term: Term, trace: Trace) -> bool:
+    """Whether a term is an element of a tensor that holds values: not of a mask, a constant, or what is computed."""
+    node = _node(term.read)
+    if node is None or is_elementwise(node) or constant_of(node) is not None or trace.lost(term) is not None:
+        return False
+    return bool(node.meta["val"].dtype != torch.bool)
 
 
 def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | None, trace: Trace) -> Refusal:

@@ -116,9 +116,10 @@ def _times(term: Term, factor: float) -> Term:
     return operations.scaled(Form((), term), factor).term
 
 
-def factors(trace: Forms, node: fx.Node, of: Sequence[fx.Node] = ()) -> tuple[Form, list[Form]]:
-    """The form of an elementwise function, as a leaf, and those of its operands, or of some, all over common axes."""
-    operands, rank = [trace[operand] for operand in of or node.all_input_nodes], node.meta["val"].dim()
+def factors(trace: Forms, node: fx.Node, operands: Sequence[Form] = ()) -> tuple[Form, list[Form]]:
+    """The form of an elementwise function, as a leaf, and those of its operands, or of these, all over common axes."""
+    operands = operands or [trace[operand] for operand in node.all_input_nodes if is_tensor(operand)]
+    rank = node.meta["val"].dim()
     whole = elementwise.pointwise(node, operands, [1] * rank)
     labels = [range(rank), *(range(rank - len(operand.dims), rank) for operand in operands)]
     (whole, *forms), _ = operations.align([whole, *operands], labels)

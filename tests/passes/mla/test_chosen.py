@@ -12,7 +12,7 @@ from tests.passes import spellings as mla
 from tests.passes.checks import check_rewritten, compiled, unfolded
 from tests.passes.graphs import capture, rewrite, run
 from tests.passes.mla.test_gated import gated
-from tests.passes.spellings import Function, L, N, P, T, V, sealed
+from tests.passes.spellings import UNKNOWN, Function, L, N, P, T, V, sealed
 from tests.training import assert_every_gradient
 
 
@@ -35,6 +35,19 @@ def filled_before_heads(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, 
     return sealed(mla.queries(x, w_q), torch.cat([k, mla.to_heads(k_rope)], -1), v)
 
 
+def assigned(tensor: Tensor, mask: Tensor) -> Tensor:
+    tensor = tensor.transpose(1, 2).clone()  # [B, T, N, P or V]
+    tensor[mask[:, 0, :, 0]] = 0.0
+    return tensor.transpose(1, 2)
+
+
+def assigned_before_heads(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    kv = latent @ w_kv
+    kv[~padding(latent)] = 0.0
+    k, v = kv.unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], -1)
+    return sealed(mla.queries(x, w_q), torch.cat([k, mla.to_heads(k_rope)], -1), v)
+
+
 CHOSEN: dict[str, Callable[..., Tensor]] = {
     "filled": chosen(filled, filled),
     "filled with all of the keys": chosen(filled, filled, whole=True),
@@ -43,6 +56,8 @@ CHOSEN: dict[str, Callable[..., Tensor]] = {
     "where, and where not": chosen(lambda k, m: torch.where(m, 0.0, k), lambda v, m: torch.where(~m, v, 0.0)),
     "times a number": chosen(lambda k, m: filled(k, m) * 0.5, lambda v, m: filled(2 * v, m)),
     "a tensor of 0": chosen(*[lambda t, m: t.masked_fill(m, torch.tensor(0.0).double())] * 2),
+    "assigned": chosen(assigned, assigned),
+    "assigned before heads are split off": assigned_before_heads,
     "softmax by hand": chosen(filled, filled, attend=mla.softmax),
 }
 
@@ -78,13 +93,21 @@ def test_there_are_two_latents_where_one_does_not_do(function: Function, path: s
 def test_what_is_set_to_zero_may_be_nan(function: Function, path: str) -> None:
     """All queries see these keys, whose scores are those of the rope keys alone."""
     x, latent, *rest = mla.tensors()
-    latent[..., 1:].masked_fill_(padding(latent)[..., None] == (function is not CHOSEN["where"]), torch.nan)
+    kept = function in (CHOSEN["where"], assigned_before_heads)
+    latent[..., 1:].masked_fill_(padding(latent)[..., None] == (not kept), torch.nan)
     module = capture(function, x, latent, *rest)
     before = run(module, x, latent, *rest)
     (outcome,) = rewrite(module, path)
     assert outcome.path == path
     assert before.isfinite().all()
     torch.testing.assert_close(run(module, x, latent, *rest), before)
+
+
+@pytest.mark.parametrize("function", [CHOSEN["filled"], CHOSEN["assigned"], two_weights(sealed)])
+def test_sizes_may_be_unknown(function: Function) -> None:
+    for path, module, (outcome,) in compiled(function, mla.tensors(), UNKNOWN):
+        assert outcome.path == path
+        assert not unfolded(module)
 
 
 class Filled(nn.Module):
@@ -99,6 +122,26 @@ class OfTwoKinds(nn.Module):
 def test_they_are_trained(module: type[nn.Module]) -> None:
     trained = assert_every_gradient(module(), [*mla.tensors()])
     assert [outcome.path for outcome in trained.outcomes] == ["chunked"]
+
+
+BY_A_SIZE: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "filled with it": lambda t, m, size: t.masked_fill(m, size),
+    "divided by it": lambda t, m, size: t / size,
+    "divided by it and filled": lambda t, m, size: filled(t / size, m),
+    "filled and multiplied by it": lambda t, m, size: filled(t, m) * size,
+}
+
+
+@pytest.mark.parametrize("change", BY_A_SIZE.values(), ids=BY_A_SIZE)
+def test_a_size_that_is_unknown_is_no_tensor(change: Callable[[Tensor, Tensor, int], Tensor]) -> None:
+    def function(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        kv = change(latent @ w_kv, padding(latent)[..., None], latent.shape[1])
+        k, v = kv.unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], -1)
+        return sealed(mla.queries(x, w_q), torch.cat([k, mla.to_heads(k_rope)], -1), v)
+
+    (outcome,) = rewrite(capture(function, *mla.tensors(), symbolic=UNKNOWN))
+    assert outcome.path == "unchanged"
+    assert "expected values that are an up-projection of a latent" in outcome.reason
 
 
 UNCHANGED: dict[str, Function] = {
@@ -116,3 +159,20 @@ def test_a_near_miss_stays_as_it_is(function: Function) -> None:
     (outcome,) = rewrite(capture(function, *mla.tensors()))
     assert outcome.path == "unchanged"
     assert "expected values that are an up-projection of a latent" in outcome.reason
+
+
+def test_a_mask_of_another_length_is_not_what_is_stored() -> None:
+    """Nothing says that a bool index has as many elements as there are keys, if both are symbols."""
+
+    def function(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor, named: Tensor) -> Tensor:
+        latent, k_rope = (torch.cat([tensor, tensor[:, :1]], 1) for tensor in (latent, k_rope))
+        kv = latent @ w_kv
+        kv[named] = 0.0
+        k, v = kv.unflatten(2, (N, P + V)).transpose(1, 2).split([P, V], -1)
+        return sealed(mla.queries(x, w_q), torch.cat([k, mla.to_heads(k_rope)], -1), v)
+
+    tensors = mla.tensors()
+    named = torch.ones(len(tensors[1]), T + 1, dtype=torch.bool)
+    (outcome,) = rewrite(capture(function, *tensors, named, symbolic=[*UNKNOWN, (), (), (0, 1)]))
+    assert outcome.path == "unchanged"
+    assert "expected values that are an up-projection of a latent, found `index_put`" in outcome.reason
