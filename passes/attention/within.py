@@ -26,13 +26,11 @@ def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand
     seen = set[fx.Node]()
     while pending:
         node, labels = pending.pop()
-        if node in seen:
+        form = trace[node]
+        if node in seen or not _is_of_keys(form, labels, keys):  # as a temperature of each query
             continue
         seen.add(node)
-        form = trace[node]
         source, through = form.term.read.source, labels_through(form, labels)
-        if isinstance(form.term.parts, Product) and not _is_of_keys(form, labels, keys):
-            continue  # a temperature of each query, perhaps
         if isinstance(form.term.parts, Product):
             factor = math.prod(form.term.read.factors)
             if isinstance(source, fx.Node) and form.term.read.whole and factor:

@@ -1,6 +1,5 @@
-"""The backend as torch sees it: its name, its options, gradients, and graphs without MLA."""
+"""The backend as torch sees it: its name, gradients, and graphs without MLA."""
 
-import json
 import math
 
 import pytest
@@ -10,7 +9,6 @@ from torch import nn
 from torch._inductor.fx_passes import joint_graph
 
 import mla_compile
-from mla_compile.options import parse
 from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, Combined, L, R
 
@@ -47,56 +45,6 @@ def decode_inputs(tokens=40, dtype=torch.float32, batch=1):
 
 def test_torch_finds_the_backend_by_name():
     assert "mla" in torch.compiler.list_backends()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mla.pth": "auto"}, "unknown option 'mla.pth': the nearest is 'mla.path'"),
-        ({"max_autotun": True}, "unknown option 'max_autotun': the nearest is 'max_autotune'"),
-        ({"cpp_wrapper": "False"}, "cpp_wrapper: expected a value of type bool, found 'False'"),
-        ({"mla.path": "fast"}, "mla.path: expected one of auto, absorbed, chunked, values, off, found 'fast'"),
-        ({"mla.workspace_tokens": 0}, "expected a whole number of keys from 1 to 2147483647, found 0"),
-        ({"mla.workspace_tokens": 2**63}, "expected a whole number of keys from 1 to 2147483647, found 92233720368547"),
-        ({"mla.keys_stay": "yes"}, "mla.keys_stay: expected True or False, found 'yes'"),
-        (
-            {"mla.link": (0.0, 0.0)},
-            "mla.link: expected a pair of positive numbers, bytes/s and seconds, found (0.0, 0.0)",
-        ),
-        (
-            {"mla.rates": (1e12, 0)},
-            "mla.rates: expected a pair of positive numbers, FLOP/s and bytes/s, found (1000000000000.0, 0)",
-        ),
-        (
-            {"mla.rates": [1e12]},
-            "mla.rates: expected a pair of positive numbers, FLOP/s and bytes/s, found (1000000000000.0,)",
-        ),
-        ({1: 2}, "expected names of options that are strings, found 1"),
-        ({"mla.strict": 1}, "mla.strict: expected True or False, found 1"),
-        ({"mla.kernels": "cuda"}, "mla.kernels: expected auto, triton or gluon, found 'cuda'"),
-    ],
-)
-def test_a_wrong_option_is_refused_with_the_nearest_right_one(options, message):
-    compiled = torch.compile(Combined(), backend="mla", options=options)
-    with pytest.raises(Exception, match="OptionError") as caught:
-        compiled(*decode_inputs())
-    assert message in str(caught.value)
-
-
-def test_a_mode_that_is_no_string_is_refused():
-    with pytest.raises(mla_compile.OptionError, match=r"mode: expected a string, found \['default'\]"):
-        parse(None, ["default"])
-
-
-def test_pairs_of_numbers_may_be_lists():
-    options, _ = parse(json.loads('{"mla.rates": [1e12, 1e11], "mla.link": [5e10, 0]}'), None)
-    assert (options.rates, options.link) == ((1e12, 1e11), (5e10, 0))
-    assert options == parse({"mla.rates": (1e12, 1e11), "mla.link": (5e10, 0)}, None)[0]
-
-
-def test_a_wrong_mode_is_refused():
-    with pytest.raises(Exception, match="Unrecognized mode=fastest"):
-        torch.compile(Combined(), backend="mla", mode="fastest")(*decode_inputs())
 
 
 @pytest.mark.usefixtures("without_codegen")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import mla_compile
@@ -61,11 +62,16 @@ def with_scaled_values(*args: Tensor) -> Tensor:
     return capped((q @ k.transpose(-1, -2)) * SCALE).softmax(-1) @ (v * 0.5 + torch.arange(V).double())
 
 
-def with_temperature(*args: Tensor) -> Tensor:
-    """A number of each query, which is a product too, divides what a mask has hidden before."""
-    q, k, v = mla.naive(*args)
-    temperature = (args[0] @ args[3][:, :1]).exp()[:, None]
-    return ((q @ k.mT * SCALE).masked_fill(~seen(), -math.inf) / temperature).softmax(-1) @ v
+def with_temperature(bias: float | None) -> Function:
+    """A number of each query, which is a product too, perhaps with a bias, divides what a mask has hidden before."""
+
+    def function(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        added = None if bias is None else torch.full((1,), bias).double()
+        temperature = F.linear(args[0], args[3][:, :1].T, added).exp()[:, None]
+        return ((q @ k.mT * SCALE).masked_fill(~seen(), -math.inf) / temperature).softmax(-1) @ v
+
+    return function
 
 
 FUNCTIONS: dict[str, Function] = {
@@ -80,7 +86,8 @@ FUNCTIONS: dict[str, Function] = {
     "a power of 2": attention(lambda s: capped(s).exp2() / capped(s).exp2().sum(-1, keepdim=True)),
     "a softmax by hand": attention(by_hand),
     "two products": in_two,
-    "a temperature": with_temperature,
+    "a temperature": with_temperature(None),
+    "a temperature with a bias": with_temperature(0.5),
     "scaled values": with_scaled_values,
     "a sink": attention(with_sink),
     "no number, so 0": attention(
