@@ -16,9 +16,11 @@ from .algebra.sizes import Unaligned
 from .algebra.terms import Joined, Read, Scaled
 from .attention.attention import Attention
 from .attention.find import find
+from .attention.pieces import PRODUCTS
 from .caches.grown import copying
 from .graph.gathers import remove_unused, waits_for_gathers
 from .graph.in_place import write_in_place
+from .graph.input_sizes import take_sizes_from_inputs
 from .graph.overwritten import drop_overwritten
 from .graph.rephrased import rephrase
 from .graph.rewriter import Rewriter
@@ -98,8 +100,10 @@ class Pipeline:
         trace = Trace(graph)
         waits = waits_for_gathers(graph)
         with self._guards(choose):
-            results = [self._treat(found, trace, choose, rewriter) for found in list(find(graph, trace))]
+            tried = [self._treat(found, trace, choose, rewriter) for found in list(find(graph, trace))]
+        results = [result for result in tried if result.outcome.rewritten or not _mixes_inputs(result.found)]
         if any(result.outcome.rewritten for result in results):
+            take_sizes_from_inputs(graph)
             if not self.training:
                 write_in_place(graph)
                 graph.eliminate_dead_code()
@@ -180,6 +184,17 @@ def _ends_of_up_projections(site: Site) -> tuple[list[str | None], list[str]]:
     names = [source.name if isinstance(source, fx.Node) else None for source in sources]
     products = [product.source for product in opaque.products] if opaque is not None else []
     return names, [product.name for product in products if isinstance(product, fx.Node)]
+
+
+def _mixes_inputs(found: Attention | None) -> bool:
+    """Whether an attention is to inputs of the graph that no sequence or head has for itself: a router's, which mixes
+    the weights of experts, looks like this."""
+    if found is None or found.node.target not in PRODUCTS:
+        return False
+    operands = found.value, *(score.key for score in found.scores)
+    sources = [operand.read.source for operand in operands]
+    given = all(isinstance(source, fx.Node) and source.op in ("placeholder", "get_attr") for source in sources)
+    return given and not any(operand.axes & {*found.rows} for operand in operands)
 
 
 def _unscaled(latent: Read) -> Iterator[Hashable]:

@@ -108,6 +108,8 @@ def take(form: Form, dim: int, start: Size, size: Size, step: int = 1) -> Form:
                 return take(change(form, {slowest: Pin(index)}), dim, rest, size)
         if len(axes) == 1:
             raise Unaligned(f"a slice of {size} from {start} cuts through an axis of {faster}")
+        if len(axes) == 2 and same(step, faster) and same(size, slowest.size) and isinstance(start, int):
+            return change(form, {axes[1]: Pin(start)})  # one of each `faster`; another start would leave fewer
         return take(lay(form, dim), dim, start, size, step)
     if same(count, 1):
         return change(form, {slowest: Pin(begin)})

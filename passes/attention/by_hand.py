@@ -16,20 +16,25 @@ from torch import fx
 from ..algebra import operations
 from ..algebra.sizes import Size, Unaligned, product
 from ..algebra.terms import Digit, Dim, Form, Product, Read, Term
-from ..nodes.arguments import is_tensor
+from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
+from ..trace.parts import SPLITS, UNBINDS
 from ..trace.trace import Trace
 from .attention import Attention, Opaque, Score
 from .functions import Reading, derived, read_function
 from .outer import regrouped, times
-from .pieces import pieces_of
+from .pieces import PRODUCTS, pieces_of
 from .scores import KeyRange, only_a_part, scores_of
 from .softmax import Weights
+from .some_rows import in_rows, is_of_some_rows
 from .summands import Factor, Mask, Number, Sink, Summand
 from .told import told
 from .within import products_within
 from .zeroed import only_seen, set_to_zero
+
+_PARTS = SPLITS | UNBINDS
+"""Ops that give several parts of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,12 @@ class _Sum:
     @property
     def factors(self) -> list[Factor]:
         return [factor for summand in self.products for factor in summand.factors]
+
+    def in_rows(self, weights: Read, keys: int) -> _Sum:
+        """The same in those rows that a read of weights takes, whose keys are dimension `keys`."""
+        groups = self.products, self.masks, self.sinks
+        products, masks, sinks = ([in_rows(each, weights, keys) for each in group] for group in groups)
+        return _Sum(products, masks, sinks, self.numbers)
 
     def aligned(self, exposed: Form, dims: Sequence[Hashable], function: Sequence[Summand]) -> _Aligned:
         """All of them, `exposed` (with labels `dims` for its dimensions) and a `function`'s forms, over common axes.
@@ -94,10 +105,15 @@ def from_weights(
     probabilities = (parts.left, parts.right)[side].read
     key_range = _keys_of(probabilities, dim, node)
     assert isinstance(place, fx.Node)
-    reader = _other_reader(weights, place, trace)
+    some = is_of_some_rows(probabilities, dim)
+    reader = _other_reader(weights, place, trace, of_some_rows=some)
     score_dims = [tuple(d.axis for d in digits if d.axis is not None) for digits in probabilities.dims]
     scores, weights = _summands(weights, key_range, len(score_dims), trace, zeros=reader is None)
     opaque = reader is not None or not scores.products or _tangled(scores, weights)
+    if some and opaque:
+        raise only_a_part(node)
+    if some:
+        scores = scores.in_rows(probabilities, dim)
     if opaque:
         if weights.seen is not None and reader is None:
             raise set_to_zero(weights.node)
@@ -123,7 +139,7 @@ def from_weights(
     keys = aligned.axes[dim]
     if parts.summed != keys:
         reason = "expected the values to be summed over the keys of the softmax, found another axis"
-        raise Refusal(node, reason, "take the softmax over the keys")
+        raise Refusal(node, reason, "take the softmax over the keys, and do not mix the weights of heads after it")
     rows = tuple(axis for i in range(len(score_dims)) if i != dim for axis in aligned.axes[i])
     dims = aligned.result.dims[: len(output.dims)]
     return Attention(
@@ -166,8 +182,7 @@ def _factors(node: fx.Node, output: Term, trace: Trace) -> Product:
 def _keys_of(probabilities: Read, dim: int, node: fx.Node) -> KeyRange:
     """The keys whose weights are multiplied with values. Raises Refusal unless all weights of these keys are."""
     part = _part(probabilities.dims[dim])
-    others = [digits for i, digits in enumerate(probabilities.dims) if i != dim]
-    if part is None or any(not digit.whole for digits in others for digit in digits):
+    if part is None:
         raise only_a_part(node)
     return KeyRange(dim, *part)
 
@@ -224,16 +239,28 @@ def _products_alone(weights: Weights, keys: KeyRange, node: fx.Node, trace: Trac
     raise Refusal(node, reason + trace.because(trace[weights.scores].term), stopped=weights.scores)
 
 
-def _other_reader(weights: Weights, output: fx.Node, trace: Trace) -> fx.Node | None:
-    """What reads the weights besides the product with the values, if anything does: the scores then have to exist."""
+def _other_reader(weights: Weights, output: fx.Node, trace: Trace, *, of_some_rows: bool) -> fx.Node | None:
+    """What reads the weights besides the product with the values, if anything does: the scores then have to exist.
+
+    Two products of which one is of some rows only do not need them for each other: each is an attention of its own.
+    """
+
+    def takes_some_rows(product: fx.Node) -> bool:
+        reads = [trace[operand].term.read for operand in arguments(product)[:2]]
+        return any(read.source is weights.node and is_of_some_rows(read, weights.dim) for read in reads)
+
     own = {weights.node, *weights.within}
     ends = {output, weights.total, *pieces_of(output, trace)}
     pending, seen = list(own), set(own)
     while pending:
         for user in pending.pop().users:
-            if user in ends or user in seen:
+            if user in ends or user in seen or user.target is aten.sym_size.int:
                 continue
-            if not is_tensor(user) or trace[user].term.read.source not in own:
+            if user.target in PRODUCTS and (of_some_rows or takes_some_rows(user)):
+                continue
+            if is_tensor(user) and trace[user].term.read.source not in own:
+                return user
+            if not is_tensor(user) and user.target not in _PARTS:
                 return user
             seen.add(user)
             pending.append(user)

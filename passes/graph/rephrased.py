@@ -20,6 +20,7 @@ from ..mla.prove import prove
 from ..mla.site import Site
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
+from .input_sizes import take_sizes_from_inputs
 from .seams import may_be_seam, seams_in
 from .sums_of_weights import distributed_in, may_be_sum
 
@@ -76,6 +77,7 @@ def _put(graph: fx.Graph, rephrasing: Rephrasing) -> set[fx.Node]:
         output = emit(graph, rephrasing, rephrasing.sources, place)
     place.replace_all_uses_with(output)
     _tell_sizes_from_before(graph, before)
+    take_sizes_from_inputs(graph)
     unused = [place]
     while unused:  # what still reads the weights would need them as tensors
         node = unused.pop()

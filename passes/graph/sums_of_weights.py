@@ -6,15 +6,20 @@ After    o = softmax(a) @ v - s * (softmax(b) @ v)                two, each an a
 Before   o = (g * softmax(a)) @ v                                 g: a number for each head or query, as a gate
 After    o = g * (softmax(a) @ v)
 
-If one of them is not MLA, a second product gains nothing.
+Before   o = (g * softmax(a)) @ v                                 g: a number for each key, whatever the query
+After    o = softmax(a) @ (g * v)
+
+The softmaxes may be parts of one, as those of even and odd heads. If one of them is not MLA, a second product gains
+nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ..algebra.sizes import same
@@ -24,7 +29,7 @@ from ..attention.nearly import SUMS, softmaxes
 from ..attention.pieces import PRODUCTS
 from ..attention.softmax import weights_of
 from ..mla.site import Site
-from ..nodes.arguments import arguments, aten, factor_of, is_tensor
+from ..nodes.arguments import arguments, aten, factor_of, is_tensor, is_view
 from ..trace.trace import Trace
 
 _SOFTMAXES = {aten._softmax.default, aten._safe_softmax.default}
@@ -33,11 +38,13 @@ _CHANGES = {*SUMS, aten.mul.Tensor}
 
 @dataclass(frozen=True)
 class _Addend:
-    """`number * weights`, times the tensors `factors`, each of which is the same for all keys."""
+    """`number * weights`, times the tensors `factors`, each of which is the same for all keys, and `of_keys`, each of
+    which is the same for all queries."""
 
     weights: fx.Node
     number: float = 1.0
     factors: tuple[fx.Node, ...] = ()
+    of_keys: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,14 +57,18 @@ class Distributed:
     @property
     def sources(self) -> list[fx.Node]:
         """The values and, for each addend, the weights and their factors."""
-        tensors = [node for addend in self.addends for node in (addend.weights, *addend.factors)]
+        tensors = [node for each in self.addends for node in (each.weights, *each.of_keys, *each.factors)]
         return [arguments(self.place)[1], *tensors]
 
     def __call__(self, values: Tensor, *tensors: Tensor) -> Tensor:
         given, total = iter(tensors), None
         for addend in self.addends:
-            weights = next(given)
-            product = _merged(weights.to(values.dtype), values.dim()) @ values
+            weights, own = next(given), values
+            if addend.of_keys:
+                own = values.reshape(*weights.shape[:-2], *values.shape[-2:])
+            for _ in addend.of_keys:
+                own = own * torch.atleast_2d(next(given)).mT
+            product = _merged(weights.to(values.dtype), values.dim()) @ _merged(own.to(values.dtype), values.dim())
             product = product.reshape(*weights.shape[:-1], values.shape[-1]) * addend.number
             for _ in addend.factors:
                 product = product * next(given)
@@ -82,6 +93,8 @@ def may_be_sum(node: fx.Node) -> bool:
     def leads(operand: Any, steps: int) -> bool:
         if not isinstance(operand, fx.Node) or steps == 0:
             return False
+        if isinstance(operand.target, torch._ops.OpOverload) and is_view(operand.target):
+            return leads(operand.all_input_nodes[0], steps)
         return operand.target in _SOFTMAXES or any(leads(before, steps - 1) for before in operand.all_input_nodes)
 
     if node.target is aten.mul.Tensor:  # of the weights as they are, or a cast of them: not of some, as routers have
@@ -101,7 +114,10 @@ def distributed_in(graph: fx.Graph, trace: Trace) -> Iterator[Distributed]:
         if source.target not in SUMS and weights_of(source, trace) is not None:
             continue
         addends = _together(_addends(source, _Addend(source), trace) or ())
-        distributed = len(addends) > 1 or any(addend.factors for addend in addends)
+        of_keys = any(addend.of_keys for addend in addends)
+        distributed = len(addends) > 1 or of_keys or any(addend.factors for addend in addends)
+        if of_keys and node.target is not aten.bmm.default:  # the same values for all sequences and heads
+            continue
         if distributed and _in_order(trace[operand], trace[source]):
             yield Distributed(node, tuple(addends))
 
@@ -119,15 +135,15 @@ def _in_order(operand: Form, source: Form) -> bool:
 
 def _addends(node: fx.Node, so_far: _Addend, trace: Trace) -> list[_Addend] | None:
     """The attention weights, all of the tensor's shape, that a tensor is a sum of; None if it is not such a sum."""
+    if _is_of_weights(node, trace):
+        alike = node.meta["val"].dim() == so_far.weights.meta["val"].dim() and all(
+            same(a, b) for a, b in zip(trace[node].shape, trace[so_far.weights].shape, strict=True)
+        )
+        return [replace(so_far, weights=node)] if alike else None
     original = original_of(node, trace)
     if original is None or original.factors:
         return None
     node = original.node
-    if weights_of(node, trace) is not None:
-        alike = node.meta["val"].dim() == so_far.weights.meta["val"].dim() and all(
-            same(a, b) for a, b in zip(trace[node].shape, trace[so_far.weights].shape, strict=True)
-        )
-        return [_Addend(node, so_far.number, so_far.factors)] if alike else None
     a, b = (*arguments(node), None, None)[:2]
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
         alpha = factor_of(node)
@@ -135,27 +151,50 @@ def _addends(node: fx.Node, so_far: _Addend, trace: Trace) -> list[_Addend] | No
             return None
         sign = alpha if node.target is aten.add.Tensor else -alpha
         left = _addends(a, so_far, trace)
-        right = _addends(b, _Addend(so_far.weights, so_far.number * sign, so_far.factors), trace)
+        right = _addends(b, replace(so_far, number=so_far.number * sign), trace)
         return None if left is None or right is None else [*left, *right]
     if node.target is not aten.mul.Tensor:
         return None
     if isinstance(b, int | float):
-        return _addends(a, _Addend(so_far.weights, so_far.number * b, so_far.factors), trace)
+        return _addends(a, replace(so_far, number=so_far.number * b), trace)
     for weights, factor in ((a, b), (b, a)):
-        if softmaxes(weights, trace) and _is_of_rows(trace[factor]):
-            return _addends(weights, _Addend(so_far.weights, so_far.number, (*so_far.factors, factor)), trace)
+        if not softmaxes(weights, trace):
+            continue
+        if _is_of_rows(trace[factor]):
+            return _addends(weights, replace(so_far, factors=(*so_far.factors, factor)), trace)
+        if _is_of_keys(trace[factor]):
+            return _addends(weights, replace(so_far, of_keys=(*so_far.of_keys, factor)), trace)
     return None
+
+
+def _is_of_weights(node: fx.Node, trace: Trace) -> bool:
+    """Whether a tensor holds attention weights, perhaps of some rows, with the keys in its last dimension.
+
+    Those of keys without values, such as a sink, may be left out.
+    """
+    read, last = trace[node].term.read, trace[node].dims[-1:]
+    weights = weights_of(read.source, trace)
+    if weights is None or read.factors or not last:
+        return False
+    keys = read.dims[weights.dim]
+    in_a_row = all(digit.whole for digit in keys) or (len(keys) == 1 and keys[0].step == 1)
+    return in_a_row and tuple(digit.axis for digit in keys) == last[0]
 
 
 def _together(addends: Sequence[_Addend]) -> list[_Addend]:
     """The addends, with those of the same weights and factors added up."""
-    numbers: dict[tuple[fx.Node, tuple[fx.Node, ...]], float] = {}
+    numbers: dict[_Addend, float] = {}
     for addend in addends:
-        key = addend.weights, addend.factors
+        key = replace(addend, number=1.0)
         numbers[key] = numbers.get(key, 0.0) + addend.number
-    return [_Addend(weights, number, factors) for (weights, factors), number in numbers.items()]
+    return [replace(key, number=number) for key, number in numbers.items()]
 
 
 def _is_of_rows(factor: Form) -> bool:
     """Whether a tensor is the same for all keys, which are the last dimension."""
     return not factor.dims or not factor.dims[-1]
+
+
+def _is_of_keys(factor: Form) -> bool:
+    """Whether a tensor is the same for all queries, which are the last dimension but one."""
+    return len(factor.dims) < 2 or not factor.dims[-2]

@@ -60,6 +60,19 @@ def test_queries_with_and_without_gradients(layer):
     assert_trained(layer(), hidden(), rewritten=1)
 
 
+class InParts(Layer):
+    """One softmax, whose heads meet the values in two products."""
+
+    def attend(self, q, k, v):
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        few, others = (q @ k.mT / 9).masked_fill(~seen, -torch.inf).softmax(-1).split([2, N - 2], 1)
+        return torch.cat([few @ v[:, :2], 2 * (others @ v[:, 2:])], 1)
+
+
+def test_products_of_some_heads():
+    assert_trained(InParts(), hidden(), rewritten=2, outcomes=2)
+
+
 class Fixed(Layer):
     def queries(self, x):
         with torch.no_grad():

@@ -37,6 +37,17 @@ def over_the_queries(q: Tensor, latent: Tensor, weight: Tensor) -> Tensor:
 CASES = {"rewritten": (by_the_book, None), "no latent": (no_latent, "prove"), "other rows": (over_the_queries, "find")}
 
 
+def test_a_mixture_of_weights_is_no_attention():
+    """A router's softmax, which multiplies matrices that all sequences share, one of which then projects to queries."""
+
+    def routed(q: Tensor, latent: Tensor, weight: Tensor) -> Tensor:
+        mixed = attend(q[:, 0, 0] @ weight[:, :8].mT, weight)  # [1, 64]: each expert's row of the weight
+        return by_the_book(q * mixed[:, None, None, :8], latent, weight)
+
+    (result,) = Pipeline(DEVICE)(capture(routed, Q, LATENT, WEIGHT))
+    assert result.outcome.rewritten
+
+
 @pytest.mark.parametrize(("function", "step"), CASES.values(), ids=CASES)
 def test_a_result_says_which_step_refused(function, step):
     (result,) = Pipeline(DEVICE)(capture(function, Q, LATENT, WEIGHT))

@@ -160,8 +160,8 @@ REFUSED: dict[str, tuple[Function, str]] = {
         lambda q, k, v: (q @ k.mT).softmax(-1)[..., 1:] @ v[..., 1:, :],
         "found that only a part of them is",
     ),
-    "one row of the weights": (
-        lambda q, k, v: (q @ k.mT).softmax(-1)[:, :, :1] @ v,
+    "one row of the weights, under a function of the scores": (
+        lambda q, k, v: (q @ k.mT).tanh().softmax(-1)[:, :, :1] @ v,
         "found that only a part of them is",
     ),
     "fewer heads of values than of keys": (

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.passes import spellings as mla
 from tests.passes.checks import compiled
 from tests.passes.graphs import capture, rewrite
-from tests.passes.spellings import SCALE, Function, T, V
+from tests.passes.spellings import SCALE, SQ, Function, T, V
 
 
 def online(*args: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def differential_of_halves(*args: Tensor) -> Tensor:
     """Differential attention with one softmax for pairs of heads."""
     q, k, v = mla.naive(*args)
     pairs = (torch.stack([q, q.flip(-1)], 2) @ k[:, :, None].mT * SCALE).softmax(-1)
-    return (pairs[:, :, 0] - 0.3 * pairs[:, :, 1]) @ v
+    return (pairs[:, :, 0] - 0.3 * pairs[:, :, 1]) @ v.tanh()
 
 
 def half(*args: Tensor) -> Tensor:
@@ -46,9 +46,9 @@ def half(*args: Tensor) -> Tensor:
 
 
 def gated(*args: Tensor) -> Tensor:
-    """Attention weights multiplied by one number per key."""
+    """Attention weights multiplied by one number for each query and key."""
     q, k, v = mla.naive(*args)
-    return ((q @ k.mT * SCALE).softmax(-1) * torch.arange(T).double()) @ v
+    return ((q @ k.mT * SCALE).softmax(-1) * torch.arange(SQ * T).view(SQ, T).double()) @ v
 
 
 def divided_again(*args: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Differential attention becomes two attentions, and weights times one number per row become one, if all are MLA."""
+"""Differential attention becomes two attentions, and weights times numbers of rows or keys one, if all are MLA."""
 
 from __future__ import annotations
 
@@ -33,8 +33,27 @@ def multiplied(factor: Function, values: Function = lambda v: v) -> Function:
     return attention
 
 
+def halves(divide: Function, values: Function = lambda v: v, dim: int = 2) -> Function:
+    """As `differential`, but with one softmax `[B, 2 N, Sq, T]`, which `divide` divides.
+
+    The two of a head are side by side if `dim` is 2, or those of all heads behind one another if it is 1.
+    """
+
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        twice = [torch.stack(each, dim).flatten(1, 2) for each in ((q, q.flip(-1)), (k, k))]
+        a, b = divide((twice[0] @ twice[1].mT * SCALE).softmax(-1))
+        return (a - heads() * b) @ values(v)
+
+    return attention
+
+
 def heads() -> Tensor:
     return torch.arange(N)[:, None, None].double() / N
+
+
+def keys() -> Tensor:
+    return torch.arange(T).double() / T
 
 
 def hidden() -> Tensor:
@@ -50,6 +69,14 @@ REWRITTEN: dict[str, tuple[Function, int]] = {
     "one, times a number a head": (multiplied(lambda q: heads()), 1),
     "one, times a gate a query": (multiplied(lambda q: q[..., :1].sigmoid()), 1),
     "one, times a mask and a number": (multiplied(lambda q: (heads() > 0) * 2.0), 1),
+    "a number a key": (differential(lambda a, b: a - b * keys()), 2),
+    "numbers of keys and heads": (differential(lambda a, b: keys() * a - b * heads() * keys()), 2),
+    "one, times a number a key": (multiplied(lambda q: keys()), 1),
+    "one, times a number a sequence and key": (multiplied(lambda q: keys() + q.sum((1, 2, 3), keepdim=True)), 1),
+    "two of one softmax": (halves(lambda w: w.unflatten(1, (N, 2)).unbind(2)), 2),
+    "two of one softmax, selected": (halves(lambda w: [w.view(-1, N, 2, SQ, T)[:, :, i] for i in range(2)]), 2),
+    "two of one softmax, every second": (halves(lambda w: (w[:, ::2], w[:, 1::2])), 2),
+    "two of one softmax, its halves": (halves(lambda w: w.chunk(2, 1), dim=1), 2),
     "one that stays": (lambda *args: mla.combined(*args) + differential(lambda a, b: a - b)(*args), 3),
 }
 
@@ -67,9 +94,9 @@ def test_sizes_that_are_not_known() -> None:
 
 
 UNCHANGED: dict[str, Function] = {
-    "a number a key": differential(lambda a, b: a - b * torch.arange(T).double()),
     "a number a query and key": differential(lambda a, b: a - b * hidden()),
-    "one, times a number a key": multiplied(lambda q: torch.arange(T).double()),
+    "one, times a number a head and key": multiplied(lambda q: keys() * heads()),
+    "two of one softmax, of other values": halves(lambda w: w.unflatten(1, (N, 2)).unbind(2), torch.tanh),
     "one, times a number a head, of other values": multiplied(lambda q: heads(), torch.tanh),
     "values that are no up-projection": differential(lambda a, b: a - b, torch.tanh),
     "something that is no softmax": differential(lambda a, b: a - b.tanh()),
@@ -88,12 +115,24 @@ class Differential(nn.Module):
         return differential(lambda a, b: a - 0.3 * b, dtype=torch.float32)(*args)
 
 
+class OfOneSoftmax(nn.Module):
+    """With a sink, whose weights meet no values."""
+
+    def forward(self, *args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        pairs = torch.stack([q, q.flip(-1)], 2).flatten(1, 2) @ k.repeat_interleave(2, 1).mT * SCALE
+        sink = torch.arange(2 * N, dtype=q.dtype)[:, None, None].expand(*pairs.shape[:3], 1) / N
+        w = torch.cat([pairs, sink], -1).softmax(-1)[..., :-1].unflatten(1, (N, 2))
+        return (w[:, :, 0] - 0.3 * w[:, :, 1]) @ v
+
+
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_compiled_and_verified(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "dynamic"), [(Differential, None), (OfOneSoftmax, False), (OfOneSoftmax, True)])
+def test_compiled_and_verified(kind: type[nn.Module], dynamic: bool | None, dtype: torch.dtype) -> None:
     given = [t.to(dtype) for t in mla.tensors()]
-    exact = Differential()(*(t.double() for t in given))
-    o = torch.compile(Differential(), backend="mla", options={"mla.verify": True})(*given)
-    eager = (Differential()(*given).double() - exact).abs().max()
+    exact = kind()(*(t.double() for t in given))
+    o = torch.compile(kind(), backend="mla", dynamic=dynamic, options={"mla.verify": True})(*given)
+    eager = (kind()(*given).double() - exact).abs().max()
     assert (o.double() - exact).abs().max() <= 4 * eager
     assert mla_compile.last_report().rewritten == 2

@@ -66,6 +66,26 @@ def merged_in_two_orders(*args: Tensor) -> Tensor:
     return p @ v.transpose(0, 1).reshape(N * B, T, V)
 
 
+def reordered_beside_new(*args: Tensor) -> Tensor:
+    """Of what is up-projected here, some is in another order: none of it is stored."""
+    q, k, v = mla.naive(*args)
+    order = torch.arange(T).flip(0)
+    k, v = (torch.cat([each.index_select(0, order[-B:])[:, :, 1:], each[:, :, :1]], 2) for each in (k, v))
+    return mla.sealed(q, k, v)
+
+
+def without_tokens_between(*args: Tensor) -> Tensor:
+    q, k, v = mla.naive(*args)
+    k, v = (torch.cat([each[:, :, :2], each[:, :, 5:]], 2) for each in (k, v))
+    return mla.sealed(q, k, v)
+
+
+def test_pieces_of_up_projections_are_to_be_joined_before() -> None:
+    (outcome,) = rewrite(capture(without_tokens_between, *mla.tensors()))
+    assert outcome.reason.startswith(NO_VALUES + "2 pieces: a product of")
+    assert outcome.remedy.startswith("join the latents")
+
+
 SENTENCES: dict[str, tuple[Function, str]] = {
     "an op that the passes do not know": (
         values(lambda v: v.cumsum(2)),
@@ -93,6 +113,12 @@ SENTENCES: dict[str, tuple[Function, str]] = {
     "a cache for more sequences, of what a bias is added to": (
         written_to_a_cache_for_more_sequences,
         STORED + "`arg6_1` (placeholder) beside what is newly up-projected from `arg1_1` (placeholder)",
+    ),
+    "sequences in another order": (
+        reordered_beside_new,
+        NO_VALUES
+        + "2 pieces: `index_select_1` (index_select.default), a product of `arg1_1` (placeholder) and `arg4_1` "
+        "(placeholder)",
     ),
     "rows that are cut at other borders": (
         values(cut_at_other_borders),
