@@ -25,6 +25,8 @@ from mla_compile.report import Report
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("imports_frozen")
+
 SIZES = {"hidden": 64, "N": 4, "L": 32, "P": 16, "R": 8, "V": 12}
 TINY = {
     "v2": Layer("tiny-v2", "deepseek_v2", Lq=None, **SIZES),

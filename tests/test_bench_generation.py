@@ -27,6 +27,7 @@ from mla_compile.cli import main
 from mla_compile.cost import Device
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("imports_frozen")
 
 LAYER = Layer("tiny", "deepseek_v2", hidden=64, N=4, Lq=None, L=128, P=16, R=8, V=12)
 TINY = WholeModel(LAYER, layers=2, intermediate=96, expert_intermediate=32, experts=2, shared_experts=1, vocabulary=128)
@@ -84,7 +85,7 @@ class TestModels:
         assert more == pytest.approx(2 * 2 * 128 * 64 / 1e9)
 
 
-@pytest.mark.parametrize("batch", [DECODE, PREFILL], ids=str)
+@pytest.mark.parametrize("batch", [DECODE, pytest.param(PREFILL, marks=pytest.mark.slow)], ids=str)
 def test_every_repeat_of_a_right_way_has_a_time(model, batch):
     (result,) = measure(model, TINY, [batch], [EAGER], 3)
     assert (result.way, result.batch, result.status) == (EAGER, batch, "ok")

@@ -26,7 +26,7 @@ def test_a_spelling_is_rewritten_and_right(seed: int) -> None:
 
 # 22, 58 and 93 return their weights, 26 has a gate and a loop over heads, 57 and 61 a gate of groups of heads.
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12)), 22, 26, 57, 58, 61, 93]
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12)), 22, 26, 57, 58, 61, 93]
 )
 def test_a_spelling_is_trained(seed: int) -> None:
     spelling = draw(seed)

@@ -47,7 +47,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("trained", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_it_uses_no_random_numbers(trained):
     module, cache, found = Two(), (torch.randn(1, 40, L), torch.randn(1, 40, R)), []
     with torch.set_grad_enabled(trained):

@@ -94,6 +94,7 @@ def steps(cache, *runs):
     return results
 
 
+@pytest.mark.diagonal
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("pool", POOLS)

@@ -22,7 +22,13 @@ def append(without_codegen):
 @pytest.mark.parametrize(
     ("pages", "most", "error", "words"),
     [
-        (8, 2, mla_compile.CacheMismatchError, "expected at most 2 pages per sequence, found 3 for 6"),
+        pytest.param(
+            8,
+            2,
+            mla_compile.CacheMismatchError,
+            "expected at most 2 pages per sequence, found 3 for 6",
+            marks=pytest.mark.slow,
+        ),
         (5, 4, mla_compile.OutOfPagesError, "expected 2 free pages, found 1 of 5"),
     ],
 )

@@ -48,7 +48,9 @@ def check(module, dtype, batch=2, options=None):
 
 @pytest.mark.diagonal
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("name", SOON)
 def test_every_attention_is_rewritten_and_as_right_as_eager(name, dtype):
     reports = check(MODULES[name](), dtype)

@@ -78,6 +78,7 @@ def test_a_rewrite_adds_no_products(projection):
     assert before[up_projected] > after[up_projected]
 
 
+@pytest.mark.slow
 def test_nor_does_one_of_symbolic_sizes():
     before, after = (products(Layer(), backend, dynamic=True) for backend in (stock, "mla"))
     assert mla_compile.last_report().rewritten == 1

@@ -64,7 +64,7 @@ def logits(model, kind, ids, mask, steps=(6, 1, 1, 1, 3)):
     ("family", "attention", "q_lora_rank", "padded", "layers"),
     [
         pytest.param("v3", "sdpa", 24, False, 1, id="v3"),
-        pytest.param("v3", "sdpa", 24, True, 1, id="v3 left padded"),
+        pytest.param("v3", "sdpa", 24, True, 1, id="v3 left padded", marks=pytest.mark.slow),
         pytest.param("v3", "sdpa", 24, False, 2, id="v3 of two layers", marks=pytest.mark.slow),
         pytest.param("v3", "eager", 24, False, 2, id="v3 eager attention", marks=pytest.mark.slow),
         pytest.param("v2", "sdpa", None, False, 1, id="v2 without q-LoRA", marks=pytest.mark.slow),

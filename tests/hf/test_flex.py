@@ -30,6 +30,7 @@ def test_logits_are_those_of_eager_attention(padding, layers):
     assert sum(report.rewritten for report in mla_compile.reports()) == layers
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_codegen")
 def test_tokens_are_those_of_eager_attention():
     """In a step, the mask's function is given a number of tokens that is a symbol."""

@@ -73,6 +73,7 @@ def dtype(request, monkeypatch):
 
 
 SLOW = [(name, dtype) for name in ("AVX-512", "AVX2", "SSE2") for dtype in (torch.float16, torch.float32)]
+SLOW += [("AVX-512", BF16)]
 """Marked slow, since a kernel takes seconds to build; other tests run those of the CPU's own instructions too."""
 CODED = [*SLOW, ("SSE2", BF16)]
 """Marked slow where latents are codes, which SSE2 reads one by one: one test of them has both kinds of codes."""
