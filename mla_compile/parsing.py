@@ -18,7 +18,7 @@ FIGURES = (".png", ".svg", ".pdf")
 def positive(text: str) -> int:
     """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"expected a positive number, got {text}")
+        raise ArgumentTypeError(f"expected a positive whole number, got {text}")
     return int(text)
 
 

@@ -89,12 +89,12 @@ def test_threads_are_set(calls, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "--contexts", "0"], "expected a positive number, got 0"),
+        (["bench", "--contexts", "0"], "expected a positive whole number, got 0"),
         (["bench", "--modes", "fastest"], "invalid choice: 'fastest'"),
         (["bench", "--contexts", "--prefill"], "expected at least one of --contexts and --prefill"),
         (["bench", "--plot", "times.xyz"], "expected a file that ends in .png, .svg, .pdf, found 'times.xyz'"),
-        (["explain", "/nowhere", "--tokens", "0"], "expected a positive number, got 0"),
-        (["inspect", "/nowhere", "--out", "folder", "--tokens", "-5"], "expected a positive number, got -5"),
+        (["explain", "/nowhere", "--tokens", "0"], "expected a positive whole number, got 0"),
+        (["inspect", "/nowhere", "--out", "folder", "--tokens", "-5"], "expected a positive whole number, got -5"),
         ([], "the following arguments are required: command"),
     ],
 )

@@ -328,7 +328,14 @@ def test_plot_without_matplotlib_is_refused(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (V3 | {"hidden_size": None}, "expected hidden_size in .* to be a positive number, found None"),
+        (V3 | {"hidden_size": None}, "expected hidden_size in .* to be a positive whole number, found None"),
+        (V3 | {"first_k_dense_replace": "all"}, "expected first_k_dense_replace in .* whole number, found 'all'"),
+        (V3 | {"num_experts_per_tok": 999}, "expected num_experts_per_tok in .* at most 256 experts, found 999"),
+        (V3 | {"quantization_config": "fp8"}, "expected quantization_config in .* to be an object, found 'fp8'"),
+        (
+            V3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": "a"}},
+            "expected weight_block_size in .* to be a pair of whole numbers, found 'a'",
+        ),
         (V3 | {"index_head_dim": 128}, "expected attention of one kind in every layer"),
         (V3 | {"layer_types": ["linear_attention", *["full_attention"] * 60]}, "expected attention of one kind"),
     ],
@@ -347,7 +354,14 @@ def test_rates():
     assert [bytes_per_second(text) for text in ("3.35TB/s", "1 GiB/s", "900gb")] == [3.35e12, 2**30, 9e11]
     assert [flops_per_second(text) for text in ("989T", "1.5 PFLOP/s", "60 gflops")] == [989e12, 1.5e15, 60e9]
     assert link("450GB/s,3us") == Link(450e9, 3e-6)
-    for parse, wrong in ((bytes_per_second, "fast"), (flops_per_second, "989"), (link, "450GB/s"), (link, "1GB/s,0us")):
+    no_unit = bytes_per_second, "3.35"
+    for parse, wrong in (
+        no_unit,
+        (bytes_per_second, "fast"),
+        (flops_per_second, "989"),
+        (link, "450GB/s"),
+        (link, "1GB/s,0us"),
+    ):
         with pytest.raises(ArgumentTypeError, match="expected"):
             parse(wrong)
 

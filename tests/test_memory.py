@@ -152,10 +152,14 @@ def test_an_indexer_is_named_and_not_counted(config, without_transformers):
         ({"model_type": "llama", "num_hidden_layers": 2}, "expected the config of an MLA model, with kv_lora_rank"),
         (V3 | {"v_head_dim": None}, "expected v_head_dim in"),
         (V3 | {"linear_num_heads": 4}, "expected layer_types in"),
-        (V3 | {"v_head_dim": "wide"}, "expected v_head_dim in .* to be a positive number, found 'wide'"),
+        (V3 | {"kv_lora_rank": True}, "expected kv_lora_rank in .* to be a positive whole number, found True"),
+        (V3 | {"v_head_dim": "wide"}, "expected v_head_dim in .* to be a positive whole number, found 'wide'"),
         (V3 | {"layer_types": ["linear_attention"] * 61}, "expected layers that keep latents"),
-        (V3 | {"num_hidden_layers": "61"}, "expected num_hidden_layers in .* to be a positive number, found '61'"),
-        (V3 | {"num_hidden_layers": 0}, "expected num_hidden_layers in .* to be a positive number, found 0"),
+        (
+            V3 | {"num_hidden_layers": "61"},
+            "expected num_hidden_layers in .* a positive whole number, found '61'",
+        ),
+        (V3 | {"num_hidden_layers": 0}, "expected num_hidden_layers in .* to be a positive whole number, found 0"),
         (V3 | {"layer_types": ["full_attention"] * 3}, "expected layer_types in .* each of 61 layers, found 3 entries"),
         (V3 | {"layer_types": "full"}, "expected layer_types in .* each of 61 layers, found 'full'"),
         (
@@ -168,6 +172,18 @@ def test_an_indexer_is_named_and_not_counted(config, without_transformers):
 def test_a_config_that_does_not_say_enough(fields, message, config, without_transformers):
     with pytest.raises(ConfigError, match=message):
         read_sizes(config(**fields))
+
+
+def test_a_text_model_in_a_model_that_has_none(config):
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match="found none; deepseek_v3 has no text_config"):
+        read_sizes(config(**V3 | {"text_config": {"kv_lora_rank": 512}}))
+
+
+def test_json_that_is_nested_too_deeply(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="expected JSON in"):
+        read_sizes(tmp_path)
 
 
 def test_errors_are_one_line(config, tmp_path, capsys):

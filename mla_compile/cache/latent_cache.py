@@ -189,7 +189,8 @@ class PagedLatentCache(Base):
         if heads != 1:
             raise CacheMismatchError(f"expected latents that all heads share, [B, 1, S, L], found {heads} heads")
         latent_width, rope_width = key_states.shape[-1], value_states.shape[-1]
-        if latent_width != self.pool.latent_width or rope_width not in (self.pool.rope_width, 0):
+        # Not `rope_width in (..., 0)`: where sizes are symbols, Dynamo finds none of them in a tuple.
+        if latent_width != self.pool.latent_width or (rope_width != 0 and rope_width != self.pool.rope_width):
             expected = f"{self.pool.latent_width} and {self.pool.rope_width}"
             raise CacheMismatchError(
                 f"expected latents and rope keys of widths {expected}, found {latent_width} and {rope_width}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..plan.sizes import ModelSizes, Sizes, read_config, read_sizes
+from ..plan.sizes import ModelSizes, Sizes, is_count, read_config, read_sizes
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 FP8_BLOCK = 128
@@ -80,10 +80,15 @@ def read_model(path: Path, fp8: bool | None = None) -> Model:
             "what they read are not counted"
         )
     quantized = text.get("quantization_config") or config.get("quantization_config") or {}
+    if not isinstance(quantized, dict):
+        raise ConfigError(f"expected quantization_config in {file} to be an object, found {quantized!r}")
     in_fp8 = quantized.get("quant_method") == "fp8" if fp8 is None else fp8
     (sizes,) = caches.layers
     read = _Fields(text, file)
-    experts = next((int(text[key]) for key in EXPERTS if text.get(key)), 0)
+    experts = next((read(key) for key in EXPERTS if text.get(key)), 0)
+    chosen = read("num_experts_per_tok") if experts else 0
+    if chosen > experts:
+        raise ConfigError(f"expected num_experts_per_tok in {file} to be at most {experts} experts, found {chosen}")
     widths = {"intermediate_size": read("intermediate_size")}
     if experts:
         widths["moe_intermediate_size"] = read("moe_intermediate_size")
@@ -95,11 +100,20 @@ def read_model(path: Path, fp8: bool | None = None) -> Model:
         read("vocab_size"),
         bool(text.get("tie_word_embeddings")),
         experts,
-        read("num_experts_per_tok") if experts else 0,
+        chosen,
         widths,
         in_fp8,
-        (quantized.get("weight_block_size") or [FP8_BLOCK])[0] if in_fp8 else 1,
+        _block(quantized, file) if in_fp8 else 1,
     )
+
+
+def _block(quantized: Mapping[str, Any], file: Path) -> int:
+    """The rows of a weight's block that has a scale of its own."""
+    block = quantized.get("weight_block_size") or [FP8_BLOCK]
+    if not isinstance(block, list) or not is_count(block[0]):
+        raise ConfigError(f"expected weight_block_size in {file} to be a pair of whole numbers, found {block!r}")
+    rows: int = block[0]
+    return rows
 
 
 @dataclass(frozen=True)
@@ -108,19 +122,23 @@ class _Fields:
     file: Path
 
     def __call__(self, key: str) -> int:
-        value = self.config.get(key)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"expected {key} in {self.file} to be a positive number, found {value!r}")
-        return value
+        value: Any = self.config.get(key)
+        if not is_count(value):
+            raise ConfigError(f"expected {key} in {self.file} to be a positive whole number, found {value!r}")
+        return int(value)
+
+    def given(self, key: str) -> int:
+        """The same of a field that may be missing, null or 0, which are 0."""
+        return self(key) if self.config.get(key) else 0
 
 
 def _layer(index: int, read: _Fields, s: Sizes, experts: int) -> Layer:
-    hidden, rank = read("hidden_size"), read.config.get("q_lora_rank") or 0
+    hidden, rank = read("hidden_size"), read.given("q_lora_rank")
     norms = 2 * hidden + s.L + rank
     whole = norms + hidden * (rank + s.L + s.R)
     heads = s.N * ((rank or hidden) * (s.P + s.R) + s.L * (s.P + s.V) + s.V * hidden)
-    if not experts or index < (read.config.get("first_k_dense_replace") or 0):
+    if not experts or index < read.given("first_k_dense_replace"):
         return Layer(whole, heads, 3 * hidden * read("intermediate_size"), 0)
     expert = 3 * hidden * read("moe_intermediate_size")
-    shared = read.config.get("n_shared_experts") or 0
+    shared = read.given("n_shared_experts")
     return Layer(whole + hidden * experts, heads, shared * expert, expert)

@@ -13,9 +13,9 @@ SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
 
 
 def bytes_per_second(text: str) -> float:
-    """Parse `3.35TB/s`, `900 GiB/s`."""
+    """Parse `3.35TB/s`, `900 GiB/s`; a number without a unit is most likely one of TB."""
     try:
-        return float(in_bytes(text.lower().removesuffix("/s")))
+        return float(in_bytes(text.lower().removesuffix("/s") if "b" in text.lower() else ""))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"expected bytes a second, such as 3.35TB/s, found {text!r}") from None
 

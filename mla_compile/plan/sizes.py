@@ -79,6 +79,11 @@ def read_sizes(path: Path) -> ModelSizes:
     return _sizes(name, _completed(config, missing, file) if missing else text, file)
 
 
+def is_count(value: object, least: int = 1) -> bool:
+    """Whether a field of a config is a whole number of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """Read a config: the path of the file (`path`, or the config.json in it), its content, and the text model's part.
 
@@ -91,7 +96,7 @@ def read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         raise ConfigError(f"expected a config.json in {path}, found none")
     try:
         config = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"expected JSON in {file}, found: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"expected a JSON object in {file}, found {type(config).__name__}")
@@ -112,6 +117,8 @@ def _completed(config: dict[str, Any], missing: list[str], file: Path) -> dict[s
         known = AutoConfig.for_model(config.get("model_type", ""), **fields).get_text_config()
     except ValueError as error:
         raise ConfigError(f"{lacking}; transformers does not know this model: {error}") from error
+    if isinstance(known, dict):  # fields of a text model, in the config of a model that has no other part
+        raise ConfigError(f"{lacking}; {config.get('model_type')} has no text_config")
     found: dict[str, Any] = known.to_dict()
     found |= {key: getattr(known, key, None) for key in NEEDED if found.get(key) is None}  # some are properties
     if "num_hidden_layers" in missing and known.model_type == "longcat_flash":
@@ -125,8 +132,8 @@ def _completed(config: dict[str, Any], missing: list[str], file: Path) -> dict[s
 
 def _sizes(name: str, config: Mapping[str, Any], file: Path) -> ModelSizes:
     total = config["num_hidden_layers"]
-    if not isinstance(total, int) or total < 1:
-        raise ConfigError(f"expected num_hidden_layers in {file} to be a positive number, found {total!r}")
+    if not is_count(total):
+        raise ConfigError(f"expected num_hidden_layers in {file} to be a positive whole number, found {total!r}")
     kinds = _of_each_layer(config, "layer_types", file) or ["full_attention"] * total
     owners = _of_each_layer(config, "kv_source_layers", file) or range(total)
     indexers = _of_each_layer(config, "indexer_types", file) or ["full"] * total
@@ -165,6 +172,6 @@ def _of_layer(config: Mapping[str, Any], kind: str, file: Path) -> Sizes:
     widths = {short: config[key] for key, short in WIDTHS.items()}
     window = config.get("sliding_window") if kind.startswith("sliding") else None
     for key, short in WIDTHS.items():
-        if not isinstance(widths[short], int) or widths[short] < (0 if short == "R" else 1):
-            raise ConfigError(f"expected {key} in {file} to be a positive number, found {widths[short]!r}")
+        if not is_count(widths[short], least=0 if short == "R" else 1):
+            raise ConfigError(f"expected {key} in {file} to be a positive whole number, found {widths[short]!r}")
     return Sizes(**widths, window=window)

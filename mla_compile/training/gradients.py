@@ -134,22 +134,43 @@ def trained_inputs(end: fx.Node, sources: Collection[fx.Node], writes: Writes) -
 
 
 def _is_taken_from_its_own(node: fx.Node) -> bool:
-    """Whether a tensor is the maximum of another along a dimension and is only subtracted from that: the softmax of the
-    difference does not depend on the maximum, so that needs no gradient."""
-    greatest = node
-    while _hands_on(greatest):
-        greatest = greatest.all_input_nodes[0]
-    if _name(greatest) not in {"amax", "max"} or len(greatest.all_input_nodes) != 1:
+    """Whether a tensor is the maximum of another along a dimension, or made of that alone, as where it is not finite,
+    and is only subtracted from what it is the maximum of: the softmax of the difference does not depend on it, so that
+    it needs no gradient."""
+    made = _made_of_maximum(node)
+    if made is None:
         return False
+    greatest, steps = made
     pending = [greatest]
     while pending:
         taken = pending.pop()
         for user in taken.users:
-            if _hands_on(user):
+            if user in steps or _hands_on(user):
                 pending.append(user)
             elif _name(user) != "sub" or user.kwargs or user.args != (greatest.all_input_nodes[0], taken):
                 return False
     return True
+
+
+_STEPS = 8
+"""Ops behind a maximum that is made finite: a comparison, its negation, the choice of a number, views, a detach."""
+
+
+def _made_of_maximum(node: fx.Node) -> tuple[fx.Node, set[fx.Node]] | None:
+    """The only maximum that a tensor is made of, and all that is made of it on the way; None if there is none."""
+    greatest, steps, pending = None, set[fx.Node](), [node]
+    while pending:
+        step = pending.pop()
+        if _name(step) in {"amax", "max"} and len(step.all_input_nodes) == 1:
+            if greatest not in (None, step):
+                return None
+            greatest = step
+        elif step.op not in ("call_function", "call_method") or len(steps) > _STEPS:
+            return None
+        elif step not in steps:
+            steps.add(step)
+            pending += step.all_input_nodes
+    return None if greatest is None else (greatest, steps)
 
 
 def _hands_on(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import fx
 
-from ..algebra.terms import Join, Product, Read, Scaled, Sum, Term, Unread, made_of
+from ..algebra.terms import Join, Product, Read, Scaled, Segment, Sum, Term, Unread, made_of
 from ..attention import outer
 from ..attention.attention import Attention
 from ..attention.pieces import WRITES
@@ -23,6 +23,7 @@ _LINEAR = (
     "let nothing but views, casts, joins and sums lie between the up-projection and the attention: apply a norm, a "
     "nonlinearity or a rope to the latent before the up-projection, or to columns of their own"
 )
+_PIECES = "join the latents, as a whole each and over the same batch, and up-project them together"
 _ADDENDS = "let all that is added up be up-projections of latents, or the same for all keys"
 _OTHER_GRAPH = (
     "bring the up-projection into the graph of the attention, which is given its result here (TORCH_LOGS=graph_breaks "
@@ -54,7 +55,12 @@ def _is_stored(term: Term, trace: Trace) -> bool:
     node = _node(term.read)
     if node is None or is_elementwise(node) or constant_of(node) is not None or trace.lost(term) is not None:
         return False
-    return bool(node.meta["val"].dtype != torch.bool)
+    computed = any(is_tensor(of) and isinstance(trace[of].term.parts, Product) for of in node.all_input_nodes)
+    return bool(node.meta["val"].dtype != torch.bool) and not computed
+
+
+def _is_product(segment: Segment) -> bool:
+    return isinstance(segment.term.parts, Product)
 
 
 def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | None, trace: Trace) -> Refusal:
@@ -63,6 +69,8 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
     if latent is None:
         stop = _stop(attention.value, trace)
         remedy = _ADDENDS if isinstance(attention.value.parts, Sum) else _LINEAR
+        if isinstance(attention.value.parts, Join) and all(map(_is_product, attention.value.parts.segments)):
+            remedy = _PIECES
         multiplied = multiplied_product(attention.value, trace)
         found = describe(attention.value, trace)
         if multiplied is not None:
@@ -162,5 +170,5 @@ def name(read: Read) -> str:
         case Scaled(of):
             return name(of)
     if parts := made_of(read.source):
-        return f"{name(parts[0])} and {len(parts) - 1} more"
+        return f"{name(parts[0])} and {len(parts) - 1} more" if len(parts) > 1 else name(parts[0])
     return str(read.source)

@@ -69,7 +69,7 @@ class ByHeads(Path):
 
     def refuse(self, site: Site, *, asked: bool) -> None:
         """Refuse weights that something else reads, as they all have to exist, and functions of several scores."""
-        opaque = site.attention.opaque
+        opaque, remedy = site.attention.opaque, FORCE if self.may_be_asked else ""
         assert opaque is not None
         refuse_apart(site)
         refuse_reader(site)
@@ -78,11 +78,11 @@ class ByHeads(Path):
             function = "a product to which no part of the keys contributes"
         if isinstance(function, str):
             reason = f"expected a function of each score by itself for many queries, found {function}"
-            raise Refusal(site.node, reason, FORCE)
+            raise Refusal(site.node, reason, remedy)
         if not isinstance(site.sizes["N"], int):
-            raise Refusal(site.node, f"expected a constant number of heads, found {site.sizes['N']}", FORCE)
+            raise Refusal(site.node, f"expected a constant number of heads, found {site.sizes['N']}", remedy)
         if not asked:
-            refuse_wide_latent(site)
+            refuse_wide_latent(site, may_be_asked=self.may_be_asked)
 
     def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
         """That of chunked attention: each head's keys and values are written and read."""

@@ -62,7 +62,7 @@ class Chunked(OneOp):
         if not _shared_as_written(site):
             refuse_apart(site)
         if not asked:
-            refuse_wide_latent(site)
+            refuse_wide_latent(site, may_be_asked=self.may_be_asked)
 
     def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
         """See `chunked_cost`."""
@@ -151,8 +151,11 @@ def _shared_as_written(site: Site) -> bool:
     return known_at_most(site.sizes["R"], written)
 
 
-def refuse_wide_latent(site: Site) -> None:
-    """Refuse a latent at least half as wide as all that it expands to: as every key is expanded, nothing is saved."""
+def refuse_wide_latent(site: Site, *, may_be_asked: bool) -> None:
+    """Refuse a latent at least half as wide as all that it expands to: as every key is expanded, nothing is saved.
+
+    If a path `may_be_asked` for, the refusal says how.
+    """
     sizes = site.sizes
     width = total([sizes["L"], sizes.get("Lk", 0)])
     latent, expanded = 2 * sympy.sympify(width), sympy.sympify(sizes["N"] * (sizes["P"] + sizes["V"]))
@@ -161,7 +164,7 @@ def refuse_wide_latent(site: Site) -> None:
             site.node,
             "expected a latent less than half as wide as the keys and the values it expands to, "
             f"found width {width} for {sizes['N']} heads of {sizes['P']} + {sizes['V']}",
-            _NOT_MLA + FORCE,
+            _NOT_MLA + FORCE if may_be_asked else "make the latent narrower, if this is MLA and not ordinary attention",
         )
 
 

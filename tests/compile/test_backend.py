@@ -173,6 +173,15 @@ def test_strict_raises_where_an_attention_stays_unchanged():
     assert "expected a latent less than half as wide as the keys and the values it expands to" in str(caught.value)
 
 
+@pytest.mark.usefixtures("without_codegen")
+def test_in_training_no_option_is_named_that_would_change_nothing():
+    with torch.enable_grad():
+        torch.compile(Ordinary(), backend="mla")(torch.randn(2, 16, 32))
+    (site,) = mla_compile.last_report().sites
+    assert "expected a latent less than half as wide" in site.reason
+    assert "mla.path" not in site.remedy
+
+
 def test_strict_raises_where_there_is_no_attention():
     compiled = torch.compile(nn.Linear(4, 4), backend="mla", options={"mla.strict": True})
     with pytest.raises(Exception, match="expected a model with MLA attention, found none"):

@@ -121,6 +121,21 @@ def test_a_detached_maximum_that_is_used_again():
     assert compiled.outcomes[0].rewritten
 
 
+class FiniteMaximum(Layer):
+    """A softmax by hand under a detached maximum, which is 0 in rows that see no key."""
+
+    def attend(self, q, k, v):
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(-1)
+        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+        greatest = scores.amax(-1, keepdim=True)
+        powers = (scores - greatest.where(~greatest.isinf(), 0).detach()).exp()
+        return powers / powers.sum(-1, keepdim=True).clamp_min(1e-9) @ v
+
+
+def test_a_detached_maximum_that_is_made_finite():
+    assert_trained(FiniteMaximum(), hidden(), rewritten=1)
+
+
 class SharedIndices(nn.Module):
     """Two layers, for each of which the same mask is made of what an indexer of the first names."""
 

@@ -83,7 +83,8 @@ def test_no_pages_left_is_an_error_and_what_others_wrote_stays():
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("search", ["beams", pytest.param("lookup", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("search", ["beams", "lookup"])
 def test_compiled_generation_is_eagers_in_few_compilations_and_one_graph(search):
     model, inputs = build("v3", layers=1), prompt(1 if search == "lookup" else 2, padded=search != "lookup")
     expected = generate(model, inputs, None, SEARCHES[search])
@@ -126,6 +127,17 @@ def assert_compiled_generates(model, inputs, more, expected, kind):
     decodes = [site for site in sites if site.path == "absorbed"]
     assert decodes
     assert all(site.reason.endswith("reads the pages") for site in decodes)
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_sizes_may_be_symbols_from_the_first_call_on():
+    model, ids = build("v3", layers=1), prompt(2)["input_ids"]
+    expected = model(ids).logits
+    model.compile(backend="mla", dynamic=True, fullgraph=True)
+    cache = PagedLatentCache.of(model, pages=8, page_size=4)
+    logits = [model(part, past_key_values=cache).logits for part in ids.split([5, 3, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(logits, 1), expected)
+    assert all("reads the pages" in site.reason for report in mla_compile.reports() for site in report.sites)
 
 
 @pytest.mark.usefixtures("without_codegen")
