@@ -38,6 +38,7 @@ _DEPTH = 8
 """How many sums and products to take apart one after the other: each may double the work."""
 _DIVIDE = {aten.div.Tensor, aten.div.Scalar}
 _ADD = {aten.add.Tensor, aten.sub.Tensor}
+_MIX = {aten.lerp.Tensor, aten.addcmul.default}
 _MULTIPLY = {aten.mul.Tensor, aten.mul.Scalar, *_DIVIDE}
 
 
@@ -89,7 +90,7 @@ def _merged(term: Term, trace: Trace) -> Iterator[tuple[Axis, Dim]]:
     if not isinstance(node, fx.Node):
         return
     choice = choice_of(node, trace)
-    if choice is None and node.target not in _MULTIPLY:
+    if choice is None and node.target not in _MULTIPLY | _MIX:
         return
     whole, forms = factors(trace, node, () if choice is None else [*(trace[of] for of, _ in choice.of), choice.mask])
     for digits, axes in zip(read.dims, whole.dims, strict=True):
@@ -131,6 +132,8 @@ def _without(term: Term, keys: set[Axis], trace: Trace, depth: int = 0) -> Term 
         return None
     if node.target in _ADD:
         return _without_any(term, node, keys, trace, depth + 1)
+    if node.target in _MIX:
+        return _mixed(term, node, keys, trace, depth + 1)
     if (choice := choice_of(node, trace)) is not None:
         return _chosen(term, choice, keys, trace, depth + 1)
     if node.target not in _MULTIPLY:
@@ -168,6 +171,30 @@ def _without_any(term: Term, node: fx.Node, keys: set[Axis], trace: Trace, depth
         second = operations.scaled(Form((), second), sign).term if sign != 1 else second
         return replace(term, parts=Sum(tuple(addends((first, second))))) if any(moved) else None
     return None
+
+
+def _mixed(term: Term, node: fx.Node, keys: set[Axis], trace: Trace, depth: int) -> Term | None:
+    """`term`, an element of what `lerp` or `addcmul` makes of products by numbers of the keys, as a sum of products."""
+    with contextlib.suppress(Unaligned):
+        whole, forms = factors(trace, node)
+        if len(forms) != 3:
+            return None
+        operands = (_at(whole, form.term, term.read) for form in forms)
+        a, b, c = (_without(operand, keys, trace, depth) or operand for operand in operands)
+        if node.target is aten.lerp.Tensor:  # a + c (b - a)
+            moved = [(_multiplied(a, c, keys), -1.0), (_multiplied(b, c, keys), 1.0)]
+        else:  # a + value b c
+            moved = [(_multiplied(b, c, keys) or _multiplied(c, b, keys), float(node.kwargs.get("value", 1)))]
+        if not all(product is not None and number for product, number in moved):
+            return None
+        others = [operations.scaled(Form((), product), number).term for product, number in moved if product is not None]
+        return replace(term, parts=Sum(tuple(addends((a, *others)))))
+    return None
+
+
+def _multiplied(term: Term, by: Term, keys: set[Axis]) -> Term | None:
+    """A product, or a sum of some, times a number of each key in their factors; None if a term is neither."""
+    return None if term.parts is None else _changed(term, by.read, keys, How.TIMES)
 
 
 def _chosen(term: Term, choice: Choice, keys: set[Axis], trace: Trace, depth: int) -> Term | None:

@@ -71,6 +71,31 @@ GATED: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def mixed(mix: Function) -> Function:
+    """`mix` of two up-projections of the latent and a gate `[B, 1, T, 1]`, for the keys and for the values."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        pairs = zip(mla.up_projected(latent, w_kv), mla.up_projected(latent, w_kv.flip(0)), strict=True)
+        k, v = (mix(*pair, gate(latent)[:, None, :, None]) for pair in pairs)
+        return sealed(mla.queries(x, w_q), torch.cat([k, mla.to_heads(k_rope)], -1), v)
+
+    return attention
+
+
+MIXED: dict[str, Function] = {
+    "lerp": mixed(torch.lerp),
+    "lerp back": mixed(lambda a, b, g: torch.lerp(b, a, g)),
+    "addcmul": mixed(torch.addcmul),
+    "addcmul, the factor first": mixed(lambda a, b, g: torch.addcmul(a, g, b, value=-0.5)),
+    "addcmul to a multiple": mixed(lambda a, b, g: torch.addcmul(a * g, b, g.exp(), value=2)),
+}
+
+
+@pytest.mark.parametrize("function", MIXED.values(), ids=MIXED)
+def test_two_up_projections_are_mixed_by_a_factor(function: Function) -> None:
+    check_rewritten(function, mla.tensors())
+
+
 @pytest.mark.parametrize("function", GATED.values(), ids=GATED)
 def test_a_factor_of_keys_and_values_goes_to_the_latent(function: Function) -> None:
     check_rewritten(function, mla.tensors())
@@ -110,6 +135,7 @@ def normed_keys(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Te
 
 UNCHANGED: dict[str, tuple[Function, str]] = {
     "keys alone, by a norm": (normed_keys, "computed from it as in a norm"),
+    "by a mixture of each column": (mixed(lambda a, b, _: torch.lerp(a, b, a)), "found `lerp"),
     "squared": (gated(keys=lambda k, _: k * k, values=lambda v, _: v * v), "computed from it as in a norm"),
     "a factor of each key and head": (
         gated(
