@@ -119,7 +119,8 @@ def capture(module: fx.GraphModule) -> Captured:
 
     try:
         with mode, torch.no_grad(), enable_python_dispatcher(), torch.fx.traceback.preserve_node_meta():
-            traced = make_fx(functional, tracing_mode="real")(*values)
+            # Without any table, torch >= 2.15 writes aliases, which have gradients, for `detach`.
+            traced = make_fx(functional, decomposition_table={}, tracing_mode="real")(*values)
     except Exception as error:  # torch may compile this graph in other ways, so it is left to stock Inductor
         found = f"{type(error).__name__}: {error}".splitlines()[0]
         if any(getattr(node.target, "__name__", "") == "_vmap_increment_nesting" for node in module.graph.nodes):

@@ -80,8 +80,8 @@ def over_groups_with_gradients(
             return list(torch.autograd.grad(attend(leaves), wanted, grad, materialize_grads=True))
 
         result = attend(parts)
-        forward_graph = make_fx(forward)(*parts)
-        backward_graph = _without_writes(make_fx(backward), torch.empty_like(result), *parts)
+        forward_graph = make_fx(forward, decomposition_table={})(*parts)
+        backward_graph = _without_writes(make_fx(backward, decomposition_table={}), torch.empty_like(result), *parts)
         backward_graph.graph.eliminate_dead_code()
         backward_graph.recompile()
     filled: Tensor = OVER_GROUPS(forward_graph, backward_graph, tensors, dims, group, out)
@@ -93,7 +93,7 @@ def _without_writes(trace: Callable[..., fx.GraphModule], *arguments: Tensor) ->
     graph = trace(*arguments)
     targets = (node.target for node in graph.graph.nodes)
     if any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets):
-        return make_fx(torch.func.functionalize(graph, remove="mutations"))(*arguments)
+        return make_fx(torch.func.functionalize(graph, remove="mutations"), decomposition_table={})(*arguments)
     return graph
 
 

@@ -21,7 +21,8 @@ def graph_of(
     assert mode is not None
     # As a compilation does, take matmul from Python: torch 2.11's in C++ asks symbolic sizes for element counts.
     with mode, enable_python_dispatcher():
-        return make_fx(emit, decompositions, tracing_mode="real")(*values).graph
+        # Without any table, torch >= 2.15 writes aliases, which have gradients, for `detach`.
+        return make_fx(emit, decompositions or {}, tracing_mode="real")(*values).graph
 
 
 def emit(
