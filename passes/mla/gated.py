@@ -181,13 +181,14 @@ def _mixed(term: Term, node: fx.Node, keys: set[Axis], trace: Trace, depth: int)
             return None
         operands = (_at(whole, form.term, term.read) for form in forms)
         a, b, c = (_without(operand, keys, trace, depth) or operand for operand in operands)
+        moved: list[tuple[Term | None, float | None]]
         if node.target is aten.lerp.Tensor:  # a + c (b - a)
             moved = [(_multiplied(a, c, keys), -1.0), (_multiplied(b, c, keys), 1.0)]
         else:  # a + value b c
-            moved = [(_multiplied(b, c, keys) or _multiplied(c, b, keys), float(node.kwargs.get("value", 1)))]
-        if not all(product is not None and number for product, number in moved):
+            moved = [(_multiplied(b, c, keys) or _multiplied(c, b, keys), factor_of(node, "value"))]
+        others = [operations.scaled(Form((), one), number).term for one, number in moved if one is not None and number]
+        if len(others) < len(moved):
             return None
-        others = [operations.scaled(Form((), product), number).term for product, number in moved if product is not None]
         return replace(term, parts=Sum(tuple(addends((a, *others)))))
     return None
 
