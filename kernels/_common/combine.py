@@ -7,6 +7,8 @@ A program takes a few rows of a group and every SPREADth block of columns. It kn
 are, and merges PARTS of them at a time, whose loads do not wait for each other: a single sequence has as many parts as
 the machine has multiprocessors. Where keys are shared out, there is a program for each sequence or, if cuts are fewer,
 for each cut. A program whose sequence is not cut does nothing, because the result has already been written.
+
+With FOLLOWS it may be launched before the kernel whose results it combines has ended, and waits for that.
 """
 
 from __future__ import annotations
@@ -16,6 +18,11 @@ import triton.language as tl
 
 from .attend import LOG2E, LOWEST
 from .pieces import cut_in_pieces, key_count, measured, part_size, passed_by
+
+try:
+    from triton.language.extra.cuda import gdc_wait
+except ImportError:  # a Triton for other GPUs alone
+    gdc_wait = None
 
 _ANY_VALUE = ("queries", "heads", "tokens", "causal_offset", "batch", "parts", "fixed", "own")
 
@@ -49,6 +56,7 @@ def combine(
     KEYS: tl.constexpr,
     LEAST: tl.constexpr,
     LENGTHS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     queries, tokens = tl.full([], queries, tl.int32), tl.full([], tokens, tl.int32)  # as in the kernel before
     rows = heads if SOURCE == "named" else queries * heads
@@ -80,6 +88,8 @@ def combine(
             )
         first = begin // payload
         used = (end - 1) // payload - first + 1
+        if FOLLOWS:  # before any program ends: what comes next relies on the kernel before having ended too
+            gdc_wait()
         if (end == begin) | (used < 2) | ((not few) & ((end <= (group + 1) * payload) | (first != group))):
             return
         group = found - 1

@@ -167,6 +167,7 @@ def _new_plan(
         "KEYS": tiles.keys,
         "LEAST": LEAST_TILES,
         "LENGTHS": lengths_at_a_time(work.batch if work.kind == "shared" else 0),
+        "FOLLOWS": False,
         **combination(work, rows, rank, machine.processors),
     }
     return _Plan(

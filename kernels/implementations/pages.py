@@ -47,8 +47,8 @@ class Paged:
     causal: bool
     one_row: bool
     """Whether latent and rope key of a token are side by side, in rows at multiples of 16 bytes."""
-    matrices: bool = True
-    """Whether all pages' latents, and all rope keys, are rows of one matrix each, at multiples of 16 bytes."""
+    in_boxes: bool = True
+    """Whether boxes of pages can be copied at once: each row has its own memory, at multiples of 16 bytes."""
     aligned: bool = True
     """Whether latents and rope keys are rows at multiples of 16 bytes."""
     one_page: bool = False
@@ -91,7 +91,7 @@ class Paged:
             page_size,
             causal,
             one_row,
-            is_matrix(x.latent_pages) and is_matrix(x.rope_pages),
+            is_in_boxes(x.latent_pages) and is_in_boxes(x.rope_pages),
             is_aligned(x.latent_pages) and is_aligned(x.rope_pages),
             always(x.block_table.shape[1] == 1),
             codes,
@@ -141,7 +141,7 @@ def _short(dtype: torch.dtype) -> str:
 def layout_of(x: PagedLatentAttention) -> Hashable:
     """Everything about the arguments that a choice may depend on."""
     both = x.latent_pages, x.rope_pages
-    rows = whole_rows(*both), *map(is_matrix, both), *map(is_aligned, both)
+    rows = whole_rows(*both), *map(is_in_boxes, both), *map(is_aligned, both)
     asked = x.causal, x.split_tokens is None, x.first_positions is None, rows
     tensors = x.q_latent, x.q_rope, x.latent_pages, x.rope_pages, x.block_table, x.seq_lens, x.latent_scales, x.mask
     return asked, *map(layout, tensors)
@@ -171,10 +171,9 @@ def is_aligned(pages: Tensor) -> bool:
     )
 
 
-def is_matrix(pages: Tensor) -> bool:
-    """Whether the rows of all pages are rows of one matrix, at multiples of 16 bytes."""
-    of_page, of_row, _ = pages.stride()
-    return of_row > 0 and of_page % of_row == 0 and is_aligned(pages)
+def is_in_boxes(pages: Tensor) -> bool:
+    """Whether boxes of pages can be copied at once: each row has its own memory, at multiples of 16 bytes."""
+    return min(pages.stride()) > 0 and is_aligned(pages)
 
 
 def rows_of(x: PagedLatentAttention) -> Tensor:

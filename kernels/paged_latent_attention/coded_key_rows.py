@@ -13,8 +13,11 @@ Two neighbouring words, which are in one register, have four neighbouring column
 neighbours in one operand, and the last two in another, so queries have their columns in this order. Of values, two
 words have two columns of two keys, and a permutation of bytes puts the keys of a column side by side.
 
-What is kept below 2^14, and how scales enter, is as in `_common.words`. Scales are loaded a tile ahead, by the warp
-group that takes the tile. Arguments are as in `key_rows`, latents as words [rows, 256].
+What is kept below 2^14, and how scales enter, is as in `_common.words`. The loader brings scales to shared memory, with
+the logarithm of each key's largest one: were consumers to load them, each of their fences would wait for that.
+Arguments are as in `key_rows`, latents as words [pages, page_size, 256].
+
+    factors    float32 of a tile, [64] for each group of columns; largest, the logarithms [64]
 """
 
 from __future__ import annotations
@@ -27,11 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._common.attend import LOG2E, LOWEST
 from .._common.words import FROM_E4M3, FROM_INT8, HEADROOM, LEAST_SCALE, in_one_line
-from .key_rows import BOX, KEYS, MET, PLAIN, QUERIES, VECTOR, clear, finish, hide, seen_by_all
-from .taken import RECORD, TILE, copy, first_rows, keys_of, taken_by
+from .key_rows import BOX, KEYS, PLAIN, QUERIES, VECTOR, finish, hide, seen_by_all
+from .taken import RECORD, TILE, box_of, keys_of, load_box, rows_before, taken_by
 
 BOXES = gl.constexpr(4)
 """Boxes of the words of a tile."""
@@ -73,29 +77,51 @@ def numbers_of(words, AS_KEYS: gl.constexpr, INT8: gl.constexpr):
 
 
 @gluon.jit
-def load_tiles(words, ropes, barriers, word_rows, rope_rows, where):
+def load_scales(scales, strides, page, first_row, before, GROUPS: gl.constexpr):
+    """The scales `[64, GROUPS]` of a box of keys; 0 for its first rows, which lie before the tile."""
+    # Two threads for each key, side by side, so that a warp asks for its scales once.
+    EACH: gl.constexpr = gl.BlockedLayout([1, (GROUPS + 1) // 2], [16, 2], [4, 1], [1, 0])
+    row = gl.arange(0, TILE, gl.SliceLayout(1, EACH))
+    group = gl.arange(0, GROUPS, gl.SliceLayout(0, EACH))
+    of_keys = page.to(gl.int64) * strides[0] + (first_row + row).to(gl.int64) * strides[1]
+    places = of_keys[:, None] + (group * strides[2])[None, :]
+    return gl.load(scales + places, mask=(row >= before)[:, None], other=0.0)
+
+
+@gluon.jit
+def load_tiles(words, ropes, factors, largest, barriers, pages, where, GROUPS: gl.constexpr):
     """The producer: load tiles of all sequences of a piece as soon as there is room."""
-    table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, pages = where
+    words_of_pages, rope_keys, scales, strides = pages
+    table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_tiles, LATE = where
     group, on_line, turns, piece, payload, width = taken_by(pieces)
     loaded = 0
     for _ in range(turns):
         count, begin, end = keys_of(lengths, group, on_line, piece, payload, tokens)
         entries = table + group.to(gl.int64) * table_stride_0
-        upcoming, upcoming_rope = first_rows(entries, table_stride_1, begin, end, pages)
+        # Where a tile is, is loaded a tile before its scales, and these a tile before they are wanted.
+        page, row = box_of(entries, table_stride_1, begin, end, page_tiles)
+        upcoming = box_of(entries, table_stride_1, begin + TILE, end, page_tiles)
+        scale_of = load_scales(scales, strides, page, row, rows_before(begin, end), GROUPS)
         for start in range(begin, end, TILE):
-            row = upcoming
-            of_rope = upcoming_rope
-            upcoming, upcoming_rope = first_rows(entries, table_stride_1, start + TILE, end, pages)
+            later = box_of(entries, table_stride_1, start + 2 * TILE, end, page_tiles)
             buffer = loaded % BUFFERS
             mbarrier.wait(barriers.index(FIRST_BARRIER + BUFFERS + buffer), 1 ^ (loaded // BUFFERS & 1))
             full = barriers.index(FIRST_BARRIER + buffer)
             mbarrier.expect(full, TILE * (BOXES + 1) * BOX * 2)
             for box in gl.static_range(BOXES):
-                copy(word_rows, [row, box * BOX], full, words.index(buffer * BOXES + box))
-            copy(rope_rows, [of_rope, 0], full, ropes.index(buffer))
+                load_box(words_of_pages, page, row, box * BOX, full, words.index(buffer * BOXES + box))
+            load_box(rope_keys, page, row, 0, full, ropes.index(buffer))
+            factors.index(buffer).store(scale_of.permute((1, 0)).reshape([GROUPS * TILE]))
+            largest.index(buffer).store(gl.log(gl.maximum(gl.max(scale_of, 1), LEAST_SCALE)))
+            mbarrier.arrive(full)
+            page, row = upcoming
+            scale_of = load_scales(scales, strides, page, row, rows_before(start + TILE, end), GROUPS)
+            upcoming = later
             loaded += 1
         on_line += gl.where(width > 0, width, gl.cdiv(count, TILE)) + own
         group += 1
+    if not LATE:
+        gdc_launch_dependents()  # of `combine`: the last keys are on their way
 
 
 @gluon.jit
@@ -130,33 +156,14 @@ def place_queries(q_boxes, q_ropes, q_latent, q_rope, group, rows, heads, tile, 
 
 
 @gluon.jit
-def page_of(entries, stride, start, end, page_tiles):
-    """The page of the tile of keys from `start` on; 0 from `end` on."""
-    return gl.load(entries + (start // TILE // page_tiles).to(gl.int64) * stride, mask=start < end, other=0)
-
-
-@gluon.jit
-def load_scales(scales, page, start, end, page_tiles, strides, GROUPS: gl.constexpr):
-    """The scales of the tile of keys from `start` on, `[64]` for each group; 0 from `end` on."""
-    key = gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
-    inside = start // TILE % page_tiles * TILE + key
-    of_keys = scales + (page.to(gl.int64) * strides[0] + inside.to(gl.int64) * strides[1])
-    loaded = ()
-    for group in gl.static_range(GROUPS):
-        loaded += (gl.load(of_keys + group * strides[2], mask=start + key < end, other=0.0),)
-    return loaded
-
-
-@gluon.jit
 def scores_of(words, first, ropes, q_boxes, q_ropes, zero, scales, of_rows, scale, INT8: gl.constexpr):
-    """Scores `[64, ROWS]` of a tile whose first box is `first`, and the largest scale of each key.
+    """Scores `[64, ROWS]` of a tile whose first box is `first`.
 
     `zero` is always 0, which the assembler does not see: it would keep all addresses of queries in registers.
     """
     none = gl.zeros([TILE, ROWS], gl.float32, SCORES)
     of_rope = warpgroup_mma(ropes, q_ropes.permute((1, 0)), none, use_acc=False, is_async=True)
     scores = none
-    largest = scales[0]
     pending = (none, none, none)
     for box in gl.static_range(BOXES):
         a, b = numbers_of(words.index(first + box).load(OPERAND), True, INT8)
@@ -166,11 +173,10 @@ def scores_of(words, first, ropes, q_boxes, q_ropes, zero, scales, of_rows, scal
         if box > 0:
             done = warpgroup_mma_wait(2, deps=pending)
             scores += done[0] * scales[(box - 1) * len(scales) // BOXES][:, None]
-            largest = gl.maximum(largest, scales[box * len(scales) // BOXES])
         pending = (product, a, b)
     done = warpgroup_mma_wait(0, deps=(of_rope, pending[0], pending[1], pending[2]))
     scores += done[1] * scales[len(scales) - 1][:, None]
-    return scores * of_rows[None, :] + done[0] * scale, largest
+    return scores * of_rows[None, :] + done[0] * scale
 
 
 @gluon.jit
@@ -182,7 +188,7 @@ def add_values(accs, words, first, weights, decay, free, INT8: gl.constexpr, WHO
         a, b = numbers_of(words.index(first + box).permute((1, 0)).load(OPERAND), False, INT8)
         if box == BOXES - 1:
             mbarrier.arrive(free)
-        of_box = weights.index(WHO * BOXES + box)
+        of_box = weights[WHO * BOXES + box]
         even = warpgroup_mma(a, of_box, accs[2 * box] * decay[None, :], is_async=True)
         odd = warpgroup_mma(b, of_box, accs[2 * box + 1] * decay[None, :], is_async=True)
         if box > 0:
@@ -197,20 +203,15 @@ def add_values(accs, words, first, weights, decay, free, INT8: gl.constexpr, WHO
 @gluon.jit
 def attend_some(shared, inputs, outputs, numbers, GROUPS: gl.constexpr, INT8: gl.constexpr, WHO: gl.constexpr):
     """A consumer: attend to every second tile of keys of each sequence of a piece."""
-    words, ropes, q_boxes, q_ropes, weights, stats, exchange, barriers = shared
-    q_latent, q_rope, scales, table, lengths, pieces = inputs
-    scale, queries, heads, tokens, part, tile, own, page_tiles, CAUSAL, strides, scale_strides, table_strides = numbers
+    words, ropes, factors, largest, q_boxes, q_ropes, weights, stats, exchange, barriers = shared
+    q_latent, q_rope, lengths, pieces = inputs
+    scale, queries, heads, tokens, part, tile, own, CAUSAL, LATE, strides = numbers
     group, on_line, turns, piece, payload, width = taken_by(pieces)
     rows = queries * heads
     loaded = 0
     met = 0
     for turn in range(turns):
         count, begin, end = keys_of(lengths, group, on_line, piece, payload, tokens)
-        entries = table + group.to(gl.int64) * table_strides[0]
-        first = begin + WHO * TILE
-        page = page_of(entries, table_strides[1], first, end, page_tiles)
-        upcoming = load_scales(scales, page, first, end, page_tiles, scale_strides, GROUPS)
-        page = page_of(entries, table_strides[1], first + 2 * TILE, end, page_tiles)
         undo = place_queries(q_boxes, q_ropes, q_latent, q_rope, group, rows, heads, tile, strides, WHO)
         of_rows = gl.convert_layout(undo, gl.SliceLayout(0, SCORES)) * scale
         fence_async_shared()
@@ -223,23 +224,21 @@ def attend_some(shared, inputs, outputs, numbers, GROUPS: gl.constexpr, INT8: gl
         accs = ()
         for _ in gl.static_range(2 * BOXES):
             accs += (gl.zeros([BOX, ROWS], gl.float32, SCORES),)
-        for start in range(first, end, 2 * TILE):
-            # Loaded here, not later, because the next fence waits for them.
-            scale_of = upcoming
-            upcoming = load_scales(scales, page, start + 2 * TILE, end, page_tiles, scale_strides, GROUPS)
-            page = page_of(entries, table_strides[1], start + 4 * TILE, end, page_tiles)
+        for start in range(begin + WHO * TILE, end, 2 * TILE):
             number = loaded + (start - begin) // TILE
             buffer = number % BUFFERS
             box_0 = buffer * BOXES
             mbarrier.wait(barriers.index(FIRST_BARRIER + buffer), number // BUFFERS & 1)
-            if end - start < TILE:
-                clear(words, box_0, end - start, BOXES)
-            scores, largest = scores_of(
+            scale_of = ()
+            for of in gl.static_range(GROUPS):
+                of_group = factors.index(buffer).slice(of * TILE, TILE)
+                scale_of += (of_group.load(gl.SliceLayout(1, SCORES)),)
+            scores = scores_of(
                 words, box_0, ropes.index(buffer), q_boxes, q_ropes, number >> 30, scale_of, of_rows, scale, INT8
             )
             if start + TILE - 1 > seen:
                 scores = hide(scores, start, end, count, queries, heads, tile, ROWS, SCORES, CAUSAL)
-            weighed = scores + gl.log(gl.maximum(largest, LEAST_SCALE))[:, None]
+            weighed = scores + largest.index(buffer).load(gl.SliceLayout(1, SCORES))[:, None]
             m_new = gl.maximum(m, gl.max(weighed, 0) - HEADROOM)
             probabilities = gl.exp2((scores - m_new[None, :]) * LOG2E)
             decay = gl.exp2((m - m_new) * LOG2E)
@@ -247,7 +246,7 @@ def attend_some(shared, inputs, outputs, numbers, GROUPS: gl.constexpr, INT8: gl
             m = m_new
             for box in gl.static_range(BOXES):
                 of_box = probabilities * scale_of[box * GROUPS // BOXES][:, None]
-                weights.index(WHO * BOXES + box).store(of_box.to(gl.float16))
+                weights[WHO * BOXES + box].store(of_box.to(gl.float16))
             fence_async_shared()
             free = barriers.index(FIRST_BARRIER + BUFFERS + buffer)
             accs = add_values(accs, words, box_0, weights, decay, free, INT8, WHO)
@@ -256,17 +255,19 @@ def attend_some(shared, inputs, outputs, numbers, GROUPS: gl.constexpr, INT8: gl
         met = finish(accs, m, total, (stats, exchange, barriers), outputs, where, met, 2, ROWS, WHO)
         on_line += gl.where(width > 0, width, gl.cdiv(count, TILE)) + own
         group += 1
+    if LATE:
+        gdc_launch_dependents()
 
 
-_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "page_tiles", "page_rows", "page_ropes", "table_stride_0")
+_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "table_stride_0")
 
 
 @gluon.jit(do_not_specialize=_ANY_VALUE)
 def attend_pages(
     q_latent,
     q_rope,
-    latent_rows,
-    rope_rows,
+    words_of_pages,
+    rope_keys,
     scales,
     table,
     lengths,
@@ -282,8 +283,6 @@ def attend_pages(
     tokens,
     own,
     page_tiles,
-    page_rows,
-    page_ropes,
     q_stride_b,
     q_stride_s,
     q_stride_n,
@@ -296,6 +295,7 @@ def attend_pages(
     table_stride_0,
     table_stride_1,
     CAUSAL: gl.constexpr,
+    LATE: gl.constexpr,
     GROUPS: gl.constexpr,
     INT8: gl.constexpr,
 ):
@@ -308,28 +308,32 @@ def attend_pages(
     ropes = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, TILE, BOX], KEYS)
     q_boxes = gl.allocate_shared_memory(gl.float16, [2 * BOXES, ROWS, BOX], KEYS)
     q_ropes = gl.allocate_shared_memory(gl.bfloat16, [ROWS, BOX], KEYS)
-    weights = gl.allocate_shared_memory(gl.float16, [2 * BOXES, TILE, ROWS], WEIGHTS)
+    factors = gl.allocate_shared_memory(gl.float32, [BUFFERS, GROUPS * TILE], VECTOR)
+    largest = gl.allocate_shared_memory(gl.float32, [BUFFERS, TILE], VECTOR)
+    weights = ()
+    for _ in gl.static_range(2 * BOXES):  # of one allocation, the compiler would keep each from the next by a barrier
+        weights += (gl.allocate_shared_memory(gl.float16, [TILE, ROWS], WEIGHTS),)
     stats = gl.allocate_shared_memory(gl.float32, [2, ROWS], VECTOR)
     exchange = gl.allocate_shared_memory(gl.float32, [4, BOX, ROWS], PLAIN)
     barriers = gl.allocate_shared_memory(gl.int64, [2 + 2 * BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 + 2 * BUFFERS):
-        mbarrier.init(barriers.index(i), count=1 + (i == QUERIES) + (i == MET))
+        mbarrier.init(barriers.index(i), count=1 + (i < FIRST_BARRIER + BUFFERS))
     fence_async_shared()
 
-    shared = (words, ropes, q_boxes, q_ropes, weights, stats, exchange, barriers)
-    inputs = (q_latent, q_rope, scales, table, lengths, pieces)
+    shared = (words, ropes, factors, largest, q_boxes, q_ropes, weights, stats, exchange, barriers)
+    inputs = (q_latent, q_rope, lengths, pieces)
     outputs = (o, lse, acc, m_out, total_out)
     strides = (q_stride_b, q_stride_s, q_stride_n, qr_stride_b, qr_stride_s, qr_stride_n)
-    of_scales, of_table = (scale_stride_0, scale_stride_1, scale_stride_2), (table_stride_0, table_stride_1)
-    numbers = (scale, queries, heads, tokens, part, tile, own, page_tiles, CAUSAL, strides, of_scales, of_table)
-    pages = (page_tiles, page_rows, page_ropes)
-    where = (table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, pages)
+    numbers = (scale, queries, heads, tokens, part, tile, own, CAUSAL, LATE, strides)
+    pages = (words_of_pages, rope_keys, scales, (scale_stride_0, scale_stride_1, scale_stride_2))
+    where = (table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_tiles, LATE)
+    gdc_wait()  # for what `share_out` stores
     gl.warp_specialize(
         [
-            (load_tiles, (words, ropes, barriers, latent_rows, rope_rows, where)),
+            (load_tiles, (words, ropes, factors, largest, barriers, pages, where, GROUPS)),
             (attend_some, (shared, inputs, outputs, numbers, GROUPS, INT8, 0)),
             (attend_some, (shared, inputs, outputs, numbers, GROUPS, INT8, 1)),
         ],
         [4, 4],
-        [240, 240],
+        [232, 232],  # more for the loader, which has scales in registers
     )

@@ -12,10 +12,8 @@ in registers, and waits for the other only at the end of a sequence: then each h
 both (`finish`). Two tiles fit into shared memory. The first half of a tile is replaced while the second is in use.
 
     q_latent [B, Sq, N, 512], q_rope [B, Sq, N, 64]     any strides but 1 in the last dim
-    latents, ropes     descriptors of all pages' rows [rows, 512] and [rows, 64], boxes [64, 64]
+    latents, ropes     descriptors of pages [pages, page_size, 512] and [pages, page_size, 64], boxes [1, 64, 64]
     other arguments    as in `warp_groups`
-
-Tokens after the last key of a sequence are set to 0 by the warp group that takes them, because 0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -28,9 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._common.attend import LOG2E, LOWEST
-from .taken import RECORD, TILE, copy, first_rows, keys_of, taken_by
+from .taken import RECORD, TILE, box_of, keys_of, load_box, rows_before, taken_by
 
 BOX = gl.constexpr(64)
 """Columns that are loaded at a time: 128 bytes of bfloat16."""
@@ -49,44 +48,36 @@ QUERIES, MET = gl.constexpr(0), gl.constexpr(1)
 
 
 @gluon.jit
-def load_tiles(keys, ropes, barriers, latent_rows, rope_rows, where):
+def load_tiles(keys, ropes, barriers, latents, rope_keys, where):
     """The producer: load tiles of all sequences of a piece, each half as soon as there is room."""
-    table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, pages = where
+    table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_tiles, LATE = where
     group, on_line, turns, piece, payload, width = taken_by(pieces)
     loaded = 0
     for _ in range(turns):
         count, begin, end = keys_of(lengths, group, on_line, piece, payload, tokens)
         entries = table + group.to(gl.int64) * table_stride_0
-        upcoming, upcoming_rope = first_rows(entries, table_stride_1, begin, end, pages)
+        upcoming = box_of(entries, table_stride_1, begin, end, page_tiles)
         for start in range(begin, end, TILE):
-            row = upcoming
-            of_rope = upcoming_rope
-            upcoming, upcoming_rope = first_rows(entries, table_stride_1, start + TILE, end, pages)
+            page, row = upcoming
+            upcoming = box_of(entries, table_stride_1, start + TILE, end, page_tiles)
             buffer = loaded % BUFFERS
             free = 1 ^ (loaded // BUFFERS & 1)
             mbarrier.wait(barriers.index(FREE + 2 * buffer), free)
             full = barriers.index(FULL + 2 * buffer)
             mbarrier.expect(full, TILE * (BOXES // 2 + 1) * BOX * 2)
-            copy(rope_rows, [of_rope, 0], full, ropes.index(buffer))
+            load_box(rope_keys, page, row, 0, full, ropes.index(buffer))
             for box in gl.static_range(BOXES // 2):
-                copy(latent_rows, [row, box * BOX], full, keys.index(buffer * BOXES + box))
+                load_box(latents, page, row, box * BOX, full, keys.index(buffer * BOXES + box))
             mbarrier.wait(barriers.index(FREE + 2 * buffer + 1), free)
             full = barriers.index(FULL + 2 * buffer + 1)
             mbarrier.expect(full, TILE * BOXES // 2 * BOX * 2)
             for box in gl.static_range(BOXES // 2, BOXES):
-                copy(latent_rows, [row, box * BOX], full, keys.index(buffer * BOXES + box))
+                load_box(latents, page, row, box * BOX, full, keys.index(buffer * BOXES + box))
             loaded += 1
         on_line += gl.where(width > 0, width, gl.cdiv(count, TILE)) + own
         group += 1
-
-
-@gluon.jit
-def clear(boxes, first, left, COUNT: gl.constexpr):
-    """Set a tile of COUNT boxes, of which `first` is the first, to 0 from row `left` on."""
-    row = gl.arange(0, TILE, gl.SliceLayout(1, LOADED))
-    for box in range(COUNT):
-        values = boxes.index(first + box).load(LOADED)
-        boxes.index(first + box).store(gl.where((row < left)[:, None], values, gl.zeros_like(values)))
+    if not LATE:
+        gdc_launch_dependents()  # of `combine`: the last keys are on their way
 
 
 @gluon.jit
@@ -138,8 +129,8 @@ def hide(
     last = row * 0 + end - 1
     if CAUSAL:
         last = gl.minimum(last, row // heads + count - queries)
-    place = start + gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
-    return gl.where(place[:, None] <= last[None, :], scores, -float("inf"))
+    place = start - rows_before(start, end) + gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
+    return gl.where((place >= start)[:, None] & (place[:, None] <= last[None, :]), scores, -float("inf"))
 
 
 @gluon.jit
@@ -194,7 +185,7 @@ def attend_some(shared, inputs, outputs, numbers, ROWS: gl.constexpr, WHO: gl.co
     """A consumer: attend to every second tile of keys of each sequence of a piece."""
     keys, ropes, q_boxes, q_ropes, weights, stats, exchange, barriers = shared
     q_latent, q_rope, lengths, pieces = inputs
-    scale, queries, heads, tokens, part, tile, own, CAUSAL, strides = numbers
+    scale, queries, heads, tokens, part, tile, own, CAUSAL, LATE, strides = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     group, on_line, turns, piece, payload, width = taken_by(pieces)
     rows = queries * heads
@@ -221,10 +212,6 @@ def attend_some(shared, inputs, outputs, numbers, ROWS: gl.constexpr, WHO: gl.co
             # Always 0, which the assembler does not see: it would keep all addresses of queries in registers.
             zero = number >> 30
             mbarrier.wait(barriers.index(FULL + 2 * buffer), filled)
-            if end - start < TILE:
-                mbarrier.wait(barriers.index(FULL + 2 * buffer + 1), filled)
-                clear(keys, first, end - start, BOXES)
-                fence_async_shared()
             scores = gl.zeros([TILE, ROWS], gl.float32, SCORES)
             scores = warpgroup_mma(ropes.index(buffer), q_ropes.permute((1, 0)), scores, use_acc=False, is_async=True)
             for box in gl.static_range(BOXES // 2):
@@ -259,17 +246,19 @@ def attend_some(shared, inputs, outputs, numbers, ROWS: gl.constexpr, WHO: gl.co
         met = finish(accs, m, total, (stats, exchange, barriers), outputs, where, met, 1, ROWS, WHO)
         on_line += gl.where(width > 0, width, gl.cdiv(count, TILE)) + own
         group += 1
+    if LATE:
+        gdc_launch_dependents()
 
 
-_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "page_tiles", "page_rows", "page_ropes", "table_stride_0")
+_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "table_stride_0")
 
 
 @gluon.jit(do_not_specialize=_ANY_VALUE)
 def attend_pages(
     q_latent,
     q_rope,
-    latent_rows,
-    rope_rows,
+    latents,
+    rope_keys,
     table,
     lengths,
     pieces,
@@ -284,8 +273,6 @@ def attend_pages(
     tokens,
     own,
     page_tiles,
-    page_rows,
-    page_ropes,
     q_stride_b,
     q_stride_s,
     q_stride_n,
@@ -295,6 +282,7 @@ def attend_pages(
     table_stride_0,
     table_stride_1,
     CAUSAL: gl.constexpr,
+    LATE: gl.constexpr,
     ROWS: gl.constexpr,
 ):
     tiles = gl.cdiv(queries * heads, ROWS)
@@ -318,12 +306,12 @@ def attend_pages(
     inputs = (q_latent, q_rope, lengths, pieces)
     outputs = (o, lse, acc, m_out, total_out)
     strides = (q_stride_b, q_stride_s, q_stride_n, qr_stride_b, qr_stride_s, qr_stride_n)
-    numbers = (scale, queries, heads, tokens, part, tile, own, CAUSAL, strides)
-    pages = (page_tiles, page_rows, page_ropes)
-    where = (table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, pages)
+    numbers = (scale, queries, heads, tokens, part, tile, own, CAUSAL, LATE, strides)
+    where = (table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_tiles, LATE)
+    gdc_wait()  # for what `share_out` stores
     gl.warp_specialize(
         [
-            (load_tiles, (keys, ropes, barriers, latent_rows, rope_rows, where)),
+            (load_tiles, (keys, ropes, barriers, latents, rope_keys, where)),
             (attend_some, (shared, inputs, outputs, numbers, ROWS, 0)),
             (attend_some, (shared, inputs, outputs, numbers, ROWS, 1)),
         ],

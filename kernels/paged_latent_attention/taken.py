@@ -1,8 +1,11 @@
 """What a program of the kernels in Gluon takes, in tiles of 64 keys, and where these are.
 
 pieces     [parts, 8] int32, written by `share_out`
-latents, ropes     all pages' rows are one matrix each; `pages` is how many tiles a page has, and how many rows of
-                   latents and of rope keys lie from one page to the next
+latents, ropes     descriptors of pages [pages, page_size, columns], boxes [1, 64, columns that are loaded at a time]
+
+The last tile of a sequence is loaded from so many rows before its first key on that its box ends with its last: nothing
+is loaded of what lies behind, which may be NaN, and 0 times NaN is NaN. What the box has before the page is 0, by the
+copy engine; rows of the same page before the tile's first key have been taken, and are hidden like those.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .._common.pieces import cut_in_pieces, key_count, measured, passed_by
 
@@ -19,6 +23,8 @@ copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_t
 """The copy's name from Triton 3.7 on, or up to 3.6."""
 TILE = gl.constexpr(64)
 """Keys of a tile."""
+IN_BOXES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
+"""How what is loaded is laid out in shared memory."""
 RECORD = tl.constexpr(8)
 """Numbers of a program in `pieces`."""
 
@@ -29,6 +35,7 @@ def share_out(
 ):
     """Store what each program takes: the first sequence, its place on the line, and the number of sequences; the place
     and the size of the piece; and the tiles that each sequence is given on the line, if all are given as many."""
+    gdc_launch_dependents()
     part = tl.program_id(0)
     on_all, longest = batch * 0, batch * 0
     for at in range(0, batch, LENGTHS):
@@ -77,11 +84,23 @@ def keys_of(lengths, group, on_line, piece, payload, tokens):
 
 
 @gluon.jit
-def first_rows(entries, stride, start, end, pages):
-    """The first row of the tile of keys from `start` on, among all rows of latents and among all rope keys. Nothing is
-    read of the table from `end` on."""
-    page_tiles, page_rows, page_ropes = pages
+def rows_before(start, end):
+    """How many rows the box of the tile of keys from `start` on begins before its first key."""
+    return gl.maximum(start + TILE - end, 0)
+
+
+@gluon.jit
+def box_of(entries, stride, start, end, page_tiles):
+    """The page of the tile of keys from `start` on, and the row of it with which the box begins.
+
+    From `end` on nothing is read of the table, and all rows of the box lie before a page.
+    """
     tile = start // TILE
     page = gl.load(entries + (tile // page_tiles).to(gl.int64) * stride, mask=start < end, other=0).to(gl.int32)
-    inside = tile % page_tiles * TILE
-    return page * page_rows + inside, page * page_ropes + inside
+    return page, gl.where(start < end, tile % page_tiles * TILE - rows_before(start, end), -TILE)
+
+
+@gluon.jit
+def load_box(of_pages, page, row, column, full, box):
+    """Load a box `[64, columns]` to shared memory: the rows of a page from `row` on."""
+    copy(of_pages, [page, row, column], full, box.reshape([1, TILE, box.shape[1]]))

@@ -25,10 +25,11 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     mbarrier,
     tcgen05_mma,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._common.attend import LOG2E, LOWEST
-from .taken import RECORD, TILE, copy, first_rows, keys_of, taken_by
-from .warp_groups import HALF, KEYS, LOADED, ROPE, clear, load_queries
+from .taken import RECORD, TILE, box_of, keys_of, load_box, rows_before, taken_by
+from .warp_groups import HALF, KEYS, LOADED, ROPE, load_queries
 
 ROWS = gl.constexpr(128)
 IN_ROWS = gl.constexpr(gl.BlockedLayout([1, 64], [32, 1], [4, 1], [0, 1]))
@@ -40,32 +41,28 @@ OWN, REST, FREE_OWN, FREE_REST, SCORED, WEIGHED, SUMMED, QUERIES = (gl.constexpr
 
 
 @gluon.jit
-def load_pages(own_half, rest_half, ropes, barriers, latent_rows, rope_rows, where):
+def load_pages(own_half, rest_half, ropes, barriers, latents, rope_keys, where):
     """The loader: load pages of all sequences of a piece, each part as soon as there is room."""
-    table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, pages, half = where
+    table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_tiles, half, LATE = where
     group, on_line, turns, piece, payload, width = taken_by(pieces)
     free = 1
     for _ in range(turns):
         count, begin, end = keys_of(lengths, group, on_line, piece, payload, tokens)
         entries = table + group.to(gl.int64) * table_stride_0
         for start in range(begin, gl.maximum(end, begin + 1), TILE):
-            row, of_rope = first_rows(entries, table_stride_1, start, end, pages)
+            page, row = box_of(entries, table_stride_1, start, end, page_tiles)
             mbarrier.wait(barriers.index(FREE_REST), free)
-            if start < end:
-                mbarrier.expect(barriers.index(REST), TILE * (HALF + ROPE) * 2)
-                copy(latent_rows, [row, (1 - half) * HALF], barriers.index(REST), rest_half)
-                copy(rope_rows, [of_rope, 0], barriers.index(REST), ropes)
-            else:
-                mbarrier.arrive(barriers.index(REST))
+            mbarrier.expect(barriers.index(REST), TILE * (HALF + ROPE) * 2)
+            load_box(latents, page, row, (1 - half) * HALF, barriers.index(REST), rest_half)
+            load_box(rope_keys, page, row, 0, barriers.index(REST), ropes)
             mbarrier.wait(barriers.index(FREE_OWN), free)
-            if start < end:
-                mbarrier.expect(barriers.index(OWN), TILE * HALF * 2)
-                copy(latent_rows, [row, half * HALF], barriers.index(OWN), own_half)
-            else:
-                mbarrier.arrive(barriers.index(OWN))
+            mbarrier.expect(barriers.index(OWN), TILE * HALF * 2)
+            load_box(latents, page, row, half * HALF, barriers.index(OWN), own_half)
             free ^= 1
         on_line += gl.where(width > 0, width, gl.cdiv(count, TILE)) + own
         group += 1
+    if not LATE:
+        gdc_launch_dependents()  # of `combine`: the last keys are on their way
 
 
 @gluon.jit
@@ -73,7 +70,7 @@ def multiply(shared, tensors, barriers, where):
     """The warp that issues products: for each page the scores, then the sums."""
     own_half, rest_half, ropes, q_own, q_rest, q_ropes = shared
     scores, weights, sums = tensors
-    _, lengths, pieces, tokens, own, _, _, _, _ = where
+    _, lengths, pieces, tokens, own, _, _, _, _, _ = where
     group, on_line, turns, piece, payload, width = taken_by(pieces)
     filled = 0
     for turn in range(turns):
@@ -104,9 +101,9 @@ def multiply(shared, tensors, barriers, where):
 
 
 @gluon.jit
-def weigh(shared, tensors, barriers, inputs, outputs, numbers, CAUSAL: gl.constexpr):
+def weigh(shared, tensors, barriers, inputs, outputs, numbers, CAUSAL: gl.constexpr, LATE: gl.constexpr):
     """Four warps: load queries, compute the softmax of each page, rescale the sums, and store results."""
-    own_half, _, _, q_own, q_rest, q_ropes = shared
+    q_own, q_rest, q_ropes = shared
     scores_there, weights_there, sums_there = tensors
     q_latent, q_rope, lengths, pieces = inputs
     o, lse, acc, m_out, total_out = outputs
@@ -139,16 +136,14 @@ def weigh(shared, tensors, barriers, inputs, outputs, numbers, CAUSAL: gl.conste
         for start in range(begin, gl.maximum(end, begin + 1), TILE):
             mbarrier.wait(barriers.index(SCORED), filled)
             scores = scores_there.load(IN_ROWS) * scale
-            place = gl.arange(0, TILE, gl.SliceLayout(0, IN_ROWS))
-            scores = gl.where(place[None, :] <= (limit - start)[:, None], scores, -float("inf"))
+            place = gl.arange(0, TILE, gl.SliceLayout(0, IN_ROWS)) - rows_before(start, end)
+            seen = (place >= 0)[None, :] & (place[None, :] <= (limit - start)[:, None])
+            scores = gl.where(seen, scores, -float("inf"))
             m_new = gl.maximum(m, gl.max(scores, 1))
             weights = gl.exp2((scores - m_new[:, None]) * LOG2E)
             decay = gl.exp2((m - m_new) * LOG2E)
             total = total * decay + gl.sum(weights, 1)
             m = m_new
-            if end - start < TILE:
-                clear(own_half, end - start)
-                fence_async_shared()
             # The sums of the previous page are complete, because this page was loaded in place of its values.
             weights_there.store(weights.to(gl.bfloat16))
             if start > begin:
@@ -181,17 +176,19 @@ def weigh(shared, tensors, barriers, inputs, outputs, numbers, CAUSAL: gl.conste
                 gl.store(lse + first + row, m + gl.log(total), mask=exists)
         on_line += gl.where(width > 0, width, gl.cdiv(count, TILE)) + own
         group += 1
+    if LATE:
+        gdc_launch_dependents()
 
 
-_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "page_tiles", "page_rows", "page_ropes", "table_stride_0")
+_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "table_stride_0")
 
 
 @gluon.jit(do_not_specialize=_ANY_VALUE)
 def attend_pages(
     q_latent,
     q_rope,
-    latent_rows,
-    rope_rows,
+    latents,
+    rope_keys,
     table,
     lengths,
     pieces,
@@ -206,8 +203,6 @@ def attend_pages(
     tokens,
     own,
     page_tiles,
-    page_rows,
-    page_ropes,
     q_stride_b,
     q_stride_s,
     q_stride_n,
@@ -217,6 +212,7 @@ def attend_pages(
     table_stride_0,
     table_stride_1,
     CAUSAL: gl.constexpr,
+    LATE: gl.constexpr,
 ):
     tiles = gl.cdiv(queries * heads, ROWS)
     half = gl.program_id(0) % 2
@@ -244,13 +240,13 @@ def attend_pages(
     outputs = (o, lse, acc, m_out, total_out)
     strides = (q_stride_b, q_stride_s, q_stride_n, qr_stride_b, qr_stride_s, qr_stride_n)
     numbers = (scale, queries, heads, tokens, part, tile, half, own, strides)
-    pages = (page_tiles, page_rows, page_ropes)
-    where = (table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, pages, half)
+    where = (table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_tiles, half, LATE)
+    gdc_wait()  # for what `share_out` stores
     gl.warp_specialize(
         [
-            (weigh, (shared, tensors, barriers, inputs, outputs, numbers, CAUSAL)),
+            (weigh, ((q_own, q_rest, q_ropes), tensors, barriers, inputs, outputs, numbers, CAUSAL, LATE)),
             (multiply, (shared, tensors, barriers, where)),
-            (load_pages, (own_half, rest_half, ropes, barriers, latent_rows, rope_rows, where)),
+            (load_pages, (own_half, rest_half, ropes, barriers, latents, rope_keys, where)),
         ],
         [1, 1],
         [192, 192],

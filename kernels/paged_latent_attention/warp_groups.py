@@ -12,15 +12,15 @@ the other:
 replace the rope keys of their page, as those are no longer needed once the page's scores are computed.
 
     q_latent [B, Sq, N, 512], q_rope [B, Sq, N, 64]     any strides but 1 in the last dim
-    latents, ropes     descriptors of all pages' rows [rows, 512] and [rows, 64], boxes [64, 256] and [64, 64]
-    page_tiles         tiles of 64 keys in a page; page_rows and page_ropes, how many rows lie from one page to the next
+    latents, ropes     descriptors of pages [pages, page_size, 512] and [pages, page_size, 64], boxes [1, 64, 256] and
+                       [1, 64, 64]
+    page_tiles         tiles of 64 keys in a page
     pieces             [parts, 8] int32: what each program takes, written by `share_out`
     o, lse, acc, m_out, total_out     as in `_common.kernel`, for the same `combine`
 
 Shared memory, of 227 KiB: 72 for queries, 144 for two pages. A page is loaded in two pieces with a barrier each: the
 half that only its own consumer reads (`own`), and the other half with the rope key (`rest`), which the other consumer
-reads last. So half of a pair can be replaced by the next while the other half is in use. Tokens after the last key of a
-sequence, and pages that do not exist, are set to 0 by the page's consumer, because 0 times NaN is NaN.
+reads last. So half of a pair can be replaced by the next while the other half is in use.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._common.attend import LOG2E, LOWEST
-from .taken import RECORD, TILE, copy, first_rows, keys_of, taken_by
+from .taken import RECORD, TILE, box_of, keys_of, load_box, rows_before, taken_by
 
 HALF = gl.constexpr(256)
 ROPE = gl.constexpr(64)
@@ -51,50 +52,45 @@ OWN, REST, FREE_OWN, FREE_REST, WEIGHED, GREATEST, QUERIES, MET = (gl.constexpr(
 
 
 @gluon.jit
-def load_pages(keys, ropes, barriers, latent_rows, rope_rows, where):
+def load_pages(keys, ropes, barriers, latents, rope_keys, where):
     """The producer: load pages of all sequences of a piece, each part of a page as soon as there is room."""
-    table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, pages = where
+    table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_tiles, LATE = where
     group, on_line, turns, piece, payload, width = taken_by(pieces)
     free = 1
     for _ in range(turns):
         count, begin, end = keys_of(lengths, group, on_line, piece, payload, tokens)
         entries = table + group.to(gl.int64) * table_stride_0
         for first in range(begin, gl.maximum(end, begin + 1), 2 * TILE):
-            second = first + TILE
-            row_0, of_rope_0 = first_rows(entries, table_stride_1, first, end, pages)
-            row_1, of_rope_1 = first_rows(entries, table_stride_1, second, end, pages)
-            load_own(keys, barriers, latent_rows, row_0, first < end, free, 0)
-            load_own(keys, barriers, latent_rows, row_1, second < end, free, 1)
-            load_rest(keys, ropes, barriers, latent_rows, rope_rows, row_0, of_rope_0, first < end, free, 0)
-            load_rest(keys, ropes, barriers, latent_rows, rope_rows, row_1, of_rope_1, second < end, free, 1)
+            box_0 = box_of(entries, table_stride_1, first, end, page_tiles)
+            box_1 = box_of(entries, table_stride_1, first + TILE, end, page_tiles)
+            load_own(keys, barriers, latents, box_0, free, 0)
+            load_own(keys, barriers, latents, box_1, free, 1)
+            load_rest(keys, ropes, barriers, latents, rope_keys, box_0, free, 0)
+            load_rest(keys, ropes, barriers, latents, rope_keys, box_1, free, 1)
             free ^= 1
         on_line += gl.where(width > 0, width, gl.cdiv(count, TILE)) + own
         group += 1
+    if not LATE:
+        gdc_launch_dependents()  # of `combine`: the last keys are on their way
 
 
 @gluon.jit
-def load_own(keys, barriers, latent_rows, row, there, free, PAGE: gl.constexpr):
+def load_own(keys, barriers, latents, box, free, PAGE: gl.constexpr):
     """Load the half of a page that only its own consumer reads."""
     mbarrier.wait(barriers.index(FREE_OWN + PAGE), free)
     full = barriers.index(OWN + PAGE)
-    if there:
-        mbarrier.expect(full, TILE * HALF * 2)
-        copy(latent_rows, [row, PAGE * HALF], full, keys.index(3 * PAGE))
-    else:
-        mbarrier.arrive(full)
+    mbarrier.expect(full, TILE * HALF * 2)
+    load_box(latents, box[0], box[1], PAGE * HALF, full, keys.index(3 * PAGE))
 
 
 @gluon.jit
-def load_rest(keys, ropes, barriers, latent_rows, rope_rows, row, of_rope, there, free, PAGE: gl.constexpr):
+def load_rest(keys, ropes, barriers, latents, rope_keys, box, free, PAGE: gl.constexpr):
     """Load the other half of a page, and the rope keys."""
     mbarrier.wait(barriers.index(FREE_REST + PAGE), free)
     full = barriers.index(REST + PAGE)
-    if there:
-        mbarrier.expect(full, TILE * (HALF + ROPE) * 2)
-        copy(latent_rows, [row, (1 - PAGE) * HALF], full, keys.index(PAGE + 1))
-        copy(rope_rows, [of_rope, 0], full, ropes.index(PAGE))
-    else:
-        mbarrier.arrive(full)
+    mbarrier.expect(full, TILE * (HALF + ROPE) * 2)
+    load_box(latents, box[0], box[1], (1 - PAGE) * HALF, full, keys.index(PAGE + 1))
+    load_box(rope_keys, box[0], box[1], 0, full, ropes.index(PAGE))
 
 
 @gluon.jit
@@ -107,25 +103,10 @@ def load_queries(place, base, rows, exists, first, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def clear(half, left):
-    """Set the latents of half a page to 0 from row `left` on."""
-    row = gl.arange(0, TILE, gl.SliceLayout(1, LOADED))
-    for column in gl.static_range(0, HALF, 64):
-        part = half.slice(column, 64, dim=1)
-        values = part.load(LOADED)
-        part.store(gl.where((row < left)[:, None], values, gl.zeros_like(values)))
-
-
-@gluon.jit
-def scores_of(q_halves, q_ropes, keys, ropes, barriers, pairs, left, scale, limit, start, WHO: gl.constexpr):
+def scores_of(q_halves, q_ropes, keys, ropes, barriers, pairs, scale, limit, seen, start, end, WHO: gl.constexpr):
     """Scores of a consumer's page, `[64, 64]`, -inf for keys that a row does not see."""
     filled = pairs & 1
     mbarrier.wait(barriers.index(OWN + WHO), filled)
-    if left < TILE:
-        mbarrier.wait(barriers.index(REST + WHO), filled)
-        clear(keys.index(2 * WHO), left)
-        clear(keys.index(2 * WHO + 1), left)
-        fence_async_shared()
     # Always 0, which the assembler does not see: it would keep all addresses of queries in registers, and run out.
     zero = pairs >> 30
     scores = gl.zeros([TILE, TILE], gl.float32, SCORES)
@@ -135,9 +116,12 @@ def scores_of(q_halves, q_ropes, keys, ropes, barriers, pairs, left, scale, limi
     rest = keys.index(zero + WHO + 1).permute((1, 0))
     scores = warpgroup_mma(q_halves.index(zero + 1 - WHO), rest, scores, is_async=True)
     scores = warpgroup_mma(q_ropes, ropes.index(zero + WHO).permute((1, 0)), scores, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=(scores,))
-    place = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
-    return gl.where(place[None, :] <= (limit - start)[:, None], scores * scale, -float("inf"))
+    scores = warpgroup_mma_wait(0, deps=(scores,)) * scale
+    if start + TILE - 1 > seen:
+        place = gl.arange(0, TILE, gl.SliceLayout(0, SCORES)) - rows_before(start, end)
+        sees = (place >= 0)[None, :] & (place[None, :] <= (limit - start)[:, None])
+        scores = gl.where(sees, scores, -float("inf"))
+    return scores
 
 
 @gluon.jit
@@ -160,7 +144,7 @@ def attend_half(shared, inputs, outputs, numbers, WHO: gl.constexpr):
     keys, ropes, q_halves, q_ropes, greatest, totals, barriers = shared
     q_latent, q_rope, lengths, pieces = inputs
     o, lse, acc, m_out, total_out = outputs
-    scale, queries, heads, tokens, part, tile, own, CAUSAL, strides = numbers
+    scale, queries, heads, tokens, part, tile, own, CAUSAL, LATE, strides = numbers
     group, on_line, turns, piece, payload, width = taken_by(pieces)
     rows = queries * heads
     pairs = 0
@@ -182,15 +166,17 @@ def attend_half(shared, inputs, outputs, numbers, WHO: gl.constexpr):
 
         row = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
         limit = row * 0 + end - 1  # the last key that a row sees
+        seen = end - 1  # the last key that all rows see
         if CAUSAL:
             limit = gl.minimum(limit, row // heads + count - queries)
+            seen = gl.minimum(seen, tile * TILE // heads + count - queries)
         m = gl.full([TILE], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
         total = gl.zeros([TILE], gl.float32, gl.SliceLayout(1, SCORES))
         sums = gl.zeros([TILE, HALF], gl.float32, SUMS)
         for pair in range(begin, gl.maximum(end, begin + 1), 2 * TILE):
             start = pair + WHO * TILE
             filled = pairs & 1
-            scores = scores_of(q_halves, q_ropes, keys, ropes, barriers, pairs, end - start, scale, limit, start, WHO)
+            scores = scores_of(q_halves, q_ropes, keys, ropes, barriers, pairs, scale, limit, seen, start, end, WHO)
             if WHO == 0:
                 m_new = gl.maximum(m, gl.max(scores, 1))
                 greatest.index(0).store(m_new)
@@ -255,17 +241,19 @@ def attend_half(shared, inputs, outputs, numbers, WHO: gl.constexpr):
                 gl.store(lse + first + row, m + gl.log(total), mask=exists)
         on_line += gl.where(width > 0, width, gl.cdiv(count, TILE)) + own
         group += 1
+    if LATE:
+        gdc_launch_dependents()
 
 
-_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "page_tiles", "page_rows", "page_ropes", "table_stride_0")
+_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "table_stride_0")
 
 
 @gluon.jit(do_not_specialize=_ANY_VALUE)
 def attend_pages(
     q_latent,
     q_rope,
-    latent_rows,
-    rope_rows,
+    latents,
+    rope_keys,
     table,
     lengths,
     pieces,
@@ -280,8 +268,6 @@ def attend_pages(
     tokens,
     own,
     page_tiles,
-    page_rows,
-    page_ropes,
     q_stride_b,
     q_stride_s,
     q_stride_n,
@@ -291,6 +277,7 @@ def attend_pages(
     table_stride_0,
     table_stride_1,
     CAUSAL: gl.constexpr,
+    LATE: gl.constexpr,
 ):
     tiles = gl.cdiv(queries * heads, TILE)
     tile = gl.program_id(0) % tiles
@@ -312,12 +299,12 @@ def attend_pages(
     inputs = (q_latent, q_rope, lengths, pieces)
     outputs = (o, lse, acc, m_out, total_out)
     strides = (q_stride_b, q_stride_s, q_stride_n, qr_stride_b, qr_stride_s, qr_stride_n)
-    numbers = (scale, queries, heads, tokens, part, tile, own, CAUSAL, strides)
-    pages = (page_tiles, page_rows, page_ropes)
-    where = (table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, pages)
+    numbers = (scale, queries, heads, tokens, part, tile, own, CAUSAL, LATE, strides)
+    where = (table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_tiles, LATE)
+    gdc_wait()  # for what `share_out` stores
     gl.warp_specialize(
         [
-            (load_pages, (keys, ropes, barriers, latent_rows, rope_rows, where)),
+            (load_pages, (keys, ropes, barriers, latents, rope_keys, where)),
             (attend_half, (shared, inputs, outputs, numbers, 0)),
             (attend_half, (shared, inputs, outputs, numbers, 1)),
         ],

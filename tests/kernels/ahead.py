@@ -41,6 +41,7 @@ from mla_compile.kernels.paged_expanded_attention.kernel import gather_chunk
 from mla_compile.kernels.paged_expanded_attention.triton import WARPS
 from mla_compile.kernels.paged_expanded_attention.triton import constants_of as gather_constants
 from mla_compile.kernels.paged_latent_attention import tensor_memory, warp_groups
+from mla_compile.kernels.paged_latent_attention.taken import IN_BOXES
 from mla_compile.kernels.pages import Pages
 
 from .recorded import Launch
@@ -147,6 +148,7 @@ def compile_combination(
         "KEYS": 32,
         "LEAST": LEAST_TILES,
         "LENGTHS": 32,
+        "FOLLOWS": False,
         **combination(shared_out(batch, 128, 2, processors, 3), 128, rank, processors),
     }
     aligned = [name for name in types if types[name].startswith("*")]
@@ -242,9 +244,9 @@ def compile_specialised(arch: str, causal: bool = False, index: str = "*i32") ->
     types = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "pieces": "*i32"}
     types |= dict.fromkeys(("q_latent", "q_rope", "o"), "*bf16")
     types |= dict.fromkeys(("lse", "acc", "m_out", "total_out"), "*fp32") | dict.fromkeys(("table", "lengths"), index)
-    for name, width in (("latent_rows", warp_groups.HALF.value), ("rope_rows", warp_groups.ROPE.value)):
-        types[name] = f"tensordesc<bf16[{warp_groups.TILE.value}, {width}],{warp_groups.KEYS.value!r}>"
-    constants = {"CAUSAL": causal, "table_stride_1": 1}
+    for name, width in (("latents", warp_groups.HALF.value), ("rope_keys", warp_groups.ROPE.value)):
+        types[name] = f"tensordesc<bf16[1, {warp_groups.TILE.value}, {width}],{IN_BOXES.value!r}>"
+    constants = {"CAUSAL": causal, "LATE": False, "table_stride_1": 1}
     aligned = [name for name in types if types[name].startswith("*")]
     aligned += [name for name in types if re.fullmatch(r"(q|qr)_stride_\w", name)]
     return _compile(arch, kernel, types, constants, aligned, 4, None, GluonASTSource)

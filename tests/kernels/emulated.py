@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import blackwell, hopper
+from triton.language.extra import cuda
 
 from ..assembly import executed
 from .emulated_memory import Barrier, Barriers, Memory, Pointer, Sums, TensorMemory, pointer_to
@@ -172,16 +173,17 @@ class Machine:
 
     def copy(self, source: Any, place: list[Any], barrier: Barrier, target: Memory) -> None:
         self.switch()
-        (rows, columns), (row, column) = source.block_shape, map(int, place)
-        assert 0 <= row < source.shape[0], "out of bounds"
-        assert 0 <= column <= source.shape[1] - columns, "out of bounds"
+        size, (page, row, column) = source.block_shape, map(int, place)
+        assert 0 <= page < source.shape[0], "out of bounds"
+        assert 0 <= column <= source.shape[2] - size[2], "out of bounds"
         assert not target.unfenced.any(), "a copy to what was written without a fence"
-        assert target.data.shape == (rows, columns)
+        assert target.data.shape == tuple(size)
         target.data.fill_(_unwritten(target.data.dtype))
 
         def arrives() -> None:
-            there = source.base[row : row + rows, column : column + columns]
-            target.data.zero_()[: len(there)] = there  # a box may go on after the last row
+            first, stop = max(row, 0), min(row + size[1], source.shape[1])
+            there = source.base[page, first:stop, column : column + size[2]]
+            target.data.zero_()[0, first - row :][: len(there)] = there  # a box may begin before a page, or go on after
             barrier.bytes -= target.data.numel() * target.data.itemsize
             assert barrier.bytes >= 0, f"{barrier.name}: more bytes than it was told of"
             barrier.settle()
@@ -293,6 +295,7 @@ def _language(machine: Machine) -> types.SimpleNamespace:
         zeros_like=torch.zeros_like,
         convert_layout=lambda x, layout: x,
         SliceLayout=gl.SliceLayout,
+        BlockedLayout=gl.BlockedLayout,
         NVMMADistributedLayout=gl.NVMMADistributedLayout,
         NVMMASharedLayout=gl.NVMMASharedLayout,
         inline_asm_elementwise=_inline_asm_elementwise,
@@ -322,6 +325,8 @@ def _namespace(module: Any, machine: Machine) -> dict[str, Any]:
         id(hopper.warpgroup_mma_wait): machine.warpgroup_mma_wait,
         id(blackwell.allocate_tensor_memory): machine.allocate_tensor_memory,
         id(blackwell.tcgen05_mma): machine.tcgen05_mma,
+        id(cuda.gdc_wait): lambda: None,  # one kernel after the other
+        id(cuda.gdc_launch_dependents): lambda: None,
     }
     names: dict[str, Any] = {"range": _tensors}
     of_others = [
@@ -349,7 +354,7 @@ class Emulated:
         self.launches = 0
 
     def __getitem__(self, grid: tuple[int]) -> Any:
-        def launch(*arguments: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any) -> None:
+        def launch(*arguments: Any, num_warps: int, enable_fp_fusion: bool, launch_pdl: bool, **constants: Any) -> None:
             self.launches += 1
             given = [pointer_to(a) if isinstance(a, Tensor) else a for a in arguments]
             for program in builtins.range(grid[0]):

@@ -54,6 +54,13 @@ class Memory:
     def permute(self, order: tuple[int, ...]) -> Memory:
         return self._view(lambda t: t.permute(order))
 
+    def reshape(self, shape: list[int]) -> Memory:
+        return self._view(lambda t: t.view(shape))
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
     def load(self, layout: Any) -> Tensor:
         self.machine.switch()
         return self.data.clone()

@@ -28,11 +28,12 @@ def assert_warp_groups(record):
     Each of two consumer warp groups computes scores of 64 rows and 64 keys, and half of the sums by two products.
     """
     assert record.shared <= machine_of("sm_90").shared_bytes
-    assert (record.stack, record.registers) == (0, 168)  # per thread: the average of 384; a consumer's have 240
+    assert record.registers == 168  # per thread: the average of 384; a consumer's have 240
+    assert record.stack <= 16  # numbers of a sequence, which the loop over its keys does not touch
+    assert record.spills_in_loop == 0
     assert_consumers(record)
     assert record.whole["UTMALDG"] == 2 * (1 + 2)  # for each of two pages: one half; the other half, and the rope keys
-    # For pages that do not exist; and for each consumer.
-    assert_all_warps_are_there_before_one_arrives(record.assembly, 4 + 2 * 6)
+    assert_all_warps_are_there_before_one_arrives(record.assembly, 2 * 6)  # of each consumer
 
 
 def assert_key_rows(record, stack):
@@ -65,7 +66,7 @@ def assert_tensor_memory(record):
     assert record.whole["UTCHMMA"] == (512 + 64) // 16 + 64 // 16
     assert record.whole["UTCBAR"] == 2 * 2  # after each product: its result is there, its operands are free
     assert record.whole["UTMALDG"] == (512 + 64) // 64
-    assert_all_warps_are_there_before_one_arrives(record.assembly, 2 + 2)
+    assert_all_warps_are_there_before_one_arrives(record.assembly, 2)
 
 
 def assert_each_score_once_and_no_wait_between(record):
