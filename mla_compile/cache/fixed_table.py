@@ -99,9 +99,13 @@ class FixedTable(BlockTable):
         return other
 
     def select(self, rows: Tensor) -> FixedTable:
-        """As for a `BlockTable`, but in place if there are as many rows as sequences."""
+        """As for a `BlockTable`, but in place if there are as many rows as sequences.
+
+        Where each row is kept at most once, no page is taken.
+        """
         if len(rows) != self.batch:
-            other = self.fork(rows)
+            kept = torch.arange(self.batch)[rows.cpu()].tolist()
+            other = self._keep(kept) if len(set(kept)) == len(kept) else self.fork(rows)
             self.free()
             return other
         chosen, whole = self.pages[rows.to(self.pool.device)], self.length // self.page_tokens
@@ -110,6 +114,16 @@ class FixedTable(BlockTable):
         self.pages[:, :whole] = chosen[:, :whole]
         self._copy_begun(chosen[:, whole:])
         return self
+
+    def _keep(self, rows: list[int]) -> FixedTable:
+        """A table of some of the sequences, with all of their pages; this one is left with the others."""
+        places = torch.tensor(rows, dtype=torch.int64, device=self.pool.device)
+        other = FixedTable(self.pool, len(rows), self.max_pages, self.pages[places])
+        other.tokens.copy_(self.tokens)
+        others = torch.ones(self.batch, dtype=torch.bool, device=self.pool.device)
+        others[places] = False
+        self._pages = self.pages[others]
+        return other
 
     def crop(self, length: int) -> None:
         self.check_length(length)

@@ -250,7 +250,8 @@ def _changed(term: Term, by: Read, keys: set[Axis], how: How) -> Term | None:
             pieces: list[Segment] = []
             for segment in segments:
                 part = operations.piece_of(Term(by), axis, start, segment.axes).read
-                if (piece := _changed(segment.term, part, keys, how)) is None:
+                of_piece = keys | set(segment.axes) if axis in keys else keys
+                if (piece := _changed(segment.term, part, of_piece, how)) is None:
                     return None
                 pieces.append(replace(segment, term=piece))
                 start = total([start, segment.size])

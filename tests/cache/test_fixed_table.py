@@ -56,6 +56,20 @@ def test_it_holds_what_a_growing_table_holds(kind):
     assert pages.available == PAGES
 
 
+@pytest.mark.parametrize("rows", [[2, 0], [1], [-1, 0]])
+def test_sequences_are_dropped_without_a_free_page(rows):
+    pages = pool(pages=3 * 4)
+    table, rows = FixedTable(pages, 3, 4), torch.tensor(rows)
+    append(table, torch.randn(3, 3, WIDTH))
+    expected = table.read(1)[rows]
+    table = table.select(rows)
+    assert pages.available == 4 * (3 - len(rows))
+    append(table, torch.randn(len(rows), 1, WIDTH))
+    assert torch.equal(table.read(1)[:, :3], expected)
+    table.free()
+    assert pages.available == 3 * 4
+
+
 def test_another_number_of_sequences_is_another_table():
     pages = pool()
     table = FixedTable(pages, 2, 3)

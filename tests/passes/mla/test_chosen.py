@@ -12,7 +12,7 @@ from tests.passes import spellings as mla
 from tests.passes.checks import check_rewritten, compiled, unfolded
 from tests.passes.graphs import capture, rewrite, run
 from tests.passes.mla.test_gated import gated
-from tests.passes.spellings import UNKNOWN, Function, L, N, P, T, V, sealed
+from tests.passes.spellings import UNKNOWN, Function, L, N, P, R, T, V, sealed
 from tests.training import assert_every_gradient
 
 
@@ -48,10 +48,19 @@ def assigned_before_heads(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor
     return sealed(mla.queries(x, w_q), torch.cat([k, mla.to_heads(k_rope)], -1), v)
 
 
+def filled_beside_a_cache(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """The last rope keys are projected, and those before come as they are."""
+    k, v = mla.up_projected(latent, w_kv)
+    k_rope = torch.cat([k_rope[:, :-2], latent[:, -2:] @ w_kv[:, :R]], 1)
+    mask = padding(latent)[:, None, :, None]
+    return sealed(mla.queries(x, w_q), filled(torch.cat([k, mla.to_heads(k_rope)], -1), mask), filled(v, mask))
+
+
 CHOSEN: dict[str, Callable[..., Tensor]] = {
     "filled": chosen(filled, filled),
     "filled with all of the keys": chosen(filled, filled, whole=True),
     "filled before heads are split off": filled_before_heads,
+    "filled beside a cache": filled_beside_a_cache,
     "where": chosen(lambda k, m: torch.where(m, k, 0), lambda v, m: torch.where(m, v, torch.zeros_like(v))),
     "where, and where not": chosen(lambda k, m: torch.where(m, 0.0, k), lambda v, m: torch.where(~m, v, 0.0)),
     "times a number": chosen(lambda k, m: filled(k, m) * 0.5, lambda v, m: filled(2 * v, m)),
