@@ -77,7 +77,7 @@ def launch_of(
 
 @cache
 def _launchers() -> dict[Any, _Launcher]:
-    from .implementations.table import PAGED
+    from .implementations.table import NAMED, PAGED
     from .latent_attention.arguments import LatentAttention
     from .latent_attention.triton import latent_attention_triton
     from .merge_states.arguments import MergeStates
@@ -91,7 +91,7 @@ def _launchers() -> dict[Any, _Launcher]:
     return {
         torch.ops.mla.latent_attention.default: _Launcher(LatentAttention, rows, latent_attention_triton),
         torch.ops.mla.sparse_latent_attention.default: _Launcher(
-            SparseLatentAttention, rows, sparse_latent_attention_triton
+            SparseLatentAttention, rows, sparse_latent_attention_triton, NAMED
         ),
         torch.ops.mla.paged_latent_attention.default: _Launcher(
             PagedLatentAttention, pages, paged_latent_attention_triton, PAGED, is_for_a_page_size

@@ -26,29 +26,30 @@ def _elementwise(
     asm: Any, constraints: Any, args: Sequence[Any], dtype: Sequence[Any], is_pure: bool, pack: int, **_: object
 ) -> tuple[Any, ...]:
     """Elements of 16 bits, two in each register, as `tl.inline_asm_elementwise` has them."""
-    (words,) = args
     assert is_pure
-    bits = executed(str(getattr(asm, "value", asm)), constraints, pack, words.handle.data)
+    bits = executed(str(getattr(asm, "value", asm)), constraints, pack, *(words.handle.data for words in args))
     return tuple(
-        tl.tensor(TensorHandle(found.view(DTYPES[kind]), kind), words.type.with_element_ty(kind))
+        tl.tensor(TensorHandle(found.view(DTYPES[kind]), kind), args[0].type.with_element_ty(kind))
         for found, kind in zip(bits, dtype, strict=True)
     )
 
 
-def executed(asm: str, constraints: str, pack: int, words: np.ndarray) -> list[np.ndarray]:
+def executed(asm: str, constraints: str, pack: int, *inputs: np.ndarray) -> list[np.ndarray]:
     """The outputs, of 16 bits an element; two elements that follow each other are in one register."""
-    outputs = constraints.split(",")[:-1]
-    assert constraints.split(",") == ["=r"] * len(outputs) + ["r"]
+    outputs = constraints.split(",")[: -len(inputs)]
+    assert all(constraint in ("=r", "=&r") for constraint in outputs)
+    assert constraints.split(",")[len(outputs) :] == ["r"] * len(inputs)
     assert pack == 2
-    assert words.itemsize == 2
-    flat = np.ascontiguousarray(words).reshape(-1)
-    flat = np.concatenate([flat, flat[: len(flat) % 2]]).view(np.uint32)
-    registers: dict[str, Any] = {f"${len(outputs)}": flat}
+    registers: dict[str, Any] = {}
+    for i, words in enumerate(inputs, len(outputs)):
+        assert words.itemsize == 2
+        flat = np.ascontiguousarray(words).reshape(-1)
+        registers[f"${i}"] = np.concatenate([flat, flat[: len(flat) % 2]]).view(np.uint32)
     with np.errstate(invalid="ignore"):
         for line in asm.strip("{} \n").split(";"):
             if line.strip() and not line.strip().startswith(".reg"):
                 _execute(line.strip(), registers)
-    found = [registers[f"${i}"].view(np.uint16)[: words.size].reshape(words.shape) for i in range(len(outputs))]
+    found = [registers[f"${i}"].view(np.uint16)[: inputs[0].size].reshape(inputs[0].shape) for i in range(len(outputs))]
     return [bits.view(np.int16) for bits in found]
 
 
@@ -60,7 +61,7 @@ def _execute(line: str, registers: dict[str, Any]) -> None:
         low, high = (part.strip() for part in target.strip("{}").split(","))
         registers[low], registers[high] = values[0] & 0xFFFF, values[0] >> 16
     elif name == "mov.b32":
-        registers[target] = np.full_like(registers["$2"], values[0])
+        registers[target] = np.full_like(next(iter(registers.values())), values[0])
     else:
         registers[target] = INSTRUCTIONS[name](*values)
 

@@ -149,9 +149,9 @@ def add_words(m, total, sums, scores, words, scales, GROUPS: tl.constexpr, INT8:
 
     As in `attend.add_keys`, but for m, which is the greatest score plus logarithm of a scale, less 2^14's.
     """
-    largest = scales[0]
+    largest = tl.abs(scales[0])
     for g in tl.static_range(1, GROUPS):
-        largest = tl.maximum(largest, scales[g])
+        largest = tl.maximum(largest, tl.abs(scales[g]))
     weighed = scores + tl.log(tl.maximum(largest, LEAST_SCALE))[None, :]
     m_new = tl.maximum(m, tl.max(weighed, 1) - HEADROOM)
     weights = tl.exp2((scores - m_new[:, None]) * LOG2E)

@@ -15,15 +15,19 @@ from torch import Tensor
 
 from ...asked import AUTO, GLUON
 from .implementation import Function, Implementation
+from .named import Named
 from .pages import Paged, Takes
 
 if TYPE_CHECKING:
     from ..paged_latent_attention.arguments import PagedLatentAttention
+    from ..sparse_latent_attention.arguments import SparseLatentAttention
 
 _TILE = 64
 """Keys that are loaded at a time."""
-_MOST_OF_CODES = 16
-"""The most rows that attend to latents in FP8 or INT8."""
+_WIDTHS = 512, 64
+"""L and R."""
+_FEW_HEADS = 16
+"""For so many heads named keys are left to the Triton kernel."""
 _SCALES = (1, 2, 4)
 """How many scales each token may have."""
 
@@ -41,8 +45,6 @@ class _Boxes(Takes):
         if problem.page_size % _TILE and not problem.one_page:
             return f"takes pages of a multiple of {_TILE} tokens, found {problem.page_size}"
         codes = problem.codes
-        if codes is not None and problem.rows > _MOST_OF_CODES:
-            return f"takes FP8 and INT8 for up to {_MOST_OF_CODES} rows of queries and heads, found {problem.rows}"
         if codes is not None and codes.rope_too:
             return "does not take rope keys in FP8 or INT8"
         if codes is not None and codes.groups not in _SCALES:
@@ -62,7 +64,7 @@ def _row(name: str, architecture: str, asked_by: tuple[str, ...], codes: bool) -
         functions=(Function("paged_latent_attention_gluon", positional=1),),
         attend=_attend,
         architectures=(architecture,),
-        limits=_Boxes(dtypes=(torch.bfloat16,), widths=(512, 64), one_row=False, codes=codes),
+        limits=_Boxes(dtypes=(torch.bfloat16,), widths=_WIDTHS, one_row=False, codes=codes),
         first_on=(architecture,),
         asked_by=asked_by,
         by_the_host=True,
@@ -71,3 +73,43 @@ def _row(name: str, architecture: str, asked_by: tuple[str, ...], codes: bool) -
 
 HOPPER = _row("Gluon", "sm_90", (AUTO, GLUON), codes=True)
 TENSOR_MEMORY = _row("Gluon in tensor memory", "sm_100", (GLUON,), codes=False)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Takes FP8 or INT8 for many heads."""
+
+    def refusal(self, problem: Named) -> str | None:
+        """Why it does not take a problem; None where it does."""
+        codes = problem.codes
+        if problem.has_mask:
+            return "does not take a mask"
+        if codes is None or codes.rope_too or problem.dtype != torch.bfloat16:
+            return "takes latents in FP8 or INT8 and all else in bfloat16, found another dtype"
+        if problem.widths != _WIDTHS:
+            return f"takes L, R = {_WIDTHS[0]}, {_WIDTHS[1]}, found {problem.widths[0]}, {problem.widths[1]}"
+        if problem.heads <= _FEW_HEADS:
+            return f"takes more than {_FEW_HEADS} heads, found {problem.heads}"
+        if codes.groups not in _SCALES:
+            return f"takes 1, 2 or 4 scales for each token, found {codes.groups}"
+        if not problem.aligned:
+            return "takes rows of the cache at multiples of 16 bytes, found another layout"
+        return None
+
+
+def _attend_named(module: Any, x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = module.sparse_latent_attention_gluon(x)
+    return result
+
+
+HOPPER_NAMED: Implementation[SparseLatentAttention] = Implementation(
+    name="Gluon",
+    homes=("mla_compile.kernels.sparse_latent_attention.gluon",),
+    functions=(Function("sparse_latent_attention_gluon", positional=1),),
+    attend=_attend_named,
+    architectures=("sm_90",),
+    limits=_Names(),
+    first_on=("sm_90",),
+    asked_by=(AUTO, GLUON),
+    by_the_host=True,
+)

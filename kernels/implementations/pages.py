@@ -218,7 +218,7 @@ def small(x: PagedLatentAttention) -> PagedLatentAttention:
     rows = rows.masked_fill(behind[..., None], torch.nan)
     latent, scales = rows[..., :rank], None
     if x.latent_scales is not None:
-        latent, scales = _coded(latent, x.latent_pages.dtype, x.latent_scales.shape, behind)
+        latent, scales = coded_like(latent, x.latent_pages.dtype, x.latent_scales.shape, behind)
     return dataclasses.replace(
         x,
         q_latent=q[..., :rank],
@@ -232,7 +232,7 @@ def small(x: PagedLatentAttention) -> PagedLatentAttention:
     )
 
 
-def _coded(latent: Tensor, dtype: torch.dtype, like: torch.Size, behind: Tensor) -> tuple[Tensor, Tensor]:
+def coded_like(latent: Tensor, dtype: torch.dtype, like: torch.Size, behind: Tensor) -> tuple[Tensor, Tensor]:
     """Latents as codes with scales that broadcast as those of shape `like`; behind each end scales are NaN, and so are
     codes that can be."""
     of_tokens = [size if given > 1 else 1 for size, given in zip(latent.shape[:2], like[:2], strict=True)]

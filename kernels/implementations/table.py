@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import expansions, gradients, pages
+from . import expansions, gradients, named, pages
 from .cudnn import CUDNN
 from .cudnn_backward import CUDNN_BACKWARD
 from .flash_attention_3 import FLASH_ATTENTION_3
 from .flash_mla import FLASH_MLA
 from .flashinfer import TRTLLM_GEN
-from .gluon import HOPPER, TENSOR_MEMORY
+from .gluon import HOPPER, HOPPER_NAMED, TENSOR_MEMORY
 from .implementation import Op
 
 if TYPE_CHECKING:
     from ..attended import Attended
     from ..expanded_attention.arguments import ExpandedAttention
     from ..paged_latent_attention.arguments import PagedLatentAttention
+    from ..sparse_latent_attention.arguments import SparseLatentAttention
 
 PAGED: Op[PagedLatentAttention] = Op(
     name="paged_latent_attention",
@@ -25,6 +26,14 @@ PAGED: Op[PagedLatentAttention] = Op(
     layout_of=pages.layout_of,
     sizes_of=pages.sizes_of,
     small=pages.small,
+)
+NAMED: Op[SparseLatentAttention] = Op(
+    name="sparse_latent_attention",
+    implementations=(HOPPER_NAMED,),
+    problem_of=named.Named.of,
+    layout_of=named.layout_of,
+    sizes_of=named.sizes_of,
+    small=named.small,
 )
 EXPANDED: Op[ExpandedAttention] = Op(
     name="expanded_attention",

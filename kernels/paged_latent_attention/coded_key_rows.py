@@ -1,21 +1,16 @@
 """Decode over pages of FP8 or INT8 on Hopper for up to 16 rows, in Gluon: as in `key_rows`, with keys in registers.
 
 The tensor cores of Hopper read the left side of a product from registers too. Keys are the left side here, both as keys
-and as values, so that codes are converted where they are multiplied. Codes are loaded as `words` of two, by TMA, and
-read by matrix loads: as keys row by row, as values transposed. No converted number is written to shared memory.
+and as values, so that codes are converted where they are multiplied (`coded_tiles`). No converted number is written to
+shared memory.
 
     words      [64 keys, 64] int16, for each of 4 boxes of 128 columns
     q_boxes    [8, 16, 64] float16, times a power of two for each row: columns 0, 1, 4, 5 ... of a box, then 2, 3, 6 ...
     weights    [4, 64, 16] float16 of each consumer: times the keys' scales for a box
     sums       8 x [64, 16] float32: even and odd columns of a box
 
-Two neighbouring words, which are in one register, have four neighbouring columns of a key. Converted, the first two are
-neighbours in one operand, and the last two in another, so queries have their columns in this order. Of values, two
-words have two columns of two keys, and a permutation of bytes puts the keys of a column side by side.
-
-What is kept below 2^14, and how scales enter, is as in `_common.words`. The loader brings scales to shared memory, with
-the logarithm of each key's largest one: were consumers to load them, each of their fences would wait for that.
-Arguments are as in `key_rows`, latents as words [pages, page_size, 256].
+What is kept below 2^14, and how scales enter, is as in `_common.words`. Arguments are as in `key_rows`, latents as
+words [pages, page_size, 256].
 
     factors    float32 of a tile, [64] for each group of columns; largest, the logarithms [64]
 """
@@ -33,95 +28,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._common.attend import LOG2E, LOWEST
-from .._common.words import FROM_E4M3, FROM_INT8, HEADROOM, LEAST_SCALE, in_one_line
+from .._common.words import HEADROOM
+from .coded_tiles import BOXES, IN_PAIRS, load_tiles, numbers_of
 from .key_rows import BOX, KEYS, PLAIN, QUERIES, VECTOR, finish, hide, seen_by_all
-from .taken import RECORD, TILE, box_of, keys_of, load_box, rows_before, taken_by
+from .taken import RECORD, TILE, keys_of, taken_by
 
-BOXES = gl.constexpr(4)
-"""Boxes of the words of a tile."""
 BUFFERS = gl.constexpr(4)
-IN_PAIRS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
-"""A row for each warp."""
 ROWS = gl.constexpr(16)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS.value, 16]))
 OPERAND = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))
 WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(2 * ROWS.value, 16, 2))
-FIRST_BARRIER = gl.constexpr(2)
-PAIRS_OF_E4M3 = in_one_line("""{
-    .reg .b16 first, second;
-    mov.b32 {first, second}, $2;
-    cvt.rn.f16x2.e4m3x2 $0, first;
-    cvt.rn.f16x2.e4m3x2 $1, second;
-}""")
-"""Of two words $2: the two numbers of the first $0, and of the second $1."""
-PAIRS_OF_INT8 = in_one_line("""{
-    .reg .b32 raised, above;
-    mov.b32 above, 0xe480e480;
-    xor.b32 raised, $2, 0x80808080;
-    prmt.b32 $0, raised, 0x64646464, 0x4140;
-    prmt.b32 $1, raised, 0x64646464, 0x4342;
-    add.rn.f16x2 $0, $0, above;
-    add.rn.f16x2 $1, $1, above;
-}""")
-
-
-@gluon.jit
-def numbers_of(words, AS_KEYS: gl.constexpr, INT8: gl.constexpr):
-    """Two operands of the float16 of codes. Of keys: of each two neighbouring words those of the first, and of the
-    second; of values: those of each word's lower byte, and of its upper byte."""
-    if AS_KEYS:
-        ASSEMBLY: gl.constexpr = PAIRS_OF_INT8 if INT8 else PAIRS_OF_E4M3
-    else:
-        ASSEMBLY: gl.constexpr = FROM_INT8 if INT8 else FROM_E4M3
-    return gl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [words], dtype=(gl.float16, gl.float16), is_pure=True, pack=2)
-
-
-@gluon.jit
-def load_scales(scales, strides, page, first_row, before, GROUPS: gl.constexpr):
-    """The scales `[64, GROUPS]` of a box of keys; 0 for its first rows, which lie before the tile."""
-    # Two threads for each key, side by side, so that a warp asks for its scales once.
-    EACH: gl.constexpr = gl.BlockedLayout([1, (GROUPS + 1) // 2], [16, 2], [4, 1], [1, 0])
-    row = gl.arange(0, TILE, gl.SliceLayout(1, EACH))
-    group = gl.arange(0, GROUPS, gl.SliceLayout(0, EACH))
-    of_keys = page.to(gl.int64) * strides[0] + (first_row + row).to(gl.int64) * strides[1]
-    places = of_keys[:, None] + (group * strides[2])[None, :]
-    return gl.load(scales + places, mask=(row >= before)[:, None], other=0.0)
-
-
-@gluon.jit
-def load_tiles(words, ropes, factors, largest, barriers, pages, where, GROUPS: gl.constexpr):
-    """The producer: load tiles of all sequences of a piece as soon as there is room."""
-    words_of_pages, rope_keys, scales, strides = pages
-    table, lengths, pieces, tokens, own, table_stride_0, table_stride_1, page_tiles, LATE = where
-    group, on_line, turns, piece, payload, width = taken_by(pieces)
-    loaded = 0
-    for _ in range(turns):
-        count, begin, end = keys_of(lengths, group, on_line, piece, payload, tokens)
-        entries = table + group.to(gl.int64) * table_stride_0
-        # Where a tile is, is loaded a tile before its scales, and these a tile before they are wanted.
-        page, row = box_of(entries, table_stride_1, begin, end, page_tiles)
-        upcoming = box_of(entries, table_stride_1, begin + TILE, end, page_tiles)
-        scale_of = load_scales(scales, strides, page, row, rows_before(begin, end), GROUPS)
-        for start in range(begin, end, TILE):
-            later = box_of(entries, table_stride_1, start + 2 * TILE, end, page_tiles)
-            buffer = loaded % BUFFERS
-            mbarrier.wait(barriers.index(FIRST_BARRIER + BUFFERS + buffer), 1 ^ (loaded // BUFFERS & 1))
-            full = barriers.index(FIRST_BARRIER + buffer)
-            mbarrier.expect(full, TILE * (BOXES + 1) * BOX * 2)
-            for box in gl.static_range(BOXES):
-                load_box(words_of_pages, page, row, box * BOX, full, words.index(buffer * BOXES + box))
-            load_box(rope_keys, page, row, 0, full, ropes.index(buffer))
-            factors.index(buffer).store(scale_of.permute((1, 0)).reshape([GROUPS * TILE]))
-            largest.index(buffer).store(gl.log(gl.maximum(gl.max(scale_of, 1), LEAST_SCALE)))
-            mbarrier.arrive(full)
-            page, row = upcoming
-            scale_of = load_scales(scales, strides, page, row, rows_before(start + TILE, end), GROUPS)
-            upcoming = later
-            loaded += 1
-        on_line += gl.where(width > 0, width, gl.cdiv(count, TILE)) + own
-        group += 1
-    if not LATE:
-        gdc_launch_dependents()  # of `combine`: the last keys are on their way
+FULL, FREE = gl.constexpr(2), gl.constexpr(2 + BUFFERS.value)
+"""Indices of the first barriers of a kind: one for each buffer."""
 
 
 @gluon.jit
@@ -228,7 +146,7 @@ def attend_some(shared, inputs, outputs, numbers, GROUPS: gl.constexpr, INT8: gl
             number = loaded + (start - begin) // TILE
             buffer = number % BUFFERS
             box_0 = buffer * BOXES
-            mbarrier.wait(barriers.index(FIRST_BARRIER + buffer), number // BUFFERS & 1)
+            mbarrier.wait(barriers.index(FULL + buffer), number // BUFFERS & 1)
             scale_of = ()
             for of in gl.static_range(GROUPS):
                 of_group = factors.index(buffer).slice(of * TILE, TILE)
@@ -248,7 +166,7 @@ def attend_some(shared, inputs, outputs, numbers, GROUPS: gl.constexpr, INT8: gl
                 of_box = probabilities * scale_of[box * GROUPS // BOXES][:, None]
                 weights[WHO * BOXES + box].store(of_box.to(gl.float16))
             fence_async_shared()
-            free = barriers.index(FIRST_BARRIER + BUFFERS + buffer)
+            free = barriers.index(FREE + buffer)
             accs = add_values(accs, words, box_0, weights, decay, free, INT8, WHO)
         loaded += gl.cdiv(gl.maximum(end - begin, 0), TILE)
         where = (group, rows, tile, part, begin, end, count)
@@ -317,7 +235,7 @@ def attend_pages(
     exchange = gl.allocate_shared_memory(gl.float32, [4, BOX, ROWS], PLAIN)
     barriers = gl.allocate_shared_memory(gl.int64, [2 + 2 * BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 + 2 * BUFFERS):
-        mbarrier.init(barriers.index(i), count=1 + (i < FIRST_BARRIER + BUFFERS))
+        mbarrier.init(barriers.index(i), count=1 + (i < FREE))
     fence_async_shared()
 
     shared = (words, ropes, factors, largest, q_boxes, q_ropes, weights, stats, exchange, barriers)
@@ -330,7 +248,10 @@ def attend_pages(
     gdc_wait()  # for what `share_out` stores
     gl.warp_specialize(
         [
-            (load_tiles, (words, ropes, factors, largest, barriers, pages, where, GROUPS)),
+            (
+                load_tiles,
+                (words, ropes, (factors, largest), barriers, pages, where, GROUPS, BUFFERS, FULL, FREE, False),
+            ),
             (attend_some, (shared, inputs, outputs, numbers, GROUPS, INT8, 0)),
             (attend_some, (shared, inputs, outputs, numbers, GROUPS, INT8, 1)),
         ],

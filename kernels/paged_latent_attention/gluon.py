@@ -30,6 +30,7 @@ from .._common.parts import Work, combination, lengths_at_a_time, shared_out
 from .._common.plans import Plans, layout
 from .arguments import PagedLatentAttention
 from .coded_key_rows import attend_pages as attend_coded_key_rows
+from .coded_warp_groups import attend_pages as attend_by_coded_warp_groups
 from .key_rows import BOX, RANK
 from .key_rows import attend_pages as attend_key_rows
 from .taken import IN_BOXES, RECORD, TILE, share_out
@@ -43,6 +44,9 @@ _FEWEST, _FEW = 16, 32
 """Rows of a program of `key_rows`; `coded_key_rows` has the first."""
 _MOST = _FEW
 """The most rows of a sequence that `key_rows` takes."""
+_MOST_CODED = _FEWEST
+"""The most that `coded_key_rows` takes."""
+LAUNCHED = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True}
 _MANY_PARTS = 16
 """From so many parts of a sequence on, what combines them is launched when the last is done. Else it is launched
 before, and starts on whatever multiprocessors are free first, which suits a few quick programs. On an H200 a sequence
@@ -50,7 +54,9 @@ of 32,768 takes 28.4 us late and 31.7 early, and 64 of 8,192 take 165.8 and 163.
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
+    """How a call is launched."""
+
     work: Work
     kernel: Any
     box: int
@@ -62,7 +68,7 @@ class _Plan:
     combining: dict[str, Any]
 
 
-_PLANS = Plans[_Plan]()
+_PLANS = Plans[Plan]()
 
 
 def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | None = None) -> tuple[Tensor, Tensor]:
@@ -70,30 +76,15 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
     machine = machine or present(x.q_latent.device)
     batch, queries, heads, _ = x.q_latent.shape
     q_latent, q_rope = aligned(x.q_latent), aligned(x.q_rope)  # else they would be loaded one number at a time
-    o = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
-    lse = q_latent.new_empty((batch, queries, heads), dtype=torch.float32)
+    o, lse = results_for(q_latent)
     if lse.numel() == 0 or x.latent_pages.numel() == 0 or x.block_table.numel() == 0:
         return o.zero_(), lse.fill_(-torch.inf)
     codes = None if x.latent_scales is None else x.latent_pages.dtype
     groups = 0 if x.latent_scales is None else x.latent_scales.shape[2]
     key = machine, layout(q_latent), codes, groups
-    plan = _PLANS.get(key, lambda: _new_plan(machine, batch, queries * heads, codes, groups))
-    work = plan.work
-    partial = [lse] * 3
-    if work.slots:
-        partial = [lse.new_empty(size) for size in ((work.slots, _RANK), work.slots, work.slots)]
-    pieces = torch.empty((work.parts, _RECORD), dtype=torch.int32, device=lse.device)
+    plan = _PLANS.get(key, lambda: plan_of(machine, batch, queries * heads, codes, groups))
     lengths, tokens = x.seq_lens.contiguous(), x.pages.capacity
-    # A single query sees all keys of its sequence.
-    causal = x.causal and queries > 1
-    share_out[(work.parts,)](
-        *(pieces, lengths, queries, tokens, *plan.own),
-        LEAST=LEAST_TILES,
-        SIZE=_PAGE,
-        LENGTHS=lengths_at_a_time(batch),
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+    shared = Shared(plan, lse, lengths, queries, heads, tokens)
     latents = x.latent_pages
     scales, scale_strides = [], []
     if x.latent_scales is not None:
@@ -104,25 +95,57 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
         TensorDescriptor(pages, list(pages.shape), list(pages.stride()), [1, _PAGE, width], IN_BOXES.value)
         for pages, width in ((latents, plan.box), (x.rope_pages, _ROPE))
     )
-    plan.kernel[(work.programs,)](
-        *(q_latent, q_rope, *boxes, *scales, x.block_table, lengths, pieces, o, lse, *partial),
+    plan.kernel[(plan.work.programs,)](
+        *(q_latent, q_rope, *boxes, *scales, x.block_table, lengths, shared.pieces, o, lse, *shared.partial),
         *(x.scale, queries, heads, tokens, plan.own[2], triton.cdiv(latents.shape[1], _PAGE)),
         *(*q_latent.stride()[:3], *q_rope.stride()[:3], *scale_strides, *x.block_table.stride()),
-        CAUSAL=causal,
+        CAUSAL=x.causal and queries > 1,  # a single query sees all keys of its sequence
         **plan.constants,
-        num_warps=4,
-        enable_fp_fusion=True,
-        launch_pdl=True,
+        **LAUNCHED,
     )
-    if work.slots:
-        combine[plan.combining_grid](
-            *(*partial, lengths, lengths, o, lse, queries, heads, tokens, 0, *plan.own[:2], 0, plan.own[2]),
-            **plan.combining,
-        )
+    shared.combine(o, lse)
     return o, lse
 
 
-def _new_plan(machine: Machine, batch: int, rows: int, codes: torch.dtype | None, groups: int) -> _Plan:
+def results_for(q_latent: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for o and lse."""
+    o = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
+    return o, q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32)
+
+
+class Shared:
+    """Keys of sequences of some lengths, shared out among programs, whose sums are combined later."""
+
+    def __init__(self, plan: Plan, lse: Tensor, lengths: Tensor, queries: int, heads: int, tokens: int) -> None:
+        self.plan, self.lengths, self.numbers = plan, lengths, (queries, heads, tokens)
+        work = plan.work
+        self.partial = [lse] * 3
+        """Sums, greatest scores and sums of weights of sequences that are cut."""
+        if work.slots:
+            self.partial = [lse.new_empty(size) for size in ((work.slots, _RANK), work.slots, work.slots)]
+        self.pieces = torch.empty((work.parts, _RECORD), dtype=torch.int32, device=lse.device)
+        """What each program takes."""
+        share_out[(work.parts,)](
+            *(self.pieces, lengths, queries, tokens, *plan.own),
+            LEAST=LEAST_TILES,
+            SIZE=_PAGE,
+            LENGTHS=lengths_at_a_time(plan.own[0]),
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+
+    def combine(self, o: Tensor, lse: Tensor) -> None:
+        """Write the results of sequences that are cut."""
+        if self.plan.work.slots:
+            batch, parts, own = self.plan.own
+            combine[self.plan.combining_grid](
+                *(*self.partial, self.lengths, self.lengths, o, lse, *self.numbers, 0, batch, parts, 0, own),
+                **self.plan.combining,
+            )
+
+
+def plan_of(machine: Machine, batch: int, rows: int, codes: torch.dtype | None, groups: int) -> Plan:
+    """How sequences to which so many rows attend are shared out, and by which kernel."""
     kernel, tile, programs, box = attend_by_warp_groups, _PAGE, 1, HALF.value
     constants: dict[str, Any] = {}
     if machine.arch != "sm_90":  # two programs take half of the columns each
@@ -130,6 +153,9 @@ def _new_plan(machine: Machine, batch: int, rows: int, codes: torch.dtype | None
     elif codes is not None:
         kernel, tile, box = attend_coded_key_rows, _FEWEST, BOX.value
         constants = {"GROUPS": groups, "INT8": codes == torch.int8}
+        if rows > _MOST_CODED:
+            kernel, tile = attend_by_coded_warp_groups, _FEW if rows <= _FEW else _PAGE
+            constants["ROWS"] = tile
     elif rows <= _MOST:
         kernel, tile, box = attend_key_rows, _FEWEST if rows <= _FEWEST else _FEW, BOX.value
         constants = {"ROWS": tile}
@@ -140,7 +166,7 @@ def _new_plan(machine: Machine, batch: int, rows: int, codes: torch.dtype | None
     combining = combination(work, rows, _RANK, machine.processors)
     constants["LATE"] = work.most_parts >= _MANY_PARTS
     common = {"SOURCE": "pages", "CAUSAL": False, "STARTS": False, "SHARED": True, "L": _RANK, "KEYS": _PAGE}
-    return _Plan(
+    return Plan(
         work,
         kernel,
         box,
@@ -153,8 +179,6 @@ def _new_plan(machine: Machine, batch: int, rows: int, codes: torch.dtype | None
             "LENGTHS": lengths_at_a_time(batch),
             "FOLLOWS": True,
             **combining,
-            "num_warps": 4,
-            "enable_fp_fusion": True,
-            "launch_pdl": True,
+            **LAUNCHED,
         },
     )

@@ -1,4 +1,4 @@
-"""The implementation for CUDA and ROCm tensors: the Triton kernel, which is imported at the first call.
+"""The implementation for CUDA and ROCm tensors: a Triton kernel or one in Gluon, imported at the first call.
 
 ATen operations take over for float64, for a cache whose rows are not dense, and for rows that are too wide.
 """
@@ -20,13 +20,15 @@ def attend_on_gpu(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
         return attend(x)
     from .._common.machine import present
     from .._common.tiles import takes
+    from ..implementations.choose import attend as attend_by_the_best
+    from ..implementations.table import NAMED
     from .triton import sparse_latent_attention_triton
 
     with torch.cuda.device(x.q_latent.device):
         machine = present(x.q_latent.device)
         if not takes(machine, x.latent.shape[-1], x.k_rope.shape[-1], x.q_latent.itemsize):
             return attend(x)
-        return sparse_latent_attention_triton(x, machine)
+        return attend_by_the_best(NAMED, x, machine, lambda problem: sparse_latent_attention_triton(problem, machine))
 
 
 sparse_latent_attention_gpu = checked(SparseLatentAttention, attend_on_gpu)

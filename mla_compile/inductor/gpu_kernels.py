@@ -15,8 +15,9 @@ from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention, 
 from mla_compile.kernels.implementations.choose import foreseen
 from mla_compile.kernels.implementations.implementation import Op
 from mla_compile.kernels.implementations.packages import versions
-from mla_compile.kernels.implementations.table import EXPANDED, GRADIENTS, PAGED
+from mla_compile.kernels.implementations.table import EXPANDED, GRADIENTS, NAMED, PAGED
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
+from mla_compile.kernels.sparse_latent_attention.arguments import SparseLatentAttention
 from mla_compile.passes.nodes.walk import walk
 
 VALUE = "val"
@@ -24,6 +25,7 @@ VALUE = "val"
 
 _OPS: dict[Any, tuple[Op[Any], Callable[..., Any]]] = {
     torch.ops.mla.paged_latent_attention.default: (PAGED, PagedLatentAttention),
+    torch.ops.mla.sparse_latent_attention.default: (NAMED, SparseLatentAttention),
     torch.ops.mla.expanded_attention.default: (EXPANDED, ExpandedAttention),
 }
 

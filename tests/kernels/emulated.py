@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import blackwell, hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra import cuda
 
 from ..assembly import executed
@@ -45,6 +46,8 @@ DTYPES = dict(
 )
 _GARBAGE = 0x7F7F
 """What integers are in memory that was not written: as two codes of FP8, NaN."""
+_THREADS = 128
+"""Threads of a partition."""
 _STEPS = 32
 """For how many operations, on average, the same partitions and asynchronous operations are held back."""
 
@@ -62,6 +65,7 @@ class Partition:
     waits_for: tuple[Barrier, int] | None = None
     products: list[Any] = field(default_factory=list)
     written: list[Tensor] = field(default_factory=list)
+    copying: list[Any] = field(default_factory=list)
     done: bool = False
     error: BaseException | None = None
 
@@ -87,8 +91,9 @@ class Machine:
         """Let other partitions run and asynchronous operations happen before this partition goes on."""
         if self.specialised:
             me = self.current
-            self.turn.release()
-            me.go.acquire()
+            if not self.stopping:
+                self.turn.release()
+                me.go.acquire()
             if self.stopping:
                 raise SystemExit
 
@@ -190,6 +195,32 @@ class Machine:
 
         self.copies.append(arrives)
 
+    def copy_rows(self, target: Memory, source: Pointer, mask: Any) -> None:
+        self.switch()
+        target.data.fill_(_unwritten(target.data.dtype))
+
+        def arrives() -> None:
+            target.data.copy_(_load(source, mask))
+            target.unfenced.fill_(True)  # written by threads, not by the copy engine
+
+        self.copies.append(arrives)
+        self.current.copying.append(arrives)
+
+    def copies_arrive(self, barrier: Barrier, increment_count: bool) -> None:
+        """Each thread arrives once all that it has been copying is there."""
+        assert not increment_count
+        self.switch()
+        before, self.current.copying = self.current.copying, []
+
+        def arrives() -> None:
+            if any(_is_in(each, self.copies) for each in before):
+                self.copies.append(arrives)
+            else:
+                barrier.pending -= _THREADS
+                barrier.settle()
+
+        self.copies.append(arrives)
+
     def fence_async_shared(self) -> None:
         while self.current.written:
             self.current.written.pop().fill_(False)
@@ -206,7 +237,9 @@ class Machine:
             with _disable_current_modes():
                 product = left.float() @ b.asynchronous().float()
             result.value = result.value + product if use_acc else product
+            result.pending -= 1
 
+        result.pending += 1
         self.current.products.append(happens)
         return result
 
@@ -238,7 +271,7 @@ class Machine:
         self.switch()
         while len(self.current.products) > outstanding:
             self.current.products.pop(0)()
-        values = tuple(dep.value if isinstance(dep, Sums) else dep for dep in deps)
+        values = tuple(dep.value if isinstance(dep, Sums) and not dep.pending else dep for dep in deps)
         return values if len(values) > 1 else values[0]
 
 
@@ -266,13 +299,16 @@ def _store(pointer: Pointer, values: Tensor, mask: Any = None) -> None:
 
 
 def _inline_asm_elementwise(
-    asm: str, constraints: str, args: list[Tensor], dtype: tuple[torch.dtype, ...], is_pure: bool, pack: int
-) -> tuple[Tensor, ...]:
+    asm: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int
+) -> Any:
     """Elements that follow each other in memory are neighbours in a register."""
-    (words,) = args
     assert is_pure
-    found = executed(asm, constraints, pack, words.contiguous().numpy())
-    return tuple(torch.from_numpy(bits).view(kind) for bits, kind in zip(found, dtype, strict=True))
+    inputs = torch.broadcast_tensors(*args)
+    bits = (t.contiguous().view(torch.int16).numpy() for t in inputs)
+    found = executed(asm, constraints, pack, *bits)
+    kinds = dtype if isinstance(dtype, tuple) else (dtype,)
+    results = tuple(torch.from_numpy(bits).view(kind) for bits, kind in zip(found, kinds, strict=True))
+    return results if isinstance(dtype, tuple) else results[0]
 
 
 def _language(machine: Machine) -> types.SimpleNamespace:
@@ -286,9 +322,11 @@ def _language(machine: Machine) -> types.SimpleNamespace:
         minimum=lambda a, b: torch.minimum(_number(a), _number(b)),
         maximum=lambda a, b: torch.maximum(_number(a), _number(b)),
         max=lambda x, axis: x.amax(axis),
+        min=lambda x, axis: x.amin(axis),
         sum=lambda x, axis: x.sum(axis),
         exp2=torch.exp2,
         log=torch.log,
+        log2=torch.log2,
         where=torch.where,
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
@@ -296,6 +334,8 @@ def _language(machine: Machine) -> types.SimpleNamespace:
         convert_layout=lambda x, layout: x,
         SliceLayout=gl.SliceLayout,
         BlockedLayout=gl.BlockedLayout,
+        DistributedLinearLayout=gl.DistributedLinearLayout,
+        DotOperandLayout=gl.DotOperandLayout,
         NVMMADistributedLayout=gl.NVMMADistributedLayout,
         NVMMASharedLayout=gl.NVMMASharedLayout,
         inline_asm_elementwise=_inline_asm_elementwise,
@@ -323,27 +363,34 @@ def _namespace(module: Any, machine: Machine) -> dict[str, Any]:
         id(hopper.fence_async_shared): machine.fence_async_shared,
         id(hopper.warpgroup_mma): machine.warpgroup_mma,
         id(hopper.warpgroup_mma_wait): machine.warpgroup_mma_wait,
+        id(async_copy.mbarrier_arrive): machine.copies_arrive,
         id(blackwell.allocate_tensor_memory): machine.allocate_tensor_memory,
         id(blackwell.tcgen05_mma): machine.tcgen05_mma,
         id(cuda.gdc_wait): lambda: None,  # one kernel after the other
         id(cuda.gdc_launch_dependents): lambda: None,
     }
     names: dict[str, Any] = {"range": _tensors}
-    of_others = [
-        value.fn.__globals__ for value in vars(module).values() if isinstance(value, gluon._runtime.GluonJITFunction)
-    ]
-    everything = collections.ChainMap(vars(module), *of_others)
+    everything = collections.ChainMap(vars(module), *_globals_of_functions(vars(module), [vars(module)]))
     for name, value in everything.items():
         if isinstance(value, gluon._runtime.GluonJITFunction):
             code = value.fn
             names[name] = types.FunctionType(code.__code__, names, name, code.__defaults__)
         elif isinstance(value, gl.constexpr):
             names[name] = value.value
-        elif name == "copy":
-            names[name] = machine.copy
+        elif name in ("copy", "copy_rows"):
+            names[name] = getattr(machine, name)
         else:
             names[name] = known.get(id(value), names.get(name, value))
     return names
+
+
+def _globals_of_functions(names: dict[str, Any], known: list[Any]) -> list[dict[str, Any]]:
+    """The global names of kernels' functions among some, and of the functions among these."""
+    for value in names.values():
+        if isinstance(value, gluon._runtime.GluonJITFunction) and not _is_in(value.fn.__globals__, known):
+            known.append(value.fn.__globals__)
+            _globals_of_functions(value.fn.__globals__, known)
+    return known[1:]
 
 
 class Emulated:

@@ -129,6 +129,7 @@ class Barriers:
 
 @dataclass(eq=False)
 class Sums:
-    """The result of products, some of which may be pending."""
+    """The result of products, of which some may be pending."""
 
     value: Tensor
+    pending: int = 0

@@ -59,6 +59,19 @@ def assert_coded_key_rows(record):
     assert record.spills_in_loop <= 24
 
 
+def assert_coded_warp_groups(record, named=False):
+    """Check that of FP8 for more rows: one warp group computes scores of 64 keys, and two half of the sums each.
+
+    Where registers do not suffice, the assembler waits after each product.
+    """
+    assert record.shared <= machine_of("sm_90").shared_bytes
+    assert record.registers == 128  # per thread: the average of 512; there are 144, 168 and 168
+    assert record.whole["HGMMA"] == (512 + 64) // 16 + 2 * (256 // 64 * 64 // 16)
+    assert record.whole["WARPGROUP"] <= 17 + 2 * 24  # products are begun 9 and 16 times
+    assert record.whole["UTMALDG"] == (0 if named else 4 + 1)
+    assert_all_warps_are_there_before_one_arrives(record.assembly, 1 + 3 + 2 * 3)
+
+
 def assert_tensor_memory(record):
     """Check that for sm_100: one warp issues all products, the scores of 128 rows and 64 keys, and half of the sums."""
     assert record.shared <= machine_of("sm_100").shared_bytes

@@ -51,6 +51,7 @@ def recorded(arch: str = "sm_90") -> Iterator[list[Launch]]:
     from mla_compile.kernels.merge_states import triton as merge_launcher
     from mla_compile.kernels.paged_expanded_attention import triton as gather_launcher
     from mla_compile.kernels.paged_latent_attention import gluon
+    from mla_compile.kernels.sparse_latent_attention import gluon as gluon_of_names
 
     launches: list[Launch] = []
     kernels = [(launch, "attend_latents"), (launch, "combine"), (append_launcher, "append")]
@@ -60,10 +61,11 @@ def recorded(arch: str = "sm_90") -> Iterator[list[Launch]]:
         "share_out",
         "attend_key_rows",
         "attend_coded_key_rows",
+        "attend_by_coded_warp_groups",
         "attend_by_warp_groups",
         "attend_in_tensor_memory",
     )
-    kernels += [(gluon, name) for name in (*of_gluon, "combine")]
+    kernels += [*((gluon, name) for name in (*of_gluon, "combine")), (gluon_of_names, "attend_named")]
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_to(OURS))  # others would be tried, which takes values
         for module, name in kernels:

@@ -19,6 +19,7 @@ from mla_compile.kernels._common.plans import Plans
 from mla_compile.kernels._common.tiles import Tiles
 from mla_compile.kernels.paged_latent_attention import gluon
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
+from mla_compile.kernels.sparse_latent_attention import gluon as gluon_of_names
 from mla_compile.kernels.sparse_latent_attention.arguments import SparseLatentAttention
 from mla_compile.kernels.sparse_latent_attention.triton import sparse_latent_attention_triton
 
@@ -26,6 +27,7 @@ from .ahead import CUOBJDUMP, SPILLED, compile_launch, machine_of
 from .instructions import (
     assert_clean,
     assert_coded_key_rows,
+    assert_coded_warp_groups,
     assert_each_score_once_and_no_wait_between,
     assert_key_rows,
     assert_tensor_memory,
@@ -102,6 +104,7 @@ WARPS_OF_THEIR_OWN_TASKS = {
     "128 heads, sm_100": ("sm_100", "attend_in_tensor_memory", (2, 128), "rows", assert_tensor_memory),
     "16 heads": ("sm_90", "attend_key_rows", (1, 16), "rows", lambda record: assert_key_rows(record, 0)),
     "16 heads, 2 queries": ("sm_90", "attend_key_rows", (2, 16), "rows", lambda record: assert_key_rows(record, 112)),
+    "128 heads, FP8": ("sm_90", "attend_by_coded_warp_groups", (1, 128), "packed", assert_coded_warp_groups),
     "16 heads, FP8": ("sm_90", "attend_coded_key_rows", (1, 16), "packed", assert_coded_key_rows),
 }
 
@@ -126,6 +129,22 @@ def test_warps_of_their_own_tasks(arch, kernel, rows, kind, check):
             check(record)
         else:
             assert record.stack == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [torch.int64, torch.int32], ids=str)
+def test_named_keys_by_warps_of_their_own_tasks(index):
+    latent, ropes, scales = cache("packed")
+    q = (torch.zeros(2, 1, 128, width, dtype=torch.bfloat16) for width in (L, R))
+    names = torch.zeros(2, 1, 200, dtype=index)
+    x = SparseLatentAttention(*q, latent[:2], ropes[:2], names, None, 50, 0.1, False, scales[:2])
+    with recorded("sm_90") as launches, mock.patch.object(gluon_of_names, "_PLANS", Plans()):
+        gluon_of_names.sparse_latent_attention_gluon(x, machine_of("sm_90"))
+    assert [launch.kernel for launch in launches] == ["share_out", "attend_named", "combine"]
+    record = compile_launch("sm_90", launches[1])
+    assert_coded_warp_groups(record, named=True)
+    copied = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (\w+)", record.assembly)
+    assert copied == ["0x10"] * (64 * 640 // 128 // 16)
 
 
 @pytest.mark.parametrize("index", [torch.int64, pytest.param(torch.int32, marks=pytest.mark.slow)], ids=str)

@@ -109,11 +109,6 @@ REFUSED = {
     "a dtype": (H100, lambda: problem(dtype=torch.float16), "takes bfloat16, found float16"),
     "a page size": (H100, lambda: problem(page_size=96), "takes pages of a multiple of 64 tokens, found 96"),
     "FP8 on sm_100": (B200, coded, "does not take FP8 pages"),
-    "FP8 of many rows": (
-        H100,
-        lambda: coded(17),
-        "takes FP8 and INT8 for up to 16 rows of queries and heads, found 17",
-    ),
     "FP8 of rope keys": (H100, lambda: coded(groups=1, rope_too=True), "does not take rope keys in FP8 or INT8"),
     "many scales": (H100, lambda: coded(groups=8), "takes 1, 2 or 4 scales for each token, found 8"),
     "fixed parts": (H100, lambda: problem(split_tokens=64), "does not take results that do not depend on the batch"),
@@ -153,7 +148,9 @@ TAKEN = {
 
 
 @pytest.mark.parametrize(
-    "make", [coded, lambda: coded(8, INT8, 1), lambda: coded(5, groups=2, queries=3)], ids=["4", "INT8", "2"]
+    "make",
+    [coded, lambda: coded(8, INT8, 1), lambda: coded(5, groups=2, queries=3), lambda: coded(128)],
+    ids=["4", "INT8", "2", "many rows"],
 )
 def test_latents_in_fp8_and_int8(make):
     x = make()

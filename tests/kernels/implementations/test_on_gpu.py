@@ -14,18 +14,20 @@ from mla_compile.kernels._common.machine import present
 from mla_compile.kernels._common.plans import Plans
 from mla_compile.kernels.backward.triton import attend_backward_triton
 from mla_compile.kernels.expanded_attention.triton import expanded_attention_triton
-from mla_compile.kernels.implementations import choose, cudnn, expansions, gradients, pages
+from mla_compile.kernels.implementations import choose, cudnn, expansions, gradients, named, pages
 from mla_compile.kernels.implementations.cudnn import CUDNN
 from mla_compile.kernels.implementations.cudnn_backward import CUDNN_BACKWARD
 from mla_compile.kernels.implementations.packages import found, is_installed
-from mla_compile.kernels.implementations.table import EXPANDED, GRADIENTS, PAGED
+from mla_compile.kernels.implementations.table import EXPANDED, GRADIENTS, NAMED, PAGED
 from mla_compile.kernels.implementations.trial import disagreement
 from mla_compile.kernels.paged_latent_attention.triton import paged_latent_attention_triton
+from mla_compile.kernels.sparse_latent_attention.triton import sparse_latent_attention_triton
 
 from ..errors import assert_as_close_as
-from . import test_choose, test_cudnn, test_cudnn_backward
+from . import test_choose, test_cudnn, test_cudnn_backward, test_named
 
 CASES = [(PAGED, each, heads) for each in PAGED.implementations for heads in (16, 128)]
+CASES += [(NAMED, each, causal) for each in NAMED.implementations for causal in (None, 30)]
 CASES += [(EXPANDED, each, offset) for each in EXPANDED.implementations for offset in (None, 0, 30)]
 
 
@@ -43,6 +45,8 @@ def test_it_agrees_with_ours(op, each, which):
         pytest.skip(f"{each.name} is not installed, or not for {machine.arch}")
     if op is PAGED:
         made, small, ours = test_choose.problem(1, which), pages.small, paged_latent_attention_triton
+    elif op is NAMED:
+        made, small, ours = test_named.problem(causal=which), named.small, sparse_latent_attention_triton
     else:
         made = test_cudnn.problem(9, 60, heads=16, offset=which, workspace_tokens=1024)
         small, ours = expansions.small, expanded_attention_triton

@@ -71,7 +71,7 @@ def assert_right(arguments, scale, scales, in_dtype=torch.float32, mask=None, ca
 def assert_as_close(measure, actual, exact, scales):
     assert_as_close_as(measure[0].to(actual[0].dtype), actual[0], exact[0])
     # The logarithm of a scale is added to scores, and taken from the result.
-    logarithms = [numbers[numbers.isfinite()].abs().max() for numbers in (exact[1], scales.log())]
+    logarithms = [numbers[numbers.isfinite()].abs().max() for numbers in (exact[1], scales.abs().log())]
     largest = logarithms[0] + logarithms[1] + math.log(2**14)
     allowed = FACTOR * torch.maximum((measure[1] - exact[1]).nan_to_num().abs().max(), EPS / 2 * largest)
     assert torch.equal(actual[1].isfinite(), exact[1].isfinite())
@@ -205,3 +205,9 @@ def test_what_is_not_taken_as_words(groups_in_words):
     run((q, rope, codes, *rest), scale, scales, tiles=Tiles(64, 16, 8, 2))
     run((q.float(), rope.float(), codes, rest[0].float(), *rest[1:]), scale, scales)
     assert groups_in_words == [0] * 4
+
+
+def test_scales_below_0():
+    x = make_paged([40, 3], (1, 5, 64, 8), 16, torch.bfloat16)
+    arguments, scale, scales = _quantised(x, 2)
+    assert_right(arguments, scale, -scales)
