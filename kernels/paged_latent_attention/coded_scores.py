@@ -1,6 +1,6 @@
 """Queries, scores and the greatest weights of `coded_warp_groups`.
 
-q_boxes    [8, ROWS, 64] float16, times a power of two for each row: columns 0, 1, 4, 5 ... of a box, then 2, 3, 6 ...
+q_boxes    [8, ROWS, 64] float16, times a power of two for each row: columns 0, 1, 4, 5 ... of a box, then 2, 3 ...
 q_ropes    [ROWS, 64] bfloat16, times the same
 undo       [ROWS] float32: what undoes it, times what scores are multiplied with to be of base 2
 scores     [64 keys, ROWS] float32

@@ -1,12 +1,12 @@
-"""Paged absorbed MLA on Hopper and Blackwell, in Gluon: launch `key_rows`, `coded_key_rows`, `warp_groups` or
-`tensor_memory`, then `combine` what was cut.
+"""Paged absorbed MLA on Hopper and Blackwell, in Gluon: launch `key_rows`, `warp_groups`, `coded_key_rows`,
+`coded_warp_groups` or `tensor_memory`, then `combine` what was cut.
 
 q_latent [B, Sq, N, 512], q_rope [B, Sq, N, 64]
 latents [pages, page_size, 512], rope keys [pages, page_size, 64]
 block_table [B, max_pages], seq_lens [B]
 
-Latents and rope keys are bfloat16; for `coded_key_rows` latents are FP8 or INT8, with 1, 2 or 4 scales a token. A page
-has a multiple of 64 tokens; if each sequence has one page, any number.
+Latents and rope keys are bfloat16; for `coded_key_rows` and `coded_warp_groups` latents are FP8 or INT8, with 1, 2 or
+4 scales a token. A page has a multiple of 64 tokens; if each sequence has one page, any number.
 """
 
 from __future__ import annotations
