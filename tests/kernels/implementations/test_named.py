@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 from mla_compile.fp8 import FP8
 from mla_compile.int8 import INT8
-from mla_compile.kernels import native
+from mla_compile.kernels import launches, native
+from mla_compile.kernels._common import machine
 from mla_compile.kernels.implementations import choose, named, packages
 from mla_compile.kernels.implementations.table import NAMED
 from mla_compile.kernels.sparse_latent_attention import aten, gluon, sparse_latent_attention_reference
@@ -41,7 +42,7 @@ def problem(heads=64, coded=FP8, groups=4, rank=512, dtype=torch.bfloat16, rope_
     return SparseLatentAttention(q[..., :rank], q[..., rank:], latent, rope, indices, None, causal, 0.1, False, scales)
 
 
-def attend(x, machine=H100):
+def attend(x, on=H100):
     """How often the Triton kernel's stand-in runs; the results are checked."""
     calls = []
 
@@ -49,7 +50,7 @@ def attend(x, machine=H100):
         calls.append(problem)
         return aten.attend(problem)
 
-    results = choose.attend(NAMED, x, machine, ours)
+    results = choose.attend(NAMED, x, on, ours)
     for result, expected in zip(results, aten.attend(x), strict=True):
         torch.testing.assert_close(result, expected, atol=0, rtol=0)
     return len(calls)
@@ -72,6 +73,24 @@ def test_a_graph_has_it_where_a_cuda_graph_records_it(recorded, taken):
     verdict = choose.foreseen(NAMED, problem(), H100, recorded=recorded)
     assert (verdict.name == "Gluon") == taken
     assert taken or verdict.others["Gluon"].startswith("is launched from Python")
+
+
+@pytest.mark.parametrize(
+    ("coded", "kernels", "recorded", "by_inductor"),
+    [
+        (FP8, "auto", True, False),
+        (FP8, "auto", False, True),
+        (FP8, "triton", True, True),
+        (FP8, "gluon", False, False),
+        (None, "auto", True, True),
+    ],
+)
+def test_inductor_launches_the_triton_kernel_where_it_computes(monkeypatch, coded, kernels, recorded, by_inductor):
+    monkeypatch.setattr(machine, "present", lambda _: H100)
+    arguments = tuple(vars(problem(coded=coded)).values())
+    op = torch.ops.mla.sparse_latent_attention.default
+    launch = launches.launch_of(op, arguments, {}, kernels, guards=True, recorded=recorded)
+    assert (launch is not None) == by_inductor
 
 
 REFUSED = {
@@ -102,11 +121,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("machine", "make", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_it_does_not_take(machine, make, reason):
-    verdict = choose.foreseen(NAMED, make(), machine)
+@pytest.mark.parametrize(("on", "make", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_it_does_not_take(on, make, reason):
+    verdict = choose.foreseen(NAMED, make(), on)
     assert (verdict.name, verdict.others["Gluon"]) == ("triton", reason)
-    assert attend(make(), machine) == 1
+    assert attend(make(), on) == 1
 
 
 @pytest.mark.parametrize("make", [problem, lambda: problem(20, INT8, 1, causal=30)], ids=["FP8", "INT8"])
@@ -129,8 +148,8 @@ def test_what_is_launched(monkeypatch):
     """Four launches: lengths, what each program takes, attention, and its combination."""
     monkeypatch.undo()
     x = problem()
-    with recorded("sm_90") as launches:
+    with recorded("sm_90") as launched:
         o, lse = gluon.sparse_latent_attention_gluon(x, H100)
-    assert [launch.kernel for launch in launches] == ["share_out", "attend_named", "combine"]
+    assert [launch.kernel for launch in launched] == ["share_out", "attend_named", "combine"]
     assert o.shape == x.q_latent.shape
     assert lse.shape == x.q_latent.shape[:3]
