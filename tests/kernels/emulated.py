@@ -19,15 +19,11 @@ from __future__ import annotations
 
 import builtins
 import collections
-import random
-import threading
 import types
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import blackwell, hopper
@@ -35,7 +31,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra import cuda
 
 from ..assembly import executed
-from .emulated_memory import Barrier, Barriers, Memory, Pointer, Sums, TensorMemory, pointer_to
+from .emulated_machine import Machine, is_in
+from .emulated_memory import pointer_to
 
 DTYPES = dict(
     zip(
@@ -44,258 +41,10 @@ DTYPES = dict(
         strict=True,
     )
 )
-_GARBAGE = 0x7F7F
-"""What integers are in memory that was not written: as two codes of FP8, NaN."""
-_THREADS = 128
-"""Threads of a partition."""
-_STEPS = 32
-"""For how many operations, on average, the same partitions and asynchronous operations are held back."""
-
-
-class Hang(AssertionError):
-    """No partition can go on: those that are not done wait forever."""
-
-
-@dataclass(eq=False)
-class Partition:
-    """The warps that run one function of `warp_specialize`."""
-
-    name: str
-    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    waits_for: tuple[Barrier, int] | None = None
-    products: list[Any] = field(default_factory=list)
-    written: list[Tensor] = field(default_factory=list)
-    copying: list[Any] = field(default_factory=list)
-    done: bool = False
-    error: BaseException | None = None
-
-    @property
-    def can_run(self) -> bool:
-        return not self.done and (self.waits_for is None or self.waits_for[0].phases % 2 != self.waits_for[1])
-
-
-class Machine:
-    """The warps of a program, and the asynchronous operations that they issued."""
-
-    def __init__(self, program: int, seed: int) -> None:
-        self.program = program
-        self.random = random.Random(seed)
-        self.copies: list[Any] = []
-        self.products: list[Any] = []
-        self.current = Partition("all warps")
-        self.turn = threading.Semaphore(0)
-        self.specialised = False
-        self.stopping = False
-
-    def switch(self) -> None:
-        """Let other partitions run and asynchronous operations happen before this partition goes on."""
-        if self.specialised:
-            me = self.current
-            if not self.stopping:
-                self.turn.release()
-                me.go.acquire()
-            if self.stopping:
-                raise SystemExit
-
-    def warp_specialize(self, functions: Any, warps: Any, registers: Any) -> None:
-        partitions = [Partition(f"{function.__name__} {i}") for i, (function, _) in enumerate(functions)]
-
-        def run(partition: Partition, function: Any, arguments: Any) -> None:
-            partition.go.acquire()
-            try:
-                function(*arguments)
-                assert not partition.products, f"{partition.name} did not wait for its products"
-            except BaseException as error:  # raised again by the thread that started this one
-                partition.error = error
-            partition.done = True
-            self.turn.release()
-
-        threads = [
-            threading.Thread(target=run, args=(partition, *each), daemon=True)
-            for partition, each in zip(partitions, functions, strict=True)
-        ]
-        self.specialised = True
-        for thread in threads:
-            thread.start()
-        try:
-            self._alternate(partitions)
-        finally:
-            self.stopping = True
-            for partition in partitions:
-                partition.go.release()
-            for thread in threads:
-                thread.join()
-            self.specialised = False
-
-    def _alternate(self, partitions: list[Partition]) -> None:
-        slow: list[Any] = []
-        while not all(partition.done for partition in partitions):
-            if self.random.random() < 1 / _STEPS:  # hold others back for a while
-                everything = [*partitions, self.copies, self.products, *(each.products for each in partitions)]
-                slow = [each for each in everything if self.random.random() < 1 / 2]
-            able: list[Any] = [partition for partition in partitions if partition.can_run]
-            if not able and not self.copies and not self.products:
-                waiting = [f"{p.name} for {p.waits_for[0].name}" for p in partitions if p.waits_for and not p.done]
-                raise Hang(", ".join(waiting))
-            able += [asked for asked in (self.copies, self.products, *(p.products for p in partitions)) if asked]
-            chosen = self.random.choice([each for each in able if not _is_in(each, slow)] or able)
-            if isinstance(chosen, Partition):
-                self.current = chosen
-                chosen.waits_for = None
-                chosen.go.release()
-                self.turn.acquire()
-                if chosen.error is not None:
-                    raise chosen.error
-            else:
-                chosen.pop(self.random.randrange(len(chosen)) if chosen is self.copies else 0)()
-        assert not self.copies, "a copy that nobody waited for"
-        assert not self.products, "a product that nobody waited for"
-
-    # The methods below are stand-ins for functions that kernels call.
-
-    def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
-        if dtype == torch.int64:
-            return Barriers([Barrier(f"barrier {i}") for i in builtins.range(shape[0])])
-        return Memory(self, torch.full(shape, _unwritten(dtype), dtype=dtype), torch.zeros(shape, dtype=torch.bool))
-
-    def init(self, barrier: Barrier, count: int) -> None:
-        barrier.count = barrier.pending = count
-
-    def wait(self, barrier: Barrier, phase: Any) -> None:
-        self.current.waits_for = barrier, int(phase)
-        self.switch()
-
-    def arrive(self, barrier: Barrier, count: int = 1) -> None:
-        self.switch()
-        barrier.pending -= count
-        barrier.settle()
-
-    def expect(self, barrier: Barrier, size: int) -> None:
-        self.switch()
-        barrier.bytes += size
-        barrier.pending -= 1
-        barrier.settle()
-
-    def copy(self, source: Any, place: list[Any], barrier: Barrier, target: Memory) -> None:
-        self.switch()
-        size, (page, row, column) = source.block_shape, map(int, place)
-        assert 0 <= page < source.shape[0], "out of bounds"
-        assert 0 <= column <= source.shape[2] - size[2], "out of bounds"
-        assert not target.unfenced.any(), "a copy to what was written without a fence"
-        assert target.data.shape == tuple(size)
-        target.data.fill_(_unwritten(target.data.dtype))
-
-        def arrives() -> None:
-            first, stop = max(row, 0), min(row + size[1], source.shape[1])
-            there = source.base[page, first:stop, column : column + size[2]]
-            target.data.zero_()[0, first - row :][: len(there)] = there  # a box may begin before a page, or go on after
-            barrier.bytes -= target.data.numel() * target.data.itemsize
-            assert barrier.bytes >= 0, f"{barrier.name}: more bytes than it was told of"
-            barrier.settle()
-
-        self.copies.append(arrives)
-
-    def copy_rows(self, target: Memory, source: Pointer, mask: Any) -> None:
-        self.switch()
-        target.data.fill_(_unwritten(target.data.dtype))
-
-        def arrives() -> None:
-            target.data.copy_(_load(source, mask))
-            target.unfenced.fill_(True)  # written by threads, not by the copy engine
-
-        self.copies.append(arrives)
-        self.current.copying.append(arrives)
-
-    def copies_arrive(self, barrier: Barrier, increment_count: bool) -> None:
-        """Each thread arrives once all that it has been copying is there."""
-        assert not increment_count
-        self.switch()
-        before, self.current.copying = self.current.copying, []
-
-        def arrives() -> None:
-            if any(_is_in(each, self.copies) for each in before):
-                self.copies.append(arrives)
-            else:
-                barrier.pending -= _THREADS
-                barrier.settle()
-
-        self.copies.append(arrives)
-
-    def fence_async_shared(self) -> None:
-        while self.current.written:
-            self.current.written.pop().fill_(False)
-
-    def warpgroup_mma(self, a: Any, b: Memory, sums: Any, *, use_acc: bool = True, is_async: bool = False) -> Sums:
-        assert is_async
-        self.switch()
-        result = sums if isinstance(sums, Sums) else Sums(sums.clone())
-        kept = a.clone() if isinstance(a, Tensor) else a
-
-        def happens() -> None:
-            left = kept if isinstance(kept, Tensor) else kept.asynchronous()
-            # Not checked by `Poisoned`: scores of keys that were not loaded are NaN, and are hidden later.
-            with _disable_current_modes():
-                product = left.float() @ b.asynchronous().float()
-            result.value = result.value + product if use_acc else product
-            result.pending -= 1
-
-        result.pending += 1
-        self.current.products.append(happens)
-        return result
-
-    def allocate_tensor_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> TensorMemory:
-        unfenced = torch.zeros(shape, dtype=torch.bool)
-        return TensorMemory(self, torch.full(shape, torch.nan, dtype=dtype), unfenced, [])
-
-    def tcgen05_mma(
-        self, a: Memory, b: Memory, sums: TensorMemory, *, use_acc: Any = True, mbarriers: Any = ()
-    ) -> None:
-        self.switch()
-        used = [memory.uses for memory in (a, sums) if isinstance(memory, TensorMemory)]
-        for uses in used:
-            uses.append(1)
-
-        def happens() -> None:
-            with _disable_current_modes():
-                product = a.asynchronous().float() @ b.asynchronous().float()
-            sums.data.copy_(sums.data + product if bool(use_acc) else product)
-            for uses in used:
-                uses.pop()
-            for barrier in mbarriers:
-                barrier.pending -= 1
-                barrier.settle()
-
-        self.products.append(happens)
-
-    def warpgroup_mma_wait(self, outstanding: int, deps: tuple[Any, ...]) -> Any:
-        self.switch()
-        while len(self.current.products) > outstanding:
-            self.current.products.pop(0)()
-        values = tuple(dep.value if isinstance(dep, Sums) and not dep.pending else dep for dep in deps)
-        return values if len(values) > 1 else values[0]
-
-
-def _unwritten(dtype: torch.dtype) -> float:
-    return torch.nan if dtype.is_floating_point else _GARBAGE
-
-
-def _is_in(one: Any, those: list[Any]) -> bool:
-    return any(one is each for each in those)
 
 
 def _number(x: Any) -> Any:
     return x if isinstance(x, Tensor) else torch.tensor(x)
-
-
-def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
-    offset, mask = pointer.places(mask)
-    return torch.where(mask, pointer.base[torch.where(mask, offset, 0).long()], other)
-
-
-def _store(pointer: Pointer, values: Tensor, mask: Any = None) -> None:
-    offset, mask = pointer.places(mask)
-    assert values.dtype == pointer.base.dtype
-    pointer.base[offset[mask].long()] = values.expand(offset.shape)[mask]
 
 
 def _inline_asm_elementwise(
@@ -315,8 +64,8 @@ def _language(machine: Machine) -> types.SimpleNamespace:
     """The stand-in for `triton.experimental.gluon.language`."""
     return types.SimpleNamespace(
         program_id=lambda axis: torch.tensor(machine.program),
-        load=_load,
-        store=_store,
+        load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
+        store=lambda pointer, values, mask=None: pointer.store(values, mask),
         arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
         cdiv=lambda a, b: (a + b - 1) // b,
         minimum=lambda a, b: torch.minimum(_number(a), _number(b)),
@@ -387,7 +136,7 @@ def _namespace(module: Any, machine: Machine) -> dict[str, Any]:
 def _globals_of_functions(names: dict[str, Any], known: list[Any]) -> list[dict[str, Any]]:
     """The global names of kernels' functions among some, and of the functions among these."""
     for value in names.values():
-        if isinstance(value, gluon._runtime.GluonJITFunction) and not _is_in(value.fn.__globals__, known):
+        if isinstance(value, gluon._runtime.GluonJITFunction) and not is_in(value.fn.__globals__, known):
             known.append(value.fn.__globals__)
             _globals_of_functions(value.fn.__globals__, known)
     return known[1:]

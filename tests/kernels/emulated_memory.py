@@ -26,6 +26,15 @@ class Pointer:
         assert ((used >= 0) & (used < len(self.base))).all(), "an address out of bounds"
         return offset, mask
 
+    def load(self, mask: Any = None, other: Any = 0) -> Tensor:
+        offset, mask = self.places(mask)
+        return torch.where(mask, self.base[torch.where(mask, offset, 0).long()], other)
+
+    def store(self, values: Tensor, mask: Any = None) -> None:
+        offset, mask = self.places(mask)
+        assert values.dtype == self.base.dtype
+        self.base[offset[mask].long()] = values.expand(offset.shape)[mask]
+
 
 def pointer_to(tensor: Tensor) -> Pointer:
     """A pointer to a tensor's first element, from which all of the tensor's storage may be reached."""

@@ -145,7 +145,7 @@ def test_the_trial_is_of_the_same_kind(make):
 
 
 def test_what_is_launched(monkeypatch):
-    """Four launches: lengths, what each program takes, attention, and its combination."""
+    """What each program takes, attention, and its combination; torch fills in the lengths before."""
     monkeypatch.undo()
     x = problem()
     with recorded("sm_90") as launched:
