@@ -106,7 +106,7 @@ class BlockTable:
             check_length(*length)
         if self._shares_tail:
             self._copy_tail(self.batch * taken)
-        column = torch.arange(self.length, self.length + count, device=self.pool.device) // page_size
+        column = quotient(torch.arange(self.length, self.length + count, device=self.pool.device), page_size)
         sequence = torch.arange(self.batch, device=self.pool.device)[:, None]
         new, place = (column >= before).expand(self.batch, -1), sequence * taken + column - before
         if torch.compiler.is_compiling():
@@ -141,7 +141,7 @@ class BlockTable:
     def _places(self, start: int, count: int) -> tuple[Tensor, Tensor]:
         """The pages `[batch, count]` and rows `[count]` of `count` tokens from `start` on."""
         position = torch.arange(start, start + count, device=self.pool.device)
-        return self.pages[:, position // self.page_tokens], position % self.page_tokens
+        return self.pages[:, quotient(position, self.page_tokens)], position % self.page_tokens
 
     def fork(self, rows: Tensor | None = None) -> BlockTable:
         """A table that continues sequences `rows` `[n]` (default: all), each as often as named, and shares their pages
@@ -255,3 +255,9 @@ def stack(tables: Sequence[BlockTable]) -> tuple[Tensor, Tensor]:
     most = max(table.used for table in tables)
     pages = [F.pad(table.pages[:, : table.used], (0, most - table.used)) for table in tables]
     return torch.cat(pages), torch.cat([table.lengths for table in tables])
+
+
+def quotient(position: Tensor, page_tokens: int) -> Tensor:
+    """`position // page_tokens` of positions from 0 on, truncated: code that stock Inductor generates for a CPU may
+    leave out the last of those that are rounded down (see `inductor/floor_divisions.py`)."""
+    return torch.div(position, page_tokens, rounding_mode="trunc")

@@ -49,21 +49,25 @@ def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.No
     if lookup is None:
         raise Unaligned("several indices that are not a page and a row of it")
     quotient = lookup.table.source
-    positions = _positions(quotient, aten.floor_divide.default, rows) if lookup.table.whole else None
-    remainders = _positions(row, aten.remainder.Scalar, rows)
+    positions = _positions(quotient, _QUOTIENTS, rows) if lookup.table.whole else None
+    remainders = _positions(row, (aten.remainder.Scalar,), rows)
     alike = positions is not None and remainders is not None and same(positions, remainders)
     if not alike or lookup.table.axes != set(form.dims[-1]):
         raise Unaligned("several indices that are not a page and a row of it")
     return by_position(node, trace[source], form, lookup)
 
 
-def _positions(node: Any, target: Any, divisor: Any) -> Size | None:
-    """How many positions, from 0 on, `node` divides by `divisor` with the op `target`; None if that is not what it
-    does.
+_QUOTIENTS = aten.floor_divide.default, aten.div.Tensor_mode
+"""Ops that give whole quotients of positions; of positions from 0 on, rounded down and truncated ones are the same."""
+
+
+def _positions(node: Any, targets: tuple[Any, ...], divisor: Any) -> Size | None:
+    """How many positions, from 0 on, `node` divides by `divisor` with one of the ops `targets`; None if that is not
+    what it does.
 
     A page size that is a number on one side and a symbol on the other, or two symbols, is guarded to be one.
     """
-    if not isinstance(node, fx.Node) or node.target is not target:
+    if not isinstance(node, fx.Node) or node.target not in targets or node.kwargs.get("rounding_mode", "") is None:
         return None
     positions, by = arguments(node)[:2]
     if len(node.meta["val"].shape) != 1 or not isinstance(positions, fx.Node) or not equal_by_guard(by, divisor):
