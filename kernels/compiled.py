@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ..coded import CODED
+from ..coded import HELD
 from ..cpu_products import has_products
 from ..fp8 import FP8
+from ..int4 import PACKED
 from ..int8 import INT8
 from . import dispatcher
 from .backward import native as backward
@@ -18,8 +19,9 @@ from .native import TYPES, dtype_of_keys
 from .per_head_matmul import native as per_head_matmul
 from .widened_matmul import native as widened_matmul
 
-_MAY_BE = {FP8: (FP8, torch.uint8), INT8: (INT8,)}
-"""For each coded dtype, the dtypes of graph inputs that may be such a cache: FP8 is also passed as its bytes."""
+_MAY_BE = {FP8: (FP8, torch.uint8), INT8: (INT8,), PACKED: (PACKED,)}
+"""For each dtype of coded latents, the dtypes of graph inputs that may be such a cache: FP8 is also passed as its
+bytes."""
 
 
 def begin(dtypes: Iterable[torch.dtype]) -> None:
@@ -59,7 +61,7 @@ def begin_training(dtypes: Iterable[torch.dtype]) -> None:
 
 def of_numbers(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
     """Those of the dtypes that queries may have and a kernel supports."""
-    return [dtype for dtype in dict.fromkeys(dtypes) if dtype in TYPES and dtype not in CODED]
+    return [dtype for dtype in dict.fromkeys(dtypes) if dtype in TYPES and dtype not in HELD]
 
 
 def of_attention(dtypes: list[torch.dtype]) -> Iterator[tuple[torch.dtype, torch.dtype, torch.dtype]]:
@@ -69,4 +71,5 @@ def of_attention(dtypes: list[torch.dtype]) -> Iterator[tuple[torch.dtype, torch
         for coded, given in _MAY_BE.items():
             if any(one in dtypes for one in given):
                 yield dtype, coded, dtype
-                yield dtype, coded, coded
+                if coded != PACKED:
+                    yield dtype, coded, coded

@@ -74,7 +74,8 @@ def build_library(path: str | PathLike[str], dtypes: Iterable[torch.dtype] = (to
     be installed there. The library is for this machine's CPU and this version of torch, and computes the ops that
     `lower(program, kernels=True)` leaves in a program.
 
-    dtypes are torch.float32, bfloat16 and float16, and also float8_e4m3fn or int8 for caches in those.
+    dtypes are torch.float32, bfloat16 and float16, and also float8_e4m3fn or int8 for caches in those, and uint8 for
+    caches in INT4.
 
     Raises:
         OptionError: for other dtypes, or if none of the first three is given.

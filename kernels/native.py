@@ -46,8 +46,9 @@ TYPES = {
     torch.float16: "fp16",
     torch.float8_e4m3fn: "e4m3",
     torch.int8: "i8",
+    torch.uint8: "i4",
 }
-"""The name of each dtype in `number.h`."""
+"""The name of each dtype in `number.h`; an element of uint8 holds two numbers of INT4."""
 
 Recipe = tuple[tuple[Path, ...], tuple[str, ...], tuple[str, ...]]
 """The arguments of `load`."""

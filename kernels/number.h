@@ -10,6 +10,11 @@ struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 struct e4m3 { uint8_t bits; };  // float8_e4m3fn: no infinity, all ones is NaN
 struct i8 { int8_t bits; };     // whole numbers from -128 to 127
+struct i4 { uint8_t bits; };    // two whole numbers from -8 to 7, each plus 8, the lower half being the first
+
+// How many numbers an element holds.
+template <typename Number>
+constexpr int64_t IN_ONE = std::is_same_v<Number, i4> ? 2 : 1;
 
 template <typename To, typename From>
 inline To as(From value) {
@@ -75,6 +80,7 @@ inline vec widened(const e4m3* from) {
 
 inline vec widened(const i8* from) { return __builtin_convertvector(load_bits<int8_t>(from), vec); }
 
+
 template <typename Number>
 inline float widened_one(Number number) {
   Number some[WIDTH] = {number};
@@ -126,6 +132,42 @@ inline void convert(const From* from, int64_t size, float scale, To* to) {
   narrow(widened(rest) * scale, narrowed);
   std::copy_n(narrowed, size - i, to + i);
 }
+
+// The same of `size` numbers of 4 bits, an even number of them.
+template <typename To>
+inline void convert(const i4* from, int64_t size, float scale, To* to) {
+  constexpr int64_t SOME = 64;
+  i8 numbers[SOME];
+  for (int64_t first = 0; first < size; first += SOME, from += SOME / 2) {
+    const int64_t count = std::min(SOME, size - first);
+    for (int64_t i = 0; i < count / 2; ++i) {
+      numbers[2 * i].bits = (from[i].bits & 15) - 8;
+      numbers[2 * i + 1].bits = (from[i].bits >> 4) - 8;
+    }
+    convert(numbers, count, scale, to + first);
+  }
+}
+
+#if defined(__AVX512BF16__)
+// Looks each number up among the 16 that there are, which are multiplied by the scale first.
+inline void convert(const i4* from, int64_t size, float scale, bf16* to) {
+  const __m512 numbers = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  const __m512 scaled = _mm512_mul_ps(numbers, _mm512_set1_ps(scale));
+  const __m512i table = _mm512_castsi256_si512(as<__m256i>(_mm512_cvtneps_pbh(scaled)));
+  const auto looked_up = [&](__m128i codes) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(codes), upper = _mm512_slli_epi32(bytes, 12);
+    const __m512i places = _mm512_and_si512(_mm512_or_si512(bytes, upper), _mm512_set1_epi32(0xf000f));
+    return _mm512_permutexvar_epi16(places, table);
+  };
+  int64_t i = 0;
+  for (; i + 32 <= size; i += 32)
+    _mm512_storeu_si512(to + i, looked_up(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i / 2))));
+  if (i == size) return;
+  const __mmask16 bytes = (__mmask16{1} << (size - i) / 2) - 1;
+  const __mmask32 numbers_left = (__mmask32{1} << (size - i)) - 1;
+  _mm512_mask_storeu_epi16(to + i, numbers_left, looked_up(_mm_maskz_loadu_epi8(bytes, from + i / 2)));
+}
+#endif
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 // bfloat16 represents every e4m3 number and every integer up to 256 exactly: their bits, without the sign.

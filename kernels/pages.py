@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import KernelError
 from .checks import INTEGERS, check_mask, check_shapes
-from .coded import bytes_of, check_coded, dequantised
+from .coded import check_coded, dequantised, is_packed, rank_of, taken
 from .visibility import reads_values
 
 
@@ -19,7 +19,8 @@ class Pages:
     """Token j of sequence b is in row `j % page_size` of page `table[b, j // page_size]`.
 
     latent `[pages, page_size, L]`, rope `[pages, page_size, R]`, table `[B, max_pages]`, lengths `[B]`; scales None, or
-    `[pages, page_size, G]` for latents in FP8 or INT8, where a size of 1 broadcasts.
+    `[pages, page_size, G]` for latents in FP8, INT8 or INT4 (then `[pages, page_size, L / 2]`), where a size of 1
+    broadcasts.
     """
 
     latent: Tensor
@@ -31,6 +32,11 @@ class Pages:
     @property
     def page_size(self) -> int:
         return self.latent.shape[1]
+
+    @property
+    def rank(self) -> int:
+        """`L`, the number of columns of a latent."""
+        return rank_of(self.latent, self.scales)
 
     @property
     def capacity(self) -> int:
@@ -58,7 +64,7 @@ class Pages:
         page, row = self.table[b].index_select(0, positions // self.page_size).long(), positions % self.page_size
         if behind is not None:
             page = page.masked_fill(behind, 0)
-        latent, rope = bytes_of(self.latent)[page, row], bytes_of(self.rope)[page, row]
+        latent, rope = (taken(part, lambda rows: rows[page, row]) for part in (self.latent, self.rope))
         scales = None if self.scales is None else self.scales.expand(*self.latent.shape[:2], -1)[page, row]
         latent, rope = dequantised(latent, rope, scales, dtype)
         if behind is not None:
@@ -130,10 +136,11 @@ def check_pages(
     """
     dims = dict(dims) | {"pages": pages.latent.shape[0], "page_size": pages.page_size}
     dims["max_pages"] = pages.table.shape[1]
+    dims["L/2"] = dims["L"] // 2
     check_shapes(
         op,
         dims,
-        latent_pages=(pages.latent, "pages page_size L"),
+        latent_pages=(pages.latent, f"pages page_size {'L/2' if is_packed(pages.latent, pages.scales) else 'L'}"),
         rope_pages=(pages.rope, "pages page_size R"),
         block_table=(pages.table, "B max_pages"),
         seq_lens=(pages.lengths, "B"),

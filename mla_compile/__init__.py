@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .cache import BlockTable, FP8PagePool, INT8PagePool, PagePool
+from .cache import BlockTable, FP8PagePool, INT4PagePool, INT8PagePool, PagePool
 from .dynamo.known_to_accelerate import register_with_accelerate
 from .errors import (
     CacheError,
@@ -40,6 +40,7 @@ __all__ = [
     "ContinuousModel",
     "FP8PagePool",
     "FreedError",
+    "INT4PagePool",
     "INT8PagePool",
     "KernelError",
     "LatentCache",

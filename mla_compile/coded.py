@@ -1,4 +1,4 @@
-"""One-byte numbers with scales: the dtypes of coded caches, and the values that they represent."""
+"""Numbers in few bits with scales: the dtypes of coded caches, and the values that they represent."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from .fp8 import FP8
+from .int4 import INT4, PACKED
 from .int8 import INT8
 
-CODED = (FP8, INT8)
-"""The dtypes of caches that have scales beside them."""
+CODED = (FP8, INT8, INT4)
+"""What numbers of caches that have scales beside them may be."""
+HELD = (FP8, INT8, PACKED)
+"""The dtypes of the tensors that hold them, in this order."""
 
 
 def dequantised(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -151,8 +151,10 @@ sees may hold anything, and so may the entries of block_table behind a sequence'
 
 latent_pages and rope_pages are most often column ranges of one pool: `pages[..., :L]` and `pages[..., L:]`.
 
-FP8 and INT8: latent_pages is float8_e4m3fn or int8, and latent_scales has one factor for each of its G equal groups of
-columns. rope_pages has the dtype of q_rope or, where G is 1, that of latent_pages, with the same factor.
+FP8, INT8 and INT4: latent_pages is float8_e4m3fn, int8 or, for INT4, uint8 `[pages, page_size, L / 2]` with the numbers
+of two neighbouring columns plus 8 in the lower and the upper half of a byte; latent_scales has one factor for each of
+its G equal groups of columns (in INT4 of an even number of them). rope_pages has the dtype of q_rope or, where G is 1,
+that of latent_pages in FP8 or INT8, with the same factor.
 
 Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent_pages `[pages, page_size, L]`, rope_pages
 `[pages, page_size, R]`, all of one floating dtype (except coded pages); block_table `[B, max_pages]` and seq_lens
@@ -180,7 +182,7 @@ Args: q_latent `[B, Sq, N, L]`, q_rope `[B, Sq, N, R]` (R may be 0), latent `[B,
 floating dtype; indices `[B, Sq, topk]`, int32 or int64; mask (over all T keys) and causal_offset as described for the
 module; scale; uniform_when_empty, whether a query without a key to attend to gets the mean of all T latents instead of
 0 (its lse is -inf either way), which is the result of a mask that hides keys by a finite number that outweighs every
-score; latent_scales None, or `[B, T, G]` for a cache in FP8 or INT8, with the meaning that it has for
+score; latent_scales None, or `[B, T, G]` for a cache in FP8, INT8 or INT4, with the meaning that it has for
 `paged_latent_attention`.
 Returns: o `[B, Sq, N, L]`, contiguous, of q_latent's dtype, and lse `[B, Sq, N]`, float32.
 Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
@@ -234,7 +236,7 @@ On a GPU the kernels skip work by lengths that only the device knows, but chunks
 room for: a table wider than the longest sequence costs up-projections.
 
 Args: q `[B, Sq, N, P + R]` with the nope part first, latent_pages `[pages, page_size, L]`, rope_pages
-`[pages, page_size, R]`, w_uk `[N, P, L]`, w_uv `[N, V, L]`, all of one floating dtype (except pages in FP8 or INT8);
+`[pages, page_size, R]`, w_uk `[N, P, L]`, w_uv `[N, V, L]`, all of one floating dtype (except coded pages);
 block_table `[B, max_pages]`; seq_lens `[B]`; causal; scale; workspace_tokens, the largest number of tokens whose keys
 and values exist at one time (at least 1); latent_scales None or `[pages, page_size, G]`; mask; first_positions None or
 `[B]`; query_lens None or `[B]`, from 0 to Sq, int32 or int64.

@@ -80,6 +80,13 @@ def from_e4m3(bits, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def in_order(codes):
+    """The numbers of 4 bits `[KEYS, COLUMNS]`, int8, of bytes `[KEYS, COLUMNS / 2]` with two of them plus 8 in each."""
+    both = tl.join((codes & 15).to(tl.int8), (codes >> 4).to(tl.int8)) - 8
+    return tl.reshape(both, (codes.shape[0], codes.shape[1] * 2))
+
+
+@triton.jit
 def load_latents(
     base,
     offsets,
@@ -98,10 +105,14 @@ def load_latents(
 ):
     """Load `[KEYS, BLOCK]` in `dtype`.
 
-    FP8 bytes and int8 are multiplied with the scale of their group of GROUP columns. SAME, a power of two, is the
-    number of neighbouring columns that one loaded scale is broadcast to.
+    FP8 bytes, int8 and int4 are multiplied with the scale of their group of GROUP columns: CODED is how many of them an
+    element holds, 0 for other numbers. SAME, a power of two, is the number of neighbouring columns that one loaded
+    scale is broadcast to.
     """
-    values = load_rows(base, offsets, seen, FIRST, WIDTH, BLOCK)
+    if CODED == 2:
+        values = in_order(load_rows(base, offsets, seen, FIRST // 2, WIDTH // 2, BLOCK // 2))
+    else:
+        values = load_rows(base, offsets, seen, FIRST, WIDTH, BLOCK)
     if CODED:
         KEYS: tl.constexpr = values.shape[0]
         RUNS: tl.constexpr = BLOCK // SAME

@@ -12,8 +12,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ...coded import CODED
+from ...coded import HELD
 from ...fp8 import FP8
+from ..coded import is_packed
 from .addresses import begins_aligned
 from .combine import combine
 from .kernel import attend_latents
@@ -263,26 +264,31 @@ def constants_of(
         "ROPE": power_of_two(rope) if rope else 0,
         "LEAST": LEAST_TILES,
         "LENGTHS": lengths_at_a_time(q_latent.shape[0] if work == "shared" else 0),
-        **coded_constants(machine, rank, source.rope, source.scales),
+        **coded_constants(machine, rank, source.latent, source.rope, source.scales),
         "WORDS": _groups_in_words(machine, q_latent, source, tiles),
         "STAGES": tiles.stages,
     }
 
 
-def coded_constants(machine: Machine, rank: int, rope: Tensor, scales: Tensor | None) -> dict[str, Any]:
+def coded_constants(machine: Machine, rank: int, latent: Tensor, rope: Tensor, scales: Tensor | None) -> dict[str, Any]:
     """The constants that loading latents of `rank` columns, and rope keys, is specialised to."""
     first, second = columns(rank)
     group = rank if scales is None else rank // scales.shape[2]
     same = group & -group
     return {
-        "CODED": scales is not None,
-        "CODED_ROPE": rope.dtype in CODED,
+        "CODED": numbers_in_one(latent, scales),
+        "CODED_ROPE": rope.dtype in HELD,
         "ROPE_ALIGN": _align(rope),
         "NATIVE": machine.converts_fp8,
         "GROUP": group,
         "SAME_A": min(same, first),
         "SAME_B": min(same, max(second, 1)),
     }
+
+
+def numbers_in_one(latent: Tensor, scales: Tensor | None) -> int:
+    """How many numbers an element of coded latents holds; 0 where there are no scales."""
+    return 0 if scales is None else 1 + is_packed(latent, scales)
 
 
 def _groups_in_words(machine: Machine, q_latent: Tensor, source: Source, tiles: Tiles) -> int:
@@ -292,7 +298,12 @@ def _groups_in_words(machine: Machine, q_latent: Tensor, source: Source, tiles: 
     a bias of the lowest number would hide what is said there about the greatest weight.
     """
     latent, scales = source.latent, source.scales
-    if scales is None or not machine.arch.startswith("sm_") or tiles.rows > MOST_ROWS_OF_WORDS:
+    if (
+        scales is None
+        or is_packed(latent, scales)
+        or not machine.arch.startswith("sm_")
+        or tiles.rows > MOST_ROWS_OF_WORDS
+    ):
         return 0
     groups, rank = scales.shape[2], q_latent.shape[3]
     width = rank // groups

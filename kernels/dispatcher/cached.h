@@ -96,24 +96,27 @@ Tensor readable(const Tensor& keys) {
   return alone() && keys.dim() == 3 && keys.size(2) > 1 && keys.stride(2) != 1 ? keys.contiguous() : keys;
 }
 
+// How many columns latents have.
+int64_t rank_of(const Tensor& latent) { return latent.size(2) * (latent.scalar_type() == at::kByte ? 2 : 1); }
+
 // Whether keys `[., ., L]` and `[., ., R]` fit each other, and have the strides that the kernel requires.
 bool keys_fit(const Tensor& latent, const Tensor& k_rope, int64_t rank, int64_t rope) {
   const bool readable = (rank < 2 || latent.stride(2) == 1) && (rope < 2 || k_rope.stride(2) == 1);
-  return readable && latent.size(2) == rank && k_rope.size(2) == rope &&
+  return readable && rank_of(latent) == rank && k_rope.size(2) == rope &&
          k_rope.sizes().slice(0, 2) == latent.sizes().slice(0, 2) && latent.device().is_cpu() &&
          k_rope.device().is_cpu();
 }
 
-// Whether keys have the dtype of q, or are FP8 or INT8 with suitable scales.
+// Whether keys have the dtype of q, or are FP8, INT8 or INT4 with suitable scales.
 bool dtypes_fit(const Tensor& q, const Tensor& latent, const Tensor& k_rope, const std::optional<Tensor>& scales) {
   if (!is_given(scales)) return alike(q, {latent, k_rope});
   const bool shaped = scales->dim() == 3 && scales->scalar_type() == at::kFloat && scales->device().is_cpu() &&
                       scales->size(2) > 0 && latent.size(2) % scales->size(2) == 0 &&
                       broadcasts(*scales, {latent.size(0), latent.size(1), scales->size(2)});
-  const bool coded = latent.scalar_type() == at::kFloat8_e4m3fn || latent.scalar_type() == at::kChar;
-  return shaped && coded &&
+  const bool in_bytes = latent.scalar_type() == at::kFloat8_e4m3fn || latent.scalar_type() == at::kChar;
+  return shaped && (in_bytes || latent.scalar_type() == at::kByte) &&
          (k_rope.scalar_type() == q.scalar_type() ||
-          (k_rope.scalar_type() == latent.scalar_type() && scales->size(2) == 1));
+          (in_bytes && k_rope.scalar_type() == latent.scalar_type() && scales->size(2) == 1));
 }
 
 // Scales expanded to `[a, b, groups]` for keys `[a, b, .]`; undefined if there are none.

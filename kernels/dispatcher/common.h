@@ -32,7 +32,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t DTYPES = 5;
+constexpr int64_t DTYPES = 6;
 
 // A dtype's place in a table, -1 if it has none.
 int64_t place(at::ScalarType dtype) {
@@ -42,6 +42,7 @@ int64_t place(at::ScalarType dtype) {
     case at::kHalf: return 2;
     case at::kFloat8_e4m3fn: return 3;
     case at::kChar: return 4;
+    case at::kByte: return 5;  // INT4, two numbers in each element
     default: return -1;
   }
 }

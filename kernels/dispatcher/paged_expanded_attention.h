@@ -2,6 +2,20 @@
 
 namespace {
 
+// The numbers of latents `[count, .]`, each in an element of its own.
+Tensor one_by_one(const Tensor& latent) {
+  if (latent.scalar_type() != at::kByte) return latent;
+  const Tensor numbers = at::empty({latent.size(0), 2 * latent.size(1)}, at::kChar);
+  const Tensor dense = latent.contiguous();
+  const uint8_t* from = dense.const_data_ptr<uint8_t>();
+  int8_t* to = numbers.mutable_data_ptr<int8_t>();
+  for (int64_t i = 0; i < latent.numel(); ++i) {
+    to[2 * i] = (from[i] & 15) - 8;
+    to[2 * i + 1] = (from[i] >> 4) - 8;
+  }
+  return numbers;
+}
+
 // The keys of one sequence in pages; `table` is the sequence's row of page numbers.
 struct PagedKeys {
   const Tensor &latent, &k_rope;
@@ -23,7 +37,8 @@ struct PagedKeys {
     };
     if (!scales.defined()) return {some(latent).to(dtype), some(k_rope).to(dtype)};
     // Scales are float32; multiplying in float32 rounds the result only once.
-    const Tensor by = some(scales), numbers = some(latent).to(at::kFloat), rope = some(k_rope).to(at::kFloat);
+    const Tensor by = some(scales), rope = some(k_rope).to(at::kFloat);
+    const Tensor numbers = one_by_one(some(latent)).to(at::kFloat);
     const Tensor grouped = numbers.view({count, by.size(1), -1}) * by.unsqueeze(2);
     return {grouped.view(numbers.sizes()).to(dtype),
             (k_rope.scalar_type() == latent.scalar_type() ? rope * by : rope).to(dtype)};
@@ -46,7 +61,7 @@ Attended paged_expanded_attention(const Tensor& q, const Tensor& latent_pages, c
   bool fits = ranks && page_size > 0 && workspace_tokens > 0 && !is_given(mask) && alike(q, {w_uk, w_uv}) &&
               rope_pages.sizes().slice(0, 2) == latent_pages.sizes().slice(0, 2) &&
               latent_pages.device().is_cpu() && rope_pages.device().is_cpu() &&
-              weights_fit(q, w_uk, w_uv, latent_pages.size(2), rope_pages.size(2)) && latent_pages.size(2) > 0 &&
+              weights_fit(q, w_uk, w_uv, rank_of(latent_pages), rope_pages.size(2)) && latent_pages.size(2) > 0 &&
               dtypes_fit(q, latent_pages, rope_pages, latent_scales) && count_fits(seq_lens, batch) &&
               block_table.size(0) == batch && Integers::fit(block_table) && counts_fit(first_positions) &&
               counts_fit(query_lens);

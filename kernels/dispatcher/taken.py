@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ...coded import CODED
+from ...coded import HELD
 from ..native import TYPES
 
 
@@ -18,7 +18,7 @@ def takes(op: str, arguments: Mapping[str, Any]) -> bool:
     Under a mask only attention over latents, of one sequence each or in pages.
     """
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-    known = tensors[0].dtype in TYPES and tensors[0].dtype not in CODED
+    known = tensors[0].dtype in TYPES and tensors[0].dtype not in HELD
     indices, latent = arguments.get("indices"), arguments.get("latent")
     named = indices is None or (
         not arguments["uniform_when_empty"] and latent is not None and statically_known_true(latent.shape[1] > 0)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...asked import AUTO, GLUON
+from ...int4 import PACKED
 from .implementation import Function, Implementation
 from .named import Named
 from .pages import Paged, Takes
@@ -45,6 +46,8 @@ class _Boxes(Takes):
         if problem.page_size % _TILE and not problem.one_page:
             return f"takes pages of a multiple of {_TILE} tokens, found {problem.page_size}"
         codes = problem.codes
+        if codes is not None and codes.dtype == PACKED:
+            return "does not take latents in INT4"
         if codes is not None and codes.rope_too:
             return "does not take rope keys in FP8 or INT8"
         if codes is not None and codes.groups not in _SCALES:
@@ -84,7 +87,7 @@ class _Names:
         codes = problem.codes
         if problem.has_mask:
             return "does not take a mask"
-        if codes is None or codes.rope_too or problem.dtype != torch.bfloat16:
+        if codes is None or codes.dtype == PACKED or codes.rope_too or problem.dtype != torch.bfloat16:
             return "takes latents in FP8 or INT8 and all else in bfloat16, found another dtype"
         if problem.widths != _WIDTHS:
             return f"takes L, R = {_WIDTHS[0]}, {_WIDTHS[1]}, found {problem.widths[0]}, {problem.widths[1]}"

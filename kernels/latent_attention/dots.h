@@ -4,7 +4,8 @@
 // in registers. The latter permutes each 32 columns of the output, which `end` undoes once per sequence.
 //
 // The scales of FP8 and INT8 are not multiplied with the keys, whose numbers are exact in bfloat16. They are multiplied
-// with the scores' sums and with the weights instead: once per key and group of columns, not once per number.
+// with the scores' sums and with the weights instead: once per key and group of columns, not once per number. Those of
+// INT4 are, as each is of few columns and their numbers are looked up anyway.
 
 #if defined(__AVX512BF16__)
 
@@ -127,11 +128,12 @@ struct Dots {
   template <typename Number>
   static void add_products(__m512 (&sum)[KEYS], const bf16* const* keys, const pair_t* panel, int64_t first,
                            int64_t width, const Number* const* ahead) {
-    constexpr int64_t LINE_PAIRS = LINE * sizeof(float) / sizeof(Number) / 2;  // in a cache line of keys ahead
+    // In a cache line of keys ahead.
+    constexpr int64_t LINE_PAIRS = LINE * sizeof(float) / sizeof(Number) * IN_ONE<Number> / 2;
     const int64_t whole = (first + width) / 2;
     for (int64_t begin = first / 2; begin < whole; begin += LINE_PAIRS) {
       if (ahead)
-        for (int64_t k = 0; k < KEYS; ++k) __builtin_prefetch(ahead[k] + 2 * begin, 0, 2);
+        for (int64_t k = 0; k < KEYS; ++k) __builtin_prefetch(ahead[k] + 2 * begin / IN_ONE<Number>, 0, 2);
       const int64_t end = std::min(begin + LINE_PAIRS, whole);
       for (int64_t i = begin; i < end; ++i) {
         const __m512i q = _mm512_loadu_si512(panel + i * PANEL);

@@ -38,7 +38,7 @@ class Ahead {
   void set(const Block<Latent, Rope>* keys, const Sizes& s) {
     count = keys ? keys->count : 0;
     for (int64_t k = 0; k < count; ++k) {
-      parts[k][0] = {reinterpret_cast<const char*>(keys->latent[k]), s.rank * int64_t{sizeof(Latent)}};
+      parts[k][0] = {reinterpret_cast<const char*>(keys->latent[k]), s.rank * int64_t{sizeof(Latent)} / IN_ONE<Latent>};
       parts[k][1] = {reinterpret_cast<const char*>(keys->rope[k]), s.rope * int64_t{sizeof(Rope)}};
     }
   }
@@ -60,8 +60,8 @@ class Ahead {
 };
 
 // Key j of a sequence is in row j % page_size of page table[j / page_size], or of page 0 without a table. Each
-// `queries` consecutive sequences share one step of the `batch` strides. Latents in FP8 or INT8 have a scale for each
-// of `groups` groups of columns; so have rope keys of that type, with one group.
+// `queries` consecutive sequences share one step of the `batch` strides. Latents in FP8, INT8 or INT4 have a scale for
+// each of `groups` groups of columns; so have rope keys in FP8 or INT8, with one group.
 template <typename Latent, typename Rope>
 struct Cache {
   const Latent* latent;

@@ -84,9 +84,9 @@ class Loader {
 
   void convert_all(const Cache<Latent, Rope>& cache, const Raw& keys, const float* const* of_keys) {
     const int64_t group = s.rank / cache.groups;
-    constexpr bool SCALED_ROPE = sizeof(Rope) == 1;
+    constexpr bool IN_BYTES = sizeof(Latent) == 1 && IN_ONE<Latent> == 1, SCALED_ROPE = sizeof(Rope) == 1;
     block.count = keys.count;
-    const bool apart = cache.scales && Products::takes_scales(cache.groups, group);
+    const bool apart = IN_BYTES && cache.scales && Products::takes_scales(cache.groups, group);
     if (apart) block.scales = {of_keys, cache.groups, cache.scales_group, SCALED_ROPE};
     Key* to = reinterpret_cast<Key*>(converted.data());
     for (int64_t k = 0; k < room; ++k) {
@@ -97,14 +97,14 @@ class Loader {
     for (int64_t k = 0; k < block.count; ++k, to += s.width()) {
       const auto scale = [&](int64_t g) { return cache.scales ? of_keys[k][g * cache.scales_group] : 1.0f; };
       if constexpr (std::is_same_v<Rope, Key>) std::copy_n(keys.rope[k], s.rope, to + s.rank);
-      if constexpr (std::is_same_v<Key, bf16> && sizeof(Latent) == 1)
+      if constexpr (std::is_same_v<Key, bf16> && IN_BYTES)
         if (apart) {
           convert(keys.latent[k], s.rank, to);
           if constexpr (SCALED_ROPE) convert(keys.rope[k], s.rope, to + s.rank);
           continue;
         }
       for (int64_t g = 0; g < cache.groups; ++g)
-        convert(keys.latent[k] + g * group, group, scale(g), to + g * group);
+        convert(keys.latent[k] + g * group / IN_ONE<Latent>, group, scale(g), to + g * group);
       if constexpr (!std::is_same_v<Rope, Key>)
         convert(keys.rope[k], s.rope, SCALED_ROPE ? scale(0) : 1.0f, to + s.rank);
     }

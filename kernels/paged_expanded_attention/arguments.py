@@ -62,7 +62,7 @@ class PagedExpandedAttention(InPages):
         check_rank(OP, "w_uk", w_uk, "N P L")
         check_rank(OP, "w_uv", w_uv, "N V L")
         dims = dict(zip(("B", "Sq", "N"), q.shape, strict=False))
-        dims |= {"L": self.latent_pages.shape[2], "R": self.rope_pages.shape[2]}
+        dims |= {"L": self.pages.rank, "R": self.rope_pages.shape[2]}
         dims |= {"P": w_uk.shape[1], "V": w_uv.shape[1], "P+R": w_uk.shape[1] + dims["R"]}
         dims |= check_ranks(OP, dims["L"], w_uk, w_uv)
         check_shapes(OP, dims, q=(q, "B Sq N P+R"), w_uk=(w_uk, "N P Lk"), w_uv=(w_uv, "N V Lv"))

@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...fp8 import FP8
 from ..bundles import unchecked
-from ..coded import bytes_of, dequantised
+from ..coded import bytes_of, dequantised, taken
 from ..expanded_attention.decomposition import attend_in_loop
 from ..loop import Operands, Positions
 from ..pages import both
@@ -31,7 +32,7 @@ def attend_to_pages(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
         q = q.masked_fill(padding[..., None, None], 0.0)
     in_use = torch.arange(x.block_table.shape[1], device=q.device) * page_size < lengths[:, None]
     table = x.block_table.masked_fill(~in_use, 0)
-    rope = bytes_of(x.rope_pages)[table].flatten(1, 2)
+    rope = taken(x.rope_pages, lambda pages: pages[table].flatten(1, 2))
     scales = None
     if x.latent_scales is not None:
         scales = x.latent_scales.expand(*x.latent_pages.shape[:2], -1)[table].flatten(1, 2)
@@ -43,6 +44,7 @@ def attend_to_pages(x: PagedExpandedAttention) -> tuple[Tensor, Tensor]:
         pages, table, rope, scales = cache
         page = table.index_select(1, chunk.inside // page_size)
         latent, k_rope = pages[page, chunk.inside % page_size], rope.index_select(1, chunk.inside)
+        latent = latent.view(FP8) if x.latent_pages.dtype == FP8 else latent
         own = None if scales is None else scales.index_select(1, chunk.inside)
         latent, k_rope = dequantised(latent, k_rope, own, dtype)
         return latent, k_rope[:, :, None]

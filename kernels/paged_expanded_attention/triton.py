@@ -37,7 +37,7 @@ def paged_expanded_attention_triton(
 ) -> tuple[Tensor, Tensor]:
     """o and lse, on a machine."""
     pages = x.pages
-    rank, rope = pages.latent.shape[2], pages.rope.shape[2]
+    rank, rope = pages.rank, pages.rope.shape[2]
     starts, stops = x.starts if x.causal else None, pages.lengths
     if starts is not None and x.first_positions is not None:
         stops = torch.minimum(stops, starts + x.counts)  # keys after the last query may hold anything
@@ -77,7 +77,7 @@ def paged_expanded_attention_triton(
 
 def constants_of(machine: Machine, pages: Pages) -> dict[str, Any]:
     """The constants that the gathering kernel is specialised to."""
-    rank, rope = pages.latent.shape[2], pages.rope.shape[2]
+    rank, rope = pages.rank, pages.rope.shape[2]
     first, second = columns(rank)
     return {
         "L": rank,
@@ -85,6 +85,6 @@ def constants_of(machine: Machine, pages: Pages) -> dict[str, Any]:
         "A": first,
         "B": second,
         "ROPE": power_of_two(rope) if rope else 0,
-        **coded_constants(machine, rank, pages.rope, pages.scales),
+        **coded_constants(machine, rank, pages.latent, pages.rope, pages.scales),
         "KEYS": GATHERED,
     }

@@ -33,7 +33,7 @@ def attend(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
     offsets = starts.tolist() if x.causal and host else [0] * batch
     if x.causal and not host:
         pages = pages.before(starts + queries)  # keys after the last query may hold anything
-    chunk = max(_CHUNK_ELEMENTS // (x.latent_pages.shape[2] + x.rope_pages.shape[2]), 1)
+    chunk = max(_CHUNK_ELEMENTS // (pages.rank + x.rope_pages.shape[2]), 1)
     dtype = torch.promote_types(x.q_latent.dtype, torch.float32)
     q = x.q_latent.to(dtype), x.q_rope.to(dtype)
     o = x.q_latent.new_zeros(x.q_latent.shape, dtype=dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..bundles import unchecked
-from ..coded import bytes_of, dequantised
+from ..coded import dequantised, taken
 from ..latent_attention.reference import latent_attention_reference
 from .arguments import PagedLatentAttention
 
@@ -22,7 +22,8 @@ def gather_and_attend(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
     in_use = torch.arange(pages, device=x.block_table.device) * page_size < lengths[:, None]
     table = x.block_table.masked_fill(~in_use, 0)
     positions = torch.arange(pages * page_size, device=x.block_table.device)
-    latent, k_rope = (bytes_of(part)[table].flatten(1, 2) for part in (x.latent_pages, x.rope_pages))
+    parts = x.latent_pages, x.rope_pages
+    latent, k_rope = (taken(part, lambda pages: pages[table].flatten(1, 2)) for part in parts)
     scales = None
     if x.latent_scales is not None:
         scales = x.latent_scales.expand(*x.latent_pages.shape[:2], -1)[table].flatten(1, 2)

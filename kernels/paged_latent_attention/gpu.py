@@ -26,7 +26,7 @@ def attend_on_gpu(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
 
     with torch.cuda.device(x.q_latent.device):
         machine = present(x.q_latent.device)
-        if not takes(machine, x.latent_pages.shape[-1], x.rope_pages.shape[-1], x.q_latent.itemsize):
+        if not takes(machine, x.q_latent.shape[-1], x.rope_pages.shape[-1], x.q_latent.itemsize):
             return attend(x)
         return attend_by_the_best(PAGED, x, machine, lambda problem: paged_latent_attention_triton(problem, machine))
 

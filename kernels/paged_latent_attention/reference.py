@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...coded import CODED
+from ...coded import HELD
+from ...int4 import unpacked
 from ..bundles import unchecked
+from ..coded import is_packed
 from ..latent_attention.reference import latent_attention_reference
 from ..pages import Pages
 from .arguments import PagedLatentAttention
@@ -38,12 +40,13 @@ def keys(pages: Pages, b: int, length: int, dtype: torch.dtype) -> tuple[Tensor,
     page_size = pages.page_size
     position = torch.arange(length, device=pages.table.device)
     page, row = pages.table[b, position // page_size].long(), position % page_size
-    latent, k_rope = (part.to(dtype)[page, row] for part in (pages.latent, pages.rope))
+    numbers = unpacked(pages.latent) if is_packed(pages.latent, pages.scales) else pages.latent
+    latent, k_rope = (part.to(dtype)[page, row] for part in (numbers, pages.rope))
     if pages.scales is not None:
         groups = pages.scales.shape[2]
         scales = pages.scales.to(dtype).expand(*pages.latent.shape[:2], groups)[page, row]
         latent = (latent.unflatten(1, (groups, -1)) * scales[:, :, None]).flatten(1)
-        if pages.rope.dtype in CODED:
+        if pages.rope.dtype in HELD:
             k_rope = k_rope * scales
     return latent, k_rope
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...errors import KernelError
 from ..checks import INTEGERS, check_alike, check_mask, check_rank, check_shapes
-from ..coded import check_coded
+from ..coded import check_coded, is_packed
 
 OP = "sparse_latent_attention"
 
@@ -36,8 +36,9 @@ class SparseLatentAttention:
         check_rank(OP, "latent", latent, "B T L")
         check_rank(OP, "indices", indices, "B Sq topk")
         dims = dict(zip(("B", "Sq", "N", "L"), q_latent.shape, strict=True))
-        dims |= {"T": latent.shape[1], "R": q_rope.shape[3], "topk": indices.shape[2]}
-        keys = {"latent": (latent, "B T L"), "k_rope": (k_rope, "B T R"), "indices": (indices, "B Sq topk")}
+        dims |= {"T": latent.shape[1], "R": q_rope.shape[3], "topk": indices.shape[2], "L/2": dims["L"] // 2}
+        columns = "L/2" if is_packed(latent, self.latent_scales) else "L"
+        keys = {"latent": (latent, f"B T {columns}"), "k_rope": (k_rope, "B T R"), "indices": (indices, "B Sq topk")}
         check_shapes(OP, dims, q_rope=(q_rope, "B Sq N R"), **keys)
         check_alike(OP, q_latent=q_latent, q_rope=q_rope)
         if self.latent_scales is None:

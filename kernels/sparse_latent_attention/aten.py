@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..bundles import checked, implement
-from ..coded import bytes_of, dequantised
+from ..coded import dequantised, taken
 from ..visibility import reads_values
 from .arguments import SparseLatentAttention
 
@@ -89,7 +89,8 @@ def _attend(
             bias = bias & seen[:, None]
             seen, bias = (bias[:, 0], None) if bias.shape[1] == 1 else (bias.any(1), bias)
     everything = reads_values(seen) and bool(seen.all())
-    latent, k_rope = (bytes_of(part).index_select(0, keys.flatten()).unflatten(0, (s, named)) for part in cache)
+    rows = keys.flatten()
+    latent, k_rope = (taken(part, lambda all: all.index_select(0, rows).unflatten(0, (s, named))) for part in cache)
     own = None if scales is None else scales.index_select(0, keys.flatten()).unflatten(0, (s, named))
     latent, k_rope = dequantised(latent, k_rope, own, dtype)
     if not everything:  # keys that nothing attends to may hold anything, and 0 times NaN is NaN

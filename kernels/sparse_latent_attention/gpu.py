@@ -26,7 +26,7 @@ def attend_on_gpu(x: SparseLatentAttention) -> tuple[Tensor, Tensor]:
 
     with torch.cuda.device(x.q_latent.device):
         machine = present(x.q_latent.device)
-        if not takes(machine, x.latent.shape[-1], x.k_rope.shape[-1], x.q_latent.itemsize):
+        if not takes(machine, x.q_latent.shape[-1], x.k_rope.shape[-1], x.q_latent.itemsize):
             return attend(x)
         return attend_by_the_best(NAMED, x, machine, lambda problem: sparse_latent_attention_triton(problem, machine))
 

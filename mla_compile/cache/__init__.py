@@ -4,8 +4,9 @@ The transformers `Cache` over both is in `latent_cache`, which imports transform
 """
 
 from .fp8_pool import FP8PagePool
+from .int4_pool import INT4PagePool
 from .int8_pool import INT8PagePool
 from .pool import PagePool
 from .table import BlockTable, stack
 
-__all__ = ["BlockTable", "FP8PagePool", "INT8PagePool", "PagePool", "stack"]
+__all__ = ["BlockTable", "FP8PagePool", "INT4PagePool", "INT8PagePool", "PagePool", "stack"]

@@ -11,16 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..coded import CODED
 from ..errors import CacheMismatchError, OutOfPagesError
-from ..fp8 import FP8
-from ..int8 import INT8
 from .fixed_table import FixedTable
-from .fp8_pool import FP8PagePool
 from .indexer_keys import IndexerKeys
-from .int8_pool import INT8PagePool
 from .model_layers import is_latents, others_than_kept, own_layers, sizes_of
 from .pool import PagePool, check_count
+from .pools import pool_in
 from .shared_table import SharedTable
 from .shares import Shares
 from .steps import Steps
@@ -97,10 +93,10 @@ class PagedLatentCache(Base):
         """An empty cache over a pool of its own that fits a transformers model with MLA: its layers, widths and dtype.
 
         Args: model; pages and page_size; dtype, the model's (default), torch.float8_e4m3fn for an `FP8PagePool` (with
-        `scale`) or torch.int8 for an `INT8PagePool`; mesh, of one dimension, over whose ranks tokens are split,
-        `interleave` at a time (default: a page), with that many pages on each; batch and tokens, to give that many
-        sequences pages for that many tokens at construction. Their length is then a number on the device, and a
-        compiled step is one graph for all lengths.
+        `scale`), torch.int8 for an `INT8PagePool` or torch.int4 for an `INT4PagePool`; mesh, of one dimension, over
+        whose ranks tokens are split, `interleave` at a time (default: a page), with that many pages on each; batch and
+        tokens, to give that many sequences pages for that many tokens at construction. Their length is then a number
+        on the device, and a compiled step is one graph for all lengths.
         Layers that keep a window of latents, or the state of linear attention, use transformers' own cache layers.
         Raises: CacheMismatchError if the model's configuration does not tell its sizes, for layers that cache something
         else (with a mesh or a batch: anything but latents), for any other dtype or scale, for a mesh of several
@@ -130,18 +126,11 @@ class PagedLatentCache(Base):
             )
         parameter = next(model.parameters())
         count, latent_width, rope_width = sizes
-        if dtype not in (None, parameter.dtype, *CODED) or (scale is not None and dtype != FP8):
-            found = dtype if scale is None else f"{dtype} with a scale"
-            expected = f"a cache in the model's {parameter.dtype}, in {FP8} or in {INT8}"
-            raise CacheMismatchError(f"expected {expected}, found {found}")
         check_count("pages", pages)
         shares = None if mesh is None else Shares.of(mesh, interleave, page_size, spare=pages)
         room = pages if shares is None else pages + 1
-        arguments = count, latent_width, rope_width, room, page_size, parameter.dtype, parameter.device
-        if dtype == FP8:
-            pool: PagePool = FP8PagePool(*arguments, scale)
-        else:
-            pool = (INT8PagePool if dtype == INT8 else PagePool)(*arguments)
+        sizes_of_pool = {"layers": count, "latent_width": latent_width, "rope_width": rope_width}
+        pool = pool_in(dtype, scale, parameter, **sizes_of_pool, pages=room, page_size=page_size)
         if shares is not None:
             pool.take(1)  # the spare page: the last page is the first to be taken
         max_pages = None if tokens is None else (tokens + page_size - 1) // page_size

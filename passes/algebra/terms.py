@@ -64,17 +64,25 @@ class Digit:
 
 @dataclass(frozen=True)
 class Bits:
-    """A reinterpretation of a tensor's bits as `dtype`, which has the same width."""
+    """A reinterpretation of a tensor's bits as `dtype`, which has the same width or, where each element is two, half of
+    it: the fastest digit of the last dimension then counts these two."""
 
     dtype: Hashable
+
+
+@dataclass(frozen=True)
+class Half:
+    """The number from 0 to 15 in the lower or the upper half of a byte."""
+
+    upper: bool
 
 
 @dataclass(frozen=True)
 class Read:
     """Elements of `source`; `dims[i]` are the digits of its dimension i, slowest first.
 
-    `then` is what was done to them afterwards, in order: a float multiplies, `Bits` reinterprets, and anything else
-    is the dtype of a cast.
+    `then` is what was done to them afterwards, in order: a float multiplies, `Bits` reinterprets, `Half` takes a part
+    of the bits, and anything else is the dtype of a cast.
     """
 
     source: Hashable

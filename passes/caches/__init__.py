@@ -1,1 +1,1 @@
-"""How keys are stored: in one tensor, in pages, in FP8 or INT8, shared out over ranks."""
+"""How keys are stored: in one tensor, in pages, in few bits, shared out over ranks."""

@@ -63,6 +63,10 @@ class CodedKeys:
         """The rope key, if there is one."""
         return () if self.rope is None else (self.rope,)
 
+    def read_latent(self, read: Reader, site: Site) -> Tensor:
+        """`[B, T, L]`."""
+        return read(self.latent, *self.layout, site.rank)
+
     def read_scales(self, read: Reader, latent: Tensor) -> Tensor | None:
         """The scales of all keys."""
         return read_scales(read, latent, self.scales, self.factor, self.layout, self.groups)

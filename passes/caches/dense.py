@@ -37,6 +37,11 @@ class DenseKeys:
         """What attention reads for its keys."""
         return (self.latent, *self.ropes)
 
+    def read_latent(self, read: Reader, site: Site) -> Tensor:
+        """Over `layout` and the site's rank."""
+        tensor: Tensor = read(self.latent, *self.layout, site.rank)
+        return tensor
+
     def read_scales(self, read: Reader, latent: Tensor) -> Tensor | None:
         """None: there are no scales."""
         return None

@@ -2,7 +2,7 @@
 
     latent[b, j] = pages[table[b, j // page_size], j % page_size, :L]        pages laid one behind the other
     latent[b, j] = pages[table[b, j], :L]                                    slots: pages of one token
-    latent[b, j] = pages[...] * scales[...]                                  FP8, INT8: a scale for a group of columns
+    latent[b, j] = pages[...] * scales[...]                                  FP8, INT8, INT4: scales for groups
 
 The keys are the first of those that the table names. The pages of the rope key may be other columns of the same pool or
 a pool of their own, but the table is the same. So it is with those of the scales, unless all tokens share one scale.
@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_compile.coded import CODED
+from mla_compile.coded import CODED, HELD
+from mla_compile.int4 import INT4
 
 from ..algebra.gathers import lookup_of, together
 from ..algebra.sizes import product, same
@@ -37,7 +38,7 @@ class Pages:
     the site's batch and `page`. `row` is None where a page is one token, `rope` where there is no rope key. `wraps`: a
     negative number in the table counts from the end. `scales` of what is coded run over `groups`, the slowest axes of
     the rank, and over `entry, row` unless all tokens share them; `factor` is one more number to multiply by, None where
-    nothing is in FP8 or INT8.
+    nothing is coded. In INT4 the fastest axis of the rank counts the two numbers of a byte.
     """
 
     words: ClassVar[str] = "reads the pages"
@@ -74,11 +75,19 @@ class Pages:
 
     @property
     def coded(self) -> torch.dtype | None:
-        """The pool's dtype, where that is FP8 or INT8."""
-        return None if self.factor is None else dtype_of(self.latent)
+        """The dtype of a pool with scales."""
+        return None if self.factor is None else HELD[CODED.index(dtype_of(self.latent))]
+
+    def read_latent(self, read: Reader, site: Site) -> Tensor:
+        """`[pages, page_size, L]`; in INT4 the bytes, `[pages, page_size, L / 2]`."""
+        if dtype_of(self.latent) != INT4:
+            tensor: Tensor = read(self.latent, *self.layout, site.rank)
+            return tensor
+        *others, last = self.latent.dims
+        return read(Read(self.latent.source, (*others, last[:-1])), *self.layout, site.rank[:-1])
 
     def read_scales(self, read: Reader, latent: Tensor) -> Tensor | None:
-        """The scales of a pool in FP8 or INT8."""
+        """The scales of a pool that has some."""
         return (
             None
             if self.factor is None
@@ -130,9 +139,18 @@ def _pages_of(site: Site, term: Term, columns: Dim) -> tuple[Lookup, Pages] | No
     one_pool = page in table and page not in pages and (row is None or row in pages)
     if not one_pool or pages & set(site.batch) or not table <= {*site.batch, page} or lookup.entry not in pages:
         return None
+    if dtype_of(lookup.pages) == INT4 and not _in_whole_bytes(site, lookup.pages, columns):
+        return None
     found = Pages(lookup.pages, None, lookup.table, lookup.entry, page, row, lookup.wraps)
     scaled = _scaled(found, lookup, columns) if coded else found
     return None if scaled is None else (lookup, scaled)
+
+
+def _in_whole_bytes(site: Site, pages: Read, columns: Dim) -> bool:
+    """Whether the latents of a site, for keys and values alike, are all numbers of some bytes, in the bytes' order."""
+    half = pages.dims[-1][-1]
+    together = columns is site.rank and site.of_keys is None and not site.apart
+    return together and half.whole and same(half.extent, 2) and half.axis is columns[-1]
 
 
 def _scaled(pages: Pages, lookup: Lookup, columns: Dim) -> Pages | None:

@@ -40,11 +40,15 @@ class StoredKeys(Protocol):
 
     @property
     def coded(self) -> torch.dtype | None:
-        """The dtype of coded numbers, which ops widen and multiply with scales; None where nothing is coded."""
+        """The dtype of the tensors of coded numbers, which ops widen and multiply with scales; None where nothing is
+        coded."""
 
     @property
     def reads(self) -> tuple[Read, ...]:
         """All that attention reads for them."""
+
+    def read_latent(self, read: Reader, site: Site) -> Tensor:
+        """The latents as ops take them: `layout` and L, in `coded`."""
 
     def read_scales(self, read: Reader, latent: Tensor) -> Tensor | None:
         """The scales of what is coded, as ops take them: float32, of size 1 where they are shared; None without any."""

@@ -120,7 +120,7 @@ def operands_of(site: Site, keys: StoredKeys, carrier: Carrier, read: Reader) ->
     queries = (read(piece.query.read, *rows, piece.summed) for piece in pieces)
     q_nope, *q_ropes = scaled_alike(pieces, queries)
     q_rope = _joined(q_ropes, q_nope, q_nope.dtype)
-    latent = read(keys.latent, *keys.layout, site.rank)
+    latent = keys.read_latent(read, site)
     if (second := site.second_latent) is not None:
         of_keys = read(second.latent.read, *keys.layout, second.rank)
         wide = torch.promote_types(of_keys.dtype, latent.dtype)

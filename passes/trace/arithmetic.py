@@ -13,6 +13,7 @@ from ..algebra.sizes import Unaligned, known_at_most
 from ..algebra.terms import Form, Join, Product, Sum, Term, Unread
 from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
 from ..nodes.shapes import shape_of, size_of
+from . import halves
 from .coded import WIDE, dequantized_read, is_coded, widened, widens
 from .handler import Forms, Handlers, pointwise
 from .weights import with_mixed_weights, with_scaled_weight
@@ -47,6 +48,8 @@ def _cast(trace: Forms, node: fx.Node) -> Form:
         raise Unaligned("a copy to another device")
     if before == after:
         return trace[source]
+    if (kept := halves.kept_by_cast(trace, node)) is not None:
+        return kept
     floating = before.is_floating_point and after.is_floating_point
     if not floating and not widens(trace[source], source, after):
         return pointwise(trace, node)
@@ -140,6 +143,8 @@ def _affine(
 
 @HANDLERS.of(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor)
 def _add(trace: Forms, node: fx.Node) -> Form:
+    if (numbers := halves.with_signs(trace, node)) is not None:
+        return numbers
     a, b = arguments(node)[:2]
     if node.target is aten.rsub.Tensor:
         a, b = b, a

@@ -1,4 +1,4 @@
-"""Tensors in FP8 (e4m3fn) or INT8 that a graph widens and multiplies by scales.
+"""Tensors in FP8 (e4m3fn), INT8 or INT4 that a graph widens and multiplies by scales.
 
     node = lookup.to(dtype) * scales        a lookup, of pages with scales
     node = tensor.to(dtype) * scales        numbers and scales of all keys: a cache that is a buffer, or grows
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from mla_compile.coded import CODED
+from mla_compile.int4 import INT4, UINT4
 from mla_compile.int8 import INT8
 
 from ..algebra import operations
@@ -30,7 +31,7 @@ WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def dequantized_read(trace: Forms, node: fx.Node) -> Form | None:
-    """The form of a product, a leaf, if it is an FP8 or INT8 tensor times its scales; else None."""
+    """The form of a product, a leaf, if it is a tensor in FP8, INT8 or INT4 times its scales; else None."""
     operands, dtype = node.all_input_nodes, node.meta["val"].dtype
     if not any(is_coded(widened(trace[operand], operand, dtype).term) for operand in operands):
         return None
@@ -61,13 +62,14 @@ def _scaled(term: Term, factor: Term) -> Lookup | Numbers | None:
 
 
 def is_coded(term: Term) -> bool:
-    """Whether an element is a number of e4m3fn or int8 in a wider dtype, perhaps scaled."""
+    """Whether an element is a number of e4m3fn, int8 or int4 in a wider dtype, perhaps scaled."""
     lookup = lookup_of(term)
     return numbers_of(term) is not None if lookup is None else is_coded_lookup(lookup)
 
 
 def is_coded_lookup(lookup: Lookup) -> bool:
-    """Whether what is looked up is numbers of e4m3fn or int8 that were cast to wider dtypes only, perhaps scaled."""
+    """Whether what is looked up is numbers of e4m3fn, int8 or int4 that were cast to wider dtypes only, perhaps
+    scaled."""
     return dtype_of(lookup.pages) in CODED and _only_widened(lookup.then)
 
 
@@ -77,11 +79,13 @@ def widened(form: Form, node: fx.Node, dtype: torch.dtype) -> Form:
 
 
 def widens(form: Form, node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a cast to `dtype` widens a tensor in int8, all of whose numbers that dtype holds.
+    """Whether a cast to `dtype` widens a tensor in int8, or of numbers of 4 bits, all of which that dtype holds.
 
     Not if the tensor is known to be a sum or a product: it was computed in int8.
     """
-    return node.meta["val"].dtype == INT8 and dtype in WIDE and form.term.parts is None
+    lookup = lookup_of(form.term)
+    few = lookup is not None and not lookup.then and dtype_of(lookup.pages) in (UINT4, INT4)
+    return (few or node.meta["val"].dtype == INT8) and dtype in WIDE and form.term.parts is None
 
 
 def numbers_of(term: Term) -> Numbers | None:

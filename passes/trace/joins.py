@@ -11,6 +11,7 @@ from ..algebra.sizes import Size, Unaligned, known_at_most, same, total
 from ..algebra.terms import Form, Term, Undefined, Zero
 from ..nodes.arguments import argument, arguments, aten
 from ..nodes.shapes import shape_of, size_of
+from .halves import of_whole_bytes
 from .handler import Forms, Handlers
 from .parts import index_of, start_of
 from .ranges import first_of
@@ -24,13 +25,17 @@ def _cat(trace: Forms, node: fx.Node) -> Form:
     if any(len(shape_of(piece)) != len(shape_of(node)) for piece in arguments(node)[0]):
         raise Unaligned("pieces of different ranks")
     pieces = [_as_held(trace, piece, node) for piece in arguments(node)[0]]
-    return pieces[0] if len(pieces) == 1 else joins.join(node, pieces, dim)
+    return pieces[0] if len(pieces) == 1 else _joined(node, pieces, dim)
 
 
 @HANDLERS.of(aten.stack.default)
 def _stack(trace: Forms, node: fx.Node) -> Form:
     dim = argument(node, "dim") % len(shape_of(node))
-    return joins.join(node, [_unsqueezed(_as_held(trace, piece, node), dim) for piece in arguments(node)[0]], dim)
+    return _joined(node, [_unsqueezed(_as_held(trace, piece, node), dim) for piece in arguments(node)[0]], dim)
+
+
+def _joined(node: fx.Node, pieces: list[Form], dim: int) -> Form:
+    return of_whole_bytes(node, pieces, dim) or joins.join(node, pieces, dim)
 
 
 @HANDLERS.of(

@@ -46,7 +46,7 @@ def _index_by_position(trace: Forms, node: fx.Node, source: fx.Node, page: fx.No
     form = operations.fresh(trace[page])
     rows = source.meta["val"].shape[1]
     lookup = lookup_of(form.term)
-    if lookup is None:
+    if lookup is None or lookup.pages.then:
         raise Unaligned("several indices that are not a page and a row of it")
     quotient = lookup.table.source
     positions = _positions(quotient, _QUOTIENTS, rows) if lookup.table.whole else None

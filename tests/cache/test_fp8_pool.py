@@ -141,6 +141,8 @@ def test_sizes_and_dtype_come_from_the_model():
     ids=str,
 )
 def test_other_dtypes_are_refused(more, found):
-    expected = "expected a cache in the model's torch.bfloat16, in torch.float8_e4m3fn or in torch.int8, found "
+    expected = (
+        "expected a cache in the model's torch.bfloat16, in torch.float8_e4m3fn, torch.int8 or torch.int4, found "
+    )
     with pytest.raises(mla_compile.CacheMismatchError, match=expected + found):
         PagedLatentCache.of(Config(1, 1, dtype=torch.bfloat16), pages=4, **more)

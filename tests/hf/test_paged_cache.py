@@ -5,6 +5,7 @@ import torch
 
 import mla_compile
 from mla_compile import PagedLatentCache
+from mla_compile.int4 import groups_of
 from tests.errors import assert_as_close_as_eager
 from tests.hf import families
 from tests.hf.test_deepseek import SIZES, build
@@ -95,6 +96,7 @@ CODED = {
     "FP8": {"dtype": torch.float8_e4m3fn},
     "FP8 of one scale": {"dtype": torch.float8_e4m3fn, "scale": 0.01},
     "INT8": {"dtype": torch.int8},
+    "INT4": {"dtype": torch.int4},
 }
 
 
@@ -105,6 +107,7 @@ CODED = {
         pytest.param("greedy", "FP8 of one scale", marks=pytest.mark.slow),  # one in test_fixed_pages.py
         pytest.param("beams", "FP8", marks=pytest.mark.slow),  # beams have a test above, FP8 one in test_fixed_pages.py
         pytest.param("greedy", "INT8", marks=pytest.mark.slow),  # its logits have one below
+        pytest.param("greedy", "INT4", marks=pytest.mark.slow),  # likewise
     ],
 )
 def test_compiled_generation_in_few_bits_is_eagers(search, kind):
@@ -158,19 +161,24 @@ def test_compiled_code_that_runs_out_of_pages_says_so_and_stays_compiled():
 
 
 class Rounded(mla_compile.PagePool):
-    """Latents with the largest errors of rounding, up or down at random: half of the last of the 3 bits of e4m3, or
-    half of 1/127 of a token's greatest magnitude in int8."""
+    """Latents with the largest errors of rounding, up or down at random: half of the last of the 3 bits of e4m3, half
+    of 1/127 of a token's greatest magnitude in int8, or half of 1/7 of that of a group of columns in int4."""
 
     coded = torch.float8_e4m3fn
 
     def _put(self, layer, place, tokens):
         latent, k_rope = tokens.split([self.latent_width, self.rope_width], dim=-1)
-        half = latent.abs().amax(-1, keepdim=True) / 254 if self.coded == torch.int8 else 2.0**-4 * latent
+        groups = latent.unflatten(-1, (groups_of(self.latent_width), -1)).abs().amax(-1)
+        half = {
+            torch.float8_e4m3fn: 2.0**-4 * latent,
+            torch.int8: latent.abs().amax(-1, keepdim=True) / 254,
+            torch.int4: groups.repeat_interleave(self.latent_width // groups.shape[-1], -1) / 14,
+        }[self.coded]
         off = half * (2 * torch.randint(2, latent.shape) - 1)
         super()._put(layer, place, torch.cat([latent + off, k_rope], dim=-1))
 
 
-@pytest.mark.parametrize("coded", [torch.float8_e4m3fn, torch.int8], ids=["FP8", "INT8"])
+@pytest.mark.parametrize("coded", [torch.float8_e4m3fn, torch.int8, torch.int4], ids=["FP8", "INT8", "INT4"])
 def test_logits_in_few_bits_are_as_near_as_these_are(monkeypatch, coded):
     """They are no further from unrounded logits than the worst of eight random roundings."""
     monkeypatch.setattr(Rounded, "coded", coded)

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from mla_compile.fp8 import FP8
+from mla_compile.int4 import PACKED
 from mla_compile.kernels._common import combine as combining
 from mla_compile.kernels._common.kernel import attend_latents
 from mla_compile.kernels._common.launch import LEAST_TILES, Source, constants_of, mask_kind
@@ -106,14 +106,15 @@ def compile_attention(
     """
     machine = machine_of(arch)
     q = torch.empty(1, 1, heads, rank, dtype=dtype, device="meta")
-    cache = torch.empty(1, page_size, rank, dtype=coded or dtype, device="meta")
+    columns, groups = (rank // 2, rank // 32) if coded == PACKED else (rank, rank // 128)
+    cache = torch.empty(1, page_size, columns, dtype=coded or dtype, device="meta")
     source = Source(
         kind=kind,
         latent=cache,
         rope=torch.empty(1, page_size, rope, dtype=dtype, device="meta"),
         tokens=4096,
         page_size=page_size,
-        scales=torch.empty(1, page_size, rank // 128, device="meta") if coded else None,
+        scales=torch.empty(1, page_size, groups, device="meta") if coded else None,
         mask=None if mask is None else torch.empty(1, heads if by_row else 1, 1, page_size, dtype=mask, device="meta"),
         causal=True,
         starts=torch.empty(1, dtype=torch.int32, device="meta") if starts else None,
@@ -127,7 +128,7 @@ def compile_attention(
     types["mask"] = {None: "*u8", torch.bool: "*i1"}.get(mask, "*fp32")
     types |= dict.fromkeys(WIDE, "i64") if wide else {}
     if coded:
-        types["latent"] = "*u8" if coded == FP8 else "*i8"
+        types["latent"] = "*i8" if coded == torch.int8 else "*u8"
     aligned = [name for name in types if types[name].startswith("*")]
     aligned += [name for name in types if re.fullmatch(r"(q|qr|latent|rope)_stride_\w", name)]
     return _compile(arch, attend_latents, types, constants, aligned, tiles.warps, tiles.stages)

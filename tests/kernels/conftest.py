@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mla_compile.kernels.register  # noqa: F401  the ops under test
-from mla_compile.coded import CODED
+from mla_compile.coded import HELD
 from mla_compile.kernels import compiled, dispatcher, native
 from mla_compile.kernels.append_latents.arguments import AppendLatents
 from mla_compile.kernels.expanded_attention import native as expanded_native
@@ -43,7 +43,7 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr(native, "load", lambda *_: None)
 
 
-DISPATCHED = (torch.float32, torch.bfloat16, torch.float16, *CODED)
+DISPATCHED = (torch.float32, torch.bfloat16, torch.float16, *HELD)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def nothing_dispatched():
 def withdraw():
     """Take all C++ kernels back from torch's dispatcher."""
     for dtype in DISPATCHED[:3]:
-        for keys in ((dtype, dtype), *((coded, rope) for coded in CODED for rope in (dtype, coded))):
+        for keys in ((dtype, dtype), *((coded, rope) for coded in HELD for rope in (dtype, coded))):
             dispatcher.provide("latent_attention", (dtype, *keys), None)
         dispatcher.provide("per_head_matmul", (dtype,), None)
         dispatcher.provide("widened_matmul", (dtype,), None)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.fp8 import FP8
+from mla_compile.int4 import PACKED, packed
 from mla_compile.int8 import INT8
 
 
@@ -67,20 +68,22 @@ def make_paged(
     return Paged(q[..., :rank], q[..., rank:], pool, table, torch.tensor(lengths, dtype=index), scale)
 
 
-MOST = {FP8: 448, INT8: 127}
-CODED = [(4, False, FP8), (1, False, FP8), (1, True, FP8), (1, False, INT8), (1, True, INT8)]
+MOST = {FP8: 448, INT8: 127, PACKED: 7}
+CODED = [(4, False, FP8), (1, False, FP8), (1, True, FP8), (1, False, INT8), (1, True, INT8), (4, False, PACKED)]
 """Arguments of `quantised`: the number of scales per latent, whether rope keys are coded too, and the dtype."""
 
 
 def coded_numbers(numbers: Tensor, coded: torch.dtype) -> Tensor:
-    """Numbers rounded to FP8 or INT8."""
+    """Numbers rounded to FP8, INT8 or, two in a byte, INT4."""
+    if coded == PACKED:
+        return packed(numbers.nan_to_num().round().to(INT8))
     return (numbers.round() if coded == INT8 else numbers).to(coded)
 
 
 def quantised(
     x: Paged, groups: int, rope_too: bool = False, coded: torch.dtype = FP8
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The arguments with latents in FP8 or INT8, and the scales.
+    """The arguments with latents in FP8, INT8 or INT4, and the scales.
 
     Latents, scales and rope keys are views of one pool of bytes. A row is the coded latent, a float32 scale for each of
     `groups` groups of columns, and the rope key in its own dtype. With `rope_too`, the rope key is coded as well, with
@@ -101,13 +104,12 @@ def quantised(
     grouped = latent.unflatten(2, (groups, -1))
     scales = grouped.abs().amax(-1) / MOST[coded]
     values = coded_numbers((grouped / scales[..., None]).flatten(2), coded)
-    itemsize = x.pool.dtype.itemsize
-    padded = -rank % 4
-    start = rank + padded
+    itemsize, columns = x.pool.dtype.itemsize, values.shape[2]
+    start = columns + -columns % 4
     row = start + 4 * groups + itemsize * k_rope.shape[2]
     rows = torch.zeros(*pool.shape[:2], row + -row % 4, dtype=torch.uint8)
     views = (
-        rows[..., :rank].view(coded),
+        rows[..., :columns].view(coded),
         rows[..., start : start + 4 * groups].view(torch.float32),
         rows[..., start + 4 * groups : row].view(x.pool.dtype),
     )

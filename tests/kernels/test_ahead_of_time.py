@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia")
 
 from mla_compile.fp8 import FP8
+from mla_compile.int4 import PACKED
 from mla_compile.kernels._common.tiles import choose, fits
 from mla_compile.kernels._common.tuning import neighbours
 
@@ -94,6 +95,15 @@ def test_int8(arch):
     # 8 bytes are spilled before the loop and read after it.
     stack, in_loop = SPILLED
     assert_clean(compile_attention(arch, 128, coded=torch.int8), arch, max(stack, 8 * (arch == "sm_90")), in_loop)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_int4(arch, heads):
+    # Some numbers of 64 rows are on the stack while the loop runs.
+    spilled = {("sm_100", 128): (8, 2), ("sm_120", 128): (56, 12)}.get((arch, heads), (0, 0))
+    assert_clean(compile_attention(arch, heads, coded=PACKED), arch, *map(max, SPILLED, spilled))
 
 
 @pytest.mark.parametrize("coded", [FP8, pytest.param(torch.int8, marks=pytest.mark.slow)], ids=str)

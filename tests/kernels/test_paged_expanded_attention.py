@@ -238,7 +238,11 @@ def test_opcheck(dtype):
         (4, torch.tensor([5, 90]), r"lengths from 0 to max_pages \* page_size = \d+, found seq_lens\[1\] = 90"),
         (5, torch.randn(3, 4, 8).half(), "w_uk of q's torch.float32 on cpu, found torch.float16"),
         (9, 0, "workspace_tokens of at least 1, found 0"),
-        (10, torch.ones(1, 1, 2), "with latent_scales given, of torch.float8_e4m3fn or torch.int8 on cpu, found"),
+        (
+            10,
+            torch.ones(1, 1, 2),
+            "with latent_scales given, of torch.float8_e4m3fn or torch.int8 or torch.uint8 on cpu, found",
+        ),
         (11, torch.ones(1, 1, 2, 8, dtype=torch.bool), r"a mask over at least seq_lens.max\(\) = 9 keys"),
         (12, torch.zeros(3, dtype=torch.int64), r"first_positions of shape \[B\] = \[2\], found \[3\]"),
         (13, torch.tensor([1, 3]), r"query_lens from 0 to Sq = 2, found query_lens\[1\] = 3"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mla_compile.errors import KernelError
+from mla_compile.int4 import PACKED
 from mla_compile.kernels.latent_attention import latent_attention_reference
 from mla_compile.kernels.paged_latent_attention import aten, native, paged_latent_attention_reference
 
@@ -92,8 +93,9 @@ def test_any_strides(implementation):
     assert_right(Paged(*(t.transpose(0, -1).contiguous().transpose(0, -1) for t in parts), x.scale), True)
 
 
-STEP = {FP8: 1 / 16, INT8: 1 / 254}
-"""The greatest error of rounding: e4m3 keeps four significant bits; int8 has steps of 1/127 of the greatest number."""
+STEP = {FP8: 1 / 16, INT8: 1 / 254, PACKED: 1 / 14}
+"""The greatest error of rounding: e4m3 keeps four significant bits; integers have steps of 1/127 or 1/7 of the greatest
+number."""
 
 
 @pytest.mark.parametrize(("groups", "rope_too", "coded"), CODED)
@@ -177,7 +179,7 @@ def test_opcheck_fp8():
         (
             8,
             torch.ones(6, 4, 2),
-            "with latent_scales given, of torch.float8_e4m3fn or torch.int8 on cpu, found",
+            "with latent_scales given, of torch.float8_e4m3fn or torch.int8 or torch.uint8 on cpu, found",
         ),
         (9, 0, "split_tokens of at least 1, found 0"),
     ],

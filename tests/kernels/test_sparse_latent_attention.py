@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from mla_compile import int4, int8
 from mla_compile.errors import KernelError
 from mla_compile.fp8 import RowLayout
-from mla_compile.int8 import quantised
 from mla_compile.kernels.latent_attention import latent_attention_reference
 from mla_compile.kernels.sparse_latent_attention import aten, native, sparse_latent_attention_reference
 
@@ -164,17 +164,18 @@ def test_what_nothing_attends_to_may_be_nan(implementation):
     assert torch.equal(lse, expected[1])
 
 
-STEP = {"FP8": 1 / 16, "FP8 of one scale": 1 / 16, "INT8": 1 / 254}
-"""The greatest error of rounding: e4m3 keeps four significant bits; int8 has steps of 1/127 of the greatest number."""
+STEP = {"FP8": 1 / 16, "FP8 of one scale": 1 / 16, "INT8": 1 / 254, "INT4": 1 / 14}
+"""The greatest error of rounding: e4m3 keeps four significant bits; integers have steps of 1/127 or 1/7 of the greatest
+number."""
 
 
 def in_few_bits(arguments, dtype, kind):
-    """The arguments with their cache in FP8, of DeepSeek's layout or with one scale for everything, or in INT8."""
+    """The arguments with their cache in FP8, of DeepSeek's layout or with one scale for everything, INT8 or INT4."""
     q_latent, q_rope, latent, k_rope = arguments
     batch, tokens, rank = latent.shape
     width = k_rope.shape[2]
-    if kind == "INT8":
-        numbers, scales = quantised(latent)
+    if kind in ("INT8", "INT4"):
+        numbers, scales = {"INT8": int8, "INT4": int4}[kind].quantised(latent)
         return (q_latent, q_rope, numbers, k_rope), scales
     slots, scale = torch.arange(batch * tokens), latent.abs().max().float() / 448
     both = latent.flatten(0, 1), k_rope.flatten(0, 1)

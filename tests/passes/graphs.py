@@ -15,8 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from mla_compile import ops as ops  # defines the ops
-from mla_compile.coded import CODED
+from mla_compile.coded import HELD
 from mla_compile.cost import Device
+from mla_compile.int4 import PACKED, unpacked
 from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.paths import absorbed
 from mla_compile.passes.pipeline import Pipeline
@@ -114,12 +115,13 @@ def _dequantised(
 ) -> tuple[Tensor, Tensor]:
     if scales is None:
         return latent, k_rope
-    assert latent.dtype in CODED
+    assert latent.dtype in HELD
+    latent = unpacked(latent) if latent.dtype == PACKED else latent
     assert k_rope.dtype in (latent.dtype, dtype)
     assert scales.dtype == torch.float32
     scales = scales.to(dtype)
     latent = (latent.to(dtype).unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
-    if k_rope.dtype in CODED:
+    if k_rope.dtype in HELD:
         assert scales.shape[-1] == 1
         k_rope = k_rope.to(dtype) * scales
     assert k_rope.dtype == dtype
