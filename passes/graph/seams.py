@@ -1,10 +1,11 @@
-"""Make keys one up-projection where the columns of all heads are joined, and then cut into heads across the seam.
+"""Make keys one up-projection where the columns of all heads are joined, and then cut into heads.
 
 Before   k = cat(latent @ W, rope repeated N times).view(T, N, P + R)
 After    k = (cat(latent, rope) @ M).view(T, N, P + R),   M = [[W, 0], [0, identity repeated N times]]
 
-A head's columns come from one latent then, on whichever side of the seam they lie. The zeros add nothing to finite
-numbers.
+A head's columns come from one latent then, on whichever side of the seam they lie: where the seam cuts a head, and
+where it falls between two, of which one has up-projected columns alone and the other rope columns alone. The zeros add
+nothing to finite numbers.
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ class _Piece:
         return write_as(identity, (self.rank, self.same), (self.rank, self.along), read.realize)
 
     def bias(self, read: Reader, like: Tensor) -> Tensor:
-        """`[columns]`: what is added to the product."""
-        zeros = like.new_zeros([read.realize(product(axis.size for axis in self.along))])
-        return sum((read(bias, self.along) for bias in self.biases), zeros)
+        """`[columns]`: what is added to the product; no tensor that is known to be zeros, which as a piece of a sum
+        would take the product apart at the seam."""
+        nothing = like.new_zeros([read.realize(product(axis.size for axis in self.along))]) + 0.0
+        return sum((read(bias, self.along) for bias in self.biases), nothing)
 
 
 @dataclass(frozen=True)
@@ -95,14 +97,14 @@ class Seam:
 
 
 def may_be_seam(node: fx.Node) -> bool:
-    """Whether a node may be a view that cuts columns across the seam of a join, which lies at most a few steps back."""
+    """Whether a node may be a view that cuts joined columns into heads; the join lies at most a few steps back."""
     if node.target not in RESHAPES or not is_tensor(node):
         return False
     width, source = node.meta["val"].shape[-1:], arguments(node)[0]
     for _ in range(_STEPS):
         if source.target is aten.cat.default and argument(source, "dim") in (-1, source.meta["val"].dim() - 1):
             widths = [piece.meta["val"].shape[-1] for piece in arguments(source)[0] if piece.meta["val"].dim()]
-            return all(isinstance(w, int) for w in (*width, *widths)) and any(w % max(*width, 1) for w in widths)
+            return all(isinstance(w, int) for w in (*width, *widths)) and max(*width, 0) < sum(widths)
         if not source.all_input_nodes:
             break
         source = source.all_input_nodes[0]
@@ -110,7 +112,8 @@ def may_be_seam(node: fx.Node) -> bool:
 
 
 def seams_in(graph: fx.Graph, trace: Trace) -> Iterator[Seam]:
-    """The views of a graph that cut joined columns across a seam, if one side at least is an up-projection."""
+    """The views of a graph that cut joined columns into heads which do not show by themselves what each head's are, if
+    one side of the seam at least is an up-projection."""
     for node in graph.nodes:
         if not may_be_seam(node) or trace[node].term.parts is not None:
             continue

@@ -9,7 +9,21 @@ from torch import Tensor
 
 from tests.passes import spellings as mla
 from tests.passes.checks import check_unchanged, compiled, unfolded
-from tests.passes.spellings import Function, N, P, R, V
+from tests.passes.spellings import HIDDEN, SQ, B, Function, L, N, P, R, T, V
+
+WIDE = 8
+"""Nope columns of a head of which so many that 4 heads of 5 have them alone: N WIDE = 4 (WIDE + R)."""
+
+
+def wide_heads() -> tuple[Tensor, ...]:
+    """`mla.tensors()` with `WIDE` nope columns a head, so that the seam falls between two heads."""
+    shapes = (B, SQ, HIDDEN), (B, T, L), (B, T, R), (HIDDEN, N * (WIDE + R)), (L, N * (WIDE + V))
+    generator = torch.Generator().manual_seed(0)
+    x, latent, k_rope, w_q, w_kv = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    return x, latent, k_rope, w_q / HIDDEN**0.5, w_kv / L**0.5
+
+
+TENSORS = {"a seam in a head": mla.tensors(), "a seam between heads": wide_heads()}
 
 
 def for_all(k_rope: Tensor) -> Tensor:
@@ -19,13 +33,14 @@ def for_all(k_rope: Tensor) -> Tensor:
 
 def joined(join: Function, attend: Function = mla.softmax) -> Function:
     """Attention whose keys are `join(nope, k_rope, latent)`, `[B, T, N (P + R)]`, cut into heads; `nope` is the keys'
-    up-projection for all heads, `[B, T, N P]`."""
+    up-projection for all heads, `[B, T, N P]`. P is what the weights have."""
 
     def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-        nope, v = (latent @ w_kv).split([N * P, N * V], -1)
-        k = join(nope, k_rope, latent).view(latent.shape[0], latent.shape[1], N, P + R)
+        nope, v = (latent @ w_kv).split([w_kv.shape[1] - N * V, N * V], -1)
+        k = join(nope, k_rope, latent).view(latent.shape[0], latent.shape[1], N, -1)
         v = v.view(latent.shape[0], latent.shape[1], N, V)
-        return attend(mla.queries(x, w_q), k.transpose(1, 2), v.transpose(1, 2))
+        q = (x @ w_q).view(x.shape[0], x.shape[1], N, -1)
+        return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
 
     return attention
 
@@ -39,9 +54,11 @@ REWRITTEN: dict[str, Function] = {
         lambda nope, k_rope, latent: torch.cat([nope, k_rope.repeat_interleave(N, dim=-1)], -1)
     ),
     "in three pieces": joined(
-        lambda nope, k_rope, latent: torch.cat([nope[..., : N * P - 3], for_all(k_rope), nope[..., -3:]], -1)
+        lambda nope, k_rope, latent: torch.cat([nope[..., :-3], for_all(k_rope), nope[..., -3:]], -1)
     ),
-    "with a bias": joined(lambda nope, k_rope, latent: torch.cat([nope + torch.arange(N * P), for_all(k_rope)], -1)),
+    "with a bias": joined(
+        lambda nope, k_rope, latent: torch.cat([nope + torch.arange(nope.shape[-1]), for_all(k_rope)], -1)
+    ),
     "of a function of the rope key": joined(
         lambda nope, k_rope, latent: torch.cat([nope * 0.5, for_all(k_rope.sin())], -1).contiguous()
     ),
@@ -51,15 +68,17 @@ REWRITTEN: dict[str, Function] = {
 }
 
 
+@pytest.mark.parametrize("tensors", TENSORS.values(), ids=TENSORS)
 @pytest.mark.parametrize("function", REWRITTEN.values(), ids=REWRITTEN)
-def test_columns_across_the_seam_are_up_projected(function: Function) -> None:
-    for path, module, outcomes in compiled(function, mla.tensors()):
+def test_columns_on_both_sides_of_the_seam_are_up_projected(function: Function, tensors: tuple[Tensor, ...]) -> None:
+    for path, module, outcomes in compiled(function, tensors):
         assert [outcome.path for outcome in outcomes] == [path]
         assert not unfolded(module)
 
 
-def test_sizes_that_are_not_known() -> None:
-    for path, _, outcomes in compiled(REWRITTEN["rope keys last"], mla.tensors(), mla.UNKNOWN):
+@pytest.mark.parametrize("tensors", TENSORS.values(), ids=TENSORS)
+def test_sizes_that_are_not_known(tensors: tuple[Tensor, ...]) -> None:
+    for path, _, outcomes in compiled(REWRITTEN["rope keys last"], tensors, mla.UNKNOWN):
         assert [outcome.path for outcome in outcomes] == [path]
 
 
@@ -76,13 +95,14 @@ UNCHANGED: dict[str, Function] = {
 """Keys that are not the joined latents times one matrix, or are not known to be."""
 
 
+@pytest.mark.parametrize("tensors", TENSORS.values(), ids=TENSORS)
 @pytest.mark.parametrize("function", UNCHANGED.values(), ids=UNCHANGED)
-def test_other_columns_stay(function: Function) -> None:
-    check_unchanged(function, mla.tensors())
+def test_other_columns_stay(function: Function, tensors: tuple[Tensor, ...]) -> None:
+    check_unchanged(function, tensors)
 
 
-def test_a_seam_between_heads_needs_nothing() -> None:
-    """Where columns of whole heads are joined, views alone say what they are."""
+def test_heads_of_one_latent_need_nothing() -> None:
+    """Where columns of whole heads are joined, all of them up-projections, views alone say what they are."""
 
     def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
         w_uk, w_uv = w_kv.split([N * P, N * V], -1)
@@ -93,6 +113,20 @@ def test_a_seam_between_heads_needs_nothing() -> None:
     for path, module, outcomes in compiled(attention, mla.tensors()):
         assert [outcome.path for outcome in outcomes] == [path]
         assert not any("eye" in str(node.target) for node in module.graph.nodes)
+
+
+def test_heads_of_two_latents_keep_a_latent_each() -> None:
+    """One latent for all of them would be as wide as both, and half of what it is multiplied by zeros."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        first, second = (latent @ w_kv[:, : N * P]), (latent.sin() @ w_kv[:, : N * P])
+        k = torch.cat([first, second], -1).view(*latent.shape[:2], 2 * N, P).transpose(1, 2)
+        q = mla.queries(x, w_q)[..., :P].repeat(1, 2, 1, 1)
+        return mla.softmax(q, k, k)
+
+    for _, module, outcomes in compiled(attention, mla.tensors(), paths=["absorbed"]):
+        assert [outcome.path for outcome in outcomes] == ["absorbed"]
+        assert not any("pad" in str(node.target) for node in module.graph.nodes)
 
 
 @pytest.mark.usefixtures("without_codegen")
