@@ -104,6 +104,14 @@ def matrices(read: Read) -> tuple[Read, Read, Dim] | None:
     return left, replace(right, then=(*right.then, *read.then)), read.source.summed
 
 
+def factors(read: Read) -> tuple[Read, Read, How] | None:
+    """`of, by, how` of a read of all of a tensor that another one scales; None for other reads."""
+    names = _names(read)
+    if not isinstance(read.source, Scaled) or names is None or read.then:
+        return None
+    return change_read(read.source.of, names), change_read(read.source.by, names), read.source.how
+
+
 def _names(read: Read) -> dict[Axis, Axis] | None:
     """For each axis of a made source, the axis of `read` in its place; None unless all of the source is read."""
     names: dict[Axis, Axis] = {}

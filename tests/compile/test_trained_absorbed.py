@@ -103,6 +103,26 @@ def test_every_gradient_is_as_close_to_float64_as_eager(kind, dtype):
     assert outcome.path == ("chunked" if issubclass(kind, Capped) else "absorbed")
 
 
+class OverGivenLatents(nn.Module):
+    """Scores over latents that are an input, times a learned number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_uk, self.w_uv = (nn.Parameter(torch.randn(N, size, RANK) / RANK**0.5) for size in (P, V))
+        self.scale = nn.Parameter(torch.tensor(P**-0.5))
+
+    def forward(self, q: Tensor, latent: Tensor) -> Tensor:
+        latent = latent[:, None]
+        return (q @ self.w_uk @ latent.mT * self.scale).softmax(-1) @ latent @ self.w_uv.mT
+
+
+def test_a_learned_number_of_all_scores_has_its_gradient():
+    torch.manual_seed(0)
+    q, latent = torch.randn(2, N, 7, P, requires_grad=True), torch.randn(2, 11, RANK, requires_grad=True)
+    (outcome,) = assert_every_gradient(OverGivenLatents(), [q, latent]).outcomes
+    assert outcome.path == "absorbed"
+
+
 def test_a_function_of_scores_without_up_projections_stays_as_it_is():
     module = Capped()
     rewritten = Rewritten(module)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.passes import spellings as mla
-from tests.passes.checks import check_rewritten, compiled
+from tests.passes.checks import check_rewritten, compiled, unfolded
+from tests.passes.graphs import capture, rewrite, run
 from tests.passes.spellings import B, Function, N, P, R, T
 
 
@@ -100,4 +101,99 @@ def test_what_makes_rope_keys_those_of_each_head_is_right_on_both_paths(function
 @pytest.mark.parametrize("function", UNCHANGED.values(), ids=UNCHANGED)
 def test_a_number_divided_by_keys_stays_as_it_is(function: Function) -> None:
     for _, _, (outcome,) in compiled(function, mla.tensors()):
+        assert outcome.path == "unchanged"
+
+
+def absorbed(change: Function, values: Function = lambda latent: latent) -> Function:
+    """MLA that is absorbed by hand over latents that are an input, as from a cache. `change` is applied to its scores
+    and to `scale`, a number in a tensor."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor, scale: Tensor) -> Tensor:
+        w_uk, w_uv = mla.weights(w_kv)
+        q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
+        latent, k_rope, w_uk, w_uv = (t.to(x.dtype) for t in (latent, k_rope, w_uk, w_uv))
+        scores = q_nope @ w_uk @ latent[:, None].mT + q_rope @ k_rope[:, None].mT
+        return change(scores, scale).softmax(-1) @ values(latent)[:, None] @ w_uv.mT
+
+    return attention
+
+
+def with_scale() -> tuple[Tensor, ...]:
+    return *mla.tensors(), torch.tensor(mla.SCALE, dtype=torch.float64)
+
+
+NUMBERS: dict[str, Function] = {
+    "a number": absorbed(lambda s, scale: s * scale),
+    "a number before the scores": absorbed(lambda s, scale: scale * s),
+    "of one element": absorbed(lambda s, scale: s * scale.view(1)),
+    "of one element a dimension": absorbed(lambda s, scale: s * scale.view(1, 1, 1, 1)),
+    "computed": absorbed(lambda s, scale: s * scale.square().rsqrt()),
+    "two of them, and a number": absorbed(lambda s, scale: s * scale * 0.5 * scale.sqrt()),
+    "divided by another": absorbed(lambda s, scale: s * scale / scale.sqrt()),
+    "before a mask": absorbed(lambda s, scale: (s * scale).masked_fill(torch.arange(T) > T // 2, -torch.inf)),
+    "of scores with a bias": absorbed(lambda s, scale: (s + ramp(T)) * scale),
+}
+
+
+@pytest.mark.parametrize("function", NUMBERS.values(), ids=NUMBERS)
+def test_a_number_in_a_tensor_goes_to_queries_that_are_absorbed_by_hand(function: Function) -> None:
+    for _, module, (outcome,) in compiled(function, with_scale()):
+        assert (outcome.path, outcome.reason) == ("absorbed", "attends to the latent already: absorbed by hand")
+        assert not unfolded(module)
+
+
+def test_a_number_in_a_tensor_where_sizes_are_not_known() -> None:
+    for _, _, (outcome,) in compiled(NUMBERS["a number"], with_scale(), mla.UNKNOWN):
+        assert outcome.reason == "attends to the latent already: absorbed by hand"
+
+
+def test_latents_and_rope_keys_in_one_cache() -> None:
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor, scale: Tensor) -> Tensor:
+        w_uk, w_uv = mla.weights(w_kv)
+        q_nope, q_rope = mla.queries(x, w_q).split([P, R], -1)
+        scores = torch.cat([q_nope @ w_uk, q_rope], -1) @ latent[:, None].mT
+        return (scores * scale).softmax(-1) @ latent[:, None, :, : mla.L] @ w_uv.mT
+
+    x, latent, k_rope, *rest = with_scale()
+    for _, _, (outcome,) in compiled(attention, (x, torch.cat([latent, k_rope], -1), k_rope, *rest)):
+        assert outcome.reason == "attends to the latent already: absorbed by hand"
+
+
+def test_a_number_of_scores_over_a_cache_in_int8() -> None:
+    x, latent, *rest = with_scale()
+    tensors = x, (latent * 30).round().to(torch.int8), *rest[:-1], rest[-1] / 30
+    for _, _, (outcome,) in compiled(NUMBERS["a number"], tensors):
+        assert outcome.reason == "attends to the latent already: absorbed by hand"
+
+
+def test_a_number_in_float32_beside_queries_in_bfloat16() -> None:
+    """The error is at most twice that of the graph before the passes: scores are rounded, or queries."""
+    *tensors, scale = with_scale()
+    halves, scale = [t.bfloat16() for t in tensors], scale.float()
+    module = capture(NUMBERS["a number"], *halves, scale)
+    wide = [t.double() for t in (*halves, scale)]
+    exact = run(capture(NUMBERS["a number"], *wide), *wide)
+    before = (run(module, *halves, scale).double() - exact).abs().max()
+    (outcome,) = rewrite(module)
+    assert outcome.path == "absorbed"
+    after = run(module, *halves, scale)
+    assert after.dtype == torch.bfloat16
+    assert (after.double() - exact).abs().max() <= 2 * before
+
+
+def test_a_number_of_each_key_stays_with_keys_that_are_absorbed_by_hand() -> None:
+    """A matrix of latents, which are both keys and values: only the keys are multiplied."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor, scale: Tensor) -> Tensor:
+        q = x[0] @ w_q[:, : mla.L]
+        return ((q @ latent.T) * scale).softmax(-1) @ latent
+
+    x, latent, *rest, _ = with_scale()
+    for _, _, (outcome,) in compiled(attention, (x, latent[0], *rest, ramp(T))):
+        assert outcome.path == "unchanged"
+
+
+def test_values_that_are_no_latent_stay() -> None:
+    function = absorbed(lambda s, scale: s * scale, lambda latent: latent * ramp(T, 1))
+    for _, _, (outcome,) in compiled(function, with_scale()):
         assert outcome.path == "unchanged"
