@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mla_compile
+import mla_compile.kernels.register  # registers what `append_latents` does
 from mla_compile import FP8PagePool, PagedLatentCache
 from mla_compile.cache import BlockTable
 from mla_compile.fp8 import FP8, LEAST, MOST, RowLayout
