@@ -54,8 +54,9 @@ def _equal_symbols(environment: ShapeEnv) -> _Equal:
         return found
     # Torch keeps asserts by the last of their symbols: the new ones may be anywhere.
     for expression in (*(guard.expr for guard in environment.guards[known[0] :]), *(check.expr for check in asserts)):
-        if isinstance(expression, sympy.Eq):
-            found = _with_equation(expression, environment, found)
+        for condition in sympy.And.make_args(expression):
+            if isinstance(condition, sympy.Eq):
+                found = _with_equation(condition, environment, found)
     _EQUAL[environment] = count, found
     return found
 

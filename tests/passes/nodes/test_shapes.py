@@ -4,7 +4,13 @@ import pytest
 import sympy
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    sym_and,
+    sym_or,
+)
 
 from mla_compile.passes.algebra.sizes import same
 from mla_compile.passes.nodes.shapes import size_of
@@ -25,6 +31,25 @@ def test_an_equation_that_torch_has_solved_is_not_solved_otherwise():
     for size, earlier in zip((past, new), before, strict=True):
         assert same(size_of(size), sympy.sympify(size.node.expr))
         assert same(earlier, size_of(size))
+
+
+def three_sizes():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    return [mode.from_tensor(torch.zeros(8), symbolic_context=context).shape[0] for _ in range(3)]
+
+
+def test_all_equations_of_one_guard_hold():
+    a, b, c = three_sizes()
+    assert sym_and(a == c, b == c)  # a guard, for which torch replaces one of the symbols
+    assert same(size_of(a), size_of(b))
+    assert same(size_of(b), size_of(c))
+
+
+def test_one_of_two_equations_may_not_hold():
+    a, b, c = three_sizes()
+    assert sym_or(a == c, b == c)  # a guard
+    assert len({size_of(size) for size in (a, b, c)}) == 3
 
 
 @pytest.fixture
