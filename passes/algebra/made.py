@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from .laid import bound_axis
 from .operations import read_of
+from .sizes import Size, same
 from .substitution import change_read
-from .terms import Added, Axis, Contracted, Dim, How, Joined, Read, Scaled, Zeros
+from .terms import Added, Axis, Constant, Contracted, Dim, How, Joined, Read, Scaled
 
 
 def multiplied(of: Read, by: Read, how: How = How.TIMES) -> Read:
@@ -34,10 +35,28 @@ def contracted(left: Read, right: Read, summed: Dim) -> Read:
     return _read(Contracted(left, right, tuple(bound.values()), tuple(own.values())), own)
 
 
-def zeros(like: Read, axes: Dim) -> Read:
-    """Zeros over these axes, in the dtype of `like`."""
+def constant(like: Read, number: float, axes: Dim) -> Read:
+    """A number over these axes, in the dtype of `like`."""
     own = {axis: bound_axis(place, axis.size) for place, axis in enumerate(axes)}
-    return _read(Zeros(like, tuple(own.values())), own)
+    return _read(Constant(like, number, tuple(own.values())), own)
+
+
+def padded(read: Read, own: Dim, between: tuple[Size, Size], number: float, axis: Axis) -> Read:
+    """A read, whose own indices along `axis` the axes `own` count, with a number in the indices before and behind
+    these.
+
+    The axes of the source are the same in every source, so that two sources that are alike compare equal.
+    """
+    others = [digit.axis for digit in read.digits if digit.axis is not None and digit.axis not in own]
+    names = {other: bound_axis(place, other.size) for place, other in enumerate(others)}
+    beside = [() if same(size, 1) else (bound_axis(len(others), size),) for size in between]
+    bound = {each: bound_axis(len(others) + place, each.size) for place, each in enumerate(own)}
+    inner = change_read(read, names | bound)
+    before, behind = ((constant(inner, number, (*axes, *names.values())), axes) for axes in beside)
+    pieces = [before, (inner, tuple(bound.values())), behind]
+    kept = [piece for piece, size in zip(pieces, (between[0], 1, between[1]), strict=True) if not same(size, 0)]
+    source = Joined(tuple(piece for piece, _ in kept), tuple(axes for _, axes in kept), tuple(names.values()))
+    return read_of(source, [(axis,), *((other,) for other in names)]).read
 
 
 def joined(first: Read, second: Read, along: tuple[Dim, Dim], axis: Axis) -> Read | None:

@@ -231,10 +231,12 @@ class Contracted:
 
 
 @dataclass(frozen=True)
-class Zeros:
-    """A source that is not a tensor of the graph: zeros in the dtype of `like`, with a dimension for each of `axes`."""
+class Constant:
+    """A source that is not a tensor of the graph: one number in the dtype of `like`, with a dimension for each of
+    `axes`."""
 
     like: Read
+    number: float
     axes: Dim
 
 
@@ -257,7 +259,7 @@ def made_of(source: Hashable) -> tuple[Read, ...]:
             return pieces
         case Contracted(left, right):
             return left, right
-        case Laid(of) | Zeros(of):
+        case Laid(of) | Constant(of):
             return (of,)
     return ()
 

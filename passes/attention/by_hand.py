@@ -16,6 +16,7 @@ from torch import fx
 from ..algebra import operations
 from ..algebra.sizes import Size, Unaligned, product
 from ..algebra.terms import Digit, Dim, Form, Product, Read, Term
+from ..code.reading import nodes_of
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
@@ -228,7 +229,7 @@ def _tangled(scores: _Sum, weights: Weights) -> bool:
     """Whether a mask, a sink or a factor is itself computed from the products."""
     own = derived(scores.products, weights.node)
     beside = [each.form for each in (*scores.masks, *scores.sinks)] + [factor.form for factor in scores.factors]
-    return any(form.term.read.source in own for form in beside)
+    return any(node in own for form in beside for node in nodes_of(form.term.read))
 
 
 def _products_alone(weights: Weights, keys: KeyRange, node: fx.Node, trace: Trace) -> list[Summand]:

@@ -2,6 +2,7 @@
 
 softmax(where(seen, (q k^T + q2 k2^T) * scale + bias, -inf))  ->  two products, one bias, one bool mask
 softmax(cat(q k^T, sink))[..., :-1]                           ->  one product, one sink
+softmax(cat(s[..., :n], s[..., n:] + bias)),  s = q k^T       ->  one product, one bias
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from mla_compile.score_spacing import lost_below, lost_in_ops
 
 from ..algebra.factored import factored
 from ..algebra.sizes import Size, same, total
-from ..algebra.terms import Axis, Form, Product, Sum
+from ..algebra.terms import Axis, Form, Join, Product, Sum
 from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
 from ..nodes.constants import constant_of
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
+from .parts_of_keys import side_by_side
 from .shift import whole_source, without_shift
 from .summands import Factor, Mask, Number, Sink, Summand
 
@@ -128,7 +130,7 @@ def _whole_summands(
     node: fx.Node, labels: tuple[int, ...], factor: float, key: int, lowest: float, trace: Trace
 ) -> list[Summand]:
     """The summands of scores that all have values; one additive mask where they are more than a sum."""
-    found = [_held(summand, lowest) for summand in _summands(node, labels, factor, key, trace)]
+    found = [_held(summand, lowest) for summand in _summands(trace[node], labels, factor, key, trace)]
     whole = Mask(trace[node].term, attends=False, factor=factor, lowest=lowest)
     return _hidden_alike(found, highest_fill(node)) or [Summand(trace[node], labels, whole)]
 
@@ -163,9 +165,9 @@ def _hidden_alike(summands: list[Summand], highest: float) -> list[Summand]:
     ]
 
 
-def _summands(node: fx.Node, labels: tuple[int, ...], factor: float, key: int, trace: Trace) -> list[Summand]:
+def _summands(form: Form, labels: tuple[int, ...], factor: float, key: int, trace: Trace) -> list[Summand]:
     """The summands of scores whose dimensions are `labels`, `key` being that of the keys, times `factor`."""
-    form = replace(trace[node], term=factored(trace[node].term))
+    form = replace(form, term=factored(form.term))
     if isinstance(form.term.parts, Product):
         return [Summand(form, labels, factor)]
     source = form.term.read.source
@@ -203,10 +205,11 @@ class _Op:
                 return self._times(a, b) or self._times(b, a)
             case aten.div.Tensor if is_tensor(a) and is_tensor(b):
                 return self._times(a, b)
-        return self._filled()
+        return self._filled() or self._joined()
 
     def _operand(self, node: fx.Node, factor: float) -> list[Summand]:
-        return _summands(node, self._labels_of(self.trace[node]), factor, self.key, self.trace)
+        form = self.trace[node]
+        return _summands(form, self._labels_of(form), factor, self.key, self.trace)
 
     def _labels_of(self, form: Form) -> tuple[int, ...]:
         """The labels of an operand that is broadcast to the result."""
@@ -264,6 +267,21 @@ class _Op:
         own = self._labels_of(form) if by_index is None else self.labels[: len(form.dims)]
         rejected = Mask(form.term, attends=True, fill=fill * self.factor, inverted=inverted)
         return [*self._operand(scores, self.factor), Summand(form, own, rejected)]
+
+    def _joined(self) -> list[Summand]:
+        """The summands of scores that are joined of those of parts of the keys, as by a write to the last of them;
+        empty if they are not the same for all parts but for masks."""
+        form = self.trace[self.node]
+        join = form.term.parts or form.term.joined
+        if not isinstance(join, Join) or self.key not in self.labels:
+            return []
+        place = self.labels.index(self.key)
+        before, along, after = form.dims[:place], form.dims[place], form.dims[place + 1 :]
+        if along != (join.axis,):
+            return []
+        parts = [Form((*before, segment.axes, *after), segment.term) for segment in join.segments]
+        found = [_summands(part, self.labels, self.factor, self.key, self.trace) for part in parts]
+        return side_by_side(found, [segment.size for segment in join.segments], self.labels, self.key, self.trace)
 
 
 def filled_by_index(node: fx.Node) -> tuple[fx.Node, float] | None:

@@ -22,6 +22,7 @@ from ..algebra.terms import (
     Added,
     Axis,
     Bits,
+    Constant,
     Contracted,
     Digit,
     Dim,
@@ -31,7 +32,6 @@ from ..algebra.terms import (
     Read,
     Scaled,
     Stacked,
-    Zeros,
     made_of,
 )
 from ..nodes.shapes import size_of
@@ -124,7 +124,8 @@ class Reader:
 
     def __call__(self, what: Read, *layout: Dim, broadcast: bool = True) -> Tensor:
         for place, dim in enumerate(layout):  # what is joined along one dimension is joined as it is laid out
-            if len(dim) == 1 and len(parts := side_by_side(what, dim)) > 1:
+            parts = side_by_side(what, dim) if len(dim) == 1 else []
+            if len(parts) > 1 and all({*own} <= part.axes for part, own in parts):
                 before, after = layout[:place], layout[place + 1 :]
                 pieces = [self(part, *before, own, *after, broadcast=broadcast) for part, own in parts]
                 return torch.cat(pieces, dim=place)
@@ -138,9 +139,9 @@ class Reader:
             return tensor
         if isinstance(source, Contracted):
             return self._contracted(source)
-        if isinstance(source, Zeros):
+        if isinstance(source, Constant):
             sizes = [self.realize(axis.size) for axis in source.axes]
-            return self._source(source.like).new_zeros(sizes)
+            return self._source(source.like).new_full(sizes, source.number)
         if isinstance(source, Laid):
             return self(source.of, source.parts, *((axis,) for axis in source.others))
         assert isinstance(source, Scaled | Stacked | Joined | Added)

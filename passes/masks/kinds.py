@@ -9,10 +9,10 @@ from ..mla.site import Site
 from . import causal, limit, marked, top_k
 from .kind import Kind
 from .positions import Literal
-from .rules import arithmetic, choices, constants, logic
+from .rules import arithmetic, choices, constants, joins, logic
 from .rules.rule import Rules
 
-RULES = Rules(constants.RULES | arithmetic.RULES | logic.RULES | choices.RULES)
+RULES = Rules(constants.RULES | arithmetic.RULES | logic.RULES | choices.RULES | joins.RULES)
 """All rules. No op is in two tables."""
 
 RECOGNISERS: tuple[Callable[[Literal, Site, tuple[Kind, ...]], Kind | None], ...] = (

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..algebra.sizes import same
-from ..algebra.terms import Axis, Form, Read
+from ..algebra.sizes import Size, product, same, total
+from ..algebra.terms import Axis, Constant, Form, Joined, Read
 from ..nodes.arguments import INTEGERS, is_tensor
 from ..nodes.constants import constant_of
 from ..nodes.shapes import shape_of, size_of
 from ..trace.trace import Trace
 from .positions import ALWAYS, NEVER, Affine, Conditional, Element, Index, Truth, Value, at, constant
+from .rules.joins import side_by_side
 from .rules.rule import Rules, number_of, rounded
 
 _DEPTH = 100
@@ -33,12 +34,35 @@ class Valuation:
 
     def of_read(self, read: Read) -> Value | None:
         """The value of what a term reads; None if no rule gives one."""
-        source = read.source
-        if not isinstance(source, fx.Node):
+        return self._of_read(read, None)
+
+    def _of_read(self, read: Read, bindings: dict[Axis, Affine] | None) -> Value | None:
+        """The value of what is read where its axes are bound like this or, without bindings, stand for themselves."""
+        source, index = read.source, _index_of(read, bindings)
+        if index is None:
             return None
-        index = _index_of(read, None)
-        value = self(source, index) if index is not None else None
+        match source:
+            case fx.Node():
+                value = self(source, index)
+            case Constant(_, number):
+                value = (ALWAYS if number else NEVER) if isinstance(number, bool) else constant(number)
+            case Joined():
+                value = self._joined(source, index)
+            case _:
+                return None
         return _after(value, read.then)
+
+    def _joined(self, source: Joined, index: Index) -> Value | None:
+        """The value of an element of reads that are joined along the first dimension."""
+        place, *others = index
+        pieces: list[tuple[Size, Value | None]] = []
+        for piece, along in zip(source.pieces, source.along, strict=True):
+            if len(along) > 1:
+                return None
+            start = Affine(total(size for size, _ in pieces))
+            bindings = dict(zip(source.axes, others, strict=True)) | dict.fromkeys(along, place - start)
+            pieces.append((product(axis.size for axis in along), self._of_read(piece, bindings)))
+        return side_by_side(place, pieces)
 
     def __call__(self, node: fx.Node, index: Index) -> Value | None:
         """The value of a node's element at an index; None if no rule gives one."""
@@ -54,8 +78,7 @@ class Valuation:
         form = self.trace[node]
         read = form.term.read
         if read.source is not node and isinstance(read.source, fx.Node):
-            inner = _index_of(read, _bindings(form, index))
-            value = _after(self(read.source, inner), read.then) if inner is not None else None
+            value = self._of_read(read, _bindings(form, index))
         else:
             rule = self.rules.get(node.target) if node.op == "call_function" else None
             value = rule(self, node, index) if rule is not None else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..algebra.made import joined, zeros
+from ..algebra.made import constant, joined
 from ..algebra.operations import alike
 from ..algebra.sizes import total
 from ..algebra.substitution import change_read
@@ -108,7 +108,7 @@ class _OneLatent:
         place, first = next(iter(weights.items()))
         others = tuple(axis for axis in _axes(first) if axis not in self.each[place][1])
         reads = [
-            (weights[i] if i in weights else zeros(first, (*others, *rank)), rank)
+            (weights[i] if i in weights else constant(first, 0.0, (*others, *rank)), rank)
             for i, (_, rank) in enumerate(self.each)
         ]
         read = _side_by_side(reads, self.rank)

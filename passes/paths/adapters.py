@@ -17,7 +17,7 @@ from torch import Tensor
 from ..algebra.made import addends, matrices, side_by_side
 from ..algebra.sizes import product
 from ..algebra.substitution import change_read
-from ..algebra.terms import Dim, Read, Zeros
+from ..algebra.terms import Constant, Dim, Read
 from ..code.reading import Reader, sum_of
 from ..mla.site import Site
 from .per_head import per_head
@@ -51,7 +51,7 @@ def _times(x: Tensor, piece: Read, heads: Dim, inner: Dim, outer: Dim, read: Rea
     parts = side_by_side(piece, outer)
     if len(parts) > 1:
         return torch.cat([_times(x, part, heads, inner, along, read) for part, along in parts], dim=-1)
-    if isinstance(piece.source, Zeros):
+    if isinstance(piece.source, Constant) and piece.source.number == 0:
         return x.new_zeros([*x.shape[:-1], read.realize(product(axis.size for axis in outer))])
     made = _in_order(piece, inner)
     if made is not None and made[0].axes.isdisjoint(outer):

@@ -15,6 +15,7 @@ from ..algebra.sizes import same
 from ..algebra.terms import (
     Added,
     Bits,
+    Constant,
     Contracted,
     Digit,
     Dim,
@@ -31,7 +32,6 @@ from ..algebra.terms import (
     Undefined,
     Unread,
     Zero,
-    Zeros,
 )
 from .names import Names, factor, short
 
@@ -58,8 +58,8 @@ def read_text(read: Read, names: Names) -> str:
         case Stacked(pieces, axes):
             inner = _own(axes)
             name = f"[{', '.join(read_text(piece, inner) for piece in pieces)}]"
-        case Zeros():
-            name = "0"
+        case Constant(_, number):
+            name = f"{number:g}"
         case Unread(node):
             name = f"part of {_name(node)}"
         case _:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, arange, fx
 
 from tests.passes import spellings as mla
@@ -67,6 +68,10 @@ KNOWN = {
     "tril": Case(lambda s, t: torch.ones(s, t, dtype=torch.bool).tril(t - s), "causal"),
     "a triangle of numbers": Case(lambda s, t: torch.ones(s, t).tril(t - s) == 1, "causal"),
     "not triu": Case(lambda s, t: ~torch.ones(s, t).triu(t - s + 1).bool(), "causal"),
+    "a triangle beside the past": Case(
+        lambda s, t: torch.cat([torch.ones(s, t - s, dtype=torch.bool), torch.ones(s, s, dtype=torch.bool).tril()], 1),
+        "causal",
+    ),
     "cumsum": Case(
         lambda s, t: arange(t) <= (torch.ones(1, t, dtype=torch.int64).cumsum(-1) - 1)[:, -s:, None], "causal"
     ),
@@ -140,6 +145,10 @@ def infinite(s: int, t: int) -> Tensor:
 
 ADDED = {
     "triu of infinity": Case(lambda s, t: infinite(s, t).triu(t - s + 1), "causal"),
+    "triu beside zeros": Case(
+        lambda s, t: torch.cat([torch.zeros(s, t - s, dtype=torch.float64), infinite(s, s).triu(1)], 1), "causal"
+    ),
+    "triu with zeros before": Case(lambda s, t: F.pad(infinite(s, s).triu(1), (t - s, 0)), "causal"),
     "where": Case(lambda s, t: added(causal(s, t), MINIMUM), "causal"),
     "where with tensors": Case(
         lambda s, t: torch.where(causal(s, t), torch.zeros((), dtype=torch.float64), -math.inf), "causal"

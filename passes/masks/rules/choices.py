@@ -23,6 +23,7 @@ from ..positions import (
     Value,
     at,
     conjunction,
+    disjunction,
     negation,
 )
 from .rule import Rules, Values, number_of
@@ -33,7 +34,7 @@ RULES = Rules()
 @RULES.of(aten.where.self)
 def _where(values: Values, node: fx.Node, index: Index) -> Value | None:
     condition, a, b = (values.operand(node, index, what) for what in arguments(node))
-    return _select(condition, a, b)
+    return select(condition, a, b)
 
 
 @RULES.of(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
@@ -42,21 +43,25 @@ def _masked_fill(values: Values, node: fx.Node, index: Index) -> Value | None:
     condition = values.operand(node, index, mask)
     number = constant_of(fill)
     filled = number_of(number, node.meta["val"].dtype) if number is not None else None
-    return _select(condition, filled, values.operand(node, index, source))
+    return select(condition, filled, values.operand(node, index, source))
 
 
-def _select(condition: Value | None, a: Value | None, b: Value | None) -> Value | None:
+def select(condition: Value | None, a: Value | None, b: Value | None) -> Value | None:
     """`a` where the condition holds, else `b`.
 
-    One of two numbers may be a choice itself, if the other is one of its two values. One of two bools has to be never
-    true.
+    One of two numbers may be a choice itself, if the other is one of its two values. One of two bools has to be always
+    or never true.
     """
     if not isinstance(condition, Truth):
         return None
     if isinstance(a, Truth) and isinstance(b, Truth):
         if a == NEVER:
             return conjunction([negation(condition), b])
-        return conjunction([condition, a]) if b == NEVER else None
+        if b == NEVER:
+            return conjunction([condition, a])
+        if a == ALWAYS:
+            return disjunction(condition, b)
+        return disjunction(negation(condition), a) if b == ALWAYS else None
     if not isinstance(a, Conditional) or not isinstance(b, Conditional):
         return None
     if a.then != a.otherwise:
@@ -82,7 +87,7 @@ def _triangle(values: Values, node: fx.Node, index: Index) -> Value | None:
     kept = Truth((AtMost(above if node.target is aten.tril.default else above * -1),))
     value = values(source, index)
     dtype = node.meta["val"].dtype
-    return _select(kept, value, number_of(0, dtype))
+    return select(kept, value, number_of(0, dtype))
 
 
 @RULES.of(aten.index.Tensor)
@@ -125,7 +130,7 @@ def _scatter(values: Values, node: fx.Node, index: Index) -> Value | None:
     read = at(indices, own, [Affine(0, ((named, 1),)) if i == dim else entry for i, entry in enumerate(index)])
     if read is None or any(axis in index[i].axes for i in others):
         return None
-    return _select(Truth((Named(read, named, axis, shape[dim], _distinct(indices, dim)),)), value, base_value)
+    return select(Truth((Named(read, named, axis, shape[dim], _distinct(indices, dim)),)), value, base_value)
 
 
 def _distinct(indices: fx.Node, dim: int) -> bool:

@@ -41,6 +41,10 @@ def whole(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.full((ROWS, COLUMNS), value, dtype=dtype)
 
 
+def every(value: bool) -> Tensor:
+    return torch.full((ROWS, COLUMNS), value)
+
+
 def ones() -> Tensor:
     return torch.ones(ROWS, COLUMNS, dtype=torch.int64)
 
@@ -99,6 +103,22 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "negated": lambda flags, names: -torch.where(seen(), 0.0, 3.0),
     "zeros and ones": lambda flags, names: torch.zeros(ROWS, COLUMNS) - torch.ones(ROWS, COLUMNS),
     "named": lambda flags, names: aten.scatter.value(whole(-torch.inf), 1, two_of(names), 0.0),
+    "side by side": lambda flags, names: torch.cat([whole(0)[:, :2], whole(-torch.inf)[:, :5].triu(1)], 1),
+    "side by side, hidden behind": lambda flags, names: torch.cat([hidden()[:, :3], whole(-torch.inf)[:, 3:]], 1),
+    "three side by side": lambda flags, names: torch.cat(
+        [whole(0)[:, :1], whole(-torch.inf)[:, :4].triu(1), whole(0)[:, 5:]], -1
+    ),
+    "true above a triangle": lambda flags, names: torch.cat([every(True)[:2], seen()[:3]]),
+    "true, then a triangle": lambda flags, names: torch.cat([every(True)[:, :3], seen()[:, :4]], 1),
+    "a triangle, then false": lambda flags, names: torch.cat([seen()[:, :4], every(False)[:, :3]], 1),
+    "a triangle, then true": lambda flags, names: torch.cat([seen()[:, :4], every(True)[:, :3]], 1),
+    "padded": lambda flags, names: torch.nn.functional.pad(whole(-torch.inf)[:, :5].triu(1), (2, 0)),
+    "padded on all sides": lambda flags, names: torch.nn.functional.pad(
+        whole(-torch.inf)[:3, :4].triu(1), (2, 1, 1, 1), value=-torch.inf
+    ),
+    "padded with true": lambda flags, names: torch.nn.functional.pad(seen()[:1, :4], (2, 1, 0, 4), value=True),
+    "chosen, or always": lambda flags, names: torch.where(columns() > 3, True, seen()),
+    "chosen, else always": lambda flags, names: torch.where(columns() > 3, seen(), True),
     "named by zeros": lambda flags, names: aten.scatter.src(whole(-torch.inf), 1, two_of(names), torch.zeros(ROWS, 2)),
 }
 
