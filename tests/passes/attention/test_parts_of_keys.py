@@ -123,6 +123,11 @@ def odd(part: Tensor, fill: float = -1e9) -> Tensor:
     return part.masked_fill(keys % 2 + queries % 2 > 1, fill)
 
 
+def counted(part: Tensor) -> Tensor:
+    """0 or 1 for each key and query, int64."""
+    return (torch.arange(part.shape[-1]) + torch.arange(SQ)[:, None]) % 2
+
+
 def as_it_is(part: Tensor) -> Tensor:
     return part
 
@@ -137,6 +142,9 @@ MASKED: dict[str, Function] = {
     "hidden by -1e9 everywhere": of_parts(*[lambda w: odd(w).masked_fill(torch.arange(SQ)[:, None] == 1, -1e9)] * 3),
     "a bias, then hidden": of_parts(as_it_is, lambda w: odd(bias(w), -math.inf), bias),
     "hidden, then a bias": of_parts(as_it_is, lambda w: bias(w.masked_fill(w.new_ones(3) > 2, -math.inf)), bias),
+    "hidden by whole numbers": of_parts(as_it_is, lambda w: w.masked_fill(counted(w).bool(), -math.inf), as_it_is),
+    "whole numbers that are cast": of_parts(as_it_is, lambda w: w + counted(w).double() * 0.5, as_it_is),
+    "numbers in fewer bits": of_parts(as_it_is, lambda w: w + counted(w).float(), as_it_is),
     "a bias of all keys before": changed(lambda w, s: in_place(bias(w), s)),
     "a bias of all keys after": changed(lambda w, s: bias(in_place(w, s))),
 }
