@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentTypeError
+from fractions import Fraction
 from pathlib import Path
 
 TOKEN_UNITS = {"": 1, "k": 1024, "m": 1024**2}
@@ -32,9 +33,25 @@ def in_bytes(text: str) -> int:
     return _number(text, BYTE_UNITS, "bytes, such as 80GiB or 16GB")
 
 
-def figure(text: str) -> Path:
-    """Parse the path of a figure, whose suffix says its format."""
+def file(text: str) -> Path:
+    """Parse the path of a file to write, in a folder that exists."""
     path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ArgumentTypeError(f"expected a file in a folder that exists, found {text!r}")
+    return path
+
+
+def folder(text: str) -> Path:
+    """Parse the path of a folder to write, which is made if it is not there."""
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise ArgumentTypeError(f"expected a folder, found the file {text!r}")
+    return path
+
+
+def figure(text: str) -> Path:
+    """Parse the path of a figure to write, whose suffix says its format."""
+    path = file(text)
     if path.suffix.lower() not in FIGURES:
         raise ArgumentTypeError(f"expected a file that ends in {', '.join(FIGURES)}, found {text!r}")
     return path
@@ -42,7 +59,7 @@ def figure(text: str) -> Path:
 
 def _number(text: str, units: dict[str, int], expected: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    number = float(found[1]) * units[found[2]] if found and found[2] in units else 0
+    number = Fraction(found[1]) * units[found[2]] if found and found[2] in units else 0
     if number < 1:
         raise ArgumentTypeError(f"expected a number of {expected}, found {text!r}")
     return int(number)

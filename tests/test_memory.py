@@ -240,6 +240,7 @@ def test_a_plot_without_a_format_is_refused_before_anything_is_printed(name, con
 def test_numbers_with_units():
     assert [tokens(text) for text in ("4096", "128k", "0.5K", "1M")] == [4096, 131072, 512, 1048576]
     assert [in_bytes(text) for text in ("80GiB", "16gb", "1000")] == [80 * 2**30, 16 * 10**9, 1000]
+    assert tokens("9" * 400) == int("9" * 400)
     for wrong in ("", "0", "-1", "80 parsecs", "k"):
         with pytest.raises(ArgumentTypeError, match="expected a number of bytes"):
             in_bytes(wrong)

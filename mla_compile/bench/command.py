@@ -13,7 +13,7 @@ from mla_compile.bench.generation.models import MODELS
 from mla_compile.bench.layers import LAYERS
 from mla_compile.bench.modes import MODES
 from mla_compile.optional_packages import require
-from mla_compile.parsing import figure, positive
+from mla_compile.parsing import figure, file, positive
 
 if TYPE_CHECKING:
     from mla_compile.bench.workloads import Workload
@@ -78,11 +78,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument(
         "--csv",
-        type=Path,
+        type=file,
         metavar="FILE",
         help="write a row for each mode and workload; on a GPU, as soon as it is measured",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--json", type=file, metavar="FILE", help="write everything that was measured")
     parser.add_argument(
         "--plot",
         type=figure,

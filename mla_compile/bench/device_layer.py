@@ -13,7 +13,6 @@ import argparse
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from mla_compile.bench.progress import log
 from mla_compile.bench.workloads import Workload, make_inputs
 from mla_compile.cache.argument import cache_argument, cache_of
 from mla_compile.kernels._common.tuning import device_seconds
+from mla_compile.parsing import file
 from mla_compile.text_table import with_header
 
 
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--layer", choices=LAYERS, default="v3")
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 32768], metavar="TOKENS")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each result, as soon as it is there")
+    parser.add_argument("--csv", type=file, metavar="FILE", help="write a row for each result, as soon as it is there")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error(f"expected a GPU that torch sees, found none (torch {torch.__version__})")

@@ -10,7 +10,7 @@ from typing import Any
 from .. import device as devices
 from ..optional_packages import require
 from ..options import Options
-from ..parsing import positive
+from ..parsing import folder, positive
 from ..sample_run import load
 
 
@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
         "and write what happened into a folder: open its index.html.",
     )
     parser.add_argument("model", help="a model directory or name that AutoModelForCausalLM can load")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument("--out", type=folder, required=True, metavar="DIR", help="the folder to write")
     parser.add_argument("--tokens", type=positive, default=128, help="tokens of the prompt (default: 128)")
     parser.add_argument("--depyf", action="store_true", help="let depyf write its own dumps too, into DIR/depyf")
     parser.set_defaults(run=run)
@@ -56,8 +56,8 @@ def _compile(name: str, tokens: int) -> tuple[Any, list[Any]]:
     return sample.model, found
 
 
-def _depyf(folder: Path) -> Any:
+def _depyf(into: Path) -> Any:
     require("depyf", "inspect", "--depyf")
     import depyf
 
-    return depyf.prepare_debug(str(folder))
+    return depyf.prepare_debug(str(into))

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from mla_compile.int4 import INT4
+
 PAGE_SIZE = 64
 
 
@@ -49,5 +51,6 @@ CACHES: dict[str, Callable[[Any, int, int], Any]] = {
     "pages": _pages,
     "fp8-pages": _coded_pages(torch.float8_e4m3fn),
     "int8-pages": _coded_pages(torch.int8),
+    "int4-pages": _coded_pages(INT4),
 }
 """Functions of a model, a number of sequences and a number of tokens that make an empty cache with that much room."""
