@@ -101,6 +101,14 @@ KNOWN = {
     "left padding of integers": Case(
         lambda s, t, p: causal(s, t) & p[:, None, None].bool(), "causal + padding", (1 * LEFT,)
     ),
+    "left padding up to the present tokens": Case(
+        lambda s, t, p: causal(s, t) & torch.cat([p[:, : t - s], p.new_ones(len(p), s)], 1)[:, None, None],
+        "causal + padding",
+        (LEFT,),
+    ),
+    "left padding of fewer keys": Case(
+        lambda s, t, p: causal(s, t) & F.pad(p[:, : t - 2], (0, 2))[:, None, None], "causal + padding", (LEFT,)
+    ),
     "padding in the middle": Case(lambda s, t, p: causal(s, t) & p[:, None, None], "causal + padding", (MIDDLE,)),
     "padding alone, inverted": Case(lambda s, t, p: ~(~p)[:, None, None], "padding", (MIDDLE,)),
     "either way": Case(

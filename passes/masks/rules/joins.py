@@ -11,6 +11,7 @@ from dataclasses import replace
 from torch import fx
 
 from ...algebra.sizes import Size, known_at_most, same, total
+from ...algebra.terms import Axis
 from ...nodes.arguments import argument, arguments, aten
 from ...nodes.shapes import shape_of, size_of
 from ..positions import Affine, AtMost, Conditional, Index, Truth, Value
@@ -21,14 +22,26 @@ RULES = Rules()
 
 
 def side_by_side(place: Affine, pieces: Sequence[tuple[Size, Value | None]]) -> Value | None:
-    """The value at an index `place` of pieces, each of a size and with its own value there; None if that is unknown."""
+    """The value at an index `place` of pieces, each of a size and with its own value there; None if that is unknown, or
+    an element of a tensor, which has none at the places of other pieces."""
     *firsts, (_, last) = [(size, value) for size, value in pieces if not same(size, 0)] or pieces
+    if firsts and not all(_is_of_positions(value) for value in (last, *(value for _, value in firsts))):
+        return None
     value = _settled(last)
     while firsts:
         end = total(size for size, _ in firsts)
         _, before = firsts.pop()
         value = _reduced(select(Truth((AtMost(place - Affine(end) + Affine(1)),)), _settled(before), value))
     return value
+
+
+def _is_of_positions(value: Value | None) -> bool:
+    """Whether a value depends on positions alone."""
+    truth = value.condition if isinstance(value, Conditional) else value
+    return isinstance(truth, Truth) and all(
+        isinstance(literal, AtMost) and all(isinstance(what, Axis) for what, _ in literal.what.terms)
+        for literal in truth.literals
+    )
 
 
 def _settled(value: Value | None) -> Value | None:
