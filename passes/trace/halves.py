@@ -97,6 +97,22 @@ def kept_by_cast(trace: Forms, node: fx.Node) -> Form | None:
     return _leaf(node, form, lookup, lookup.pages)
 
 
+def kept_by_view(trace: Forms, node: fx.Node) -> Form | None:
+    """The form of a view of numbers from 0 to 15 as int8, in which they are the same bits; None for any other view."""
+    source, dtype = arguments(node)
+    lookup = lookup_of(trace[source].term)
+    unsigned = lookup is not None and not lookup.then and lookup.pages.then == (_UNSIGNED,)
+    if lookup is None or not unsigned or source.meta["val"].dtype != PACKED or dtype != torch.int8:
+        return None
+    return _leaf(node, trace[source], lookup, lookup.pages)
+
+
+def are_taken_apart(lookup: Lookup) -> bool:
+    """Whether what is looked up is numbers of 4 bits, or halves of bytes."""
+    then = lookup.pages.then
+    return dtype_of(lookup.pages) in (UINT4, INT4) or any(isinstance(step, Half) for step in then)
+
+
 def _leaf(node: fx.Node, form: Form, lookup: Lookup, pages: Read) -> Form:
     """`node`, over the axes of a form, as a leaf that looks up `pages`."""
     return Form(form.dims, replace(read_of(node, form.dims), stored=replace(lookup, pages=pages)))

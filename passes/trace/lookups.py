@@ -14,6 +14,7 @@ from ..algebra.terms import Bits, Form
 from ..nodes.arguments import INTEGERS, arguments, aten
 from ..nodes.guards import equal_by_guard
 from ..nodes.shapes import shape_of
+from . import halves
 from .handler import Forms, Handlers
 from .ranges import first_of
 
@@ -79,9 +80,12 @@ def _positions(node: Any, targets: tuple[Any, ...], divisor: Any) -> Size | None
 def _view_dtype(trace: Forms, node: fx.Node) -> Form:
     """Bytes that were looked up become the numbers that they encode."""
     source, dtype = arguments(node)
+    if (kept := halves.kept_by_view(trace, node)) is not None:
+        return kept
     lookup = lookup_of(trace[source].term)
     if (
         lookup is None
+        or halves.are_taken_apart(lookup)
         or lookup.scales is not None
         or lookup.then
         or source.meta["val"].dtype.itemsize != dtype.itemsize

@@ -65,6 +65,17 @@ def reads_coded(module: fx.GraphModule, coded: torch.dtype = FP8) -> bool:
     )
 
 
+def check_read(read: Read, tensors: list[Tensor], path: str, coded: torch.dtype = FP8) -> None:
+    """Assert that the path's op reads pages of this dtype as they are, and that the result is right."""
+    module = graph(read, tensors)
+    eager = run(module, *tensors)
+    (outcome,) = rewrite(module, path)
+    assert outcome.path == path
+    assert outcome.reason.endswith("reads the pages")
+    assert reads_coded(module, coded)
+    assert_as_close_as_eager(run(module, *tensors), eager, exact(read, tensors))
+
+
 def times(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers `[..., L]` times the scales `[..., G]` of their groups."""
     return (numbers.to(dtype).unflatten(-1, (scales.shape[-1], -1)) * scales.to(dtype)[..., None]).flatten(-2)
@@ -205,13 +216,7 @@ READS: dict[str, Read] = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_pages_in_fp8_are_read_as_they_are(read: Read, path: str) -> None:
     tensors = inputs(queries=1 if path == "absorbed" else 9)
-    module = graph(read, tensors)
-    eager = run(module, *tensors)
-    (outcome,) = rewrite(module, path)
-    assert outcome.path == path
-    assert outcome.reason.endswith("reads the pages")
-    assert reads_coded(module)
-    assert_as_close_as_eager(run(module, *tensors), eager, exact(read, tensors))
+    check_read(read, tensors, path)
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.errors import assert_as_close_as_eager
 from tests.passes.caches.test_fp8_near_misses import check_gathered
 from tests.passes.caches.test_fp8_pages import (
     INT8,
@@ -16,8 +15,8 @@ from tests.passes.caches.test_fp8_pages import (
     Read,
     a_number_for_all,
     attend,
+    check_read,
     embedding,
-    exact,
     graph,
     in_pages,
     inputs,
@@ -86,13 +85,7 @@ READS: dict[str, Read] = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_pages_in_int8_are_read_as_they_are(read: Read, path: str) -> None:
     tensors = inputs(queries=1 if path == "absorbed" else 9, coded=INT8)
-    module = graph(read, tensors)
-    eager = run(module, *tensors)
-    (outcome,) = rewrite(module, path)
-    assert outcome.path == path
-    assert outcome.reason.endswith("reads the pages")
-    assert reads_coded(module, INT8)
-    assert_as_close_as_eager(run(module, *tensors), eager, exact(read, tensors))
+    check_read(read, tensors, path, INT8)
 
 
 def of_a_zero_point(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
