@@ -1,6 +1,6 @@
 """Floor divisions of positions on a CPU, in a form by which Inductor splits no loop.
 
-    floor(x / n)   =   trunc((x - (n - 1 if x < 0 else 0)) / n)
+    q = trunc(x / n),   floor(x / n) = q - (1 if q n > x else 0)
 
 Inductor knows an `arange` divided by a number as an expression of the loop's index. Its code for CPUs splits such a
 loop into one of n steps within another (`CppScheduling.try_loop_split` of torch 2.11 to 2.15, for n above 8), and
@@ -26,4 +26,5 @@ def floor_division(x: Any, n: Any, *, rounding_mode: str | None) -> Any:
     integers = isinstance(x, Tensor) and x.dtype in INTEGERS and x.device.type == "cpu"
     if not integers or rounding_mode != "floor" or type(n) is not int or n <= _NEVER_SPLIT:
         return NotImplemented
-    return torch.div(x - torch.where(x < 0, n - 1, 0).to(x.dtype), n, rounding_mode="trunc")
+    quotient = torch.div(x, n, rounding_mode="trunc")
+    return quotient - (quotient * n > x).to(x.dtype)

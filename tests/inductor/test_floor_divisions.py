@@ -18,7 +18,8 @@ PAGE_SIZE, TOKENS = 16, 37
 @pytest.mark.parametrize("n", [9, 16, 100])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_it_is_the_floor(dtype, n):
-    x = torch.arange(-300, 300, dtype=dtype)
+    ends = torch.iinfo(dtype)
+    x = torch.cat([torch.arange(-300, 300, dtype=dtype), torch.tensor([ends.min, ends.max], dtype=dtype)])
     table = {torch.ops.aten.div.Tensor_mode: floor_division}
     module = make_fx(lambda x: torch.div(x, n, rounding_mode="floor"), decomposition_table=table)(x)
     quotient = module(x)
