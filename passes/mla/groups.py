@@ -20,6 +20,7 @@ from ..algebra.substitution import Pin, Split, change_term
 from ..algebra.terms import Axis, Dim, Join, Term
 from ..attention.attention import Attention
 from ..nodes.refusal import Refusal
+from .products import summands, up_projection
 from .site import Site
 
 MOST_GROUPS = 8
@@ -76,6 +77,15 @@ def in_groups(attention: Attention) -> tuple[Attention, Dim] | None:
         with contextlib.suppress(Unaligned):
             return changed(attention, {join.axis: Split(group, Axis(heads))}), (group,)
     return None
+
+
+def with_latents(attention: Attention) -> Dim:
+    """The rows for which latents, of keys or of values, differ as their up-projections do; empty if there are none."""
+    keys = {*attention.keys}
+    terms = attention.value, *(score.key for score in attention.scores)
+    found = [up_projection(summand, keys) for term in terms for summand in summands(term, keys)]
+    differ = set[Axis]().union(*(up.latent.axes & up.weight.axes for up in found if up is not None))
+    return tuple(axis for axis in attention.rows if axis in differ)
 
 
 def _check_number(attention: Attention, count: Size) -> None:

@@ -18,7 +18,7 @@ from ..algebra.sizes import total
 from ..algebra.substitution import change_read
 from ..algebra.terms import Axis, Dim, Join, Product, Read, Sum, Term, Unread
 from ..attention.attention import Attention
-from .products import UpProjection, gathered, same_tensor, times, up_projection
+from .products import UpProjection, gathered, same_tensor, summands, times, up_projection
 
 
 def in_one_latent(attention: Attention, *, of_keys: bool = False) -> Attention | None:
@@ -28,12 +28,12 @@ def in_one_latent(attention: Attention, *, of_keys: bool = False) -> Attention |
     keys, rows = {*attention.keys}, {*attention.rows}
     if isinstance(attention.value.parts, Join):  # of groups of heads, perhaps, with a latent each
         return None
-    found = [up_projection(addend, keys) for addend in _addends(attention.value, keys) if addend.axes & keys]
+    found = [up_projection(addend, keys) for addend in summands(attention.value, keys) if addend.axes & keys]
     ups = [up for up in found if up is not None]
     if len(ups) < len(found):
         return None
     if of_keys:
-        addends = [addend for score in attention.scores for addend in _addends(score.key, keys)]
+        addends = [addend for score in attention.scores for addend in summands(score.key, keys)]
         found = [up_projection(addend, keys) for addend in addends]
         ups += [up for up in found if up is not None and up.weight.axes & rows - up.latent.axes]
     each = list[tuple[Read, Dim]]()
@@ -47,16 +47,6 @@ def in_one_latent(attention: Attention, *, of_keys: bool = False) -> Attention |
     if (value := one.of(attention.value)) is attention.value:
         return None
     return replace(attention, value=value, scores=tuple(replace(s, key=one.of(s.key)) for s in attention.scores))
-
-
-def _addends(term: Term, keys: set[Axis]) -> Sequence[Term]:
-    """What a term, or a piece of what it is joined from, is a sum of."""
-    match term.parts:
-        case Join(_, segments):
-            return [addend for segment in segments for addend in _addends(segment.term, keys)]
-        case Sum(terms):
-            return gathered(terms, keys)
-    return [term]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..algebra.made import added, contracted
 from ..algebra.operations import alike
 from ..algebra.sizes import total
 from ..algebra.substitution import change_read
-from ..algebra.terms import Axis, Digit, Dim, Product, Read, Scaled, Term, Unread
+from ..algebra.terms import Axis, Digit, Dim, Join, Product, Read, Scaled, Sum, Term, Unread
 from ..trace.coded import without_widening
 
 
@@ -50,6 +50,16 @@ def gathered(terms: Sequence[Term], keys: set[Axis]) -> list[Term]:
         else:
             found.append(term)
     return found
+
+
+def summands(term: Term, keys: set[Axis]) -> Sequence[Term]:
+    """What a term, or a piece of what it is joined from, is a sum of."""
+    match term.parts:
+        case Join(_, segments):
+            return [summand for segment in segments for summand in summands(segment.term, keys)]
+        case Sum(terms):
+            return gathered(terms, keys)
+    return [term]
 
 
 def _together(a: Term, b: Term, keys: set[Axis]) -> Term | None:

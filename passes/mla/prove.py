@@ -29,7 +29,7 @@ from .apart import own_latent, shared_by_heads
 from .composed import composed
 from .computed import computed
 from .gated import ungated
-from .groups import flat, groups_of, in_groups
+from .groups import flat, groups_of, in_groups, with_latents
 from .one_latent import in_one_latent
 from .own_ropes import SHARE, as_biases, own_of
 from .products import UpProjection, gathered, same_tensor, up_projection
@@ -100,16 +100,15 @@ def _otherwise(as_written: Attention, attention: Attention, trace: Trace) -> Sit
             return _of_groups(*split, trace)
     with contextlib.suppress(Refusal):
         return _prove(attention, next(readings(attention)), trace, apart=True)
+    with contextlib.suppress(Refusal):
+        if axes := with_latents(attention):
+            return _of_groups(attention, axes, trace)
     return None
 
 
 def _of_groups(attention: Attention, axes: Dim, trace: Trace) -> Site:
     """The site of an attention whose groups of heads, over `axes`, have a latent each."""
     axes, sites = flat(attention, axes, [prove(group, trace) for group in groups_of(attention, axes)])
-    if any(site.apart for site in sites):
-        raise Refusal(
-            attention.node, "expected one latent for each group of heads, found one for keys and one for values"
-        )
     for rope in (rope for site in sites for rope in site.own_ropes):
         reason = f"expected rope columns shared by all heads of a group, found {describe(rope.key, trace)}"
         raise Refusal(attention.node, reason, SHARE)

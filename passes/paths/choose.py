@@ -266,13 +266,16 @@ def of_groups(path: Path, groups: Groups, trace: Trace) -> PlanOfGroups:
     Raises:
         Refusal: if one of the groups cannot take the path.
     """
-    meanings = [understand(site, trace) for site in groups.sites]
-    if not all(path.takes(site, meaning) for site, meaning in zip(groups.sites, meanings, strict=True)):
+    sites = tuple(map(path.as_taken, groups.sites))
+    meanings = [understand(site, trace) for site in sites]
+    if not all(path.takes(site, meaning) for site, meaning in zip(sites, meanings, strict=True)):
         reason = f"expected groups of heads that can all be {path.word}, found one that cannot"
         raise Refusal(groups.attention.node, reason)
-    plans = tuple(plan_of(path, site, meaning) for site, meaning in zip(groups.sites, meanings, strict=True))
+    for site in sites:
+        path.refuse(site, asked=True)
+    plans = tuple(plan_of(path, site, meaning) for site, meaning in zip(sites, meanings, strict=True))
     words = f"a latent for each of {len(plans)} groups of heads", plans[0].words
-    return PlanOfGroups(path, plans[0].keys, plans[0].mask, "; ".join(filter(None, words)), plans)
+    return PlanOfGroups(path, plans[0].keys, plans[0].mask, "; ".join(filter(None, words)), sites, plans)
 
 
 def _keys(path: Path, site: Site, meaning: Meaning) -> tuple[StoredKeys, str]:

@@ -18,13 +18,15 @@ from .plan import Plan
 class PlanOfGroups(Plan):
     """A path for every group; `keys` and `mask` are those of the first."""
 
+    sites: tuple[Site, ...]
+    """Those of the groups, as the path takes them."""
     plans: tuple[Plan, ...]
 
     def parts(self, site: Site, workspace_tokens: int) -> list[Part]:
         """All in the place of the attention."""
         assert site.groups is not None
         codes = []
-        for plan, own in zip(self.plans, site.groups.sites, strict=True):
+        for plan, own in zip(self.plans, self.sites, strict=True):
             (part,) = plan.parts(own, workspace_tokens)
             codes.append(part.code)
         return [Part(site.node, GroupsCode(site.groups, codes))]

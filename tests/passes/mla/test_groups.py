@@ -275,16 +275,6 @@ def knorm(k: Tensor) -> Tensor:
 
 
 REFUSED = {
-    "a gate of the keys alone": (
-        gated(expanded, gate_of_a_group, lambda c: c.new_ones(())),
-        G,
-        "an up-projection times `",
-    ),
-    "another group's gate": (
-        gated(apart, gate_of_a_group, lambda c: gate_of_a_group(c.flip(2))),
-        G,
-        "expected values that are an up-projection of a latent",
-    ),
     "a gate a head": (
         gated(expanded, lambda c: c[..., 0, :1].exp()[:, None] * torch.arange(1, HEADS + 1).double()[:, None, None]),
         G,
@@ -294,12 +284,6 @@ REFUSED = {
     "too many": (attention(expanded, rope=lambda k: k[:, None].expand(-1, 9 * EACH, -1, -1)), 9, "found 9"),
     "groups within one group": (attention(in_one_group_only), G, "expected values that are an up-projection"),
     "a soft cap": (attention(expanded, softmax(torch.tanh)), G, "where groups of heads have a latent each"),
-    "keys of another group": (
-        lambda q, c, _, w_uk, w_uv: sealed(q[..., :P], expanded(c.flip(2), w_uk), expanded(c, w_uv)),
-        G,
-        "expected keys and values from one latent",
-    ),
-    "keys of another group's tensor": (of_its_own(1, 0, 2), G, "expected values that are an up-projection"),
     "a norm a head": (
         lambda q, c, _, w_uk, w_uv: sealed(q[..., :P], knorm(expanded(c, w_uk)), expanded(c, w_uv)),
         G,
